@@ -151,7 +151,7 @@ def _measured(items: Iterable[dict[str, Any]]) -> Iterable[MeasuredLoss]:
         kinds = {each.name: float if each.type == "float" else int for each in fields(MeasuredLoss)}
         found = MeasuredLoss(**{name: _typed(item, name, kind) for name, kind in kinds.items()})
         try:
-            Sparsity(keep=found.keep)
+            Sparsity(keep=found.keep).check()
         except InvalidRequest as error:
             raise ValueError(str(error)) from error
         if not (found.num_tokens >= 1 and found.num_ranks >= 1 and 0.0 <= found.loss < float("inf")):

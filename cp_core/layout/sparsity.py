@@ -19,14 +19,15 @@ from cp_core.layout.shards import PrefillLayout, TokenRange
 class Sparsity:
     """Share of keys, above 0 and up to 1, that reach other ranks; 1 is exact.
 
-    The first `sinks` keys of a partition and its last `window` are always among the chosen ones. Raises InvalidRequest.
+    The first `sinks` keys of a partition and its last `window` are always among the chosen ones.
     """
 
     keep: float
     sinks: int = 4
     window: int = 64
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise InvalidRequest for values that are out of range."""
         if not 0.0 < self.keep <= 1.0:
             raise InvalidRequest(f"keep is {self.keep}; allowed are numbers above 0, up to 1")
         if self.sinks < 0 or self.window < 1:

@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 
 from cp_core.errors import InvalidRequest
-from cp_core.layout.shards import PrefillLayout, TokenRange
+from cp_core.layout.shards import PrefillLayout, ShardMap, TokenRange
 from cp_core.layout.sparsity import Sparsity
 
 
@@ -91,11 +91,13 @@ def seen_rows(queries: Shard, keys: Shard) -> tuple[Rows, ...]:
 class SequencePlan:
     """Layout of a sequence's new tokens; `cached[r]` tokens of it lie on rank r, in any order of position.
 
+    `stored` says which rank stores the new tokens where it is not the one that computes them: a chain alone has it.
     With a `sparsity` other than an exact one not all keys reach other ranks; None: all do.
     """
 
     layout: PrefillLayout
     cached: tuple[int, ...]
+    stored: ShardMap | None = None
     sparsity: Sparsity | None = None
 
     def __post_init__(self) -> None:
@@ -112,6 +114,12 @@ class SequencePlan:
     def shard(self, rank: int) -> Shard:
         return Shard(self.cached[rank], self.layout.ranges[rank])
 
+    def stores(self, rank: int, source: int) -> bool:
+        """Return whether a rank stores any token that another one, `source`, computes."""
+        if self.stored is None:
+            return False
+        return any(len(own.intersect(each)) for own in self.stored.ranks[rank] for each in self.layout.ranges[source])
+
     def thinned(self, rank: int) -> Shard:
         """Return the lengths of what other ranks get of a rank's shard in a layer that is sparse."""
         shard, sparsity = self.shard(rank), self.sparsity
@@ -122,9 +130,13 @@ class SequencePlan:
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """Sequences of a step, in the order in which every rank packs their tokens. Made once a step, not a layer."""
+    """Sequences of a step, in the order in which every rank packs their tokens. Made once a step, not a layer.
+
+    `order` are the ranks along a chain; empty: as they are numbered.
+    """
 
     sequences: tuple[SequencePlan, ...]
+    order: tuple[int, ...] = ()
 
     @cached_property
     def shards(self) -> tuple[tuple[Shard, ...], ...]:

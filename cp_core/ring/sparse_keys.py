@@ -19,7 +19,6 @@ from cp_core.attention.partial import KeyShard
 from cp_core.layout.sparsity import sampled_rows
 from cp_core.layout.step_plans import KvRun, PrefillPlan, SequencePlan, Shard
 from cp_core.ring.pass_kv import pack_keys
-from cp_core.ring.prefill import Thin
 from cp_core.transport.interface import RingTransport
 
 SCORED_AT_ONCE = 16
@@ -41,14 +40,14 @@ class KeyChooser:
             for index in self._sparse
         ]
 
-    def of_layer(self, layer: int) -> Thin | None:
-        """Return the choice of keys in a layer for `ring_prefill`; None where the layer is exact."""
-        return self._thin if self._is_needed and 0 < layer < self._last_layer else None
+    def is_sparse(self, layer: int) -> bool:
+        """Return whether other ranks get less than all keys in a layer."""
+        return self._is_needed and 0 < layer < self._last_layer
 
-    def _thin(
+    def thin(
         self, q_of_sequence: Sequence[torch.Tensor], keys_of_sequence: Sequence[KeyShard], scale: float
     ) -> list[KeyShard]:
-        """Return what other ranks get of this rank's keys. Collective. Raises Unavailable."""
+        """Return what other ranks get of this rank's keys, by sequence. Collective. Raises Unavailable."""
         thinned = list(keys_of_sequence)
         for index, ranks, q_mhd in zip(self._sparse, self._sampled, self._gather(q_of_sequence), strict=True):
             keys, sequence = keys_of_sequence[index], self._plan.sequences[index]

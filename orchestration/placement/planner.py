@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from cp_core.cost.model import StepLimits, WorkModel, cut
 from cp_core.cost.profile import HardwareProfile
 from cp_core.cost.selector import EmpiricalFit, Selection, Turn, duration, faster, least, select
+from cp_core.cost.work import StepLimits, WorkModel, cut
 from cp_core.layout.shards import TokenRange
 from cp_core.layout.sparsity import Sparsity
 from orchestration.placement.costs import RingCorrections, RingCosts, StepSeconds
@@ -232,6 +232,18 @@ class Planner:
             alternatives=(("sparse", seconds), *exact.alternatives),
             sparse=sparse,
         )
+
+    def predict_exact(
+        self, num_tokens: int, cached_tokens: int, ring: RingRegistration, asked: Algorithm | None
+    ) -> float:
+        """Return the seconds of a prompt with a cached prefix, cut and computed on an idle ring as `plan` has it."""
+        work = self._work.work(num_tokens - cached_tokens, cached_tokens)
+        total = 0.0
+        for piece in self._cut(ring, TokenRange(cached_tokens, num_tokens)):
+            seconds = self._costs.seconds(ring, len(piece), piece.start)
+            name = self._choose(ring, piece, seconds, asked)
+            total += seconds.by(name) * self.corrections.factor(ring, name, work, is_cached=cached_tokens > 0)
+        return total
 
     def predict_sparse(self, num_tokens: int, cached_tokens: int, ring: RingRegistration, sparsity: Sparsity) -> float:
         """Return the seconds of a prompt with a cached prefix, computed by a part of its keys on an idle ring."""

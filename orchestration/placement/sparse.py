@@ -13,7 +13,7 @@ from cp_core.cost.selector import duration, is_clearly_less
 from cp_core.cost.sparse import PredictedLoss, SparseLosses
 from cp_core.errors import InvalidRequest
 from cp_core.layout.sparsity import Sparsity
-from orchestration.placement.kv_locations import WantedTurn
+from orchestration.placement.kv_locations import Choice, WantedTurn
 from orchestration.placement.placer import RingPlacer
 from orchestration.placement.planner import Planner
 from orchestration.placement.registry import RingRegistry
@@ -70,14 +70,15 @@ class SparseChooser:
             return None
         exact = wanted(None)
         choice = self._placer.choose(exact)
-        options = [_Option(0.0, choice.wait_seconds + choice.prefill_seconds, None)]
+        ring, seconds = choice.prefill.registration, choice.prefill_seconds
+        if not choice.is_direct:
+            seconds = self._planner.predict_exact(exact.num_tokens, _cached(exact, choice), ring, exact.algorithm)
+        options = [_Option(0.0, choice.wait_seconds + seconds, None)]
         for predicted in self._predicted(bound, exact.num_tokens):
             sparse = replace(wanted(predicted.sparsity), algorithm=Algorithm.PASS_KV)
             over = self._placer.choose(sparse)
-            cached = sparse.retained_on(over.prefill)
-            seconds = self._planner.predict_sparse(
-                sparse.num_tokens, cached, over.prefill.registration, predicted.sparsity
-            )
+            ring = over.prefill.registration
+            seconds = self._planner.predict_sparse(sparse.num_tokens, _cached(sparse, over), ring, predicted.sparsity)
             options.append(_Option(predicted.loss, over.wait_seconds + seconds, predicted))
         chosen = _least_time(bound, options) if bound.name == MAX_LOSS else _least_loss(bound, options)
         return None if chosen is None else _plan(bound, chosen)
@@ -93,6 +94,11 @@ class SparseChooser:
             return [each for each in self._losses.predict(num_tokens, num_ranks) if not each.sparsity.is_exact]
         except InvalidRequest as error:
             raise InvalidRequest(f"{bound.name}: {bound.limit:g} is not allowed: {error}") from None
+
+
+def _cached(turn: WantedTurn, choice: Choice) -> int:
+    """Return the tokens that a turn's prefill ring need not compute; what the decode ring alone retains is pulled."""
+    return max(turn.retained_on(choice.prefill), turn.retained_on(choice.decode))
 
 
 def _least_time(bound: Bound, options: list[_Option]) -> PredictedLoss | None:

@@ -111,6 +111,8 @@ def run_sparse(options: argparse.Namespace) -> int:
     lengths = parse_token_counts("--tokens", options.tokens or "512,1024,2048")
     keeps, depths = _shares("--keep", options.keep, least=1e-6), _shares("--depths", options.depths, least=0.0)
     sparsities = [Sparsity(keep=keep, sinks=options.sinks, window=options.window) for keep in keeps]
+    for sparsity in sparsities:
+        sparsity.check()
     if not 2 <= options.ranks <= MAX_THREAD_RANKS:
         raise ConfigError(f"--ranks: {options.ranks} is out of range; allowed are 2 to {MAX_THREAD_RANKS}")
     if has_random_weights(config.model.path):

@@ -44,6 +44,7 @@ FOLLOW_UP_TOOK = {
     "pass_kv": "the follow-up took pass-KV: by the rates of the rings it is no slower than others here",
     "pass_q": "the follow-up took pass-Q: its queries are few, and keys and values stay in place",
     "gather_kv": "the follow-up took gather-KV: every rank gets all keys at once, which saves starts of messages",
+    "chain": "the follow-up took the chain: keys and values go one way along the ranks, behind whole layers",
     "sp_ntp": "the follow-up took SP-NTP: each rank attends a share of the heads, which saves bytes",
     "decode_ring": "the follow-up was computed by the decode ring, which retains the conversation: no KV moved",
 }

@@ -97,9 +97,9 @@ class GenerateRequest(_message.Message):
     prompts probably begin alike. Empty: no preference. The tokens are the same.
     """
     algorithm: _builtins.str
-    """"pass_kv", "pass_q", "gather_kv" or "sp_ntp": computes every chunk by it, whatever the service's selector would
-    choose. Empty: chosen. The tokens are the same; what measures rings asks for it. Where turns share a prefill step
-    the ring may take another. "decode_ring": computes a few new tokens on the decode ring that keeps the conversation;
+    """"pass_kv", "pass_q", "gather_kv", "chain" or "sp_ntp": computes every chunk by it, whatever the service's selector
+    would choose. Empty: chosen. The tokens are the same; what measures rings asks for it. Where turns share a prefill
+    step the ring may take another. "decode_ring": computes a few new tokens on the decode ring that keeps the conversation;
     refused where it cannot.
     """
     max_loss: _builtins.float
@@ -688,8 +688,8 @@ class Plan(_message.Message):
     FAILOVERS_FIELD_NUMBER: _builtins.int
     SPARSE_FIELD_NUMBER: _builtins.int
     algorithm: _builtins.str
-    """"pass_kv", "pass_q", "gather_kv" or "sp_ntp": that of most new tokens. Each chunk has its own. "decode_ring": the
-    decode ring, which keeps the KV before them, computes them itself; it is also `prefill_ring` then, and no KV moves.
+    """"pass_kv", "pass_q", "gather_kv", "chain" or "sp_ntp": that of most new tokens. Each chunk has its own.
+    "decode_ring": the decode ring, which keeps the KV before them, computes them itself; it is also `prefill_ring` then, and no KV moves.
     """
     reason: _builtins.str
     new_tokens: _builtins.int
@@ -1439,11 +1439,16 @@ class RingRates(_message.Message):
     LINK_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
     LINK_LATENCY_SECONDS_FIELD_NUMBER: _builtins.int
     OVERLAP_FIELD_NUMBER: _builtins.int
+    SPEEDS_FIELD_NUMBER: _builtins.int
     gemm_flops: _builtins.float
     attention_flops: _builtins.float
     link_bytes_per_second: _builtins.float
     link_latency_seconds: _builtins.float
     overlap: _builtins.float
+    @_builtins.property
+    def speeds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Where ranks are unlike: times that each is as fast as the slowest, whose rates these are."""
+
     def __init__(
         self,
         *,
@@ -1452,10 +1457,11 @@ class RingRates(_message.Message):
         link_bytes_per_second: _builtins.float = ...,
         link_latency_seconds: _builtins.float = ...,
         overlap: _builtins.float = ...,
+        speeds: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_flops", b"attention_flops", "gemm_flops", b"gemm_flops", "link_bytes_per_second", b"link_bytes_per_second", "link_latency_seconds", b"link_latency_seconds", "overlap", b"overlap"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_flops", b"attention_flops", "gemm_flops", b"gemm_flops", "link_bytes_per_second", b"link_bytes_per_second", "link_latency_seconds", b"link_latency_seconds", "overlap", b"overlap", "speeds", b"speeds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -15,42 +15,39 @@ from cp_core.errors import InvalidRequest
 from cp_core.layout.shards import PrefillLayout, TokenRange, balanced_layout, whole_layout
 from cp_core.layout.sparsity import LATEST, STRIDED, Sparsity, sampled_positions
 from cp_core.layout.step_plans import PrefillPlan, Shard
-from cp_core.ring.prefill import Thin
+from cp_core.ring import prefill as prefill_module
 from cp_core.ring.sparse_keys import KeyChooser, importance_of
 from cp_core.transport.inprocess import InProcessRing
-from cp_core.transport.interface import RingTransport
-from tests.cp_core.rings import PlacedSequence, prefill_on_threads
+from tests.cp_core.rings import PlacedSequence, PrefillResult, prefill_on_threads
 from tests.oracles import fp32_bound, largest, oracle_causal, random_tokens
 
 SCALE = 0.125
 SPARSE = Sparsity(keep=0.25, sinks=2, window=3)
 
 
-@dataclass
-class Recorder:
-    """Runner of one sparse layer that records which keys every rank sends to others."""
+def prefill(
+    sequences: Sequence[PlacedSequence], size: int
+) -> tuple[PrefillResult, dict[tuple[int, int], torch.Tensor]]:
+    """Run a layer between others. Return its result, and the keys that each rank sends: bool[K, tokens], by position.
 
-    sequences: Sequence[PlacedSequence]
-    chosen: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    """By rank and sequence: bool[K, tokens] by position."""
+    They are by rank and sequence. Random keys differ: a row of a message says which token it is.
+    """
+    sent: dict[tuple[int, int], torch.Tensor] = {}
 
-    def __call__(self, plan: PrefillPlan, transport: RingTransport) -> Thin | None:
-        thin = KeyChooser(plan, transport, num_layers=3).of_layer(1)
-        if thin is None:
-            return None
-
-        def recorded(q: Sequence[torch.Tensor], keys: Sequence[KeyShard], scale: float) -> Sequence[KeyShard]:
-            thinned = thin(q, keys, scale)
+    class Recorder(KeyChooser):
+        def thin(
+            self, q_of_sequence: Sequence[torch.Tensor], keys_of_sequence: Sequence[KeyShard], scale: float
+        ) -> list[KeyShard]:
+            thinned = super().thin(q_of_sequence, keys_of_sequence, scale)
             for index, each in enumerate(thinned):
-                sent = torch.cat([*(run.k for run in each.cached), each.new.k])
-                tokens = self.sequences[index].tokens.k
-                # Random keys differ: a row of a message says which token it is.
-                found = (tokens[None] == sent[:, None]).all(dim=3)  # [sent, tokens, K]
+                rows = torch.cat([*(run.k for run in each.cached), each.new.k])
+                found = (sequences[index].tokens.k[None] == rows[:, None]).all(dim=3)  # [rows, tokens, K]
                 assert bool((found.sum(dim=1) == 1).all())
-                self.chosen[transport.rank, index] = found.any(dim=0).T
+                sent[self._transport.rank, index] = found.any(dim=0).T
             return thinned
 
-        return recorded
+    with mock.patch.object(prefill_module, "KeyChooser", Recorder):
+        return prefill_on_threads(sequences, size, "pass_kv", SCALE, layer=1, num_layers=3), sent
 
 
 def owners(sequence: PlacedSequence) -> list[int]:
@@ -93,10 +90,9 @@ def placed(
 
 
 def check(sequences: Sequence[PlacedSequence], size: int) -> None:
-    recorder = Recorder(sequences)
-    result = prefill_on_threads(sequences, size, "pass_kv", SCALE, thin_of=recorder)
+    result, sent = prefill(sequences, size)
     for index, (sequence, out) in enumerate(zip(sequences, result.outs, strict=True)):
-        right = reference(index, sequence, recorder.chosen)
+        right = reference(index, sequence, sent)
         assert largest(out.double() - right) <= fp32_bound(sequence.tokens, SCALE)
 
 
@@ -125,7 +121,7 @@ def test_fused_sequences_with_empty_ranks_and_an_exact_one() -> None:
         PlacedSequence(whole, whole_layout(0, 40, 1, size), (), sparsity=SPARSE),
         placed(70, [0] * 17, size, seed=3),
     ]
-    outs = prefill_on_threads(sequences, size, "pass_kv", SCALE, thin_of=Recorder(sequences)).outs
+    outs = prefill(sequences, size)[0].outs
     alone = prefill_on_threads([exact], size, "pass_kv", SCALE).outs[0]
     assert largest(outs[2] - alone) <= 4e-7 * largest(exact.tokens.v)
     right = oracle_causal(whole, SCALE)  # all lies on one rank
@@ -138,7 +134,7 @@ def test_where_all_keys_are_kept_it_is_exact(size: int) -> None:
     wide = Sparsity(keep=0.1, sinks=0, window=1000)
     for sparsity in (wide, Sparsity(keep=1.0)):
         sequences = [placed(61, [position % size for position in range(30)], size, sparsity=sparsity)]
-        result = prefill_on_threads(sequences, size, "pass_kv", SCALE, thin_of=Recorder(sequences))
+        result, _ = prefill(sequences, size)
         right = oracle_causal(sequences[0].tokens, SCALE)[30:]
         assert largest(result.outs[0].double() - right) <= fp32_bound(sequences[0].tokens, SCALE)
 
@@ -146,7 +142,7 @@ def test_where_all_keys_are_kept_it_is_exact(size: int) -> None:
 def test_a_rank_sends_the_share_that_is_kept_and_its_sampled_queries() -> None:
     size, new, head_dim, heads, kv_heads = 4, 800, 64, 4, 2
     sequence = placed(new, [], size, num_heads=heads, num_kv_heads=kv_heads)
-    stats = prefill_on_threads([sequence], size, "pass_kv", SCALE, thin_of=Recorder([sequence])).stats
+    stats = prefill([sequence], size)[0].stats
     chosen = 2 * math.ceil(0.25 * new / (2 * size))  # of each rank's two ranges
     queries = (size - 1) * (LATEST + STRIDED) * heads
     keys = 2 * (size - 1) * size * chosen * kv_heads
@@ -155,12 +151,11 @@ def test_a_rank_sends_the_share_that_is_kept_and_its_sampled_queries() -> None:
 
 def test_the_kept_keys_are_those_with_the_most_attention_and_the_ends_of_a_partition() -> None:
     sequence = placed(300, [0] * 80, 2, seed=3)
-    recorder = Recorder([sequence])
-    prefill_on_threads([sequence], 2, "pass_kv", SCALE, thin_of=recorder)
+    _, sent = prefill([sequence], 2)
     tokens, positions = sequence.tokens, sampled_positions(sequence.layout)
     shard = sequence.plan.shard(0)
     stored = [*range(80), *sequence.new_positions(0)]
-    chosen = recorder.chosen[0, 0][:, stored]
+    chosen = sent[0, 0][:, stored]
     q, k = tokens.q[positions].double(), tokens.k[stored].double()
     for head in range(2):
         weights = torch.zeros(len(stored), dtype=torch.float64)
@@ -193,9 +188,9 @@ def test_a_query_before_all_keys_here_says_nothing_of_them() -> None:
 def test_the_first_and_the_last_layer_are_exact() -> None:
     plan = PrefillPlan((placed(40, [], 2).plan,))
     chooser = KeyChooser(plan, InProcessRing(2).transports[0], num_layers=4)
-    assert [chooser.of_layer(layer) is None for layer in range(4)] == [True, False, False, True]
+    assert [chooser.is_sparse(layer) for layer in range(4)] == [False, True, True, False]
     exact = PrefillPlan((placed(40, [], 2, sparsity=Sparsity(keep=1.0)).plan, placed(9, [], 2, sparsity=None).plan))
-    assert KeyChooser(exact, InProcessRing(2).transports[0], num_layers=4).of_layer(1) is None
+    assert not KeyChooser(exact, InProcessRing(2).transports[0], num_layers=4).is_sparse(1)
 
 
 def test_sampled_queries_are_the_last_ones_and_others_at_even_distances() -> None:
@@ -217,4 +212,4 @@ def test_the_number_of_kept_keys_follows_from_the_length(keep: float, length: in
 @pytest.mark.parametrize("keep", [0.0, -0.5, 1.01, math.nan])
 def test_a_share_out_of_range_is_refused(keep: float) -> None:
     with pytest.raises(InvalidRequest, match="keep is"):
-        Sparsity(keep=keep)
+        Sparsity(keep=keep).check()

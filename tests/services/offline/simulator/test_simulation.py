@@ -10,9 +10,10 @@ import pytest
 
 from cp_core.cost.decode import fastest_step
 from cp_core.cost.memory import weight_bytes
-from cp_core.cost.model import PREFILL_ALGORITHMS, StepLimits, WorkModel, cut
+from cp_core.cost.model import PREFILL_ALGORITHMS
 from cp_core.cost.prefill import predict_migration, predict_turn
 from cp_core.cost.profile import read_profile
+from cp_core.cost.work import StepLimits, WorkModel, cut
 from cp_core.errors import ConfigError
 from cp_core.layout.shards import TokenRange
 from orchestration.protocol.rings import PrefillScheduling
