@@ -26,6 +26,11 @@ SP_NTP = "sp_ntp"
 PREFILL_ALGORITHMS = (PASS_KV, PASS_Q, GATHER_KV, CHAIN, SP_NTP)
 """Algorithms of a ring's prefill step; of two that take equally long the first is taken."""
 
+SEGMENTS = (1, 2, 4, 8)
+"""Numbers of segments of sp_ntp."""
+LEAST_SEGMENT = 64
+"""Least tokens of a segment: attention over fewer spends more time on its calls than it hides."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
@@ -231,8 +236,7 @@ class StepPredictor:
         iteration = self._iteration(new_tokens, cached_tokens)
         attention, messages, exposed, all_to_all = self._num_ranks * iteration, 0.0, 0.0, 0.0
         if algorithm == SP_NTP:
-            attention *= self._head_imbalance
-            all_to_all = self._share_seconds(new_tokens, cached_tokens)
+            all_to_all, _ = self._by_heads(new_tokens, cached_tokens)
         elif algorithm == CHAIN:
             # Uneven cuts, and messages behind whole layers: only the sum compares with the others.
             exposed = self._chain.seconds(new_tokens, cached_tokens) / self._layers - attention
@@ -270,7 +274,7 @@ class StepPredictor:
         exposed = message - overlap * (message if message < iteration else iteration)
         all_to_all = self._rates.all_to_all_seconds(own_tokens * self._return_bytes)
         gathered = self._gather_seconds(new_tokens, cached_tokens)
-        by_heads = (self._head_imbalance - 1.0) * num_ranks * iteration + self._share_seconds(new_tokens, cached_tokens)
+        by_heads, _ = self._by_heads(new_tokens, cached_tokens)
         return {
             PASS_KV: pass_kv,
             PASS_Q: same + layers * (hops * exposed + all_to_all),
@@ -284,11 +288,41 @@ class StepPredictor:
         stored = -(-(new_tokens + cached_tokens) // self._num_ranks)
         return self._collective_seconds((self._num_ranks - 1) * stored * self._hop_bytes[PASS_KV])
 
-    def _share_seconds(self, new_tokens: int, cached_tokens: int) -> float:
-        """Return the seconds of a layer's two all-to-alls of sp_ntp."""
+    def segments(self, new_tokens: int, cached_tokens: int) -> int:
+        """Return the number of segments, one of SEGMENTS, by which sp_ntp is predicted to take least."""
+        return self._by_heads(new_tokens, cached_tokens)[1]
+
+    def _by_heads(self, new_tokens: int, cached_tokens: int) -> tuple[float, int]:
+        """Return the seconds of a layer of sp_ntp beyond an even share of its attention, and the best segments."""
+        attention = self._num_ranks * self._iteration(new_tokens, cached_tokens)
+        alone = by_one = self._segmented(1, new_tokens, cached_tokens, attention)
+        best = 1
+        for number in SEGMENTS[1:]:
+            if new_tokens < number * LEAST_SEGMENT:
+                break
+            seconds = self._segmented(number, new_tokens, cached_tokens, attention)
+            seconds = alone - self._rates.ring.overlap * (alone - seconds)
+            if seconds < by_one:
+                by_one, best = seconds, number
+        return by_one - attention, best
+
+    def _segmented(self, number: int, new_tokens: int, cached_tokens: int, attention: float) -> float:
+        """Return the seconds of a layer's all-to-alls and attention in so many segments, all hidden that can be."""
         queries, keys, back = self._share_bytes
-        own, stored = -(-new_tokens // self._num_ranks), -(-(new_tokens + cached_tokens) // self._num_ranks)
-        return self._collective_seconds(own * queries + stored * keys) + self._collective_seconds(own * back)
+        own, stored = -(-new_tokens // self._num_ranks), -(-cached_tokens // self._num_ranks)
+        each, length = own * (queries + keys) / number, new_tokens / number
+        coming, returning = self._collective_seconds(each), self._collective_seconds(own * back / number)
+        pairs = new_tokens * cached_tokens + new_tokens * (new_tokens + 1) / 2
+        arrived, attended = self._collective_seconds(each + stored * keys), 0.0
+        ends = []
+        for segment in range(number):
+            share = length * (cached_tokens + segment * length + (length + 1 / number) / 2) / pairs
+            attended = max(attended, arrived + segment * coming) + share * attention * self._head_imbalance
+            ends.append(attended)
+        returned = arrived + (number - 1) * coming
+        for end in ends:
+            returned = max(returned, end) + returning
+        return returned
 
     def _collective_seconds(self, num_bytes: float) -> float:
         # The rate of an all-to-all was fitted to the small messages of pass-Q: none is faster than the link.

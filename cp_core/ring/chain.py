@@ -251,7 +251,8 @@ class Chain:
             return {}
         receives, work = self._coming_cached.popleft()
         work.wait()
-        rank, cached = self._transport.rank, {}
+        rank = self._transport.rank
+        cached: dict[tuple[int, int], KvRun] = {}
         for source, buffer in enumerate(receives):
             shards = self._plan.of_rank(source)
             cached |= _views(

@@ -111,8 +111,9 @@ class DelayedTransport(PointToPointRing):
         super().__init__(inner.rank, inner.size, timeout_seconds)
         self._inner = inner
         self._latency_seconds = latency_seconds
-        is_changing = isinstance(bytes_per_second, ChangingRate)
-        self._rate = bytes_per_second if is_changing else ChangingRate(((0.0, bytes_per_second),))
+        if not isinstance(bytes_per_second, ChangingRate):
+            bytes_per_second = ChangingRate(((0.0, bytes_per_second),))
+        self._rate = bytes_per_second
         self._clock = WallClock() if clock is None else clock
         self._is_free_at = 0.0
 

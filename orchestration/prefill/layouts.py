@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cp_core.cost.chain import ChainRates, Cuts
 from cp_core.cost.chain_steps import chain_order, chain_rates, quick_cuts
-from cp_core.cost.model import PrefillRates, RingRates
+from cp_core.cost.model import PrefillRates, RingRates, StepPredictor
 from cp_core.errors import CapacityExceeded
 from cp_core.layout.shards import (
     PrefillLayout,
@@ -17,6 +17,7 @@ from cp_core.layout.shards import (
     balanced_layout,
     cut_layout,
     level_counts,
+    segment_layout,
     stored_on_chain,
     whole_layout,
 )
@@ -31,17 +32,24 @@ ROUNDING = 1
 
 
 @dataclass(frozen=True, slots=True)
-class ChainOfRing:
-    """Order of a ring's ranks along a chain, slow ones last, and their rates in it."""
+class StepForm:
+    """Form of a step by its algorithm: the order of a chain and its rates in it, or the segments of sp_ntp."""
 
-    order: tuple[int, ...]
-    rates: ChainRates
+    order: tuple[int, ...] = ()
+    chain: ChainRates | None = None
+    num_segments: int = 1
 
     @classmethod
-    def of(cls, model: ModelInfo, tp: int, rates: RingRates, held: Sequence[tuple[int, ...]]) -> ChainOfRing:
-        """Return the chain of ranks that each are `tp` processes; `held` is that of `chain_order`."""
+    def of_chain(cls, model: ModelInfo, tp: int, rates: RingRates, held: Sequence[tuple[int, ...]]) -> StepForm:
+        """Return the form of a chain of ranks that each are `tp` processes; `held` is that of `chain_order`."""
         shape = tensor_share(model, tp).shape
         return cls(chain_order(rates.speeds, held), chain_rates(shape, PrefillRates(ring=rates), len(held)))
+
+    @classmethod
+    def of_segments(cls, model: ModelInfo, tp: int, rates: RingRates, num_ranks: int, tokens: TokenRange) -> StepForm:
+        """Return the form of sp_ntp by the longest piece of the step."""
+        predictor = StepPredictor(tensor_share(model, tp).shape, PrefillRates(ring=rates), num_ranks)
+        return cls(num_segments=predictor.segments(len(tokens), tokens.start))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +73,12 @@ def lay_out(
     num_left: int,
     load: Sequence[int],
     whole_on: int | None,
-    chain: ChainOfRing | None,
+    form: StepForm,
 ) -> PieceLayout:
     """Return the layout of a piece, for which the sequence then has room; `num_left` tokens of its turn come later.
 
     `load[r]` tokens of the step's other pieces are computed on rank r. `whole_on` is the rank that takes the piece
-    whole, if it has room; `chain` is given in a step by that algorithm. Raises CapacityExceeded.
+    whole, if it has room; `form` is that of the step. Raises CapacityExceeded.
     """
     shards = sequence.shards
     if whole_on is not None:
@@ -78,18 +86,18 @@ def lay_out(
         if _has_room(pool, sequence, whole.kv.held):
             return whole
     level = balanced_layout(piece.start, len(piece), shards.held, load)
-    if chain is None or shards.num_ranks == 1:
-        pool.make_room(sequence, shards.extend(level.shard_map()).held)
-        return PieceLayout(level)
     counts = [level.tokens_on(rank) for rank in range(shards.num_ranks)]
-    cuts = quick_cuts(len(piece), piece.start, chain.rates)
-    found = _chain_layout(piece.start, cuts, counts, chain.order)
+    if form.chain is None or shards.num_ranks == 1:
+        pool.make_room(sequence, shards.extend(level.shard_map()).held)
+        return PieceLayout(segment_layout(piece.start, counts, form.num_segments) if form.num_segments > 1 else level)
+    cuts = quick_cuts(len(piece), piece.start, form.chain)
+    found = _chain_layout(piece.start, cuts, counts, form.order)
     if found.kv.held != tuple(counts):
         # What comes later may fill the ranks that now hold less, and finds its room in any case.
         most = worst_case_held(shards.extend(found.kv).held, num_left)
         if _has_room(pool, sequence, most):
             return found
-        found = _chain_layout(piece.start, _level_cuts(cuts, counts, chain.order), counts, chain.order)
+        found = _chain_layout(piece.start, _level_cuts(cuts, counts, form.order), counts, form.order)
     pool.make_room(sequence, shards.extend(found.kv).held)
     return found
 

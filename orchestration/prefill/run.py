@@ -10,7 +10,7 @@ import numpy as np
 
 from cp_core.errors import RingserveError
 from cp_core.layout.shards import ShardMap, TokenRange, spread
-from orchestration.prefill.layouts import ChainOfRing, lay_out
+from orchestration.prefill.layouts import StepForm, lay_out
 from orchestration.protocol.kv import SentKv
 from orchestration.protocol.plans import PlannedChunk
 from orchestration.protocol.ports import Peers
@@ -26,6 +26,7 @@ from workers.sampling.parameters import NO_HISTORY, TokenHistory, TokenLogprobs
 log = logging.getLogger(__name__)
 
 NOTHING = SentKv(payload_bytes=0, seconds=0.0)
+PLAIN = StepForm()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +146,11 @@ class PrefillRun:
         piece: TokenRange,
         load: Sequence[int],
         whole_on: int | None = None,
-        chain: ChainOfRing | None = None,
+        form: StepForm = PLAIN,
     ) -> PreparedPiece:
         """Return each process's part of computing the tokens `piece`, whose KV leaves layer by layer.
 
-        `load`, `whole_on` and `chain` are those of `lay_out`.
+        `load`, `whole_on` and `form` are those of `lay_out`.
         Raises the error that stopped the turn, CapacityExceeded, ReshardError, having changed nothing.
         """
         if self.stop_error is not None:
@@ -163,7 +164,7 @@ class PrefillRun:
             num_left=len(turn.token_ids) - piece.stop,
             load=load,
             whole_on=whole_on,
-            chain=chain,
+            form=form,
         )
         after = sequence.shards.extend(placed.kv)
         key = TransferKey(turn.turn_id, turn.attempt, self._incarnation, turn.destination.incarnation)

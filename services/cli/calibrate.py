@@ -10,8 +10,8 @@ from cp_core.cost.profile import format_profile
 from cp_core.cost.sparse import format_losses
 from cp_core.errors import ConfigError
 from cp_core.layout.sparsity import Sparsity
+from ringserve.client import Client
 from services.cli.options import Subcommands, add_serving_options, client_of, config_of, serving
-from services.client import Client
 from services.gateway.text import TextCodec
 from services.offline.bench.report import require_matplotlib
 from services.offline.calibration.fitting import Calibration, calibrate, profile_from_rings, shape_of

@@ -108,11 +108,15 @@ def prefill_on_threads(
     backend: AttentionBackend | None = None,
     transports: Sequence[RingTransport] = (),
     order: Sequence[int] = (),
+    num_segments: int = 1,
     layer: int = 0,
     num_layers: int = 1,
 ) -> PrefillResult:
-    """Run one layer over the given ring, or else an in-process one of `size` ranks; `order` is that of a chain."""
-    plan = PrefillPlan(tuple(sequence.plan for sequence in sequences), tuple(order))
+    """Run one layer over the given ring, or else an in-process one of `size` ranks.
+
+    `order` is that of a chain, `num_segments` are those of sp_ntp.
+    """
+    plan = PrefillPlan(tuple(sequence.plan for sequence in sequences), tuple(order), num_segments)
     transports = [PoisoningTransport(each) for each in transports or InProcessRing(size).transports]
     shape = sequences[0].tokens if sequences else Tokens(*(torch.zeros(0, 2, 64),) * 3)
 

@@ -123,6 +123,7 @@ class PrefillPass:
         plan = PrefillPlan(
             tuple(SequencePlan(each.layout, each.cached, each.stored, each.sparsity) for each in step.sequences),
             step.order,
+            step.num_segments,
         )
         # Before which layers the ranks come together, if they do.
         self._period = CHAIN_LAYERS if step.algorithm is Algorithm.CHAIN and columns is None else 1
@@ -341,10 +342,13 @@ class StepInbox:
             raise StepEnded
 
 
-def is_true_everywhere(own: bool, transports: Sequence[RingTransport], device: torch.device) -> bool:
-    """Return True at every rank if `own` is True at every rank; collective over all transports, one after another."""
+def is_true_everywhere(own: bool, transports: Sequence[RingTransport]) -> bool:
+    """Return True at every rank if `own` is True at every rank; collective over all transports, one after another.
+
+    The transports carry tensors of the host.
+    """
     for transport in transports:
-        told = torch.empty(transport.size, 1, device=device)
-        transport.gather_all(torch.full((1,), float(own), device=device), list(told)).wait()
+        told = torch.empty(transport.size, 1)
+        transport.gather_all(torch.full((1,), float(own)), list(told)).wait()
         own = bool(told.min() > 0)
     return own

@@ -83,7 +83,7 @@ class PrefillStep:
 
     Steps of a ring have rising numbers. Between the layers of a step that `yields`, the ranks compute a step that is
     `within` it, by its number, as soon as all of them know of one. Without sequences, that step ends the present one.
-    `order` are the ranks along a chain; empty: as they are numbered.
+    `order` are the ranks along a chain; empty: as they are numbered. `num_segments` are those of sp_ntp.
     """
 
     algorithm: Algorithm
@@ -92,6 +92,7 @@ class PrefillStep:
     yields: bool = False
     within: int = 0
     order: tuple[int, ...] = ()
+    num_segments: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

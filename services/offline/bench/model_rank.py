@@ -18,7 +18,7 @@ from cp_core.cost.chain_cuts import equal_work_cuts
 from cp_core.cost.chain_steps import chain_rates
 from cp_core.cost.decode import GATHER
 from cp_core.cost.model import ModelShape, PrefillRates, RingRates
-from cp_core.layout.shards import cut_layout, stored_on_chain
+from cp_core.layout.shards import cut_layout, segment_layout, stored_on_chain
 from services.offline.bench.ring_processes import RankPlace
 from workers.model.builtin import resolve_model_path
 from workers.model.info import read_model_info
@@ -60,9 +60,18 @@ def start_worker(
     return worker
 
 
-def bench_step(piece: SequencePrefill, algorithm: Algorithm, cuts: Sequence[int] = ()) -> PrefillStep:
-    """Return a step of one sequence by an algorithm; a chain has these cuts, and stores as evenly as they allow."""
+def bench_step(
+    piece: SequencePrefill, algorithm: Algorithm, cuts: Sequence[int] = (), num_segments: int = 1
+) -> PrefillStep:
+    """Return a step of one sequence by an algorithm.
+
+    A chain has these cuts, and stores as evenly as they allow; SP-NTP has so many segments.
+    """
     level = piece.layout
+    if algorithm is Algorithm.SP_NTP and num_segments > 1:
+        counts = [level.tokens_on(rank) for rank in range(level.num_ranks)]
+        segmented = replace(piece, layout=segment_layout(level.start, counts, num_segments))
+        return PrefillStep(algorithm=algorithm, sequences=(segmented,), num_segments=num_segments)
     if algorithm is Algorithm.CHAIN:
         order = range(level.num_ranks)
         stored = stored_on_chain(level.start, cuts, [level.tokens_on(rank) for rank in order], order)

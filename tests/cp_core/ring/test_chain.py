@@ -200,7 +200,7 @@ def test_a_lost_rank_ends_the_waits_of_all_others() -> None:
     ring = InProcessRing(3)
 
     class Lost(TorchCpuFlash):
-        def partial_attention(self, *_: object, **__: object):  # type: ignore[no-untyped-def, override]
+        def partial_attention(self, *_: object, **__: object):  # type: ignore[no-untyped-def]
             ring.transports[1].close()
             raise Unavailable("rank 1 is lost")
 

@@ -23,7 +23,8 @@ FEW_LENGTHS = (1, 5, 65)
 LONG = 2049
 """Tokens of a prompt that each pair of rings computes by one selector alone, the next pair by the next one."""
 SELECTORS = (*PREFILL_ALGORITHMS, "auto")
-LENGTHS_BY = dict.fromkeys(("pass_kv", "pass_q", "chain", "sp_ntp"), LENGTHS) | {
+LENGTHS_BY: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("pass_kv", "pass_q", "chain", "sp_ntp"), LENGTHS),
     "gather_kv": FEW_LENGTHS,
     "auto": FEW_LENGTHS,
 }

@@ -23,7 +23,7 @@ from typing import IO
 from cp_core.cost.chain import Cuts
 from cp_core.cost.chain_steps import chain_rates, quick_cuts
 from cp_core.cost.fit import PrefillSample
-from cp_core.cost.model import ModelShape, RingRates
+from cp_core.cost.model import ModelShape, RingRates, StepPredictor
 from cp_core.cost.profile import HardwareProfile
 from cp_core.errors import RingserveError, Unavailable
 from services.offline.bench.model_rank import even_cuts
@@ -130,8 +130,8 @@ def _measure_ring(
     tell_fit, tell_judged = (lambda _, what=what: tell(f"{where}: {what}") for what in ("calibrating", "measuring"))
     fit_series = _alternate(ring, size, settings.fit_cells, CALIBRATED_ALGORITHMS, settings.rounds, tell_fit)
     calibration: Calibration = calibrate(info.shape, before, _measurements(where, size, fit_series), ())
-    cuts = {cell: _cuts(info.shape, calibration.profile, size, cell) for cell in settings.cells}
-    series = _alternate(ring, size, settings.cells, RING_ALGORITHMS, settings.rounds, tell_judged, cuts)
+    forms = {cell: _form(info.shape, calibration.profile, size, cell) for cell in settings.cells}
+    series = _alternate(ring, size, settings.cells, RING_ALGORITHMS, settings.rounds, tell_judged, forms)
     cells = tuple(
         judge(
             info.shape,
@@ -157,10 +157,11 @@ def _measure_ring(
     return result, [text for found in (fit_series, series) for text in _different_tokens(size, found)]
 
 
-def _cuts(shape: ModelShape, profile: HardwareProfile, size: int, cell: Cell) -> Cuts:
-    """Return the cuts of a chain by the calibrated rates."""
+def _form(shape: ModelShape, profile: HardwareProfile, size: int, cell: Cell) -> tuple[Cuts, int]:
+    """Return the cuts of a chain and the segments of SP-NTP by the calibrated rates."""
     rates = profile.prefill.rates(size, is_cached=cell.cached_tokens > 0)
-    return quick_cuts(cell.new_tokens, cell.cached_tokens, chain_rates(shape, rates, size))
+    cuts = quick_cuts(cell.new_tokens, cell.cached_tokens, chain_rates(shape, rates, size))
+    return cuts, StepPredictor(shape, rates, size).segments(cell.new_tokens, cell.cached_tokens)
 
 
 MeasuredCells = dict[tuple[Cell, Algorithm], Series]
@@ -173,14 +174,14 @@ def _alternate(
     algorithms: Sequence[Algorithm],
     num_rounds: int,
     tell: Tell,
-    cuts: Mapping[Cell, Cuts] | None = None,
+    forms: Mapping[Cell, tuple[Cuts, int]] | None = None,
 ) -> MeasuredCells:
     """Measure all cells once a round, each by the algorithms in succession."""
     contenders = {
         (cell, name): Contender(
             f"{name} of {_name(size, cell)}",
             size,
-            partial(ring.measure, Prefill(cell, name, cuts[cell] if cuts is not None else ())),
+            partial(ring.measure, Prefill(cell, name, *(forms[cell] if forms is not None else ()))),
         )
         for cell, name in product(cells, algorithms)
     }

@@ -46,11 +46,12 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Task of one prefill step, of a chain by `cuts`; answered with Prefilled."""
+    """Task of one prefill step, of a chain by `cuts`, of SP-NTP in segments; answered with Prefilled."""
 
     cell: Cell
     algorithm: Algorithm
     cuts: Cuts = ()
+    num_segments: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,7 @@ class SelectionRank:
         self._worker.stop()
 
     def _prefill(self, task: Prefill) -> Prefilled:
-        step, tokens = self._step(task.cell, task.algorithm, task.cuts), []
+        step, tokens = self._step(task.cell, task.algorithm, task.cuts, task.num_segments), []
         sample = timed(self._transport, lambda: tokens.append(self._worker.prefill(step).tokens.get(NAME)))
         return Prefilled(
             seconds=sample.seconds, cpu_seconds=sample.cpu_seconds, wait_seconds=sample.wait_seconds, token=tokens[0]
@@ -170,7 +171,7 @@ class SelectionRank:
             start += count
         return _Prefix(held, blocks)
 
-    def _step(self, cell: Cell, algorithm: Algorithm, cuts: Cuts) -> PrefillStep:
+    def _step(self, cell: Cell, algorithm: Algorithm, cuts: Cuts, num_segments: int = 1) -> PrefillStep:
         prefix = self._prefixes[cell.cached_tokens]
         piece = SequencePrefill(
             sequence_id=NAME,
@@ -180,7 +181,7 @@ class SelectionRank:
             blocks=prefix.blocks,
             sample=SamplingParameters(),
         )
-        return bench_step(piece, algorithm, cuts)
+        return bench_step(piece, algorithm, cuts, num_segments)
 
 
 def _prefix_steps(cached: int) -> list[int]:

@@ -97,7 +97,11 @@ def test_long_prompts_are_cut_and_every_step_takes_its_time() -> None:
     steps = cut(work, limits, TokenRange(0, 60_000))
     assert len(steps) > 3, "later steps are shorter"
     result = simulate([conversation(0.0, (60_000, 1, 0.0))], chunk_tokens=20_000)
-    assert busy_seconds(result) == pytest.approx(sum(seconds_of(len(step), step.start) for step in steps))
+    by_name = [[seconds_of(len(step), step.start, name) for name in PREFILL_ALGORITHMS] for step in steps]
+    # The planner knows less than the profile: its choice between pass-KV and a chain that is about as fast is its own.
+    by_pass_kv, least = (sum(pick(each) for each in by_name) for pick in (lambda each: each[0], min))
+    assert least * (1 - 1e-9) <= busy_seconds(result) <= by_pass_kv * (1 + 1e-9)
+    assert least > 0.98 * by_pass_kv
 
 
 def test_short_prompts_that_wait_share_steps_and_their_overhead() -> None:
