@@ -70,7 +70,9 @@ def write_losses_plot(losses: SparseLosses, results: Sequence[Result], path: Pat
     answered.set_title("dotted: exact attention", fontsize=9)
     for axes in (by_keep, answered, by_depth):
         axes.grid(True, alpha=0.3)
-        axes.legend(fontsize=8)
+    by_keep.legend(fontsize=8)
+    answered.legend(fontsize=8)
+    by_depth.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))  # no corner is free of lines
     save_figure(figure, path)
 
 
