@@ -214,9 +214,9 @@ class GenerateRequest(_message.Message):
     tokens on the decode ring that keeps the conversation; refused where it cannot.
     """
     max_loss: _builtins.float
-    """Mean KL divergence of answer tokens from exact ones, in nats, up to which the prompt may be computed by a part of its
-    keys, where that is predicted to be sooner; 0: exact. Unset: as the service is configured, usually exact. Losses are
-    those that the operator measured; INVALID_ARGUMENT where none are known for such a prompt.
+    """Mean KL divergence of answer tokens from exact ones, in nats, up to which the prompt may be computed by a part of
+    its keys, where that is predicted to be sooner; 0: exact. Unset: as the service is configured, usually exact.
+    Losses are those that the operator measured; INVALID_ARGUMENT where none are known for such a prompt.
     """
     max_ttft: _builtins.float
     """Seconds to the first token that may be met by computing the prompt by a part of its keys: the largest that is
@@ -917,8 +917,8 @@ class SparsePlan(_message.Message):
     """"max_loss" or "max_ttft", and its value."""
     limit: _builtins.float
     predicted_loss: _builtins.float
-    """Mean KL divergence of answer tokens from exact ones, in nats: the worse of the measured lengths next to the prompt's,
-    and that of the nearest one, with the share of questions that were answered there.
+    """Mean KL divergence of answer tokens from exact ones, in nats: the worse of the measured lengths next to the
+    prompt's, and that of the nearest one, with the share of questions that were answered there.
     """
     measured_loss: _builtins.float
     measured_accuracy: _builtins.float
