@@ -331,7 +331,7 @@ def stored_on_chain(start: int, cuts: Sequence[int], counts: Sequence[int], orde
         stop = max(first, min(cut, level))
         ranges[rank] = TokenRange(start + first, start + stop)
         first = stop
-    return ShardMap(tuple(coalesce([ranges[rank]]) for rank in range(len(order))))
+    return ShardMap.of([ranges[rank]] for rank in range(len(order)))
 
 
 def ranks_of_whole(lengths: Sequence[int], num_ranks: int) -> list[int] | None:

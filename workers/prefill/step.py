@@ -202,7 +202,7 @@ class PrefillPass:
                     written=self._cache.runs(sequence.blocks, new, first=held),
                     keys=tuple(send.key for send in sequence.sends),
                     is_relayed=sequence.stored is not None
-                    and sequence.stored.ranks[rank] != sequence.layout.ranges[rank],
+                    and tuple(sequence.stored.ranks[rank]) != sequence.layout.ranges[rank],
                 )
             )
             begin = end

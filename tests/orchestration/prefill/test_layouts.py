@@ -63,7 +63,7 @@ def test_on_a_fast_link_earlier_ranks_compute_more_and_all_store_as_much() -> No
 
 
 def test_after_uneven_tokens_a_chain_stores_what_a_ring_would() -> None:
-    retained = ShardMap(((TokenRange(0, 9),), (TokenRange(9, 10),), ()))
+    retained = ShardMap.of(((TokenRange(0, 9),), (TokenRange(9, 10),), ()))
     pool, sequence = pool_with(3, 400, retained)
     found = placed(pool, sequence, 31, chain(3, 1e9))
     assert found.kv.held == balanced_layout(10, 21, retained.held).shard_map().held
