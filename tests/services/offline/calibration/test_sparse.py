@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.cost.sparse import MeasuredLoss
 from cp_core.errors import ConfigError
 from cp_core.layout.sparsity import Sparsity
 from services.cli.main import main
@@ -68,15 +67,9 @@ RESULTS = [
 
 def test_losses_are_means_over_the_questions_of_a_length_and_are_reported(tmp_path: Path) -> None:
     losses = losses_of("m", 4, 2, 8, RESULTS)
-    assert losses.measured[0] == MeasuredLoss(
-        num_tokens=500,
-        num_ranks=4,
-        keep=0.5,
-        loss=pytest.approx(0.15),
-        accuracy=0.5,
-        exact_accuracy=1.0,
-        num_questions=2,
-    )
+    first = losses.measured[0]
+    assert first.loss == pytest.approx(0.15)
+    assert (first.num_ranks, first.accuracy, first.exact_accuracy, first.num_questions) == (4, 0.5, 1.0, 2)
     assert [(each.num_tokens, each.keep) for each in losses.measured] == [
         (500, 0.5),
         (500, 0.25),
