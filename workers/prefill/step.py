@@ -122,7 +122,7 @@ class PrefillPass:
         self._layer_ready = layer_ready
         self._before_layer = before_layer
         plan = PrefillPlan(
-            tuple(SequencePlan(each.layout, each.cached, each.stored) for each in step.sequences),
+            tuple(SequencePlan(each.layout, each.cached, each.stored, each.sparsity) for each in step.sequences),
             step.order,
             step.num_segments,
         )
