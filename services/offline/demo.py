@@ -44,10 +44,10 @@ class DemoTurn:
     tokens_per_rank: dict[str, list[int]]
 
 
-def demo_config(model: str, max_positions: int) -> Config:
-    """Return the configuration of two rings of two ranks on loopback, on free ports."""
+def demo_config(model: str, max_positions: int, device: str = "cpu") -> Config:
+    """Return the configuration of two rings of two ranks on loopback, on free ports; on "cuda" they share one GPU."""
     return Config(
-        model=ModelConfig(path=model),
+        model=ModelConfig(path=model, device=device, gpus_per_rank=0.25 if device == "cuda" else 1.0),
         prefill=PrefillConfig(cp=2, chunk_tokens=16384),
         decode=DecodeConfig(cp=2, max_batch=8),
         kv_cache=KvCacheConfig(tokens_per_rank=min(MAX_RANK_TOKENS, max_positions // 2)),

@@ -64,14 +64,15 @@ def shards_to(shards: ShardMap) -> list[inference_pb2.RankShard]:
     """Return one message for each rank: its ranges in stored order, and the number of their tokens."""
     return [
         inference_pb2.RankShard(
-            num_tokens=held, ranges=[inference_pb2.Range(start=item.start, stop=item.stop) for item in ranges]
+            num_tokens=ranges.num_tokens,
+            ranges=[inference_pb2.Range(start=item.start, stop=item.stop) for item in ranges],
         )
-        for ranges, held in zip(shards.ranks, shards.held, strict=True)
+        for ranges in shards.ranks
     ]
 
 
 def shards_from(shards: Iterable[inference_pb2.RankShard]) -> ShardMap:
-    return ShardMap(tuple(tuple(TokenRange(item.start, item.stop) for item in shard.ranges) for shard in shards))
+    return ShardMap.of((TokenRange(item.start, item.stop) for item in shard.ranges) for shard in shards)
 
 
 def _alternatives_to(alternatives: Iterable[tuple[str, float]]) -> list[inference_pb2.Alternative]:

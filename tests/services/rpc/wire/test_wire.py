@@ -76,7 +76,7 @@ token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=8)
 positions = st.integers(0, 2**28)
 token_ranges = st.tuples(positions, positions).map(lambda pair: TokenRange(min(pair), max(pair)))
 shard_maps = st.lists(st.lists(token_ranges, max_size=3).map(tuple), max_size=4).map(
-    lambda ranks: ShardMap(tuple(ranks))
+    lambda ranks: ShardMap.of(tuple(ranks))
 )
 
 SIMPLE: dict[Any, st.SearchStrategy[Any]] = {
