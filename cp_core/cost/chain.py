@@ -41,7 +41,8 @@ class ChainRates:
     `token_seconds` are all matrix products of one token in one layer, `projection_seconds` those of its q, k and v
     among them, `pair_seconds` one query with one key in one layer, `layer_seconds` what else a layer takes. `kv_bytes`
     are K and V of one token in one layer. A rank of speed 2 computes twice as fast; one that is late begins so many
-    seconds after the others.
+    seconds after the others. `links` are shares of `link_bytes_per_second` that the links of its positions have; none
+    given: all of it.
 
     Two options compare with KV-Runahead: `is_masked` computes a rank's square of pairs whole, `is_one_message` sends a
     rank's KV with what it received, when both are there.
@@ -58,6 +59,7 @@ class ChainRates:
     message_seconds: float
     speeds: tuple[float, ...]
     lateness: tuple[float, ...] = ()
+    links: tuple[float, ...] = ()
     is_masked: bool = False
     is_one_message: bool = False
 
@@ -69,6 +71,12 @@ class ChainRates:
         if len(self.lateness) != len(self.speeds) or min(self.lateness) < 0.0:
             raise ConfigError(
                 f"lateness of a chain of {len(self.speeds)} is {self.lateness}; allowed are 0 or more seconds for each"
+            )
+        if not self.links:
+            object.__setattr__(self, "links", (1.0,) * len(self.speeds))
+        if len(self.links) != len(self.speeds) or not all(0.0 < share < math.inf for share in self.links):
+            raise ConfigError(
+                f"links of a chain of {len(self.speeds)} are {self.links}; allowed is a share above 0 for each"
             )
         if not self.link_bytes_per_second > 0.0:
             raise ConfigError(f"link_bytes_per_second is {self.link_bytes_per_second}; allowed is any rate above 0")
@@ -102,6 +110,10 @@ class ChainRates:
     def num_ranks(self) -> int:
         return len(self.speeds)
 
+    def byte_seconds(self, place: int) -> float:
+        """Return the seconds that the link of a position takes for K and V of one token."""
+        return self.kv_bytes / self.link_bytes_per_second / self.links[place]
+
     def square(self, num_tokens: float) -> float:
         """Return the pairs of tokens among themselves."""
         return num_tokens * num_tokens * (1.0 if self.is_masked else 0.5)
@@ -128,8 +140,8 @@ def chain_seconds(cuts: Sequence[int], cached: int, rates: ChainRates) -> float:
             left = rates.num_layers - 1 - layer
             ends = [end + left * step for end, step in zip(ends, steps, strict=False)]
             break
-    # Empty ranks before the first tokens hold back nothing.
-    return max(ends[_first(cuts) :]) + rates.head_seconds
+    # Empty ranks before the first tokens and behind the last ones hold back nothing.
+    return max(ends[_first(cuts) : _last(cuts) + 1]) + rates.head_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +162,12 @@ def _stages(cuts: Sequence[int], cached: int, rates: ChainRates) -> list[_Stage]
     num_ranks = rates.num_ranks
     if len(cuts) != num_ranks + 1 or cuts[0] != 0 or any(stop < start for start, stop in pairwise(cuts)):
         raise ConfigError(f"cuts of a chain of {num_ranks} are {tuple(cuts)}; {num_ranks + 1} are needed, from 0 up")
-    byte_seconds = rates.kv_bytes / rates.link_bytes_per_second
     num_readers = sum(1 for start, stop in pairwise(cuts) if stop > start)
     stages = []
     for place, (start, stop) in enumerate(pairwise(cuts)):
-        count, speed, is_last = stop - start, rates.speeds[place], place == num_ranks - 1
+        # Nothing goes to ranks behind the last tokens.
+        count, speed, is_last = stop - start, rates.speeds[place], place == num_ranks - 1 or stop == cuts[-1]
+        byte_seconds = rates.byte_seconds(place)
         products = count * (rates.token_seconds - rates.projection_seconds)
         # An N-th of the cached KV lies on each rank, and goes to all others with new tokens.
         shares = num_readers - (count > 0)
@@ -176,6 +189,11 @@ def _stages(cuts: Sequence[int], cached: int, rates: ChainRates) -> list[_Stage]
 def _first(cuts: Sequence[int]) -> int:
     """Return the first position with tokens, the last one if there are none."""
     return next((place for place, stop in enumerate(cuts[1:]) if stop), len(cuts) - 2)
+
+
+def _last(cuts: Sequence[int]) -> int:
+    """Return the last position with tokens, the last one of all if there are none."""
+    return next((place for place, stop in enumerate(cuts[1:]) if stop == cuts[-1] > 0), len(cuts) - 2)
 
 
 def _pass_layer(
@@ -237,33 +255,37 @@ def chain_closed_form(cuts: Sequence[int], cached: int, rates: ChainRates) -> fl
     many ranks, where starts of messages count.
     """
     stages = _stages(cuts, cached, rates)
-    num_ranks, byte_seconds = rates.num_ranks, rates.kv_bytes / rates.link_bytes_per_second
+    num_ranks = rates.num_ranks
     work = [each.projection + each.square + each.rest for each in stages]
     links = [each.own_link + each.past_link + each.cached_link for each in stages]
-    first, busiest = _first(cuts), [max(each) for each in zip(work, links, strict=True)]
+    first, last, busiest = _first(cuts), _last(cuts), [max(each) for each in zip(work, links, strict=True)]
     if cached and num_ranks > 1:
         # From the first rank's KV to the last one's cached KV for a later layer.
-        way = (cuts[first + 1] + sum(cuts[first + 1 : num_ranks - 1])) * byte_seconds if first + 1 < num_ranks else 0.0
+        way = _way(cuts, first, rates) if first < last else 0.0
         way += (num_ranks - first) * rates.message_seconds + max(each.cached_link for each in stages)
-        busiest[-1] = max(busiest[-1], (way + stages[first].projection) / LAYERS_AHEAD)
+        busiest[last] = max(busiest[last], (way + stages[first].projection) / LAYERS_AHEAD)
 
     # In the first layer, cached KV leaves before the new KV.
     first_cached = max(each.cached_link for each in stages)
 
     def through(place: int) -> float:
         """Return the seconds of what the position at `place` sends in one layer, until the last one has attended it."""
-        last = stages[-1]
         own = (
             rates.lateness[place]
             + max(stages[place].projection, first_cached)
             + (rates.num_layers - 1) * max(busiest[place if place > first else 0 :])
         )
-        if place == num_ranks - 1:
-            return own + work[-1] - last.projection
-        hops = cuts[place + 1] + sum(cuts[place + 1 : num_ranks - 1])
-        way = hops * byte_seconds + (num_ranks - 1 - place) * rates.message_seconds
-        return own + way + work[-1] - last.projection - last.square
+        if place == last:
+            return own + work[last] - stages[last].projection
+        way = _way(cuts, place, rates) + (last - place) * rates.message_seconds
+        return own + way + work[last] - stages[last].projection - stages[last].square
 
     # The last position ends no earlier than it would alone.
-    late = [place for place in range(first + 1, num_ranks) if rates.lateness[place] or place == num_ranks - 1]
+    late = [place for place in range(first + 1, last + 1) if rates.lateness[place] or place == last]
     return max(through(place) for place in (first, *late)) + rates.head_seconds
+
+
+def _way(cuts: Sequence[int], place: int, rates: ChainRates) -> float:
+    """Return the seconds that links carry what the position at `place` and those before it send in one layer."""
+    onward = sum(cuts[hop] * rates.byte_seconds(hop) for hop in range(place + 1, _last(cuts)))
+    return cuts[place + 1] * rates.byte_seconds(place) + onward

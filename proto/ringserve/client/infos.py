@@ -38,7 +38,10 @@ class RankKvUsage:
 
 @dataclass(frozen=True, kw_only=True)
 class RingRates:
-    """Measured speed of a ring: FLOP/s of a rank, bytes/s of a link, seconds a message, hidden share of both."""
+    """Measured speed of a ring: FLOP/s of a rank, bytes/s of a link, seconds a message, hidden share of both.
+
+    Where ranks are unlike, `speeds` says how many times each is as fast as the slowest, whose rates these are.
+    """
 
     gemm_flops: float = 0.0
     attention_flops: float = 0.0

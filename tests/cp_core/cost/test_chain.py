@@ -18,11 +18,13 @@ from tests.cp_core.cost.hardware import LLAMA_8B, chain, prefill_rates
 
 def layer_by_layer(cuts: Sequence[int], rates: ChainRates) -> float:
     """Return the seconds without cached tokens, by the recurrence as it is written down, to the last layer."""
-    num_ranks, byte_seconds = len(rates.speeds), rates.kv_bytes / rates.link_bytes_per_second
+    byte_seconds = rates.kv_bytes / rates.link_bytes_per_second
     ends, links = list(rates.lateness), list(rates.lateness)
     for _ in range(rates.num_layers):
         arrived = 0.0
         for place, (start, stop) in enumerate(pairwise(cuts)):
+            if start == cuts[-1]:
+                break  # nothing goes to ranks behind the last tokens
             count, speed = stop - start, rates.speeds[place]
             ready = ends[place] + count * rates.projection_seconds / speed
             own = ready + count**2 / 2 * rates.pair_seconds / speed
@@ -35,8 +37,8 @@ def layer_by_layer(cuts: Sequence[int], rates: ChainRates) -> float:
                 + rates.layer_seconds
             )
             arrived = links[place] + rates.message_seconds if stop else 0.0
-    assert len(ends) == num_ranks
-    return max(end for end, stop in zip(ends, cuts[1:], strict=True) if stop) + rates.head_seconds
+    used = [end for end, (start, stop) in zip(ends, pairwise(cuts), strict=True) if stop and start < cuts[-1]]
+    return max(used) + rates.head_seconds
 
 
 GRID = list(product((1, 2, 3, 4, 8), (3e9, 40e9, 300e9), (512, 4096, 32768)))

@@ -1,4 +1,4 @@
-"""The cuts of a chain are the best, or near the best where a table gives them."""
+"""The cuts of a chain that a search finds are the best."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import combinations_with_replacement, pairwise
 import pytest
 
 from cp_core.cost.chain import ChainRates, chain_seconds
-from cp_core.cost.chain_cuts import CutTable, best_cuts, equal_work_cuts
+from cp_core.cost.chain_cuts import best_cuts, equal_work_cuts
 from tests.cp_core.cost.hardware import chain
 
 
@@ -65,24 +65,3 @@ def test_masked_products_and_one_message_are_those_of_kv_runahead() -> None:
         is_one_message=True,
     )
     assert best_cuts(96, 0, rates, strides=(8, 4, 2)) == (0, 28, 70, 96)
-
-
-@pytest.mark.parametrize("link", [3e9, 40e9])
-def test_cuts_of_a_table_are_near_the_best_between_its_entries(link: float) -> None:
-    rates = chain(4, link)
-    table = CutTable(rates)
-    for num_tokens, cached in ((2_500, 0), (10_000, 0), (10_000, 3_000), (3_000, 9_000)):
-        cuts = table.cuts(num_tokens, cached)
-        assert cuts[0] == 0
-        assert cuts[-1] == num_tokens
-        best = chain_seconds(best_cuts(num_tokens, cached, rates), cached, rates)
-        assert chain_seconds(cuts, cached, rates) <= (1.06 if cached else 1.01) * best
-
-
-def test_a_filled_table_searches_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = CutTable(chain(2, 40e9))
-    table.fill(2048)
-    before = table.cuts(1500, 900)
-    monkeypatch.setattr("cp_core.cost.chain_cuts.best_cuts", None)
-    assert table.cuts(1500, 900) == before
-    assert table.cuts(1, 0) == (0, *table.cuts(1, 0)[1:-1], 1)
