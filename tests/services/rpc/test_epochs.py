@@ -117,7 +117,7 @@ async def test_a_process_of_another_version_is_refused_with_a_sentence(
     await server.stop(0)
 
 
-DIGESTS = {"2": "c4a5e2ee596f55ad5f30558bf5eb6b45b6cc0e9b478742eee2a54ce933f79fd0"}
+DIGESTS = {"2": "e70c10ac866ee03b31c91139c8622e565bc478b7df0527622ca8aa54314993fd"}
 """SHA-256 of the calls between processes, by PEER_VERSION."""
 
 
