@@ -38,13 +38,17 @@ class RankKvUsage:
 
 @dataclass(frozen=True, kw_only=True)
 class RingRates:
-    """Measured speed of a ring: FLOP/s of a rank, bytes/s of a link, seconds a message, hidden share of both."""
+    """Measured speed of a ring: FLOP/s of a rank, bytes/s of a link, seconds a message, hidden share of both.
+
+    Where ranks are unlike, `speeds` are the times that each is as fast as the slowest, whose rates these are.
+    """
 
     gemm_flops: float = 0.0
     attention_flops: float = 0.0
     link_bytes_per_second: float = 0.0
     link_latency_seconds: float = 0.0
     overlap: float = 0.0
+    speeds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,8 +166,17 @@ class Placement:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sparsity:
+    """Share of a partition's keys that reached other ranks, with the first and last ones that always did."""
+
+    keep: float = 0.0
+    sinks: int = 0
+    window: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class ConversationInfo:
-    """State of a conversation and the locations of its KV."""
+    """State of a conversation and the locations of its KV, which is approximate where there is a `sparsity`."""
 
     conversation_id: str = ""
     num_tokens: int = 0
@@ -174,6 +187,7 @@ class ConversationInfo:
     idle_seconds: float = 0.0
     ttl_seconds: float = 0.0
     num_waiting: int = 0
+    sparsity: Sparsity | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
