@@ -206,7 +206,7 @@ class Router:
         """End a turn. Return how many tokens its decode ring should retain. Idempotent."""
         if outcome.turn_id in self._adoption.pending:
             await self._adoption.until_settled(outcome.turn_id)
-        if outcome.ok:
+        if outcome.ok and outcome.turn_id in self._adoption.given_up:
             await self._adoption.note_late_end(outcome.turn_id)
         return await self._turns.end(outcome)
 

@@ -29,6 +29,7 @@ from services.cluster.hosts import LeaderHost, RouterHost, router_losses, router
 from services.cluster.leaders import RayLeader, RingKeeper, is_node_alive
 from services.cluster.operator import RouterAccess, drain_all
 from services.cluster.ray_guard import (
+    InstalledCode,
     check_guarded,
     end_left_behind,
     families,
@@ -185,7 +186,12 @@ class LocalCluster:
         while True:
             try:
                 with keeping_handlers():
-                    ray.init(address=address, namespace=self._namespace, logging_level=logging.WARNING)
+                    ray.init(
+                        address=address,
+                        namespace=self._namespace,
+                        job_config=InstalledCode(),
+                        logging_level=logging.WARNING,
+                    )
                 break
             except (ConnectionError, RuntimeError, ValueError) as error:
                 if ray.is_initialized():

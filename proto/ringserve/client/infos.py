@@ -40,7 +40,7 @@ class RankKvUsage:
 class RingRates:
     """Measured speed of a ring: FLOP/s of a rank, bytes/s of a link, seconds a message, hidden share of both.
 
-    Where ranks are unlike, `speeds` are the times that each is as fast as the slowest, whose rates these are.
+    Where ranks are unlike, `speeds` says how many times each is as fast as the slowest, whose rates these are.
     """
 
     gemm_flops: float = 0.0

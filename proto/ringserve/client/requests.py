@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 import google.protobuf.message
 
 from ringserve.errors import InvalidRequest
-from ringserve.mapping import enum_numbers, pack_ids
+from ringserve.mapping import enum_numbers
 from ringserve.v1 import inference_pb2
 
 MODES = {
@@ -140,7 +140,6 @@ class RequestOptions(TurnOptions, total=False):
     expected_tokens: int | None
 
 
-MAX_ID = 2**31 - 1
 OPTIONS = frozenset(RequestOptions.__annotations__)
 RENAMED = {"mode": "prompt_mode", "sampling": "sampling_params"}
 """Fields of the contract for options of other names."""
@@ -198,11 +197,12 @@ def _fill_prompt(request: inference_pb2.GenerateRequest | inference_pb2.CountTok
     to_list = getattr(prompt, "tolist", None)  # of arrays and tensors
     ids: Any = to_list() if to_list else prompt
     try:
-        request.tokenized.packed_ids = pack_ids(ids)
-    except OverflowError:
-        raise InvalidRequest(f"prompt: token ids are from 0 to {MAX_ID}") from None
+        request.tokenized.input_ids.extend(ids)
+    except ValueError as error:
+        raise InvalidRequest(f"prompt: {error}") from None
     except TypeError:
         raise InvalidRequest("prompt: give a text, a sequence of token ids, or a sequence of messages") from None
+    request.tokenized.SetInParent()
 
 
 def _fill(message: google.protobuf.message.Message, name: str, value: Any, shown: str) -> None:

@@ -449,18 +449,22 @@ class StreamTurnRequest(_message.Message):
 
     TURN_ID_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
+    INTERVAL_SECONDS_FIELD_NUMBER: _builtins.int
     turn_id: _builtins.str
     after: _builtins.int
     """Tokens that the reader has; events come behind them."""
+    interval_seconds: _builtins.float
+    """Seconds between two events with tokens at least, for a reader of many turns; tokens that come meanwhile are joined."""
     def __init__(
         self,
         *,
         turn_id: _builtins.str = ...,
         after: _builtins.int = ...,
+        interval_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "interval_seconds", b"interval_seconds", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
