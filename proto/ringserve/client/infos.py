@@ -166,8 +166,17 @@ class Placement:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sparsity:
+    """Share of a partition's keys that reached other ranks, with the first and last ones that always did."""
+
+    keep: float = 0.0
+    sinks: int = 0
+    window: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class ConversationInfo:
-    """State of a conversation and the locations of its KV."""
+    """State of a conversation and the locations of its KV, which is approximate where there is a `sparsity`."""
 
     conversation_id: str = ""
     num_tokens: int = 0
@@ -178,6 +187,7 @@ class ConversationInfo:
     idle_seconds: float = 0.0
     ttl_seconds: float = 0.0
     num_waiting: int = 0
+    sparsity: Sparsity | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
