@@ -153,6 +153,7 @@ RANGES = [
     ("router.gamma", -1e6, 1e6),
     ("gateway.max_seconds", 0.1, 86_400),
     ("gateway.max_calls", 1, 1_000_000),
+    ("metrics.tenants", 0, 1000),
     *((f"timeouts.{name}", 0.1, 86_400) for name in vars(Config().timeouts)),
 ]
 

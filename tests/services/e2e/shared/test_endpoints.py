@@ -103,7 +103,7 @@ def test_metrics_count_requests_tokens_and_plans(cluster: Cluster, inference: In
     plans = {first.plan.algorithm, second.plan.algorithm}
     assert sum(grown(f"ringserve_plans_total{{algorithm={name}}}") for name in plans) == 2
     assert grown("ringserve_time_to_first_token_seconds_count") == 2
-    assert after["ringserve_num_requests_running{role=gateway}"] == 0
+    assert after["ringserve_requests_in_progress"] == 0
 
 
 def test_openais_client_is_answered_by_the_rings(cluster: Cluster, inference: Inference, stock: StockModel) -> None:
