@@ -100,7 +100,8 @@ class GatewayMetrics:
             registry, "request_time_per_output_token", "Mean time between a turn's tokens.", INTER_TOKEN
         )
         self._whole = _seconds(registry, "e2e_request_latency", "Request received to its end, whatever the end.")
-        self._queue = _seconds(registry, "request_queue_time", "Reserved to the start of its prefill.")
+        self._queue = _seconds(registry, "request_queue_time", "Reserved to the start of its prefill, pull included.")
+        self._pull = _seconds(registry, "request_pull_time", "Pull of KV from another ring, within the queue's time.")
         self._prefill = _seconds(registry, "request_prefill_time", "Prefill of the new tokens.")
         self._migration = _seconds(registry, "request_migration_time", "First KV byte received to the seal.")
         self._handoff = _seconds(registry, "request_handoff_time", "First token made to the first decode step.")
@@ -172,6 +173,7 @@ class GatewayMetrics:
             self._ttit.observe(complete.ttit_seconds)
         self._decode.observe(complete.ttit_seconds * max(0, tokens - 1))
         self._queue.observe(plan.queue_seconds)
+        self._pull.observe(plan.pull_seconds)
         self._prefill.observe(plan.prefill_seconds)
         self._migration.observe(plan.migration_seconds)
         self._handoff.observe(plan.handoff_seconds)

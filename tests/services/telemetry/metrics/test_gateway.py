@@ -64,8 +64,15 @@ def test_a_finished_turn_is_measured_from_queue_to_last_token() -> None:
     metrics = GatewayMetrics()
     times = {"queue_seconds": 0.5, "prefill_seconds": 2.0, "predicted_prefill_seconds": 3.0, "migration_seconds": 0.25}
     moved = {"migrated_bytes": 1000, "pulled_bytes": 10}
-    metrics.completed(complete(5, **times, **moved, handoff_seconds=0.125))
-    for part, seconds in (("queue", 0.5), ("prefill", 2.0), ("migration", 0.25), ("handoff", 0.125), ("decode", 0.048)):
+    metrics.completed(complete(5, **times, **moved, pull_seconds=0.25, handoff_seconds=0.125))
+    for part, seconds in (
+        ("queue", 0.5),
+        ("pull", 0.25),
+        ("prefill", 2.0),
+        ("migration", 0.25),
+        ("handoff", 0.125),
+        ("decode", 0.048),
+    ):
         assert value(metrics, f"ringserve_request_{part}_time_seconds_sum") == pytest.approx(seconds), part
     assert value(metrics, "ringserve_prefill_predicted_ratio_sum", algorithm="pass_q") == 1.5
     assert value(metrics, "ringserve_migrated_bytes_total", direction="to_decode") == 1000
