@@ -1325,7 +1325,7 @@ Global___RingInfo: _TypeAlias = RingInfo  # noqa: Y015
 @_typing.final
 class RingRates(_message.Message):
     """FLOP/s of a rank, bytes/s of a link in each direction, seconds a message; overlap is the share of communication that
-    passes behind attention.
+    passes behind attention, and step_seconds are those that every step takes in addition.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1335,11 +1335,13 @@ class RingRates(_message.Message):
     LINK_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
     LINK_LATENCY_SECONDS_FIELD_NUMBER: _builtins.int
     OVERLAP_FIELD_NUMBER: _builtins.int
+    STEP_SECONDS_FIELD_NUMBER: _builtins.int
     gemm_flops: _builtins.float
     attention_flops: _builtins.float
     link_bytes_per_second: _builtins.float
     link_latency_seconds: _builtins.float
     overlap: _builtins.float
+    step_seconds: _builtins.float
     def __init__(
         self,
         *,
@@ -1348,10 +1350,11 @@ class RingRates(_message.Message):
         link_bytes_per_second: _builtins.float = ...,
         link_latency_seconds: _builtins.float = ...,
         overlap: _builtins.float = ...,
+        step_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_flops", b"attention_flops", "gemm_flops", b"gemm_flops", "link_bytes_per_second", b"link_bytes_per_second", "link_latency_seconds", b"link_latency_seconds", "overlap", b"overlap"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_flops", b"attention_flops", "gemm_flops", b"gemm_flops", "link_bytes_per_second", b"link_bytes_per_second", "link_latency_seconds", b"link_latency_seconds", "overlap", b"overlap", "step_seconds", b"step_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

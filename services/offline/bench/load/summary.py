@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 
@@ -66,6 +67,30 @@ class KindSummary:
     good: float
 
 
+FIRST_TURNS = 10
+"""Turns after which a ring's predictions have been corrected by those before."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PredictionErrors:
+    """Medians of |predicted over measured - 1| of prefill seconds: of the first turns, and of all later ones."""
+
+    first: float
+    later: float | None
+
+    @classmethod
+    def of(cls, outcomes: Sequence[Outcome]) -> PredictionErrors | None:
+        """Return the errors of the turns that ended well and measured both, or None without any."""
+        in_time = sorted(
+            (each for each in outcomes if each.status == OK and min(each.prefill) > 0), key=lambda each: each.sent
+        )
+        errors = [abs(predicted / measured - 1.0) for predicted, measured in (each.prefill for each in in_time)]
+        if not errors:
+            return None
+        later = errors[FIRST_TURNS:]
+        return cls(first=median(errors[:FIRST_TURNS]), later=median(later) if later else None)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadReport:
     """Report of a load; rates are over the `seconds` from the first request sent to the last one ended."""
@@ -81,6 +106,7 @@ class LoadReport:
     notes: tuple[str, ...] = ()
     load: tuple[float, float] = (0.0, 0.0)
     cached_share: float = 0.0
+    predictions: PredictionErrors | None = None
 
 
 def summarize(
@@ -104,6 +130,7 @@ def summarize(
         bounds=bounds,
         kinds=tuple(_summary(name, of_kind, bounds) for name, of_kind in by_kind.items()),
         load=load,
+        predictions=PredictionErrors.of(outcomes),
         cached_share=sum(each.cached_tokens for each in done) / max(1, num_prompt),
     )
 
