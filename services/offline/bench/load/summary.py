@@ -11,7 +11,7 @@ from statistics import median
 import numpy as np
 
 from services.offline.bench.load.replay import OK, Outcome
-from services.offline.bench.report import save_figure
+from services.offline.bench.report import plain_seconds, save_figure
 
 PERCENTILES = (50, 90, 99)
 
@@ -158,9 +158,9 @@ def write_load_plot(report: LoadReport, outcomes: Sequence[Outcome], path: Path)
     figure = Figure(figsize=(12.0, 4.5), layout="constrained")
     figure.suptitle(f"load: {report.settings}")
     over_time, first, between = figure.subplots(1, 3)
-    over_time.set(xlabel="arrival, s", ylabel="TTFT, s", yscale="log")
-    first.set(xlabel="TTFT, s", ylabel="share of requests", xscale="log")
-    between.set(xlabel="time between tokens, s", ylabel="share of tokens", xscale="log")
+    over_time.set(xlabel="arrival, s", ylabel="TTFT", yscale="log")
+    first.set(xlabel="TTFT", ylabel="share of requests", xscale="log")
+    between.set(xlabel="time between tokens", ylabel="share of tokens", xscale="log")
     for kind in sorted({outcome.arrival.kind for outcome in outcomes}):
         served = [each for each in outcomes if each.arrival.kind == kind and each.ttft is not None]
         times = [each.ttft for each in served if each.ttft is not None]
@@ -168,6 +168,10 @@ def write_load_plot(report: LoadReport, outcomes: Sequence[Outcome], path: Path)
         for axes, values in ((first, times), (between, [gap for each in served for gap in each.gaps])):
             if values:
                 axes.ecdf(values, label=kind)
+    for axis in (over_time.yaxis, first.xaxis, between.xaxis):
+        plain_seconds(axis)
+    for axes in (first, between):
+        axes.tick_params(axis="x", rotation=45)
     for axes in (over_time, first, between):
         axes.grid(True, which="both", alpha=0.3)
     over_time.legend()
