@@ -136,7 +136,8 @@ def test_errors_of_predictions_are_those_of_the_first_turns_in_time_and_of_later
     lost.prefill = (9.0, 1.0)
     errors = PredictionErrors.of([lost, *reversed(turns)])
     assert errors is not None
-    assert (errors.first, errors.later) == (pytest.approx(0.5), pytest.approx(0.1))
+    assert errors.first == pytest.approx(0.5)
+    assert errors.later == pytest.approx(0.1)
     few = PredictionErrors.of(turns[:3])
     assert few is not None
     assert few.later is None
