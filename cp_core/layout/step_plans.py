@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 
 from cp_core.errors import InvalidRequest
-from cp_core.layout.shards import PrefillLayout, TokenRange
+from cp_core.layout.shards import PrefillLayout, ShardMap, TokenRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +88,14 @@ def seen_rows(queries: Shard, keys: Shard) -> tuple[Rows, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SequencePlan:
-    """Layout of a sequence's new tokens; `cached[r]` tokens of it lie on rank r, in any order of position."""
+    """Layout of a sequence's new tokens; `cached[r]` tokens of it lie on rank r, in any order of position.
+
+    `stored` says which rank stores the new tokens where it is not the one that computes them: a chain alone has it.
+    """
 
     layout: PrefillLayout
     cached: tuple[int, ...]
+    stored: ShardMap | None = None
 
     def __post_init__(self) -> None:
         if len(self.cached) != self.layout.num_ranks or min(self.cached) < 0:
@@ -102,12 +106,23 @@ class SequencePlan:
     def shard(self, rank: int) -> Shard:
         return Shard(self.cached[rank], self.layout.ranges[rank])
 
+    def stores(self, rank: int, source: int) -> bool:
+        """Return whether a rank stores any token that another one, `source`, computes."""
+        if self.stored is None:
+            return False
+        return any(len(own.intersect(each)) for own in self.stored.ranks[rank] for each in self.layout.ranges[source])
+
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """Sequences of a step, in the order in which every rank packs their tokens. Made once a step, not a layer."""
+    """Sequences of a step, in the order in which every rank packs their tokens. Made once a step, not a layer.
+
+    `order` are the ranks along a chain; empty: as they are numbered. `num_segments` are those of head-parallel prefill.
+    """
 
     sequences: tuple[SequencePlan, ...]
+    order: tuple[int, ...] = ()
+    num_segments: int = 1
 
     @cached_property
     def shards(self) -> tuple[tuple[Shard, ...], ...]:

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
-from cp_core.attention.partial import AttentionBackend, KeyShard, RowPartial, attend_pair
+from cp_core.attention.partial import AttentionBackend, KeyShard, RowPartial, merge_held
+from cp_core.attention.varlen import attend_pairs
 from cp_core.layout.step_plans import KvRun, PrefillPlan, Shard
 from cp_core.transport.interface import RingTransport
 
@@ -51,15 +52,26 @@ def pass_kv(
             arriving = plan.of_rank(following)
             received = message.new_empty(2, sum(arriving[index].stored for index in coming), *message.shape[2:])
             work = transport.exchange(message, (rank + 1) % size, received, (rank - 1) % size)
-        parts[source] = [
-            attend_pair(backend, q_thd, shard, keys[index], scale) if index in keys else []
-            for index, (q_thd, shard) in enumerate(zip(q_of_sequence, queries, strict=True))
-        ]
+        parts[source] = attend_pairs(backend, q_of_sequence, queries, keys, scale)
+        if hop:
+            merge_all_held(parts, q_of_sequence)
         if not is_last:
             work.wait()
             message = received
             keys = unpack_keys(message, arriving, coming)
     return parts
+
+
+def merge_all_held(parts: Sequence[SequenceParts], q_of_sequence: Sequence[torch.Tensor]) -> None:
+    """Merge the parts of each sequence that all sources have given so far, where a GPU holds too many."""
+    for index, q_thd in enumerate(q_of_sequence):
+        held = [part for source in parts if source for part in source[index]]
+        merged = merge_held(held, q_thd)
+        if merged is held:
+            continue
+        for source in parts:
+            if source:
+                source[index], merged = merged, []
 
 
 def pack_keys(shards: Sequence[KeyShard], like: torch.Tensor) -> torch.Tensor:

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from cp_core.cost.model import StepLimits, WorkModel, cut
 from cp_core.cost.profile import HardwareProfile
 from cp_core.cost.selector import EmpiricalFit, Selection, Turn, duration, faster, least, select
+from cp_core.cost.work import StepLimits, WorkModel, cut
 from cp_core.layout.shards import TokenRange
 from orchestration.placement.costs import RingCorrections, RingCosts, StepSeconds
 from orchestration.protocol.plans import CachedSource, PlannedChunk, PromptMode, TurnPlan

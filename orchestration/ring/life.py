@@ -43,6 +43,23 @@ LEAST_PATIENCE = 60.0
 """The same on other devices, which compile kernels at the first step of a shape."""
 
 
+UNLIKE = 1.25
+"""Times that one rank is as fast as another before they count as unlike: probes of equal ranks differ by less."""
+
+
+def rates_of_ring(rates: Sequence[RingRates], tp: int) -> RingRates:
+    """Return the rates of a ring by those of its processes, `tp` a rank; the slowest process of a rank counts.
+
+    Ranks that are alike have those of the first process. Otherwise the slowest rank's are taken, which all wait for in
+    a ring, and `speeds` tells how many times as fast each rank computes.
+    """
+    ranks = [min(rates[at : at + tp], key=lambda each: each.gemm_flops) for at in range(0, len(rates), tp)]
+    slowest = min(ranks, key=lambda each: each.gemm_flops)
+    if max(each.gemm_flops for each in ranks) <= UNLIKE * slowest.gemm_flops:
+        return rates[0]
+    return replace(slowest, speeds=tuple(each.gemm_flops / slowest.gemm_flops for each in ranks))
+
+
 class Ring:
     """Ranks of one ring, in `ranks` and `infos` by number (cp_rank * tp + tp_rank).
 
@@ -170,12 +187,13 @@ class Ring:
         )
         await gather_first_error(rank.join(rendezvous, settings.start_timeout) for rank in ranks)
         rates = await gather_first_error(rank.probe(settings.start_timeout) for rank in ranks)
+        common = rates_of_ring(rates, settings.ranks.tp)
         if settings.measures_steps and self._correction is None:
-            self._correction = await measure_steps(ranks, settings, infos[0].model, rates[0])
+            self._correction = await measure_steps(ranks, settings, infos[0].model, common)
         if self.state is RingState.CLOSED:
             raise Unavailable(f"ring {settings.name} was closed while it started")
         self.ranks, self.infos, self.incarnation = ranks, infos, incarnation
-        self.rates = self._corrected(rates[0])
+        self.rates = self._corrected(common)
         self.rank_statuses.clear()
         self._gone.clear()
         self.pool = KvPool(
@@ -198,10 +216,11 @@ class Ring:
         """
         self.require_ready()
         settings = self.settings
-        rates = (await gather_first_error(rank.probe(settings.start_timeout) for rank in self.ranks))[0]
+        rates = await gather_first_error(rank.probe(settings.start_timeout) for rank in self.ranks)
+        common = rates_of_ring(rates, settings.ranks.tp)
         if settings.measures_steps and not self.pool.inventory():
-            self._correction = await measure_steps(self.ranks, settings, self.model, rates)
-        self.rates = self._corrected(rates)
+            self._correction = await measure_steps(self.ranks, settings, self.model, common)
+        self.rates = self._corrected(common)
 
     def _corrected(self, rates: RingRates) -> RingRates:
         """Return probed rates with what steps have been seen to take in addition: a rebuild does not change that."""

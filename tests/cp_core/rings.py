@@ -103,9 +103,14 @@ def prefill_on_threads(
     scale: float,
     backend: AttentionBackend | None = None,
     transports: Sequence[RingTransport] = (),
+    order: Sequence[int] = (),
+    num_segments: int = 1,
 ) -> PrefillResult:
-    """Run `ring_prefill` over the given ring, or else an in-process one of `size` ranks."""
-    plan = PrefillPlan(tuple(sequence.plan for sequence in sequences))
+    """Run `ring_prefill` over the given ring, or else an in-process one of `size` ranks.
+
+    `order` is that of a chain, `num_segments` are those of sp_ntp.
+    """
+    plan = PrefillPlan(tuple(sequence.plan for sequence in sequences), tuple(order), num_segments)
     transports = [PoisoningTransport(each) for each in transports or InProcessRing(size).transports]
     shape = sequences[0].tokens if sequences else Tokens(*(torch.zeros(0, 2, 64),) * 3)
 

@@ -40,7 +40,8 @@ class RankKvUsage:
 class RingRates:
     """Measured speed of a ring: FLOP/s of a rank, bytes/s of a link, seconds a message, hidden share of both.
 
-    `step_seconds` are those that every step takes in addition.
+    `step_seconds` are those that every step takes in addition. Where ranks are unlike, `speeds` says how many times as
+    fast as the slowest each is.
     """
 
     gemm_flops: float = 0.0
@@ -48,6 +49,7 @@ class RingRates:
     link_bytes_per_second: float = 0.0
     link_latency_seconds: float = 0.0
     overlap: float = 0.0
+    speeds: tuple[float, ...] = ()
     step_seconds: float = 0.0
 
 

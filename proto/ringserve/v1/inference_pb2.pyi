@@ -60,6 +60,7 @@ class _AlgorithmEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Algorithm.V
     ALGORITHM_SP_NTP: _Algorithm.ValueType  # 4
     ALGORITHM_DECODE_RING: _Algorithm.ValueType  # 5
     """By the decode ring that keeps the KV before them."""
+    ALGORITHM_CHAIN: _Algorithm.ValueType  # 6
 
 class Algorithm(_Algorithm, metaclass=_AlgorithmEnumTypeWrapper):
     """How the KV of new tokens is computed."""
@@ -72,6 +73,7 @@ ALGORITHM_GATHER_KV: Algorithm.ValueType  # 3
 ALGORITHM_SP_NTP: Algorithm.ValueType  # 4
 ALGORITHM_DECODE_RING: Algorithm.ValueType  # 5
 """By the decode ring that keeps the KV before them."""
+ALGORITHM_CHAIN: Algorithm.ValueType  # 6
 Global___Algorithm: _TypeAlias = Algorithm  # noqa: Y015
 
 class _FinishReason:
@@ -1558,6 +1560,7 @@ class RingRates(_message.Message):
     LINK_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
     LINK_LATENCY_SECONDS_FIELD_NUMBER: _builtins.int
     OVERLAP_FIELD_NUMBER: _builtins.int
+    SPEEDS_FIELD_NUMBER: _builtins.int
     STEP_SECONDS_FIELD_NUMBER: _builtins.int
     gemm_flops: _builtins.float
     attention_flops: _builtins.float
@@ -1565,6 +1568,10 @@ class RingRates(_message.Message):
     link_latency_seconds: _builtins.float
     overlap: _builtins.float
     step_seconds: _builtins.float
+    @_builtins.property
+    def speeds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Where ranks are unlike: times that each is as fast as the slowest, whose rates these are."""
+
     def __init__(
         self,
         *,
@@ -1573,11 +1580,12 @@ class RingRates(_message.Message):
         link_bytes_per_second: _builtins.float = ...,
         link_latency_seconds: _builtins.float = ...,
         overlap: _builtins.float = ...,
+        speeds: _abc.Iterable[_builtins.float] | None = ...,
         step_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_flops", b"attention_flops", "gemm_flops", b"gemm_flops", "link_bytes_per_second", b"link_bytes_per_second", "link_latency_seconds", b"link_latency_seconds", "overlap", b"overlap", "step_seconds", b"step_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_flops", b"attention_flops", "gemm_flops", b"gemm_flops", "link_bytes_per_second", b"link_bytes_per_second", "link_latency_seconds", b"link_latency_seconds", "overlap", b"overlap", "speeds", b"speeds", "step_seconds", b"step_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

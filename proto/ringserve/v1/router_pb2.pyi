@@ -93,7 +93,7 @@ class BeginTurnRequest(_message.Message):
     cache_key: _builtins.str
     """Digest of the client's key and its tenant."""
     algorithm: _builtins.str
-    """"pass_kv", "pass_q", "gather_kv", "sp_ntp", "decode_ring" or empty."""
+    """"pass_kv", "pass_q", "gather_kv", "chain", "sp_ntp", "decode_ring" or empty."""
     trace_parent: _builtins.str
     """W3C Trace Context of the turn's span; empty without tracing."""
     reader: _builtins.str

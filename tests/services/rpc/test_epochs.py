@@ -117,7 +117,7 @@ async def test_a_process_of_another_version_is_refused_with_a_sentence(
     await server.stop(0)
 
 
-DIGESTS = {"2": "d4c2ed92353d0189e478f72b5c6c23250a1d651e191b40b3475de19fd0a52329"}
+DIGESTS = {"2": "7cc53c3a975e2c94f414f17254fc61b765ace446b23da1ce4810cc344f47f72b"}
 """SHA-256 of the calls between processes, by PEER_VERSION."""
 
 
