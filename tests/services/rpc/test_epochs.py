@@ -117,7 +117,7 @@ async def test_a_process_of_another_version_is_refused_with_a_sentence(
     await server.stop(0)
 
 
-DIGESTS = {"2": "7cc53c3a975e2c94f414f17254fc61b765ace446b23da1ce4810cc344f47f72b"}
+DIGESTS = {"2": "51472cc47b80469d54a77418a3c589424920ad1e79189d2a085498227d0bbf8c"}
 """SHA-256 of the calls between processes, by PEER_VERSION."""
 
 
