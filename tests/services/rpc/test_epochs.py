@@ -117,7 +117,7 @@ async def test_a_process_of_another_version_is_refused_with_a_sentence(
     await server.stop(0)
 
 
-DIGESTS = {"2": "ee1e1928cdaa613cb85862d1e91d98cb49230e805fe3e667cb9831b49bb0ee47"}
+DIGESTS = {"2": "51472cc47b80469d54a77418a3c589424920ad1e79189d2a085498227d0bbf8c"}
 """SHA-256 of the calls between processes, by PEER_VERSION."""
 
 
