@@ -1,9 +1,11 @@
 # Every target makes .venv if needed, from a clean clone, and leaves it alone while it is up to date.
 #   PYTHON       interpreter of .venv (3.11 or newer)
+#   DEVICE       device of the demo: cpu (default), or cuda for all its ranks on one GPU
 #   TORCH_INDEX  package index for torch, e.g. https://download.pytorch.org/whl/cpu (default: pip's own)
 
 PYTHON ?= python3
 TORCH_INDEX ?=
+DEVICE ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,14 +18,14 @@ BENCHES := $(wildcard bench/*.py)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test pytest lint format bench proto clean distclean
+.PHONY: help demo test pytest lint format bench gpu proto clean distclean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 demo: $(USER_READY) ## ask a real model about a document on this machine and check every token
-	$(BIN)/ringserve demo
+	$(BIN)/ringserve demo $(if $(DEVICE),--device $(DEVICE))
 
 test: $(DEV_READY) ## run lint and tests, required before a commit
 	@$(MAKE) --no-print-directory -j 2 lint pytest
@@ -47,6 +49,13 @@ bench: $(DEV_READY) ## run every measurement: rings, then the studies in bench/
 	$(BIN)/ringserve bench prefill --rings-only
 	$(BIN)/ringserve bench decode --rings-only
 	@set -e; for bench in $(BENCHES); do echo "== $$bench"; $(BIN)/python $$bench; done
+
+# Triton compiles its kernels here, so no other test of the same process may have them interpreted.
+gpu: $(DEV_READY) ## test and measure the kernels of this machine's GPU; says so where there is none
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+	    $(BIN)/pytest --noconftest tests/gpu_cases.py tests/cp_core/attention/triton_cases.py && \
+	    $(BIN)/ringserve bench attention --device cuda; \
+	else echo "no GPU here: torch finds no CUDA device"; fi
 
 proto: $(DEV_READY) ## generate the stubs of proto/ringserve/v1/*.proto
 	$(BIN)/python proto/generate.py

@@ -12,8 +12,11 @@ lse = m + log s. A part that attended nothing has lse -inf and an out that may b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+import importlib.util
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import ClassVar, Protocol, TypeGuard
 
@@ -26,8 +29,9 @@ from cp_core.layout.step_plans import KvRun, Rows, Shard, seen_keys
 class Partial:
     """Attention over a part of the keys, to be merged with the other parts.
 
-    out[T, H, D] and lse[T, H] are fp32 whatever the inputs' dtype (fp64 from the oracle); lse is the natural log of the
-    softmax denominator. Where lse is -inf nothing was attended and out is undefined, possibly NaN.
+    out[T, H, D] and lse[T, H] are fp32 whatever the inputs' dtype (fp64 from the oracle); the out of kernels for GPUs
+    that answer in 16 bits stays so. lse is the natural log of the softmax denominator. Where lse is -inf nothing was
+    attended and out is undefined, possibly NaN.
     """
 
     out: torch.Tensor
@@ -98,6 +102,23 @@ class PartialBuffer:
         assert at == self.lse.shape[0], f"{at} rows for a message of {self.lse.shape[0]}"
 
 
+class MergeKernels(Protocol):
+    """Merge of parts in one launch, which no host waits for: `cp_core.attention.triton_kernels`."""
+
+    def merge_parts(self, parts: Sequence[Partial], into: torch.Tensor | None = None) -> Partial:
+        """Merge as `merge` does; rows that no part attended have an out of 0. With `into` that is out, in its dtype."""
+        ...
+
+
+@cache
+def kernels_on(device: torch.device) -> MergeKernels | None:
+    """Return the kernels that merge parts on this device; None where plain tensor operations do."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+    kernels: MergeKernels = importlib.import_module("cp_core.attention.triton_kernels")
+    return kernels
+
+
 def merge(parts: Sequence[Partial]) -> Partial:
     """Merge M >= 1 parts of the same rows. One part is returned as it is; otherwise the result is new memory.
 
@@ -105,6 +126,9 @@ def merge(parts: Sequence[Partial]) -> Partial:
     has: its query is not finite, or a kernel or its memory is broken, and its sequence ends where it is sampled.
     """
     assert parts, "nothing to merge"
+    if kernels := kernels_on(parts[0].lse.device):
+        # Kernels of a GPU give an out of NaN where the LSE is NaN, so one part is right as it is.
+        return kernels.merge_parts(parts) if len(parts) > 1 else parts[0]
     if len(parts) == 1:
         return _without_a_number(parts[0])
     weights_mth, lse_th, has_unseen = _weights(torch.stack([part.lse for part in parts]))
@@ -223,6 +247,34 @@ def merge_rows(parts: Sequence[RowPartial], out_thd: torch.Tensor) -> None:
 
     Every row is in some part: it sees at least itself.
     """
+    kernels = kernels_on(out_thd.device)
+    for rows, covering in _by_rows(parts):
+        if kernels is not None and out_thd.is_contiguous():
+            kernels.merge_parts(covering, into=out_thd[rows.start : rows.stop])
+        else:
+            out_thd[rows.start : rows.stop] = merge(covering).out
+
+
+# Parts of one sequence that a GPU holds at a time: each has the size of the queries.
+MAX_HELD_PARTS = 4
+
+
+def merge_held(parts: list[RowPartial], like_thd: torch.Tensor) -> list[RowPartial]:
+    """Return parts of a sequence's rows, merged to one where they are too many to be held on a GPU.
+
+    On a CPU all stay: merged at once, in source-rank order, they have the same bits by every algorithm.
+    """
+    if len(parts) <= MAX_HELD_PARTS or kernels_on(like_thd.device) is None:
+        return parts
+    whole = empty_partial(like_thd)
+    for rows, covering in _by_rows(parts):
+        some = merge(covering)
+        whole.out[rows.start : rows.stop], whole.lse[rows.start : rows.stop] = some.out, some.lse
+    return [RowPartial(Rows(0, like_thd.shape[0]), whole)]
+
+
+def _by_rows(parts: Sequence[RowPartial]) -> Iterator[tuple[Rows, list[Partial]]]:
+    """Yield ranges of rows, each with the parts that cover it, in their order."""
     borders = sorted({border for part in parts for border in (part.rows.start, part.rows.stop)})
     for start, stop in pairwise(borders):
         covering = [
@@ -230,4 +282,5 @@ def merge_rows(parts: Sequence[RowPartial], out_thd: torch.Tensor) -> None:
             for part in parts
             if part.rows.start <= start and stop <= part.rows.stop
         ]
-        out_thd[start:stop] = merge(covering).out
+        if covering:
+            yield Rows(start, stop), covering

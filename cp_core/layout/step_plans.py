@@ -8,13 +8,14 @@ the queries (arXiv 2411.01783, algorithm 4, sends them).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
 from cp_core.errors import InvalidRequest
-from cp_core.layout.shards import PrefillLayout, TokenRange
+from cp_core.layout.shards import PrefillLayout, ShardMap, TokenRange
+from cp_core.layout.sparsity import Sparsity
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +89,16 @@ def seen_rows(queries: Shard, keys: Shard) -> tuple[Rows, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SequencePlan:
-    """Layout of a sequence's new tokens; `cached[r]` tokens of it lie on rank r, in any order of position."""
+    """Layout of a sequence's new tokens; `cached[r]` tokens of it lie on rank r, in any order of position.
+
+    `stored` says which rank stores the new tokens where it is not the one that computes them: a chain alone has it.
+    With a `sparsity` other than an exact one not all keys reach other ranks; None: all do.
+    """
 
     layout: PrefillLayout
     cached: tuple[int, ...]
+    stored: ShardMap | None = None
+    sparsity: Sparsity | None = None
 
     def __post_init__(self) -> None:
         if len(self.cached) != self.layout.num_ranks or min(self.cached) < 0:
@@ -99,15 +106,38 @@ class SequencePlan:
                 f"cached is {self.cached}; allowed is one count >= 0 for each of {self.layout.num_ranks}"
             )
 
+    @property
+    def is_sparse(self) -> bool:
+        """True if other ranks get less than all keys in some layers."""
+        return self.sparsity is not None and not self.sparsity.is_exact
+
     def shard(self, rank: int) -> Shard:
         return Shard(self.cached[rank], self.layout.ranges[rank])
+
+    def stores(self, rank: int, source: int) -> bool:
+        """Return whether a rank stores any token that another one, `source`, computes."""
+        if self.stored is None:
+            return False
+        return any(len(own.intersect(each)) for own in self.stored.ranks[rank] for each in self.layout.ranges[source])
+
+    def thinned(self, rank: int) -> Shard:
+        """Return the lengths of what other ranks get of a rank's shard in a layer that is sparse."""
+        shard, sparsity = self.shard(rank), self.sparsity
+        if sparsity is None or sparsity.is_exact:
+            return shard
+        return Shard(sparsity.chosen(shard.cached), sparsity.thinned(shard.ranges))
 
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """Sequences of a step, in the order in which every rank packs their tokens. Made once a step, not a layer."""
+    """Sequences of a step, in the order in which every rank packs their tokens. Made once a step, not a layer.
+
+    `order` are the ranks along a chain; empty: as they are numbered. `num_segments` are those of head-parallel prefill.
+    """
 
     sequences: tuple[SequencePlan, ...]
+    order: tuple[int, ...] = ()
+    num_segments: int = 1
 
     @cached_property
     def shards(self) -> tuple[tuple[Shard, ...], ...]:
@@ -117,6 +147,11 @@ class PrefillPlan:
         return tuple(
             tuple(sequence.shard(rank) for sequence in self.sequences) for rank in range(max(ranks, default=0))
         )
+
+    @cached_property
+    def thinned(self) -> tuple[tuple[Shard, ...], ...]:
+        """Shards as `shards` has them, with what other ranks get of them in a layer that is sparse."""
+        return tuple(tuple(sequence.thinned(rank) for sequence in self.sequences) for rank in range(len(self.shards)))
 
     @cached_property
     def seen(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
@@ -176,6 +211,22 @@ def split_new(rows: torch.Tensor, shards: Sequence[Shard]) -> tuple[torch.Tensor
     return rows.split([shard.new for shard in shards]) if shards else ()
 
 
+class RowIndices:
+    """Indices of rows on a device, each made once a step: a list as an index would be uploaded in every layer."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def of(self, rows: Sequence[int], device: torch.device) -> torch.Tensor:
+        """Return int64[R] on the device. The upload does not wait for the device."""
+        key = tuple(rows)
+        if key not in self._made:
+            # The allocator of pinned memory holds it until the copy is done.
+            index = torch.tensor(key, dtype=torch.int64, pin_memory=device.type == "cuda")
+            self._made[key] = index.to(device, non_blocking=True)
+        return self._made[key]
+
+
 @dataclass(frozen=True)
 class DecodePlan:
     """Owner of each row and its tokens by rank. Made once a step, not a layer.
@@ -186,6 +237,7 @@ class DecodePlan:
     num_ranks: int
     owners: tuple[int, ...]
     held: tuple[tuple[int, ...], ...]
+    indices: RowIndices = field(default_factory=RowIndices, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         assert len(self.owners) == len(self.held), f"{len(self.owners)} owners of {len(self.held)} sequences"
@@ -238,6 +290,7 @@ class PassQRoute:
         size = plan.num_ranks
         self.rank = rank
         self.batch = len(plan)
+        self.indices = plan.indices
         self.own = plan.rows_of(rank)
         self.visits = [_visit(plan, rank, (rank - hop) % size, hop) for hop in range(size)]
         place = {row: index for index, row in enumerate(self.own)}

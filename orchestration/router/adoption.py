@@ -317,7 +317,7 @@ class Adoption:
         choice = Choice(prefill=prefill or decode, decode=decode, prefill_seconds=0.0, is_direct=prefill is None)
         share = self._rings.place(prefill, decode, prefill_seconds=0.0, num_tokens=0)
         turn = RunningTurn(record.turn_id, request, conversation, prompt, request.prompt_mode, wanted, choice, share)
-        turn.attempt = on_decode.attempt
+        turn.attempt, turn.sparse = on_decode.attempt, record.sparse
         turn.on_decode = _reservation(decode, on_decode)
         if prefill is not None and pending.on_prefill is not None:
             turn.on_prefill = _reservation(prefill, pending.on_prefill)

@@ -8,7 +8,7 @@ import sys
 from rich.table import Table
 
 from cp_core.errors import InvalidRequest
-from ringserve.v1 import inference_pb2
+from ringserve.client import Answer, Plan, Sampling
 from services.offline.terminal import console, print_table, simple_table
 from services.offline.units import format_seconds
 from services.rpc.answer import plan_line
@@ -57,17 +57,16 @@ def add_answer_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-logprobs", type=int, metavar="N", help="the same of the prompt's tokens")
 
 
-def sampling_of(options: argparse.Namespace) -> inference_pb2.SamplingParams:
+def sampling_of(options: argparse.Namespace) -> Sampling:
     """Convert the options. Raises InvalidRequest for values that the contract's types cannot hold."""
     given = vars(options)
     for name, bits in UNSIGNED.items():
         value = given.get(name)
         least = LEAST.get(name, 0)
         if value is not None and not least <= value < 2**bits:
-            raise InvalidRequest(
-                f"--{name.replace('_', '-')}: {value} is out of range; allowed are {least} to {2**bits - 1}"
-            )
-    return inference_pb2.SamplingParams(
+            bound = f"at least {least}" if value < least else f"at most {2**bits - 1}"
+            raise InvalidRequest(f"--{name.replace('_', '-')}: {value} is not allowed; give {bound}")
+    return Sampling(
         temperature=options.temperature,
         max_tokens=options.max_tokens,
         seed=options.seed,
@@ -107,14 +106,14 @@ def _bias(item: str) -> tuple[int, float]:
         raise InvalidRequest(f"--logit-bias: {item!r} is not ID=X, e.g. 50256=-100") from None
 
 
-def show_plan(complete: inference_pb2.GenerateComplete) -> None:
+def show_plan(answer: Answer) -> None:
     """Print the plan in a line, and a table of the compared prefill rings, on standard error."""
-    print(plan_line(complete), file=sys.stderr, flush=True)
-    if complete.plan.ring_alternatives:
-        print_table(console(stderr=True), ring_table(complete.plan), num_keys=2)
+    print(plan_line(answer), file=sys.stderr, flush=True)
+    if answer.plan.ring_alternatives:
+        print_table(console(stderr=True), ring_table(answer.plan), num_keys=2)
 
 
-def ring_table(plan: inference_pb2.Plan) -> Table:
+def ring_table(plan: Plan) -> Table:
     """Return a table with a line for each ring, the quickest first; * marks the chosen one."""
     headers = ("", "ring", "cp", "tp", "predicted", "queue", "moving KV", "prefill", "hand-off", "stall")
     table = simple_table(*headers, left_aligned=headers[:2])

@@ -38,6 +38,7 @@ def check(config: Config) -> None:
     _among("logs.level", config.logs.level, LOG_LEVELS)
     _among("logs.format", config.logs.format, LOG_FORMATS)
     _among("model.device", config.model.device, DEVICES)
+    _within("model.gpus_per_rank", config.model.gpus_per_rank, 0.01, 1.0)
     _ring_transport(config)
     _variant(config)
     _among("router.selector", config.router.selector, POLICIES)
@@ -71,6 +72,15 @@ def check(config: Config) -> None:
     if router.selector == "empirical" and router.alpha == router.beta == router.gamma == 0 and not router.profile:
         raise ConfigError(
             "router.selector: 'empirical' needs router.alpha, beta and gamma, fitted on this cluster, or its profile"
+        )
+    _within("router.max_loss", router.max_loss, 0.0, 1e6)
+    _within("router.max_ttft", router.max_ttft, 0.0, 86_400)
+    if router.max_loss and router.max_ttft:
+        raise ConfigError(f"router.max_loss: {router.max_loss:g} is set beside router.max_ttft; allowed is one of them")
+    if router.bound is not None and not router.sparse_losses:
+        raise ConfigError(
+            f"router.{router.bound.name}: {router.bound.limit:g} needs router.sparse_losses, the file that ringserve "
+            f"calibrate --sparse writes; allowed without it is 0"
         )
     for key in ("compute_flops", "link_bytes_per_second"):
         _within(f"router.{key}", getattr(config.router, key), 0, 1e30)
@@ -149,7 +159,7 @@ def _variant(config: Config) -> None:
 
 def _ring_transport(config: Config) -> None:
     try:
-        backend = select_ring_backend(config.model.ring_transport, config.model.device)
+        backend = select_ring_backend(config.model.ring_transport, config.model.device, config.model.gpus_per_rank)
     except ConfigError as error:
         raise ConfigError(f"model.ring_transport: {error}") from error
     check_ring(backend, config.internal_tls, max(pool.cp * pool.tp for pool in config.pools))

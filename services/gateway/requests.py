@@ -11,12 +11,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from cp_core.errors import InvalidRequest
+from cp_core.errors import InvalidRequest, NotFound
 from orchestration.protocol.plans import PromptMode
 from orchestration.protocol.turns import LostTurn, TurnRequest
+from ringserve.mapping import name_of
 from ringserve.v1 import inference_pb2
 from services.auth.scoped_router import ScopedRouter
 from services.auth.tenants import Tenant
+from services.gateway.bounds import read_bound
 from services.gateway.text import REPLACEMENT, StopRule, TextCodec
 from services.rpc.wire.contract import prompt_mode_from
 from workers.protocol.prefill_steps import Algorithm, TokenIds
@@ -35,20 +37,23 @@ ROLES = ("system", "user", "assistant", "tool")
 class RequestReader:
     """Reader that knows the model's vocabulary and tokenizer, and the longest time of a turn."""
 
-    def __init__(self, model: ModelInfo, codec: TextCodec, max_seconds: float) -> None:
+    def __init__(self, model: ModelInfo, codec: TextCodec, max_seconds: float, names: Sequence[str]) -> None:
+        """Read requests for the model of these names; the first is that for messages."""
         self._model = model
         self._codec = codec
         self._max_seconds = max_seconds
+        self._names = names
 
     def read(
         self, request: inference_pb2.GenerateRequest, seconds_left: float | None, router: ScopedRouter
     ) -> TurnRequest:
         """Check a request and return its turn, with ids and quota for the router of its tenant.
 
-        `seconds_left` is the client's own deadline. Raises InvalidRequest.
+        `seconds_left` is the client's own deadline. Raises InvalidRequest, NotFound for another model.
         """
+        self._check_model(request.model)
         mode = prompt_mode_from(request.prompt_mode)
-        if mode is None:
+        if mode is None or mode is PromptMode.NEW:
             raise InvalidRequest(f"prompt_mode: {request.prompt_mode} is not one of 0, 1, 2")
         if request.WhichOneof("input") == "chat":
             if mode is PromptMode.APPEND:
@@ -76,6 +81,7 @@ class RequestReader:
             cache_key=_cache_key(router.tenant.name, request.cache_key),
             expected_tokens=_expected_tokens(request),
             algorithm=_algorithm(request.algorithm),
+            bound=read_bound(request),
             resume=self._resume(request),
         )
 
@@ -87,7 +93,7 @@ class RequestReader:
             raise InvalidRequest(f"resume: {request.sampling_params.n} answers cannot be resumed; allowed is 1")
         if not request.sampling_params.HasField("seed"):
             raise InvalidRequest("resume: sampling_params.seed is not given; give that of the `start` that came")
-        received = np.fromiter(request.resume.received, dtype=np.int64)
+        received = np.array(request.resume.received, dtype=np.int64)
         check_vocabulary("resume.received", received, self._model.vocab_size)
         return LostTurn(token_ids=tuple(received.tolist()), prompt_tokens=request.resume.prompt_tokens)
 
@@ -112,20 +118,34 @@ class RequestReader:
         check_vocabulary(field, np.asarray(token_ids, dtype=np.int64), self._model.vocab_size)
         return self._codec.decode_all(token_ids)
 
+    def count(self, request: inference_pb2.CountTokensRequest) -> int:
+        """Return the number of tokens of a prompt. Raises InvalidRequest, NotFound for another model."""
+        self._check_model(request.model)
+        kind = request.WhichOneof("input")
+        prompt = inference_pb2.GenerateRequest()
+        if kind == "text":
+            prompt.text = request.text
+        elif kind is not None:
+            getattr(prompt, kind).CopyFrom(getattr(request, kind))
+        return len(self._prompt(prompt))
+
+    def _check_model(self, name: str) -> None:
+        if name and name not in self._names:
+            raise NotFound(f"model: there is no model {name!r:.100}; served is {self._names[0]!r}")
+
     def _prompt(self, request: inference_pb2.GenerateRequest) -> TokenIds:
         kind = request.WhichOneof("input")
         if kind in ("text", "chat"):
             ids = self.tokenize(request)
         elif kind == "tokenized":
-            ids = np.fromiter(request.tokenized.input_ids, dtype=np.int64)
+            # numpy reads protobuf's array in one go: half a million in 0.3 ms, where an iterator takes 15 ms.
+            ids = np.array(request.tokenized.input_ids, dtype=np.int64)
         else:
             raise InvalidRequest("input: none given; send text, tokenized or chat")
         if not len(ids):
             raise InvalidRequest(f"input.{kind}: the prompt has 0 tokens, at least 1 is needed")
         # Texts too: a tokenizer may know tokens that the model has no embedding for.
-        check_vocabulary(
-            "input.tokenized.input_ids" if kind == "tokenized" else f"input.{kind}", ids, self._model.vocab_size
-        )
+        check_vocabulary(f"input.{kind}", ids, self._model.vocab_size)
         return ids
 
     def _check_length(self, field: str, num_characters: int) -> None:
@@ -195,12 +215,13 @@ def _priority(value: int, tenant: Tenant) -> int:
     return value
 
 
-def _algorithm(value: str) -> Algorithm | None:
+def _algorithm(value: int) -> Algorithm | None:
     if not value:
         return None
-    if value not in tuple(Algorithm):
-        raise InvalidRequest(f"algorithm: {value!r} is unknown; allowed are {', '.join(Algorithm)}, or none to choose")
-    return Algorithm(value)
+    name = name_of(inference_pb2.Algorithm, value)
+    if name not in tuple(Algorithm):
+        raise InvalidRequest(f"algorithm: {value} is unknown; allowed are {', '.join(Algorithm)}, or none to choose")
+    return Algorithm(name)
 
 
 def _messages(chat: inference_pb2.ChatInput) -> list[tuple[str, str]]:
@@ -285,7 +306,7 @@ def stop_rule(params: inference_pb2.SamplingParams) -> StopRule:
 
 def num_completions(params: inference_pb2.SamplingParams) -> int:
     """Return the number of answers. Raises InvalidRequest."""
-    return _within("n", params.n or 1, 1, MAX_COMPLETIONS)
+    return _within("n", params.n if params.HasField("n") else 1, 1, MAX_COMPLETIONS)
 
 
 def check_vocabulary(field: str, ids: TokenIds, vocab_size: int) -> None:

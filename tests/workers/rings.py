@@ -15,8 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cp_core.layout.shards import ShardMap, appended, balanced_layout
+from cp_core.layout.shards import PrefillLayout, ShardMap, appended, balanced_layout, cut_layout, stored_on_chain
 from cp_core.transport.inprocess import InProcessRing
+from cp_core.transport.interface import RingTransport
+from cp_core.transport.staged import StagedRing
+from tests.cp_core.staging import PoisonedStaging
 from workers.protocol.decode_commands import AdmitSequence, ComputePrompt, DecodeEvent, RemoveSequence
 from workers.protocol.prefill_steps import Algorithm, PrefillOutput, PrefillStep, SequencePrefill
 from workers.protocol.ranks import RankInfo, RankSettings, RankSpec, RingSpec
@@ -54,6 +57,14 @@ class Turn:
     sends: tuple[tuple[KvSend, ...], ...] = ()
 
 
+def front_loaded_chain(level: PrefillLayout, order: Sequence[int]) -> tuple[PrefillLayout, ShardMap]:
+    """Return a layout whose earlier ranks compute more, and where its tokens lie: as many a rank as in `level`."""
+    size, total = len(order), level.num_tokens
+    cuts = [total - total * (size - place) ** 2 // size**2 for place in range(size + 1)]
+    counts = [level.tokens_on(rank) for rank in range(size)]
+    return cut_layout(level.start, cuts, order), stored_on_chain(level.start, cuts, counts, order)
+
+
 class LocalRing:
     """Started rank workers over an in-process ring, or over a real one, of `ring_transport`, that they join.
 
@@ -73,8 +84,12 @@ class LocalRing:
         attention_backend: str = "auto",
         packs_weights: bool = False,
         dtype: str = "float32",
+        is_staged: bool = False,
     ) -> None:
-        """Start `num_ranks` ranks that share the tokens, each of `tp` workers that share the heads."""
+        """Start `num_ranks` ranks that share the tokens, each of `tp` workers that share the heads.
+
+        Where the ring `is_staged`, its messages are copied as those of ranks on a GPU are that go through host memory.
+        """
         self.num_ranks = num_ranks
         self.tp = tp
         self.incarnation = f"test-0@{id(self)}"
@@ -85,7 +100,9 @@ class LocalRing:
         self._cursor = 0
         rings = [InProcessRing(num_ranks, timeout_seconds=WAIT_SECONDS).transports for _ in range(tp)]
         heads = [InProcessRing(tp, timeout_seconds=WAIT_SECONDS).transports for _ in range(num_ranks)]
-        self.transports = [rings[rank % tp][rank // tp] for rank in range(num_ranks * tp)]
+        self.transports: list[RingTransport] = [rings[rank % tp][rank // tp] for rank in range(num_ranks * tp)]
+        if is_staged:
+            self.transports = [StagedRing(transport, PoisonedStaging()) for transport in self.transports]
 
         def start(worker: RankWorker, rank: int) -> RankInfo:
             spec = RankSpec(
@@ -197,7 +214,9 @@ class LocalRing:
         for turn in turns:
             conversation = turn.conversation
             held = conversation.held
-            layout = balanced_layout(sum(held), len(turn.token_ids), held)
+            layout, stored = balanced_layout(sum(held), len(turn.token_ids), held), None
+            if algorithm is Algorithm.CHAIN:
+                layout, stored = front_loaded_chain(layout, self.order)
             for rank, mine in enumerate(sequences):
                 mine.append(
                     SequencePrefill(
@@ -208,11 +227,17 @@ class LocalRing:
                         blocks=conversation.blocks[rank // self.tp],
                         sample=turn.sample,
                         sends=turn.sends[rank] if turn.sends else (),
+                        stored=stored,
                     )
                 )
-            conversation.shards = conversation.shards.extend(layout.shard_map())
+            conversation.shards = conversation.shards.extend(stored or layout.shard_map())
             conversation.tokens += turn.token_ids
-        return [PrefillStep(algorithm=algorithm, sequences=tuple(mine)) for mine in sequences]
+        return [PrefillStep(algorithm=algorithm, sequences=tuple(mine), order=self.order) for mine in sequences]
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Ranks along a chain: not as they are numbered."""
+        return (*range(1, self.num_ranks), 0)
 
     # --- decode ------------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from cp_core.errors import RingserveError
+from ringserve.channels import MAX_MESSAGE_BYTES
 from ringserve.v1 import inference_pb2
 from services.auth.authenticator import Authenticator
 from services.auth.tenants import Tenant
@@ -44,7 +45,6 @@ from services.gateway.openai.server import EventStream, HeaderLimit, certificate
 from services.gateway.page.page import ServiceViews, ViewedService, page_routes
 from services.gateway.requests import RequestReader, identifier
 from services.gateway.text import TextCodec
-from services.rpc.server import MAX_MESSAGE_BYTES
 from services.telemetry.metrics.endpoint import metrics_page
 from services.telemetry.metrics.registry import package_version
 from workers.protocol.ranks import ModelInfo
@@ -345,7 +345,10 @@ async def _body(request: Request) -> bytes:
 
 def _parsed(body: bytes) -> Any:
     try:
-        return json.loads(body)
+        return json.loads(body.decode())
+    except UnicodeDecodeError as error:
+        message = f"the body is no UTF-8 text: byte {error.start + 1} begins no character"
+        raise BadHttpRequest(400, message, "invalid_json") from None
     except (ValueError, RecursionError):
         raise BadHttpRequest(400, "the body is not valid JSON", "invalid_json") from None
 

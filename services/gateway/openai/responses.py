@@ -13,6 +13,7 @@ from typing import Any
 
 from cp_core.errors import Unavailable
 from orchestration.protocol.views import ConversationView
+from ringserve.mapping import name_of
 from ringserve.v1 import inference_pb2
 from services.gateway.openai.requests import HttpTurn
 from services.gateway.text import REPLACEMENT
@@ -127,7 +128,7 @@ class TurnAnswer:
         self._completes.append(complete)
         rest = complete.text[self._sent_characters[complete.index] :]
         events = [self._event(self._shape.piece(complete.index, rest, None))] if rest else []
-        closing = self._event(self._shape.closing(complete.index, complete.finish_reason))
+        closing = self._event(self._shape.closing(complete.index, _reason(complete)))
         return [*events, closing | {"ringserve": self._extra(complete)}]
 
     def _pieces(self, chunk: inference_pb2.GenerateStreamChunk) -> list[Json]:
@@ -163,7 +164,7 @@ class TurnAnswer:
             text = self._echo.text + text
             scored = self._completes[0].prompt_logprobs  # sorted: those of answer 0, the others have none
             logprobs = echoed_logprobs(self._echo, scored, found, self._decode) if self._has_logprobs else None
-        return self._shape.whole(complete.index, text, logprobs, complete.finish_reason)
+        return self._shape.whole(complete.index, text, logprobs, _reason(complete))
 
     def _check_complete(self) -> None:
         if len(self._completes) < self._num_answers:
@@ -207,6 +208,10 @@ class TurnAnswer:
             "ttit_seconds": complete.ttit_seconds,
             "seed": complete.seed,
         }
+
+
+def _reason(complete: inference_pb2.GenerateComplete) -> str:
+    return name_of(inference_pb2.FinishReason, complete.finish_reason)
 
 
 def conversation_json(view: ConversationView) -> Json:

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+import ringserve
 from services.cli import down, main
 from services.telemetry.metrics.registry import package_version
 
@@ -51,8 +52,8 @@ def test_an_error_of_the_system_says_what_was_tried_and_why_it_failed(
         (["bench", "load", "--nope=3"], 2, "--nope: there is no such option"),
         (["nonsense"], 2, "argument COMMAND: invalid choice: 'nonsense'"),
         (["generate", "--prompt", "caf\udce9"], 1, "argument 3: byte 4 is no UTF-8 text; convert it to UTF-8"),
-        (["generate", "--prompt", "x", "--n", "0"], 1, "--n: 0 is out of range; allowed are 1 to 4294967295"),
-        (["generate", "--prompt", "x", "--max-tokens", "-5"], 1, "--max-tokens: -5 is out of range; allowed are 1 to"),
+        (["generate", "--prompt", "x", "--n", "0"], 1, "--n: 0 is not allowed; give at least 1"),
+        (["generate", "--prompt", "x", "--max-tokens", "-5"], 1, "--max-tokens: -5 is not allowed; give at least 1"),
         (["generate", "--prompt", "x", "--timeout", "-1"], 1, "--timeout: -1 is not allowed; give seconds above 0"),
         (["generate", "--prompt", "x", "--mode", "append"], 1, "--mode: append needs a conversation; give --conversat"),
     ],
@@ -107,3 +108,14 @@ def test_a_prompt_on_standard_input_that_is_no_text_is_refused(
     monkeypatch.setattr("sys.stdin", stdin)
     assert main.main(["generate", "--prompt", "-", "--target", "127.0.0.1:9"]) == 1
     assert capsys.readouterr().err == "ringserve: standard input: byte 4 is no UTF-8 text; convert it to UTF-8\n"
+
+
+def test_a_client_of_another_release_beside_the_server_is_refused_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(main, "package_version", lambda: "9.0.0")
+    assert main.main(["status"]) == 1
+    assert capsys.readouterr().err == (
+        f"ringserve: release: ringserve 9.0.0 is installed with ringserve-client {ringserve.__version__}; "
+        f"run pip install ringserve-client==9.0.0\n"
+    )

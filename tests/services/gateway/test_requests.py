@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cp_core.errors import InvalidRequest
-from orchestration.protocol.plans import PromptMode
+from orchestration.protocol.plans import Bound, PromptMode
 from orchestration.protocol.turns import KvQuota
 from ringserve.v1 import inference_pb2
 from services.auth.scoped_router import ScopedRouter
@@ -32,7 +32,7 @@ WHOLE = inference_pb2.PROMPT_MODE_WHOLE_HISTORY
 
 @pytest.fixture(scope="module")
 def reader(byte_codec: TextCodec) -> RequestReader:
-    return RequestReader(MODEL_WITH_ENDS, byte_codec, MAX_SECONDS)
+    return RequestReader(MODEL_WITH_ENDS, byte_codec, MAX_SECONDS, ("tiny",))
 
 
 def text_request(text: str = "hi", **fields: object) -> inference_pb2.GenerateRequest:
@@ -95,9 +95,10 @@ def test_a_bare_prompt_gets_every_default(reader: RequestReader) -> None:
 
 def test_an_algorithm_is_taken_by_its_name_and_chosen_where_there_is_none(reader: RequestReader) -> None:
     assert reader.read(text_request(), None, NOBODYS).algorithm is None
-    assert reader.read(text_request(algorithm="pass_q"), None, NOBODYS).algorithm is Algorithm.PASS_Q
-    with pytest.raises(InvalidRequest, match=r"'ring' is unknown; allowed are pass_kv, .*, decode_ring, or none"):
-        reader.read(text_request(algorithm="ring"), None, NOBODYS)
+    pass_q = text_request(algorithm=inference_pb2.ALGORITHM_PASS_Q)
+    assert reader.read(pass_q, None, NOBODYS).algorithm is Algorithm.PASS_Q
+    with pytest.raises(InvalidRequest, match=r"algorithm: 99 is unknown; allowed are pass_kv, .*, or none"):
+        reader.read(text_request(algorithm=99), None, NOBODYS)
 
 
 def test_what_the_client_names_is_kept(reader: RequestReader) -> None:
@@ -194,7 +195,9 @@ def test_every_field_arrives(reader: RequestReader) -> None:
 
 
 def test_no_token_would_be_left_to_draw(byte_codec: TextCodec) -> None:
-    tiny = RequestReader(dataclasses.replace(MODEL, vocab_size=2, eos_token_ids=(1,)), byte_codec, MAX_SECONDS)
+    tiny = RequestReader(
+        dataclasses.replace(MODEL, vocab_size=2, eos_token_ids=(1,)), byte_codec, MAX_SECONDS, ("tiny",)
+    )
     request = tokenized(0)
     request.sampling_params.CopyFrom(inference_pb2.SamplingParams(min_tokens=1, stop_token_ids=[0]))
     with pytest.raises(InvalidRequest, match="min_tokens: 1 is not allowed where every token is a stop token"):
@@ -218,7 +221,7 @@ def test_a_priority_is_kept(reader: RequestReader, priority: int) -> None:
         (lambda: chat(), "input.chat.messages: none given; at least 1 is needed"),
         (
             lambda: tokenized(1, 261, 4000000000),
-            "input.tokenized.input_ids[1]: token 261 is outside the vocabulary; allowed are 0 to 260",
+            "input.tokenized[1]: token 261 is outside the vocabulary; allowed are 0 to 260",
         ),
         (
             lambda: chat(("user", "x"), ("bot", "y")),
@@ -230,6 +233,8 @@ def test_a_priority_is_kept(reader: RequestReader, priority: int) -> None:
         ),
         (lambda: chat(*[("user", "x")] * 4097), "input.chat.messages: 4097 are too many; at most 4096 are allowed"),
         (lambda: text_request(prompt_mode=7), "prompt_mode: 7 is not one of 0, 1, 2"),
+        (lambda: text_request(prompt_mode=3), "prompt_mode: 3 is not one of 0, 1, 2"),
+        (lambda: sampled(n=0), "sampling_params.n: 0 is out of range; allowed are 1 to 16"),
         (lambda: text_request(priority=101), "priority: 101 is out of range; allowed are -100 to 100"),
         (lambda: text_request(priority=-101), "priority: -101 is out of range; allowed are -100 to 100"),
         (
@@ -318,7 +323,7 @@ def test_a_wrong_field_is_refused_with_its_value_and_what_is_allowed(
 
 
 def test_a_text_with_tokens_that_the_model_does_not_have_never_reaches_a_rank(byte_codec: TextCodec) -> None:
-    small = RequestReader(dataclasses.replace(MODEL, vocab_size=100), byte_codec, MAX_SECONDS)
+    small = RequestReader(dataclasses.replace(MODEL, vocab_size=100), byte_codec, MAX_SECONDS, ("tiny",))
     with pytest.raises(InvalidRequest, match=r"input\.text\[1\]: token 122 is outside the vocabulary"):
         small.read(text_request("azb"), None, NOBODYS)
 
@@ -347,3 +352,25 @@ def test_a_text_that_no_prompt_can_hold_is_refused_before_it_is_tokenized(
         reader.read(chat(("user", "x" * limit), ("user", "xx")), None, NOBODYS)
     with pytest.raises(AssertionError, match="it was tokenized"):
         reader.read(text_request("x" * limit), None, NOBODYS)
+
+
+def test_a_bound_is_read_as_it_is_given_and_alone(reader: RequestReader) -> None:
+    def bound(**fields: object) -> Bound | None:
+        return reader.read(text_request(**fields), None, NOBODYS).bound  # type: ignore[arg-type]
+
+    assert bound() is None
+    assert bound(max_loss=0.0) == Bound(name="max_loss", limit=0.0)
+    assert bound(max_loss=0.25, algorithm=inference_pb2.ALGORITHM_PASS_KV) == Bound(name="max_loss", limit=0.25)
+    assert bound(max_ttft=1.5) == Bound(name="max_ttft", limit=1.5)
+    for fields, said in (
+        ({"max_loss": 0.1, "max_ttft": 2.0}, "max_loss: 0.1 is given beside max_ttft"),
+        ({"max_loss": -0.1}, "max_loss: -0.1 is not allowed; give nats, 0 or more"),
+        ({"max_loss": float("nan")}, "max_loss: nan is not allowed"),
+        ({"max_ttft": 0.0}, "max_ttft: 0 is not allowed; give seconds above 0"),
+        (
+            {"max_loss": 0.1, "algorithm": inference_pb2.ALGORITHM_PASS_Q},
+            "algorithm: ALGORITHM_PASS_Q is exact; with max_loss",
+        ),
+    ):
+        with pytest.raises(InvalidRequest, match=said):
+            bound(**fields)

@@ -1,0 +1,45 @@
+"""Errors of failed calls: the error that the server named, or gRPC's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from ringserve.errors import (
+    SHARED,
+    CapacityExceeded,
+    DeadlineExceeded,
+    RingserveError,
+    Unauthenticated,
+    Unavailable,
+    Unreachable,
+    error_named_by,
+)
+
+KINDS = {kind.__name__: kind for kind in SHARED}
+
+OWN_ENDS = ("Locally cancelled by application!", "Channel closed!")
+"""Details of gRPC where this side ended the call. A server that stops also cancels calls that arrive too late."""
+
+
+def error_from_call(call: Any, target: str) -> RingserveError:
+    """Return the error of a failed `call`, a grpc.RpcError."""
+    is_down = call.code() is grpc.StatusCode.UNAVAILABLE
+    # The processes of a cluster have errors of their own, and a later release may have further ones.
+    error = error_named_by(call, KINDS, Unavailable if is_down else RingserveError)
+    if error is not None:
+        return error
+    match call.code():
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return DeadlineExceeded("the deadline passed before the turn ended")
+        case grpc.StatusCode.UNAVAILABLE:
+            return Unreachable(f"the gateway at {target} cannot be reached")
+        case grpc.StatusCode.CANCELLED if call.details() not in OWN_ENDS:
+            return Unreachable(f"the gateway at {target} is ending")
+        case grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return CapacityExceeded(f"RESOURCE_EXHAUSTED: {call.details()}")
+        case grpc.StatusCode.UNAUTHENTICATED:
+            return Unauthenticated(f"UNAUTHENTICATED: {call.details()}")
+        case code:
+            return RingserveError(f"{code.name}: {call.details()}")
