@@ -302,8 +302,9 @@ class StepPredictor:
                 break
             seconds = self._segmented(number, new_tokens, cached_tokens, attention)
             seconds = alone - self._rates.ring.overlap * (alone - seconds)
-            if seconds < by_one:
-                by_one, best = seconds, number
+            if seconds >= by_one:
+                break
+            by_one, best = seconds, number
         return by_one - attention, best
 
     def _segmented(self, number: int, new_tokens: int, cached_tokens: int, attention: float) -> float:

@@ -15,6 +15,7 @@ import torch
 
 from cp_core.errors import InvalidRequest
 from cp_core.layout.shards import PrefillLayout, ShardMap, TokenRange
+from cp_core.layout.sparsity import Sparsity
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,17 +92,24 @@ class SequencePlan:
     """Layout of a sequence's new tokens; `cached[r]` tokens of it lie on rank r, in any order of position.
 
     `stored` says which rank stores the new tokens where it is not the one that computes them: a chain alone has it.
+    With a `sparsity` other than an exact one not all keys reach other ranks; None: all do.
     """
 
     layout: PrefillLayout
     cached: tuple[int, ...]
     stored: ShardMap | None = None
+    sparsity: Sparsity | None = None
 
     def __post_init__(self) -> None:
         if len(self.cached) != self.layout.num_ranks or min(self.cached) < 0:
             raise InvalidRequest(
                 f"cached is {self.cached}; allowed is one count >= 0 for each of {self.layout.num_ranks}"
             )
+
+    @property
+    def is_sparse(self) -> bool:
+        """True if other ranks get less than all keys in some layers."""
+        return self.sparsity is not None and not self.sparsity.is_exact
 
     def shard(self, rank: int) -> Shard:
         return Shard(self.cached[rank], self.layout.ranges[rank])
@@ -111,6 +119,13 @@ class SequencePlan:
         if self.stored is None:
             return False
         return any(len(own.intersect(each)) for own in self.stored.ranks[rank] for each in self.layout.ranges[source])
+
+    def thinned(self, rank: int) -> Shard:
+        """Return the lengths of what other ranks get of a rank's shard in a layer that is sparse."""
+        shard, sparsity = self.shard(rank), self.sparsity
+        if sparsity is None or sparsity.is_exact:
+            return shard
+        return Shard(sparsity.chosen(shard.cached), sparsity.thinned(shard.ranges))
 
 
 @dataclass(frozen=True)
@@ -132,6 +147,11 @@ class PrefillPlan:
         return tuple(
             tuple(sequence.shard(rank) for sequence in self.sequences) for rank in range(max(ranks, default=0))
         )
+
+    @cached_property
+    def thinned(self) -> tuple[tuple[Shard, ...], ...]:
+        """Shards as `shards` has them, with what other ranks get of them in a layer that is sparse."""
+        return tuple(tuple(sequence.thinned(rank) for sequence in self.sequences) for rank in range(len(self.shards)))
 
     @cached_property
     def seen(self) -> tuple[tuple[tuple[int, ...], ...], ...]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from cp_core.attention.partial import AttentionBackend, KeyShard, merge_rows
-from cp_core.cost.model import CHAIN, GATHER_KV, PASS_Q, PREFILL_ALGORITHMS, SP_NTP
+from cp_core.cost.model import CHAIN, GATHER_KV, PASS_KV, PASS_Q, PREFILL_ALGORITHMS, SP_NTP
 from cp_core.errors import ConfigError
 from cp_core.layout.step_plans import KvRun, PrefillPlan, split_new
 from cp_core.ring.chain import Chain
@@ -19,6 +19,7 @@ from cp_core.ring.gather_kv import gather_kv
 from cp_core.ring.pass_kv import SequenceParts, pass_kv
 from cp_core.ring.pass_q import pass_q
 from cp_core.ring.sp_ntp import sp_ntp
+from cp_core.ring.sparse_keys import KeyChooser
 from cp_core.transport.interface import RingTransport
 
 CachedOf = Callable[[int], Sequence[Sequence[KvRun]]]
@@ -51,6 +52,9 @@ class RingPrefill:
         is_chain = algorithm == CHAIN and plan.sequences
         self._chain = Chain(plan, transport, backend, num_layers, period) if is_chain else None
         assert is_chain or all(each.stored is None for each in plan.sequences), "a chain alone stores elsewhere"
+        is_sparse = any(each.is_sparse for each in plan.sequences)
+        assert algorithm == PASS_KV or not is_sparse, f"{algorithm} sends all keys, and a sequence is sparse"
+        self._chooser = KeyChooser(plan, transport, num_layers) if is_sparse else None
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cached_of: CachedOf, scale: float
@@ -83,6 +87,9 @@ class RingPrefill:
             return out
         if self._chain is not None:
             parts = self._chain.attend(layer, q_of_sequence, keys_of_sequence, cached_of, scale)
+        elif self._chooser is not None and self._chooser.is_sparse(layer):
+            thinned = self._chooser.thin(q_of_sequence, keys_of_sequence, scale)
+            parts = pass_kv(q_of_sequence, keys_of_sequence, plan, transport, backend, scale, thinned)
         elif self._algorithm == PASS_Q:
             parts = pass_q(q.contiguous(), keys_of_sequence, plan, transport, backend, scale)
         else:

@@ -92,6 +92,8 @@ class PrefillLoop:
 
     async def _step(self, step: ScheduledStep, within: int = 0) -> bool:
         """Compute a step, by itself or within another one; return False where it was not computed to its end."""
+        if any(self._waiting[piece.turn_id][0].is_sparse for piece in step.pieces):
+            step = replace(step, algorithm=Algorithm.PASS_KV)  # no other algorithm sends a part of the keys
         form = self._form(step)
         prepared = self._prepare(step, form)
         if not prepared:

@@ -76,6 +76,11 @@ class PrefillRun:
         return self._turn.kv_id
 
     @property
+    def is_sparse(self) -> bool:
+        """True if the turn's KV is approximate."""
+        return self._turn.sparsity is not None
+
+    @property
     def planned_chunks(self) -> tuple[PlannedChunk, ...]:
         """Chunks of the turn's plan, after a chunk of the tokens that could not be pulled."""
         chunks = self._turn.chunks
@@ -190,6 +195,7 @@ class PrefillRun:
                 sends=(send,),
                 history=_history(turn) if is_last else NO_HISTORY,
                 score=_score(turn, piece.stop),
+                sparsity=turn.sparsity,
             )
             for send in sends
         )

@@ -18,6 +18,7 @@ from ringserve.mapping import name_of
 from ringserve.v1 import inference_pb2
 from services.auth.scoped_router import ScopedRouter
 from services.auth.tenants import Tenant
+from services.gateway.bounds import read_bound
 from services.gateway.text import REPLACEMENT, StopRule, TextCodec
 from services.rpc.wire.contract import prompt_mode_from
 from workers.protocol.prefill_steps import Algorithm, TokenIds
@@ -80,6 +81,7 @@ class RequestReader:
             cache_key=_cache_key(router.tenant.name, request.cache_key),
             expected_tokens=_expected_tokens(request),
             algorithm=_algorithm(request.algorithm),
+            bound=read_bound(request),
             resume=self._resume(request),
         )
 

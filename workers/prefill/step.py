@@ -60,15 +60,16 @@ class ScoredRows:
 class LocalShare:
     """This rank's share of one sequence: rows [begin, end) of the packed step, and the slots of old and new KV.
 
-    `stored` are the ranges of those rows whose KV this rank stores. With `is_relayed` it stores other tokens, which
-    come to it along a chain.
+    `stored` are the ranges of those rows whose KV this rank stores, `slots` the index of `written` where its runs are
+    many. With `is_relayed` it stores other tokens, which come to it along a chain.
     """
 
     begin: int
     end: int
     stored: tuple[TokenRange, ...]
-    cached: tuple[SlotRun, ...]
+    cached: list[SlotRun | Tensor]
     written: tuple[SlotRun, ...]
+    slots: Tensor | None
     keys: tuple[TransferKey, ...]
     is_relayed: bool
 
@@ -121,7 +122,7 @@ class PrefillPass:
         self._layer_ready = layer_ready
         self._before_layer = before_layer
         plan = PrefillPlan(
-            tuple(SequencePlan(each.layout, each.cached, each.stored) for each in step.sequences),
+            tuple(SequencePlan(each.layout, each.cached, each.stored, each.sparsity) for each in step.sequences),
             step.order,
             step.num_segments,
         )
@@ -169,12 +170,15 @@ class PrefillPass:
         self._ring.finish()
 
     def _cached(self, layer: int) -> list[list[KvRun]]:
-        """Return views of the sequences' earlier tokens in a layer."""
-        return [self._cache.views(layer, share.cached) for share in self._shares]
+        """Return the sequences' earlier tokens in a layer."""
+        return [self._cache.gathered(layer, share.cached) for share in self._shares]
 
     def _store(self, layer: int, share: LocalShare, k: Tensor, v: Tensor) -> None:
         """Write the KV of a sequence's new tokens that this rank stores, and start sending it."""
-        self._cache.write_runs(layer, share.written, k, v)
+        if share.slots is None:
+            self._cache.write_runs(layer, share.written, k, v)
+        else:
+            self._cache.write_slots(layer, share.slots, k, v)
         for key in share.keys:
             self._layer_ready(key, layer)
 
@@ -191,17 +195,21 @@ class PrefillPass:
             stored: tuple[TokenRange, ...] = (TokenRange(begin, end),)
             if self._columns is not None:
                 shift = begin - sequence.layout.start
-                ranges = sequence.layout.ranges[rank]
+                ranges = sequence.layout.ranges[rank] if sequence.stored is None else sequence.stored.ranks[rank]
                 stored = tuple(TokenRange(each.start + shift, each.stop + shift) for each in ranges)
+            written = self._cache.runs(sequence.blocks, new, first=held)
             shares.append(
                 LocalShare(
                     begin,
                     end,
                     stored,
-                    cached=self._cache.runs(sequence.blocks, held),
-                    written=self._cache.runs(sequence.blocks, new, first=held),
+                    cached=self._cache.joined(self._cache.runs(sequence.blocks, held)),
+                    written=written,
+                    slots=self._cache.scattered(written),
                     keys=tuple(send.key for send in sequence.sends),
-                    is_relayed=sequence.stored is not None
+                    # In helix each rank has the KV of all tokens, wherever they are stored.
+                    is_relayed=self._columns is None
+                    and sequence.stored is not None
                     and tuple(sequence.stored.ranks[rank]) != sequence.layout.ranges[rank],
                 )
             )

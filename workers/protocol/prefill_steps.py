@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from cp_core.cost.model import PREFILL_ALGORITHMS
 from cp_core.layout.shards import PrefillLayout, ShardMap
+from cp_core.layout.sparsity import Sparsity
 from workers.protocol.transfers import KvSend
 from workers.sampling.parameters import NO_HISTORY, SamplingParameters, TokenHistory, TokenLogprobs
 
@@ -56,6 +57,7 @@ class SequencePrefill:
     the step with the prompt's last token, and `history` holds the tokens that the sampling looks back at. `sends` leave
     layer by layer, as soon as a layer's KV is written. `score` asks for log-probabilities of the prompt's tokens.
     `stored` says where the new tokens are stored if not all of them are where they are computed: in chains alone.
+    A sequence with a `sparsity` gets approximate KV; pass-KV computes its step.
     """
 
     sequence_id: str
@@ -68,6 +70,7 @@ class SequencePrefill:
     history: TokenHistory = NO_HISTORY
     score: PromptScore | None = None
     stored: ShardMap | None = None
+    sparsity: Sparsity | None = None
 
     def stored_on(self, rank: int) -> int:
         """Return the number of new tokens that a rank stores."""

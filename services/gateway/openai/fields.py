@@ -128,6 +128,8 @@ OURS: dict[str, Reader] = {
     "priority": priority,
     "no_cache": boolean,
     "expected_tokens": integer(32),
+    "max_loss": number,
+    "max_ttft": number,
 }
 """Fields of the contract that OpenAI's requests lack; clients send them as extra fields (`extra_body`)."""
 

@@ -80,7 +80,7 @@ def measure_kernels(
     `tell` hears of each of NUM_KINDS kinds of measurements.
     """
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device: 'cuda', but torch finds no GPU here; allowed is 'cpu'")
+        raise ConfigError("--device: 'cuda', but torch finds no GPU here; without it rings are measured on CPUs")
     names = [kind.name for kind in BACKENDS if kind.is_fast and kind.supports(device, dtype)]
     if FlashAttention.supports(device, dtype) and importlib.util.find_spec("flash_attn") is not None:
         names.append(FlashAttention.name)

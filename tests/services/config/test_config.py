@@ -147,6 +147,7 @@ RANGES = [
     ("router.max_conversations", 1, 1 << 24),
     ("router.conversation_ttl_seconds", 0.0, 1e9),
     ("router.max_waiting_turns", 1, 100_000),
+    *(("router.max_loss", 0.0, 1e6), ("router.max_ttft", 0.0, 86_400)),
     ("router.compute_flops", 0, 1e30),
     ("router.link_bytes_per_second", 0, 1e30),
     ("router.alpha", -1e6, 1e6),

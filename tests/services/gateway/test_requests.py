@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cp_core.errors import InvalidRequest
-from orchestration.protocol.plans import PromptMode
+from orchestration.protocol.plans import Bound, PromptMode
 from orchestration.protocol.turns import KvQuota
 from ringserve.v1 import inference_pb2
 from services.auth.scoped_router import ScopedRouter
@@ -352,3 +352,25 @@ def test_a_text_that_no_prompt_can_hold_is_refused_before_it_is_tokenized(
         reader.read(chat(("user", "x" * limit), ("user", "xx")), None, NOBODYS)
     with pytest.raises(AssertionError, match="it was tokenized"):
         reader.read(text_request("x" * limit), None, NOBODYS)
+
+
+def test_a_bound_is_read_as_it_is_given_and_alone(reader: RequestReader) -> None:
+    def bound(**fields: object) -> Bound | None:
+        return reader.read(text_request(**fields), None, NOBODYS).bound  # type: ignore[arg-type]
+
+    assert bound() is None
+    assert bound(max_loss=0.0) == Bound(name="max_loss", limit=0.0)
+    assert bound(max_loss=0.25, algorithm=inference_pb2.ALGORITHM_PASS_KV) == Bound(name="max_loss", limit=0.25)
+    assert bound(max_ttft=1.5) == Bound(name="max_ttft", limit=1.5)
+    for fields, said in (
+        ({"max_loss": 0.1, "max_ttft": 2.0}, "max_loss: 0.1 is given beside max_ttft"),
+        ({"max_loss": -0.1}, "max_loss: -0.1 is not allowed; give nats, 0 or more"),
+        ({"max_loss": float("nan")}, "max_loss: nan is not allowed"),
+        ({"max_ttft": 0.0}, "max_ttft: 0 is not allowed; give seconds above 0"),
+        (
+            {"max_loss": 0.1, "algorithm": inference_pb2.ALGORITHM_PASS_Q},
+            "algorithm: ALGORITHM_PASS_Q is exact; with max_loss",
+        ),
+    ):
+        with pytest.raises(InvalidRequest, match=said):
+            bound(**fields)

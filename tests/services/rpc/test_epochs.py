@@ -117,7 +117,7 @@ async def test_a_process_of_another_version_is_refused_with_a_sentence(
     await server.stop(0)
 
 
-DIGESTS = {"2": "e30422c16ea20d4c17639847c23bb13ff12db40c0e86975472ad4d156691339e"}
+DIGESTS = {"2": "ee1e1928cdaa613cb85862d1e91d98cb49230e805fe3e667cb9831b49bb0ee47"}
 """SHA-256 of the calls between processes, by PEER_VERSION."""
 
 

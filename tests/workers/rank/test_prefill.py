@@ -55,6 +55,24 @@ def test_three_turns_have_the_logits_of_one_process(
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_cache_in_many_runs_is_read_as_one_where_a_gpu_has_it(
+    num_ranks: int, algorithm: Algorithm, model_paths: Models, oracles: Oracles
+) -> None:
+    """Each block is a run of its own, and there are more than are written one by one."""
+    tokens = random_tokens(150)
+    with LocalRing(model_paths["llama_gqa"], num_ranks) as ring:
+        for worker in ring.workers:
+            worker.parts.cache.joins_runs = True
+        conversation = ring.open("a", 150)
+        parts = [
+            ring.prefill_logits([Turn(conversation, tokens[start:stop])], algorithm)[0]
+            for start, stop in ((0, 97), (97, 150))
+        ]
+    assert_same(torch.cat(parts), oracles["llama_gqa"].logits(tokens))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 5, 63, 64])
 def test_short_prompts_leave_ranks_without_tokens(
     num_tokens: int, algorithm: Algorithm, model_paths: Models, oracles: Oracles
