@@ -166,8 +166,17 @@ class Placement:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sparsity:
+    """Sparsity with which a conversation's KV was computed."""
+
+    keep: float = 0.0
+    sinks: int = 0
+    window: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class ConversationInfo:
-    """State of a conversation and the locations of its KV."""
+    """State of a conversation and the locations of its KV, which is exact where there is no `sparsity`."""
 
     conversation_id: str = ""
     num_tokens: int = 0
@@ -178,6 +187,7 @@ class ConversationInfo:
     idle_seconds: float = 0.0
     ttl_seconds: float = 0.0
     num_waiting: int = 0
+    sparsity: Sparsity | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +199,7 @@ class ForkInfo:
     num_turns: int = 0
     ttl_seconds: float = 0.0
     placements: tuple[Placement, ...] = ()
+    sparsity: Sparsity | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
