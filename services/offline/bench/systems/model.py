@@ -155,7 +155,7 @@ def _speedups() -> list[Claim]:
             accepted="12%",
             figures=(
                 Figure.near("2 ranks", searched_seconds(2 * K, two), 0.16, 0.12),
-                # The search leaves ranks empty where they do not pay; the paper makes all four take part.
+                # The search gives the first ranks few tokens; the paper says that four ranks are slower than two.
                 Figure.near("4 ranks", chain_seconds(equal_work_cuts(2 * K, 0, four), 0, four), 0.19, 0.12),
             ),
         ),
