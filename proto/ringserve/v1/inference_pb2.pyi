@@ -1960,6 +1960,7 @@ class ForkConversationResponse(_message.Message):
     NUM_TURNS_FIELD_NUMBER: _builtins.int
     TTL_SECONDS_FIELD_NUMBER: _builtins.int
     PLACEMENTS_FIELD_NUMBER: _builtins.int
+    SPARSITY_FIELD_NUMBER: _builtins.int
     conversation_id: _builtins.str
     num_tokens: _builtins.int
     num_turns: _builtins.int
@@ -1969,6 +1970,10 @@ class ForkConversationResponse(_message.Message):
     def placements(self) -> _containers.RepeatedCompositeFieldContainer[Global___Placement]:
         """Rings that keep KV of it, shared with the source."""
 
+    @_builtins.property
+    def sparsity(self) -> Global___Sparsity:
+        """As of GetConversationResponse."""
+
     def __init__(
         self,
         *,
@@ -1977,10 +1982,11 @@ class ForkConversationResponse(_message.Message):
         num_turns: _builtins.int = ...,
         ttl_seconds: _builtins.float = ...,
         placements: _abc.Iterable[Global___Placement] | None = ...,
+        sparsity: Global___Sparsity | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sparsity", b"sparsity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation_id", b"conversation_id", "num_tokens", b"num_tokens", "num_turns", b"num_turns", "placements", b"placements", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation_id", b"conversation_id", "num_tokens", b"num_tokens", "num_turns", b"num_turns", "placements", b"placements", "sparsity", b"sparsity", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
