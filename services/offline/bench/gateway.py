@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import psutil
@@ -30,7 +30,6 @@ from orchestration.protocol.turns import (
     TurnRequest,
 )
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
-from services.cluster.gateway import GatewayKeeper
 from services.gateway.settings import GatewaySettings
 from services.rpc.server import GrpcServer
 from services.rpc.servicers import RingServicer, RouterServicer
@@ -38,6 +37,9 @@ from services.telemetry.metrics.router import RouterMetrics, RouterView
 from workers.model.builtin import resolve_model_path
 from workers.protocol.decode_commands import FinishReason
 from workers.protocol.prefill_steps import Algorithm
+
+if TYPE_CHECKING:
+    from services.cluster.gateway import GatewayKeeper
 
 START_SECONDS = 120.0
 TOKEN = 65
@@ -279,6 +281,9 @@ def measure_gateway(load: GatewayLoad, tell: Callable[[str], None]) -> GatewayRe
             follow_stdin=True,
             lost_seconds=START_SECONDS,  # where the machine is too small for the load, the rings stand still
         )
+        # Its package knows Ray, whose import takes longer than all else of a command.
+        from services.cluster.gateway import GatewayKeeper
+
         keeper = GatewayKeeper(settings, start_seconds=START_SECONDS, silent_seconds=START_SECONDS)
         keeper.start()
         keeper.await_serving()
