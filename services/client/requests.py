@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from cp_core.errors import InvalidRequest
 from ringserve.v1 import inference_pb2
@@ -36,7 +37,10 @@ REPEATED = ("stop", "stop_token_ids")
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Sampling parameters; names and meanings are those of the contract's SamplingParams. None: its default."""
+    """Sampling parameters; names and meanings are those of the contract's SamplingParams. None: its default.
+
+    The last five hold the answer to a form, and exclude each other.
+    """
 
     temperature: float | None = None
     max_tokens: int | None = None
@@ -52,6 +56,11 @@ class Sampling:
     min_tokens: int | None = None
     stop: str | Sequence[str] = ()
     include_stop_str_in_output: bool = False
+    json_schema: str | Mapping[str, Any] | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: Sequence[str] | None = None
 
     def to_message(self) -> inference_pb2.SamplingParams:
         """Return the contract's message. Raises InvalidRequest for a value that the contract's types cannot carry."""
@@ -61,6 +70,10 @@ class Sampling:
             try:
                 if field.name in REPEATED:
                     getattr(message, field.name).extend([value] if isinstance(value, str) else value)
+                elif field.name == "choice" and value is not None:
+                    message.choice.CopyFrom(inference_pb2.Choices(items=value))
+                elif field.name == "json_schema" and isinstance(value, Mapping):
+                    message.json_schema = json.dumps(value)
                 elif value is not None:
                     setattr(message, field.name, value)
             except (TypeError, ValueError):

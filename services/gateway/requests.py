@@ -6,6 +6,7 @@ import math
 import secrets
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, TypeVar
 
@@ -17,10 +18,12 @@ from orchestration.protocol.turns import LostTurn, TurnRequest
 from ringserve.v1 import inference_pb2
 from services.auth.scoped_router import ScopedRouter
 from services.auth.tenants import Tenant
+from services.gateway.constraints import grammar_of
 from services.gateway.text import REPLACEMENT, StopRule, TextCodec
 from services.rpc.wire.contract import prompt_mode_from
 from workers.protocol.prefill_steps import Algorithm, TokenIds
 from workers.protocol.ranks import ModelInfo
+from workers.sampling.grammar import Grammars
 from workers.sampling.parameters import SamplingParameters, TokenBias
 
 MAX_ID_LENGTH = 256
@@ -39,6 +42,7 @@ class RequestReader:
         self._model = model
         self._codec = codec
         self._max_seconds = max_seconds
+        self._grammars = Grammars(codec.to_json, model.vocab_size, model.eos_token_ids)
 
     def read(
         self, request: inference_pb2.GenerateRequest, seconds_left: float | None, router: ScopedRouter
@@ -67,7 +71,7 @@ class RequestReader:
             kv_quota=router.kv_quota,
             prompt_mode=mode,
             token_ids=self._prompt(request),
-            sampling=read_sampling(request.sampling_params, self._model),
+            sampling=self._sampling(request.sampling_params),
             deadline_seconds=max(deadline, 0.001),
             conversation_ttl_seconds=_time_to_live(request),
             wait=request.wait,
@@ -78,6 +82,9 @@ class RequestReader:
             algorithm=_algorithm(request.algorithm),
             resume=self._resume(request),
         )
+
+    def _sampling(self, params: inference_pb2.SamplingParams) -> SamplingParameters:
+        return replace(read_sampling(params, self._model), grammar=grammar_of(params, self._grammars))
 
     def _resume(self, request: inference_pb2.GenerateRequest) -> LostTurn | None:
         if not request.HasField("resume"):

@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 
 from cp_core.errors import InvalidRequest, ModelRefused
-from workers.model.info import read_json
+from workers.model.tokenizer import load_tokenizer, tokenizer_json
 from workers.protocol.prefill_steps import TokenIds
 
-GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 CONTEXT_TOKENS = 6
 """Tokens decoded again before new ones: some tokenizers spell a token differently at the beginning of a text."""
@@ -35,7 +34,7 @@ class TextCodec:
     def __init__(self, model_path: Path) -> None:
         """Load the tokenizer. Raises ModelRefused."""
         try:
-            self._tokenizer: Any = _load_tokenizer(model_path)
+            self._tokenizer: Any = load_tokenizer(model_path)
         except (OSError, ValueError, KeyError) as error:
             raise ModelRefused(f"the tokenizer of {model_path} cannot be loaded: {error}") from error
         # A byte-level token has a character a byte, others their own characters: no token stands for more.
@@ -88,6 +87,10 @@ class TextCodec:
                 list(token_ids), skip_special_tokens=not shows_special, clean_up_tokenization_spaces=False
             )
         )
+
+    def to_json(self) -> str:
+        """Return the tokenizer as JSON. Raises InvalidRequest for one that has no fast form."""
+        return tokenizer_json(self._tokenizer)
 
     def names(self, token_ids: Sequence[int]) -> list[str]:
         """Return the tokenizer's own names of tokens; empty where it has none."""
@@ -148,27 +151,6 @@ class IncrementalText:
         self._whole.clear()
         self._context = len(self._ids) - CONTEXT_TOKENS
         self._emitted = self._codec.decode(self._ids[self._context :]).removesuffix(REPLACEMENT)
-
-
-def _load_tokenizer(model_path: Path) -> Any:
-    """Return the tokenizer that transformers' AutoTokenizer would take for a model directory.
-
-    AutoTokenizer imports torch: 250 MB and two seconds of a gateway's start. For a Llama directory whose
-    `tokenizer_class` is the generic one AutoTokenizer takes that class, so it is loaded directly.
-    """
-    files = [model_path / name for name in ("config.json", "tokenizer_config.json", "tokenizer.json")]
-    if all(file.is_file() for file in files) and _is_generic(read_json(files[0]), read_json(files[1])):
-        from transformers import PreTrainedTokenizerFast
-
-        return PreTrainedTokenizerFast.from_pretrained(str(model_path), local_files_only=True)
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(str(model_path), local_files_only=True)
-
-
-def _is_generic(model: Mapping[str, object], tokenizer: Mapping[str, object]) -> bool:
-    is_plain = "auto_map" not in tokenizer and model.get("model_type") == "llama"
-    return is_plain and tokenizer.get("tokenizer_class") in GENERIC_CLASSES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -76,7 +76,7 @@ SECRET_KEY = "ringserve-secret"
 """Metadata of calls between our own processes: their common secret."""
 VERSION_KEY = "ringserve-peer-version"
 """Metadata of calls between our own processes: the caller's `PEER_VERSION`."""
-PEER_VERSION = "1"
+PEER_VERSION = "2"
 """Version of the calls between our own processes (router.proto, rings.proto).
 
 It is raised with a change by which a process of an earlier version would misread a later one's calls, or be misread.

@@ -236,7 +236,8 @@ class RankWorker:
         """
         parts, spec = self.parts, self.parts.spec
         with self._compute() as ring:
-            batch = BatchState(ring.rank, ring.size, spec.settings.block_tokens)
+            grammars = parts.model.grammars if parts.model.samples else None
+            batch = BatchState(ring.rank, ring.size, spec.settings.block_tokens, grammars)
             step = DecodePass(parts.model, ring, parts.cache, parts.backend, batch, self._clock)
             prompts = DecodePrompts(parts.model, ring, parts.cache, parts.backend, self._clock)
             channel = HeaderChannel(self._header_hops(ring), spec.settings.max_batch, parts.cache.device)

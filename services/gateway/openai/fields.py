@@ -155,7 +155,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False),
     "prediction": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "store": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),

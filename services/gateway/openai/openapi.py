@@ -10,6 +10,7 @@ from starlette.routing import Route
 from orchestration.protocol.turns import MAX_PRIORITY
 from services.gateway.openai import fields
 from services.gateway.openai.fields import CACHE_KEYS, INERT, NEUTRAL, OURS, SAMPLING, Reader, integer
+from services.gateway.openai.formats import FORMATS
 from services.gateway.openai.requests import CHAT, COMPLETION, DETOKENIZE, MAX_PROMPTS, PROMPT_MODES, TOKENIZE
 
 Json = dict[str, Any]
@@ -68,6 +69,27 @@ OWN: Mapping[str, Json] = {
             TOKENS,
             {"type": "array", "items": {"anyOf": [TEXT, TOKENS]}, "minItems": 1, "maxItems": MAX_PROMPTS},
         ]
+    },
+    "response_format": {
+        "type": "object",
+        "required": ["type"],
+        "properties": {"type": {"enum": list(FORMATS)}, "json_schema": {"type": "object"}},
+    },
+    "structured_outputs": {
+        "type": "object",
+        "minProperties": 1,
+        "properties": {
+            name: {"anyOf": [schema, {"type": "null"}]}
+            for name, schema in {
+                "json": {"anyOf": [{"type": "object"}, TEXT]},
+                "regex": TEXT,
+                "choice": TEXTS,
+                "grammar": TEXT,
+                "json_object": BOOLEAN,
+            }.items()
+        },
+        "additionalProperties": {"type": "null"},
+        "description": "One of these is given.",
     },
     "prompt_mode": {"type": "string", "enum": list(PROMPT_MODES)},
     "top_logprobs": TOKEN,

@@ -23,6 +23,7 @@ from services.gateway.openai.fields import (
     token_ids,
     unknown_names,
 )
+from services.gateway.openai.formats import FORMAT_FIELDS, put_constraint
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ DEFAULT_TEMPERATURE = 1.0
 CHAT_MAX_TOKENS = 1024
 """Default `max_tokens` of a chat. OpenAI's is the model's limit; a ring has to reserve the room first."""
 
-COMMON = frozenset({"model", "stream", "stream_options"})
+COMMON = FORMAT_FIELDS | {"model", "stream", "stream_options"}
 CHAT = COMMON | {"messages", "logprobs", "top_logprobs", "chat_template_kwargs"}
 COMPLETION = COMMON | {"prompt", "prompt_mode", "logprobs", "echo"}
 TOKENIZE_FLAGS = frozenset({"add_special_tokens", "add_generation_prompt", "return_token_strs"})
@@ -181,6 +182,7 @@ class HttpRequestReader:
             cache_key=next(filter(None, [text(name, values.get(name, "")) for name in CACHE_KEYS]), ""),
             **{name: read(name, values[name]) for name, read in OURS.items() if name in values},
         )
+        put_constraint(request.sampling_params, values)
         stream = boolean("stream", values.get("stream", False))
         options = values.get("stream_options", {})
         if not isinstance(options, dict):

@@ -66,7 +66,7 @@ M = TypeVar("M", bound=Message)
 
 SIXTY_FOUR_BITS = {"seed", "pulled_bytes", "migrated_bytes", "capacity_tokens"}
 SIGNED = {"priority"}
-TOKEN_FIELDS = {"token_ids", "penalized_ids"}
+TOKEN_FIELDS = {"token_ids", "penalized_ids", "answer"}
 small = st.integers(0, 2**32 - 1)
 signed = st.integers(-(2**31), 2**31 - 1)
 large = st.integers(0, 2**64 - 1)
@@ -181,6 +181,7 @@ PUBLIC = {
     "ChatInput",
     "ChatMessage",
     "SamplingParams",
+    "Choices",
     "Resume",
     "GenerateResponse",
     "GenerateStart",
