@@ -15,6 +15,7 @@ ANY_OBJECT = {"type": "object"}
 JSON_OPTIONS: Any = {  # its type is known to checkers alone
     "lenient": False,
     "whitespace_pattern": r"[ \n\r\t]{1,20}",
+    "json_allow_general_unicode_escapes": True,
 }
 """Options of every schema: no keyword is ignored, and a model that says spaces comes to an end of them."""
 MAX_CHOICES = 4096

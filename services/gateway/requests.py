@@ -114,6 +114,28 @@ class RequestReader:
         self._check_length("input.chat", sum(len(content) for _, content in messages))
         return self._codec.encode_chat(messages, opens_answer=opens_answer, values=values)
 
+    def tokenize_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        num_characters: int,
+        *,
+        opens_answer: bool = True,
+        values: Mapping[str, Any] | None = None,
+    ) -> TokenIds:
+        """Return the tokens of a chat with calls or tools. Raises InvalidRequest."""
+        check_messages([message["role"] for message in messages])
+        self._check_length("input.chat", num_characters)
+        return self._codec.encode_template(messages, tools, opens_answer=opens_answer, values=values)
+
+    def special_token(self, text: str) -> int | None:
+        """Return the id of a text that is one special token; None for another."""
+        return self._grammars.special_token(text)
+
+    def check_constraint(self, params: inference_pb2.SamplingParams) -> None:
+        """Check the form that an answer is held to. Raises InvalidRequest."""
+        grammar_of(params, self._grammars)
+
     def detokenize(self, token_ids: Sequence[int], field: str = "tokens") -> str:
         """Return the text of tokens, special ones included. Raises InvalidRequest, which names `field`."""
         check_vocabulary(field, np.asarray(token_ids, dtype=np.int64), self._model.vocab_size)
@@ -211,18 +233,21 @@ def _algorithm(value: str) -> Algorithm | None:
 
 
 def _messages(chat: inference_pb2.ChatInput) -> list[tuple[str, str]]:
-    if not chat.messages:
-        raise InvalidRequest("input.chat.messages: none given; at least 1 is needed")
-    if len(chat.messages) > MAX_MESSAGES:
-        raise InvalidRequest(
-            f"input.chat.messages: {len(chat.messages)} are too many; at most {MAX_MESSAGES} are allowed"
-        )
-    for place, message in enumerate(chat.messages):
-        if message.role not in ROLES:
-            raise InvalidRequest(
-                f"input.chat.messages[{place}].role: {message.role!r} is not allowed; use one of {', '.join(ROLES)}"
-            )
+    check_messages([message.role for message in chat.messages])
     return [(message.role, message.content) for message in chat.messages]
+
+
+def check_messages(roles: Sequence[str]) -> None:
+    """Check the number and the roles of a chat's messages. Raises InvalidRequest."""
+    if not roles:
+        raise InvalidRequest("input.chat.messages: none given; at least 1 is needed")
+    if len(roles) > MAX_MESSAGES:
+        raise InvalidRequest(f"input.chat.messages: {len(roles)} are too many; at most {MAX_MESSAGES} are allowed")
+    for place, role in enumerate(roles):
+        if role not in ROLES:
+            raise InvalidRequest(
+                f"input.chat.messages[{place}].role: {role!r} is not allowed; use one of {', '.join(ROLES)}"
+            )
 
 
 N = TypeVar("N", int, float)
@@ -286,7 +311,10 @@ def stop_rule(params: inference_pb2.SamplingParams) -> StopRule:
                 f"sampling_params.stop[{place}]: {stop!r} holds the replacement character U+FFFD; any other is allowed"
             )
     return StopRule(
-        strings=tuple(params.stop), is_shown=params.include_stop_str_in_output, min_tokens=params.min_tokens
+        strings=tuple(params.stop),
+        is_shown=params.include_stop_str_in_output,
+        min_tokens=params.min_tokens,
+        shows_special=params.HasField("skip_special_tokens") and not params.skip_special_tokens,
     )
 
 

@@ -87,6 +87,13 @@ class Grammars:
                 f"it takes {compiled.seconds:.1f} s to compile; at most {MAX_COMPILE_SECONDS:g} are allowed"
             )
 
+    def special_token(self, text: str) -> int | None:
+        """Return the id of a text that is one special token, which no string of a grammar matches; None for another."""
+        with self._reading:
+            tokenizer = self._tokenizer
+        ids = tokenizer.tokenize_str(text, parse_special=True)
+        return ids[0] if len(ids) == 1 and tokenizer.is_special_token(ids[0]) else None
+
     def begin(self, grammar: str, answer: Sequence[int] = ()) -> AnswerGrammar:
         """Return the grammar of an answer that has these tokens already. Nothing is computed yet."""
         return AnswerGrammar(self, grammar, answer)

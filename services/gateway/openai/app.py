@@ -27,7 +27,9 @@ from ringserve.v1 import inference_pb2
 from services.auth.authenticator import Authenticator
 from services.auth.tenants import Tenant
 from services.config.service import HttpConfig
+from services.gateway.openai.calls import CallForm, form_of
 from services.gateway.openai.errors import BadHttpRequest, error_body, headers_of, status_of
+from services.gateway.openai.messages import Template, tokens_of
 from services.gateway.openai.openapi import described_api
 from services.gateway.openai.prompts import PromptAnswers, side_by_side
 from services.gateway.openai.requests import HttpRequestReader, HttpTurn
@@ -173,10 +175,9 @@ class HttpApi:
         tenant = self._caller(request)  # first: bodies of strangers are not read
         body = await _body(request)
         turn = await asyncio.to_thread(lambda: read(_parsed(body)))
-        if turn.template_values:
-            await self._apply_template(tenant, turn)
+        form = await self._apply_template(tenant, turn, turn.template) if turn.template else None
         echoes = await self._echoes(tenant, turn) if turn.has_echo else [None] * len(turn.requests)
-        answers = [TurnAnswer(shape, self._model_name, self._service.decode, turn, echo) for echo in echoes]
+        answers = [TurnAnswer(shape, self._model_name, self._service.decode, turn, echo, form) for echo in echoes]
         num_choices = max(turn.request.sampling_params.n, 1)
         answer = PromptAnswers(answers, num_choices, f"{shape.id_prefix}-{uuid.uuid4().hex[:16]}")
         trace_parent = request.headers.get("traceparent", "")
@@ -190,15 +191,23 @@ class HttpApi:
             first = await anext(events)
         return EventStream(first, events)
 
-    async def _apply_template(self, tenant: Tenant, turn: HttpTurn) -> None:
-        """Make tokens of a chat with the client's values for the template: the contract has no place for these."""
+    async def _apply_template(self, tenant: Tenant, turn: HttpTurn, template: Template) -> CallForm | None:
+        """Make tokens of a chat with tools, calls or own values, for which the contract has no place.
 
-        def read(reader: RequestReader, codec: TextCodec) -> None:
-            tokens = reader.tokenize(turn.request, values=turn.template_values).tolist()
-            turn.request.tokenized.input_ids.extend(tokens)
+        Return the form of the calls of its answer, which is held to it as far as the request asks. Raises
+        InvalidRequest.
+        """
+
+        def read(reader: RequestReader, codec: TextCodec) -> CallForm | None:
+            form = form_of(codec.chat_template(template.tools)) if turn.offer else None
+            tokens = tokens_of(reader, template)
+            if turn.offer and form:
+                turn.offer.hold(turn.request.sampling_params, form, reader)
+            turn.request.tokenized.input_ids.extend(tokens.tolist())
             turn.request.prompt_mode = inference_pb2.PROMPT_MODE_WHOLE_HISTORY
+            return form
 
-        await self._service.read_tokens(tenant, read)
+        return await self._service.read_tokens(tenant, read)
 
     async def _echoes(self, tenant: Tenant, turn: HttpTurn) -> list[Echo | None]:
         """Return the prompts of a turn as they come back. A text becomes the tokens that its answer is about."""
@@ -224,12 +233,12 @@ class HttpApi:
 
         def read(reader: RequestReader, codec: TextCodec) -> Response:
             asked = self._reader.tokenization(_parsed(body))
-            tokens = reader.tokenize(
-                asked.request,
-                adds_special=asked.adds_special,
-                opens_answer=asked.opens_answer,
-                values=asked.template_values,
-            )
+            if asked.template:
+                tokens = tokens_of(reader, asked.template, opens_answer=asked.opens_answer)
+            else:
+                tokens = reader.tokenize(
+                    asked.request, adds_special=asked.adds_special, opens_answer=asked.opens_answer
+                )
             ids = tokens.tolist()
             names = codec.names(ids) if asked.has_names else None
             found = {"count": len(ids), "max_model_len": self._max_positions, "tokens": ids, "token_strs": names}

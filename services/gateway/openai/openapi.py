@@ -12,6 +12,7 @@ from services.gateway.openai import fields
 from services.gateway.openai.fields import CACHE_KEYS, INERT, NEUTRAL, OURS, SAMPLING, Reader, integer
 from services.gateway.openai.formats import FORMATS
 from services.gateway.openai.requests import CHAT, COMPLETION, DETOKENIZE, MAX_PROMPTS, PROMPT_MODES, TOKENIZE
+from services.gateway.openai.tools import MAX_TOOLS
 
 Json = dict[str, Any]
 
@@ -49,10 +50,33 @@ PART: Json = {
     "required": ["type", "text"],
     "properties": {"type": {"const": "text"}, "text": TEXT},
 }
+CONTENT: Json = {"anyOf": [TEXT, {"type": "array", "items": PART}]}
+FUNCTION: Json = {
+    "type": "object",
+    "required": ["name"],
+    "properties": {"name": TEXT, "description": {}, "parameters": {"type": "object"}, "strict": BOOLEAN},
+}
+TOOL: Json = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {"type": {"const": "function"}, "function": FUNCTION},
+}
+CALL: Json = {
+    "type": "object",
+    "required": ["function"],
+    "properties": {
+        "id": TEXT,
+        "function": {"type": "object", "required": ["name"], "properties": {"name": TEXT, "arguments": TEXT}},
+    },
+}
 MESSAGE: Json = {
     "type": "object",
-    "required": ["role", "content"],
-    "properties": {"role": TEXT, "content": {"anyOf": [TEXT, {"type": "array", "items": PART}]}, "name": {}},
+    "required": ["role"],
+    "properties": {"role": TEXT, "content": CONTENT, "tool_calls": {"type": "array", "items": CALL}, "name": {}},
+    "anyOf": [
+        {"required": ["content"]},
+        {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}},
+    ],
 }
 OWN: Mapping[str, Json] = {
     "model": {"type": "string", "minLength": 1},
@@ -70,6 +94,19 @@ OWN: Mapping[str, Json] = {
             {"type": "array", "items": {"anyOf": [TEXT, TOKENS]}, "minItems": 1, "maxItems": MAX_PROMPTS},
         ]
     },
+    "tools": {"type": "array", "items": TOOL, "maxItems": MAX_TOOLS},
+    "tool_choice": {
+        "anyOf": [
+            {"enum": ["none", "auto"]},
+            {"const": "required", "description": "Only with tools."},
+            {
+                "type": "object",
+                "required": ["type", "function"],
+                "properties": {"type": {"const": "function"}, "function": {"type": "object", "required": ["name"]}},
+            },
+        ]
+    },
+    "parallel_tool_calls": BOOLEAN,
     "response_format": {
         "type": "object",
         "required": ["type"],
