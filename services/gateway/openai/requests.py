@@ -23,6 +23,7 @@ from services.gateway.openai.fields import (
     unknown_names,
 )
 from services.gateway.openai.formats import FORMAT_FIELDS, put_constraint
+from services.gateway.openai.items import chat_of, renamed
 from services.gateway.openai.messages import Message, Template, has_calls, put_messages, read_messages
 from services.gateway.openai.tools import TOOL_FIELDS, Offer, read_offer
 
@@ -103,6 +104,13 @@ class HttpRequestReader:
         if offer is not None:
             params.skip_special_tokens = False  # some of them begin calls
         return replace(turn, template=_template(values, messages, offer), offer=offer)
+
+    def response(self, body: Any) -> HttpTurn:
+        """Read a request for a response as that of a chat. Raises InvalidRequest, and NotFound for another model."""
+        try:
+            return self.chat(chat_of(body, keeps_unknown=self._ignores_unknown))
+        except InvalidRequest as error:
+            raise renamed(error) from None
 
     def completion(self, body: Any) -> HttpTurn:
         """Read a request. Raises InvalidRequest, and NotFound for another model."""
