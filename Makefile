@@ -1,9 +1,11 @@
 # Every target makes .venv if needed, from a clean clone, and leaves it alone while it is up to date.
 #   PYTHON       interpreter of .venv (3.11 or newer)
+#   DEVICE       device of the demo: cpu (default), or cuda for all its ranks on one GPU
 #   TORCH_INDEX  package index for torch, e.g. https://download.pytorch.org/whl/cpu (default: pip's own)
 
 PYTHON ?= python3
 TORCH_INDEX ?=
+DEVICE ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -23,7 +25,7 @@ help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 demo: $(USER_READY) ## ask a real model about a document on this machine and check every token
-	$(BIN)/ringserve demo
+	$(BIN)/ringserve demo $(if $(DEVICE),--device $(DEVICE))
 
 test: $(DEV_READY) ## run lint and tests, required before a commit
 	@$(MAKE) --no-print-directory -j 2 lint pytest

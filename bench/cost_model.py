@@ -20,14 +20,12 @@ from functools import partial
 
 import numpy as np
 
-from ringserve.v1 import inference_pb2
-from services.client import Client
+from ringserve.client import Answer, Client, Sampling
 from services.cluster.local import LocalCluster
 from services.config import Config, PrefillConfig
 from services.offline.bench.prefill import PrefillTask, StockRank
 from services.offline.bench.ring_processes import RingProcesses
 from services.offline.demo import demo_config
-from services.rpc.answer import collect
 
 SMALL_REQUESTS = 40
 SMALL_TOKENS = 16
@@ -89,12 +87,8 @@ def _prompt(num_tokens: int, seed: int) -> list[int]:
     return tokens
 
 
-def _turn(client: Client, prompt: Sequence[int], max_tokens: int) -> inference_pb2.GenerateComplete:
-    request = inference_pb2.GenerateRequest(
-        tokenized=inference_pb2.TokenizedInput(input_ids=prompt),
-        sampling_params=inference_pb2.SamplingParams(max_tokens=max_tokens),
-    )
-    return collect(client.generate(request, timeout=300))
+def _turn(client: Client, prompt: Sequence[int], max_tokens: int) -> Answer:
+    return client.ask(prompt, sampling=Sampling(max_tokens=max_tokens), timeout=300)
 
 
 def _stock(threads: int, tokens: int, runs: int) -> list[float]:

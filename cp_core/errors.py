@@ -1,90 +1,60 @@
-"""Errors that users of ringserve can meet, in one tree. Code of every layer raises them.
+"""Errors that code of every layer raises: those that clients know (`ringserve.errors`), and those within a cluster.
 
 RingserveError
-├── InvalidRequest        a field of the request is wrong: the message names field, value and what is allowed
-├── Unauthenticated       no token, or one that is wrong or has expired
-├── Forbidden             the caller is known and may not do this
-├── NotFound              no such conversation, request or turn
-├── ConversationLost      a conversation does not remember as many tokens as its client expects
-├── Busy                  a conversation, request id, sequence or ring is in use; retry later
-├── CapacityExceeded      no free KV, batch slot or place in a queue now; the same request may succeed later
-├── DeadlineExceeded      the turn's own deadline passed
-├── TurnCancelled         the client, or an Abort, ended the turn
-├── Unavailable           a ring, rank or peer is down or being rebuilt
-│   ├── Unreachable       the way to a peer is cut, or the peer is gone; it may have had the call
-│   ├── Stopping          the gateway ends its turns; they may go on at another
-│   ├── NotBegun          the turn was refused before any work; the same request may be sent again
+├── the errors of `ringserve.errors`, drawn there
+├── Unavailable
 │   └── StaleIncarnation  a message was meant for (or came from) an earlier life of a ring
 ├── TransferError         a KV transfer broke a rule: unknown, stale, overlapping, incomplete
-├── NotFinite             the model's logits for one turn are NaN or infinite; the same request would fail again
 ├── ReshardError          a reshard plan would not deliver every token, layer and head exactly once
-├── ModelRefused          the model needs something the core does not have, or cannot be loaded
-└── ConfigError           the configuration is wrong: the message names key, value and what is allowed
+└── ModelRefused          the model needs something the core does not have, or cannot be loaded
 
 `services.rpc.errors` maps each to one gRPC status code.
 """
 
 from __future__ import annotations
 
+from ringserve.errors import (
+    Busy,
+    CapacityExceeded,
+    ConfigError,
+    ConversationLost,
+    DeadlineExceeded,
+    Forbidden,
+    InvalidRequest,
+    NotBegun,
+    NotFinite,
+    NotFound,
+    RingserveError,
+    Stopping,
+    TurnCancelled,
+    Unauthenticated,
+    Unavailable,
+    Unreachable,
+)
 
-class RingserveError(Exception):
-    """Base of the tree. The message is one sentence that may be shown to a client."""
-
-
-class InvalidRequest(RingserveError):
-    """Request with a wrong field."""
-
-
-class Unauthenticated(RingserveError):
-    """Call without a token, or with one that is wrong or has expired."""
-
-
-class Forbidden(RingserveError):
-    """Call of a known caller who may not do this."""
-
-
-class NotFound(RingserveError):
-    """Name of a conversation, request or turn that does not exist."""
-
-
-class ConversationLost(RingserveError):
-    """Conversation that does not remember as many tokens as its client expects: the turn would be misread."""
-
-
-class Busy(RingserveError):
-    """Conversation, request id, sequence or ring that is in use."""
-
-
-class CapacityExceeded(RingserveError):
-    """Lack of free KV, batch slots or queue places now. `retry_after_seconds` says when room is expected, if known."""
-
-    def __init__(self, message: str, retry_after_seconds: float | None = None) -> None:
-        super().__init__(message)
-        self.retry_after_seconds = retry_after_seconds
-
-
-class DeadlineExceeded(RingserveError):
-    """Turn whose own deadline has passed."""
-
-
-class TurnCancelled(RingserveError):
-    """Turn that the client, or an Abort, has ended."""
-
-
-class Unavailable(RingserveError):
-    """Ring, rank or peer that is down or being rebuilt."""
-
-
-class Unreachable(Unavailable):
-    """Peer to which the way is cut, or that is gone."""
-
-
-class Stopping(Unavailable):
-    """Gateway that ends its turns; they may go on at another."""
-
-
-class NotBegun(Unavailable):
-    """Turn that was refused before any work; its conversation is unchanged."""
+__all__ = [
+    "LOSSES",
+    "Busy",
+    "CapacityExceeded",
+    "ConfigError",
+    "ConversationLost",
+    "DeadlineExceeded",
+    "Forbidden",
+    "InvalidRequest",
+    "ModelRefused",
+    "NotBegun",
+    "NotFinite",
+    "NotFound",
+    "ReshardError",
+    "RingserveError",
+    "StaleIncarnation",
+    "Stopping",
+    "TransferError",
+    "TurnCancelled",
+    "Unauthenticated",
+    "Unavailable",
+    "Unreachable",
+]
 
 
 class StaleIncarnation(Unavailable):
@@ -93,18 +63,6 @@ class StaleIncarnation(Unavailable):
 
 class TransferError(RingserveError):
     """KV transfer that broke a rule."""
-
-
-class NotFinite(RingserveError):
-    """Turn for which the model's logits are NaN or infinite; others in its batch go on."""
-
-    @classmethod
-    def of_turn(cls, turn_id: str, position: int) -> NotFinite:
-        """Return the error of a turn whose token at `position` could not be sampled."""
-        return cls(
-            f"the model's logits for position {position} of turn {turn_id} are not finite (NaN or infinite), so the "
-            f"turn has failed; the same request would fail again"
-        )
 
 
 LOSSES = (Unavailable, TransferError, NotFound)
@@ -117,7 +75,3 @@ class ReshardError(RingserveError):
 
 class ModelRefused(RingserveError):
     """Model that cannot be served."""
-
-
-class ConfigError(RingserveError):
-    """Configuration with a wrong key or value."""

@@ -3,7 +3,7 @@
 import argparse
 import os
 
-from services.client import Client, Sampling
+from ringserve.client import Client, Sampling
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--target", default="127.0.0.1:50051", help="gateway, HOST:PORT")

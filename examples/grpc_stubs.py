@@ -21,9 +21,11 @@ with grpc.insecure_channel(options.target) as channel:
     for response in inference.Generate(request, timeout=60, metadata=metadata):
         match response.WhichOneof("response"):
             case "start":
-                print(response.start.plan.algorithm, "because", response.start.plan.reason)
+                plan = response.start.plan
+                print(inference_pb2.Algorithm.Name(plan.algorithm), "because", plan.reason)
             case "chunk":
                 print(response.chunk.text, end="", flush=True)
             case "complete":
                 usage = response.complete.usage
-                print(f"\n{response.complete.finish_reason}, {usage.completion_tokens} tokens")
+                reason = inference_pb2.FinishReason.Name(response.complete.finish_reason)
+                print(f"\n{reason}, {usage.completion_tokens} tokens")

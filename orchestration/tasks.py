@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import TypeVar
 
-from cp_core.errors import Unavailable
+from cp_core.errors import RingserveError, Unavailable
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -46,6 +46,25 @@ class TaskSet:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def begin_joined(what: str, work: Coroutine[None, None, T]) -> asyncio.Task[T]:
+    """Begin work that callers join by `asyncio.shield`; an error is logged, since all of them may have left by then.
+
+    `shield` does not look at the error of a task whose caller was cancelled: Python would log it with a stack trace
+    when the task is collected. `what` says for the log what the work does.
+    """
+
+    def note_error(task: asyncio.Task[T]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, RingserveError):
+            log.info("%s failed: %s", what, error)
+        elif error is not None:
+            log.error("%s failed", what, exc_info=error)
+
+    task = asyncio.create_task(work)
+    task.add_done_callback(note_error)
+    return task
 
 
 async def gather_all(calls: Iterable[Awaitable[T]]) -> list[T]:

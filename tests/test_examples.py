@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 EXAMPLES = {
     "client.py": (["{python}", "client.py", "--target", "{target}"], "47 of 58 prompt tokens were cached"),
-    "grpc_stubs.py": (["{python}", "grpc_stubs.py", "--target", "{target}"], "length, 32 tokens"),
+    "grpc_stubs.py": (["{python}", "grpc_stubs.py", "--target", "{target}"], "FINISH_REASON_LENGTH, 32 tokens"),
     "openai_client.py": (["{python}", "openai_client.py", "--url", "{url}/v1"], "prompt tokens were cached"),
     "openai_ttft.py": (["{python}", "openai_ttft.py", "--url", "{url}/v1", "--lines", "2"], "another chat: "),
     "curl.sh": (["sh", "curl.sh", "{url}"], "data: [DONE]"),

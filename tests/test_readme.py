@@ -36,11 +36,14 @@ def answer(
     request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
 ) -> Iterator[inference_pb2.GenerateResponse]:
     """Answer every Generate with the same short turn."""
-    plan = inference_pb2.Plan(algorithm="pass_q", reason="it is the follow-up of " + request.conversation_id)
+    plan = inference_pb2.Plan(
+        algorithm=inference_pb2.ALGORITHM_PASS_Q, reason="it is the follow-up of " + request.conversation_id
+    )
     yield inference_pb2.GenerateResponse(start=inference_pb2.GenerateStart(plan=plan))
     yield inference_pb2.GenerateResponse(chunk=inference_pb2.GenerateStreamChunk(text="there was"))
     usage = inference_pb2.Usage(completion_tokens=request.sampling_params.max_tokens)
-    yield inference_pb2.GenerateResponse(complete=inference_pb2.GenerateComplete(finish_reason="length", usage=usage))
+    complete = inference_pb2.GenerateComplete(finish_reason=inference_pb2.FINISH_REASON_LENGTH, usage=usage)
+    yield inference_pb2.GenerateResponse(complete=complete)
 
 
 @pytest.fixture
@@ -69,7 +72,7 @@ def example_with(language: str, word: str) -> str:
 def test_python_example_of_the_readme_runs_and_prints_plan_text_and_usage(target: str) -> None:
     with redirect_stdout(io.StringIO()) as printed:
         exec(example_with("python", "InferenceStub").replace("127.0.0.1:50051", target), {})
-    assert "pass_q because it is the follow-up of tale\nthere was" in printed.getvalue()
+    assert "ALGORITHM_PASS_Q because it is the follow-up of tale\nthere was" in printed.getvalue()
     assert "completion_tokens: 32" in printed.getvalue()
 
 
@@ -126,9 +129,17 @@ def test_shell_commands_of_the_documents_are_known() -> None:
         build_parser().parse_args(words)
 
 
+async def test_habits_of_the_documents_are_taken(gateway: LocalGateway) -> None:
+    with redirect_stdout(io.StringIO()) as printed:
+        example = example_with("python", "from ringserve.client.errors").replace("127.0.0.1:50051", gateway.target)
+        await asyncio.to_thread(exec, example, {})
+    assert len(re.findall(r"^(?:length|stop) -\d", printed.getvalue(), re.MULTILINE)) == 2
+    assert printed.getvalue().splitlines()[-1] == "ids 19"
+
+
 async def test_both_clients_of_the_readme_are_answered(gateway: LocalGateway) -> None:
     with redirect_stdout(io.StringIO()) as printed:
-        for word in ("from openai import", "from services.client import"):
+        for word in ("from openai import", "ringserve.client import Client, Sampling"):
             example = example_with("python", word).replace("127.0.0.1:50051", gateway.target)
             example = example.replace("http://127.0.0.1:8000", gateway.url).replace("builtin:smollm2", MODEL)
             await asyncio.to_thread(exec, example, {})

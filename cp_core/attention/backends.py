@@ -9,11 +9,14 @@ from cp_core.attention.partial import AttentionBackend
 from cp_core.attention.reference import ReferenceAttention
 from cp_core.attention.torch_cpu import TorchCpuFlash
 from cp_core.attention.torch_cuda import TorchCudaFlash
+from cp_core.attention.triton_decode import TritonDecode
 from cp_core.errors import ConfigError
 
-Backend = type[TorchCpuFlash] | type[TorchCudaFlash] | type[FlashAttention] | type[ReferenceAttention]
+Backend = (
+    type[TorchCpuFlash] | type[TritonDecode] | type[TorchCudaFlash] | type[FlashAttention] | type[ReferenceAttention]
+)
 
-BACKENDS: tuple[Backend, ...] = (TorchCpuFlash, TorchCudaFlash, FlashAttention, ReferenceAttention)
+BACKENDS: tuple[Backend, ...] = (TorchCpuFlash, TritonDecode, TorchCudaFlash, FlashAttention, ReferenceAttention)
 
 
 def select_backend(name: str, device: torch.device | str, dtype: torch.dtype) -> AttentionBackend:

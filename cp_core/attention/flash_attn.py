@@ -28,6 +28,7 @@ class FlashAttention:
     name: ClassVar[str] = "flash_attn"
     is_fast: ClassVar[bool] = False
     page_multiple: ClassVar[int] = PAGE_MULTIPLE
+    skips_empty: ClassVar[bool] = False
 
     def __init__(self, kernel: Callable[..., Any] | None = None) -> None:
         """`kernel` stands in for the package's function in tests. Raises ConfigError where the package is missing."""

@@ -13,6 +13,7 @@ from typing import ClassVar, Protocol, TypeGuard
 import torch
 
 from cp_core.attention.partial import AttentionBackend, Partial, empty_partial
+from cp_core.layout.step_plans import RowIndices
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,31 +21,43 @@ class PagedShards:
     """One rank's shards of a batch: pages k[P, G, K, D] and v[P, G, K, D] of one layer, in any order.
 
     table[B, M] (int32, on their device) names each sequence's pages in stored order. Entries after its last page are
-    never read but must be numbers of pages. `stored` are the tokens of each, 0 where this rank holds none.
+    never read but must be numbers of pages. `stored` are the tokens of each, 0 where this rank holds none; `lengths`
+    are the same numbers, int32[B] on the device, for kernels that read them there.
     """
 
     k: torch.Tensor
     v: torch.Tensor
     table: torch.Tensor
     stored: tuple[int, ...]
+    lengths: torch.Tensor
 
     def __len__(self) -> int:
         return len(self.stored)
 
-    def of(self, rows: Sequence[int]) -> PagedShards:
+    def of(self, rows: Sequence[int], indices: RowIndices) -> PagedShards:
         """Return the shards of some sequences, whose rows ascend; all of them take no copy."""
         if len(rows) == len(self):
             return self
-        return PagedShards(self.k, self.v, self.table[list(rows)], tuple(self.stored[row] for row in rows))
+        index = indices.of(rows, self.table.device)
+        stored = tuple(self.stored[row] for row in rows)
+        return PagedShards(self.k, self.v, self.table[index], stored, self.lengths[index])
 
 
 class PagedBackend(AttentionBackend, Protocol):
-    """Kernel that takes block tables. Its pages hold a multiple of `page_multiple` tokens."""
+    """Kernel that takes block tables. Its pages hold a multiple of `page_multiple` tokens.
+
+    One that `skips_empty` reads the lengths on the device, and gives (0, -inf) for those of 0.
+    """
 
     page_multiple: ClassVar[int]
+    skips_empty: ClassVar[bool]
 
     def paged_attention(self, q: torch.Tensor, shards: PagedShards, *, scale: float) -> Partial:
-        """Attend q[B, H, D], one query a sequence, over that sequence's shard. B and every `stored` are 1 or more."""
+        """Attend q[B, H, D], one query a sequence, over that sequence's shard.
+
+        B is 1 or more, and so is every `stored` unless the backend `skips_empty`. A row with an LSE of NaN has such an
+        out.
+        """
         ...
 
 
@@ -54,15 +67,18 @@ def takes_pages(backend: AttentionBackend, page_tokens: int) -> TypeGuard[PagedB
     return bool(multiple) and page_tokens % multiple == 0
 
 
-def attend_pages(backend: PagedBackend, q_bhd: torch.Tensor, shards: PagedShards, scale: float) -> Partial:
-    """Return the part of q[B, H, D] over the shards; (0, -inf) where nothing is stored, without a kernel call."""
+def attend_pages(
+    backend: PagedBackend, q_bhd: torch.Tensor, shards: PagedShards, scale: float, indices: RowIndices
+) -> Partial:
+    """Return the part of q[B, H, D] over the shards; (0, -inf) where nothing is stored."""
     filled = [row for row, stored in enumerate(shards.stored) if stored]
-    if len(filled) == len(shards):
-        return backend.paged_attention(q_bhd, shards, scale=scale) if filled else empty_partial(q_bhd)
-    part = empty_partial(q_bhd)
-    if filled:
-        some = backend.paged_attention(q_bhd[filled], shards.of(filled), scale=scale)
-        part.out[filled], part.lse[filled] = some.out, some.lse
+    if not filled:
+        return empty_partial(q_bhd)
+    if backend.skips_empty or len(filled) == len(shards):
+        return backend.paged_attention(q_bhd, shards, scale=scale)
+    part, index = empty_partial(q_bhd), indices.of(filled, q_bhd.device)
+    some = backend.paged_attention(q_bhd[index], shards.of(filled, indices), scale=scale)
+    part.out[index], part.lse[index] = some.out, some.lse
     return part
 
 

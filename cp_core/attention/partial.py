@@ -12,8 +12,11 @@ lse = m + log s. A part that attended nothing has lse -inf and an out that may b
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import ClassVar, Protocol, TypeGuard
 
@@ -98,6 +101,23 @@ class PartialBuffer:
         assert at == self.lse.shape[0], f"{at} rows for a message of {self.lse.shape[0]}"
 
 
+class MergeKernels(Protocol):
+    """Merge of parts in one launch, which no host waits for: `cp_core.attention.triton_kernels`."""
+
+    def merge_parts(self, parts: Sequence[Partial]) -> Partial:
+        """Merge as `merge` does; rows that no part attended have an out of 0."""
+        ...
+
+
+@cache
+def kernels_on(device: torch.device) -> MergeKernels | None:
+    """Return the kernels that merge parts on this device; None where plain tensor operations do."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+    kernels: MergeKernels = importlib.import_module("cp_core.attention.triton_kernels")
+    return kernels
+
+
 def merge(parts: Sequence[Partial]) -> Partial:
     """Merge M >= 1 parts of the same rows. One part is returned as it is; otherwise the result is new memory.
 
@@ -105,6 +125,9 @@ def merge(parts: Sequence[Partial]) -> Partial:
     has: its query is not finite, or a kernel or its memory is broken, and its sequence ends where it is sampled.
     """
     assert parts, "nothing to merge"
+    if kernels := kernels_on(parts[0].lse.device):
+        # Kernels of a GPU give an out of NaN where the LSE is NaN, so one part is right as it is.
+        return kernels.merge_parts(parts) if len(parts) > 1 else parts[0]
     if len(parts) == 1:
         return _without_a_number(parts[0])
     weights_mth, lse_th, has_unseen = _weights(torch.stack([part.lse for part in parts]))

@@ -20,6 +20,7 @@ class ReferenceAttention:
     name: ClassVar[str] = "reference"
     is_fast: ClassVar[bool] = False
     page_multiple: ClassVar[int] = 1
+    skips_empty: ClassVar[bool] = False
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.dtype = dtype

@@ -29,6 +29,7 @@ class TorchCudaFlash:
     name: ClassVar[str] = "torch_cuda_flash"
     is_fast: ClassVar[bool] = True
     page_multiple: ClassVar[int] = PAGE_MULTIPLE
+    skips_empty: ClassVar[bool] = False
 
     def __init__(
         self, kernel: Callable[..., Any] | None = None, paged_kernel: Callable[..., Any] | None = None
@@ -59,7 +60,6 @@ class TorchCudaFlash:
     def paged_attention(self, q: torch.Tensor, shards: PagedShards, *, scale: float) -> Partial:
         """See PagedBackend: one call of the operator behind `torch.nn.attention.varlen`, which follows the table."""
         check_head_dim(q.shape[-1])
-        stored = torch.tensor(shards.stored, dtype=torch.int32).to(q.device)
         out_bhd, lse_hb, *_ = self._paged_kernel(
             q,
             shards.k,
@@ -74,7 +74,7 @@ class TorchCudaFlash:
             scale=scale,
             window_size_left=-1,
             window_size_right=-1,
-            seqused_k=stored,
+            seqused_k=shards.lengths,
             block_table=shards.table,
         )
         return Partial(out_bhd.float(), lse_hb.transpose(0, 1))

@@ -119,7 +119,7 @@ def prove(
     """
     source_heads = _head_ranges(num_kv_heads, source_tp)
     destination_heads = _head_ranges(num_kv_heads, destination_tp)
-    stored_by = [Intervals.of(ShardMap((ranges,))).joined() for ranges in source.ranks]
+    stored_by = [Intervals.of(ShardMap.of((ranges,))).joined() for ranges in source.ranks]
     arrived: dict[tuple[int, int, int], list[Intervals]] = {}
     for route in plan.routes:
         holder = stored_by[route.source // source_tp]

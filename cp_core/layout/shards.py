@@ -8,7 +8,7 @@ order short, and "stored index j of rank r" names one token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -56,14 +56,127 @@ def coalesce(ranges: Iterable[TokenRange]) -> tuple[TokenRange, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredRanges:
+    """Ranges of one rank in stored order: neighbours are joined, none is empty.
+
+    Decoded tokens go from rank to rank, so most ranges are as long as the one before and as far from it. `runs` has
+    four numbers for each series of such ranges: the start of the first, their length, the distance of their starts and
+    their number. Equal ranges have equal runs.
+    """
+
+    runs: tuple[int, ...] = ()
+    num_tokens: int = 0
+
+    @classmethod
+    def of(cls, ranges: Iterable[TokenRange]) -> StoredRanges:
+        if isinstance(ranges, StoredRanges):
+            return ranges
+        runs = _Runs()
+        for item in ranges:
+            runs.add(item.start, item.stop)
+        return runs.stored()
+
+    def __iter__(self) -> Iterator[TokenRange]:
+        for start, length, distance, number in self._series():
+            for begin in range(start, start + number * distance, distance):
+                yield TokenRange(begin, begin + length)
+
+    def __len__(self) -> int:
+        return sum(self.runs[3::4])
+
+    def _series(self) -> Iterator[tuple[int, int, int, int]]:
+        numbers = iter(self.runs)
+        return zip(numbers, numbers, numbers, numbers, strict=True)
+
+    def within(self, start: int, stop: int) -> StoredRanges:
+        """Return the positions in [start, stop)."""
+        runs = _Runs()
+        for first, length, distance, number in self._series():
+            below = max(0, (start - first - length) // distance + 1)  # ranges that end at or before `start`
+            until = min(number, -(-(stop - first) // distance))  # ranges that begin before `stop`
+            for index in (below, until - 1) if until - below > 1 else range(below, until):
+                begin = first + index * distance
+                runs.add(max(begin, start), min(begin + length, stop))
+                if index == below and until - below > 2:
+                    runs.add_series(begin + distance, length, distance, until - below - 2)
+        return runs.stored()
+
+    def extend(self, later: StoredRanges) -> StoredRanges:
+        """Append later ranges."""
+        if not later.runs:
+            return self
+        runs = _Runs(self)
+        for series in later._series():
+            runs.add_series(*series)
+        return runs.stored()
+
+
+class _Runs:
+    """Builder of stored ranges, range by range or by series."""
+
+    def __init__(self, before: StoredRanges = StoredRanges()) -> None:
+        self._runs = list(before.runs)
+        self._num_tokens = before.num_tokens
+
+    def add(self, start: int, stop: int) -> None:
+        if start >= stop:
+            return
+        runs = self._runs
+        self._num_tokens += stop - start
+        if runs:
+            first, each, distance, number = runs[-4:]
+            latest = first + (number - 1) * distance
+            if start == latest + each:  # the two ranges are one, of another length than those before
+                self._drop_latest()
+                start = latest
+        if runs:
+            first, each, distance, number = runs[-4:]
+            if stop - start == each and number == 1 and start > first:
+                runs[-2:] = start - first, 2
+                return
+            if stop - start == each and start == first + number * distance:
+                runs[-1] += 1
+                return
+        runs += (start, stop - start, stop - start, 1)
+
+    def _drop_latest(self) -> None:
+        runs = self._runs
+        if runs[-1] == 1:
+            del runs[-4:]
+        else:
+            runs[-1] -= 1
+            if runs[-1] == 1:
+                runs[-2] = runs[-3]
+
+    def add_series(self, start: int, length: int, distance: int, number: int) -> None:
+        while number:
+            if self._runs and number > 1:
+                first, each, between, before = self._runs[-4:]
+                if before > 1 and (each, between) == (length, distance) and start == first + before * between:
+                    self._runs[-1] += number
+                    self._num_tokens += number * length
+                    return
+            self.add(start, start + length)
+            start, number = start + distance, number - 1
+
+    def stored(self) -> StoredRanges:
+        return StoredRanges(tuple(self._runs), self._num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class ShardMap:
     """Positions of one sequence on each rank, in stored order. `ranks[r]` are the ranges of rank r."""
 
-    ranks: tuple[tuple[TokenRange, ...], ...]
+    ranks: tuple[StoredRanges, ...]
+
+    @classmethod
+    def of(cls, ranks: Iterable[Iterable[TokenRange]]) -> ShardMap:
+        """Return the map of each rank's ranges."""
+        return cls(tuple(map(StoredRanges.of, ranks)))
 
     @classmethod
     def empty(cls, num_ranks: int) -> ShardMap:
-        return cls(((),) * num_ranks)
+        return cls((StoredRanges(),) * num_ranks)
 
     @property
     def num_ranks(self) -> int:
@@ -72,11 +185,11 @@ class ShardMap:
     @property
     def held(self) -> tuple[int, ...]:
         """Tokens on each rank."""
-        return tuple(sum(len(item) for item in ranges) for ranges in self.ranks)
+        return tuple(ranges.num_tokens for ranges in self.ranks)
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(item) for ranges in self.ranks for item in ranges)
+        return sum(self.held)
 
     def truncate(self, num_tokens: int) -> ShardMap:
         """Return the positions below `num_tokens`: on every rank a prefix of its stored order."""
@@ -84,12 +197,12 @@ class ShardMap:
 
     def within(self, tokens: TokenRange) -> ShardMap:
         """Return the positions in `tokens`."""
-        return ShardMap(tuple(coalesce(item.intersect(tokens) for item in ranges) for ranges in self.ranks))
+        return ShardMap(tuple(ranges.within(tokens.start, tokens.stop) for ranges in self.ranks))
 
     def extend(self, later: ShardMap) -> ShardMap:
         """Append each rank's later ranges to its stored order."""
         assert later.num_ranks == self.num_ranks, "maps of rings of different size"
-        return ShardMap(tuple(coalesce(old + new) for old, new in zip(self.ranks, later.ranks, strict=True)))
+        return ShardMap(tuple(old.extend(new) for old, new in zip(self.ranks, later.ranks, strict=True)))
 
     def check(self, covered: TokenRange) -> None:
         """Prove that every position of `covered` lies on exactly one rank, and nothing else does.
@@ -145,7 +258,7 @@ class PrefillLayout:
         raise AssertionError(f"position {position} is not among the new tokens {self.tokens}")
 
     def shard_map(self) -> ShardMap:
-        return ShardMap(self.ranges)
+        return ShardMap.of(self.ranges)
 
 
 def chunked_layout(start: int, num_tokens: int, slots: Sequence[int]) -> PrefillLayout:
@@ -237,12 +350,12 @@ def spread(start: int, num_tokens: int, held: Sequence[int]) -> ShardMap:
     """Lay positions [start, start + num_tokens) over ranks as one contiguous range each, levelling their counts."""
     counts = level_counts(held, num_tokens)
     bounds = accumulate(counts, initial=start)
-    return ShardMap(tuple(coalesce([TokenRange(begin, end)]) for begin, end in pairwise(bounds)))
+    return ShardMap.of([TokenRange(begin, end)] for begin, end in pairwise(bounds))
 
 
 def appended(start: int, owners: Iterable[int], num_ranks: int) -> ShardMap:
     """Lay decoded tokens from position `start` over ranks; `owners` are the ranks that store them, in order."""
-    ranges: list[list[TokenRange]] = [[] for _ in range(num_ranks)]
+    ranks = [_Runs() for _ in range(num_ranks)]
     for position, owner in enumerate(owners, start):
-        ranges[owner].append(TokenRange(position, position + 1))
-    return ShardMap(tuple(coalesce(items) for items in ranges))
+        ranks[owner].add(position, position + 1)
+    return ShardMap(tuple(runs.stored() for runs in ranks))

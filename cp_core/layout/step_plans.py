@@ -8,7 +8,7 @@ the queries (arXiv 2411.01783, algorithm 4, sends them).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -176,6 +176,22 @@ def split_new(rows: torch.Tensor, shards: Sequence[Shard]) -> tuple[torch.Tensor
     return rows.split([shard.new for shard in shards]) if shards else ()
 
 
+class RowIndices:
+    """Indices of rows on a device, each made once a step: a list as an index would be uploaded in every layer."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def of(self, rows: Sequence[int], device: torch.device) -> torch.Tensor:
+        """Return int64[R] on the device. The upload does not wait for the device."""
+        key = tuple(rows)
+        if key not in self._made:
+            # The allocator of pinned memory holds it until the copy is done.
+            index = torch.tensor(key, dtype=torch.int64, pin_memory=device.type == "cuda")
+            self._made[key] = index.to(device, non_blocking=True)
+        return self._made[key]
+
+
 @dataclass(frozen=True)
 class DecodePlan:
     """Owner of each row and its tokens by rank. Made once a step, not a layer.
@@ -186,6 +202,7 @@ class DecodePlan:
     num_ranks: int
     owners: tuple[int, ...]
     held: tuple[tuple[int, ...], ...]
+    indices: RowIndices = field(default_factory=RowIndices, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         assert len(self.owners) == len(self.held), f"{len(self.owners)} owners of {len(self.held)} sequences"
@@ -238,6 +255,7 @@ class PassQRoute:
         size = plan.num_ranks
         self.rank = rank
         self.batch = len(plan)
+        self.indices = plan.indices
         self.own = plan.rows_of(rank)
         self.visits = [_visit(plan, rank, (rank - hop) % size, hop) for hop in range(size)]
         place = {row: index for index, row in enumerate(self.own)}

@@ -25,9 +25,10 @@ from cp_core.attention.partial import (
     attends_rows,
     empty_partial,
     finished_out,
+    kernels_on,
     merge,
 )
-from cp_core.layout.step_plans import DecodePlan, KvRun, PassQRoute, Visit
+from cp_core.layout.step_plans import DecodePlan, KvRun, PassQRoute, RowIndices, Visit
 from cp_core.transport.interface import RingTransport
 
 Shards = Sequence[Sequence[KvRun]] | PagedShards
@@ -54,16 +55,18 @@ def sharded_decode(
     if not batch:
         return torch.empty_like(q)
     held = [range(batch)] * transport.size if plan is None else plan.holders
+    indices = RowIndices() if plan is None else plan.indices
     rows = held[transport.rank]
-    mine = attend_rows(q, rows, rows, shards, backend, scale)
+    mine = attend_rows(q, rows, rows, shards, backend, scale, indices)
     if transport.size == 1 and len(mine) == 1 and len(rows) == batch:
-        return merged_out(mine).to(q.dtype)
+        # Pages give (0, -inf) where nothing is stored, and NaN where the LSE is NaN.
+        return (mine[0].out if isinstance(shards, PagedShards) else merged_out(mine)).to(q.dtype)
     buffers = [PartialBuffer(len(rows), num_heads, head_dim, q.device) for rows in held]
     own = buffers[transport.rank]
     own.fill(mine)
     if transport.size > 1:
         transport.gather_all(own.flat, [buffer.flat for buffer in buffers]).wait()
-    return _merged(q, buffers, held)
+    return _merged(q, buffers, held, indices)
 
 
 def ring_decode(
@@ -99,10 +102,12 @@ def ring_decode(
         is_last = hop == size - 1
         if not is_last:
             received = message.new_empty(len(route.visits[hop + 1].rows), num_heads, head_dim)
-            work = transport.exchange(_onward(message, visit), (rank + 1) % size, received, (rank - 1) % size)
+            work = transport.exchange(
+                _onward(message, visit, route.indices), (rank + 1) % size, received, (rank - 1) % size
+            )
         answer = arrived[rank] if visit.source == rank else buffers_of([len(visit.answered)])[0]
         rows = [visit.rows[place] for place in visit.answered]
-        answer.fill(attend_rows(message, visit.answered, rows, shards, backend, scale))
+        answer.fill(attend_rows(message, visit.answered, rows, shards, backend, scale, route.indices))
         if visit.source != rank:
             outgoing[visit.source] = answer
         if not is_last:
@@ -114,12 +119,14 @@ def ring_decode(
         arrived[rank] = outgoing[rank]
         transport.all_to_all([buffer.flat for buffer in outgoing], [buffer.flat for buffer in arrived]).wait()
         arrived[rank] = own
-    return _merged(q, arrived, route.returns)
+    return _merged(q, arrived, route.returns, route.indices)
 
 
-def _onward(message_bhd: torch.Tensor, visit: Visit) -> torch.Tensor:
+def _onward(message_bhd: torch.Tensor, visit: Visit, indices: RowIndices) -> torch.Tensor:
     """Return the queries to send on: a copy only if some have no reader further on."""
-    return message_bhd if len(visit.onward) == len(visit.rows) else message_bhd[list(visit.onward)]
+    if len(visit.onward) == len(visit.rows):
+        return message_bhd
+    return message_bhd[indices.of(visit.onward, message_bhd.device)]
 
 
 def attend_rows(
@@ -129,13 +136,14 @@ def attend_rows(
     shards: Shards,
     backend: AttentionBackend,
     scale: float,
+    indices: RowIndices,
 ) -> list[Partial]:
     """Return the parts of queries q[places], which belong to these rows of the batch, over this rank's shards."""
     # Places ascend and differ, so as many as queries are all of them.
-    queries = q_bhd if len(places) == q_bhd.shape[0] else q_bhd[list(places)]
+    queries = q_bhd if len(places) == q_bhd.shape[0] else q_bhd[indices.of(places, q_bhd.device)]
     if isinstance(shards, PagedShards):
         assert takes_pages(backend, shards.k.shape[1]), f"{backend.name} takes no pages of {shards.k.shape[1]} tokens"
-        return [attend_pages(backend, queries, shards.of(rows), scale)]
+        return [attend_pages(backend, queries, shards.of(rows, indices), scale, indices)]
     runs = [shards[row] for row in rows]
     if rows and attends_rows(backend) and all(len(each) == 1 and len(each[0].k) for each in runs):
         return [backend.attend_rows(queries, [each[0] for each in runs], scale=scale)]
@@ -155,7 +163,9 @@ def _attend_shard(q_1hd: torch.Tensor, runs: Sequence[KvRun], backend: Attention
     return merged.result()
 
 
-def _merged(q_bhd: torch.Tensor, buffers: Sequence[PartialBuffer], rows: Sequence[Sequence[int]]) -> torch.Tensor:
+def _merged(
+    q_bhd: torch.Tensor, buffers: Sequence[PartialBuffer], rows: Sequence[Sequence[int]], indices: RowIndices
+) -> torch.Tensor:
     """Merge the ranks' parts in rank order: buffers[r] holds the parts of rows[r] of q."""
     batch = q_bhd.shape[0]
     if not batch:
@@ -165,14 +175,16 @@ def _merged(q_bhd: torch.Tensor, buffers: Sequence[PartialBuffer], rows: Sequenc
         part = Partial(buffer.out, buffer.lse)
         if len(answered) < batch:
             some, part = part, empty_partial(q_bhd)
-            part.out[list(answered)] = some.out
-            part.lse[list(answered)] = some.lse
+            index = indices.of(answered, q_bhd.device)
+            part.out[index], part.lse[index] = some.out, some.lse
         parts.append(part)
     return merged_out(parts).to(q_bhd.dtype)
 
 
 def merged_out(parts: Sequence[Partial]) -> torch.Tensor:
     """Return the merged out[B, H, D] of M parts, with 0 where nothing was attended; it may be the out of one part."""
+    if kernels := kernels_on(parts[0].lse.device):
+        return kernels.merge_parts(parts).out
     lse_mbh = torch.stack([part.lse for part in parts]) if len(parts) > 1 else parts[0].lse[None]
     # One number read from the device decides: a NaN is the least of all, and no part is empty if the least is finite.
     if not math.isfinite(lse_mbh.amin().item()):

@@ -16,7 +16,7 @@ import torch
 
 from cp_core.attention.partial import Accumulator, AttentionBackend, Partial, empty_partial
 from cp_core.layout.shards import TokenRange, even_share
-from cp_core.layout.step_plans import DecodePlan, KvRun
+from cp_core.layout.step_plans import DecodePlan, KvRun, RowIndices
 from cp_core.ring.decode import Shards, attend_rows, merged_out
 from cp_core.transport.interface import RingTransport
 
@@ -47,7 +47,7 @@ class HelixColumns:
         out_tc = part.out.flatten(1)
         return torch.cat([out_tc[:, self._columns[rank]].reshape(-1), part.lse[:, self._heads[rank]].reshape(-1)])
 
-    def part(self, flat: torch.Tensor, rows: Sequence[int], num_rows: int) -> Partial:
+    def part(self, flat: torch.Tensor, rows: Sequence[int], num_rows: int, indices: RowIndices) -> Partial:
         """Return a message of `rows` as out[T, C / N, 1], lse[T, C / N]: each column is merged as a head of its own."""
         num_out = len(rows) * len(self)
         out_tc1 = flat[:num_out].view(len(rows), len(self), 1)
@@ -55,7 +55,8 @@ class HelixColumns:
         if len(rows) == num_rows:
             return Partial(out_tc1, lse_tc)
         whole = empty_partial(flat.new_empty(num_rows, len(self), 1))
-        whole.out[list(rows)], whole.lse[list(rows)] = out_tc1, lse_tc
+        index = indices.of(rows, flat.device)
+        whole.out[index], whole.lse[index] = out_tc1, lse_tc
         return whole
 
 
@@ -89,9 +90,9 @@ def helix_decode(
     batch = q.shape[0]
     assert len(shards) == batch == len(plan), f"{len(shards)} shards for {batch} queries of {len(plan)} rows"
     rows = plan.holders[transport.rank]
-    parts = attend_rows(q, rows, rows, shards, backend, scale)
+    parts = attend_rows(q, rows, rows, shards, backend, scale, plan.indices)
     own = parts[0] if len(parts) == 1 else _stacked(q, parts)
-    return _merged_columns(q, own, plan.holders, columns, transport)
+    return _merged_columns(q, own, plan.holders, columns, transport, plan.indices)
 
 
 def helix_prefill(
@@ -114,7 +115,7 @@ def helix_prefill(
         start, stop = sequence.rows.start, sequence.rows.stop
         found = _attend_new_rows(q, k, v, sequence, backend, scale)
         own.out[start:stop], own.lse[start:stop] = found.out, found.lse
-    return _merged_columns(q, own, [range(q.shape[0])] * transport.size, columns, transport)
+    return _merged_columns(q, own, [range(q.shape[0])] * transport.size, columns, transport, RowIndices())
 
 
 def _attend_new_rows(
@@ -157,7 +158,12 @@ def _stacked(q_bhd: torch.Tensor, parts: Sequence[Partial]) -> Partial:
 
 
 def _merged_columns(
-    q_thd: torch.Tensor, own: Partial, held: Sequence[Sequence[int]], columns: HelixColumns, transport: RingTransport
+    q_thd: torch.Tensor,
+    own: Partial,
+    held: Sequence[Sequence[int]],
+    columns: HelixColumns,
+    transport: RingTransport,
+    indices: RowIndices,
 ) -> torch.Tensor:
     """Exchange the parts of rows held[r] that each rank r has, and merge this rank's columns of all T rows."""
     num_rows = q_thd.shape[0]
@@ -169,5 +175,5 @@ def _merged_columns(
         transport.all_to_all(outgoing, arrived).wait()
     else:
         arrived = outgoing
-    parts = [columns.part(flat, rows, num_rows) for flat, rows in zip(arrived, held, strict=True)]
+    parts = [columns.part(flat, rows, num_rows, indices) for flat, rows in zip(arrived, held, strict=True)]
     return merged_out(parts).view(num_rows, len(columns)).to(q_thd.dtype)

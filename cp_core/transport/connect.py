@@ -20,6 +20,7 @@ from cp_core.transport.peer_tls import PeerTls
 from cp_core.transport.ring_backend import select_ring_backend
 from cp_core.transport.socket_mesh import Rendezvous, RingListener, connect_mesh, listen, own_address
 from cp_core.transport.socket_ring import SocketRing
+from cp_core.transport.staged import for_device
 
 
 class RingStore:
@@ -99,7 +100,8 @@ def connect_ring(
             return nccl.join_nccl(prefixed, rank, size, device, timeout_seconds, store)
         with closing(RingListener(own_address(host, found.port))) as listener:
             rendezvous = _rendezvous_by_store(prefixed, listener.endpoint, name, rank, size, deadline, tls)
-            return SocketRing(rank, timeout_seconds, connect_mesh(listener, rendezvous), store)
+            ring = SocketRing(rank, timeout_seconds, connect_mesh(listener, rendezvous), store)
+            return for_device(ring, device)
     except (RuntimeError, Unavailable) as error:
         reason = f": {error}" if isinstance(error, Unavailable) else ""
         raise Unavailable(f"rank {rank} cannot join ring {name!r} of {size} at {host}:{port}{reason}") from error

@@ -8,20 +8,28 @@ from typing import Final
 from cp_core.errors import ConfigError
 
 # "auto" takes the first one of the device; docs/decisions/0004 says why.
-SERVING: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("sockets",), "cuda": ("nccl",)}
+SERVING: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("sockets",), "cuda": ("nccl", "sockets")}
 RING_TRANSPORTS: Final = ("auto", "nccl", "sockets")
 
 
-def select_ring_backend(name: str, device_type: str) -> str:
+def select_ring_backend(name: str, device_type: str, gpus_per_rank: float = 1.0) -> str:
     """Return the transport called `name`, or the one that "auto" means on `device_type` ("cpu", "cuda").
 
-    Raises ConfigError for an unknown transport, and for one that does not serve the device.
+    Ranks that share a GPU take sockets: NCCL refuses two on one device. Raises ConfigError for an unknown transport,
+    and for one that does not serve the device.
     """
     if name not in RING_TRANSPORTS:
         raise ConfigError(f"{name!r} is no ring transport; allowed are {', '.join(RING_TRANSPORTS)}")
-    serving = SERVING.get(device_type)
+    serving, shares = SERVING.get(device_type), device_type == "cuda" and gpus_per_rank < 1.0
     if serving is None:
         raise ConfigError(f"no ring transport serves device {device_type!r}; devices are {', '.join(SERVING)}")
+    if shares and name == "nccl":
+        raise ConfigError(
+            f"ring transport 'nccl' takes one rank on a GPU, and gpus_per_rank is {gpus_per_rank:g}; allowed there are "
+            f"auto, sockets"
+        )
+    if shares:
+        return "sockets"
     if name == "auto":
         return serving[0]
     if name not in serving:

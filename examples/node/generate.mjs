@@ -10,6 +10,7 @@ const definition = protoLoader.loadSync("ringserve/v1/inference.proto", {
   defaults: true,
   keepCase: true,
   longs: Number,
+  enums: String,
   oneofs: true,
 });
 const { Inference } = grpc.loadPackageDefinition(definition).ringserve.v1;

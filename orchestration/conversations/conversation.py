@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -57,7 +56,7 @@ class Conversation:
     num_forks: int = 0
     moved: asyncio.Event | None = None
     forked_from: str = ""
-    waiting: OrderedDict[str, Waiter] = field(default_factory=OrderedDict)
+    waiting: dict[str, Waiter] = field(default_factory=dict)
     ttl_seconds: float = 0.0
     last_used: float = 0.0
     is_due_at: float = math.inf

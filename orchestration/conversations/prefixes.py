@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import heapq
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -51,8 +50,9 @@ class _Node:
         self.parent = parent
         self.edge = edge
         self.end = end
-        self.children: OrderedDict[int, _Node] = OrderedDict()
-        self.histories: OrderedDict[str, TokenIds] = OrderedDict()
+        # Plain dicts: the garbage collector need not look at a leaf's, and there are a hundred thousand leaves.
+        self.children: dict[int, _Node] = {}
+        self.histories: dict[str, TokenIds] = {}
 
     def latest(self, skipped: _Node | None = None) -> Iterator[tuple[str, TokenIds]]:
         """Yield the histories that end here or below, but not below `skipped`, the latest used branch first."""
@@ -113,9 +113,10 @@ class PrefixIndex:
         node = self._nodes.get(key)
         if node is None:
             return
-        node.histories.move_to_end(key)
+        node.histories[key] = node.histories.pop(key)
         while node.parent is not None:
-            node.parent.children.move_to_end(int(node.edge[0]))
+            siblings, first = node.parent.children, int(node.edge[0])
+            siblings[first] = siblings.pop(first)
             node = node.parent
 
     def remove(self, key: str) -> None:
@@ -196,7 +197,7 @@ class PromptUnderWay:
     tokens: TokenIds
     choice: Choice
     ready_at: float
-    forget: Callable[[], None]
+    forget: Callable[[PromptUnderWay], None]
     places: KvLocations | None = None
     is_settled: bool = False
     waiting: list[asyncio.Future[None]] = field(default_factory=list)
@@ -208,7 +209,7 @@ class PromptUnderWay:
 
     def end(self) -> None:
         """Let no more others share or await it. Idempotent."""
-        self.forget()
+        self.forget(self)
         self._settle()
 
     def _settle(self) -> None:
@@ -267,20 +268,21 @@ class PromptPrefixes:
         """Enter the prompt of a turn whose rings are chosen. The caller ends it."""
         scope = self._scope(request_id)
 
-        def forget() -> None:
-            if self._running.get(kv_id) is prompt:
-                del self._running[kv_id]
-                index = self._under_way[scope]
-                index.remove(kv_id)
-                if not len(index):
-                    del self._under_way[scope]
-
         if (before := self._running.get(kv_id)) is not None:
             before.end()
-        prompt = PromptUnderWay(request_id, kv_id, tokens, choice, ready_at, forget)
+        prompt = PromptUnderWay(request_id, kv_id, tokens, choice, ready_at, self._forget_running)
         self._under_way.setdefault(scope, PrefixIndex()).put(kv_id, tokens)
         self._running[kv_id] = prompt
         return prompt
+
+    def _forget_running(self, prompt: PromptUnderWay) -> None:
+        kv_id, scope = prompt.kv_id, self._scope(prompt.request_id)
+        if self._running.get(kv_id) is prompt:
+            del self._running[kv_id]
+            index = self._under_way[scope]
+            index.remove(kv_id)
+            if not len(index):
+                del self._under_way[scope]
 
     def of_request(self, request_id: str) -> PromptUnderWay | None:
         """Return the prompt of a running turn, while others may share or await it."""

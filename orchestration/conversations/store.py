@@ -199,7 +199,8 @@ class ConversationStore:
 
     def _pass_on(self, conversation: Conversation) -> None:
         while conversation.is_idle and conversation.waiting:
-            request_id, waiter = conversation.waiting.popitem(last=False)
+            request_id = next(iter(conversation.waiting))
+            waiter = conversation.waiting.pop(request_id)
             if waiter.error is None:
                 conversation.running_request = request_id
                 waiter.is_granted = True

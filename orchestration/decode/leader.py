@@ -30,7 +30,7 @@ from orchestration.protocol.turns import (
 from orchestration.protocol.views import RingStatus
 from orchestration.ring.kv_transfers import copy_blocks, expect, send
 from orchestration.ring.leader import Announce, RingLeader
-from orchestration.tasks import gather_first_error
+from orchestration.tasks import begin_joined, gather_first_error
 from workers.protocol.decode_commands import FinishReason
 from workers.protocol.prefill_steps import TokenIds
 from workers.protocol.transfers import TransferKey
@@ -86,9 +86,8 @@ class DecodeLeader(RingLeader):
         turn = self._pin(request)
         self._turns.add(turn)
         self._turns.watch(turn)  # before the first await: whatever becomes of the caller, the blocks are released
-        turn.tasks.copying = asyncio.create_task(
-            copy_blocks(self.ring, turn.pool, turn.sequence, turn.reservation.incarnation)
-        )
+        copying = copy_blocks(self.ring, turn.pool, turn.sequence, turn.reservation.incarnation)
+        turn.tasks.copying = begin_joined(f"the copy of shared blocks for turn {turn.turn_id}", copying)
         try:
             await asyncio.shield(turn.tasks.copying)
             if not request.is_direct:
@@ -201,7 +200,8 @@ class DecodeLeader(RingLeader):
         if turn is None or not turn.request.is_direct or request.attempt != turn.request.attempt:
             raise NotFound(f"turn {request.turn_id} has no prompt to compute on decode ring {self.settings.name}")
         if turn.tasks.prefilling is None:
-            turn.tasks.prefilling = asyncio.create_task(self._prefill(turn, request.token_ids))
+            prefilling = self._prefill(turn, request.token_ids)
+            turn.tasks.prefilling = begin_joined(f"the prompt of turn {turn.turn_id}", prefilling)
         return await asyncio.shield(turn.tasks.prefilling)
 
     async def _prefill(self, turn: DecodeTurn, token_ids: TokenIds) -> PrefillDone:
@@ -295,7 +295,7 @@ class DecodeLeader(RingLeader):
         turn = self._turns.under_way(request.turn_id)
         if turn is None:
             raise NotFound(f"turn {request.turn_id} holds no KV on decode ring {self.settings.name}")
-        sending = asyncio.create_task(send(self.ring, turn.sequence, request))
+        sending = begin_joined(f"a move of KV of turn {turn.turn_id}", send(self.ring, turn.sequence, request))
         turn.tasks.sends.add(sending)
         sending.add_done_callback(turn.tasks.sends.discard)
         return await asyncio.shield(sending)

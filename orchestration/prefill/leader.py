@@ -29,6 +29,7 @@ from orchestration.protocol.turns import (
 from orchestration.protocol.views import RingStatus
 from orchestration.ring.kv_pool import KvPool, SequenceKv
 from orchestration.ring.leader import Announce, RingLeader
+from orchestration.tasks import begin_joined
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +178,7 @@ class PrefillLeader(RingLeader):
                 raise turn.error
             incarnation = turn.reservation.incarnation
             turn.run = PrefillRun(self.ring, turn.pool, turn.sequence, incarnation, request, self._peers)
-            turn.task = asyncio.create_task(self._run(turn, turn.run, request))
+            turn.task = begin_joined(f"turn {request.turn_id}", self._run(turn, turn.run, request))
         try:
             return await asyncio.shield(turn.task)
         except asyncio.CancelledError:

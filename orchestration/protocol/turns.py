@@ -278,7 +278,7 @@ class TurnOutcome:
     finish_reason: FinishReason | None = None
     token_ids: tuple[int, ...] = ()
     kv_tokens: int = 0
-    shards: ShardMap = field(default_factory=lambda: ShardMap(()))
+    shards: ShardMap = field(default_factory=lambda: ShardMap.of(()))
     lost_role: str = ""
 
 

@@ -231,11 +231,15 @@ class RayRank:
 
 
 class RayRanks:
-    """`RankFactory` that puts the ranks of a ring into one placement group, each with `resources` (e.g. {"CPU": 1})."""
+    """`RankFactory` that puts a ring's processes into one placement group, each with `resources` (e.g. {"CPU": 1}).
 
-    def __init__(self, name: str, resources: dict[str, float], strategy: str = "PACK") -> None:
+    The `tp` processes that share the heads of the same tokens are on one host: they sum twice a layer.
+    """
+
+    def __init__(self, name: str, resources: dict[str, float], tp: int = 1, strategy: str = "PACK") -> None:
         self._name = name
         self._resources = resources
+        self._tp = tp
         self._strategy = strategy
         self._ring: PlacementGroup | None = None
         self._ranks: list[RayRank] = []
@@ -244,7 +248,8 @@ class RayRanks:
         """Make the actors of all ranks. Raises Unavailable when the cluster has no room for the whole ring."""
         self._remove_leftovers()
         name = f"{self._name}.{uuid.uuid4().hex}"
-        bundles = [dict(self._resources)] * num_ranks
+        bundle = {name: self._tp * amount for name, amount in self._resources.items()}
+        bundles = [bundle] * (num_ranks // self._tp)
         ring = self._ring = placement_group(bundles, strategy=self._strategy, name=name)
         try:
             async with asyncio.timeout(timeout):
@@ -252,7 +257,7 @@ class RayRanks:
         except TimeoutError:
             await self.close()
             raise Unavailable(
-                f"ring {self._name} needs {num_ranks} places of {self._resources} in the Ray cluster; "
+                f"ring {self._name} needs {len(bundles)} places of {bundle} in the Ray cluster; "
                 f"there was no room within {timeout:.0f} s"
             ) from None
         except RayError as error:
@@ -284,7 +289,8 @@ class RayRanks:
             remove_placement_group(own)
 
     def _rank(self, ring: PlacementGroup, index: int) -> RayRank:
-        place = PlacementGroupSchedulingStrategy(placement_group=ring, placement_group_bundle_index=index)
+        bundle = index // self._tp
+        place = PlacementGroupSchedulingStrategy(placement_group=ring, placement_group_bundle_index=bundle)
         lanes = {"compute": 1, "transfer": 64, "control": 16, "watch": 1}
         actor = _remote(RankActor, f"{self._name} rank {index}", concurrency_groups=lanes).options(
             num_cpus=self._resources.get("CPU", 0),

@@ -14,8 +14,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Coroutine, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 from cp_core.errors import RingserveError
 from cp_core.layout.reshard import plan_reshard
@@ -24,11 +23,10 @@ from orchestration.protocol.kv import SendKv, SentKv, TakeKv, TakenKv
 from orchestration.protocol.ports import Peers, RingPort
 from orchestration.ring.kv_pool import KvPool, SequenceKv
 from orchestration.ring.life import Ring
-from orchestration.tasks import finish_despite_cancellation, gather_all, gather_first_error
+from orchestration.tasks import begin_joined, finish_despite_cancellation, gather_all, gather_first_error
 from workers.protocol.transfers import BlockPair, KvExpect, KvPart, KvSend, TransferKey
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 MAX_REMEMBERED = 1024
 """Finished moves whose outcome is still returned to a caller that asks again."""
@@ -124,7 +122,7 @@ async def send(ring: Ring, sequence: SequenceKv, request: SendKv) -> SentKv:
 async def expect(ring: Ring, sequence: SequenceKv, key: TransferKey, shards: ShardMap) -> None:
     """Make every rank expect the tokens of `shards` behind those it holds. Raises Unavailable."""
     held, timeout = sequence.shards.held, ring.settings.control_timeout
-    expects = [KvExpect(key, shards.ranks[rank], held[rank], sequence.table(rank)) for rank in ring.cp_ranks]
+    expects = [KvExpect(key, tuple(shards.ranks[rank]), held[rank], sequence.table(rank)) for rank in ring.cp_ranks]
     await gather_all(port.expect_kv(each, timeout) for port, each in zip(ring.ranks, expects, strict=True))
 
 
@@ -210,7 +208,7 @@ class KvMoves:
                     pool.settle(request.kv_id, key.transfer_id, retained)
                     del self._sends[key]
 
-            self._sends[key] = request.kv_id, _logged(work())
+            self._sends[key] = request.kv_id, begin_joined("a move of KV", work())
         return await asyncio.shield(self._sends[key][1])
 
     async def take(self, request: TakeKv) -> TakenKv:
@@ -223,7 +221,7 @@ class KvMoves:
         ring.require_ready()
         key = TransferKey(request.transfer_id, request.attempt, request.source_incarnation, ring.incarnation)
         if key not in self._takes:
-            self._takes[key] = request.kv_id, _logged(self._take(key, request))
+            self._takes[key] = request.kv_id, begin_joined("a move of KV", self._take(key, request))
             while len(self._takes) > MAX_REMEMBERED and next(iter(self._takes.values()))[1].done():
                 self._takes.popitem(last=False)
         return await asyncio.shield(self._takes[key][1])
@@ -261,18 +259,3 @@ class KvMoves:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _logged(work: Coroutine[None, None, T]) -> asyncio.Task[T]:
-    """Return a task whose error is logged even where no caller waits for it any more."""
-    task = asyncio.create_task(work)
-    task.add_done_callback(_log_error)
-    return task
-
-
-def _log_error(task: asyncio.Task[T]) -> None:
-    error = None if task.cancelled() else task.exception()
-    if isinstance(error, RingserveError):
-        log.info("a move of KV failed: %s", error)
-    elif error is not None:
-        log.error("a move of KV failed", exc_info=error)

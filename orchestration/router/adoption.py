@@ -4,8 +4,10 @@
             │                                                            ^
             ├──its decode ring has told, the prefill ring not in time───┘
             ├──its decode ring holds no such turn──> failed: the conversation is as before the turn
-            └──its decode ring has told nothing in time──> failed
+            └──its decode ring has told nothing in time──> given up: the conversation is as before the turn
+                   └──its decode ring tells of it, or of its end, and the conversation has not changed──> adopted
 
+A turn of this router that its rings and its gateway were silent about is given up in the same way.
 Rings hold turns too that the journal lacks: an earlier router died before they were begun. They are ended. KV that no
 conversation has on its ring is released, since no turn would: of conversations that have left the ring or were deleted,
 and of requests that named none.
@@ -31,9 +33,9 @@ from orchestration.protocol.inventory import RingInventory, SequenceOnRing, Turn
 from orchestration.protocol.journal import BegunRecord, JournalPort
 from orchestration.protocol.ports import Peers
 from orchestration.protocol.rings import ROLES
-from orchestration.protocol.turns import PrefillTurn, Reservation
+from orchestration.protocol.turns import Reservation
 from orchestration.router.attempts import TurnAttempts
-from orchestration.router.registry import TurnRegistry
+from orchestration.router.registry import LEASE_SECONDS, TurnRegistry
 from orchestration.router.turn import RunningTurn
 from orchestration.tasks import TaskSet
 
@@ -64,6 +66,15 @@ class _Pending:
     settled: asyncio.Event = field(default_factory=asyncio.Event)
 
 
+@dataclass(frozen=True, slots=True)
+class _GivenUp:
+    """Turn that has failed because nobody told of it, and what its conversation was then."""
+
+    record: BegunRecord
+    num_tokens: int
+    last_turn: str
+
+
 class Adoption:
     """Turns and KV of earlier epochs, from `begin` until no turn is `pending`: each is adopted or has failed.
 
@@ -90,6 +101,8 @@ class Adoption:
         self._peers = peers
         self._tasks = tasks
         self.pending: dict[str, _Pending] = {}
+        self._given_up: dict[str, _GivenUp] = {}
+        turns.on_given_up = self._give_up
         self._num_expected = num_expected
         self._told: set[str] = set()
         self.is_early = self._is_late = False
@@ -158,12 +171,16 @@ class Adoption:
                 self._adopt(pending, pending.on_decode)
             else:
                 self._fail(pending, f"its decode ring {pending.record.decode.ring} has told nothing")
+                self._give_up(pending.record, pending.conversation)
 
     # --- what rings tell ---------------------------------------------------------------------------------------------
 
     def note(self, ring: RegisteredRing, inventory: RingInventory) -> None:
         """Take over what a registered ring holds."""
         here = {turn.turn_id: turn for turn in inventory.turns}
+        for name in self._given_up.keys() & here.keys():
+            if ring.role == "decode":
+                self._take_back(name)
         for sequence in inventory.sequences:
             self._place(ring, sequence)
         awaited = {name: pending for name in here if (pending := self.pending.get(name))}
@@ -273,7 +290,7 @@ class Adoption:
         self._turns.add(turn)
         computing = pending.on_prefill if record.prefill is not None else on_decode
         is_joinable = computing is not None and computing.is_begun
-        self._attempts.rejoin(turn, _joined(turn) if is_joinable else None)
+        self._attempts.rejoin(turn, is_joinable=is_joinable)
         log.info("turn %s of an earlier router goes on", turn.turn_id)
         if not is_joinable and not on_decode.is_sealed:
             lost = Unavailable("the ring that computed the prompt was lost while the router was started again; retry")
@@ -315,6 +332,55 @@ class Adoption:
         if pending.conversation.conversation_id:
             self._store.close(pending.conversation)
 
+    # --- turns that were given up ------------------------------------------------------------------------------------
+
+    def _give_up(self, record: BegunRecord, conversation: Conversation) -> None:
+        """Remember a turn that has failed for want of news, as long as its decode ring may tell of it."""
+        self._given_up[record.turn_id] = _GivenUp(record, conversation.num_tokens, conversation.last_turn)
+        seconds = max(0.0, record.begun_at + record.request.deadline_seconds - time.time()) + LEASE_SECONDS
+        asyncio.get_running_loop().call_later(seconds, self._given_up.pop, record.turn_id, None)
+
+    def _take_back(self, turn_id: str) -> _Pending | None:
+        """Occupy the conversation of a turn that was given up; None where the conversation is no longer as it was."""
+        given_up = self._given_up.pop(turn_id)
+        record = given_up.record
+        known = self._store.known(record.request.conversation_id) or Conversation("")
+        is_as_before = (known.num_tokens, known.last_turn) == (given_up.num_tokens, given_up.last_turn)
+        if not is_as_before or not known.is_idle:
+            log.warning("turn %s is told of too late: its conversation has gone on without it", turn_id)
+            return None
+        self._turns.ended.forget(turn_id)
+        self._journal.begun(record)
+        # Its prefill ring was told to end it.
+        pending = self.pending[turn_id] = _Pending(record, self._occupied(record), has_prefill_told=True)
+        return pending
+
+    async def note_late_end(self, turn_id: str) -> None:
+        """Adopt a turn that was given up, and has ended well as its decode ring tells now.
+
+        Raises Unavailable where that ring is to tell first what it holds.
+        """
+        turn = self._turns.of_turn(turn_id)
+        if turn is not None and turn.ending is not None:
+            await asyncio.wait([turn.ending])
+        given_up = self._given_up.get(turn_id)
+        if given_up is None:
+            return
+        place, request = given_up.record.decode, given_up.record.request
+        ring = self._rings.named("decode", place.ring)
+        if ring is None or ring.registration.incarnation != place.incarnation:
+            raise Unavailable(f"ring {place.ring} has not announced itself yet; tell the end again")
+        pending = self._take_back(turn_id)
+        if pending is not None:
+            on_decode = TurnOnRing(
+                turn_id=turn_id,
+                kv_id=request.conversation_id or turn_id,
+                attempt=given_up.record.attempt,
+                retained_tokens=0,
+                is_sealed=True,
+            )
+            self._adopt(pending, on_decode)
+
     def _settled(self, pending: _Pending) -> None:
         del self.pending[pending.record.turn_id]
         pending.settled.set()
@@ -328,21 +394,4 @@ def _reservation(ring: RegisteredRing, turn: TurnOnRing) -> Reservation:
         shards=ShardMap.empty(ring.registration.num_ranks),
         kv_endpoints=(),
         tp=ring.registration.tp,
-    )
-
-
-def _joined(turn: RunningTurn) -> PrefillTurn:
-    """Return the request that joins a prefill under way: its ring knows the rest."""
-    assert turn.on_decode is not None, "an adopted turn is on its decode ring"
-    return PrefillTurn(
-        turn_id=turn.turn_id,
-        attempt=turn.attempt,
-        kv_id=turn.kv_id,
-        token_ids=turn.token_ids[:0],
-        cached_tokens=0,
-        chunks=(),
-        sampling=turn.request.sampling,
-        deadline_seconds=turn.request.deadline_seconds,
-        decode_endpoint=turn.decode.registration.endpoint,
-        destination=turn.on_decode,
     )

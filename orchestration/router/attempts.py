@@ -18,7 +18,7 @@ from orchestration.protocol.views import MoveReason
 from orchestration.router.registry import TurnRegistry
 from orchestration.router.reservations import TurnReservations, explain
 from orchestration.router.turn import RunningTurn, TurnState, note_computed
-from orchestration.tasks import TaskSet
+from orchestration.tasks import TaskSet, begin_joined
 from workers.protocol.prefill_steps import RING_ALGORITHMS, TokenIds
 
 log = logging.getLogger(__name__)
@@ -78,23 +78,23 @@ class TurnAttempts:
         self._start_prefill(turn, plan).add_done_callback(lambda task: self._on_first_prefill(turn, task))
         return plan
 
-    def rejoin(self, turn: RunningTurn, joined: PrefillTurn | None) -> None:
-        """Go on with a turn of an earlier router, whose prompt is being computed, or was: then nothing is `joined`."""
+    def rejoin(self, turn: RunningTurn, *, is_joinable: bool) -> None:
+        """Go on with a turn of an earlier router, whose prompt is being computed, or was: it is not joinable then."""
         turn.to(TurnState.PREFILLING)
         turn.is_on_prefill_ring = turn.prefill is not None
-        turn.prefilling = asyncio.create_task(self._rejoin(turn, joined))
+        turn.prefilling = asyncio.create_task(self._rejoin(turn, is_joinable))
         turn.prefilling.add_done_callback(lambda task: _note_computed(turn, task))
-        if joined is not None:
+        if is_joinable:
             turn.prefilling.add_done_callback(lambda task: self._on_first_prefill(turn, task))
         else:
             turn.load_share.end_prefill()
             turn.to(TurnState.DECODING)
 
-    async def _rejoin(self, turn: RunningTurn, joined: PrefillTurn | None) -> PrefillDone:
+    async def _rejoin(self, turn: RunningTurn, is_joinable: bool) -> PrefillDone:
         computing = turn.choice.computing
-        if joined is None:
+        if not is_joinable:
             raise Unavailable(f"ring {computing.name} no longer has the KV of {turn.kv_id}")
-        return await self._peers.leader(computing.role, computing.registration.endpoint).prefill(joined)
+        return await self._peers.leader(computing.role, computing.registration.endpoint).prefill(_joined(turn))
 
     async def resume(self, request: ResumeTurn) -> None:
         """Make the KV of a turn again. See `Router.resume_turn`."""
@@ -104,7 +104,8 @@ class TurnAttempts:
         if request.attempt > turn.attempt:
             turn.to(TurnState.RESUMING)
             turn.attempt = request.attempt
-            turn.resuming = asyncio.create_task(self._resume(turn, np.asarray(request.token_ids, dtype=np.int64)))
+            resuming = self._resume(turn, np.asarray(request.token_ids, dtype=np.int64))
+            turn.resuming = begin_joined(f"the resumption of turn {turn.turn_id}", resuming)
         assert turn.resuming is not None, f"attempt {request.attempt} of turn {request.turn_id} was begun by no resume"
         try:
             await asyncio.shield(turn.resuming)
@@ -244,4 +245,21 @@ def _retaining_ring(turn: RunningTurn, plan: TurnPlan) -> RetainingRing | None:
         endpoint=ring.endpoint,
         incarnation=ring.incarnation,
         kv_id=turn.wanted.shared.get(ring.role, turn.kv_id),
+    )
+
+
+def _joined(turn: RunningTurn) -> PrefillTurn:
+    """Return the request that joins a prefill under way: its ring knows the rest."""
+    assert turn.on_decode is not None, "an adopted turn is on its decode ring"
+    return PrefillTurn(
+        turn_id=turn.turn_id,
+        attempt=turn.attempt,
+        kv_id=turn.kv_id,
+        token_ids=turn.token_ids[:0],
+        cached_tokens=0,
+        chunks=(),
+        sampling=turn.request.sampling,
+        deadline_seconds=turn.request.deadline_seconds,
+        decode_endpoint=turn.decode.registration.endpoint,
+        destination=turn.on_decode,
     )

@@ -224,7 +224,7 @@ class Failover:
         if not num_tokens or incarnation != ring.registration.incarnation:
             return None
         # How the tokens lie over the ranks does not matter here.
-        shards = ShardMap(((TokenRange(0, num_tokens),),))
+        shards = ShardMap.of(((TokenRange(0, num_tokens),),))
         return KvLocation(ring=ring.name, incarnation=incarnation, shards=shards)
 
     # --- the attempt that follows ------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
@@ -35,7 +35,10 @@ END_SECONDS = 1.0
 
 
 class TurnRegistry:
-    """Registry of running turns by turn id and by request id. Ends turns exactly once, whatever ends them."""
+    """Registry of running turns by turn id and by request id. Ends turns exactly once, whatever ends them.
+
+    `on_given_up` is called with each turn that is ended because nobody told of it, before that.
+    """
 
     def __init__(
         self,
@@ -55,6 +58,7 @@ class TurnRegistry:
         self._running: dict[str, RunningTurn] = {}
         self._turn_of_request: dict[str, str] = {}
         self.ended = EndedTurns(journal)
+        self.on_given_up: Callable[[BegunRecord, Conversation], None] = lambda record, conversation: None
 
     def __len__(self) -> int:
         return len(self._running)
@@ -102,19 +106,7 @@ class TurnRegistry:
 
     def note_begun(self, turn: RunningTurn) -> Awaitable[None]:
         """Write a turn to the journal as it is now. The awaitable ends when the record is durable."""
-        # Tokens that a new conversation shares with others are its own in the journal.
-        base = turn.match_tokens if turn.request.conversation_id and turn.conversation.has_finished else 0
-        prompt, ttl = turn.prompt[base:], turn.conversation.ttl_seconds
-        record = BegunRecord(
-            turn_id=turn.turn_id,
-            request=replace(turn.request, token_ids=prompt, conversation_ttl_seconds=ttl, prompt_mode=turn.mode),
-            base_tokens=base,
-            prefill=_incarnation(turn.prefill) if turn.prefill else None,
-            decode=_incarnation(turn.decode),
-            attempt=turn.attempt,
-            begun_at=time.time(),
-        )
-        return self._journal.begun(record)
+        return self._journal.begun(_record_of(turn))
 
     def of_tenant(self, tenant: str) -> Iterator[RunningTurn]:
         """Return the running turns whose request id is `tenant/...`."""
@@ -238,6 +230,8 @@ class TurnRegistry:
         """End a turn whose gateway and decode leader are both gone: neither has reported its end."""
         if turn.ending is None:
             log.warning("no end of turn %s was reported; it is ended now", turn.turn_id)
+            if turn.on_decode is not None:
+                self.on_given_up(_record_of(turn), turn.conversation)
             self._start_ending(turn, TurnOutcome(turn_id=turn.turn_id, ok=False))
 
     def _start_ending(self, turn: RunningTurn, outcome: TurnOutcome) -> None:
@@ -377,6 +371,21 @@ class TurnRegistry:
                 await port.settle(conversation.conversation_id, "", retain_tokens=0)
             except RingserveError as error:
                 log.warning("ring %s could not free %s: %s", ring.name, conversation.conversation_id, error)
+
+
+def _record_of(turn: RunningTurn) -> BegunRecord:
+    # Tokens that a new conversation shares with others are its own in the journal.
+    base = turn.match_tokens if turn.request.conversation_id and turn.conversation.has_finished else 0
+    prompt, ttl = turn.prompt[base:], turn.conversation.ttl_seconds
+    return BegunRecord(
+        turn_id=turn.turn_id,
+        request=replace(turn.request, token_ids=prompt, conversation_ttl_seconds=ttl, prompt_mode=turn.mode),
+        base_tokens=base,
+        prefill=_incarnation(turn.prefill) if turn.prefill else None,
+        decode=_incarnation(turn.decode),
+        attempt=turn.attempt,
+        begun_at=time.time(),
+    )
 
 
 def _incarnation(ring: RegisteredRing) -> RingIncarnation:

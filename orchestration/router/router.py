@@ -199,6 +199,8 @@ class Router:
         """End a turn. Return how many tokens its decode ring should retain. Idempotent."""
         if outcome.turn_id in self._adoption.pending:
             await self._adoption.until_settled(outcome.turn_id)
+        if outcome.ok:
+            await self._adoption.note_late_end(outcome.turn_id)
         return await self._turns.end(outcome)
 
     async def abort_requests(self, request_ids: Sequence[str], reader: str = "") -> tuple[list[str], list[str]]:

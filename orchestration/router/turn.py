@@ -271,7 +271,7 @@ def note_computed(turn: RunningTurn, done: PrefillDone) -> None:
     prompt, decode = turn.under_way, turn.on_decode
     if prompt is None or decode is None:
         return
-    shards = ShardMap(((TokenRange(0, len(turn.prompt)),),))
+    shards = ShardMap.of(((TokenRange(0, len(turn.prompt)),),))
     prompt.computed(
         KvLocation(ring=turn.prefill.name, incarnation=turn.on_prefill.incarnation, shards=done.shards)
         if turn.prefill is not None and turn.on_prefill is not None
@@ -330,6 +330,10 @@ class EndedTurns:
     def retained(self, turn_id: str) -> int:
         """Return how many tokens the decode ring retains of a turn; 0 where it is not remembered."""
         return self._retained.get(turn_id, 0)
+
+    def forget(self, turn_id: str) -> None:
+        """Forget the end of a turn that goes on after all."""
+        self._retained.pop(turn_id, None)
 
     def note_answer(self, turn: RunningTurn, token_ids: tuple[int, ...]) -> None:
         """Remember the answer of a turn that has ended well."""

@@ -14,8 +14,8 @@ import grpc
 from rich.table import Table
 
 from cp_core.errors import ConfigError, Unavailable
+from ringserve.client import Client
 from services.cli.options import Subcommands, add_serving_options, serving
-from services.client import Client
 from services.offline.bench.load.alike import count_differing, expected_shares, read_requests, scaled
 from services.offline.bench.load.replay import (
     KINDS,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from cp_core.cost.profile import format_profile
 from cp_core.errors import ConfigError
+from ringserve.client import Client
 from services.cli.options import Subcommands, add_serving_options, client_of, serving
-from services.client import Client
 from services.offline.bench.report import require_matplotlib
 from services.offline.calibration.fitting import Calibration, calibrate, profile_from_rings, shape_of
 from services.offline.calibration.measurement import Calibrator, grid, max_sequence_tokens

@@ -6,14 +6,14 @@ import argparse
 import re
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from cp_core.errors import InvalidRequest, NotFound, RingserveError
-from ringserve.v1 import inference_pb2
+from ringserve.client import Answer, Client, Message, Sampling
 from services.cli.options import Subcommands, add_target_options, check_text, client_of
-from services.cli.transcripts import Message, read_transcript, remove_transcript, write_transcript
+from services.cli.transcripts import read_transcript, remove_transcript, write_transcript
 from services.cli.turns import add_sampling_options, sampling_of, show_plan
-from services.client import Client
 
 EXAMPLE = """example:
   ringserve chat
@@ -69,9 +69,7 @@ class Chat:
     answer, so that a chat whose terminal was closed can go on.
     """
 
-    def __init__(
-        self, client: Client, conversation: str, sampling: inference_pb2.SamplingParams, *, shows_plan: bool = False
-    ) -> None:
+    def __init__(self, client: Client, conversation: str, sampling: Sampling, *, shows_plan: bool = False) -> None:
         """Begin or go on with a conversation; an empty id makes one that ends with the chat.
 
         Raises ConfigError; InvalidRequest for a conversation of the service whose messages are not known here.
@@ -81,7 +79,7 @@ class Chat:
         self.conversation = conversation or f"chat-{uuid.uuid4().hex[:12]}"
         self._sampling = sampling
         self._shows_plan = shows_plan
-        self._last: inference_pb2.GenerateComplete | None = None
+        self._last: Answer | None = None
         known = read_transcript(self.conversation)
         if known is None and conversation:
             self._check_unused()
@@ -134,27 +132,13 @@ class Chat:
         others = [message for message in self.messages if message.role != "system"]
         self.messages = (Message(role="system", content=text), *others)
 
-    def _answer(self, text: str, sampling: inference_pb2.SamplingParams) -> None:
+    def _answer(self, text: str, sampling: Sampling) -> None:
         """Run one turn. Ctrl-C ends it, and what was answered stays; an error leaves the messages as they were."""
         asked = (*self.messages, Message(role="user", content=text))
-        request = inference_pb2.GenerateRequest(
-            chat=inference_pb2.ChatInput(
-                messages=[inference_pb2.ChatMessage(role=each.role, content=each.content) for each in asked]
-            ),
-            sampling_params=sampling,
-            conversation_id=self.conversation,
-            wait=True,  # an answer that was just stopped may still be ending
-        )
-        complete = None
+        answer = None
         pieces: list[str] = []
         try:
-            for response in self._responses(request):
-                piece = response.chunk.text if response.HasField("chunk") else ""
-                if response.HasField("complete"):
-                    complete = response.complete
-                    piece = complete.text[sum(map(len, pieces)) :]
-                pieces.append(piece)
-                print(piece, end="", flush=True)
+            answer = self._stream(asked, sampling, pieces)
         except KeyboardInterrupt:
             print()
             _tell("stopped")
@@ -166,11 +150,11 @@ class Chat:
             print()
         self.messages = (*asked, Message(role="assistant", content="".join(pieces)))
         write_transcript(self.conversation, self.messages)
-        if complete is not None:
-            self._last = complete
-            _tell(figures(complete))
+        if answer is not None:
+            self._last = answer
+            _tell(figures(answer))
             if self._shows_plan:
-                show_plan(complete)
+                show_plan(answer)
 
     def _show_plan(self, rest: str) -> None:
         if self._last is None:
@@ -182,10 +166,7 @@ class Chat:
         if place is None:
             raise InvalidRequest("/retry: nothing was asked yet")
         before, text = self.messages, self.messages[place].content
-        sampling = inference_pb2.SamplingParams()
-        sampling.CopyFrom(self._sampling)
-        sampling.ClearField("seed")
-        sampling.temperature = sampling.temperature or RETRY_TEMPERATURE
+        sampling = replace(self._sampling, seed=None, temperature=self._sampling.temperature or RETRY_TEMPERATURE)
         self.messages = before[:place]
         try:
             self._answer(text, sampling)
@@ -229,37 +210,48 @@ class Chat:
             rooms[ring.role] = max(rooms.get(ring.role, 0), ring.capacity_tokens)
         return min([self._client.model_info().max_context_length, *filter(None, rooms.values())])
 
-    def _responses(self, request: inference_pb2.GenerateRequest) -> Iterator[inference_pb2.GenerateResponse]:
-        """Run a turn whose answer may go on to the model's own end, where no --max-tokens bounds it.
+    def _stream(self, messages: Sequence[Message], sampling: Sampling, pieces: list[str]) -> Answer:
+        """Run a turn, and print and note its pieces. It goes to the model's own end, where no --max-tokens bounds it.
 
         A text has at most as many tokens as bytes. Where that bound leaves little room for the answer, more is asked
         for, and the refusal tells the exact room.
         """
-        params = request.sampling_params
-        if not params.HasField("max_tokens"):
-            used = 0 if self._last is None else self._last.usage.prompt_tokens + self._last.usage.completion_tokens
-            new = request.chat.messages[-1:] if used else request.chat.messages
-            rest = self._room - used - sum(len(each.content.encode()) + TEMPLATE_TOKENS for each in new)
-            params.max_tokens = rest if rest > self._room // 2 else self._room
-            try:
-                yield from self._client.generate(request)
-                return
-            except InvalidRequest as error:
-                found = REFUSED_ROOM.search(str(error))
-                if found is None or int(found["limit"]) <= int(found["prompt"]):
-                    raise
-                params.max_tokens = int(found["limit"]) - int(found["prompt"])
-        yield from self._client.generate(request)
+        if sampling.max_tokens is not None:
+            return self._stream_bounded(messages, sampling, pieces)
+        used = 0 if self._last is None else self._last.usage.prompt_tokens + self._last.usage.completion_tokens
+        new = messages[-1:] if used else messages
+        rest = self._room - used - sum(len(each.content.encode()) + TEMPLATE_TOKENS for each in new)
+        room = rest if rest > self._room // 2 else self._room
+        try:
+            return self._stream_bounded(messages, replace(sampling, max_tokens=room), pieces)
+        except InvalidRequest as error:
+            found = REFUSED_ROOM.search(str(error))
+            if found is None or int(found["limit"]) <= int(found["prompt"]):
+                raise
+        room = int(found["limit"]) - int(found["prompt"])
+        return self._stream_bounded(messages, replace(sampling, max_tokens=room), pieces)
+
+    def _stream_bounded(self, messages: Sequence[Message], sampling: Sampling, pieces: list[str]) -> Answer:
+        with self._client.stream(
+            messages,
+            sampling=sampling,
+            conversation_id=self.conversation,
+            wait=True,  # an answer that was just stopped may still be ending
+        ) as stream:
+            for piece in stream:
+                pieces.append(piece.text)
+                print(piece.text, end="", flush=True)
+            return stream.answer()
 
 
-def figures(complete: inference_pb2.GenerateComplete) -> str:
+def figures(answer: Answer) -> str:
     """Return the figures of a turn in one short line."""
-    usage = complete.usage
-    parts = [f"{complete.ttft_seconds:.1f} s to first token"]
+    usage = answer.usage
+    parts = [f"{answer.ttft_seconds:.1f} s to first token"]
     if usage.completion_tokens > 1:
-        parts.append(f"{1000 * complete.ttit_seconds:.0f} ms a token")
+        parts.append(f"{1000 * answer.ttit_seconds:.0f} ms a token")
     parts.append(f"{usage.cached_tokens} of {usage.prompt_tokens} cached")
-    if complete.finish_reason == "length":
+    if answer.finish_reason == "length":
         parts.append(f"cut after {usage.completion_tokens} tokens")
     return ", ".join(parts)
 

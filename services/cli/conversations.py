@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
-from google.protobuf.json_format import MessageToJson
-from google.protobuf.message import Message
 from rich.console import Console
 from rich.table import Table
 
 from cp_core.errors import InvalidRequest
-from ringserve.v1 import inference_pb2
+from ringserve.client import ConversationInfo, ConversationSummary
 from services.cli.options import Subcommands, add_target_options, client_of
 from services.offline.terminal import listing, print_table
 
@@ -55,15 +56,15 @@ def _verb(verbs: Subcommands, name: str, summary: str, run: object) -> argparse.
 
 def run_list(options: argparse.Namespace) -> int:
     with client_of(options) as client:
-        found = inference_pb2.ListConversationsResponse(conversations=client.list_conversations(options.prefix))
+        found = list(client.list_conversations(options.prefix))
     if options.json:
-        _print_json(found)
+        _print_json({"conversations": [asdict(each) for each in found], "next_page_token": ""})
         return 0
-    print_table(Console(), _table(found.conversations))
+    print_table(Console(), _table(found))
     return 0
 
 
-def _table(conversations: Sequence[inference_pb2.ConversationSummary]) -> Table:
+def _table(conversations: Sequence[ConversationSummary]) -> Table:
     """Return a line for each conversation, with the running turns only where there are some."""
     is_running = any(item.running_request_id for item in conversations)
     headers = ("conversation", "tokens", "turns", "idle", "expires", "KV prefill/decode")
@@ -89,7 +90,8 @@ def run_show(options: argparse.Namespace) -> int:
 
 def run_fork(options: argparse.Namespace) -> int:
     with client_of(options) as client:
-        _show(client.fork_conversation(options.source, options.new, _count(options.at_token)), options.json)
+        client.fork_conversation(options.source, options.new, _count(options.at_token))
+        _show(client.conversation(options.new), options.json)
     return 0
 
 
@@ -97,7 +99,7 @@ def run_delete(options: argparse.Namespace) -> int:
     with client_of(options) as client:
         client.delete_conversation(options.id)
     if options.json:
-        _print_json(inference_pb2.DeleteConversationResponse())
+        _print_json({})
     return 0
 
 
@@ -108,9 +110,9 @@ def _count(value: int | None) -> int | None:
     return value
 
 
-def _show(view: inference_pb2.GetConversationResponse, as_json: bool) -> None:
+def _show(view: ConversationInfo, as_json: bool) -> None:
     if as_json:
-        _print_json(view)
+        _print_json(asdict(view))
         return
     retained = ", ".join(
         f"{place.num_tokens} on {place.ring} ({'+'.join(str(rank.num_tokens) for rank in place.ranks)})"
@@ -123,7 +125,5 @@ def _show(view: inference_pb2.GetConversationResponse, as_json: bool) -> None:
     )
 
 
-def _print_json(message: Message) -> None:
-    print(
-        MessageToJson(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True, indent=None)
-    )
+def _print_json(values: dict[str, Any]) -> None:
+    print(json.dumps(values))

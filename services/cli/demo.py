@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from cp_core.errors import ModelRefused
+from ringserve.client import Client
 from services.cli.import_model import prepare
 from services.cli.options import Subcommands
-from services.client import Client
 from services.cluster.stopping import StopRequest, StopSignals
+from services.config.checks import DEVICES
 from services.gateway.text import TextCodec
 from services.offline.demo import (
     FIRST,
@@ -68,6 +69,12 @@ def add(commands: Subcommands) -> None:
         help=f"cut the document after so many tokens (default: all of it, {RANDOM_TOKENS} with {PREFIX}{TINY})",
     )
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens of each answer, at most (default: 64)")
+    parser.add_argument(
+        "--device",
+        choices=DEVICES,
+        default="cpu",
+        help="device of the ranks; on cuda they share a GPU (default: cpu)",
+    )
     parser.add_argument("--json", action="store_true", help="print turns and verdicts as one JSON object")
     parser.set_defaults(run=run)
 
@@ -91,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
         # Here, not above: other commands do without Ray, whose import takes longer than all else of them.
         from services.cluster.local import LocalCluster
 
-        cluster = LocalCluster(demo_config(model, info.max_positions), progress, signals.requested)
+        cluster = LocalCluster(demo_config(model, info.max_positions, options.device), progress, signals.requested)
         with console.status("starting the cluster"):
             cluster.start()
         with signals.interruptible():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cp_core.errors import InvalidRequest
 from orchestration.protocol.turns import MAX_PRIORITY
-from ringserve.v1 import inference_pb2
+from ringserve.client import Message, Prompt
 from services.cli.options import Subcommands, add_target_options, check_text, client_of
 from services.cli.turns import (
     add_answer_options,
@@ -20,18 +20,14 @@ from services.cli.turns import (
     sampling_of,
     show_plan,
 )
-from services.rpc.answer import answer_dict, answers_dict, collect_all
+from services.rpc.answer import answer_dict, answers_dict
 from workers.protocol.prefill_steps import Algorithm
 
 EXAMPLE = """example:
   ringserve generate --prompt "Once upon a time" --max-tokens 32
   ringserve generate --target 127.0.0.1:50051 --prompt-ids turn2.json --conversation c1 --max-tokens 16 --json
 """
-MODES = {
-    "auto": inference_pb2.PROMPT_MODE_UNSPECIFIED,
-    "append": inference_pb2.PROMPT_MODE_APPEND,
-    "whole-history": inference_pb2.PROMPT_MODE_WHOLE_HISTORY,
-}
+MODES = ("auto", "append", "whole-history")
 
 
 def add(commands: Subcommands) -> None:
@@ -103,31 +99,28 @@ def _check_options(options: argparse.Namespace) -> None:
 
 def run(options: argparse.Namespace) -> int:
     _check_options(options)
-    request = inference_pb2.GenerateRequest(
-        request_id=options.request_id,
-        sampling_params=sampling_of(options),
-        conversation_id=options.conversation,
-        prompt_mode=MODES[options.mode],
-        conversation_ttl_seconds=options.conversation_ttl,
-        wait=options.wait,
-        no_cache=options.no_cache,
-        cache_key=options.cache_key,
-        priority=_priority(options.priority),
-        algorithm=options.algorithm,
-    )
-    if options.prompt is not None:
-        request.text = _read_stdin() if options.prompt == "-" else options.prompt
-    elif options.prompt_ids is not None:
-        ids = check_ids(str(options.prompt_ids), _read_json(options.prompt_ids))
-        request.tokenized.CopyFrom(inference_pb2.TokenizedInput(input_ids=ids))
-    else:
-        request.chat.CopyFrom(_chat(options.messages))
-    is_streamed = not options.json and options.n == 1
+    is_streamed, prompt, sampling = not options.json and options.n == 1, _prompt(options), sampling_of(options)
     with client_of(options) as client:
-        answers = collect_all(client.generate(request, options.timeout), _show if is_streamed else _nothing)
+        stream = client.stream(
+            prompt,
+            sampling=sampling,
+            request_id=options.request_id,
+            conversation_id=options.conversation,
+            mode=options.mode.replace("-", "_"),
+            conversation_ttl_seconds=options.conversation_ttl,
+            wait=options.wait,
+            no_cache=options.no_cache,
+            cache_key=options.cache_key,
+            priority=_priority(options.priority),
+            algorithm=options.algorithm,
+            timeout=options.timeout,
+        )
+        for piece in stream:
+            if is_streamed:
+                print(piece.text, end="", flush=True)
+        answers = stream.answer().choices
     if options.json:
-        one = options.n == 1
-        print(json.dumps(answer_dict(answers[0], options.conversation) if one else answers_dict(answers)))
+        print(json.dumps(answer_dict(answers[0]) if options.n == 1 else answers_dict(answers)))
         return 0
     for answer in answers:
         print("" if is_streamed else f"[{answer.index + 1} of {len(answers)}] {answer.text}")
@@ -135,12 +128,15 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _show(text: str) -> None:
-    print(text, end="", flush=True)
-
-
-def _nothing(text: str) -> None:
-    """Ignore a piece of text: JSON is printed whole, at the end."""
+def _prompt(options: argparse.Namespace) -> Prompt:
+    if options.prompt is not None:
+        return _read_stdin() if options.prompt == "-" else str(options.prompt)
+    if options.prompt_ids is not None:
+        return check_ids(str(options.prompt_ids), _read_json(options.prompt_ids))
+    messages = _read_json(options.messages)
+    if not isinstance(messages, list):
+        raise InvalidRequest(f'{options.messages}: must be a list like [{{"role": "user", "content": "hello"}}]')
+    return [Message.of(item, f"{options.messages}: message {place}") for place, item in enumerate(messages)]
 
 
 def _read_json(path: Path) -> object:
@@ -148,16 +144,3 @@ def _read_json(path: Path) -> object:
         return json.loads(read_text(path))
     except ValueError as error:
         raise InvalidRequest(f"{path} is not valid JSON: {error}") from error
-
-
-def _chat(path: Path) -> inference_pb2.ChatInput:
-    messages = _read_json(path)
-    fits = isinstance(messages, list) and all(
-        isinstance(item, dict) and isinstance(item.get("role"), str) and isinstance(item.get("content"), str)
-        for item in messages
-    )
-    if not fits or not isinstance(messages, list):
-        raise InvalidRequest(f'{path}: must be a list like [{{"role": "user", "content": "hello"}}]')
-    return inference_pb2.ChatInput(
-        messages=[inference_pb2.ChatMessage(role=item["role"], content=item["content"]) for item in messages]
-    )

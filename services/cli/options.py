@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cp_core.errors import ConfigError, InvalidRequest, NotFound
-from services.client import Client, TlsFiles
-from services.client.retries import NO_RETRIES
+from ringserve.client import Client, RetryPolicy, TlsFiles
 from services.cluster.state import require_ready
 from services.config import Config, LogConfig, load_config
 
@@ -24,6 +23,8 @@ else:
 MAX_DRAIN_SECONDS = 86_400.0
 TOKEN_VARIABLE = "RINGSERVE_TOKEN"
 """Environment variable with the bearer token of commands that call a gateway."""
+AT_ONCE = RetryPolicy(max_attempts=1, connect_seconds=0.0)
+"""Retries of a user who waits: a refusal is told at once, and a turn that has begun outlives its gateway."""
 
 
 def check_text(key: str, text: str) -> str:
@@ -72,7 +73,7 @@ def client_of(options: argparse.Namespace, target: str = "") -> Client:
         tls = TlsFiles(
             ca=options.tls_ca, cert=options.tls_cert, key=options.tls_key, server_name=options.tls_server_name
         )
-    return Client(target or target_of(options), token=os.environ.get(TOKEN_VARIABLE, ""), tls=tls, retry=NO_RETRIES)
+    return Client(target or target_of(options), token=os.environ.get(TOKEN_VARIABLE, ""), tls=tls, retry=AT_ONCE)
 
 
 def target_of(options: argparse.Namespace) -> str:

@@ -6,15 +6,16 @@ import argparse
 import io
 import json
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
-from google.protobuf.json_format import MessageToJson
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
 from cp_core.errors import ConfigError, NotFound
-from ringserve.v1 import inference_pb2
+from ringserve.client import RingInfo, ServerInfo
+from ringserve.client.infos import RankKvUsage, RingDrain
 from services.cli.options import Subcommands, add_target_options, client_of
 from services.cluster.state import OR_TARGET, ClusterStage, ClusterState, require_state, starting_line
 from services.offline.terminal import listing, print_table
@@ -53,11 +54,7 @@ def run(options: argparse.Namespace) -> int:
     with client_of(options) as client:
         info = client.server_info()
     if options.json:
-        print(
-            MessageToJson(
-                info, preserving_proto_field_name=True, always_print_fields_with_no_presence=True, indent=None
-            )
-        )
+        print(json.dumps(asdict(info)))
     else:
         _show(Console(), info, options)
     if options.svg is not None:
@@ -74,13 +71,13 @@ def _show_starting(state: ClusterState, *, as_json: bool) -> int:
     return EXIT_NOT_SERVING
 
 
-def _missing_roles(info: inference_pb2.GetServerInfoResponse) -> list[str]:
+def _missing_roles(info: ServerInfo) -> list[str]:
     """Return the roles of which no ring takes turns."""
     serving = {ring.role for ring in info.rings if ring.state == "ready" and not ring.draining}
     return [role for role in ROLES if role not in serving]
 
 
-def _draw(info: inference_pb2.GetServerInfoResponse, options: argparse.Namespace) -> None:
+def _draw(info: ServerInfo, options: argparse.Namespace) -> None:
     """Draw the status as SVG. Raises ConfigError."""
     console = Console(record=True, file=io.StringIO(), width=PICTURE_COLUMNS)
     _show(console, info, options)
@@ -90,7 +87,7 @@ def _draw(info: inference_pb2.GetServerInfoResponse, options: argparse.Namespace
         raise ConfigError(f"--svg: {options.svg} cannot be written: {error.strerror}") from error
 
 
-def _show(console: Console, info: inference_pb2.GetServerInfoResponse, options: argparse.Namespace) -> None:
+def _show(console: Console, info: ServerInfo, options: argparse.Namespace) -> None:
     if options.ring:
         console.print(_ring_table(_ring_of(info, options.ring)))
         return
@@ -110,7 +107,7 @@ def _show(console: Console, info: inference_pb2.GetServerInfoResponse, options: 
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _table(info: inference_pb2.GetServerInfoResponse, *, is_ascii: bool) -> Table:
+def _table(info: ServerInfo, *, is_ascii: bool) -> Table:
     """Return a line for each ring, also for those that have left, and for each role without a ring."""
     table = listing("ring", "state", "running", "waiting", "KV, fullest rank")
     for ring in info.rings:
@@ -131,7 +128,7 @@ def _table(info: inference_pb2.GetServerInfoResponse, *, is_ascii: bool) -> Tabl
     return table
 
 
-def _fullest(ring: inference_pb2.RingInfo, *, is_ascii: bool) -> str:
+def _fullest(ring: RingInfo, *, is_ascii: bool) -> str:
     """Return a bar of the rank with the fewest free blocks (active, retained, free), and the share in use."""
     ranks = [rank for rank in ring.kv_usage if rank.total_blocks]
     if not ranks:
@@ -145,7 +142,7 @@ def _fullest(ring: inference_pb2.RingInfo, *, is_ascii: bool) -> str:
     return f"{bar} {active + retained:.0%}"
 
 
-def _wide_table(info: inference_pb2.GetServerInfoResponse) -> Table:
+def _wide_table(info: ServerInfo) -> Table:
     table = listing(
         "ring",
         "state",
@@ -172,7 +169,7 @@ def _wide_table(info: inference_pb2.GetServerInfoResponse) -> Table:
     return table
 
 
-def _ring_of(info: inference_pb2.GetServerInfoResponse, name: str) -> inference_pb2.RingInfo:
+def _ring_of(info: ServerInfo, name: str) -> RingInfo:
     """Return a ring by name. Raises NotFound."""
     for ring in info.rings:
         if ring.name == name:
@@ -180,7 +177,7 @@ def _ring_of(info: inference_pb2.GetServerInfoResponse, name: str) -> inference_
     raise NotFound(f"ring: there is no ring {name!r}; the rings are {', '.join(ring.name for ring in info.rings)}")
 
 
-def _ring_table(ring: inference_pb2.RingInfo) -> Table:
+def _ring_table(ring: RingInfo) -> Table:
     """Return all that is known of a ring, with a line for each rank."""
     table = Table("", ring.name, box=SIMPLE, show_edge=False, pad_edge=False)
     rows = {
@@ -207,25 +204,25 @@ def _ring_table(ring: inference_pb2.RingInfo) -> Table:
     return table
 
 
-def _ranks(ring: inference_pb2.RingInfo) -> str:
+def _ranks(ring: RingInfo) -> str:
     return f"{ring.num_ranks} x {ring.tp}" if ring.tp > 1 else str(ring.num_ranks)
 
 
-def _means(ring: inference_pb2.RingInfo) -> str:
+def _means(ring: RingInfo) -> str:
     """Return the backends with which a ring computes."""
     return ", ".join(name for name in (ring.attention_backend, ring.ring_transport, ring.decode_variant) if name)
 
 
-def _usage(rank: inference_pb2.RankKvUsage) -> str:
+def _usage(rank: RankKvUsage) -> str:
     return f"{rank.free_blocks}/{rank.active_blocks}/{rank.kept_blocks} of {rank.total_blocks}"
 
 
-def _state(ring: inference_pb2.RingInfo) -> str:
+def _state(ring: RingInfo) -> str:
     word = "restarting" if ring.restarting else "draining" if ring.draining else ""
     return f"{ring.state}, {word}" if word else ring.state
 
 
-def _drain_line(drain: inference_pb2.RingDrain) -> str:
+def _drain_line(drain: RingDrain) -> str:
     """Return how far a ring is with leaving, or how it left."""
     stayed = drain.no_room + drain.failed
     return (
@@ -234,7 +231,7 @@ def _drain_line(drain: inference_pb2.RingDrain) -> str:
     )
 
 
-def pool_sizes(info: inference_pb2.GetServerInfoResponse) -> str:
+def pool_sizes(info: ServerInfo) -> str:
     """Return how many rings of which size each role has, the largest first."""
     rings = Counter((ring.role, ring.num_ranks, ring.tp) for ring in info.rings)
     told = {role: "" for role in dict.fromkeys(ring.role for ring in info.rings)}
@@ -244,7 +241,7 @@ def pool_sizes(info: inference_pb2.GetServerInfoResponse) -> str:
     return "; ".join(f"{role} rings:{sizes}" for role, sizes in told.items())
 
 
-def _waiting(ring: inference_pb2.RingInfo) -> str:
+def _waiting(ring: RingInfo) -> str:
     """Return waiting turns, and for a prefill ring their work beside its bound."""
     if not ring.max_waiting_work:
         return str(ring.num_requests_waiting)

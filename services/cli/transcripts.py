@@ -5,19 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from cp_core.errors import ConfigError
+from ringserve.client import Message
 from services.cluster.state import state_directory
-
-
-@dataclass(frozen=True, kw_only=True)
-class Message:
-    """Message of a chat. `role` is system, user or assistant."""
-
-    role: str
-    content: str
 
 
 def read_transcript(conversation: str) -> tuple[Message, ...] | None:

@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from cp_core.errors import InvalidRequest
-from ringserve.v1 import inference_pb2
+from ringserve.client import Answer, Plan, Sampling
 from services.offline.terminal import console, print_table, simple_table
 from services.offline.units import format_seconds
 from services.rpc.answer import plan_line
@@ -71,10 +71,9 @@ def add_form_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _form_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the chosen form of the answer as a field of SamplingParams, if any. Raises InvalidRequest."""
-    form = {name: given[name] for name in ("json_object", "regex") if given.get(name)}
-    form |= {name: read_text(given[name]) for name in ("json_schema", "grammar") if given.get(name)}
-    return form | ({"choice": inference_pb2.Choices(items=given["choice"])} if given.get("choice") else {})
+    """Return the chosen form of the answer as a field of Sampling, if any. Raises InvalidRequest."""
+    form = {name: given[name] for name in ("json_object", "regex", "choice") if given.get(name)}
+    return form | {name: read_text(given[name]) for name in ("json_schema", "grammar") if given.get(name)}
 
 
 def read_text(path: Path) -> str:
@@ -87,7 +86,7 @@ def read_text(path: Path) -> str:
         raise InvalidRequest(f"{path}: byte {error.start + 1} is no UTF-8 text; convert it to UTF-8") from None
 
 
-def sampling_of(options: argparse.Namespace) -> inference_pb2.SamplingParams:
+def sampling_of(options: argparse.Namespace) -> Sampling:
     """Convert the options. Raises InvalidRequest for values that the contract's types cannot hold."""
     given = vars(options)
     for name, bits in UNSIGNED.items():
@@ -97,7 +96,7 @@ def sampling_of(options: argparse.Namespace) -> inference_pb2.SamplingParams:
             raise InvalidRequest(
                 f"--{name.replace('_', '-')}: {value} is out of range; allowed are {least} to {2**bits - 1}"
             )
-    return inference_pb2.SamplingParams(
+    return Sampling(
         temperature=options.temperature,
         max_tokens=options.max_tokens,
         seed=options.seed,
@@ -138,14 +137,14 @@ def _bias(item: str) -> tuple[int, float]:
         raise InvalidRequest(f"--logit-bias: {item!r} is not ID=X, e.g. 50256=-100") from None
 
 
-def show_plan(complete: inference_pb2.GenerateComplete) -> None:
+def show_plan(answer: Answer) -> None:
     """Print the plan in a line, and a table of the compared prefill rings, on standard error."""
-    print(plan_line(complete), file=sys.stderr, flush=True)
-    if complete.plan.ring_alternatives:
-        print_table(console(stderr=True), ring_table(complete.plan), num_keys=2)
+    print(plan_line(answer), file=sys.stderr, flush=True)
+    if answer.plan.ring_alternatives:
+        print_table(console(stderr=True), ring_table(answer.plan), num_keys=2)
 
 
-def ring_table(plan: inference_pb2.Plan) -> Table:
+def ring_table(plan: Plan) -> Table:
     """Return a table with a line for each ring, the quickest first; * marks the chosen one."""
     headers = ("", "ring", "cp", "tp", "predicted", "queue", "moving KV", "prefill", "hand-off", "stall")
     table = simple_table(*headers, left_aligned=headers[:2])

@@ -75,18 +75,38 @@ def check_fits(config: Config, model: ModelInfo, machine: Machine) -> None:
         f" ({', '.join(f'{count} of {key}' for key, count in sizes.items())})" if len(sizes) > 1 else ""
     )
     smaller = "choose smaller or fewer rings, or a Ray cluster (ray.address)"
-    if config.model.device == "cuda" and processes > machine.gpus:
-        raise ConfigError(f"{named} need a GPU each, and this machine offers {machine.gpus}; {smaller}")
+    sharing = ranks_of_gpu(config.model)
+    if config.model.device == "cuda" and processes > sharing * machine.gpus:
+        need = "a GPU each" if sharing == 1 else f"{config.model.gpus_per_rank:g} of a GPU each"
+        smaller = f"let ranks share a GPU (model.gpus_per_rank), {smaller}" if machine.gpus else smaller
+        raise ConfigError(f"{named} need {need}, and this machine offers {machine.gpus}; {smaller}")
     if processes > MAX_PROCESSES_PER_CORE * machine.cores:
         raise ConfigError(
             f"{named} do not start on {machine.cores} cores, which take {MAX_PROCESSES_PER_CORE} each; {smaller}"
         )
     if config.model.device == "cuda":
-        for pool in config.pools:
-            _check_memory(config, model, [(pool, 1)], machine.gpu_bytes, "on each GPU")
+        for counts in _of_one_gpu(config, sharing):
+            _check_memory(config, model, counts, machine.gpu_bytes, "on each GPU")
     else:
         counts = [(pool, pool.rings * pool.cp * pool.tp) for pool in config.pools]
         _check_memory(config, model, counts, machine.memory_bytes, "free")
+
+
+def ranks_of_gpu(model: ModelConfig) -> int:
+    """Return how many processes of ranks Ray puts on one GPU."""
+    return int(1.0 / model.gpus_per_rank + 1e-9)
+
+
+def _of_one_gpu(config: Config, sharing: int) -> list[list[tuple[Pool, int]]]:
+    """Return what may lie on one GPU: with one process each pool's, with more the processes of all pools in turn."""
+    if sharing == 1:
+        return [[(pool, 1)] for pool in config.pools]
+    counts, left = [], sharing
+    for pool in config.pools:
+        count = min(left, pool.rings * pool.cp * pool.tp)
+        left -= count
+        counts.append((pool, count))
+    return [counts]
 
 
 def dtype_advice(config: ModelConfig, model: ModelInfo, *, can_multiply: bool) -> str:

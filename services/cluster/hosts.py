@@ -26,6 +26,7 @@ from orchestration.ring.actors import RayRanks
 from orchestration.ring.leader import RingLeader
 from orchestration.router.router import Router, RouterSettings
 from services.auth.tls import peer_server
+from services.cluster.garbage import FrozenSurvivors
 from services.config import Config, RouterConfig
 from services.config.rings import Pool
 from services.rpc.health import HealthWatch
@@ -107,7 +108,9 @@ class RunningRouter:
             ring_lease=host.config.timeouts.lost,
             num_rings=sum(pool.rings for pool in host.config.pools),
         )
-        self._router = Router(settings, self._planner, self._peers, journal=journal)
+        self._survivors = FrozenSurvivors()
+        with self._survivors.loading():
+            self._router = Router(settings, self._planner, self._peers, journal=journal)
         self._peers.epoch = journal.epoch if journal else 0
         self._server: GrpcServer | None = None
         self._metrics: MetricsEndpoint | None = None
@@ -157,6 +160,7 @@ class RunningRouter:
         await _close(self._metrics)
         await self._router.close()
         await self._peers.close()
+        self._survivors.close()
 
 
 async def _close(endpoint: MetricsEndpoint | None) -> None:
@@ -193,7 +197,7 @@ class LeaderHost:
         """Return the resources that one rank takes of a Ray node."""
         taken = {"CPU": float(self.settings().ranks.num_threads)}
         if self.config.model.device == "cuda":
-            taken["GPU"] = 1.0
+            taken["GPU"] = self.config.model.gpus_per_rank
         return taken | ({self.pool.resource: 1.0} if self.pool.resource else {})
 
     def metrics_address(self) -> str:
@@ -212,6 +216,7 @@ class LeaderHost:
                 model_path=self.model_path,
                 dtype=config.model.dtype,
                 device=config.model.device,
+                gpus_per_rank=config.model.gpus_per_rank,
                 attention_backend=config.model.attention_backend,
                 ring_transport=config.model.ring_transport,
                 tp=pool.tp,
@@ -267,7 +272,7 @@ class RunningLeader:
         host = self._host
         server = self._server = GrpcServer(peer_server(self._tls), admit=self._admit)
         router = self._peers.router(host.router_endpoint)
-        ranks = RayRanks(host.name, host.resources())
+        ranks = RayRanks(host.name, host.resources(), host.pool.tp)
         leader: RingLeader
         if host.role == "prefill":
             leader = PrefillLeader(host.settings(), ranks, self._peers, router.register_ring)

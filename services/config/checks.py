@@ -38,6 +38,7 @@ def check(config: Config) -> None:
     _among("logs.level", config.logs.level, LOG_LEVELS)
     _among("logs.format", config.logs.format, LOG_FORMATS)
     _among("model.device", config.model.device, DEVICES)
+    _within("model.gpus_per_rank", config.model.gpus_per_rank, 0.01, 1.0)
     _ring_transport(config)
     _variant(config)
     _among("router.selector", config.router.selector, POLICIES)
@@ -149,7 +150,7 @@ def _variant(config: Config) -> None:
 
 def _ring_transport(config: Config) -> None:
     try:
-        backend = select_ring_backend(config.model.ring_transport, config.model.device)
+        backend = select_ring_backend(config.model.ring_transport, config.model.device, config.model.gpus_per_rank)
     except ConfigError as error:
         raise ConfigError(f"model.ring_transport: {error}") from error
     check_ring(backend, config.internal_tls, max(pool.cp * pool.tp for pool in config.pools))

@@ -11,12 +11,14 @@ from orchestration.protocol.rings import HEARTBEAT_SECONDS, LOST_SECONDS
 class ModelConfig:
     """Model of the service. `path` is a Hugging Face model directory, "builtin:smollm2" or "builtin:tiny".
 
-    `ring_transport` joins the ranks of a ring.
+    `ring_transport` joins the ranks of a ring. On "cuda" each process takes `gpus_per_rank` of a GPU: with 0.25 four
+    share one, and their rings go through host memory.
     """
 
     path: str = "builtin:tiny"
     dtype: str = "float32"
     device: str = "cpu"
+    gpus_per_rank: float = 1.0
     attention_backend: str = "auto"
     ring_transport: str = "auto"
 

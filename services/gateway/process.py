@@ -55,10 +55,11 @@ async def serve(settings: GatewaySettings) -> None:
     codec = TextCodec(path)
     authenticator = Authenticator(_tenants(settings))
     peers, metrics = GrpcPeers(settings.peer_tls, settings.lost_seconds, ROUTER_SECONDS), GatewayMetrics()
-    reader = RequestReader(model, codec, settings.max_seconds)
+    name = _model_name(settings)
+    reader = RequestReader(model, codec, settings.max_seconds, (name, str(path)))
     router = peers.router(settings.router)
     tracer = tracer_for(settings.tracing, "gateway")
-    servicer = InferenceServicer(model, str(path), codec, reader, router, peers, metrics, authenticator, tracer)
+    servicer = InferenceServicer(model, str(path), name, codec, reader, router, peers, metrics, authenticator, tracer)
     credentials = settings.tls.grpc_credentials() if settings.tls else None
     server = GrpcServer(credentials, max_calls=settings.max_calls, admit=servicer.admit)
     server.add(
@@ -78,7 +79,7 @@ async def serve(settings: GatewaySettings) -> None:
     metrics_address = endpoint.address if endpoint else ""
     api = HttpApi(
         servicer,
-        _model_name(settings),
+        name,
         model,
         authenticator,
         has_page=settings.page,
@@ -136,7 +137,7 @@ async def _close_servers(
 
 
 def _model_name(settings: GatewaySettings) -> str:
-    """Return the name of the model over HTTP."""
+    """Return the name by which requests ask for the model."""
     return settings.model_name or Path(settings.model).name
 
 

@@ -21,6 +21,7 @@ from orchestration.protocol.plans import TurnPlan
 from orchestration.protocol.ports import Peers, RouterPort
 from orchestration.protocol.turns import TurnRequest
 from orchestration.protocol.views import ConversationView, ServerView
+from ringserve.mapping import name_of
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from services.auth.authenticator import Authenticator, of_grpc
 from services.auth.scoped_router import ScopedRouter
@@ -30,7 +31,7 @@ from services.gateway.requests import RequestReader, identifier, named, num_comp
 from services.gateway.text import AnswerText, StopRule, TextCodec
 from services.gateway.turn_stream import STOPPING, CallsUnderWay, Responses, TurnStream, TurnsUnderWay, merged, turns_of
 from services.rpc.errors import answer, answering, code_of
-from services.rpc.wire.contract import to_message
+from services.rpc.wire.contract import fork_to, model_info_to, to_message
 from services.telemetry.logs import TurnRecord
 from services.telemetry.metrics.gateway import GatewayMetrics
 from services.telemetry.metrics.registry import package_version
@@ -61,6 +62,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self,
         model: ModelInfo,
         model_path: str,
+        model_name: str,
         codec: TextCodec,
         reader: RequestReader,
         router: RouterPort,
@@ -71,6 +73,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> None:
         self._model = model
         self._model_path = model_path
+        self._model_name = model_name
         self._codec = codec
         self._reader = reader
         self._whole_router = router
@@ -155,7 +158,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
         def completed(complete: inference_pb2.GenerateComplete) -> None:
             nonlocal outcome
-            outcome = complete.finish_reason
+            outcome = name_of(inference_pb2.FinishReason, complete.finish_reason)
             self._metrics.completed(complete)
             trace.completed(complete)
 
@@ -252,23 +255,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GetModelInfoRequest, context: Context
     ) -> inference_pb2.GetModelInfoResponse:
         await self._answer(context, _nothing)
-        model = self._model
-        return inference_pb2.GetModelInfoResponse(
-            model_path=self._model_path,
-            model_type=model.model_type,
-            dtype=model.dtype,
-            num_layers=model.num_layers,
-            hidden_size=model.hidden_size,
-            num_heads=model.num_heads,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            vocab_size=model.vocab_size,
-            max_context_length=model.max_positions,
-            eos_token_ids=model.eos_token_ids,
-            kv_bytes_per_token=model.kv_bytes_per_token,
-            num_parameters=model.num_parameters,
-            intermediate_size=model.intermediate_size,
+        return model_info_to(self._model, self._model_path, self._model_name)
+
+    async def CountTokens(
+        self, request: inference_pb2.CountTokensRequest, context: Context
+    ) -> inference_pb2.CountTokensResponse:
+        count = await self._answer(
+            context, lambda router: self.read_tokens(router.tenant, lambda reader, codec: reader.count(request))
         )
+        return inference_pb2.CountTokensResponse(num_tokens=count, max_context_length=self._model.max_positions)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids."""
@@ -316,11 +311,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def ForkConversation(
         self, request: inference_pb2.ForkConversationRequest, context: Context
-    ) -> inference_pb2.GetConversationResponse:
-        return to_message(
-            inference_pb2.GetConversationResponse,
-            await self._answer(context, lambda router: self._fork(router, request)),
-        )
+    ) -> inference_pb2.ForkConversationResponse:
+        return fork_to(await self._answer(context, lambda router: self._fork(router, request)))
 
     async def _fork(self, router: ScopedRouter, request: inference_pb2.ForkConversationRequest) -> ConversationView:
         at_token = request.at_token if request.HasField("at_token") else None

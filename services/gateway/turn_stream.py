@@ -23,6 +23,7 @@ from orchestration.protocol.turns import (
     TokensEvent,
     TurnRequest,
 )
+from ringserve.mapping import number_of
 from ringserve.v1 import inference_pb2
 from services.gateway.failover import FailedOver, LastingTurn
 from services.gateway.text import AnswerText
@@ -71,7 +72,7 @@ class TurnStream:
         self._num_received = num_received or 0
         if num_received is not None:
             self._plan.failovers.add(
-                role="gateway",
+                role=inference_pb2.ROLE_GATEWAY,
                 cause="the stream to the client broke",
                 after_tokens=num_received,
                 prefill_ring=begun.plan.prefill_ring,
@@ -158,7 +159,7 @@ class TurnStream:
             self._plan = to_message(inference_pb2.Plan, plan)
             self._plan.failovers.extend(before)
         self._plan.failovers.add(
-            role=event.begun.lost_role,
+            role=number_of(inference_pb2.Role, event.begun.lost_role),
             cause=event.cause,
             after_tokens=len(self._tokens),
             prefill_ring=plan.prefill_ring,
@@ -226,7 +227,7 @@ class TurnStream:
             complete=inference_pb2.GenerateComplete(
                 output_ids=self._tokens,
                 text=self._text.text,
-                finish_reason=reason,
+                finish_reason=number_of(inference_pb2.FinishReason, reason),
                 matched_stop=self._tokens[-1] if is_stopped else None,
                 matched_stop_str=matched,
                 usage=inference_pb2.Usage(

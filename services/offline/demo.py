@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from cp_core.errors import ConfigError
-from ringserve.v1 import inference_pb2
-from services.client import Client
+from ringserve.client import Client, Message, Sampling
 from services.config import Config, DecodeConfig, GatewayConfig, KvCacheConfig, LogConfig, ModelConfig, PrefillConfig
 from services.gateway.text import TextCodec
-from services.rpc.answer import answer_dict, collect
+from services.rpc.answer import answer_dict
 
 DOCUMENT: Final = Path(__file__).with_name("demo_document.txt")
 """Log of an invented weather station: nothing else tells what it says. Blank lines end its paragraphs."""
@@ -45,10 +44,10 @@ class DemoTurn:
     tokens_per_rank: dict[str, list[int]]
 
 
-def demo_config(model: str, max_positions: int) -> Config:
-    """Return the configuration of two rings of two ranks on loopback, on free ports."""
+def demo_config(model: str, max_positions: int, device: str = "cpu") -> Config:
+    """Return the configuration of two rings of two ranks on loopback, on free ports; on "cuda" they share one GPU."""
     return Config(
-        model=ModelConfig(path=model),
+        model=ModelConfig(path=model, device=device, gpus_per_rank=0.25 if device == "cuda" else 1.0),
         prefill=PrefillConfig(cp=2, chunk_tokens=16384),
         decode=DecodeConfig(cp=2, max_batch=8),
         kv_cache=KvCacheConfig(tokens_per_rank=min(MAX_RANK_TOKENS, max_positions // 2)),
@@ -87,19 +86,21 @@ class DemoConversation:
         """Send the chat so far and `text`; `show` gets the answer's text as it streams."""
         self._messages.append(("user", text))
         prompt = self._codec.encode_chat(self._messages).tolist()
-        messages = [inference_pb2.ChatMessage(role=role, content=content) for role, content in self._messages]
-        request = inference_pb2.GenerateRequest(
-            chat=inference_pb2.ChatInput(messages=messages),
+        stream = self._client.stream(
+            [Message(role=role, content=content) for role, content in self._messages],
             conversation_id=self._conversation_id,
-            sampling_params=inference_pb2.SamplingParams(max_tokens=self._max_tokens, temperature=0.0),
+            sampling=Sampling(max_tokens=self._max_tokens, temperature=0.0),
+            timeout=300,
         )
-        complete = collect(self._client.generate(request, timeout=300), show)
-        self._messages.append(("assistant", complete.text))
+        for piece in stream:
+            show(piece.text)
+        answer = stream.answer()
+        self._messages.append(("assistant", answer.text))
         placements = self._client.conversation(self._conversation_id).placements
         return DemoTurn(
             question=question,
             prompt=prompt,
-            answer=answer_dict(complete, self._conversation_id),
+            answer=answer_dict(answer),
             tokens_per_rank={place.ring: [rank.num_tokens for rank in place.ranks] for place in placements},
         )
 

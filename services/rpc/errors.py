@@ -15,15 +15,10 @@ from google.rpc.status_pb2 import Status
 
 from cp_core import errors
 from cp_core.errors import CapacityExceeded, InvalidRequest, RingserveError, Unavailable, Unreachable
+from ringserve.errors import ERROR_KEY, RETRY_KEY, error_named_by
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-ERROR_KEY = "ringserve-error"
-"""Trailing metadata that names the error class, so that the caller raises the same error."""
-
-RETRY_KEY = "retry-after-ms"
-"""Trailing metadata of a refusal: milliseconds until room is likely."""
 
 DETAILS_KEY = "grpc-status-details-bin"
 """Trailing metadata with the same error as `google.rpc.Status`, which clients of any language can read."""
@@ -74,14 +69,7 @@ def error_named(name: str, message: str) -> RingserveError:
 
 def error_of(failure: Any) -> RingserveError | None:
     """Return the error that a failed call's trailing metadata names; None: gRPC itself failed."""
-    metadata = {key: str(value) for key, value in failure.trailing_metadata() or ()}
-    if ERROR_KEY not in metadata:
-        return None
-    error = error_named(metadata[ERROR_KEY], failure.details() or "")
-    hint = metadata.get(RETRY_KEY, "")
-    if isinstance(error, CapacityExceeded) and hint.isascii() and hint.isdigit():
-        error.retry_after_seconds = int(hint) / 1000
-    return error
+    return error_named_by(failure, {kind.__name__: kind for kind in CODES}, Unavailable)
 
 
 def metadata_of(error: RingserveError) -> tuple[tuple[str, str], ...]:

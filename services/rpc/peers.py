@@ -31,11 +31,12 @@ from orchestration.protocol.turns import (
 )
 from orchestration.protocol.views import ConversationList, ConversationView, RingStatus, ServerView
 from orchestration.tasks import until_reached
+from ringserve.channels import CHANNEL_OPTIONS, keepalive
 from ringserve.v1 import inference_pb2, rings_pb2, rings_pb2_grpc, router_pb2, router_pb2_grpc
 from services.auth.sections import SECRET_VARIABLE
 from services.auth.tls import peer_channel
 from services.rpc.errors import error_from
-from services.rpc.server import CHANNEL_OPTIONS, EPOCH_KEY, PEER_VERSION, SECRET_KEY, VERSION_KEY, keepalive
+from services.rpc.server import EPOCH_KEY, PEER_VERSION, SECRET_KEY, VERSION_KEY
 from services.rpc.wire.contract import event_from, from_message, to_message
 
 T = TypeVar("T")

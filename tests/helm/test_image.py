@@ -8,6 +8,7 @@ import tomllib
 import pytest
 import yaml
 
+import ringserve
 from tests.helm.charts import CHART, ROOT
 
 LINES = re.sub(r"\\\n\s*", "", (ROOT / "Dockerfile").read_text()).splitlines()
@@ -57,10 +58,11 @@ def test_what_is_copied_is_let_into_the_build() -> None:
     assert copied == let_in
 
 
-def test_chart_project_and_image_are_of_one_version() -> None:
+def test_chart_project_client_and_image_are_of_one_version() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     version = PROJECT["project"]["version"]
     assert chart["appVersion"] == version
+    assert ringserve.__version__ == version
     (labels,) = (line for line in stage("runtime") if line.startswith("LABEL "))
     assert f'org.opencontainers.image.version="{version}"' in labels
     pins = (ROOT / "constraints.txt").read_text().splitlines()

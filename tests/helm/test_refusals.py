@@ -24,6 +24,10 @@ CASES: dict[str, tuple[Mapping[str, Any], str]] = {
         {"prefill": {"parallelism": {"cp": 3, "tp": 1}, "ranksPerPod": 2}},
         "prefill.ranksPerPod: 2 does not divide cp * tp = 3",
     ),
+    "processes of a rank in several pods": (
+        {"model": {"numKvHeads": 8}, "decode": {"parallelism": {"cp": 2, "tp": 4}, "ranksPerPod": 2}},
+        "decode.ranksPerPod: 2 is no multiple of tp = 4; the processes that share heads are in one pod",
+    ),
     "a CUDA image without GPUs": (
         {"model": {"device": "cuda"}},
         "prefill.resources: limit nvidia.com/gpu is 0; model.device cuda and 1 processes in a pod need 1",

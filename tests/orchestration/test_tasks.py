@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+from typing import Any
 
 import pytest
 
 from cp_core.errors import Unavailable
-from orchestration.tasks import TaskSet, finish_despite_cancellation, gather_all, gather_first_error
+from orchestration.tasks import TaskSet, begin_joined, finish_despite_cancellation, gather_all, gather_first_error
 
 DEAD = Unavailable("rank 1 died")
 
@@ -105,3 +107,34 @@ async def test_a_task_set_logs_an_error_with_its_owner_and_cancels_the_others_on
     await tasks.close()
     assert waiting.cancelled()
     assert len(tasks) == 0
+
+
+async def test_an_error_of_joined_work_is_logged_in_one_line_where_its_caller_has_left(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A caller that left never looks at the error; Python must not tell of it with a stack trace."""
+    caplog.set_level(logging.INFO)
+    told: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    may_fail = asyncio.Event()
+
+    async def fail() -> None:
+        await may_fail.wait()
+        raise DEAD
+
+    work = begin_joined("turn t", fail())
+
+    async def join(task: asyncio.Task[None]) -> None:
+        await asyncio.shield(task)
+
+    caller = asyncio.create_task(join(work))
+    await asyncio.sleep(0)
+    caller.cancel()
+    await asyncio.wait([caller])
+    may_fail.set()
+    await asyncio.wait([work])
+    del work, caller
+    gc.collect()
+    assert not told
+    assert [record.getMessage() for record in caplog.records] == ["turn t failed: rank 1 died"]
+    assert not caplog.records[0].exc_info

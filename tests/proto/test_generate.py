@@ -72,3 +72,44 @@ def test_a_broken_contract_is_refused_in_the_words_of_protoc(
     (root / "ringserve" / "v1" / "echo.proto").write_text(CONTRACT.replace("string", "strng"))
     assert run(generate, root) == 2
     assert "strng" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("", ""),
+        ("string text = 1; int32 more = 2;", ""),
+        ("int32 text = 1;", 'Field "1" with name "text" on message "Ping" changed type from "string" to "int32"'),
+        ("string text = 2;", 'Previously present field "1" with name "text" on message "Ping" was deleted'),
+        ("string words = 1;", 'changed name from "text" to "words"'),
+        ("reserved 1;", 'Previously present field "1" with name "text" on message "Ping" was deleted'),
+        ("repeated string text = 1;", "changed cardinality"),
+    ],
+)
+def test_a_change_that_breaks_clients_of_the_latest_release_is_named(
+    generate: ModuleType, root: Path, change: str, said: str
+) -> None:
+    released(generate, root, change or "string text = 1;")
+    lines = generate.find_breaks(root)
+    assert bool(lines) == bool(said)
+    assert said in "".join(lines)
+
+
+def released(generate: ModuleType, root: Path, change: str) -> None:
+    """Release the contract, and change the message's field."""
+    contract = root / "ringserve" / "v1" / "echo.proto"
+    contract = contract.rename(contract.with_name("inference.proto"))
+    generate.release(root)
+    (root / "buf.yaml").write_text((GENERATE.parent / "buf.yaml").read_text())
+    contract.write_text(CONTRACT.replace("string text = 1;", f"// said\n{change}"))
+
+
+def test_the_check_fails_for_a_contract_that_breaks_clients_though_its_stubs_are_fresh(
+    generate: ModuleType, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    released(generate, root, "int32 text = 1;")
+    assert run(generate, root) == 0
+    assert run(generate, root, "--check") == 1
+    assert "breaks clients of the latest release: ringserve/v1/inference.proto:" in capsys.readouterr().err
+    assert run(generate, root, "--release") == 0
+    assert run(generate, root, "--check") == 0

@@ -50,10 +50,11 @@ class LocalGateway:
             leader.tracer = tracer or leader.tracer
         self._is_secure = tls is not None
         self.codec = codec
-        reader = RequestReader(self.service.model, codec, max_seconds=CALL_SECONDS)
+        reader = RequestReader(self.service.model, codec, max_seconds=CALL_SECONDS, names=(MODEL, str(model_path)))
         self.servicer = InferenceServicer(
             self.service.model,
             str(model_path),
+            MODEL,
             codec,
             reader,
             self.service.router,

@@ -17,6 +17,9 @@ from torch import Tensor
 
 from cp_core.layout.shards import ShardMap, appended, balanced_layout
 from cp_core.transport.inprocess import InProcessRing
+from cp_core.transport.interface import RingTransport
+from cp_core.transport.staged import StagedRing
+from tests.cp_core.staging import PoisonedStaging
 from workers.protocol.decode_commands import AdmitSequence, ComputePrompt, DecodeEvent, RemoveSequence
 from workers.protocol.prefill_steps import Algorithm, PrefillOutput, PrefillStep, SequencePrefill
 from workers.protocol.ranks import RankInfo, RankSettings, RankSpec, RingSpec
@@ -73,8 +76,12 @@ class LocalRing:
         attention_backend: str = "auto",
         packs_weights: bool = False,
         dtype: str = "float32",
+        is_staged: bool = False,
     ) -> None:
-        """Start `num_ranks` ranks that share the tokens, each of `tp` workers that share the heads."""
+        """Start `num_ranks` ranks that share the tokens, each of `tp` workers that share the heads.
+
+        Where the ring `is_staged`, its messages are copied as those of ranks on a GPU are that go through host memory.
+        """
         self.num_ranks = num_ranks
         self.tp = tp
         self.incarnation = f"test-0@{id(self)}"
@@ -85,7 +92,9 @@ class LocalRing:
         self._cursor = 0
         rings = [InProcessRing(num_ranks, timeout_seconds=WAIT_SECONDS).transports for _ in range(tp)]
         heads = [InProcessRing(tp, timeout_seconds=WAIT_SECONDS).transports for _ in range(num_ranks)]
-        self.transports = [rings[rank % tp][rank // tp] for rank in range(num_ranks * tp)]
+        self.transports: list[RingTransport] = [rings[rank % tp][rank // tp] for rank in range(num_ranks * tp)]
+        if is_staged:
+            self.transports = [StagedRing(transport, PoisonedStaging()) for transport in self.transports]
 
         def start(worker: RankWorker, rank: int) -> RankInfo:
             spec = RankSpec(

@@ -102,11 +102,11 @@ class HeaderChannel:
 
     `hops` are this rank's rings in the order in which a header passes them: a header arrives by the first and leaves by
     the second. Besides the ring of rank 0 these are, with tensor parallelism, the tensor parallel rings of cp ranks.
+    Headers are tensors of the host, so that no rank waits for a GPU to know its next step.
     """
 
-    def __init__(self, hops: Sequence[RingTransport], max_batch: int, device: torch.device) -> None:
+    def __init__(self, hops: Sequence[RingTransport], max_batch: int) -> None:
         self._hops = [hop for hop in hops if hop.size > 1]
-        self._device = device
         self._size = 4 + max_batch
 
     def send(self, header: Header) -> None:
@@ -115,22 +115,21 @@ class HeaderChannel:
             return
         payload = encode_change(header.change) if header.change else b""
         words = [header.kind, VARIANTS.index(header.variant), len(payload), len(header.token_ids), *header.token_ids]
-        fixed = torch.tensor(words + [0] * (self._size - len(words)), dtype=torch.int64, device=self._device)
+        fixed = torch.tensor(words + [0] * (self._size - len(words)), dtype=torch.int64)
         self._pass(fixed)
         if payload:
-            content = torch.from_numpy(np.frombuffer(payload, np.uint8).copy())
-            self._pass(content.to(self._device))
+            self._pass(torch.from_numpy(np.frombuffer(payload, np.uint8).copy()))
 
     def receive(self) -> Header:
         """Receive a header; for every other rank. Raises Unavailable if none comes within SILENCE_SECONDS."""
-        fixed = torch.empty(self._size, dtype=torch.int64, device=self._device)
+        fixed = torch.empty(self._size, dtype=torch.int64)
         self._pass(fixed, SILENCE_SECONDS)
         kind, variant, payload_bytes, num_tokens, *words = fixed.tolist()
         change = UNCHANGED
         if payload_bytes:
-            payload = torch.empty(payload_bytes, dtype=torch.uint8, device=self._device)
+            payload = torch.empty(payload_bytes, dtype=torch.uint8)
             self._pass(payload, SILENCE_SECONDS)
-            change = decode_change(payload.cpu().numpy().tobytes())
+            change = decode_change(payload.numpy().tobytes())
         return Header(HeaderKind(kind), tuple(words[:num_tokens]), change, VARIANTS[variant])
 
     def _pass(self, tensor: torch.Tensor, timeout_seconds: float | None = None) -> None:
@@ -185,21 +184,22 @@ def gather_sampled(
     sampled: Sequence[Sampled],
     num_tops: Sequence[Sequence[int | None]],
     transport: RingTransport,
-    device: torch.device,
 ) -> list[list[Sampled]]:
     """Gather the ranks' sampled tokens on the first rank -> there a list for each rank, elsewhere nothing.
+
+    `transport` carries tensors of the host.
 
     `num_tops[r]` has one item for each row that rank r sampled: the number of top tokens that its log-probabilities
     name, None without log-probabilities. So the first rank knows each message's length. Collective. Raises Unavailable.
     """
-    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    nothing = torch.empty(0, dtype=torch.int64)
     words = write_words(sampled, num_tops[transport.rank])
-    message = torch.tensor(words, dtype=torch.int64, device=device)
+    message = torch.tensor(words, dtype=torch.int64)
     sends = [message if peer == LEADER else nothing for peer in range(transport.size)]
     if transport.rank != LEADER:
         transport.all_to_all(sends, [nothing] * transport.size).wait()
         return []
-    arrived = [torch.empty(sum(map(num_words, tops)), dtype=torch.int64, device=device) for tops in num_tops]
+    arrived = [torch.empty(sum(map(num_words, tops)), dtype=torch.int64) for tops in num_tops]
     transport.all_to_all(sends, arrived).wait()
     return [read_words(words.tolist(), tops) for words, tops in zip(arrived, num_tops, strict=True)]
 

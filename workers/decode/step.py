@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from cp_core.attention.paged import PagedShards, takes_pages
@@ -22,6 +21,7 @@ from cp_core.layout.step_plans import DecodePlan, KvRun, PassQRoute
 from cp_core.ring.decode import ring_decode, sharded_decode
 from cp_core.ring.helix import helix_decode
 from cp_core.transport.interface import RingTransport
+from workers.decode.inputs import InputBuffers, StepInputs
 from workers.decode.messages import LEADER, BatchChange, gather_sampled
 from workers.kv.cache import KvCache, SlotRun, runs
 from workers.model.loading import LoadedModel
@@ -162,10 +162,12 @@ class DecodePass:
         backend: AttentionBackend,
         batch: BatchState,
         clock: StepClock | None = None,
+        control: RingTransport | None = None,
     ) -> None:
-        """`clock` measures the steps."""
+        """`clock` measures the steps; `control` carries tensors of the host, `transport` itself if None."""
         self._model = model
         self._transport = transport
+        self._control = control or transport
         self._cache = cache
         self._backend = backend
         self._batch = batch
@@ -176,12 +178,12 @@ class DecodePass:
         self._route: PassQRoute | None = None
         # Indices of the stored rows among the computed ones; None where these are all, and no layer has to pick rows.
         self._stored: Tensor | None = None
-        self._slots = torch.empty(0, dtype=torch.int64)
+        self._buffers = InputBuffers(cache.device)
+        self._inputs: StepInputs
         # For kernels that take runs: what each row's shard is read from. Shard and table are constant over the layers.
         self._pieces: list[list[SlotRun | Tensor]] = []
-        # For kernels that follow block tables: the batch's table, and how many tokens of each row this rank stores.
+        # For kernels that follow block tables: how many tokens of each row this rank stores.
         self._follows_tables = takes_pages(backend, cache.block_tokens)
-        self._table = torch.empty(0, 0, dtype=torch.int32)
         self._stored_tokens: tuple[int, ...] = ()
 
     def run(self, variant: str) -> list[Sampled]:
@@ -194,21 +196,26 @@ class DecodePass:
             return self._run(variant)
 
     def _run(self, variant: str) -> list[Sampled]:
-        device = self._cache.device
-        appended = self._batch.append()
+        appended, rows = self._batch.append(), self._batch.rows
         self._plan = self._batch.plan()
         self._route = PassQRoute(self._plan, self._transport.rank) if variant == PASS_Q else None
         computed = range(len(self._batch)) if self._route is None else self._route.own
         if self._samples_alone or self._route is not None:
-            prepare_masks([self._batch.rows[number] for number in computed])
-        self._slots = torch.tensor(appended.slots, dtype=torch.int64, device=device)
-        stores_all = len(appended.rows) == len(computed)
-        self._stored = None if stores_all else torch.tensor(appended.rows, dtype=torch.int64, device=device)
+            prepare_masks([rows[number] for number in computed])
         if self._follows_tables:
-            self._stored_tokens = tuple(row.held[self._transport.rank] for row in self._batch.rows)
-            self._table = self._cache.table([row.blocks for row in self._batch.rows], self._stored_tokens)
+            self._stored_tokens = tuple(row.held[self._transport.rank] for row in rows)
         else:
-            self._pieces = [self._cache.pieces(row.runs) for row in self._batch.rows]
+            self._pieces = [self._cache.pieces(row.runs) for row in rows]
+        places = {row: place for place, row in enumerate(computed)}
+        self._inputs = inputs = self._buffers.fill(
+            [rows[number].token_id for number in computed],
+            [rows[number].position for number in computed],
+            appended.slots,
+            [places[number] for number in appended.rows],
+            [row.blocks for row in rows] if self._follows_tables else (),
+            self._stored_tokens,
+        )
+        self._stored = None if len(appended.rows) == len(computed) else inputs.stored
         states = self._hidden_states(computed)
         if self._model.is_helix:
             return self._sample_together(states)
@@ -229,9 +236,9 @@ class DecodePass:
         """
         cache = self._cache
         if self._stored is None:
-            cache.write_slots(layer, self._slots, k, v)
+            cache.write_slots(layer, self._inputs.slots, k, v)
         elif self._stored.shape[0]:
-            cache.write_slots(layer, self._slots, k[self._stored], v[self._stored])
+            cache.write_slots(layer, self._inputs.slots, k[self._stored], v[self._stored])
         shards = self._shards(layer)
         if self._columns is not None:
             return helix_decode(q, shards, self._plan, self._columns, self._transport, self._backend, scale)
@@ -241,17 +248,15 @@ class DecodePass:
 
     def _shards(self, layer: int) -> PagedShards | list[list[KvRun]]:
         if self._follows_tables:
-            return PagedShards(*self._cache.pages(layer), self._table, self._stored_tokens)
+            inputs = self._inputs
+            return PagedShards(*self._cache.pages(layer), inputs.table, self._stored_tokens, inputs.lengths)
         return [self._cache.gathered(layer, pieces) for pieces in self._pieces]
 
     def _hidden_states(self, computed: Sequence[int]) -> Tensor:
         """Return [R, hidden_size] of the newest tokens of these rows."""
         if not computed:
             return self._model.attend_without_tokens(self)
-        rows = [self._batch.rows[number] for number in computed]
-        token_ids = torch.tensor([row.token_id for row in rows], device=self._cache.device)
-        positions = torch.tensor([row.position for row in rows], device=self._cache.device)
-        return self._model.hidden_states(token_ids, positions, self)
+        return self._model.hidden_states(self._inputs.token_ids, self._inputs.positions, self)
 
     def _sample(self, computed: Sequence[int], states: Tensor) -> list[Sampled]:
         """Sample the token after each of these rows from states[R, hidden_size]; [] where another process samples."""
@@ -275,7 +280,7 @@ class DecodePass:
         """Gather all ranks' tokens on the first rank, in the batch's order; [] elsewhere."""
         rows_of = [self._plan.rows_of(rank) for rank in range(self._transport.size)]
         tops_of = [[self._batch.rows[row].sampler.sampling.logprobs for row in rows] for rows in rows_of]
-        arrived = gather_sampled(sampled, tops_of, self._transport, self._cache.device)
+        arrived = gather_sampled(sampled, tops_of, self._control)
         if not arrived:
             return []
         by_row = {
@@ -301,10 +306,12 @@ class DecodePrompts:
         cache: KvCache,
         backend: AttentionBackend,
         clock: StepClock | None = None,
+        control: RingTransport | None = None,
     ) -> None:
-        """`clock` measures the steps."""
+        """`clock` measures the steps; `control` carries tensors of the host, `transport` itself if None."""
         self._model = model
         self._transport = transport
+        self._control = control or transport
         self._cache = cache
         self._backend = backend
         self._clock = clock or StepClock()
@@ -340,7 +347,7 @@ class DecodePrompts:
         if owner == LEADER or self._model.is_helix:
             return sampled[0] if sampled else None
         tops_of = [[prompt.sampling.logprobs] if rank == owner else [] for rank in range(transport.size)]
-        arrived = gather_sampled(sampled, tops_of, transport, self._cache.device)
+        arrived = gather_sampled(sampled, tops_of, self._control)
         return arrived[owner][0] if arrived else None
 
 

@@ -169,14 +169,6 @@ class KvCache:
         shape = (self.num_blocks, self.block_tokens, self.num_kv_heads, self.head_dim)
         return self.k_layers[layer].view(shape), self.v_layers[layer].view(shape)
 
-    def table(self, blocks: Sequence[Sequence[int]], stored: Sequence[int]) -> Tensor:
-        """Return int32[B, M] on the device: the blocks of `stored` tokens of B sequences, M blocks of the longest."""
-        used = [each[: -(-count // self.block_tokens)] for each, count in zip(blocks, stored, strict=True)]
-        table = np.zeros((len(used), max(map(len, used), default=0)), dtype=np.int32)
-        for row, each in zip(table, used, strict=True):
-            row[: len(each)] = each
-        return torch.from_numpy(table).to(self.device)
-
     def write(self, layer: int, blocks: Sequence[int], stored_start: int, k: Tensor, v: Tensor) -> None:
         """Store k[T,K,D] and v[T,K,D] as stored tokens [stored_start, stored_start + T)."""
         self.write_runs(layer, self.runs(blocks, k.shape[0], first=stored_start), k, v)

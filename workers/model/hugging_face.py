@@ -14,17 +14,16 @@ from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import torch
 
 __all__ = [
     "AttentionInterface",
+    "AutoConfig",
     "AutoModelForCausalLM",
     "PreTrainedModel",
     "SiLUActivation",
-    "disable_progress_bar",
-    "without_initial_weights",
+    "no_init_weights",
 ]
 
 INDEXING = "torch._dynamo._trace_wrapped_higher_order_op"
@@ -91,22 +90,6 @@ if "transformers.modeling_utils" not in sys.modules and "torch._dynamo" not in s
         import transformers.modeling_layers
         import transformers.modeling_utils  # noqa: F401
 
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel  # noqa: E402
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel  # noqa: E402
 from transformers.activations import SiLUActivation  # noqa: E402
 from transformers.initialization import no_init_weights  # noqa: E402
-from transformers.utils.logging import disable_progress_bar  # noqa: E402
-
-
-@contextmanager
-def without_initial_weights() -> Iterator[None]:
-    """Let models be made on the CPU, of memory that is never written: loaded weights replace it.
-
-    transformers makes them on "meta", for which torch loads its compiler.
-    """
-    make = PreTrainedModel.get_init_context
-
-    def contexts(*settings: Any) -> list[Any]:
-        return [each for each in make(*settings) if not isinstance(each, torch.device)] + [no_init_weights()]
-
-    with _replaced(PreTrainedModel, get_init_context=contexts):
-        yield

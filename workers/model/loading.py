@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import Linear, Module, SiLU
 
@@ -16,15 +15,16 @@ from cp_core.errors import ModelRefused
 from cp_core.ring.helix import HelixColumns
 from workers.model.hugging_face import (
     AttentionInterface,
+    AutoConfig,
     AutoModelForCausalLM,
     PreTrainedModel,
     SiLUActivation,
-    disable_progress_bar,
-    without_initial_weights,
+    no_init_weights,
 )
 from workers.model.info import multiplies_bfloat16, read_model_info, tensor_share
 from workers.model.tensor_parallel import TensorParallel
 from workers.model.tokenizer import load_tokenizer, tokenizer_json
+from workers.model.weights import read_share, whole_shapes
 from workers.protocol.ranks import ModelInfo
 from workers.sampling.grammar import Grammars
 
@@ -286,42 +286,31 @@ def load_model(
 ) -> LoadedModel:
     """Load the model in `path` in `dtype` onto `device`: the share of rank `tp_rank` of `tp`, or of a helix ring.
 
-    The device never holds more than the share; the host reads the whole model before it is cut. Raises ModelRefused for
-    anything missing, unreadable, unsupported or incomplete, ConfigError for a `tp` that does not divide the KV heads.
+    Neither the device nor the host ever holds more than the share. Raises ModelRefused for anything missing,
+    unreadable, unsupported or incomplete, ConfigError for a `tp` that does not divide the KV heads.
     """
     info = read_model_info(path, dtype, name, device)
     share = tensor_share(info, tp)
     if not any(path.glob("*.safetensors")):
         raise ModelRefused(f"{path} has no *.safetensors weights")
     register_attention()
-    # Progress bars of several ranks would garble their leader's terminal.
-    disable_progress_bar()
     try:
-        with LOADING, without_initial_weights():
-            # Typed as a model alone; with output_loading_info the result is a pair.
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path,
-                dtype=DTYPES[info.dtype],
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-                # Mismatches go into the report: the exception would not name the tensor.
-                ignore_mismatched_sizes=True,
+        with LOADING, no_init_weights():
+            config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            # Of memory that is never written before the share is read: it takes none.
+            model: Any = AutoModelForCausalLM.from_config(
+                config, dtype=DTYPES[info.dtype], attn_implementation=IMPLEMENTATION
             )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ModelRefused(f"{path} cannot be loaded: {error}") from error
-    model, loading = loaded
-    # transformers fills missing weights with random numbers and continues; such a model answers nonsense.
-    if missing := sorted(loading["missing_keys"]):
-        raise ModelRefused(f"{path} lacks weights for {len(missing)} tensors, the first is {missing[0]}")
-    if mismatched := sorted(loading["mismatched_keys"]):
-        name, stored, wanted = mismatched[0]
-        raise ModelRefused(f"{path} has {name} of shape {tuple(stored)} where config.json asks for {tuple(wanted)}")
-    model.set_attn_implementation(IMPLEMENTATION)
+    model.tie_weights()
+    whole = whole_shapes(model)
     tensor = TensorParallel(tp_rank, tp)
     tensor.cut(model)
     head, grammars = model.get_output_embeddings(), grammars_of(path, info)
-    whole = LoadedModel(model, model.base_model, head, info, share, tensor, TensorParallel(), grammars)
-    own = whole.cut_over_ring(helix_rank, helix) if helix > 1 else whole
+    loaded = LoadedModel(model, model.base_model, head, info, share, tensor, TensorParallel(), grammars)
+    if helix > 1:
+        loaded = loaded.cut_over_ring(helix_rank, helix)
+    read_share(path, model, whole, loaded.helix if loaded.is_helix else tensor)
     model.to(device).eval().requires_grad_(False)
-    return own
+    return loaded

@@ -141,11 +141,11 @@ def _cut_rows(tensor: TensorParallel, module: Module) -> None:
     module.weight = _piece(module.weight[:, start:stop])
     module.in_features = stop - start
     # Added once, to the sum. It stays a parameter, under another name, so that the model moves it to its device.
-    module.register_parameter("whole_bias", module.bias)
+    module.register_parameter(WHOLE_BIAS, module.bias)
     module.register_parameter("bias", None)
 
     def summed(module: Module, _inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-        total, bias = all_reduce(output, tensor.transport), module._parameters["whole_bias"]
+        total, bias = all_reduce(output, tensor.transport), module._parameters[WHOLE_BIAS]
         return total if bias is None else total + bias
 
     module.register_forward_hook(summed)
@@ -176,6 +176,8 @@ def _piece(part: Tensor) -> Parameter:
 
 
 WHOLE = "replicated_with_grad_allreduce"
+WHOLE_BIAS = "whole_bias"
+"""Name of the bias of a layer whose input features are cut."""
 STYLES: dict[str, Callable[[TensorParallel, Module], None]] = {
     "colwise": _cut_columns,
     "colwise_gather_output": _cut_columns_and_join,

@@ -311,10 +311,13 @@ class StepInbox:
             raise StepEnded
 
 
-def is_true_everywhere(own: bool, transports: Sequence[RingTransport], device: torch.device) -> bool:
-    """Return True at every rank if `own` is True at every rank; collective over all transports, one after another."""
+def is_true_everywhere(own: bool, transports: Sequence[RingTransport]) -> bool:
+    """Return True at every rank if `own` is True at every rank; collective over all transports, one after another.
+
+    The transports carry tensors of the host.
+    """
     for transport in transports:
-        told = torch.empty(transport.size, 1, device=device)
-        transport.gather_all(torch.full((1,), float(own), device=device), list(told)).wait()
+        told = torch.empty(transport.size, 1)
+        transport.gather_all(torch.full((1,), float(own)), list(told)).wait()
         own = bool(told.min() > 0)
     return own

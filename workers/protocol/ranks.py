@@ -22,12 +22,14 @@ class RankSettings:
     `tp` processes share the heads of the same tokens and use the same block table. `listen_host` is the address on
     which ranks listen; empty: the address of the rank's node. `tls` encrypts all traffic between ranks, as far as
     `ring_transport` can, and ranks then accept each other by certificate only. `packs_weights` orders the weights for
-    the kernels of CPUs, once the ring is measured, `packs_head` those of the head as well, as decode steps gain by.
+    the kernels of CPUs, once the ring is measured, `packs_head` those of the head as well, as decode steps gain by. On
+    "cuda" a process has `gpus_per_rank` of a GPU: with less than 1, several share it.
     """
 
     model_path: str
     dtype: str = "float32"
     device: str = "cpu"
+    gpus_per_rank: float = 1.0
     attention_backend: str = "auto"
     ring_transport: str = "auto"
     tp: int = 1

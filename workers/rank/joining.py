@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -14,23 +15,52 @@ from cp_core.transport.interface import RingTransport
 from cp_core.transport.ring_backend import select_ring_backend
 from cp_core.transport.socket_mesh import Rendezvous, RingListener, connect_mesh, parse_endpoint
 from cp_core.transport.socket_ring import SocketRing
+from cp_core.transport.staged import for_device
 from workers.protocol.ranks import RankEndpoints, RankSpec, RingSpec
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class RankRings:
+    """Rings of one rank: `tokens` joins the ranks with other tokens, `heads` those with other heads, if there are any.
+
+    `control` and `control_heads` join the same ranks for tensors of the host: headers of a loop and sampled tokens.
+    They are the same rings where these carry such tensors, and sockets beside NCCL, whose messages would wait for the
+    GPU.
+    """
+
+    tokens: RingTransport
+    heads: RingTransport | None
+    control: RingTransport
+    control_heads: RingTransport | None
+
+    @classmethod
+    def of(cls, tokens: RingTransport, heads: RingTransport | None = None) -> RankRings:
+        """Return rings that carry both kinds of messages."""
+        return cls(tokens, heads, tokens, heads)
+
+    @property
+    def all(self) -> tuple[RingTransport, ...]:
+        """Every ring once, those of data first."""
+        rings = [each for each in (self.tokens, self.heads, self.control, self.control_heads) if each is not None]
+        return tuple(dict.fromkeys(rings))
+
+
 class RingJoining:
     """Joining in two calls: `open`, then `join` with the endpoints of all ranks; `close` in any state.
 
-    Ranks with sockets connect to each other's endpoints and refuse any peer without the ring's secret. Ranks with NCCL
-    use a store of torch's, which checks no secret, and their messages are not encrypted.
+    Ranks connect by sockets to each other's endpoints and refuse any peer without the ring's secret. With NCCL these
+    carry the control messages alone; NCCL uses a store of torch's, which checks no secret, and does not encrypt.
     """
 
     def __init__(self, spec: RankSpec) -> None:
         """Choose the transport. Raises ConfigError for one that does not serve the device."""
         self._spec = spec
         self._settings = settings = spec.settings
-        self.backend = select_ring_backend(settings.ring_transport, torch.device(settings.device).type)
+        self.backend = select_ring_backend(
+            settings.ring_transport, torch.device(settings.device).type, settings.gpus_per_rank
+        )
         self._listeners: dict[str, RingListener] = {}
         self._store: RingStore | None = None
         if settings.tls is not None and self.backend != "sockets" and spec.num_ranks > 1:
@@ -39,15 +69,16 @@ class RingJoining:
     def open(self) -> RankEndpoints:
         """Open the endpoints that the other ranks connect to. Raises Unavailable."""
         spec, host = self._spec, self._settings.listen_host
-        if self.backend != "sockets":
-            self._store = RingStore(host) if spec.rank == 0 and spec.num_ranks > 1 else None
-            return RankEndpoints(store=f"{host}:{self._store.port}" if self._store else "")
+        store = ""
+        if self.backend != "sockets" and spec.rank == 0 and spec.num_ranks > 1:
+            self._store = RingStore(host)
+            store = f"{host}:{self._store.port}"
         sizes = {"tokens": spec.cp, "heads": spec.tp}
         self._listeners = {name: RingListener(host) for name, size in sizes.items() if size > 1}
-        return RankEndpoints(**{name: listener.endpoint for name, listener in self._listeners.items()})
+        return RankEndpoints(store=store, **{name: each.endpoint for name, each in self._listeners.items()})
 
-    def join(self, ring: RingSpec) -> tuple[RingTransport, RingTransport | None]:
-        """Join -> (the ring of ranks with other tokens, the ring of ranks with other heads or None); collective.
+    def join(self, ring: RingSpec) -> RankRings:
+        """Join the rings of this rank; collective.
 
         Raises Unavailable if the others do not connect within the ring's timeout, or do not know its secret.
         """
@@ -55,17 +86,33 @@ class RingJoining:
         column = [spec.tp * cp_rank + spec.tp_rank for cp_rank in range(spec.cp)]
         tokens = self._connect(ring, "tokens", spec.tp_rank, column)
         if spec.tp == 1:
-            return tokens, None
+            return RankRings(tokens[0], None, tokens[1], None)
         row = range(spec.cp_rank * spec.tp, (spec.cp_rank + 1) * spec.tp)
-        return tokens, self._connect(ring, "heads", spec.cp_rank, row)
+        heads = self._connect(ring, "heads", spec.cp_rank, row)
+        return RankRings(tokens[0], heads[0], tokens[1], heads[1])
 
-    def _connect(self, ring: RingSpec, kind: str, index: int, members: Sequence[int]) -> RingTransport:
-        """Connect the ring of `members`, ranks of the whole; `index` tells it from others of its kind."""
+    def _connect(
+        self, ring: RingSpec, kind: str, index: int, members: Sequence[int]
+    ) -> tuple[RingTransport, RingTransport]:
+        """Connect `members`, ranks of the whole -> their rings for data and for control messages, often the same.
+
+        `index` tells the ring from others of its kind.
+        """
         name, rank, seconds = f"{ring.name}/{kind}-{index}", members.index(self._spec.rank), ring.timeout_seconds
         if len(members) == 1:
-            return InProcessRing(1, seconds).transports[0]
-        if self.backend != "sockets":
-            return self._connect_in_store(ring, name, rank, len(members))
+            alone = InProcessRing(1, seconds).transports[0]
+            return alone, alone
+        control = self._connect_sockets(ring, kind, name, members)
+        if self.backend == "sockets":
+            return control, control
+        try:
+            return self._connect_in_store(ring, name, rank, len(members)), control
+        except BaseException:
+            control.close()
+            raise
+
+    def _connect_sockets(self, ring: RingSpec, kind: str, name: str, members: Sequence[int]) -> RingTransport:
+        rank, seconds = members.index(self._spec.rank), ring.timeout_seconds
         rendezvous = Rendezvous(
             name=name,
             rank=rank,
@@ -75,9 +122,10 @@ class RingJoining:
             tls=self._settings.tls,
         )
         try:
-            return SocketRing(rank, seconds, connect_mesh(self._listeners[kind], rendezvous))
+            sockets = SocketRing(rank, seconds, connect_mesh(self._listeners[kind], rendezvous))
         except Unavailable as error:
             raise Unavailable(f"rank {rank} cannot join ring {name!r} of {len(members)}: {error}") from error
+        return for_device(sockets, torch.device(self._settings.device))
 
     def _connect_in_store(self, ring: RingSpec, name: str, rank: int, size: int) -> RingTransport:
         host, port = parse_endpoint(ring.endpoints[0].store)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -50,7 +50,8 @@ class RankParts:
 
 def load_parts(spec: RankSpec, *, poisoned: bool) -> RankParts:
     """Load the model and open the KV receiver; see `RankWorker.start`."""
-    settings = spec.settings
+    settings = replace(spec.settings, device=_indexed(spec.settings.device))
+    spec = replace(spec, settings=settings)
     torch.set_num_threads(settings.num_threads)
     joining = RingJoining(spec)
     path = resolve_model_path(settings.model_path)
@@ -78,6 +79,11 @@ def load_parts(spec: RankSpec, *, poisoned: bool) -> RankParts:
         poisoned=poisoned,
     )
     return parts_of(spec, joining, model, backend, cache)
+
+
+def _indexed(device: str) -> str:
+    """Return the device with its index: NCCL and torch's streams would each choose one for a bare "cuda"."""
+    return f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device
 
 
 def parts_of(

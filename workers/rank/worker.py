@@ -30,7 +30,7 @@ from workers.protocol.decode_commands import DecodeCommand, DecodeEvents
 from workers.protocol.prefill_steps import PrefillOutput, PrefillStep
 from workers.protocol.ranks import RankEndpoints, RankInfo, RankSpec, RankStatus, RingSpec
 from workers.protocol.transfers import BlockPair, KvEnds, KvExpect, KvSend, TransferKey, TransferReport
-from workers.rank.joining import RingJoining
+from workers.rank.joining import RankRings, RingJoining
 from workers.rank.parts import RankParts, load_parts, parts_of
 from workers.rank.probe import probe_decode_rates, probe_rates
 from workers.sampling.sampler import sample_rows
@@ -50,8 +50,7 @@ class RankWorker:
         self._computing = threading.Lock()
         self._inbox = StepInbox()
         self._started: RankParts | None = None
-        self._transport: RingTransport | None = None
-        self._tensor: RingTransport | None = None
+        self._rings: RankRings | None = None
 
     @property
     def parts(self) -> RankParts:
@@ -87,7 +86,7 @@ class RankWorker:
         self._computing.release()
         parts.sender.close()
         parts.receiver.close()
-        self._transport = self._tensor = None
+        self._rings = None
         self._progress, self._clock, self._inbox = Progress(), StepClock(), StepInbox()
         self._started = parts_of(spec, RingJoining(spec), parts.model, parts.backend, parts.cache)
         return self._started.info
@@ -98,19 +97,21 @@ class RankWorker:
 
     def join(self, ring: RingSpec) -> None:
         """Join the ring; collective. Raises Unavailable if other ranks do not connect within the ring's timeout."""
-        self.attach(*self.parts.joining.join(ring))
+        self._use(self.parts.joining.join(ring))
 
     def attach(self, transport: RingTransport, tensor: RingTransport | None = None) -> None:
         """Use connected rings: the in-process ones of tests. `tensor` joins the tp ranks of this cp rank."""
-        spec = self.parts.spec
-        assert (transport.rank, transport.size) == (spec.cp_rank, spec.cp), "a place in another ring"
-        assert (tensor is None) == (spec.tp == 1), "a tensor parallel ring without tensor parallelism, or none with it"
-        self._transport = transport
-        if tensor is not None:
-            self.parts.model.tensor.connect(tensor)
-            self._tensor = tensor
-        if self.parts.model.is_helix:
-            self.parts.model.helix.connect(transport)
+        self._use(RankRings.of(transport, tensor))
+
+    def _use(self, rings: RankRings) -> None:
+        spec, model = self.parts.spec, self.parts.model
+        assert (rings.tokens.rank, rings.tokens.size) == (spec.cp_rank, spec.cp), "a place in another ring"
+        assert (rings.heads is None) == (spec.tp == 1), "a tensor parallel ring without tensor parallelism, or none"
+        self._rings = rings
+        if rings.heads is not None:
+            model.tensor.connect(rings.heads)
+        if model.is_helix:
+            model.helix.connect(rings.tokens)
         self._clock.watch(*self._transports)
 
     def probe(self) -> RingRates:
@@ -178,7 +179,9 @@ class RankWorker:
             self._begin_sends(step)
             return self._prefill(step, ring)
 
-        if is_true_everywhere(self._inbox.is_waiting, self._transports, self.parts.cache.device):
+        assert self._rings is not None, "the rank has joined no ring"
+        controls = [each for each in (self._rings.control, self._rings.control_heads) if each is not None]
+        if is_true_everywhere(self._inbox.is_waiting, controls):
             self._inbox.run(compute)
             self._progress.alive(running=len(outer.sequences))
 
@@ -201,7 +204,7 @@ class RankWorker:
 
     @property
     def _transports(self) -> tuple[RingTransport, ...]:
-        return tuple(each for each in (self._transport, self._tensor) if each is not None)
+        return () if self._rings is None else self._rings.all
 
     def prefill_logits(self, step: PrefillStep) -> Tensor:
         """Run a prefill step without sampling -> logits[T, vocab_size] of all tokens here, for comparisons.
@@ -236,11 +239,13 @@ class RankWorker:
         """
         parts, spec = self.parts, self.parts.spec
         with self._compute() as ring:
+            assert self._rings is not None, "the rank has joined no ring"
+            control = self._rings.control
             grammars = parts.model.grammars if parts.model.samples else None
             batch = BatchState(ring.rank, ring.size, spec.settings.block_tokens, grammars)
-            step = DecodePass(parts.model, ring, parts.cache, parts.backend, batch, self._clock)
-            prompts = DecodePrompts(parts.model, ring, parts.cache, parts.backend, self._clock)
-            channel = HeaderChannel(self._header_hops(ring), spec.settings.max_batch, parts.cache.device)
+            step = DecodePass(parts.model, ring, parts.cache, parts.backend, batch, self._clock, control)
+            prompts = DecodePrompts(parts.model, ring, parts.cache, parts.backend, self._clock, control)
+            channel = HeaderChannel(self._header_hops(self._rings), spec.settings.max_batch)
             work = LoopWork(batch, step, prompts, partial(self._probe, ring))
             if spec.rank != LEADER:
                 FollowingLoop(channel, work, self._progress).run()
@@ -251,11 +256,12 @@ class RankWorker:
                 parts.mailbox.close(f"the decode loop of {spec.ring} broke: {error}")
                 raise
 
-    def _header_hops(self, ring: RingTransport) -> tuple[RingTransport, ...]:
+    def _header_hops(self, rings: RankRings) -> tuple[RingTransport, ...]:
         """Return the rings of a header's path: the ring of the first heads, then each rank's tensor parallel ring."""
-        if self._tensor is None:
-            return (ring,)
-        return (ring, self._tensor) if self.parts.spec.tp_rank == 0 else (self._tensor,)
+        if rings.control_heads is None:
+            return (rings.control,)
+        is_first = self.parts.spec.tp_rank == 0
+        return (rings.control, rings.control_heads) if is_first else (rings.control_heads,)
 
     def submit(self, commands: Sequence[DecodeCommand]) -> None:
         """Queue commands for the next step boundary; for the first rank. Raises Unavailable once the loop has ended."""
@@ -343,11 +349,11 @@ class RankWorker:
     @contextmanager
     def _compute(self) -> Iterator[RingTransport]:
         """Make the caller the compute thread. A rank that fails leaves the ring, so that its peers fail as well."""
-        assert self._transport is not None, "the rank has joined no ring"
+        assert self._rings is not None, "the rank has joined no ring"
         assert self._computing.acquire(blocking=False), "the rank is computing in another thread"
         try:
             with torch.inference_mode():
-                yield self._transport
+                yield self._rings.tokens
         except BaseException:
             for transport in self._transports:
                 transport.close()

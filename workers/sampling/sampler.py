@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from workers.sampling.grammar import Grammars
+from workers.sampling.on_device import choose
 from workers.sampling.parameters import (
     NO_HISTORY,
     NO_TOKEN,
@@ -67,6 +68,8 @@ def sample_rows(rows: Sequence[SampledRow], logits: Tensor) -> list[Sampled]:
     """
     if not rows:
         return []
+    if logits.device.type != "cpu":
+        return sample_rows_on_device(rows, logits)
     # max treats NaN as the largest value, so the winner shows any NaN; of equal values it takes the first.
     largest, winners = logits.max(dim=-1)
     finite = [number for number, value in enumerate(largest.tolist()) if math.isfinite(value)]
@@ -93,6 +96,30 @@ def prepare_masks(rows: Sequence[SampledRow]) -> None:
             row.sampler.grammar.prepare()
 
 
+def sample_rows_on_device(rows: Sequence[SampledRow], logits: Tensor) -> list[Sampled]:
+    """Sample as `sample_rows` does, where the logits are: one read brings the tokens of all rows that this serves.
+
+    Rows whose logits are changed, or whose log-probabilities are wanted, are sampled on the host from a copy of theirs.
+    """
+    samplings = [row.sampler.sampling for row in rows]
+    others = [number for number, each in enumerate(samplings) if each.changes_logits or each.logprobs is not None]
+    uniforms = [_uniform(each.seed, row.next_position) for each, row in zip(samplings, rows, strict=True)]
+    sampled = _read(choose(logits, samplings, uniforms))
+    if others:
+        on_host = sample_rows([rows[number] for number in others], logits[others].cpu())
+        for number, drawn in zip(others, on_host, strict=True):
+            sampled[number] = drawn
+    return sampled
+
+
+def _read(chosen: Tensor) -> list[Sampled]:
+    """Return the sampled tokens of fp64[2, R]: the largest logit and the token of each row. The only read of a step."""
+    largest, tokens = chosen.tolist()
+    return [
+        Sampled(int(token)) if math.isfinite(value) else NO_TOKEN for value, token in zip(largest, tokens, strict=True)
+    ]
+
+
 def are_greedy(rows: Sequence[SampledRow]) -> bool:
     """Return whether the largest logit of each row and its token suffice to sample them."""
     return all(
@@ -103,8 +130,7 @@ def are_greedy(rows: Sequence[SampledRow]) -> bool:
 
 def sample_greedy_rows(largest: Tensor, tokens: Tensor) -> list[Sampled]:
     """Sample rows that `are_greedy` from the largest logit [R] of each and its token [R], as `sample_rows` does."""
-    chosen = zip(largest.tolist(), tokens.tolist(), strict=True)
-    return [Sampled(token) if math.isfinite(value) else NO_TOKEN for value, token in chosen]
+    return _read(torch.stack([largest.double(), tokens.double()]))
 
 
 def _draw_plain_rows(rows: Sequence[SampledRow], logits: Tensor, tokens: list[int | None]) -> None:
@@ -181,11 +207,15 @@ def draw_plain(logits: npt.NDArray[np.float64], samplings: list[SamplingParamete
 
 def pick(cumulative: npt.NDArray[np.float64], seed: int, position: int) -> int:
     """Pick a token from a cumulative distribution [V] in token order, which need not end at 1."""
+    # side="right" never lands on a token of probability zero.
+    return int(np.searchsorted(cumulative, _uniform(seed, position) * cumulative[-1], side="right"))
+
+
+def _uniform(seed: int, position: int) -> float:
+    """Return the random number in [0, 1) of a draw."""
     # Philox is counter-based: seed and position are its key, so no state is carried from token to token.
     key = ((position & SIXTY_FOUR_BITS) << 64) | (seed & SIXTY_FOUR_BITS)
-    uniform = np.random.Generator(np.random.Philox(key=key)).random()
-    # side="right" never lands on a token of probability zero.
-    return int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
+    return float(np.random.Generator(np.random.Philox(key=key)).random())
 
 
 class RowSampler:

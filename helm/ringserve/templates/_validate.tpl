@@ -24,6 +24,10 @@
 {{- fail (printf "%s.parallelism.tp: %d does not divide the model's %d KV heads; choose a divisor" $role $tp $heads) }}
 {{- end }}
 {{- end }}
+{{- if ne 0 (mod $perPod $tp) }}
+{{- fail (printf "%s.ranksPerPod: %d is no multiple of tp = %d; the processes that share heads are in one pod"
+    $role $perPod $tp) }}
+{{- end }}
 {{- $gpus := int (index (default dict $pool.resources.limits) "nvidia.com/gpu" | default 0) }}
 {{- if and (eq $.Values.model.device "cuda") (ne $gpus $perPod) }}
 {{- $message := "%s.resources: limit nvidia.com/gpu is %d; model.device cuda and %d processes in a pod need %d" }}

@@ -44,6 +44,11 @@ class InferenceStub:
                 request_serializer=ringserve_dot_v1_dot_inference__pb2.AbortRequest.SerializeToString,
                 response_deserializer=ringserve_dot_v1_dot_inference__pb2.AbortResponse.FromString,
                 _registered_method=True)
+        self.CountTokens = channel.unary_unary(
+                '/ringserve.v1.Inference/CountTokens',
+                request_serializer=ringserve_dot_v1_dot_inference__pb2.CountTokensRequest.SerializeToString,
+                response_deserializer=ringserve_dot_v1_dot_inference__pb2.CountTokensResponse.FromString,
+                _registered_method=True)
         self.GetModelInfo = channel.unary_unary(
                 '/ringserve.v1.Inference/GetModelInfo',
                 request_serializer=ringserve_dot_v1_dot_inference__pb2.GetModelInfoRequest.SerializeToString,
@@ -67,7 +72,7 @@ class InferenceStub:
         self.ForkConversation = channel.unary_unary(
                 '/ringserve.v1.Inference/ForkConversation',
                 request_serializer=ringserve_dot_v1_dot_inference__pb2.ForkConversationRequest.SerializeToString,
-                response_deserializer=ringserve_dot_v1_dot_inference__pb2.GetConversationResponse.FromString,
+                response_deserializer=ringserve_dot_v1_dot_inference__pb2.ForkConversationResponse.FromString,
                 _registered_method=True)
         self.DeleteConversation = channel.unary_unary(
                 '/ringserve.v1.Inference/DeleteConversation',
@@ -90,6 +95,13 @@ class InferenceServicer:
 
     def Abort(self, request, context):
         """Ends running turns by request id, wherever they are. Idempotent: an unknown id is reported, not an error.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CountTokens(self, request, context):
+        """Tokens of a prompt, as Generate would count them, the chat template's own included. Computes nothing else.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -150,6 +162,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     request_deserializer=ringserve_dot_v1_dot_inference__pb2.AbortRequest.FromString,
                     response_serializer=ringserve_dot_v1_dot_inference__pb2.AbortResponse.SerializeToString,
             ),
+            'CountTokens': grpc.unary_unary_rpc_method_handler(
+                    servicer.CountTokens,
+                    request_deserializer=ringserve_dot_v1_dot_inference__pb2.CountTokensRequest.FromString,
+                    response_serializer=ringserve_dot_v1_dot_inference__pb2.CountTokensResponse.SerializeToString,
+            ),
             'GetModelInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModelInfo,
                     request_deserializer=ringserve_dot_v1_dot_inference__pb2.GetModelInfoRequest.FromString,
@@ -173,7 +190,7 @@ def add_InferenceServicer_to_server(servicer, server):
             'ForkConversation': grpc.unary_unary_rpc_method_handler(
                     servicer.ForkConversation,
                     request_deserializer=ringserve_dot_v1_dot_inference__pb2.ForkConversationRequest.FromString,
-                    response_serializer=ringserve_dot_v1_dot_inference__pb2.GetConversationResponse.SerializeToString,
+                    response_serializer=ringserve_dot_v1_dot_inference__pb2.ForkConversationResponse.SerializeToString,
             ),
             'DeleteConversation': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteConversation,
@@ -235,6 +252,33 @@ class Inference:
             '/ringserve.v1.Inference/Abort',
             ringserve_dot_v1_dot_inference__pb2.AbortRequest.SerializeToString,
             ringserve_dot_v1_dot_inference__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CountTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ringserve.v1.Inference/CountTokens',
+            ringserve_dot_v1_dot_inference__pb2.CountTokensRequest.SerializeToString,
+            ringserve_dot_v1_dot_inference__pb2.CountTokensResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -369,7 +413,7 @@ class Inference:
             target,
             '/ringserve.v1.Inference/ForkConversation',
             ringserve_dot_v1_dot_inference__pb2.ForkConversationRequest.SerializeToString,
-            ringserve_dot_v1_dot_inference__pb2.GetConversationResponse.FromString,
+            ringserve_dot_v1_dot_inference__pb2.ForkConversationResponse.FromString,
             options,
             channel_credentials,
             insecure,

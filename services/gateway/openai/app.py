@@ -22,6 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from cp_core.errors import RingserveError
+from ringserve.channels import MAX_MESSAGE_BYTES
 from ringserve.v1 import inference_pb2
 from services.auth.authenticator import Authenticator
 from services.auth.tenants import Tenant
@@ -46,7 +47,6 @@ from services.gateway.openai.server import EventStream, HeaderLimit, certificate
 from services.gateway.page.page import ServiceViews, ViewedService, page_routes
 from services.gateway.requests import RequestReader, identifier
 from services.gateway.text import TextCodec
-from services.rpc.server import MAX_MESSAGE_BYTES
 from services.telemetry.metrics.endpoint import metrics_page
 from services.telemetry.metrics.registry import package_version
 from workers.protocol.ranks import ModelInfo

@@ -82,7 +82,7 @@ class ItemAnswer:
         complete = self._complete
         if complete is None:
             raise Unavailable("the stream ended without a completion")
-        is_cut = complete.finish_reason == "length"
+        is_cut = complete.finish_reason == inference_pb2.FINISH_REASON_LENGTH
         usage = complete.usage
         found = self._response("incomplete" if is_cut else "completed") | {
             "usage": {
@@ -160,7 +160,7 @@ class ItemAnswer:
         if not self._items or self._items[-1]["status"] != "in_progress":
             return []
         item = self._items[-1]
-        is_cut = self._complete is not None and self._complete.finish_reason == "length"
+        is_cut = self._complete is not None and self._complete.finish_reason == inference_pb2.FINISH_REASON_LENGTH
         if item["type"] == "message":
             (part,) = item["content"]
             ends = [

@@ -13,6 +13,7 @@ from typing import Any
 
 from cp_core.errors import Unavailable
 from orchestration.protocol.views import ConversationView
+from ringserve.mapping import name_of
 from ringserve.v1 import inference_pb2
 from services.gateway.openai.calls import CallForm, CallReader, CallStart, ReadCall, Said
 from services.gateway.openai.requests import HttpTurn
@@ -159,8 +160,9 @@ class TurnAnswer:
             return self._pieces(response.chunk)
         complete = response.complete
         self._completes.append(complete)
-        rest, reason = complete.text[self._sent_characters[complete.index] :], complete.finish_reason
+        rest = complete.text[self._sent_characters[complete.index] :]
         events = [self._event(self._shape.piece(complete.index, rest, None))] if rest else []
+        reason = _reason(complete)
         if reader := self._reader(complete.index):
             events = self._said(complete.index, [*reader.push(rest), *reader.finish()], None)
             reason = _reason(complete, reader)
@@ -219,7 +221,7 @@ class TurnAnswer:
             said = [*reader.push(text), *reader.finish()]
             plain = "".join(each for each in said if isinstance(each, str))
             return self._shape.with_calls(complete.index, plain, reader.calls, logprobs, _reason(complete, reader))
-        return self._shape.whole(complete.index, text, logprobs, complete.finish_reason)
+        return self._shape.whole(complete.index, text, logprobs, _reason(complete))
 
     def _check_complete(self) -> None:
         if len(self._completes) < self._num_answers:
@@ -265,9 +267,10 @@ class TurnAnswer:
         }
 
 
-def _reason(complete: inference_pb2.GenerateComplete, reader: CallReader) -> str:
-    """Return OpenAI's finish reason of an answer that may call tools."""
-    return "tool_calls" if reader.calls and complete.finish_reason == "stop" else complete.finish_reason
+def _reason(complete: inference_pb2.GenerateComplete, reader: CallReader | None = None) -> str:
+    """Return OpenAI's finish reason of an answer, which may call tools where it has a reader."""
+    reason = name_of(inference_pb2.FinishReason, complete.finish_reason)
+    return "tool_calls" if reader and reader.calls and reason == "stop" else reason
 
 
 def conversation_json(view: ConversationView) -> Json:

@@ -23,8 +23,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from transformers import DynamicCache
 
 from cp_core.errors import ConfigError, Unavailable
+from ringserve.client.channel import OPTIONS
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
-from services.client.channel import OPTIONS
 from services.cluster.local import LocalCluster
 from services.config import Config, LogConfig, MetricsConfig
 from services.offline.bench.figures import Target, paired_ratio
@@ -117,7 +117,9 @@ class ServedTurns:
         self._channel = grpc.insecure_channel(target, options=OPTIONS)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
         info = self._stub.GetServerInfo(inference_pb2.GetServerInfoRequest(), timeout=CONTROL_SECONDS)
-        self._decode_metrics = next(ring.metrics_endpoint for ring in info.rings if ring.role == "decode")
+        self._decode_metrics = next(
+            ring.metrics_endpoint for ring in info.rings if ring.role == inference_pb2.ROLE_DECODE
+        )
 
     def measure(self, turn: Turn) -> TurnTimes:
         """Run a turn to its end. Raises Unavailable where the service refuses or loses it."""

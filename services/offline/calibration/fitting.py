@@ -14,7 +14,7 @@ from cp_core.cost.model import PASS_KV, PASS_Q, ModelShape, RingRates
 from cp_core.cost.profile import DecodeConstants, HardwareProfile, PrefillConstants
 from cp_core.cost.selector import EmpiricalFit, Turn, empirical, is_clearly_less
 from cp_core.errors import ConfigError, Unavailable
-from ringserve.v1 import inference_pb2
+from ringserve.client import ModelInfo, RingInfo
 from services.offline.bench.figures import paired_ratio
 from services.offline.calibration.measurement import Cell, Measurement
 from workers.model.info import ELEMENT_BYTES
@@ -23,7 +23,7 @@ LEAST_SECONDS = 1e-6
 """Least start value of a fitted constant, in seconds; the fit would leave a 0 unchanged."""
 
 
-def shape_of(model: inference_pb2.GetModelInfoResponse) -> ModelShape:
+def shape_of(model: ModelInfo) -> ModelShape:
     """Return the shape of a served model. Raises Unavailable where the service is too old to state it."""
     if not model.intermediate_size or model.dtype not in ELEMENT_BYTES:
         raise Unavailable("the service does not state its model's sizes; it is older than this ringserve")
@@ -40,27 +40,26 @@ def shape_of(model: inference_pb2.GetModelInfoResponse) -> ModelShape:
     )
 
 
-def profile_from_rings(
-    model: inference_pb2.GetModelInfoResponse, rings: Sequence[inference_pb2.RingInfo], name: str
-) -> HardwareProfile:
+def profile_from_rings(model: ModelInfo, rings: Sequence[RingInfo], name: str) -> HardwareProfile:
     """Return the profile that follows from the rates that prefill rings measured at their start.
 
     Of decode only the weights are known. Raises Unavailable where no ring states its rates.
     """
-    rings = [ring for ring in rings if ring.role == "prefill" and ring.HasField("rates")]
-    if not rings:
+    rings = [ring for ring in rings if ring.role == "prefill" and ring.rates is not None]
+    rates = [ring.rates for ring in rings if ring.rates is not None]
+    if not rates:
         raise Unavailable("no prefill ring states its rates; is one ready, and as new as this ringserve?")
     # A ring of one rank has no links to measure.
-    linked = [ring for ring in rings if ring.num_ranks > 1] or rings
+    linked = [ring.rates for ring in rings if ring.rates is not None and ring.num_ranks > 1] or rates
     element_bytes = ELEMENT_BYTES[model.dtype]
     weights = model.num_parameters * element_bytes
     return profile_from_rates(
         RingRates(
-            gemm_flops=median(ring.rates.gemm_flops for ring in rings),
-            attention_flops=median(ring.rates.attention_flops for ring in rings),
-            link_bytes_per_second=median(ring.rates.link_bytes_per_second for ring in linked),
-            link_latency_seconds=median(ring.rates.link_latency_seconds for ring in linked),
-            overlap=median(ring.rates.overlap for ring in linked),
+            gemm_flops=median(each.gemm_flops for each in rates),
+            attention_flops=median(each.attention_flops for each in rates),
+            link_bytes_per_second=median(each.link_bytes_per_second for each in linked),
+            link_latency_seconds=median(each.link_latency_seconds for each in linked),
+            overlap=median(each.overlap for each in linked),
         ),
         name=name,
         element_bytes=element_bytes,

@@ -14,9 +14,7 @@ from statistics import median
 
 from cp_core.cost.fit import PrefillSample, StepPart, StepSample
 from cp_core.errors import Busy, ConfigError, NotFound, Unavailable
-from ringserve.v1 import inference_pb2
-from services.client import Client
-from services.rpc.answer import collect
+from ringserve.client import Answer, Client, ModelInfo, Sampling, ServerInfo
 from workers.protocol.prefill_steps import CALIBRATED_ALGORITHMS, Algorithm
 
 NEW_TOKENS = (32, 128, 512, 2048)
@@ -35,7 +33,7 @@ class Cell:
     new_tokens: int
 
 
-def max_sequence_tokens(model: inference_pb2.GetModelInfoResponse, server: inference_pb2.GetServerInfoResponse) -> int:
+def max_sequence_tokens(model: ModelInfo, server: ServerInfo) -> int:
     """Return the longest sequence that the model and every serving ring can hold."""
     capacities = [ring.capacity_tokens for ring in server.rings if ring.capacity_tokens]
     return min([model.max_context_length, *capacities])
@@ -196,17 +194,15 @@ class Calibrator:
             )
             yield Measurement(ring=ring, sample=sample, seconds=seconds)
 
-    def _generate(
-        self, prompt: list[int], conversation: str, max_tokens: int, algorithm: str
-    ) -> inference_pb2.GenerateComplete:
-        request = inference_pb2.GenerateRequest(
-            tokenized=inference_pb2.TokenizedInput(input_ids=prompt),
+    def _generate(self, prompt: list[int], conversation: str, max_tokens: int, algorithm: str) -> Answer:
+        return self._client.ask(
+            prompt,
             conversation_id=conversation,
-            prompt_mode=inference_pb2.PROMPT_MODE_WHOLE_HISTORY,
-            sampling_params=inference_pb2.SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+            mode="whole_history",
+            sampling=Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
             algorithm=algorithm,
+            timeout=self._timeout,
         )
-        return collect(self._client.generate(request, timeout=self._timeout))
 
     def _tokens(self, count: int) -> list[int]:
         return self._draw.choices(range(self._vocabulary), k=count)

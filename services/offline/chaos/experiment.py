@@ -10,8 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from cp_core.errors import NotFound, RingserveError, Unavailable
-from ringserve.v1 import inference_pb2
-from services.client.async_client import AsyncClient
+from ringserve.client import AsyncClient, RingInfo, ServerInfo
 from services.offline.chaos.faults import Cell, How, Kind, Phase, Processes
 from services.offline.chaos.load import FIRST, HIT, LAST, Expected, Stream, begin, play
 from services.offline.chaos.verdict import MAX_DETECT_SECONDS, Observation, Outcome, Result, judge, nothing_hit
@@ -24,7 +23,7 @@ PAUSE_SECONDS = 0.05
 TRIGGER_SECONDS = 0.002
 RECOVER_SECONDS = 90.0
 FREE_SECONDS = 20.0
-Info = inference_pb2.GetServerInfoResponse
+Info = ServerInfo
 
 
 @dataclass(slots=True)
@@ -107,7 +106,7 @@ class Experiment:
         name = self._processes.name_of(cell.kind, ring)
         if not name:
             return
-        info = next((each for each in self._info.rings if each.name == ring), inference_pb2.RingInfo())
+        info = next((each for each in self._info.rings if each.name == ring), RingInfo())
         pid = self._processes.hit(name, cell.how)
         self._target = _Target(name, ring, pid, info.incarnation, time.monotonic())
 

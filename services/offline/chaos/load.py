@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from cp_core.errors import RingserveError
-from services.client import Sampling
-from services.client.async_client import AsyncClient
-from services.client.results import Answer, Plan
+from ringserve.client import Sampling
+from ringserve.client.async_client import AsyncClient
+from ringserve.client.results import Answer, Plan
 from services.gateway.text import REPLACEMENT
 
 FIRST, HIT, LAST = 0, 1, 2

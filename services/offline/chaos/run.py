@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cp_core.errors import RingserveError, Unavailable
-from services.client.async_client import AsyncClient
+from ringserve.client.async_client import AsyncClient
 from services.gateway.text import TextCodec
 from services.offline.chaos.cluster import OwnCluster
 from services.offline.chaos.experiment import Experiment

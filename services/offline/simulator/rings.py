@@ -132,7 +132,7 @@ class BlockKv:
         """Let others share the first `tokens` tokens of a pinned sequence."""
         sequence = self._pool.get(kv_id)
         assert sequence is not None, "a turn that runs is pinned"
-        sequence.shards = ShardMap(((TokenRange(0, _blocks(tokens)),),)) if tokens else ShardMap.empty(1)
+        sequence.shards = ShardMap.of(((TokenRange(0, _blocks(tokens)),),)) if tokens else ShardMap.empty(1)
 
     def unpin(self, kv_id: str, retain: int, *, is_spare: bool = False) -> None:
         """End a turn: its first `retain` tokens stay while there is room; they go first where they are spare."""

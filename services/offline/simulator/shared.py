@@ -25,7 +25,7 @@ MAX_HISTORIES = 100_000
 
 def location(ring: RegisteredRing, num_tokens: int) -> KvLocation:
     """Return the location of KV on a ring, without its ranks, which the simulation ignores."""
-    shards = ShardMap(((TokenRange(0, num_tokens),),))
+    shards = ShardMap.of(((TokenRange(0, num_tokens),),))
     return KvLocation(ring=ring.name, incarnation=ring.registration.incarnation, shards=shards)
 
 

@@ -23,21 +23,24 @@ from orchestration.protocol.turns import (
 )
 from orchestration.protocol.views import (
     ConversationList,
+    ConversationView,
     DrainView,
     KvLocationView,
     MoveTotals,
     RingStatus,
     ServerView,
 )
+from ringserve.mapping import Mapper, Mirror, check_ids, name_of, number_of
 from ringserve.v1 import inference_pb2, rings_pb2
-from services.rpc.wire.mapping import Mapper, Mirror, check_ids
 from workers.protocol.prefill_steps import Algorithm, TokenIds
+from workers.protocol.ranks import ModelInfo
 from workers.sampling.parameters import TokenLogprobs
 
 PROMPT_MODES = {
     PromptMode.AUTO: inference_pb2.PROMPT_MODE_UNSPECIFIED,
     PromptMode.APPEND: inference_pb2.PROMPT_MODE_APPEND,
     PromptMode.WHOLE_HISTORY: inference_pb2.PROMPT_MODE_WHOLE_HISTORY,
+    PromptMode.NEW: inference_pb2.PROMPT_MODE_NEW,
 }
 
 
@@ -61,14 +64,15 @@ def shards_to(shards: ShardMap) -> list[inference_pb2.RankShard]:
     """Return one message for each rank: its ranges in stored order, and the number of their tokens."""
     return [
         inference_pb2.RankShard(
-            num_tokens=held, ranges=[inference_pb2.Range(start=item.start, stop=item.stop) for item in ranges]
+            num_tokens=ranges.num_tokens,
+            ranges=[inference_pb2.Range(start=item.start, stop=item.stop) for item in ranges],
         )
-        for ranges, held in zip(shards.ranks, shards.held, strict=True)
+        for ranges in shards.ranks
     ]
 
 
 def shards_from(shards: Iterable[inference_pb2.RankShard]) -> ShardMap:
-    return ShardMap(tuple(tuple(TokenRange(item.start, item.stop) for item in shard.ranges) for shard in shards))
+    return ShardMap.of((TokenRange(item.start, item.stop) for item in shard.ranges) for shard in shards)
 
 
 def _alternatives_to(alternatives: Iterable[tuple[str, float]]) -> list[inference_pb2.Alternative]:
@@ -145,6 +149,36 @@ def event_from(message: rings_pb2.TurnEvent) -> TurnEvent:
     return from_message(_KINDS[name], getattr(message, name))
 
 
+def model_info_to(model: ModelInfo, path: str, name: str) -> inference_pb2.GetModelInfoResponse:
+    return inference_pb2.GetModelInfoResponse(
+        model_path=path,
+        model_name=name,
+        model_type=model.model_type,
+        dtype=model.dtype,
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        vocab_size=model.vocab_size,
+        max_context_length=model.max_positions,
+        eos_token_ids=model.eos_token_ids,
+        kv_bytes_per_token=model.kv_bytes_per_token,
+        num_parameters=model.num_parameters,
+        intermediate_size=model.intermediate_size,
+    )
+
+
+def fork_to(view: ConversationView) -> inference_pb2.ForkConversationResponse:
+    return inference_pb2.ForkConversationResponse(
+        conversation_id=view.conversation_id,
+        num_tokens=view.num_tokens,
+        num_turns=view.num_turns,
+        ttl_seconds=view.ttl_seconds,
+        placements=[to_message(inference_pb2.Placement, each) for each in view.placements],
+    )
+
+
 def all_logprobs_to(logprobs: Iterable[TokenLogprobs]) -> list[inference_pb2.TokenLogprobs]:
     return [to_message(inference_pb2.TokenLogprobs, each) for each in logprobs]
 
@@ -167,6 +201,6 @@ def note_chunks(plan: inference_pb2.Plan, chunks: Sequence[PlannedChunk]) -> Non
     for chunk in chunks:
         tokens[chunk.algorithm] += len(chunk.tokens)
     algorithm = max(tokens, key=lambda name: tokens[name])
-    if tokens[algorithm] > tokens[Algorithm(plan.algorithm)]:
+    if tokens[algorithm] > tokens[Algorithm(name_of(inference_pb2.Algorithm, plan.algorithm))]:
         plan.reason += f"; computed by {algorithm}, in steps shared with other turns"
-        plan.algorithm = algorithm
+        plan.algorithm = number_of(inference_pb2.Algorithm, algorithm)

@@ -9,6 +9,7 @@ from itertools import product
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from ringserve.mapping import name_of
 from ringserve.v1 import inference_pb2
 from services.telemetry.metrics.registry import INTER_TOKEN, RATIO, REQUEST, TIME_TO_FIRST_TOKEN, TOKENS, new_registry
 from workers.protocol.decode_commands import FinishReason
@@ -152,7 +153,7 @@ class GatewayMetrics:
     def completed(self, complete: inference_pb2.GenerateComplete) -> None:
         """Observe the parts of a completed turn."""
         plan, tokens = complete.plan, complete.usage.completion_tokens
-        self._successes.labels(_known(complete.finish_reason, FINISHED)).inc()
+        self._successes.labels(_known(name_of(inference_pb2.FinishReason, complete.finish_reason), FINISHED)).inc()
         self._answer_length.observe(tokens)
         self._generated.inc(tokens)
         self._ttft.observe(complete.ttft_seconds)
@@ -167,7 +168,7 @@ class GatewayMetrics:
         self._migrated.labels("to_prefill").inc(plan.pulled_bytes)
         if plan.prefill_seconds > 0:
             ratio = plan.predicted_prefill_seconds / plan.prefill_seconds
-            self._ratio.labels(_known(plan.algorithm, ALGORITHMS)).observe(ratio)
+            self._ratio.labels(_known(name_of(inference_pb2.Algorithm, plan.algorithm), ALGORITHMS)).observe(ratio)
 
 
 def _known(value: str, allowed: tuple[str, ...]) -> str:

@@ -15,10 +15,12 @@ import torch
 from cp_core.attention.backends import select_backend
 from cp_core.attention.flash_attn import FlashAttention
 from cp_core.attention.paged import PagedBackend, PagedShards, attend_pages, takes_pages
-from cp_core.attention.partial import AttentionBackend
+from cp_core.attention.partial import AttentionBackend, Partial, empty_partial
 from cp_core.attention.reference import ReferenceAttention
 from cp_core.attention.torch_cuda import TorchCudaFlash
+from cp_core.attention.triton_decode import TritonDecode
 from cp_core.errors import ConfigError
+from cp_core.layout.step_plans import RowIndices
 from tests.oracles import largest, oracle_partial, random_tokens
 
 
@@ -122,7 +124,8 @@ def _paged_answer(
     assert table.dtype == torch.int32
     assert table.stride(-1) == 1
     assert k.shape[1] % 256 == 0
-    part = ReferenceAttention().paged_attention(q, PagedShards(k, v, table, tuple(stored)), scale=scale)
+    shards = PagedShards(k, v, table, tuple(stored), torch.tensor(stored, dtype=torch.int32))
+    part = ReferenceAttention().paged_attention(q, shards, scale=scale)
     return part.out.to(q.dtype), part.lse.transpose(0, 1).contiguous()
 
 
@@ -187,9 +190,16 @@ def test_block_tables_reach_the_kernel(backend: PagedBackend, dtype: torch.dtype
         for pages, stored in ((k_pages, sequences[sequence].k), (v_pages, sequences[sequence].v)):
             piece = stored[start : start + 256]
             pages[page, : piece.shape[0]] = piece
-    shards = PagedShards(k_pages, v_pages, torch.tensor([[4, 1], [0, 0], [2, 0]], dtype=torch.int32), (300, 0, 256))
+    table, lengths = [[4, 1], [0, 0], [2, 0]], [300, 0, 256]
+    shards = PagedShards(
+        k_pages,
+        v_pages,
+        torch.tensor(table, dtype=torch.int32),
+        tuple(lengths),
+        torch.tensor(lengths, dtype=torch.int32),
+    )
     q = random_tokens(3, dtype=dtype, seed=1).q
-    part = attend_pages(backend, q, shards, 0.125)
+    part = attend_pages(backend, q, shards, 0.125, RowIndices())
     assert torch.isneginf(part.lse[1]).all()
     for row in (0, 2):
         right = oracle_partial(q[row : row + 1], sequences[row].k, sequences[row].v, causal=False, scale=0.125)
@@ -203,12 +213,35 @@ def test_auto_takes_what_torch_brings_on_a_gpu(dtype: torch.dtype, monkeypatch: 
     installed: Any = ModuleType("flash_attn")
     installed.flash_attn_varlen_func = varlen_kernel
     monkeypatch.setitem(sys.modules, "flash_attn", installed)
-    assert select_backend("auto", "cuda:0", dtype).name == "torch_cuda_flash"
+    assert select_backend("auto", "cuda:0", dtype).name == "triton_decode"
     assert select_backend("flash_attn", "cuda:0", dtype).name == "flash_attn"
     assert select_backend("reference", "cuda:0", dtype).name == "reference"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert select_backend("auto", "cuda:0", dtype).name == "torch_cuda_flash"
 
 
-@pytest.mark.parametrize("name", ["torch_cuda_flash", "flash_attn"])
+def test_many_queries_go_to_torchs_kernel_and_decode_over_pages_to_tritons() -> None:
+    """Pages of any size, and sequences of which nothing is stored: the kernel reads the lengths on the device."""
+    calls = []
+
+    class Kernels:
+        def attend_pages(self, q: torch.Tensor, *pages: Any) -> Partial:
+            calls.append(pages)
+            return empty_partial(q)
+
+    backend = TritonDecode(TorchCudaFlash(torch_kernel), Kernels())
+    tokens = random_tokens(5, dtype=torch.float16)
+    part = backend.partial_attention(tokens.q, tokens.k, tokens.v, causal=True, scale=0.125)
+    right = oracle_partial(tokens.q, tokens.k, tokens.v, causal=True, scale=0.125)
+    assert largest(part.out.double() - right.out) <= 1e-3
+    assert takes_pages(backend, 16)
+    pages, table, lengths = torch.zeros(2, 16, 2, 64), torch.zeros(2, 1, dtype=torch.int32), torch.tensor([3, 0])
+    attend_pages(backend, tokens.q[:2], PagedShards(pages, pages, table, (3, 0), lengths), 0.125, RowIndices())
+    (given,) = calls
+    assert all(left is right for left, right in zip(given, (pages, pages, table, lengths, 0.125), strict=True))
+
+
+@pytest.mark.parametrize("name", ["triton_decode", "torch_cuda_flash", "flash_attn"])
 def test_gpu_kernels_refuse_cpus_and_fp32(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"'{name}' does not serve torch\.float16 on cpu"):
         select_backend(name, "cpu", torch.float16)

@@ -14,7 +14,7 @@ from cp_core.attention.partial import Partial
 from cp_core.attention.reference import ReferenceAttention
 from cp_core.attention.torch_cpu import TorchCpuFlash
 from cp_core.cost.decode import GATHER, VARIANTS
-from cp_core.layout.step_plans import DecodePlan, PassQRoute
+from cp_core.layout.step_plans import DecodePlan, PassQRoute, RowIndices
 from cp_core.ring.decode import ring_decode, sharded_decode
 from cp_core.transport.inprocess import InProcessRing
 from cp_core.transport.interface import RingTransport
@@ -37,7 +37,8 @@ def scattered(stored: list[tuple[torch.Tensor, torch.Tensor]], page_tokens: int,
             table[row, index] = page
             k_pages[page, : k[tokens].shape[0]] = k[tokens]
             v_pages[page, : v[tokens].shape[0]] = v[tokens]
-    return PagedShards(k_pages, v_pages, table, tuple(k.shape[0] for k, _ in stored))
+    lengths = [k.shape[0] for k, _ in stored]
+    return PagedShards(k_pages, v_pages, table, tuple(lengths), torch.tensor(lengths, dtype=torch.int32))
 
 
 @given(
@@ -93,10 +94,10 @@ def test_no_kernel_sees_a_sequence_of_which_nothing_is_stored() -> None:
     tokens = [random_tokens(length, seed=length) for length in (5, 0, 33, 0)]
     shards = scattered([(each.k, each.v) for each in tokens], 16)
     q_bhd = random_tokens(4, seed=9).q
-    part = attend_pages(Watching(), q_bhd, shards, SCALE)
+    part = attend_pages(Watching(), q_bhd, shards, SCALE, RowIndices())
     assert torch.isneginf(part.lse[[1, 3]]).all()
     assert torch.isfinite(part.lse[[0, 2]]).all()
-    nothing = attend_pages(Watching(), q_bhd[[1]], shards.of([1]), SCALE)
+    nothing = attend_pages(Watching(), q_bhd[[1]], shards.of([1], RowIndices()), SCALE, RowIndices())
     assert torch.equal(nothing.lse, torch.full((1, 4), -torch.inf))
 
 

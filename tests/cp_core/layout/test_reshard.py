@@ -41,7 +41,7 @@ def owners(owner_of_position: list[int]) -> ShardMap:
     ranks: list[list[TokenRange]] = [[] for _ in range(5)]
     for position, owner in enumerate(owner_of_position):
         ranks[owner].append(TokenRange(position, position + 1))
-    return ShardMap(tuple(map(tuple, ranks)))
+    return ShardMap.of(tuple(map(tuple, ranks)))
 
 
 def positions(shards: ShardMap, rank: int) -> list[int]:
@@ -120,19 +120,19 @@ def test_a_source_that_lacks_a_token_is_refused_by_position(source: ShardMap, da
 
 
 def test_a_hole_in_the_source_is_refused_by_position() -> None:
-    holed = ShardMap(((TokenRange(0, 4),), (TokenRange(5, 9),)))
+    holed = ShardMap.of(((TokenRange(0, 4),), (TokenRange(5, 9),)))
     with pytest.raises(ReshardError, match="position 4 is missing on the source side"):
         plan_reshard(holed, spread(0, 9, (0,)), TokenRange(0, 9), num_kv_heads=1)
 
 
 def test_a_token_held_by_two_source_ranks_is_refused() -> None:
-    doubled = ShardMap(((TokenRange(0, 5),), (TokenRange(4, 9),)))
+    doubled = ShardMap.of(((TokenRange(0, 5),), (TokenRange(4, 9),)))
     with pytest.raises(ReshardError, match="position 4 is held twice or lies outside on the source side"):
         plan_reshard(doubled, spread(0, 9, (0,)), TokenRange(0, 9), num_kv_heads=1)
 
 
 def test_a_source_rank_out_of_order_is_refused() -> None:
-    backwards = ShardMap(((TokenRange(4, 8), TokenRange(0, 4)),))
+    backwards = ShardMap.of(((TokenRange(4, 8), TokenRange(0, 4)),))
     with pytest.raises(ReshardError, match="rank 0 stores position 0 after position 7"):
         plan_reshard(backwards, spread(0, 8, (0,)), TokenRange(0, 8), num_kv_heads=1)
 
@@ -140,10 +140,10 @@ def test_a_source_rank_out_of_order_is_refused() -> None:
 @pytest.mark.parametrize(
     ("destination", "fault"),
     [
-        (ShardMap(((TokenRange(0, 3),), (TokenRange(4, 8),))), "position 3 is missing on the destination side"),
-        (ShardMap(((TokenRange(0, 5),), (TokenRange(4, 8),))), "position 4 is held twice or lies outside"),
-        (ShardMap(((TokenRange(0, 9),),)), "position 8 is held twice or lies outside"),
-        (ShardMap(((), ())), "position 0 is missing on the destination side"),
+        (ShardMap.of(((TokenRange(0, 3),), (TokenRange(4, 8),))), "position 3 is missing on the destination side"),
+        (ShardMap.of(((TokenRange(0, 5),), (TokenRange(4, 8),))), "position 4 is held twice or lies outside"),
+        (ShardMap.of(((TokenRange(0, 9),),)), "position 8 is held twice or lies outside"),
+        (ShardMap.of(((), ())), "position 0 is missing on the destination side"),
     ],
 )
 def test_a_destination_that_is_not_exactly_the_tokens_is_refused(destination: ShardMap, fault: str) -> None:
@@ -166,8 +166,8 @@ def test_nothing_to_move_is_an_empty_plan() -> None:
 
 
 def test_stored_indices_count_from_the_beginning_of_the_source_shard() -> None:
-    source = ShardMap(((TokenRange(0, 10), TokenRange(30, 40)), (TokenRange(10, 30),)))
-    plan = plan_reshard(source, ShardMap(((TokenRange(25, 35),),)), TokenRange(25, 35), num_kv_heads=2)
+    source = ShardMap.of(((TokenRange(0, 10), TokenRange(30, 40)), (TokenRange(10, 30),)))
+    plan = plan_reshard(source, ShardMap.of(((TokenRange(25, 35),),)), TokenRange(25, 35), num_kv_heads=2)
     assert plan.routes == (
         Route(0, 0, (KvPiece(TokenRange(30, 35), 10, 0, 2),)),
         Route(1, 0, (KvPiece(TokenRange(25, 30), 15, 0, 2),)),

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from cp_core.errors import ReshardError
 from cp_core.layout.shards import (
     ShardMap,
+    StoredRanges,
     TokenRange,
+    appended,
     assign_owners,
     balanced_layout,
     chunked_layout,
@@ -42,6 +44,44 @@ def conversations(draw: st.DrawFn) -> ShardMap:
         shards = shards.extend(new.shard_map())
         shards = shards.extend(decoded(shards.num_tokens, draw(st.integers(0, 12)), shards.held))
     return shards
+
+
+# --- stored ranges ---------------------------------------------------------------------------------------------------
+
+ascending = st.lists(st.tuples(st.sampled_from([0, 1, 1, 2, 5]), st.sampled_from([0, 1, 1, 2, 7])), max_size=40)
+
+
+def ranges_of(steps: list[tuple[int, int]]) -> list[TokenRange]:
+    """Return ranges by their gaps and lengths."""
+    ranges, at = [], 0
+    for gap, length in steps:
+        ranges.append(TokenRange(at + gap, at + gap + length))
+        at += gap + length
+    return ranges
+
+
+@given(ascending, st.data())
+def test_stored_ranges_are_the_joined_ranges_however_they_were_put_together(
+    steps: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    ranges = ranges_of(steps)
+    stored, end = StoredRanges.of(ranges), ranges[-1].stop if ranges else 0
+    assert tuple(stored) == coalesce(ranges)
+    assert (len(stored), stored.num_tokens) == (len(coalesce(ranges)), sum(map(len, ranges)))
+    cut = data.draw(st.integers(0, len(ranges)))
+    assert StoredRanges.of(ranges[:cut]).extend(StoredRanges.of(ranges[cut:])) == stored
+    start, stop = sorted((data.draw(st.integers(0, end)), data.draw(st.integers(0, end))))
+    within = stored.within(start, stop)
+    assert within == StoredRanges.of(item.intersect(TokenRange(start, stop)) for item in ranges)
+    assert stored.within(0, start).extend(within).extend(stored.within(stop, end)) == stored
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_tokens_that_go_from_rank_to_rank_take_one_run_a_rank(num_ranks: int) -> None:
+    decoded_tokens = appended(100, [number % num_ranks for number in range(1000)], num_ranks)
+    shards = spread(0, 100, (0,) * num_ranks).extend(decoded_tokens)
+    assert [len(ranges.runs) for ranges in shards.ranks] == [8] * num_ranks
+    shards.check(TokenRange(0, 1100))
 
 
 # --- the 2N chunks of a step -----------------------------------------------------------------------------------------
@@ -239,7 +279,7 @@ def test_coalesce_leaves_no_neighbours_and_no_empties(sizes: list[int]) -> None:
         ranges.append(TokenRange(position, position + size))
         position += size
     joined = coalesce(ranges)
-    assert positions(ShardMap((joined,))) == positions(ShardMap((tuple(ranges),)))
+    assert positions(ShardMap.of((joined,))) == positions(ShardMap.of((tuple(ranges),)))
     assert all(len(item) for item in joined)
     assert all(before.stop < after.start for before, after in pairwise(joined))
 
@@ -255,7 +295,7 @@ def test_ranges_that_do_not_meet_share_nothing() -> None:
 
 
 def shard_map(*ranks: list[tuple[int, int]]) -> ShardMap:
-    return ShardMap(tuple(tuple(TokenRange(*item) for item in ranges) for ranges in ranks))
+    return ShardMap.of(tuple(tuple(TokenRange(*item) for item in ranges) for ranges in ranks))
 
 
 @pytest.mark.parametrize(
@@ -284,6 +324,6 @@ def test_a_map_that_lost_a_token_or_holds_one_twice_is_refused(shards: ShardMap,
     before, after = shards.truncate(position), shards.within(TokenRange(position + 1, total))
     with pytest.raises(ReshardError, match=f"position {position} is missing"):
         before.extend(after).check(TokenRange(0, total))
-    doubled = ShardMap((*shards.ranks, (TokenRange(position, position + 1),)))
+    doubled = ShardMap.of((*shards.ranks, (TokenRange(position, position + 1),)))
     with pytest.raises(ReshardError, match="is held twice"):
         doubled.check(TokenRange(0, total))

@@ -217,7 +217,6 @@ def test_a_ring_of_one_needs_no_store() -> None:
     [
         ("mpi", "cpu", "'mpi' is no ring transport; allowed are auto, nccl, sockets"),
         ("nccl", "cpu", "'nccl' does not serve device 'cpu'; allowed there are auto, sockets"),
-        ("sockets", "cuda", "'sockets' does not serve device 'cuda'; allowed there are auto, nccl"),
         ("auto", "meta", "no ring transport serves device 'meta'"),
         ("auto", "cuda", "built without NCCL"),
     ],

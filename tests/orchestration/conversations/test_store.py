@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_core.errors import Busy, CapacityExceeded, NotFound, TurnCancelled
-from cp_core.layout.shards import TokenRange, spread
+from cp_core.layout.shards import ShardMap, TokenRange, spread
 from orchestration.conversations.conversation import Conversation
 from orchestration.conversations.store import MAX_GONE, ConversationStore
 from orchestration.placement.kv_locations import KvLocation
@@ -121,7 +121,7 @@ def test_the_conversations_of_a_ring_are_those_that_a_search_finds(
 def test_a_placement_is_cut_like_its_shards() -> None:
     place = KvLocation(ring="g", incarnation="x", shards=spread(0, 10, (0, 0))).cut(6)
     assert place.num_tokens == 6
-    assert place.shards.ranks == ((TokenRange(0, 5),), (TokenRange(5, 6),))
+    assert place.shards == ShardMap.of([[TokenRange(0, 5)], [TokenRange(5, 6)]])
 
 
 # --- waiting ---------------------------------------------------------------------------------------------------------

@@ -164,7 +164,7 @@ def test_a_pin_cuts_to_what_still_matches() -> None:
     pool = KvPool(2, 8, BLOCK_TOKENS)
     retain(pool, "a", 24)
     sequence = pool.pin("a", "turn", 5)
-    assert sequence.shards == ShardMap(((TokenRange(0, 5),), ()))
+    assert sequence.shards == ShardMap.of(((TokenRange(0, 5),), ()))
     assert [len(table) for table in sequence.blocks] == [2, 0]
     pool.check_integrity()
 

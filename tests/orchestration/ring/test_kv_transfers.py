@@ -84,7 +84,7 @@ def test_every_token_and_head_goes_once_from_where_it_is_stored_to_where_it_is_w
 
 
 def test_each_source_rank_has_a_send_also_where_it_has_nothing_to_give() -> None:
-    source = ShardMap(((TokenRange(0, 3),), ()))
+    source = ShardMap.of(((TokenRange(0, 3),), ()))
     first, second = sends(source, spread(0, 3, (0,)), TokenRange(0, 3))
     assert len(first.parts) == 1
     assert second.parts == ()
@@ -102,7 +102,7 @@ def test_what_the_destination_wants_beyond_the_tokens_is_left_out() -> None:
     [
         (spread(0, 5, (0, 0)), spread(0, 6, (0,)), "5"),
         (spread(0, 6, (0, 0)), spread(0, 5, (0,)), "5"),
-        (ShardMap(((TokenRange(0, 6),), (TokenRange(2, 3),))), spread(0, 6, (0,)), "2"),
+        (ShardMap.of(((TokenRange(0, 6),), (TokenRange(2, 3),))), spread(0, 6, (0,)), "2"),
     ],
 )
 def test_maps_that_do_not_hold_every_token_once_are_refused(source: ShardMap, destination: ShardMap, says: str) -> None:

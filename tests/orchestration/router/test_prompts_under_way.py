@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from cp_core.cost.profile import HardwareProfile, read_profile
 from cp_core.errors import TurnCancelled
 from orchestration.protocol.turns import TurnRequest
 from orchestration.router import admission
@@ -26,6 +27,18 @@ Models = Mapping[str, Path]
 Oracles = Mapping[str, Oracle]
 
 
+def profile(**prefill: float) -> HardwareProfile:
+    """Return rates that do not depend on how busy the machine is."""
+    gtt = read_profile("gtt")
+    return replace(gtt, prefill=replace(gtt.prefill, **prefill))
+
+
+SLOW_PRODUCTS = profile(gemm_flops=1e4, attention_flops=1e4)
+"""Time goes by tokens: who waits computes less."""
+SLOW_STARTS = profile(layer_overhead_seconds=10.0)
+"""A step takes as long for a few tokens as for many: who waits loses a step."""
+
+
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no turn lose patience because the machine is busy."""
@@ -36,7 +49,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 async def serving(
     model_paths: Models, num_prefill: int = 2, num_decode: int = 3, **settings: Any
 ) -> AsyncIterator[Service]:
-    async with Service(model_paths[MODEL], num_prefill, num_decode, retain_prompts=True, **settings) as service:
+    made: dict[str, Any] = {"retain_prompts": True, "profile": SLOW_PRODUCTS} | settings
+    async with Service(model_paths[MODEL], num_prefill, num_decode, **made) as service:
         yield service
         await eventually(lambda: service.router.num_running == 0)
         service.check_integrity()
@@ -152,6 +166,16 @@ async def test_a_turn_does_not_wait_much_longer_than_predicted(
     monkeypatch.setattr(admission, "LEAST_PATIENCE_SECONDS", 0.0)
     monkeypatch.setattr(admission, "PATIENCE", 0.0)
     async with serving(model_paths, chunk_tokens=32) as service:
+        prompts = [[*DOCUMENT, number] for number in range(2)]
+        answers = await asyncio.gather(*(service.answer(service.request(prompt)) for prompt in prompts))
+    assert computed(answers) == 2 * (len(DOCUMENT) + 1)
+    assert [answer.token_ids for answer in answers] == [oracles[MODEL].greedy(each, MAX_TOKENS) for each in prompts]
+
+
+async def test_a_turn_computes_its_prompt_itself_where_waiting_is_not_sooner(
+    model_paths: Models, oracles: Oracles
+) -> None:
+    async with serving(model_paths, chunk_tokens=32, profile=SLOW_STARTS, other_prefill=[2]) as service:
         prompts = [[*DOCUMENT, number] for number in range(2)]
         answers = await asyncio.gather(*(service.answer(service.request(prompt)) for prompt in prompts))
     assert computed(answers) == 2 * (len(DOCUMENT) + 1)

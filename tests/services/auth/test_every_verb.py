@@ -12,9 +12,9 @@ import pytest
 from grpc_status import rpc_status
 
 from cp_core.errors import InvalidRequest
+from ringserve.client import AsyncClient, Sampling
+from ringserve.client.retries import NO_RETRIES
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
-from services.client import AsyncClient, Sampling
-from services.client.retries import NO_RETRIES
 from services.rpc.errors import DETAILS_KEY
 from tests.services.auth.test_isolation import LONG, guarded
 from tests.services.local_gateway import CALL_SECONDS, MODEL, LocalGateway
@@ -48,7 +48,7 @@ GRPC: Mapping[str, Callable[[Any, str, dict[str, Any]], Awaitable[object]]] = {
         inference_pb2.DeleteConversationRequest(conversation_id=name), **more
     ),
 }
-WITHOUT_ONE = {"Abort", "ListConversations", "GetModelInfo", "GetServerInfo"}
+WITHOUT_ONE = {"Abort", "CountTokens", "ListConversations", "GetModelInfo", "GetServerInfo"}
 """Verbs that name no conversation; the first two are tested below by what they give."""
 HTTP: Mapping[str, Callable[[httpx2.AsyncClient, str], Awaitable[httpx2.Response]]] = {
     "continue": lambda http, name: http.post(

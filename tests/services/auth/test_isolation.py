@@ -15,11 +15,11 @@ import pytest
 import yaml
 
 from cp_core.errors import Busy, CapacityExceeded, Forbidden, NotFound, RingserveError, Unauthenticated
+from ringserve.client import AsyncClient, Sampling
+from ringserve.client.retries import NO_RETRIES
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from services.auth.authenticator import Authenticator, TokenFile
 from services.auth.tenants import hash_of
-from services.client import AsyncClient, Sampling
-from services.client.retries import NO_RETRIES
 from services.gateway.text import TextCodec
 from tests.services.local_gateway import CALL_SECONDS, MODEL, LocalGateway
 from tests.workers.models import random_tokens
@@ -165,6 +165,7 @@ async def test_strangers_get_nothing_over_grpc(guarded: LocalGateway, sent: str 
         stub: Any = inference_pb2_grpc.InferenceStub(channel)
         requests = {
             "Abort": inference_pb2.AbortRequest(request_ids=["r"]),
+            "CountTokens": inference_pb2.CountTokensRequest(text="x"),
             "GetModelInfo": inference_pb2.GetModelInfoRequest(),
             "GetServerInfo": inference_pb2.GetServerInfoRequest(),
             "GetConversation": inference_pb2.GetConversationRequest(conversation_id="c"),

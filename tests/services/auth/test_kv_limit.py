@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from cp_core.errors import CapacityExceeded, InvalidRequest
+from ringserve.client import Sampling
 from services.auth.authenticator import Authenticator, TokenFile
 from services.auth.tenants import hash_of
-from services.client import Sampling
 from services.gateway.text import TextCodec
 from tests.services.auth.test_isolation import client_of
 from tests.services.local_gateway import MODEL, LocalGateway

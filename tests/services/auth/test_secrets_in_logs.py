@@ -12,11 +12,11 @@ import pytest
 import yaml
 
 from cp_core.errors import RingserveError
+from ringserve.client import AsyncClient, Sampling
+from ringserve.client.retries import NO_RETRIES
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from services.auth.authenticator import Authenticator, TokenFile
 from services.auth.tenants import hash_of, new_token
-from services.client import AsyncClient, Sampling
-from services.client.retries import NO_RETRIES
 from services.gateway.text import TextCodec
 from tests.services.local_gateway import CALL_SECONDS, MODEL, LocalGateway
 from workers.protocol.ranks import RankEndpoints, RingSpec

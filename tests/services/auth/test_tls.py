@@ -15,9 +15,9 @@ import pytest
 from cp_core.errors import ConfigError, RingserveError, Unavailable
 from cp_core.transport.peer_tls import PeerTls
 from orchestration.protocol.views import ServerView
+from ringserve.client import AsyncClient, Client, Sampling, TlsFiles
+from ringserve.client.retries import NO_RETRIES
 from services.auth.tls import ServerTls, peer_server
-from services.client import AsyncClient, Client, Sampling, TlsFiles
-from services.client.retries import NO_RETRIES
 from services.gateway.text import TextCodec
 from services.rpc.peers import GrpcPeers
 from services.rpc.server import GrpcServer

@@ -5,22 +5,23 @@ from __future__ import annotations
 import asyncio
 import builtins
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cp_core.errors import InvalidRequest
-from ringserve.v1 import inference_pb2
+from ringserve.client import Answer, Client, Message, Piece, Sampling, Usage
+from ringserve.client.sync_client import AnswerStream
 from services.cli import chat as chat_module
 from services.cli.chat import Chat, figures
 from services.cli.transcripts import read_transcript
-from services.client import Client
 from tests.services.local_gateway import LocalGateway, codec, gateway, model_path
 from tests.waiting import eventually
 
 __all__ = ["codec", "gateway", "model_path"]
-SHORT = inference_pb2.SamplingParams(max_tokens=4)
+SHORT = Sampling(max_tokens=4)
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +35,7 @@ async def talk(
     act: Callable[[Chat], None],
     *,
     conversation: str = "",
-    sampling: inference_pb2.SamplingParams = SHORT,
+    sampling: Sampling = SHORT,
 ) -> Chat:
     """Run a chat in a thread, as the gateway serves in this one. The chat is ended."""
 
@@ -116,18 +117,19 @@ async def test_a_conversation_whose_messages_are_unknown_is_not_overwritten(gate
 async def test_ctrl_c_ends_the_answer_and_not_the_chat(
     gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    generate = Client.generate
+    follow = AnswerStream.__next__
 
-    def interrupted(self: Client, request: inference_pb2.GenerateRequest) -> Iterator[inference_pb2.GenerateResponse]:
-        responses = generate(self, request)
-        for response in responses:
-            yield response
-            if response.HasField("chunk") and len(request.chat.messages) == 1:
-                responses.close()
-                raise KeyboardInterrupt
+    def interrupted(self: AnswerStream) -> Piece:
+        if has_piece and not has_stopped:
+            has_stopped.append(True)
+            raise KeyboardInterrupt
+        has_piece.append(True)
+        return follow(self)
 
-    monkeypatch.setattr(Client, "generate", interrupted)
-    long = inference_pb2.SamplingParams(max_tokens=60, ignore_eos=True)
+    has_piece: list[bool] = []
+    has_stopped: list[bool] = []
+    monkeypatch.setattr(AnswerStream, "__next__", interrupted)
+    long = Sampling(max_tokens=60, ignore_eos=True)
     chat = await talk(gateway, typed("hello", "and then?"), sampling=long)
     assert roles(chat) == ["user", "assistant"] * 2
     assert len(chat.messages[1].content) < len(chat.messages[3].content)
@@ -140,16 +142,16 @@ async def test_without_a_limit_an_answer_goes_on_to_the_end_of_the_model_or_of_i
 ) -> None:
     """The tests' model has 8,192 positions; a stop token stands for its end."""
     asked: list[int] = []
-    every = inference_pb2.SamplingParams(stop_token_ids=range(256))
+    every = Sampling(stop_token_ids=range(256))
 
     def act(chat: Chat) -> None:
-        generate = chat._client.generate
+        stream = chat._client.stream
 
-        def noted(request: inference_pb2.GenerateRequest) -> Iterator[inference_pb2.GenerateResponse]:
-            asked.append(request.sampling_params.max_tokens)
-            return generate(request)
+        def noted(messages: Sequence[Message], **options: Any) -> AnswerStream:
+            asked.append(options["sampling"].max_tokens)
+            return stream(messages, **options)
 
-        chat._client.generate = noted  # type: ignore[assignment]
+        chat._client.stream = noted  # type: ignore[assignment,method-assign]
         room = chat._room
         chat.take("hello")
         assert asked.pop() > room - 200
@@ -236,6 +238,6 @@ def test_ctrl_d_ends_the_chat_and_ctrl_c_only_the_line(
 
 
 def test_figures_of_an_answer_that_ended_by_itself_fit_one_short_line() -> None:
-    usage = inference_pb2.Usage(prompt_tokens=70, cached_tokens=36, completion_tokens=9)
-    complete = inference_pb2.GenerateComplete(usage=usage, ttft_seconds=0.31, ttit_seconds=0.053, finish_reason="stop")
-    assert figures(complete) == "0.3 s to first token, 53 ms a token, 36 of 70 cached"
+    usage = Usage(prompt_tokens=70, cached_tokens=36, completion_tokens=9)
+    answer = Answer(usage=usage, ttft_seconds=0.31, ttit_seconds=0.053, finish_reason="stop")
+    assert figures(answer) == "0.3 s to first token, 53 ms a token, 36 of 70 cached"

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+import ringserve
 from services.cli import down, main
 from services.telemetry.metrics.registry import package_version
 
@@ -107,3 +108,14 @@ def test_a_prompt_on_standard_input_that_is_no_text_is_refused(
     monkeypatch.setattr("sys.stdin", stdin)
     assert main.main(["generate", "--prompt", "-", "--target", "127.0.0.1:9"]) == 1
     assert capsys.readouterr().err == "ringserve: standard input: byte 4 is no UTF-8 text; convert it to UTF-8\n"
+
+
+def test_a_client_of_another_release_beside_the_server_is_refused_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(main, "package_version", lambda: "9.0.0")
+    assert main.main(["status"]) == 1
+    assert capsys.readouterr().err == (
+        f"ringserve: release: ringserve 9.0.0 is installed with ringserve-client {ringserve.__version__}; "
+        f"run pip install ringserve-client==9.0.0\n"
+    )

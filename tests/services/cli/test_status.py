@@ -13,26 +13,27 @@ from xml.etree import ElementTree
 import pytest
 
 from cp_core.errors import ConfigError, NotFound
-from ringserve.v1 import inference_pb2
+from ringserve.client import RingInfo, ServerInfo
+from ringserve.client.infos import RankKvUsage, RingDrain
 from services.cli import status
 from services.cli.main import build_parser, main
 from services.cluster.state import ClusterState, started_after_boot, write_state
 
-INFO = inference_pb2.GetServerInfoResponse(
+INFO = ServerInfo(
     version="1.2",
     selector="auto",
     conversations=7,
     running_turns=2,
-    rings=[
-        inference_pb2.RingInfo(
+    rings=(
+        RingInfo(
             role="prefill",
             name="prefill-0",
             state="ready",
             num_ranks=2,
-            kv_usage=[inference_pb2.RankKvUsage(free_blocks=5, active_blocks=2, kept_blocks=1, total_blocks=8)],
-        )
-    ],
-    drains=[inference_pb2.RingDrain(role="decode", ring="decode-1", running_turns=3, moved=4, left=5)],
+            kv_usage=(RankKvUsage(free_blocks=5, active_blocks=2, kept_blocks=1, total_blocks=8),),
+        ),
+    ),
+    drains=(RingDrain(role="decode", ring="decode-1", running_turns=3, moved=4, left=5),),
 )
 
 
@@ -61,19 +62,21 @@ def test_a_picture_that_cannot_be_written_is_refused_by_a_sentence(monkeypatch: 
         shown(monkeypatch, "--svg", "/nowhere/at/all.svg")
 
 
-def info_of(*rings: inference_pb2.RingInfo, left: str = "") -> inference_pb2.GetServerInfoResponse:
-    drains = [inference_pb2.RingDrain(role="prefill", ring=left, has_left=True)] if left else []
-    return inference_pb2.GetServerInfoResponse(version="1.2", selector="auto", rings=rings, drains=drains)
+def info_of(*rings: RingInfo, left: str = "") -> ServerInfo:
+    drains = (RingDrain(role="prefill", ring=left, has_left=True),) if left else ()
+    return ServerInfo(version="1.2", selector="auto", rings=rings, drains=drains)
 
 
-def ring(role: str, name: str, state: str = "ready", **fields: Any) -> inference_pb2.RingInfo:
-    usage = [inference_pb2.RankKvUsage(free_blocks=free, kept_blocks=1, total_blocks=8) for free in (7, 2)]
-    usage[1].active_blocks = 5
-    return inference_pb2.RingInfo(role=role, name=name, state=state, num_ranks=2, kv_usage=usage, **fields)
+def ring(role: str, name: str, state: str = "ready", **fields: Any) -> RingInfo:
+    usage = tuple(
+        RankKvUsage(free_blocks=free, active_blocks=active, kept_blocks=1, total_blocks=8)
+        for free, active in ((7, 0), (2, 5))
+    )
+    return RingInfo(role=role, name=name, state=state, num_ranks=2, kv_usage=usage, **fields)
 
 
 def printed(
-    info: inference_pb2.GetServerInfoResponse,
+    info: ServerInfo,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     *options: str,
@@ -122,7 +125,7 @@ def test_the_fullest_rank_is_shown_as_a_bar_of_active_retained_and_free(
 def test_a_role_of_which_no_ring_takes_turns_is_told_and_the_exit_status_is_3(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    rings: list[inference_pb2.RingInfo],
+    rings: list[RingInfo],
     missing: str,
 ) -> None:
     status_code, text = printed(info_of(*rings), monkeypatch, capsys)

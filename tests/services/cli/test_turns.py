@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from ringserve.client import Answer, Plan, RingInfo, ServerInfo
+from ringserve.client.results import MAPPER, RingAlternative
 from ringserve.v1 import inference_pb2
 from services.cli.status import pool_sizes
 from services.cli.turns import show_plan
-from services.client.results import MAPPER, Plan
 
 
-def complete(*rings: tuple[str, int, int, float]) -> inference_pb2.GenerateComplete:
+def complete(*rings: tuple[str, int, int, float]) -> Answer:
     """Make a turn with alternatives (name, ranks, processes a rank, queue seconds) that prefill in 5 ms."""
-    alternatives = [
-        inference_pb2.RingAlternative(
+    alternatives = tuple(
+        RingAlternative(
             ring=name,
             num_ranks=cp,
             tp=tp,
@@ -25,9 +26,8 @@ def complete(*rings: tuple[str, int, int, float]) -> inference_pb2.GenerateCompl
             total_seconds=queue + 0.011,
         )
         for name, cp, tp, queue in rings
-    ]
-    plan = inference_pb2.Plan(algorithm="pass_q", prefill_ring="prefill-0", ring_alternatives=alternatives)
-    return inference_pb2.GenerateComplete(plan=plan)
+    )
+    return Answer(plan=Plan(algorithm="pass_q", prefill_ring="prefill-0", ring_alternatives=alternatives))
 
 
 def test_rings_that_were_compared_are_shown_with_their_sizes_the_quickest_first(
@@ -44,7 +44,8 @@ def test_rings_that_were_compared_are_shown_with_their_sizes_the_quickest_first(
 
 
 def test_a_client_in_python_gets_them_typed() -> None:
-    plan = MAPPER.from_message(Plan, complete(("prefill-wide-0", 4, 2, 1.5)).plan)
+    sent = MAPPER.to_message(inference_pb2.Plan, complete(("prefill-wide-0", 4, 2, 1.5)).plan)
+    plan = MAPPER.from_message(Plan, sent)
     (ring,) = plan.ring_alternatives
     assert (ring.ring, ring.num_ranks, ring.tp) == ("prefill-wide-0", 4, 2)
     assert (ring.queue_seconds, ring.total_seconds) == (1.5, 1.511)
@@ -58,7 +59,8 @@ def test_where_no_rings_were_compared_the_plan_is_one_line(capsys: pytest.Captur
 
 def test_pools_are_counted_by_role_and_size() -> None:
     shapes = [("prefill", 2, 1), ("prefill", 1, 1), ("prefill", 1, 1), ("prefill", 2, 2), ("decode", 3, 1)]
-    rings = [inference_pb2.RingInfo(role=role, num_ranks=cp, tp=tp) for role, cp, tp in shapes]
-    info = inference_pb2.GetServerInfoResponse(rings=rings)
-    assert pool_sizes(info) == ("prefill rings: 1 of cp 2 x tp 2, 1 of cp 2, 2 of cp 1; decode rings: 1 of cp 3")
-    assert pool_sizes(inference_pb2.GetServerInfoResponse()) == ""
+    rings = tuple(RingInfo(role=role, num_ranks=cp, tp=tp) for role, cp, tp in shapes)
+    assert pool_sizes(ServerInfo(rings=rings)) == (
+        "prefill rings: 1 of cp 2 x tp 2, 1 of cp 2, 2 of cp 1; decode rings: 1 of cp 3"
+    )
+    assert pool_sizes(ServerInfo()) == ""

@@ -59,6 +59,23 @@ def test_every_process_needs_a_gpu_of_its_own(model: ModelInfo, gpus: int, fits:
             check_fits(cuda, model, machine)
 
 
+def test_ranks_that_share_gpus_fit_on_fewer_of_them(model: ModelInfo) -> None:
+    machine = Machine(cores=64, memory_bytes=1e12, gpus=1, gpu_bytes=80e9)
+    check_fits(config(model={"device": "cuda", "gpus_per_rank": 0.25}), model, machine)
+    with pytest.raises(
+        ConfigError, match=r"4 processes .* need 0\.3 of a GPU each, and this machine offers 1; let ranks"
+    ):
+        check_fits(config(model={"device": "cuda", "gpus_per_rank": 0.3}), model, machine)
+
+
+def test_ranks_that_share_a_gpu_share_its_memory(model: ModelInfo) -> None:
+    machine = Machine(cores=64, memory_bytes=1e12, gpus=1, gpu_bytes=4e9)
+    kv = {"tokens_per_rank": 65536 * 4}
+    check_fits(config(model={"device": "cuda"}, kv_cache=kv), model, replace(machine, gpus=4))
+    with pytest.raises(ConfigError, match=r"^kv_cache.tokens_per_rank: .* on each of 4 ranks .* on each GPU; .* fit$"):
+        check_fits(config(model={"device": "cuda", "gpus_per_rank": 0.25}, kv_cache=kv), model, machine)
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_kv_that_does_not_fit_is_refused_with_the_number_of_tokens_that_fit(model: ModelInfo, device: str) -> None:
     machine = Machine(cores=64, memory_bytes=3e9, gpus=4, gpu_bytes=1e9)

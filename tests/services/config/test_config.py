@@ -143,6 +143,7 @@ RANGES = [
     ("kv_cache.block_tokens", 1, 4096),
     ("kv_cache.tokens_per_rank", 16, 1 << 30),
     ("kv_cache.kept_fraction", 0.0, 1.0),
+    ("model.gpus_per_rank", 0.01, 1.0),
     ("router.max_conversations", 1, 1 << 24),
     ("router.conversation_ttl_seconds", 0.0, 1e9),
     ("router.max_waiting_turns", 1, 100_000),
@@ -226,7 +227,6 @@ def test_a_word_that_is_not_allowed_is_refused_with_those_that_are(key: str, val
     [
         ("cpu", "mpi", "'mpi' is no ring transport; allowed are auto, nccl, sockets"),
         ("cpu", "nccl", "ring transport 'nccl' does not serve device 'cpu'; allowed there are auto, sockets"),
-        ("cuda", "sockets", "ring transport 'sockets' does not serve device 'cuda'; allowed there are auto, nccl"),
         ("cpu", "gloo", "'gloo' is no ring transport; allowed are auto, nccl, sockets"),
     ],
 )

@@ -20,6 +20,8 @@ from unittest.mock import patch
 import grpc
 import psutil
 
+from ringserve.client import RingInfo, ServerInfo
+from ringserve.client.results import MAPPER
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from services.cli.main import main
 
@@ -212,10 +214,11 @@ class Inference:
         finally:
             call.cancel()
 
-    def info(self) -> inference_pb2.GetServerInfoResponse:
-        return self.stub.GetServerInfo(inference_pb2.GetServerInfoRequest(), timeout=CALL_SECONDS)
+    def info(self) -> ServerInfo:
+        found = self.stub.GetServerInfo(inference_pb2.GetServerInfoRequest(), timeout=CALL_SECONDS)
+        return MAPPER.from_message(ServerInfo, found)
 
-    def ring(self, role: str) -> inference_pb2.RingInfo:
+    def ring(self, role: str) -> RingInfo:
         return next(ring for ring in self.info().rings if ring.role == role)
 
     def conversation(self, conversation_id: str) -> inference_pb2.GetConversationResponse:

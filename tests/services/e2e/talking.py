@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from cp_core.errors import RingserveError
-from services.client import Client, Sampling
+from ringserve.client import Client, Sampling
 from services.offline.reference import Reference, StockModel
 from tests.services.e2e.cluster import START_SECONDS, wait_until
 from tests.workers.models import random_tokens

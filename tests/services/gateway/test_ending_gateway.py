@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from cp_core.errors import DeadlineExceeded, Unavailable
-from services.client import AsyncClient, Sampling
-from services.client.retries import NO_RETRIES
+from ringserve.client import AsyncClient, Sampling
+from ringserve.client.retries import NO_RETRIES
 from services.gateway.turn_stream import TurnsUnderWay
 from tests.services.local_gateway import LocalGateway, codec, gateway, model_path
 from tests.waiting import eventually

@@ -12,6 +12,7 @@ import pytest
 from cp_core.errors import InvalidRequest
 from orchestration.protocol.plans import PromptMode
 from orchestration.protocol.turns import KvQuota
+from ringserve.mapping import pack_ids
 from ringserve.v1 import inference_pb2
 from services.auth.scoped_router import ScopedRouter
 from services.auth.tenants import ANYBODY, Tenant
@@ -32,7 +33,7 @@ WHOLE = inference_pb2.PROMPT_MODE_WHOLE_HISTORY
 
 @pytest.fixture(scope="module")
 def reader(byte_codec: TextCodec) -> RequestReader:
-    return RequestReader(MODEL_WITH_ENDS, byte_codec, MAX_SECONDS)
+    return RequestReader(MODEL_WITH_ENDS, byte_codec, MAX_SECONDS, ("tiny",))
 
 
 def text_request(text: str = "hi", **fields: object) -> inference_pb2.GenerateRequest:
@@ -50,6 +51,10 @@ def chat(*messages: tuple[str, str], mode: int = 0) -> inference_pb2.GenerateReq
         ),
         prompt_mode=mode,  # type: ignore[arg-type]
     )
+
+
+def packed(num_bytes: int, *ids: int) -> inference_pb2.GenerateRequest:
+    return Request(tokenized=inference_pb2.TokenizedInput(packed_ids=bytes(num_bytes), input_ids=ids))
 
 
 def tokenized(*ids: int) -> inference_pb2.GenerateRequest:
@@ -95,9 +100,10 @@ def test_a_bare_prompt_gets_every_default(reader: RequestReader) -> None:
 
 def test_an_algorithm_is_taken_by_its_name_and_chosen_where_there_is_none(reader: RequestReader) -> None:
     assert reader.read(text_request(), None, NOBODYS).algorithm is None
-    assert reader.read(text_request(algorithm="pass_q"), None, NOBODYS).algorithm is Algorithm.PASS_Q
-    with pytest.raises(InvalidRequest, match=r"'ring' is unknown; allowed are pass_kv, .*, decode_ring, or none"):
-        reader.read(text_request(algorithm="ring"), None, NOBODYS)
+    pass_q = text_request(algorithm=inference_pb2.ALGORITHM_PASS_Q)
+    assert reader.read(pass_q, None, NOBODYS).algorithm is Algorithm.PASS_Q
+    with pytest.raises(InvalidRequest, match=r"algorithm: 99 is unknown; allowed are pass_kv, .*, or none"):
+        reader.read(text_request(algorithm=99), None, NOBODYS)
 
 
 def test_what_the_client_names_is_kept(reader: RequestReader) -> None:
@@ -194,7 +200,9 @@ def test_every_field_arrives(reader: RequestReader) -> None:
 
 
 def test_no_token_would_be_left_to_draw(byte_codec: TextCodec) -> None:
-    tiny = RequestReader(dataclasses.replace(MODEL, vocab_size=2, eos_token_ids=(1,)), byte_codec, MAX_SECONDS)
+    tiny = RequestReader(
+        dataclasses.replace(MODEL, vocab_size=2, eos_token_ids=(1,)), byte_codec, MAX_SECONDS, ("tiny",)
+    )
     request = tokenized(0)
     request.sampling_params.CopyFrom(inference_pb2.SamplingParams(min_tokens=1, stop_token_ids=[0]))
     with pytest.raises(InvalidRequest, match="min_tokens: 1 is not allowed where every token is a stop token"):
@@ -218,7 +226,7 @@ def test_a_priority_is_kept(reader: RequestReader, priority: int) -> None:
         (lambda: chat(), "input.chat.messages: none given; at least 1 is needed"),
         (
             lambda: tokenized(1, 261, 4000000000),
-            "input.tokenized.input_ids[1]: token 261 is outside the vocabulary; allowed are 0 to 260",
+            "input.tokenized[1]: token 261 is outside the vocabulary; allowed are 0 to 260",
         ),
         (
             lambda: chat(("user", "x"), ("bot", "y")),
@@ -230,6 +238,21 @@ def test_a_priority_is_kept(reader: RequestReader, priority: int) -> None:
         ),
         (lambda: chat(*[("user", "x")] * 4097), "input.chat.messages: 4097 are too many; at most 4096 are allowed"),
         (lambda: text_request(prompt_mode=7), "prompt_mode: 7 is not one of 0, 1, 2"),
+        (lambda: text_request(prompt_mode=3), "prompt_mode: 3 is not one of 0, 1, 2"),
+        (lambda: packed(7), "token_ids: 7 bytes are no whole number of ids of 4 bytes"),
+        (
+            lambda: packed(4, 1),
+            "input.tokenized: input_ids and packed_ids are both given; give one of them",
+        ),
+        (
+            lambda: Request(tokenized=inference_pb2.TokenizedInput(packed_ids=pack_ids([1, 261]))),
+            "input.tokenized[1]: token 261 is outside the vocabulary; allowed are 0 to 260",
+        ),
+        (
+            lambda: Request(tokenized=inference_pb2.TokenizedInput(packed_ids=b"\xff" * 4)),
+            "input.tokenized[0]: token -1 is outside the vocabulary; allowed are 0 to 260",
+        ),
+        (lambda: sampled(n=0), "sampling_params.n: 0 is out of range; allowed are 1 to 16"),
         (lambda: text_request(priority=101), "priority: 101 is out of range; allowed are -100 to 100"),
         (lambda: text_request(priority=-101), "priority: -101 is out of range; allowed are -100 to 100"),
         (
@@ -318,7 +341,7 @@ def test_a_wrong_field_is_refused_with_its_value_and_what_is_allowed(
 
 
 def test_a_text_with_tokens_that_the_model_does_not_have_never_reaches_a_rank(byte_codec: TextCodec) -> None:
-    small = RequestReader(dataclasses.replace(MODEL, vocab_size=100), byte_codec, MAX_SECONDS)
+    small = RequestReader(dataclasses.replace(MODEL, vocab_size=100), byte_codec, MAX_SECONDS, ("tiny",))
     with pytest.raises(InvalidRequest, match=r"input\.text\[1\]: token 122 is outside the vocabulary"):
         small.read(text_request("azb"), None, NOBODYS)
 

@@ -116,7 +116,11 @@ async def test_the_stream_opens_with_the_plan_as_decided(byte_codec: TextCodec) 
     start = (await anext(turn.stream.responses(turn.lasting))).start
     assert (start.request_id, start.conversation_id) == ("r", "c")
     assert (start.prompt_tokens, start.cached_tokens) == (100, 97)
-    assert (start.plan.algorithm, start.plan.reason, start.plan.prefill_seconds) == ("pass_q", "few new tokens", 0.0)
+    assert (start.plan.algorithm, start.plan.reason, start.plan.prefill_seconds) == (
+        inference_pb2.ALGORITHM_PASS_Q,
+        "few new tokens",
+        0.0,
+    )
 
 
 async def test_tokens_come_as_whole_characters_and_are_counted(byte_codec: TextCodec) -> None:
@@ -136,7 +140,7 @@ async def test_tokens_come_as_whole_characters_and_are_counted(byte_codec: TextC
 async def test_the_completion_accounts_for_the_whole_turn(byte_codec: TextCodec) -> None:
     turn = Turn(byte_codec, REPORT, tokens(b"ab"), finished(FinishReason.STOP))
     complete = (await turn.read())[-1].complete
-    assert (complete.finish_reason, complete.matched_stop) == ("stop", ord("b"))
+    assert (complete.finish_reason, complete.matched_stop) == (inference_pb2.FINISH_REASON_STOP, ord("b"))
     usage = complete.usage
     assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (100, 97, 2)
     plan = complete.plan
@@ -159,16 +163,16 @@ async def test_the_completion_shows_the_chunks_that_were_computed_instead_of_tho
     assert [(chunk.start, chunk.stop, chunk.num_turns) for chunk in planned.chunks] == [(97, 100, 0)]
     plan = last.complete.plan
     assert [(chunk.start, chunk.stop, chunk.algorithm, chunk.num_turns) for chunk in plan.chunks] == [
-        (97, 98, "pass_q", 1),
-        (98, 100, "pass_kv", 4),
+        (97, 98, inference_pb2.ALGORITHM_PASS_Q, 1),
+        (98, 100, inference_pb2.ALGORITHM_PASS_KV, 4),
     ]
-    assert plan.algorithm == "pass_kv"
+    assert plan.algorithm == inference_pb2.ALGORITHM_PASS_KV
     assert plan.reason == "few new tokens; computed by pass_kv, in steps shared with other turns"
 
 
 async def test_a_turn_that_ends_by_length_matched_no_stop_token(byte_codec: TextCodec) -> None:
     complete = (await Turn(byte_codec, REPORT, tokens(b"a"), finished(FinishReason.LENGTH)).read())[-1].complete
-    assert complete.finish_reason == "length"
+    assert complete.finish_reason == inference_pb2.FINISH_REASON_LENGTH
     assert not complete.HasField("matched_stop")
     assert complete.ttit_seconds == 0.0
 
@@ -232,7 +236,11 @@ async def test_a_stop_string_ends_the_answer_at_the_token_that_completes_it(byte
     assert [response.chunk.text for response in chunks] == ["ab", "c", "", ""]
     assert [bytes(response.chunk.token_ids) for response in chunks] == [b"ab", b"c<", b"/", b"e>"]
     complete = last.complete
-    assert (complete.text, complete.finish_reason, complete.matched_stop_str) == ("abc", "stop", "</e>")
+    assert (complete.text, complete.finish_reason, complete.matched_stop_str) == (
+        "abc",
+        inference_pb2.FINISH_REASON_STOP,
+        "</e>",
+    )
     assert not complete.HasField("matched_stop")
     assert bytes(complete.output_ids) == b"abc</e>"
     assert complete.usage.completion_tokens == 7
@@ -253,7 +261,7 @@ async def test_an_answer_without_its_stop_string_is_finished_whole_when_it_ends_
     )
     chunk, last = await turn.read()
     assert (chunk.chunk.text, last.complete.text) == ("ab", "ab<"), "what was held is shown in the end"
-    assert last.complete.finish_reason == "length"
+    assert last.complete.finish_reason == inference_pb2.FINISH_REASON_LENGTH
     assert not last.complete.HasField("matched_stop_str")
     assert turn.leader.finished == [("t", 3)]
 

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from cp_core.errors import ConfigError, ModelRefused
+from ringserve.client import Client
 from services.cli import demo as command
-from services.client import Client
 from services.gateway.text import TextCodec
 from services.offline.demo import FIRST, FOLLOW_UP, FORKED, DemoConversation, DemoTurn, check, document, passage
 from services.offline.reference import StockModel

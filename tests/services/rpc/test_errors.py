@@ -15,9 +15,10 @@ from grpc_status import rpc_status
 
 from cp_core import errors
 from cp_core.errors import RingserveError, Unavailable, Unreachable
+from ringserve.client import Client
+from ringserve.errors import RETRY_KEY
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
-from services.client import Client
-from services.rpc.errors import CODES, MAX_MESSAGE, RETRY_KEY, answer, answering, code_of, error_from, error_named
+from services.rpc.errors import CODES, MAX_MESSAGE, answer, answering, code_of, error_from, error_named
 from services.rpc.server import GrpcServer
 
 Context = grpc.aio.ServicerContext[Any, Any]

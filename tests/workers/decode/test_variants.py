@@ -241,7 +241,7 @@ def test_a_rank_that_draws_from_nan_ends_its_row_and_no_token_of_it_leaves_the_r
 )
 @settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 def test_a_header_arrives_with_its_variant(kind: HeaderKind, variant: str, tokens: tuple[int, ...]) -> None:
-    leader, follower = (HeaderChannel([each], 8, torch.device("cpu")) for each in InProcessRing(2).transports)
+    leader, follower = (HeaderChannel([each], 8) for each in InProcessRing(2).transports)
     header = Header(kind, tokens, variant=variant)
     leader.send(header)
     assert follower.receive() == header

@@ -92,7 +92,7 @@ class Rings:
         for rank, receiver in enumerate(self.receivers):
             cp_rank = rank // self.destination_tp
             ranges, blocks = self.destination.ranks[cp_rank], self.destination_blocks[cp_rank]
-            receiver.expect(KvExpect(key_of(), ranges, self.held[cp_rank], blocks))
+            receiver.expect(KvExpect(key_of(), tuple(ranges), self.held[cp_rank], blocks))
 
     def sends(self, tokens: TokenRange) -> list[KvSend]:
         plan = plan_reshard(
@@ -167,8 +167,8 @@ def test_decoded_tokens_move_back_one_by_one_in_every_dtype(dtype: torch.dtype) 
 
 
 def test_ranks_that_hold_or_want_nothing_take_part(tls: PeerTls | None) -> None:
-    source = ShardMap(((), (TokenRange(0, 9),), ()))
-    destination = ShardMap(((TokenRange(0, 9),), (), ()))
+    source = ShardMap.of(((), (TokenRange(0, 9),), ()))
+    destination = ShardMap.of(((TokenRange(0, 9),), (), ()))
     with ExitStack() as stack:
         Rings(stack, source, destination, (0, 0, 4), torch.float32, tls=tls).move(TokenRange(0, 9))
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 
 from cp_core.cost.memory import kv_bytes_per_token
 from cp_core.errors import ModelRefused
-from tests.workers.models import KINDS, Oracle, random_tokens
+from tests.workers.models import KINDS, Oracle, random_tokens, save_model
 from tests.workers.rings import LocalRing, Turn
 from workers.model.info import multiplies_bfloat16, read_model_info
 from workers.model.loading import PackedLinear, load_model
@@ -249,3 +250,49 @@ def test_ranks_that_load_at_the_same_time_leave_transformers_as_it_was(model_pat
         for load in loads:
             load.result()
     assert PreTrainedModel.tie_weights is tie_weights
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("share", [{"tp": 2, "tp_rank": 1}, {"helix": 3, "helix_rank": 2}, {}])
+def test_a_rank_has_memory_for_its_share_of_the_weights_alone(
+    kind: str, share: Mapping[str, Any], model_paths: Mapping[str, Path]
+) -> None:
+    """The files are float32: no parameter of another dtype is a view of more than itself."""
+    model = load_model(model_paths[kind], "bfloat16", "cpu", **share).model
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    assert isinstance(embedding, torch.Tensor)
+    assert isinstance(head, torch.Tensor)
+    is_tied = head.untyped_storage().data_ptr() == embedding.untyped_storage().data_ptr()
+    assert is_tied is model.config.tie_word_embeddings
+    for name, weights in model.named_parameters():
+        if not (is_tied and weights is head):
+            assert weights.untyped_storage().nbytes() == 2 * weights.numel(), name
+        assert weights.is_contiguous()
+
+
+def test_weights_that_lie_in_the_files_as_they_are_needed_are_mapped(tmp_path: Path) -> None:
+    """All ranks of a machine share their memory."""
+    path = save_model("llama_gqa", tmp_path)
+    loaded = load_model(path, "float32", "cpu")
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    mappings = [line.split()[0].split("-") for line in lines if line.endswith(str(path / "model.safetensors"))]
+    for name, weights in loaded.model.named_parameters():
+        assert any(int(start, 16) <= weights.data_ptr() < int(stop, 16) for start, stop in mappings), name
+    ranks = [load_model(path, "float32", "cpu", tp=2, tp_rank=rank).model.state_dict() for rank in range(2)]
+    whole = load_file(path / "model.safetensors")
+    for name, dim in [("model.layers.1.self_attn.q_proj.weight", 0), ("model.layers.1.mlp.down_proj.weight", 1)]:
+        assert torch.equal(torch.cat([rank[name] for rank in ranks], dim), whole[name])
+
+
+def test_a_file_without_the_head_names_its_tensors_without_a_prefix(tmp_path: Path) -> None:
+    path = save_model("qwen3", tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    weights = load_file(path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    del weights["lm_head.weight"]
+    save_file(weights, path / "model.safetensors")
+    before = load_model(path, "float32", "cpu").model.state_dict()
+    save_file({name.removeprefix("model."): part for name, part in weights.items()}, path / "model.safetensors")
+    after = load_model(path, "float32", "cpu").model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], part) for name, part in after.items())

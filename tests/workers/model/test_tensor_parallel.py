@@ -207,8 +207,7 @@ def test_the_loss_of_any_rank_ends_the_loops_of_all(
         conversation = ring.open("c", 256)
         ring.admit(conversation, 5, SamplingParameters(max_tokens=250))
         ring.next_events()
-        worker = ring.workers[lost]
-        worker._transport.close()  # type: ignore[union-attr]
-        worker._tensor.close()  # type: ignore[union-attr]
+        for each in ring.workers[lost]._transports:
+            each.close()
         ended = ring.decode_ended()
     assert all(isinstance(error, Unavailable) for error in ended), ended

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from cp_core.cost.decode import HELIX, STEP_VARIANTS
 from cp_core.errors import ConfigError, TransferError
 from cp_core.layout.reshard import plan_reshard
 from cp_core.layout.shards import ShardMap, TokenRange, balanced_layout, spread
 from tests.gloo import gloo_as_nccl
 from tests.workers.models import Oracle, random_tokens
 from tests.workers.rings import WAIT_SECONDS, Conversation, LocalRing, Turn
-from workers.protocol.prefill_steps import Algorithm
+from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
 from workers.protocol.transfers import KvExpect, KvPart, KvSend, TransferKey
 from workers.sampling.parameters import SamplingParameters
 
@@ -27,7 +28,7 @@ def expect(ring: LocalRing, key: TransferKey, conversation: Conversation, coming
     """Open a conversation's blocks on every rank of the destination."""
     held = conversation.held
     for rank, worker in enumerate(ring.workers):
-        worker.expect_kv(KvExpect(key, coming.ranks[rank], held[rank], conversation.blocks[rank]))
+        worker.expect_kv(KvExpect(key, tuple(coming.ranks[rank]), held[rank], conversation.blocks[rank]))
 
 
 def sends(
@@ -127,3 +128,21 @@ def test_ranks_meet_over_a_real_ring_and_compute_the_same(
 def test_a_ring_transport_that_does_not_serve_the_device_is_refused(model_paths: Models) -> None:
     with pytest.raises(ConfigError, match="'nccl' does not serve device 'cpu'"):
         LocalRing(model_paths["llama_gqa"], 2, ring_transport="nccl")
+
+
+@pytest.mark.parametrize("variant", [*STEP_VARIANTS, HELIX])
+def test_rings_whose_messages_go_through_host_memory_give_the_tokens_of_one_process(
+    variant: str, model_paths: Models, oracles: Oracles
+) -> None:
+    """All prefill algorithms in turn, with shards of uneven lengths and a turn of one token."""
+    sampling = SamplingParameters(max_tokens=6)
+    with LocalRing(model_paths["llama_gqa"], 3, decode_variant=variant, is_staged=True) as ring:
+        conversation = ring.open("a", 160)
+        for number, algorithm in enumerate(RING_ALGORITHMS):
+            new = random_tokens((37, 1, 6, 17, 5)[number], seed=number)
+            first = ring.prefill([Turn(conversation, new, sampling)], algorithm)["a"]
+            assert oracles["llama_gqa"].greedy(list(conversation.tokens), 1) == [first]
+        prompt = list(conversation.tokens)
+        ring.start_decode()
+        answer = [first, *ring.decode(conversation, first, sampling)]
+    assert answer == oracles["llama_gqa"].greedy(prompt, 6)

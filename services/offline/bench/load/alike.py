@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cp_core.cost.profile import read_profile
 from cp_core.errors import ConfigError
-from ringserve.v1 import inference_pb2
+from ringserve.client import RingInfo
 from services.offline.bench.load.replay import OK, Arrival, Outcome
 from services.offline.planning.models import planned_model, to_model_info
 from services.offline.simulator.cluster import ClusterShape, PoolShape
@@ -58,9 +58,7 @@ def count_differing(outcomes: Sequence[Outcome], model_path: Path, limit: int) -
     return len(sample), differing
 
 
-def expected_shares(
-    trace: Sequence[TracedConversation], rings: Sequence[inference_pb2.RingInfo], divide: int
-) -> tuple[float, float]:
+def expected_shares(trace: Sequence[TracedConversation], rings: Sequence[RingInfo], divide: int) -> tuple[float, float]:
     """Return the cached share of simulated rings as many and as large as these, and that of one LRU cache."""
     prefill, decode = ([ring for ring in rings if ring.role == role] for role in ("prefill", "decode"))
     room = divide * min(sum(ring.capacity_tokens for ring in pool) for pool in (prefill, decode))

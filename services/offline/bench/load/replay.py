@@ -17,8 +17,8 @@ import grpc
 import numpy as np
 
 from cp_core.errors import ConfigError
+from ringserve.client.channel import OPTIONS
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
-from services.client.channel import OPTIONS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

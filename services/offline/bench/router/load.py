@@ -8,6 +8,7 @@ import random
 import time
 import tracemalloc
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from orchestration.protocol.journal import BegunRecord, CommittedRecord, NoJourn
 from orchestration.protocol.plans import PromptMode
 from orchestration.protocol.turns import RingRegistration, TurnOutcome, TurnRequest
 from orchestration.router.router import Router, RouterSettings
+from services.cluster.garbage import FrozenSurvivors
 from services.config.rings import DecodeConfig
 from services.offline.bench.figures import Figures
 from services.offline.bench.router.rings import InstantRings
@@ -145,7 +147,7 @@ def measure_load(model: ModelInfo, load: RouterLoad, journal: Path | None, tell:
     The journal of every second conversation lies in `journal`.
     """
     bench = LoadedRouter(model, load, None if journal is None else SqliteJournal(journal))
-    with _Pauses() as pauses:
+    with _Pauses() as pauses, closing(FrozenSurvivors()):
         asyncio.run(bench.run(load.conversations, tell))
     bench.close()
     num_bytes = _bytes_per_conversation(model, load)

@@ -152,11 +152,11 @@ async def test_a_turn_that_no_ring_reports_fails_and_leaves_its_conversation_as_
         await eventually(lambda: not service.router._adoption.pending)
         view = await service.router.get_conversation("c")
         assert (view.num_tokens, view.running_request_id) == (30 + len(first.token_ids), "")
-        # A ring that tells of it later ends it, and the client learns why.
+        await service.router.delete_conversation("c")
+        # A ring that tells of it later ends it, since its conversation has changed, and the client learns why.
         await announce(service)
         await reader.task
         assert "the router was started again" in str(reader.error)
-        await service.router.delete_conversation("c")
         await eventually(lambda: service.free_blocks() == free)
 
 

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from openai import DefaultHttpxClient, OpenAI
 
-from services.client import Client, RetryPolicy, TlsFiles
+from ringserve.client import Client, RetryPolicy, TlsFiles
 from tests.services.auth.certificates import Authority
 from tests.services.e2e.cluster import Cluster, Inference, Ringserve, running_cluster
 

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import grpc
 
-from ringserve.v1 import inference_pb2
-from services.client import Client
-from services.client.retries import NO_RETRIES
+from ringserve.client import Client, RingInfo, ServerInfo
+from ringserve.client.retries import NO_RETRIES
 from services.offline.reference import StockModel
 from tests.services.e2e.cluster import START_SECONDS, Inference, Ringserve, ids, wait_until
 from tests.services.e2e.gateways import started_gateway
@@ -49,7 +48,7 @@ def is_ready(head: Head, inference: Inference) -> bool:
     return len(rings) == 2 and all(ring.state == "ready" for ring in rings)
 
 
-def check_metrics(info: inference_pb2.GetServerInfoResponse) -> None:
+def check_metrics(info: ServerInfo) -> None:
     for address in (info.router_metrics_endpoint, *(ring.metrics_endpoint for ring in info.rings)):
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as answer:
             assert b"ringserve_build_info" in answer.read()
@@ -76,7 +75,7 @@ def test_rings_serve_on_the_nodes_of_pods_that_come_and_go_and_end_when_their_tu
         start("127.0.0.3")
         wait_until(lambda: is_ready(head, inference), "no two rings are ready", START_SECONDS)
 
-        def ring() -> inference_pb2.RingInfo:
+        def ring() -> RingInfo:
             return next(ring for ring in inference.info().rings if ring.name == "prefill-0")
 
         def move() -> None:

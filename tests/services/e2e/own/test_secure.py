@@ -16,8 +16,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cp_core.errors import DeadlineExceeded, Forbidden, NotFound, Unauthenticated, Unavailable
-from services.client import Client, Sampling
-from services.client.retries import NO_RETRIES
+from ringserve.client import Client, Sampling
+from ringserve.client.retries import NO_RETRIES
 from services.cluster.ray_guard import asks_for_token
 from services.offline.reference import StockModel
 from tests.services.auth.certificates import Authority

@@ -12,7 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from openai import APIConnectionError, OpenAI
 
-from services.client import Client
+from ringserve.client import Client
 from services.offline.reference import StockModel
 from tests.services.e2e.cluster import Cluster, Inference, Ringserve, ids, wait_until
 from tests.services.e2e.gateways import started_gateway

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from urllib.request import urlopen
 
+from ringserve.client import ServerInfo
 from ringserve.v1 import inference_pb2
 from services.offline.reference import StockModel
 from tests.services.e2e.cluster import CALL_SECONDS, Cluster, Inference, ids
@@ -61,7 +62,7 @@ def _token_bytes(inference: Inference) -> int:
     return inference.stub.GetModelInfo(request, timeout=CALL_SECONDS).kv_bytes_per_token
 
 
-def _moved_bytes(info: inference_pb2.GetServerInfoResponse) -> int:
+def _moved_bytes(info: ServerInfo) -> int:
     """Return the bytes moved by drains of decode rings, and check that status and metrics agree."""
     told = sum(each.payload_bytes for each in info.kv_moves if (each.role, each.reason) == ("decode", "drain"))
     with urlopen(f"http://{info.router_metrics_endpoint}/metrics", timeout=CALL_SECONDS) as page:

@@ -9,8 +9,9 @@ import pytest
 
 from cp_core.cost.fit import PrefillSample, predicted_prefill
 from cp_core.cost.profile import HardwareProfile
+from ringserve.client import Client, RingInfo
+from ringserve.mapping import name_of
 from ringserve.v1 import inference_pb2
-from services.client import Client
 from services.offline.calibration.fitting import shape_of
 from services.offline.reference import StockModel
 from tests.services.e2e.cluster import REBUILD_SECONDS, Cluster, Inference, ids, kill, wait_until
@@ -22,7 +23,7 @@ SHORT, LONG = 20, 1500
 NUM_TOKENS = 800
 
 
-def ring(inference: Inference, name: str) -> inference_pb2.RingInfo:
+def ring(inference: Inference, name: str) -> RingInfo:
     return next(ring for ring in inference.info().rings if ring.name == name)
 
 
@@ -59,7 +60,7 @@ def test_plans_are_predicted_by_the_profile_that_the_cluster_was_given(
         sample = PrefillSample(
             cp=plan.prefill_ranks,
             tp=1,
-            algorithm=plan.algorithm,
+            algorithm=name_of(inference_pb2.Algorithm, plan.algorithm),
             new_tokens=plan.new_tokens,
             cached_tokens=plan.cached_tokens,
             seconds=1.0,

@@ -50,7 +50,7 @@ BAD_REQUESTS = {
     "no input": (inference_pb2.GenerateRequest(), "input: none given"),
     "empty text": (text(""), "input.text"),
     "no token": (ids([]), "input.tokenized"),
-    "token outside the vocabulary": (ids([1, 300]), "input.tokenized.input_ids[1]: token 300"),
+    "token outside the vocabulary": (ids([1, 300]), "input.tokenized[1]: token 300"),
     "no message": (inference_pb2.GenerateRequest(chat=inference_pb2.ChatInput()), "input.chat.messages"),
     "unknown role": (chat("wizard"), "input.chat.messages[0].role: 'wizard'"),
     "chat appended": (chat("user", prompt_mode=inference_pb2.PROMPT_MODE_APPEND), "prompt_mode"),

@@ -12,6 +12,8 @@ import grpc
 import psutil
 import pytest
 
+from ringserve.client import RingInfo
+from ringserve.mapping import name_of
 from ringserve.v1 import inference_pb2
 from services.offline.reference import StockModel
 from tests.services.e2e.cluster import Cluster, Inference, ids, kill, pid_at, wait_until
@@ -54,7 +56,7 @@ def goes_on_unseen(
         assert list(response.complete.output_ids) == seen
         (failover,) = response.complete.plan.failovers
         assert failover.after_tokens >= tokens
-        assert failover.role == role
+        assert name_of(inference_pb2.Role, failover.role) == role
         return seen
     finally:
         call.cancel()
@@ -75,8 +77,8 @@ def ends_unavailable(call: Any, seconds: float = NOTICE_SECONDS) -> str:
 
 
 def wait_for_rebuild(
-    inference: Inference, role: str, old: inference_pb2.RingInfo, *, lost: Collection[int] | None = None
-) -> inference_pb2.RingInfo:
+    inference: Inference, role: str, old: RingInfo, *, lost: Collection[int] | None = None
+) -> RingInfo:
     """Return the ring's status when it serves again, with new ranks in place of `lost` ones (None: all)."""
 
     def is_new() -> bool:
@@ -177,7 +179,7 @@ def test_a_killed_leader_is_started_again_with_a_ring_of_its_own(
     goes_on(inference, stock, name, history)
     # The turn that was hit has left its conversation, and its name is free again.
     goes_on(inference, stock, hit, prompt + answer)
-    assert inference.answer(ids([1, 2], request_id=hit)).finish_reason == "length"
+    assert inference.answer(ids([1, 2], request_id=hit)).finish_reason == inference_pb2.FINISH_REASON_LENGTH
 
 
 def test_a_killed_gateway_comes_back_at_its_address_and_knows_the_conversations(

@@ -135,7 +135,7 @@ def test_a_whole_history_and_an_edit_of_it_reuse_only_what_is_the_same(inference
     history = first + list(inference.answer(ids(first, conversation="edited")).output_ids)
     whole = inference.answer(ids([*history, 1, 2, 3], conversation="edited", mode=WHOLE_HISTORY))
     assert list(whole.output_ids) == stock.greedy([*history, 1, 2, 3], 6).token_ids
-    assert (whole.plan.prompt_mode, whole.usage.cached_tokens) == ("whole_history", len(history) - 1)
+    assert (whole.plan.prompt_mode, whole.usage.cached_tokens) == (WHOLE_HISTORY, len(history) - 1)
 
     edited = [*history[:40], (history[40] + 1) % 256, *history[41:], 9]
     answer = inference.answer(ids(edited, conversation="edited", mode=WHOLE_HISTORY))
@@ -211,7 +211,7 @@ def test_a_stop_token_ends_the_answer_and_is_its_last_token(inference: Inference
     for stop in (expected[0], expected[4]):
         answer = inference.answer(ids(prompt, max_tokens=8, stops=[stop]))
         assert list(answer.output_ids) == expected[: expected.index(stop) + 1]
-        assert (answer.finish_reason, answer.matched_stop) == ("stop", stop)
+        assert (answer.finish_reason, answer.matched_stop) == (inference_pb2.FINISH_REASON_STOP, stop)
 
 
 def test_without_json_the_answer_is_on_standard_output_and_the_plan_beside_it(

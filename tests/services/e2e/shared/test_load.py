@@ -10,8 +10,8 @@ from contextlib import ExitStack, suppress
 import grpc
 
 from cp_core.errors import NotFound
+from ringserve.client import Client
 from ringserve.v1 import inference_pb2_grpc
-from services.client import Client
 from services.offline.reference import StockModel
 from tests.services.e2e.cluster import CALL_SECONDS, Cluster, Inference, ids, wait_until
 from tests.workers.models import random_tokens

@@ -56,7 +56,7 @@ def test_a_killed_router_comes_back_and_neither_streams_nor_conversations_notice
         if response.HasField("complete"):
             complete = response.complete
     assert complete is not None
-    assert complete.finish_reason == "length"
+    assert complete.finish_reason == inference_pb2.FINISH_REASON_LENGTH
     assert len(complete.output_ids) == NUM_TOKENS
     assert list(complete.output_ids) == stock.follow(prompt, complete.output_ids).token_ids
     wait_until(lambda: is_back(cluster, inference, old), "the router is back", RESTART_SECONDS)

@@ -53,7 +53,7 @@ def test_a_stop_string_ends_the_answer_and_the_conversation_goes_on_from_there(
     assert complete.text == whole[:begin] == "".join(response.chunk.text for response in responses)
     assert list(complete.output_ids) == answer[:num_tokens]
     assert [token for response in responses for token in response.chunk.token_ids] == answer[:num_tokens]
-    assert (complete.finish_reason, complete.matched_stop_str) == ("stop", stop)
+    assert (complete.finish_reason, complete.matched_stop_str) == (inference_pb2.FINISH_REASON_STOP, stop)
     prompt = codec.encode(PROMPT).tolist()
     assert (complete.usage.prompt_tokens, complete.usage.completion_tokens) == (len(prompt), num_tokens)
     history = [*prompt, *answer[:num_tokens]]
@@ -72,7 +72,11 @@ def test_the_stop_string_may_be_shown_and_an_answer_without_one_is_whole(
     shown = inference.answer(text(stop=[stop], include_stop_str_in_output=True))
     assert shown.text == whole[: whole.index(stop) + 2]
     never = inference.answer(text(stop=["never"]))
-    assert (never.text, never.finish_reason, list(never.output_ids)) == (whole, "length", answer)
+    assert (never.text, never.finish_reason, list(never.output_ids)) == (
+        whole,
+        inference_pb2.FINISH_REASON_LENGTH,
+        answer,
+    )
     assert not never.HasField("matched_stop_str")
 
 

@@ -12,7 +12,7 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict
 
-from services.client import AsyncClient, Sampling
+from ringserve.client import AsyncClient, Sampling
 from services.gateway.text import TextCodec
 from tests.services.local_gateway import MODEL, LocalGateway
 from tests.workers.models import add_text, save_model

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from cp_core.cost.fit import PrefillSample, StepPart, StepSample, predicted_prefill, predicted_step
 from cp_core.cost.memory import weight_bytes
 from cp_core.cost.profile import HardwareProfile, read_profile
-from ringserve.v1 import inference_pb2
+from ringserve.client import Answer, ModelInfo, Plan, RingInfo, Sampling, ServerInfo
+from ringserve.client.infos import RingRates
+from ringserve.client.results import Chunk
 from services.offline.calibration.fitting import shape_of
 
-INFO = inference_pb2.GetModelInfoResponse(
+INFO = ModelInfo(
     model_path="model",
     dtype="bfloat16",
     num_layers=16,
@@ -47,16 +49,16 @@ def truth() -> HardwareProfile:
     return replace(gtt, prefill=prefill)
 
 
-def server(num_ranks: int) -> inference_pb2.GetServerInfoResponse:
-    rates = inference_pb2.RingRates(
+def server(num_ranks: int) -> ServerInfo:
+    rates = RingRates(
         gemm_flops=5e14, attention_flops=4e14, link_bytes_per_second=1e10, link_latency_seconds=5e-5, overlap=1.0
     )
-    rings = [
-        inference_pb2.RingInfo(role=role, name=f"{role}-0", num_ranks=num_ranks, tp=1, capacity_tokens=100_000)
-        for role in ("prefill", "decode")
-    ]
-    rings[0].rates.CopyFrom(rates)
-    return inference_pb2.GetServerInfoResponse(rings=rings)
+    return ServerInfo(
+        rings=tuple(
+            RingInfo(role=role, name=f"{role}-0", num_ranks=num_ranks, tp=1, capacity_tokens=100_000, rates=measured)
+            for role, measured in (("prefill", rates), ("decode", None))
+        )
+    )
 
 
 @dataclass
@@ -80,39 +82,46 @@ class FakeClient:
     _slower: float = 1.0
     _measured: tuple[int, int] = (0, 0)
 
-    def model_info(self) -> inference_pb2.GetModelInfoResponse:
+    def model_info(self) -> ModelInfo:
         return INFO
 
-    def server_info(self) -> inference_pb2.GetServerInfoResponse:
+    def server_info(self) -> ServerInfo:
         return server(self.num_ranks)
 
     def delete_conversation(self, conversation_id: str) -> None:
         del self.conversations[conversation_id]
         self.deleted.append(conversation_id)
 
-    def generate(
-        self, request: inference_pb2.GenerateRequest, timeout: float | None = None
-    ) -> Iterator[inference_pb2.GenerateResponse]:
-        prompt = list(request.tokenized.input_ids)
-        self.asked.append(request.algorithm)
-        known = self.conversations.get(request.conversation_id, [])
+    def ask(
+        self,
+        prompt: Sequence[int],
+        *,
+        conversation_id: str,
+        mode: str,
+        sampling: Sampling,
+        algorithm: str,
+        timeout: float,
+    ) -> Answer:
+        prompt = list(prompt)
+        self.asked.append(algorithm)
+        known = self.conversations.get(conversation_id, [])
         cached = next(
             (at for at, pair in enumerate(zip(known, prompt, strict=False)) if pair[0] != pair[1]), len(known)
         )
         cached = min(cached, len(prompt) - 1)
-        if request.conversation_id:
-            self.conversations[request.conversation_id] = prompt
+        if conversation_id:
+            self.conversations[conversation_id] = prompt
         bounds = [*range(cached, len(prompt), self.chunk_tokens), len(prompt)]
         sample = PrefillSample(
             cp=self.num_ranks,
             tp=1,
-            algorithm=request.algorithm or "pass_kv",
+            algorithm=algorithm or "pass_kv",
             new_tokens=len(prompt) - cached,
             cached_tokens=cached,
             seconds=1.0,
             cuts=tuple(bounds[1:-1]),
         )
-        num_turns, self.shared = (2, self.shared - 1) if self.shared and request.algorithm else (1, self.shared)
+        num_turns, self.shared = (2, self.shared - 1) if self.shared and algorithm else (1, self.shared)
         seconds = predicted_prefill(shape_of(INFO), truth(), sample) * self._draw.uniform(
             1 - self.noise, 1 + self.noise
         )
@@ -122,7 +131,7 @@ class FakeClient:
         seconds *= self._slower
         if (sample.new_tokens, cached, sample.algorithm) == self.disturbed:
             seconds *= 4.0
-        plan = inference_pb2.Plan(
+        plan = Plan(
             algorithm=sample.algorithm,
             new_tokens=sample.new_tokens,
             cached_tokens=cached,
@@ -131,14 +140,11 @@ class FakeClient:
             prefill_ranks=self.num_ranks,
             decode_ranks=self.num_ranks,
             prefill_seconds=seconds,
-            chunks=[
-                inference_pb2.Chunk(start=start, stop=stop, algorithm=sample.algorithm, num_turns=num_turns)
+            chunks=tuple(
+                Chunk(start=start, stop=stop, algorithm=sample.algorithm, num_turns=num_turns)
                 for start, stop in pairwise(bounds)
-            ],
+            ),
         )
         step = StepSample(cp=self.num_ranks, tp=1, batch=1, context_tokens=len(prompt), part=StepPart.STEP, seconds=1.0)
         ttit = predicted_step(shape_of(INFO), weight_bytes(shape_of(INFO)), truth(), step)
-        complete = inference_pb2.GenerateComplete(
-            plan=plan, ttit_seconds=ttit if request.sampling_params.max_tokens > 1 else 0.0
-        )
-        yield inference_pb2.GenerateResponse(complete=complete)
+        return Answer(plan=plan, ttit_seconds=ttit if (sampling.max_tokens or 0) > 1 else 0.0)

@@ -11,8 +11,7 @@ import pytest
 from cp_core.cost.model import PASS_KV, PASS_Q
 from cp_core.cost.profile import format_profile, read_profile
 from cp_core.errors import Busy, ConfigError, Unavailable
-from ringserve.v1 import inference_pb2
-from services.client import Client
+from ringserve.client import Client, RingInfo, ServerInfo
 from services.offline.calibration.fitting import Calibration, calibrate, profile_from_rings, shape_of
 from services.offline.calibration.measurement import ANSWER_TOKENS, Calibrator, Cell, grid, max_sequence_tokens
 from services.offline.calibration.report import calibration_json, closing_lines, write_calibration_plot
@@ -155,12 +154,12 @@ def test_sizes_that_were_asked_for_must_fit() -> None:
 
 def test_the_smallest_ring_says_how_much_fits() -> None:
     assert max_sequence_tokens(INFO, server(2)) == 100_000
-    assert max_sequence_tokens(INFO, inference_pb2.GetServerInfoResponse()) == INFO.max_context_length
+    assert max_sequence_tokens(INFO, ServerInfo()) == INFO.max_context_length
 
 
 def test_rings_that_tell_no_rates_cannot_be_calibrated() -> None:
     with pytest.raises(Unavailable, match="no prefill ring states its rates"):
-        profile_from_rings(INFO, [inference_pb2.RingInfo(role="prefill", name="prefill-0")], "x")
+        profile_from_rings(INFO, [RingInfo(role="prefill", name="prefill-0")], "x")
 
 
 def test_too_few_prefills_fit_nothing() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ringserve.client import Sampling
+from ringserve.client.results import MAPPER, Answer, Plan, Usage
 from ringserve.v1 import inference_pb2
-from services.client import Sampling
-from services.client.results import MAPPER, Answer, Plan, Usage
 from services.offline.chaos.load import Expected, Script, ScriptedTurn, Stream
 
 PLAN: Plan = MAPPER.from_message(Plan, inference_pb2.Plan(prefill_ring="prefill-0", decode_ring="decode-1"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.client.async_client import AsyncClient
+from ringserve.client.async_client import AsyncClient
 from services.gateway.text import TextCodec
 from services.offline.chaos.experiment import Experiment
 from services.offline.chaos.faults import HIT_RANK, Cell, How, Kind, Phase, Processes

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from ringserve.v1 import inference_pb2
+from ringserve.client import RingInfo, ServerInfo
 from services.offline.chaos.experiment import in_phase
 from services.offline.chaos.faults import Cell, How, Kind, Phase, Processes, choose, matrix
 from services.offline.chaos.load import Stream
@@ -108,10 +108,8 @@ def test_the_end_kills_stopped_processes_too(parent: Parent) -> None:
 )
 def test_each_phase_is_seen_by_its_own_signs_alone(phase: Phase, tokens: int, running: int, waiting: int) -> None:
     stream = Stream(expected=expected(), number=1, began=1.0, plan=PLAN, token_ids=[5] * tokens)
-    ring = inference_pb2.RingInfo(
-        role="prefill", name=PLAN.prefill_ring, num_requests_running=running, num_requests_waiting=waiting
-    )
-    info = inference_pb2.GetServerInfoResponse(rings=[ring])
+    ring = RingInfo(role="prefill", name=PLAN.prefill_ring, num_requests_running=running, num_requests_waiting=waiting)
+    info = ServerInfo(rings=(ring,))
     assert [each for each in Phase if in_phase(each, [stream], info)] == [phase]
     stream.ended = 2.0
     assert not any(in_phase(each, [stream], info) for each in Phase)

@@ -43,8 +43,9 @@ from orchestration.protocol.turns import (
     TurnRequest,
 )
 from orchestration.protocol.views import ConversationList, ConversationView, RingStatus, ServerView
+from ringserve.client import infos, results
+from ringserve.mapping import Mapper, Mirror, pack_ids, unpack_ids
 from ringserve.v1 import inference_pb2, rings_pb2, router_pb2
-from services.client import results
 from services.rpc.wire import contract
 from services.rpc.wire.contract import (
     event_from,
@@ -57,7 +58,6 @@ from services.rpc.wire.contract import (
     shards_to,
     to_message,
 )
-from services.rpc.wire.mapping import Mapper, Mirror, pack_ids, unpack_ids
 from workers.protocol.decode_commands import FinishReason
 from workers.protocol.prefill_steps import TokenIds
 from workers.sampling.parameters import SamplingParameters, TokenLogprobs
@@ -67,6 +67,8 @@ M = TypeVar("M", bound=Message)
 SIXTY_FOUR_BITS = {"seed", "pulled_bytes", "migrated_bytes", "capacity_tokens"}
 SIGNED = {"priority"}
 TOKEN_FIELDS = {"token_ids", "penalized_ids", "answer"}
+WORDS = {"role": ["", "prefill", "decode"], "lost_role": ["", "prefill", "decode"], "state": ["ready", "lost", "away"]}
+"""Words of fields that are enums in the contract."""
 small = st.integers(0, 2**32 - 1)
 signed = st.integers(-(2**31), 2**31 - 1)
 large = st.integers(0, 2**64 - 1)
@@ -74,7 +76,7 @@ token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=8)
 positions = st.integers(0, 2**28)
 token_ranges = st.tuples(positions, positions).map(lambda pair: TokenRange(min(pair), max(pair)))
 shard_maps = st.lists(st.lists(token_ranges, max_size=3).map(tuple), max_size=4).map(
-    lambda ranks: ShardMap(tuple(ranks))
+    lambda ranks: ShardMap.of(tuple(ranks))
 )
 
 SIMPLE: dict[Any, st.SearchStrategy[Any]] = {
@@ -105,6 +107,9 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from(kind)
     hints = get_type_hints(kind)
     special: dict[str, st.SearchStrategy[Any]] = dict.fromkeys(SIXTY_FOUR_BITS, large) | dict.fromkeys(SIGNED, signed)
+    for name in WORDS.keys() & set(hints):
+        if hints[name] is str:
+            special[name] = st.sampled_from(WORDS[name])
     for name in TOKEN_FIELDS & set(hints):
         special[name] = values_of(TokenIds) if hints[name] == TokenIds else st.builds(tuple, token_ids)
     return st.builds(
@@ -170,6 +175,13 @@ PAIRS: list[tuple[Any, type[Message]]] = [
 CLIENT_PAIRS: list[tuple[type, type[Message]]] = [
     (results.Plan, inference_pb2.Plan),
     (results.Usage, inference_pb2.Usage),
+    (results.TokenLogprobs, inference_pb2.TokenLogprobs),
+    (infos.ModelInfo, inference_pb2.GetModelInfoResponse),
+    (infos.ServerInfo, inference_pb2.GetServerInfoResponse),
+    (infos.ConversationInfo, inference_pb2.GetConversationResponse),
+    (infos.ConversationSummary, inference_pb2.ConversationSummary),
+    (infos.ForkInfo, inference_pb2.ForkConversationResponse),
+    (infos.Aborted, inference_pb2.AbortResponse),
 ]
 
 HAND_WRITTEN = {"BeginForkRequest", "Heartbeat", "Alternative", "RankShard", "Range", "TurnEvent"}
@@ -177,6 +189,7 @@ HAND_WRITTEN = {"BeginForkRequest", "Heartbeat", "Alternative", "RankShard", "Ra
 
 PUBLIC = {
     "GenerateRequest",
+    "CountTokensRequest",
     "TokenizedInput",
     "ChatInput",
     "ChatMessage",
@@ -187,8 +200,6 @@ PUBLIC = {
     "GenerateStart",
     "GenerateStreamChunk",
     "GenerateComplete",
-    "GetModelInfoResponse",
-    "AbortResponse",
 }
 """Messages that gateway and client write and read field by field."""
 
@@ -284,16 +295,16 @@ def test_bytes_that_are_no_token_ids_are_refused() -> None:
 
 
 def test_a_prompt_mode_the_contract_does_not_define_is_nothing() -> None:
-    assert prompt_mode_from(3) is None
+    assert prompt_mode_from(4) is None
     assert prompt_mode_from(inference_pb2.PROMPT_MODE_APPEND) is PromptMode.APPEND
 
 
 @given(values_of(TurnPlan), st.sampled_from(FinishReason))
 def test_what_the_client_reads_are_plain_words(plan: TurnPlan, reason: FinishReason) -> None:
     message = to_message(inference_pb2.Plan, plan)
-    assert message.algorithm in (*PREFILL_ALGORITHMS, "decode_ring")
-    assert message.prompt_mode in ("auto", "new", "append", "whole_history")
     read = results.MAPPER.from_message(results.Plan, message)
+    assert read.algorithm in (*PREFILL_ALGORITHMS, "decode_ring")
+    assert read.prompt_mode in ("", "new", "append", "whole_history")
     for shown, planned in zip(read.ring_alternatives, plan.ring_alternatives, strict=True):
         assert dataclasses.asdict(shown) == dataclasses.asdict(planned) | {"total_seconds": planned.total_seconds}
     ending = FinishedEvent(finish_reason=reason, migrated_bytes=0, migration_seconds=0.0, handoff_seconds=0.0)

@@ -19,7 +19,7 @@ def complete(tokens: int, **plan: float) -> inference_pb2.GenerateComplete:
         usage=inference_pb2.Usage(completion_tokens=tokens),
         ttft_seconds=0.03,
         ttit_seconds=0.012 if tokens > 1 else 0.0,
-        plan=inference_pb2.Plan(algorithm="pass_q", **plan),  # type: ignore[arg-type]
+        plan=inference_pb2.Plan(algorithm=inference_pb2.ALGORITHM_PASS_Q, **plan),  # type: ignore[arg-type]
     )
 
 
@@ -84,7 +84,8 @@ def test_latencies_fall_into_the_buckets_of_vllm() -> None:
 
 def test_answers_are_counted_by_the_reason_of_their_end_and_by_length() -> None:
     metrics = GatewayMetrics()
-    for reason, tokens in (("stop", 5), ("length", 7), ("length", 1)):
+    stop, length = inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_LENGTH
+    for reason, tokens in ((stop, 5), (length, 7), (length, 1)):
         metrics.completed(
             inference_pb2.GenerateComplete(finish_reason=reason, usage=inference_pb2.Usage(completion_tokens=tokens))
         )

@@ -15,6 +15,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from orchestration.protocol.rings import PrefillScheduling
+from ringserve.mapping import name_of
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from services.gateway.text import TextCodec
 from services.telemetry.tracing.otel import OtelTracer
@@ -118,7 +119,7 @@ async def test_a_turn_is_one_trace_below_the_clients_span(traced: Traced) -> Non
 
     attributes = dict(turn.attributes or {})
     assert attributes["ringserve.request_id"] == "r-1"
-    assert attributes["ringserve.algorithm"] == done.plan.algorithm
+    assert attributes["ringserve.algorithm"] == name_of(inference_pb2.Algorithm, done.plan.algorithm)
     assert attributes["ringserve.prefill_ring"] == "prefill-0"
     assert attributes["ringserve.decode_ring"] == "decode-0"
     assert (attributes["gen_ai.usage.input_tokens"], attributes["gen_ai.usage.output_tokens"]) == (150, 6)
@@ -171,9 +172,13 @@ async def test_a_turn_that_the_decode_ring_computes_tells_of_no_other_ring(
         await traced.generate(conversation_id="c")
         await traced.spans()
         exporter.clear()
-        append = inference_pb2.PROMPT_MODE_APPEND
+        append, direct = inference_pb2.PROMPT_MODE_APPEND, inference_pb2.ALGORITHM_DECODE_RING
         done = await traced.generate(
-            SAMPLED, conversation_id="c", tokens=[5, 6], prompt_mode=append, algorithm="decode_ring"
+            SAMPLED,
+            conversation_id="c",
+            tokens=[5, 6],
+            prompt_mode=append,
+            algorithm=direct,
         )
         spans = await traced.spans()
     turn = only(spans, "turn")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cp_core.errors import ConfigError
-from ringserve.v1 import inference_pb2
+from ringserve.client import RingInfo
 from services.offline.bench.load.alike import count_differing, expected_shares, read_requests, scaled
 from services.offline.bench.load.replay import Arrival, Outcome, replay
 from services.offline.reference import Reference
@@ -42,7 +42,7 @@ async def test_prompts_of_equal_ids_begin_alike_and_have_scaled_lengths() -> Non
 
 def test_rings_are_simulated_with_the_room_of_the_services() -> None:
     rings = [
-        inference_pb2.RingInfo(role=role, name=f"{role}-{number}", capacity_tokens=1024)
+        RingInfo(role=role, name=f"{role}-{number}", capacity_tokens=1024)
         for role in ("prefill", "decode")
         for number in range(2)
     ]

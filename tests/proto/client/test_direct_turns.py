@@ -10,7 +10,7 @@ from prometheus_client import generate_latest
 
 from cp_core.cost.model import PREFILL_ALGORITHMS
 from orchestration.placement.registry import RegisteredRing
-from services.client import AsyncClient, Sampling
+from ringserve.client import AsyncClient, Sampling
 from services.gateway.text import TextCodec
 from services.rpc.peers import GrpcPeers
 from services.rpc.server import GrpcServer

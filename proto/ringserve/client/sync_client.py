@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Generator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Generator, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from types import TracebackType
 from typing import TypeVar, Unpack
 
-from cp_core.errors import RingserveError
-from ringserve.v1 import inference_pb2
-from services.client.async_client import AsyncAnswerStream, AsyncClient, AsyncConversation
-from services.client.channel import TlsFiles
-from services.client.requests import Prompt, RequestOptions, TurnOptions
-from services.client.results import Answer, Piece, Plan
-from services.client.retries import RetryPolicy
+from ringserve.client.async_client import AsyncAnswerStream, AsyncClient, AsyncConversation
+from ringserve.client.channel import TlsFiles
+from ringserve.client.infos import Aborted, ConversationInfo, ConversationSummary, ForkInfo, ModelInfo, ServerInfo
+from ringserve.client.requests import Prompt, RequestOptions, TurnOptions
+from ringserve.client.results import Answer, Piece, Plan
+from ringserve.client.retries import RetryPolicy
+from ringserve.errors import RingserveError
 
 T = TypeVar("T")
 
@@ -182,34 +182,36 @@ class Client:
         """Return the conversation of this id, or a new one with a generated id."""
         return Conversation(self._client.talk(conversation_id), self._loop)
 
-    def generate(
-        self, request: inference_pb2.GenerateRequest, timeout: float | None = None
-    ) -> Generator[inference_pb2.GenerateResponse, None, None]:
-        """Run one turn in the contract's own messages, tried once; `timeout` (seconds) ends the turn everywhere."""
-        return self._loop.items(self._client.generate(request, timeout))
-
-    def abort(self, request_ids: list[str]) -> inference_pb2.AbortResponse:
+    def abort(self, request_ids: str | Sequence[str]) -> Aborted:
+        """End running turns by request id, wherever they are; an unknown id is reported."""
         return self._loop.run(self._client.abort(request_ids))
 
-    def model_info(self) -> inference_pb2.GetModelInfoResponse:
+    def count_tokens(self, prompt: Prompt, *, model: str = "") -> int:
+        """Return the number of tokens of a prompt, those of the chat template included."""
+        return self._loop.run(self._client.count_tokens(prompt, model=model))
+
+    def model_info(self) -> ModelInfo:
+        """Return the model's sizes."""
         return self._loop.run(self._client.model_info())
 
-    def server_info(self) -> inference_pb2.GetServerInfoResponse:
+    def server_info(self) -> ServerInfo:
+        """Return the state of the service. Raises Forbidden for a tenant that is no operator."""
         return self._loop.run(self._client.server_info())
 
-    def conversation(self, conversation_id: str) -> inference_pb2.GetConversationResponse:
+    def conversation(self, conversation_id: str) -> ConversationInfo:
+        """Return the state of a conversation and the locations of its KV. Raises NotFound."""
         return self._loop.run(self._client.conversation(conversation_id))
 
-    def list_conversations(self, prefix: str = "", page_size: int = 100) -> Iterator[inference_pb2.ConversationSummary]:
+    def list_conversations(self, prefix: str = "", page_size: int = 100) -> Iterator[ConversationSummary]:
         """Yield every conversation whose id begins with `prefix`, fetched page by page."""
         return self._loop.items(self._client.list_conversations(prefix, page_size))
 
-    def fork_conversation(
-        self, source_id: str, new_id: str, at_token: int | None = None
-    ) -> inference_pb2.GetConversationResponse:
+    def fork_conversation(self, source_id: str, new_id: str, at_token: int | None = None) -> ForkInfo:
+        """Begin a conversation with another's tokens, or with the first `at_token` of them. Raises NotFound."""
         return self._loop.run(self._client.fork_conversation(source_id, new_id, at_token))
 
     def delete_conversation(self, conversation_id: str) -> None:
+        """Delete a conversation and free its KV. Raises NotFound, and Busy while a turn runs."""
         self._loop.run(self._client.delete_conversation(conversation_id))
 
 
@@ -234,7 +236,7 @@ class Conversation:
         """Run the next turn piece by piece."""
         return AnswerStream(self._conversation.stream(prompt, **options), self._loop)
 
-    def info(self) -> inference_pb2.GetConversationResponse:
+    def info(self) -> ConversationInfo:
         """Return the state of the conversation and the locations of its KV. Raises NotFound before a turn ends."""
         return self._loop.run(self._conversation.info())
 

@@ -18,8 +18,8 @@ from cp_core.errors import (
     Unavailable,
     Unreachable,
 )
-from services.client.requests import Sampling, request_of
-from services.client.retries import MAX_RESUMPTIONS, NO_RETRIES, Retries, RetryPolicy
+from ringserve.client.requests import Sampling, request_of
+from ringserve.client.retries import MAX_RESUMPTIONS, NO_RETRIES, Retries, RetryPolicy
 
 POLICY = RetryPolicy(max_attempts=4, first_delay_seconds=1.0, max_delay_seconds=3.0)
 FULL = CapacityExceeded("full")
@@ -69,6 +69,23 @@ def test_a_turn_that_its_gateway_gave_up_is_not_tried_again() -> None:
     assert delay(retries(), Unavailable("the turn lost a ring 3 times")) is None
 
 
+@pytest.mark.parametrize("failure", [FULL, NOT_BEGUN, RUNNING])
+def test_a_refusal_does_not_end_a_turn_that_was_lost(failure: RingserveError) -> None:
+    attempts = retries()
+    assert delay(attempts, LOST) is not None
+    assert all(delay(attempts, failure, now=float(second)) is not None for second in range(20))
+    assert delay(attempts, failure, now=POLICY.resume_seconds) is None
+
+
+def test_a_gateway_that_never_answered_is_looked_for_as_long_as_the_policy_says() -> None:
+    at_once = RetryPolicy(max_attempts=1, connect_seconds=0.0)
+    assert Retries(at_once, deadline=None).delay_after(LOST, has_tokens=False, now=0.0, has_answered=False) is None
+    begun = Retries(at_once, deadline=None)
+    assert begun.delay_after(LOST, has_tokens=False, now=0.0, has_answered=True) is not None
+    stopping = Retries(at_once, deadline=None).delay_after(Stopping("x"), has_tokens=False, now=0.0, has_answered=False)
+    assert stopping is not None, "it had the call"
+
+
 def test_resumptions_end_though_each_brings_a_token() -> None:
     attempts = retries()
     delays = [delay(attempts, LOST, has_tokens=True) for _ in range(MAX_RESUMPTIONS + 1)]
@@ -100,10 +117,10 @@ def test_retries_can_be_switched_off() -> None:
 
 
 def test_attempts_at_one_request_draw_the_same_tokens() -> None:
-    first, second = (request_of("x", "", "auto", Sampling(), "").sampling_params for _ in range(2))
+    first, second = (request_of("x", {}).sampling_params for _ in range(2))
     assert first.HasField("seed")
     assert first.seed != second.seed
-    assert request_of("x", "", "auto", Sampling(seed=0), "").sampling_params.seed == 0
+    assert request_of("x", {"sampling": Sampling(seed=0)}).sampling_params.seed == 0
 
 
 @pytest.mark.parametrize(
@@ -121,4 +138,4 @@ def test_what_the_contract_cannot_carry_is_refused_by_name(
     prompt: object, mode: str, sampling: Sampling, said: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=said.replace("(", r"\(")):
-        request_of(prompt, "", mode, sampling, "").SerializeToString()  # type: ignore[arg-type]
+        request_of(prompt, {"mode": mode, "sampling": sampling}).SerializeToString()  # type: ignore[arg-type]

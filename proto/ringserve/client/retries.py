@@ -4,7 +4,8 @@
 |---|---|
 | no room (`CapacityExceeded`), no ring (`NotBegun`) | the turn was refused whole: a few times |
 | the request id still runs (`Busy`) | after such a failure: our own first attempt is being ended |
-| the gateway is gone or stops (`Unreachable`, `Stopping`) | it goes on behind the tokens that came, for some seconds |
+| the gateway is gone or stops (`Unreachable`, `Stopping`) | it goes on behind the tokens that came, for some seconds; |
+| | refusals meanwhile do not end it |
 | anything else | no: the gateway itself has tried what helps |
 
 A turn goes on at the same gateway or another. It has the tokens, the text and the account of a single attempt.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from cp_core.errors import Busy, CapacityExceeded, NotBegun, RingserveError, Stopping, Unreachable
+from ringserve.errors import Busy, CapacityExceeded, NotBegun, RingserveError, Stopping, Unreachable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,16 +24,18 @@ class RetryPolicy:
     """Bounds of retries. The delay doubles from attempt to attempt, and is never shorter than the server asks for.
 
     A refused turn has `max_attempts` attempts in a row. A lost one is resumed for `resume_seconds` after its loss, or
-    after its latest token if there was one since; 0: never.
+    after its latest token if there was one since; 0: never. A gateway that has not answered yet is looked for
+    `connect_seconds`.
     """
 
     max_attempts: int = 4
     first_delay_seconds: float = 0.2
     max_delay_seconds: float = 5.0
     resume_seconds: float = 30.0
+    connect_seconds: float = 30.0
 
 
-NO_RETRIES = RetryPolicy(max_attempts=1, resume_seconds=0.0)
+NO_RETRIES = RetryPolicy(max_attempts=1, resume_seconds=0.0, connect_seconds=0.0)
 MAX_RESUMPTIONS = 1000
 """Resumptions of one turn: a gateway that ends its streams again and again is no way to read an answer."""
 
@@ -55,11 +58,18 @@ class Retries:
         self._num_resumed = 0
         self._lost_at: float | None = None
         self._has_begun = False  # an attempt of ours may run
+        self._has_answered = False
 
-    def delay_after(self, error: RingserveError, *, has_tokens: bool, now: float) -> float | None:
-        """Return the seconds until the next attempt; None: there is none. `has_tokens`: the latest one brought some."""
+    def delay_after(
+        self, error: RingserveError, *, has_tokens: bool, now: float, has_answered: bool = True
+    ) -> float | None:
+        """Return the seconds until the next attempt; None: there is none.
+
+        `has_tokens`: the latest attempt brought some. `has_answered`: a gateway has begun the turn.
+        """
         if has_tokens:
             self._num_failed, self._lost_at = 0, None
+        self._has_answered = has_answered or isinstance(error, Stopping)
         self._num_failed += 1
         if not self._may_repeat(error, now):
             return None
@@ -75,7 +85,15 @@ class Retries:
         if is_lost(error):
             self._num_resumed, self._has_begun = self._num_resumed + 1, True
             self._lost_at = now if self._lost_at is None else self._lost_at
-            return now - self._lost_at < self._policy.resume_seconds and self._num_resumed <= MAX_RESUMPTIONS
+            return self._may_resume(now)
         was_refused = isinstance(error, CapacityExceeded | NotBegun) or (isinstance(error, Busy) and self._has_begun)
         self._has_begun = self._has_begun or isinstance(error, NotBegun)
+        if was_refused and self._lost_at is not None:
+            return self._may_resume(now)
         return was_refused and self._num_failed < self._policy.max_attempts
+
+    def _may_resume(self, now: float) -> bool:
+        """Return whether a turn that was lost, and has no token since, is sent again."""
+        seconds = self._policy.resume_seconds if self._has_answered else self._policy.connect_seconds
+        is_in_time = self._lost_at is not None and now - self._lost_at < seconds
+        return is_in_time and self._num_resumed <= MAX_RESUMPTIONS

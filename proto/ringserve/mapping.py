@@ -6,7 +6,7 @@ field must have a mirror of a fitting type on the other side; a field without on
 | dataclass field | message field |
 |---|---|
 | int, float, bool, str | scalar |
-| StrEnum | string |
+| str, StrEnum | string, or enum by its short name: "pass_q" is ALGORITHM_PASS_Q, and "" is the number 0 |
 | Enum named in `enums` | enum |
 | dataclass | message |
 | tuple of these | repeated |
@@ -20,22 +20,56 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
+from functools import cache
 from operator import attrgetter
 from types import MappingProxyType, UnionType
-from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, Protocol, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from cp_core.errors import InvalidRequest
+from ringserve.errors import InvalidRequest
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 Convert = Callable[[Any], Any]
 
+
+class EnumOfContract(Protocol):
+    """Enum as generated code has it."""
+
+    @property
+    def DESCRIPTOR(self) -> Any: ...
+
+
 TOKEN_BYTES = 4
 """Size of a token id on the wire."""
+
+
+@cache
+def enum_names(enum: EnumDescriptor) -> Mapping[int, str]:
+    """Return the short names of an enum by number: without its prefix, in lower case, and "" for UNSPECIFIED."""
+    prefix = enum.values_by_number[0].name.removesuffix("UNSPECIFIED")
+    named = {value.number: value.name.removeprefix(prefix).lower() for value in enum.values}
+    return MappingProxyType(named | {0: ""})
+
+
+@cache
+def enum_numbers(enum: EnumDescriptor) -> Mapping[str, int]:
+    """Return the numbers of an enum by short name."""
+    return MappingProxyType({name: number for number, name in enum_names(enum).items()})
+
+
+def name_of(enum: EnumOfContract, number: int) -> str:
+    """Return the short name of a number of a contract's enum; "" for one that is not known here."""
+    return enum_names(enum.DESCRIPTOR).get(number, "")
+
+
+def number_of(enum: EnumOfContract, name: str) -> Any:
+    """Return the number of a short name. Raises KeyError."""
+    return enum_numbers(enum.DESCRIPTOR)[name]
+
 
 _WHOLE = {FieldDescriptor.CPPTYPE_INT32, FieldDescriptor.CPPTYPE_INT64} | {
     FieldDescriptor.CPPTYPE_UINT32,
@@ -154,6 +188,8 @@ class Mapper:
             convert = self._special[kind][0]
         elif kind in self._enums and target.enum_type is not None:
             convert = dict(self._enums[kind]).__getitem__
+        elif _is_word(kind) and target.enum_type is not None:
+            convert = enum_numbers(target.enum_type).__getitem__
         elif get_origin(kind) is tuple:
             convert = self._to_items(kind, target)
         elif is_dataclass(kind):
@@ -185,6 +221,11 @@ class Mapper:
             members = {number: member for member, number in self._enums[kind].items()}
             first = next(iter(self._enums[kind]))
             return lambda number: members.get(number, first)
+        if _is_word(kind) and target.enum_type is not None:
+            names = enum_names(target.enum_type)
+            if kind is str:
+                return lambda number: names.get(number, "")
+            return lambda number: kind(names.get(number, ""))
         if get_origin(kind) is tuple:
             return self._from_items(kind, target)
         if is_dataclass(kind):
@@ -218,6 +259,10 @@ def _flattened(kind: type, names: Sequence[str]) -> Convert:
     return lambda message: kind(*(getattr(message, name) for name in names))
 
 
+def _is_word(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, str)
+
+
 def _but_none(convert: Convert) -> Convert:
     return lambda value: None if value is None else convert(value)
 
@@ -234,9 +279,14 @@ def _item_of(kind: Any, target: FieldDescriptor) -> Any:
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:
-    """Return token ids as little-endian int32."""
+    """Return token ids as little-endian int32. Raises OverflowError for a number out of 0 to 2^31 - 1, TypeError."""
     numbers = tuple(ids)
-    return struct.pack(f"<{len(numbers)}i", *numbers)
+    if numbers and min(numbers) < 0:
+        raise OverflowError("a token id is negative")
+    try:
+        return struct.pack(f"<{len(numbers)}i", *numbers)
+    except struct.error as error:
+        raise (OverflowError if all(isinstance(each, int) for each in numbers) else TypeError)(str(error)) from None
 
 
 def unpack_ids(data: bytes) -> tuple[int, ...]:

@@ -23,60 +23,23 @@ from cp_core.errors import (
     Stopping,
     Unavailable,
 )
+from ringserve.client import AsyncClient, Client, Message, Sampling
+from ringserve.client.retries import NO_RETRIES
+from ringserve.client.sync_client import _LoopThread
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
-from services.client import AsyncClient, Client, Message, RetryPolicy, Sampling
-from services.client.retries import NO_RETRIES
-from services.client.sync_client import _LoopThread
 from services.gateway.text import TextCodec
 from services.rpc.errors import answering
 from services.rpc.server import GrpcServer
+from tests.proto.client.both import QUICK, client
 from tests.services.e2e.cluster import wait_until
 from tests.services.local_gateway import LocalGateway
 from tests.workers.models import Oracle, random_tokens
 
+__all__ = ["client"]
 WAIT_SECONDS = 20.0
 
 FIVE = Sampling(max_tokens=5, temperature=0.0)
 LONG = Sampling(max_tokens=4000)
-QUICK = RetryPolicy(max_attempts=3, first_delay_seconds=0.02, max_delay_seconds=0.1)
-
-
-class InThreads:
-    """`Client`, its stream or its conversation in worker threads, called as those of `AsyncClient` are."""
-
-    def __init__(self, real: Any) -> None:
-        self._real = real
-
-    def __getattr__(self, name: str) -> Any:
-        attribute = getattr(self._real, name)
-        if not callable(attribute):
-            return attribute
-        if name in ("stream", "talk"):
-            return lambda *values, **options: InThreads(attribute(*values, **options))
-        return lambda *values, **options: asyncio.to_thread(attribute, *values, **options)
-
-    async def __aenter__(self) -> InThreads:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await asyncio.to_thread(self._real.close)
-
-    def __aiter__(self) -> InThreads:
-        return self
-
-    async def __anext__(self) -> Any:
-        piece = await asyncio.to_thread(next, self._real, None)
-        if piece is None:
-            raise StopAsyncIteration
-        return piece
-
-
-@pytest.fixture(params=["asyncio", "threads"])
-async def client(gateway: LocalGateway, request: pytest.FixtureRequest) -> AsyncIterator[AsyncClient]:
-    """Return a client of either kind."""
-    real: Any = AsyncClient if request.param == "asyncio" else lambda *v, **o: InThreads(Client(*v, **o))
-    async with real(gateway.target, retry=QUICK) as client:
-        yield client
 
 
 async def test_an_answer_is_exact_typed_and_accounted_for(client: AsyncClient, oracle: Oracle) -> None:
@@ -181,12 +144,6 @@ async def test_a_timeout_ends_the_turn_and_says_so(gateway: LocalGateway, client
     with pytest.raises(DeadlineExceeded):
         await client.ask("x", sampling=LONG, timeout=0.4)
     await gateway.wait_idle()
-
-
-async def test_the_other_calls_answer(client: AsyncClient) -> None:
-    assert (await client.model_info()).vocab_size == 300
-    assert {ring.role for ring in (await client.server_info()).rings} == {"prefill", "decode"}
-    assert list((await client.abort(["nobody"])).unknown) == ["nobody"]
 
 
 async def test_closing_a_client_ends_its_turns(gateway: LocalGateway) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import grpc
 
-from cp_core.errors import ConfigError
-from services.rpc.server import CHANNEL_OPTIONS, keepalive
+from ringserve.channels import CHANNEL_OPTIONS, keepalive
+from ringserve.errors import ConfigError
 
 Metadata = tuple[tuple[str, str], ...]
 

@@ -6,8 +6,18 @@ from typing import Any
 
 import grpc
 
-from cp_core.errors import CapacityExceeded, DeadlineExceeded, RingserveError, Unauthenticated, Unreachable
-from services.rpc.errors import error_of
+from ringserve.errors import (
+    SHARED,
+    CapacityExceeded,
+    DeadlineExceeded,
+    RingserveError,
+    Unauthenticated,
+    Unavailable,
+    Unreachable,
+    error_named_by,
+)
+
+KINDS = {kind.__name__: kind for kind in SHARED}
 
 OWN_ENDS = ("Locally cancelled by application!", "Channel closed!")
 """Details of gRPC where this side ended the call. A server that stops also cancels calls that arrive too late."""
@@ -15,7 +25,9 @@ OWN_ENDS = ("Locally cancelled by application!", "Channel closed!")
 
 def error_from_call(call: Any, target: str) -> RingserveError:
     """Return the error of a failed `call`, a grpc.RpcError."""
-    error = error_of(call)
+    is_down = call.code() is grpc.StatusCode.UNAVAILABLE
+    # The processes of a cluster have errors of their own, and a later release may have further ones.
+    error = error_named_by(call, KINDS, Unavailable if is_down else RingserveError)
     if error is not None:
         return error
     match call.code():

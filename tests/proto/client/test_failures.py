@@ -16,7 +16,7 @@ from cp_core.errors import (
     Unavailable,
     Unreachable,
 )
-from services.client.failures import error_from_call
+from ringserve.client.failures import error_from_call
 from services.rpc.errors import metadata_of
 
 CODE = grpc.StatusCode

@@ -1,26 +1,27 @@
 """Python client for asyncio, called by users and by the client for threads.
 
-Methods raise the errors of `cp_core.errors`, each with a message of one sentence.
+Methods raise the errors of `ringserve.client.errors`, each with a message of one sentence.
 """
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
 import grpc
 
-from cp_core.errors import Unavailable
+from ringserve.client.channel import OPTIONS, TlsFiles, metadata_of
+from ringserve.client.failures import error_from_call
+from ringserve.client.infos import Aborted, ConversationInfo, ConversationSummary, ForkInfo, ModelInfo, ServerInfo
+from ringserve.client.requests import Prompt, RequestOptions, TurnOptions, count_of, is_chat, request_of
+from ringserve.client.results import MAPPER, Answer, AnswerReader, Piece, Plan
+from ringserve.client.retries import Retries, RetryPolicy, is_lost
+from ringserve.errors import Unavailable
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
-from services.client.channel import OPTIONS, TlsFiles, metadata_of
-from services.client.failures import error_from_call
-from services.client.requests import Message, Prompt, RequestOptions, Sampling, TurnOptions, request_of
-from services.client.results import Answer, AnswerReader, Piece, Plan
-from services.client.retries import Retries, RetryPolicy, is_lost
 
 T = TypeVar("T")
 Responses = AsyncGenerator[inference_pb2.GenerateResponse, None]
@@ -32,9 +33,9 @@ CONTROL_SECONDS = 30.0
 class AsyncAnswerStream(AsyncIterator[Piece]):
     """Pieces of one turn as they come. An async context: leaving it early ends the turn everywhere."""
 
-    def __init__(self, responses: Responses, reader: AnswerReader | None = None) -> None:
+    def __init__(self, responses: Responses, reader: AnswerReader) -> None:
         self._responses = responses
-        self._reader = reader or AnswerReader()
+        self._reader = reader
 
     async def __anext__(self) -> Piece:
         async for response in self._responses:
@@ -58,6 +59,11 @@ class AsyncAnswerStream(AsyncIterator[Piece]):
         await self._responses.aclose()
 
     @property
+    def remembered_tokens(self) -> int | None:
+        """Tokens that the conversation remembers, where that is known here."""
+        return self._reader.remembered_tokens
+
+    @property
     def plan(self) -> Plan | None:
         """Plan of the turn, None before the first piece; its measured fields are final with the answer."""
         return self._reader.plan
@@ -66,8 +72,9 @@ class AsyncAnswerStream(AsyncIterator[Piece]):
         """Read the rest of the pieces, and return the whole answer."""
         async for _ in self:
             continue
-        assert self._reader.answer is not None, "a stream that ends has its answer"
-        return self._reader.answer
+        answer = self._reader.answer
+        assert answer is not None, "a stream that ends has its answer"
+        return answer
 
 
 class AsyncClient:
@@ -108,48 +115,22 @@ class AsyncClient:
         async with self.stream(prompt, **options) as stream:
             return await stream.answer()
 
-    def stream(
-        self,
-        prompt: Prompt,
-        *,
-        conversation_id: str = "",
-        mode: str = "auto",
-        sampling: Sampling | None = None,
-        request_id: str = "",
-        expected_tokens: int | None = None,
-        no_cache: bool = False,
-        cache_key: str = "",
-        timeout: float | None = None,
-        reader: AnswerReader | None = None,
-    ) -> AsyncAnswerStream:
+    def stream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> AsyncAnswerStream:
         """Run one turn piece by piece. Nothing is sent before the first piece is asked for.
 
-        Where the gateway is lost, the turn goes on at it or at another: no token is lost, and none comes twice.
+        Where the gateway is lost, the turn goes on at it or at another: no token is lost, and none comes twice. A
+        request with `n` answers does not go on.
         """
-        request = request_of(
-            prompt,
-            conversation_id,
-            mode,
-            sampling or Sampling(),
-            request_id,
-            expected_tokens,
-            no_cache=no_cache,
-            cache_key=cache_key,
-        )
-        return AsyncAnswerStream(self._attempts(request, timeout), reader)
+        return self._stream(prompt, options, None)
+
+    def _stream(self, prompt: Prompt, options: RequestOptions, remembered_tokens: int | None) -> AsyncAnswerStream:
+        request = request_of(prompt, options)
+        reader = AnswerReader(remembered_tokens, max(request.sampling_params.n, 1))
+        return AsyncAnswerStream(self._attempts(request, options.get("timeout")), reader)
 
     def talk(self, conversation_id: str = "") -> AsyncConversation:
         """Return the conversation of this id, or a new one with a generated id."""
         return AsyncConversation(self, conversation_id or f"conversation-{uuid.uuid4().hex[:16]}")
-
-    async def generate(self, request: inference_pb2.GenerateRequest, timeout: float | None = None) -> Responses:
-        """Run one turn in the contract's own messages, tried once; `timeout` (seconds) ends the turn everywhere."""
-        try:
-            async with aclosing(self._responses(request, timeout)) as responses:
-                async for response in responses:
-                    yield response
-        except grpc.aio.AioRpcError as failure:
-            raise error_from_call(failure, self._target) from None
 
     async def _responses(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Responses:
         call = self._stub.Generate(request, timeout=timeout, metadata=self._metadata)
@@ -176,8 +157,9 @@ class AsyncClient:
                 return
             except grpc.aio.AioRpcError as failure:
                 error = error_from_call(failure, self._target)
-            delay = retries.delay_after(error, has_tokens=len(place.received) > num_before, now=clock())
-            if delay is None:
+            has_tokens, has_answered = len(place.received) > num_before, place.prompt_tokens > 0
+            delay = retries.delay_after(error, has_tokens=has_tokens, now=clock(), has_answered=has_answered)
+            if delay is None or (is_lost(error) and request.sampling_params.n > 1):
                 raise error
             if is_lost(error) or request.HasField("resume"):
                 request.resume.CopyFrom(place)
@@ -185,39 +167,49 @@ class AsyncClient:
 
     # --- control -----------------------------------------------------------------------------------------------------
 
-    async def abort(self, request_ids: list[str]) -> inference_pb2.AbortResponse:
-        return await self._unary(self._stub.Abort, inference_pb2.AbortRequest(request_ids=request_ids))
+    async def abort(self, request_ids: str | Sequence[str]) -> Aborted:
+        """End running turns by request id, wherever they are; an unknown id is reported."""
+        names = [request_ids] if isinstance(request_ids, str) else request_ids
+        response = await self._unary(self._stub.Abort, inference_pb2.AbortRequest(request_ids=names))
+        return MAPPER.from_message(Aborted, response)
 
-    async def model_info(self) -> inference_pb2.GetModelInfoResponse:
-        return await self._unary(self._stub.GetModelInfo, inference_pb2.GetModelInfoRequest())
+    async def count_tokens(self, prompt: Prompt, *, model: str = "") -> int:
+        """Return the number of tokens of a prompt, those of the chat template included."""
+        return int((await self._unary(self._stub.CountTokens, count_of(prompt, model))).num_tokens)
 
-    async def server_info(self) -> inference_pb2.GetServerInfoResponse:
-        return await self._unary(self._stub.GetServerInfo, inference_pb2.GetServerInfoRequest())
+    async def model_info(self) -> ModelInfo:
+        """Return the model's sizes."""
+        response = await self._unary(self._stub.GetModelInfo, inference_pb2.GetModelInfoRequest())
+        return MAPPER.from_message(ModelInfo, response)
 
-    async def conversation(self, conversation_id: str) -> inference_pb2.GetConversationResponse:
+    async def server_info(self) -> ServerInfo:
+        """Return the state of the service. Raises Forbidden for a tenant that is no operator."""
+        response = await self._unary(self._stub.GetServerInfo, inference_pb2.GetServerInfoRequest())
+        return MAPPER.from_message(ServerInfo, response)
+
+    async def conversation(self, conversation_id: str) -> ConversationInfo:
+        """Return the state of a conversation and the locations of its KV. Raises NotFound."""
         request = inference_pb2.GetConversationRequest(conversation_id=conversation_id)
-        return await self._unary(self._stub.GetConversation, request)
+        return MAPPER.from_message(ConversationInfo, await self._unary(self._stub.GetConversation, request))
 
-    async def list_conversations(
-        self, prefix: str = "", page_size: int = 100
-    ) -> AsyncIterator[inference_pb2.ConversationSummary]:
+    async def list_conversations(self, prefix: str = "", page_size: int = 100) -> AsyncIterator[ConversationSummary]:
         """Yield every conversation whose id begins with `prefix`, fetched page by page."""
         request = inference_pb2.ListConversationsRequest(prefix=prefix, page_size=page_size)
         while True:
             page = await self._unary(self._stub.ListConversations, request)
             for summary in page.conversations:
-                yield summary
+                yield MAPPER.from_message(ConversationSummary, summary)
             if not page.next_page_token:
                 return
             request.page_token = page.next_page_token
 
-    async def fork_conversation(
-        self, source_id: str, new_id: str, at_token: int | None = None
-    ) -> inference_pb2.GetConversationResponse:
+    async def fork_conversation(self, source_id: str, new_id: str, at_token: int | None = None) -> ForkInfo:
+        """Begin a conversation with another's tokens, or with the first `at_token` of them. Raises NotFound."""
         request = inference_pb2.ForkConversationRequest(source_id=source_id, new_id=new_id, at_token=at_token)
-        return await self._unary(self._stub.ForkConversation, request)
+        return MAPPER.from_message(ForkInfo, await self._unary(self._stub.ForkConversation, request))
 
     async def delete_conversation(self, conversation_id: str) -> None:
+        """Delete a conversation and free its KV. Raises NotFound, and Busy while a turn runs."""
         request = inference_pb2.DeleteConversationRequest(conversation_id=conversation_id)
         await self._unary(self._stub.DeleteConversation, request)
 
@@ -238,7 +230,7 @@ class AsyncConversation:
 
     def __init__(self, client: AsyncClient, conversation_id: str) -> None:
         self._client = client
-        self._latest: AnswerReader | None = None
+        self._latest: AsyncAnswerStream | None = None
         self._has_history = False
         self.conversation_id = conversation_id
 
@@ -256,16 +248,15 @@ class AsyncConversation:
         """Run the next turn piece by piece."""
         expected = self.remembered_tokens
         self._has_history |= bool(expected)
-        if options.get("mode") == "whole_history" or (prompt and isinstance(prompt[0], Message)):
+        if options.get("mode") == "whole_history" or is_chat(prompt):
             expected = None  # the prompt holds the whole history
         elif self._has_history and options.get("mode", "auto") == "auto":
             options["mode"] = "append"
-        self._latest = AnswerReader(remembered_tokens=expected)
-        return self._client.stream(
-            prompt, conversation_id=self.conversation_id, expected_tokens=expected, reader=self._latest, **options
-        )
+        known: RequestOptions = {"conversation_id": self.conversation_id, "expected_tokens": expected}
+        self._latest = self._client._stream(prompt, {**known, **options}, expected)
+        return self._latest
 
-    async def info(self) -> inference_pb2.GetConversationResponse:
+    async def info(self) -> ConversationInfo:
         """Return the state of the conversation and the locations of its KV. Raises NotFound before a turn ends."""
         return await self._client.conversation(self.conversation_id)
 

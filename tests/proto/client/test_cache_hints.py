@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from orchestration.protocol.turns import BegunTurn, TurnRequest
-from services.client import AsyncClient, Client, Sampling
-from services.client.requests import RequestOptions
+from ringserve.client import AsyncClient, Client, Sampling
+from ringserve.client.requests import RequestOptions
 from tests.services.local_gateway import LocalGateway
 from tests.workers.models import Oracle
 

@@ -12,8 +12,8 @@ import pytest
 
 from cp_core.errors import TurnCancelled
 from orchestration.protocol.turns import TurnRequest
+from ringserve.client import Answer, AsyncClient, RetryPolicy, Sampling
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
-from services.client import Answer, AsyncClient, RetryPolicy, Sampling
 from services.gateway.servicer import InferenceServicer
 from services.gateway.text import REPLACEMENT, TextCodec
 from services.rpc.server import GrpcServer
@@ -42,7 +42,7 @@ class Gateways(LocalGateway):
         super().__init__(model_path, codec, service=Service(model_path, 2, 3, orphan_timeout=30.0))
         first, second = self.servicer, self
         self.dying = InferenceServicer(
-            self.service.model, "m", codec, first._reader, self.service.router, self.service.peers, first._metrics
+            self.service.model, "m", "m", codec, first._reader, self.service.router, self.service.peers, first._metrics
         )
         self._first = GrpcServer()
         register = inference_pb2_grpc.add_InferenceServicer_to_server
@@ -133,13 +133,13 @@ async def test_a_gateways_death_is_not_seen_by_the_typed_client(gateways: Gatewa
     assert failover.role == "gateway"
     assert failover.after_tokens >= 20
     assert failover.new_tokens == 0
-    async with AsyncClient(gateways.target) as client:
+    async with grpc.aio.insecure_channel(gateways.target) as channel:
         request = inference_pb2.GenerateRequest(request_id="r", text=PROMPT, sampling_params=stopped_by.to_message())
         received = stopped.token_ids[: len(stopped.token_ids) - 1]
         request.resume.received.extend(received)
         request.resume.prompt_tokens = stopped.usage.prompt_tokens
         # Nobody knows the turn any more: it goes on behind what came.
-        *_, last = [response async for response in client.generate(request)]
+        *_, last = [response async for response in inference_pb2_grpc.InferenceStub(channel).Generate(request)]
     assert (last.complete.text, last.complete.matched_stop_str) == (stopped.text, stop)
     assert list(last.complete.output_ids) == list(stopped.token_ids)
 

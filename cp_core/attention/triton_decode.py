@@ -1,0 +1,50 @@
+"""Backend for NVIDIA GPUs: torch's flash attention for many queries, Triton's kernel for decode over any block size.
+
+Shapes: B sequences with one query each, H query heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any, ClassVar
+
+import torch
+
+from cp_core.attention.paged import PagedShards
+from cp_core.attention.partial import AttentionBackend, Partial
+from cp_core.attention.torch_cuda import TorchCudaFlash, check_head_dim
+
+
+class TritonDecode:
+    """Triton's kernel over block tables; calls with many queries go to another backend.
+
+    Tables and lengths are read on the device alone, so a decode step can be captured in a CUDA graph.
+    """
+
+    name: ClassVar[str] = "triton_decode"
+    is_fast: ClassVar[bool] = True
+    page_multiple: ClassVar[int] = 1
+    skips_empty: ClassVar[bool] = True
+
+    def __init__(self, prefill: AttentionBackend | None = None, kernels: Any = None) -> None:
+        """`prefill` attends many queries, torch's flash kernel if None; `kernels` stand in for Triton's in tests."""
+        self._prefill = prefill or TorchCudaFlash()
+        # Its package is imported here alone: torch's builds for CPUs come without it.
+        self._kernels = kernels or importlib.import_module("cp_core.attention.triton_kernels")
+
+    @staticmethod
+    def supports(device: torch.device, dtype: torch.dtype) -> bool:
+        return TorchCudaFlash.supports(device, dtype) and importlib.util.find_spec("triton") is not None
+
+    def partial_attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
+    ) -> Partial:
+        """See AttentionBackend."""
+        return self._prefill.partial_attention(q, k, v, causal=causal, scale=scale)
+
+    def paged_attention(self, q: torch.Tensor, shards: PagedShards, *, scale: float) -> Partial:
+        """See PagedBackend: two launches for the batch, whatever its lengths are."""
+        check_head_dim(q.shape[-1])
+        part: Partial = self._kernels.attend_pages(q, shards.k, shards.v, shards.table, shards.lengths, scale)
+        return part

@@ -1,0 +1,285 @@
+"""Triton kernels: paged decode attention whose keys are split over programs, and the merge of parts.
+
+The package comes with torch's CUDA builds and is imported by this file alone. With TRITON_INTERPRET=1 the kernels run
+on CPU tensors, as the tests do. No launch reads a tensor on the host, so all of them can be captured in a CUDA graph.
+
+Shapes: B sequences with one query each, P pages of G tokens, M pages of the longest table, H query heads, K key/value
+heads, D head dimension, N splits; T rows of parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from cp_core.attention.partial import Partial
+
+# Bytes of one tile of keys: with the tile of values and the next two on their way it fits into shared memory.
+TILE_BYTES = 16 << 10
+MAX_TILE_KEYS = 64
+# Least rows and columns of a product of matrices.
+LEAST_TILE = 16
+# Programs for each processor of the GPU, and most splits of one sequence.
+PROGRAMS_PER_PROCESSOR = 2
+MAX_SPLITS = 128
+# Splits that the second kernel reads at once.
+JOINED_SPLITS = tl.constexpr(16)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+# Rows of a head that one program merges: enough for a whole warp, few enough for small batches.
+MERGED_ROWS = 16
+
+
+def attend_pages(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    num_splits: int = 0,
+) -> Partial:
+    """Attend q[B, H, D] over the first lengths[b] tokens of the pages table[b, :] of k, v[P, G, K, D]; any G.
+
+    `table` int32[B, M] and `lengths` int32[B] are on the device. A length of 0 gives (0, -inf). Entries of a table
+    after its last page are not read, nor are tokens after the length. A row with an LSE of NaN has such an out.
+
+    Each sequence is cut into `num_splits` ranges of keys; 0 chooses as many as keep the GPU busy at the table's width.
+    """
+    batch, num_heads, head_dim = q.shape
+    page_tokens, num_kv_heads = k_pages.shape[1:3]
+    group = num_heads // num_kv_heads
+    padded_dim = triton.next_power_of_2(head_dim)
+    keys = max(LEAST_TILE, min(MAX_TILE_KEYS, TILE_BYTES // (padded_dim * k_pages.element_size())))
+    if not num_splits:
+        num_splits = _num_splits(batch * num_kv_heads, table.shape[1] * page_tokens, keys, q.device)
+    part_out = q.new_empty(batch, num_heads, num_splits, head_dim, dtype=torch.float32)
+    part_lse = q.new_empty(batch, num_heads, num_splits, dtype=torch.float32)
+    if batch:
+        _attend_split[batch, num_kv_heads, num_splits](
+            q,
+            k_pages,
+            v_pages,
+            table,
+            lengths,
+            part_out,
+            part_lse,
+            *(q.stride(0), q.stride(1), table.stride(0)),
+            *(k_pages.stride(0), k_pages.stride(1), k_pages.stride(2)),
+            *(v_pages.stride(0), v_pages.stride(1), v_pages.stride(2)),
+            scale * LOG2_E.value,
+            PAGE_TOKENS=page_tokens,
+            GROUP=group,
+            ROWS=max(LEAST_TILE, triton.next_power_of_2(group)),
+            HEAD_DIM=head_dim,
+            PADDED_DIM=padded_dim,
+            KEYS=keys,
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+            num_warps=4,
+            num_stages=3,
+        )
+    if num_splits == 1:
+        return Partial(part_out[:, :, 0], part_lse[:, :, 0])
+    out = part_out.new_empty(batch, num_heads, head_dim)
+    lse = part_lse.new_empty(batch, num_heads)
+    if batch:
+        _join_splits[(batch * num_heads,)](
+            part_out, part_lse, out, lse, num_splits, HEAD_DIM=head_dim, PADDED_DIM=padded_dim, num_warps=4
+        )
+    return Partial(out, lse)
+
+
+def merge_parts(parts: Sequence[Partial], dtype: torch.dtype = torch.float32) -> Partial:
+    """Merge M >= 1 parts of the same T rows, of any dtype and strides -> out[T, H, D] in `dtype` and an fp32 lse[T, H].
+
+    The out of a part is not read where its lse is -inf or its weight is 0. Rows that no part attended give (0, -inf);
+    a row with an lse of NaN in a part has NaN in the result.
+    """
+    num_rows, num_heads, head_dim = parts[0].out.shape
+    out = parts[0].out.new_empty(num_rows, num_heads, head_dim, dtype=dtype)
+    lse = parts[0].lse.new_empty(num_rows, num_heads, dtype=torch.float32)
+    if num_rows:
+        _merge_parts[(triton.cdiv(num_rows * num_heads, MERGED_ROWS),)](
+            tuple(_last_contiguous(part.out) for part in parts),
+            tuple(part.lse for part in parts),
+            tuple(part.out.stride(0) for part in parts),
+            tuple(part.out.stride(1) for part in parts),
+            tuple(part.lse.stride(0) for part in parts),
+            tuple(part.lse.stride(1) for part in parts),
+            out,
+            lse,
+            num_rows * num_heads,
+            num_heads,
+            NUM_PARTS=len(parts),
+            HEAD_DIM=head_dim,
+            PADDED_DIM=triton.next_power_of_2(head_dim),
+            ROWS=MERGED_ROWS,
+            num_warps=4,
+        )
+    return Partial(out, lse)
+
+
+def _last_contiguous(out: torch.Tensor) -> torch.Tensor:
+    assert out.stride(-1) == 1, "the numbers of a head lie side by side"
+    return out
+
+
+def _num_splits(num_programs: int, capacity: int, keys: int, device: torch.device) -> int:
+    """Return the splits of every sequence, from what the host knows: a captured graph serves all lengths."""
+    wanted = -(-PROGRAMS_PER_PROCESSOR * _num_processors(device) // max(1, num_programs))
+    return max(1, min(wanted, -(-capacity // keys), MAX_SPLITS))
+
+
+@cache
+def _num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@triton.jit
+def _attend_split(
+    q,
+    k_pages,
+    v_pages,
+    table,
+    lengths,
+    part_out,
+    part_lse,
+    q_row,
+    q_head,
+    table_row,
+    k_page,
+    k_token,
+    k_head,
+    v_page,
+    v_token,
+    v_head,
+    scale_log2,
+    PAGE_TOKENS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Attend the GROUP query heads of one KV head, as ROWS rows, over one split of one sequence's keys."""
+    sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_splits = tl.num_programs(2)
+    length = tl.load(lengths + sequence)
+    size = tl.cdiv(tl.cdiv(length, num_splits), KEYS) * KEYS
+    begin = split * size
+    end = tl.minimum(begin + size, length)
+    rows, dims, keys = tl.arange(0, ROWS), tl.arange(0, PADDED_DIM), tl.arange(0, KEYS)
+    heads = kv_head * GROUP + rows
+    is_row, is_dim = rows < GROUP, dims < HEAD_DIM
+    place = (sequence * tl.num_programs(1) * GROUP + heads) * num_splits + split
+    if begin >= end:
+        tl.store(part_lse + place, float("-inf"), mask=is_row)
+        # With one split no second kernel looks at the LSE.
+        if num_splits == 1:
+            to = part_out + place[:, None] * HEAD_DIM + dims[None, :]
+            tl.store(to, tl.zeros([ROWS, PADDED_DIM], tl.float32), mask=is_row[:, None] & is_dim[None, :])
+        return
+    q_rd = tl.load(
+        q + sequence.to(tl.int64) * q_row + heads[:, None] * q_head + dims[None, :],
+        mask=is_row[:, None] & is_dim[None, :],
+        other=0.0,
+    )
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+    for at in range(begin, end, KEYS):
+        tokens = at + keys
+        is_key = tokens < end
+        pages = tl.load(table + sequence.to(tl.int64) * table_row + tokens // PAGE_TOKENS, mask=is_key, other=0)
+        pages = pages.to(tl.int64)
+        within = tokens % PAGE_TOKENS
+        k_at = pages * k_page + within * k_token + kv_head * k_head
+        is_read = is_key[:, None] & is_dim[None, :]
+        k_sd = tl.load(k_pages + k_at[:, None] + dims[None, :], mask=is_read, other=0.0)
+        scores = tl.dot(q_rd, tl.trans(k_sd), input_precision=PRECISION) * scale_log2
+        scores = tl.where(is_key[None, :], scores, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        shrink = tl.exp2(highest - higher)
+        weights = tl.exp2(scores - higher[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        v_at = pages * v_page + within * v_token + kv_head * v_head
+        v_sd = tl.load(v_pages + v_at[:, None] + dims[None, :], mask=is_read, other=0.0)
+        sums = sums * shrink[:, None] + tl.dot(weights.to(v_sd.dtype), v_sd, input_precision=PRECISION)
+        highest = higher
+    to = part_out + place[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(to, sums / total[:, None], mask=is_row[:, None] & is_dim[None, :])
+    tl.store(part_lse + place, (highest + tl.log2(total)) * LN_2, mask=is_row)
+
+
+@triton.jit
+def _join_splits(part_out, part_lse, out, lse, num_splits, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr):
+    """Merge the splits of one head of one sequence: part_out[B * H, N, D], part_lse[B * H, N]."""
+    row = tl.program_id(0).to(tl.int64)
+    dims, some = tl.arange(0, PADDED_DIM), tl.arange(0, JOINED_SPLITS)
+    is_dim = dims < HEAD_DIM
+    highest = tl.full([], float("-inf"), tl.float32)
+    for first in range(0, num_splits, JOINED_SPLITS):
+        here = tl.load(part_lse + row * num_splits + first + some, mask=first + some < num_splits, other=float("-inf"))
+        highest = tl.maximum(highest, tl.max(here, 0))
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    total = tl.zeros([], tl.float32)
+    sums = tl.zeros([PADDED_DIM], tl.float32)
+    for first in range(0, num_splits, JOINED_SPLITS):
+        splits = first + some
+        here = tl.load(part_lse + row * num_splits + splits, mask=splits < num_splits, other=float("-inf"))
+        weights = tl.exp2((here - base) * LOG2_E)
+        is_read = (weights > 0.0)[:, None] & is_dim[None, :]
+        from_ = part_out + (row * num_splits + splits)[:, None] * HEAD_DIM + dims[None, :]
+        sums += tl.sum(tl.load(from_, mask=is_read, other=0.0) * weights[:, None], 0)
+        total += tl.sum(weights, 0)
+    # Without any key the sums are 0 and stay 0.
+    tl.store(out + row * HEAD_DIM + dims, sums / tl.where(total == 0.0, 1.0, total), mask=is_dim)
+    tl.store(lse + row, base + tl.log2(total) * LN_2)
+
+
+@triton.jit
+def _merge_parts(
+    outs,
+    lses,
+    out_rows,
+    out_heads,
+    lse_rows,
+    lse_heads,
+    out,
+    lse,
+    num_places,
+    num_heads,
+    NUM_PARTS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Merge ROWS (row, head) places of all parts."""
+    places = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    dims = tl.arange(0, PADDED_DIM)
+    is_place, is_dim = places < num_places, dims < HEAD_DIM
+    rows, heads = places // num_heads, places % num_heads
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    for part in tl.static_range(NUM_PARTS):
+        lse_at = lses[part] + rows * lse_rows[part] + heads * lse_heads[part]
+        here = tl.load(lse_at, mask=is_place, other=float("-inf")).to(tl.float32)
+        highest = tl.maximum(highest, here)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+    for part in tl.static_range(NUM_PARTS):
+        lse_at = lses[part] + rows * lse_rows[part] + heads * lse_heads[part]
+        here = tl.load(lse_at, mask=is_place, other=float("-inf")).to(tl.float32)
+        weights = tl.exp2((here - base) * LOG2_E)
+        out_at = outs[part] + (rows * out_rows[part] + heads * out_heads[part])[:, None] + dims[None, :]
+        is_read = (weights > 0.0)[:, None] & is_dim[None, :]
+        sums += tl.load(out_at, mask=is_read, other=0.0).to(tl.float32) * weights[:, None]
+        total += weights
+    merged = sums / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(out + places[:, None] * HEAD_DIM + dims[None, :], merged, mask=is_place[:, None] & is_dim[None, :])
+    tl.store(lse + places, base + tl.log2(total) * LN_2, mask=is_place)

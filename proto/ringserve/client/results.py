@@ -1,0 +1,244 @@
+"""Results of turns of both Python clients. Fields have the names of the contract, and its defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from ringserve.mapping import Mapper, name_of
+from ringserve.v1 import inference_pb2
+
+MAPPER = Mapper()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """Tokens of one turn. `cached_tokens` of the prompt were not computed again."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachedSource:
+    """Prompt tokens [start, stop) that were not computed.
+
+    `source` is "kept_on_prefill", "pulled_from_decode" or "pulled_from_other"; `ring` names the other ring.
+    """
+
+    source: str = ""
+    start: int = 0
+    stop: int = 0
+    ring: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """New tokens [start, stop) that one step computed by `algorithm`.
+
+    `num_turns` turns shared the step, this one included; 0 where the chunk is a prediction.
+    """
+
+    start: int = 0
+    stop: int = 0
+    algorithm: str = ""
+    num_turns: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """Predicted time of computing every chunk by `algorithm`."""
+
+    algorithm: str = ""
+    predicted_prefill_seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failover:
+    """Loss of a turn's ring of a role, after so many tokens of the answer, and the rings on which the turn went on.
+
+    `new_tokens` of prompt and answer were computed again. `lost_seconds` passed from the loss to the next token.
+    """
+
+    role: str = ""
+    cause: str = ""
+    after_tokens: int = 0
+    prefill_ring: str = ""
+    decode_ring: str = ""
+    new_tokens: int = 0
+    cached_tokens: int = 0
+    lost_seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingAlternative:
+    """Predicted time of the turn on one ring of `num_ranks` ranks of `tp` processes, in seconds.
+
+    A decode ring is an alternative if it can compute the prompt itself. `handoff_seconds` is the transfer of new KV
+    from a prefill ring. `stall_seconds` is the total wait of the turns that decode on a decode ring.
+    """
+
+    ring: str = ""
+    num_ranks: int = 0
+    tp: int = 0
+    queue_seconds: float = 0.0
+    move_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    handoff_seconds: float = 0.0
+    stall_seconds: float = 0.0
+    total_seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Plan of a turn: how it is computed and why. Measured values are 0 until they are known; times in seconds."""
+
+    algorithm: str = ""
+    reason: str = ""
+    prompt_mode: str = ""
+    new_tokens: int = 0
+    cached_tokens: int = 0
+    prefill_ring: str = ""
+    decode_ring: str = ""
+    prefill_ranks: int = 0
+    decode_ranks: int = 0
+    predicted_prefill_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    queue_seconds: float = 0.0
+    migrated_bytes: int = 0
+    migration_seconds: float = 0.0
+    pulled_bytes: int = 0
+    pull_seconds: float = 0.0
+    handoff_seconds: float = 0.0
+    cached_sources: tuple[CachedSource, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+    ring_alternatives: tuple[RingAlternative, ...] = ()
+    failovers: tuple[Failover, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLogprobs:
+    """Log-probability of a token among all, before any processing, its rank from 1, and the most likely tokens."""
+
+    token_id: int = 0
+    logprob: float = 0.0
+    rank: int = 0
+    top_token_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Part of an answer, in whole characters. A token that ends within a character has no text yet.
+
+    `index` is the answer's number among the `n` of the request. `logprobs` are those of the tokens, where requested.
+    """
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    index: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """Finished turn. `matched_stop` is the token or string that ended it where `finish_reason` is "stop".
+
+    `choices` are all answers of a request with `n`, in order; this is the first of them. Each is a turn with its own
+    plan and usage. Log-probabilities are there where requested, those of the prompt from its second token on.
+    """
+
+    request_id: str = ""
+    conversation_id: str = ""
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    finish_reason: str = ""
+    matched_stop: int | str | None = None
+    usage: Usage = Usage()
+    plan: Plan = Plan()
+    ttft_seconds: float = 0.0
+    ttit_seconds: float = 0.0
+    seed: int = 0
+    index: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    others: tuple[Answer, ...] = ()
+
+    @property
+    def choices(self) -> tuple[Answer, ...]:
+        return (self, *self.others)
+
+
+def matched_stop(complete: inference_pb2.GenerateComplete) -> int | str | None:
+    """Return the stop string or token that ended the answer; None: its length did."""
+    if complete.HasField("matched_stop_str"):
+        return complete.matched_stop_str
+    return complete.matched_stop if complete.HasField("matched_stop") else None
+
+
+class AnswerReader:
+    """Reader of one request's responses. `plan` is set after the first response, and `answer` after the last.
+
+    `remembered_tokens` are those of the conversation: before a turn that is refused, after one that has ended well, and
+    None between.
+    """
+
+    def __init__(self, remembered_tokens: int | None = None, num_answers: int = 1) -> None:
+        self.remembered_tokens = remembered_tokens
+        self.plan: Plan | None = None
+        self._num_answers = num_answers
+        self._answers: dict[int, Answer] = {}
+        self._start = inference_pb2.GenerateStart()
+        self._num_shown = [0] * num_answers  # characters, by answer
+
+    @property
+    def answer(self) -> Answer | None:
+        """First answer, with the others; None before all have come."""
+        if len(self._answers) < self._num_answers:
+            return None
+        first, *others = (self._answers[index] for index in sorted(self._answers))
+        return replace(first, others=tuple(others))
+
+    def take(self, response: inference_pb2.GenerateResponse) -> Piece | None:
+        """Return the piece that a response brings, if any."""
+        if response.HasField("start"):
+            self._start = response.start
+            self.remembered_tokens = None
+            self.plan = MAPPER.from_message(Plan, response.start.plan)
+            return None
+        if response.HasField("chunk"):
+            chunk = response.chunk
+            self._num_shown[chunk.index] += len(chunk.text)
+            return Piece(
+                text=chunk.text,
+                token_ids=tuple(chunk.token_ids),
+                index=chunk.index,
+                logprobs=_logprobs(chunk.logprobs),
+            )
+        complete = response.complete
+        self.plan = MAPPER.from_message(Plan, complete.plan)
+        self.remembered_tokens = complete.usage.prompt_tokens + complete.usage.completion_tokens
+        self._answers[complete.index] = Answer(
+            request_id=self._start.request_id,
+            conversation_id=self._start.conversation_id,
+            text=complete.text,
+            token_ids=tuple(complete.output_ids),
+            finish_reason=name_of(inference_pb2.FinishReason, complete.finish_reason),
+            matched_stop=matched_stop(complete),
+            usage=MAPPER.from_message(Usage, complete.usage),
+            plan=self.plan,
+            ttft_seconds=complete.ttft_seconds,
+            ttit_seconds=complete.ttit_seconds,
+            seed=complete.seed,
+            index=complete.index,
+            logprobs=_logprobs(complete.output_logprobs),
+            prompt_logprobs=_logprobs(complete.prompt_logprobs),
+        )
+        rest = complete.text[self._num_shown[complete.index] :]
+        return Piece(text=rest, token_ids=(), index=complete.index) if rest else None
+
+
+def _logprobs(messages: Iterable[inference_pb2.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    return tuple(MAPPER.from_message(TokenLogprobs, each) for each in messages)

@@ -1,0 +1,55 @@
+"""Garbage collections of the router's process, which remembers a hundred thousand conversations and more.
+
+A full collection looks at every object that has survived. With that many conversations it takes a second of processor
+time, several on a busy machine, and finds next to nothing: a turn leaves no cycle behind. In that time the router looks
+dead to those who wait for its signs of life.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class FrozenSurvivors:
+    """Survivors of full collections, which later ones leave alone: until `close` they look at newer objects only.
+
+    An object that is no longer needed is freed all the same, unless it is part of a cycle. So when there are `growth`
+    times as many frozen objects as after the last whole collection, the next one is whole again. The time of full
+    collections is then that of the new objects, and the memory that cycles could hold is bounded by that of all others.
+    """
+
+    def __init__(self, growth: float = 2.0) -> None:
+        self.num_whole = 0
+        self._growth = growth
+        self._num_frozen = 0
+        gc.callbacks.append(self._note)
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Look at no object that is made in the context: a process loads its state, of which all is needed."""
+        gc.disable()
+        try:
+            yield
+        finally:
+            gc.enable()
+        gc.freeze()
+        self._num_frozen = gc.get_freeze_count()
+
+    def close(self) -> None:
+        """Let the collector look at all objects again. Idempotent."""
+        if self._note in gc.callbacks:
+            gc.callbacks.remove(self._note)
+            gc.unfreeze()
+
+    def _note(self, phase: str, info: dict[str, int]) -> None:
+        if info["generation"] < 2:
+            return
+        if phase == "stop":
+            gc.freeze()
+            self._num_frozen = self._num_frozen or gc.get_freeze_count()
+        elif self._num_frozen and gc.get_freeze_count() > self._growth * self._num_frozen:
+            gc.unfreeze()
+            self.num_whole += 1
+            self._num_frozen = 0

@@ -1,0 +1,201 @@
+"""Cases of Triton's kernels against the fp64 oracle, which `test_triton.py` runs in a process of its own.
+
+Triton decides at its first import whether kernels are compiled or interpreted: with TRITON_INTERPRET=1 they run on CPU
+tensors, otherwise on the GPU (`make gpu`). The interpreter multiplies the bits of bfloat16 as integers; here it widens
+them first, which is exact.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from triton.runtime import interpreter
+
+from cp_core.attention.paged import PagedShards
+from cp_core.attention.partial import Partial, empty_partial, merge
+from cp_core.attention.triton_decode import TritonDecode
+from cp_core.attention.triton_kernels import attend_pages, merge_parts
+from cp_core.layout.step_plans import RowIndices
+from cp_core.ring.decode import sharded_decode
+from cp_core.transport.inprocess import InProcessRing
+from tests.oracles import Tokens, largest, oracle_partial, random_tokens
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
+# Numpy warns where the logarithm of 0 gives the -inf that is wanted, and where NaN is subtracted.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+settings.register_profile("kernels", deadline=None, derandomize=True)
+settings.load_profile("kernels")
+
+NO_PAGE = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def _bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply = interpreter.InterpreterBuilder.create_dot
+
+    def widened(self: Any, left: Any, right: Any, *others: Any) -> Any:
+        return multiply(self, _widen(left), _widen(right), *others)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", widened)
+
+
+def _widen(operand: Any) -> Any:
+    language = interpreter.tl
+    if operand.dtype.scalar != language.bfloat16:
+        return operand
+    data = (operand.data.astype("uint32") << 16).view("float32")
+    return interpreter.TensorHandle(data, language.float32)
+
+
+def paged(sequences: list[Tokens], page_tokens: int, seed: int = 0) -> PagedShards:
+    """Scatter sequences over pages in random order of a cache full of NaN; unused entries of the table name no page."""
+    lengths = [tokens.k.shape[0] for tokens in sequences]
+    needed = [-(-length // page_tokens) for length in lengths]
+    order = torch.randperm(sum(needed) + 3, generator=torch.Generator().manual_seed(seed)).tolist()
+    shape = (len(order), page_tokens, *sequences[0].k.shape[1:])
+    pages = [torch.full(shape, torch.nan, dtype=sequences[0].k.dtype) for _ in range(2)]
+    table = torch.full((len(sequences), max(needed) + 1), NO_PAGE, dtype=torch.int32)
+    for row, tokens in enumerate(sequences):
+        for index in range(needed[row]):
+            table[row, index] = number = order.pop()
+            for kind, source in zip(pages, (tokens.k, tokens.v), strict=True):
+                piece = source[index * page_tokens : (index + 1) * page_tokens]
+                kind[number, : piece.shape[0]] = piece
+    k, v = (each.to(DEVICE) for each in pages)
+    return PagedShards(k, v, table.to(DEVICE), tuple(lengths), torch.tensor(lengths, dtype=torch.int32, device=DEVICE))
+
+
+def check(q_bhd: torch.Tensor, sequences: list[Tokens], part: Partial) -> None:
+    """Out within 2e-6 of max |v| in fp32, 3 roundings of the weights in 16 bits; LSE within 4e-6."""
+    is_wide = q_bhd.dtype == torch.float32
+    relative = 2e-6 if is_wide else 3 * torch.finfo(q_bhd.dtype).eps
+    assert part.out.dtype == part.lse.dtype == torch.float32
+    for row, tokens in enumerate(sequences):
+        if not tokens.k.shape[0]:
+            assert torch.equal(part.out[row].cpu(), torch.zeros(q_bhd.shape[1:]))
+            assert torch.isneginf(part.lse[row]).all()
+            continue
+        right = oracle_partial(q_bhd[row : row + 1], tokens.k, tokens.v, causal=False, scale=q_bhd.shape[-1] ** -0.5)
+        assert largest(part.out[row].cpu().double() - right.out[0]) <= relative * largest(tokens.v.float())
+        assert largest(part.lse[row].cpu().double() - right.lse[0]) <= 4e-6 * max(1.0, largest(right.lse))
+
+
+def attend(q_bhd: torch.Tensor, shards: PagedShards, num_splits: int) -> Partial:
+    return attend_pages(
+        q_bhd.to(DEVICE), shards.k, shards.v, shards.table, shards.lengths, q_bhd.shape[-1] ** -0.5, num_splits
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "page_tokens"),
+    [(8, 1, 64, 16), (4, 4, 80, 1), (6, 2, 96, 48), (4, 1, 128, 256), (34, 2, 64, 16), (2, 1, 256, 16)],
+)
+def test_every_shape_matches_the_oracle(
+    num_heads: int, num_kv_heads: int, head_dim: int, page_tokens: int, dtype: torch.dtype
+) -> None:
+    """Uneven lengths and one of 0; 17 query heads of a KV head take two tiles of rows."""
+    sequences = [
+        random_tokens(
+            length, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype, seed=length
+        )
+        for length in (70, 0, 1)
+    ]
+    q = random_tokens(3, num_heads=num_heads, head_dim=head_dim, dtype=dtype, seed=9).q
+    check(q, sequences, attend(q, paged(sequences, page_tokens), 2))
+
+
+@given(
+    lengths=st.lists(st.sampled_from([0, 1, 15, 16, 17, 63, 64, 65, 130]), min_size=1, max_size=3),
+    page_tokens=st.sampled_from([1, 16, 64]),
+    num_splits=st.sampled_from([1, 2, 5, 17]),
+)
+@settings(max_examples=12)
+def test_any_lengths_over_any_pages_in_any_splits_match_the_oracle(
+    lengths: list[int], page_tokens: int, num_splits: int
+) -> None:
+    sequences = [random_tokens(length, num_heads=2, num_kv_heads=1, seed=length) for length in lengths]
+    q = random_tokens(len(lengths), num_heads=2, seed=9).q
+    check(q, sequences, attend(q, paged(sequences, page_tokens), num_splits))
+
+
+def test_an_empty_batch_is_answered_without_a_launch() -> None:
+    part = attend(torch.zeros(0, 2, 64), paged([random_tokens(3, num_kv_heads=1)], 16), 2)
+    assert (part.out.shape, part.lse.shape) == ((0, 2, 64), (0, 2))
+
+
+def test_a_query_of_nan_makes_its_own_rows_nan_and_no_others() -> None:
+    sequences = [random_tokens(length, seed=length) for length in (20, 40)]
+    q = random_tokens(2, seed=9).q
+    q[0, 1] = torch.nan
+    part = attend(q, paged(sequences, 16), 3)
+    assert part.out[0, 1].isnan().all()
+    assert part.lse[0, 1].isnan()
+    q[0, 1] = 0.0
+    assert torch.equal(part.out[1], attend(q, paged(sequences, 16), 3).out[1])
+    assert part.out[0, 0].isfinite().all()
+
+
+def test_the_backend_decodes_over_pages_of_any_size_and_reads_lengths_on_the_device() -> None:
+    """One rank: the part is the answer. Strided queries, as a model's fused projection gives them."""
+    sequences = [random_tokens(length, seed=length, dtype=torch.float16) for length in (33, 0)]
+    shards = paged(sequences, 16)
+    fused = random_tokens(2, num_heads=6, seed=9, dtype=torch.float16).q.to(DEVICE)
+    q = fused[:, 1:5]
+    part = TritonDecode().paged_attention(q, shards, scale=0.125)
+    check(q.cpu(), sequences, part)
+    (transport,) = InProcessRing(1).transports
+    out = sharded_decode(q, shards, transport, TritonDecode(), 0.125)
+    assert torch.equal(out, part.out.half())
+    assert RowIndices().of([1], DEVICE).tolist() == [1]
+
+
+@given(
+    kinds=st.lists(st.sampled_from(["whole", "narrow", "nothing", "blind", "strided"]), min_size=1, max_size=9),
+    head_dim=st.sampled_from([1, 64, 80]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=20)
+def test_any_parts_merge_as_plain_tensors_do(kinds: list[str], head_dim: int, seed: int) -> None:
+    """Within 4e-7 of the largest number. Parts that attended nothing are NaN, in whole or in some rows."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = []
+    for kind in kinds:
+        out = torch.randn(7, 3, head_dim, generator=generator)
+        lse = 4 * torch.randn(7, 3, generator=generator)
+        if kind == "narrow":
+            out = out.bfloat16()
+        if kind in ("nothing", "blind"):
+            rows = slice(None) if kind == "nothing" else slice(2, 4)
+            out[rows], lse[rows] = torch.nan, -torch.inf
+        if kind == "strided":
+            out = out.transpose(0, 1).contiguous().transpose(0, 1)
+            lse = lse.t().contiguous().t()
+        parts.append(Partial(out.to(DEVICE), lse.to(DEVICE)))
+    merged = merge_parts(parts)
+    none = empty_partial(parts[0].out)
+    right = merge([*(Partial(part.out.float().cpu(), part.lse.cpu()) for part in parts), Partial(*_on_cpu(none))])
+    assert largest(merged.out.cpu() - right.out) <= 4e-7 * 5
+    assert torch.equal(torch.isneginf(merged.lse).cpu(), torch.isneginf(right.lse))
+    assert torch.allclose(merged.lse.cpu(), right.lse, rtol=4e-7, atol=1e-6)
+
+
+def _on_cpu(part: Partial) -> tuple[torch.Tensor, torch.Tensor]:
+    return part.out.float().cpu(), part.lse.cpu()
+
+
+def test_a_merge_writes_in_the_dtype_of_the_model_and_passes_a_nan_on() -> None:
+    parts = [Partial(torch.ones(3, 2, 64, device=DEVICE), torch.zeros(3, 2, device=DEVICE)) for _ in range(2)]
+    parts[1].lse[1, 0] = torch.nan
+    merged = merge_parts(parts, torch.bfloat16)
+    assert merged.out.dtype == torch.bfloat16
+    assert merged.out[1, 0].isnan().all()
+    assert merged.lse[1, 0].isnan()
+    assert int(merged.out.isnan().sum()) == 64
+    assert merge_parts([Partial(part.out[:0], part.lse[:0]) for part in parts]).out.shape == (0, 2, 64)

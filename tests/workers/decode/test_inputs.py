@@ -1,0 +1,63 @@
+"""Buffers of a decode step's inputs: what a step reads on the device is what the host gave, whatever came before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workers.decode.inputs import LEAST_ROWS, LEAST_WIDTH, InputBuffers, StepInputs
+
+CPU = torch.device("cpu")
+
+
+def table_of(inputs: StepInputs, blocks: list[list[int]]) -> list[list[int]]:
+    return [inputs.table[row, : len(each)].tolist() for row, each in enumerate(blocks)]
+
+
+@given(
+    is_staged=st.booleans(),
+    steps=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 40), st.booleans()), min_size=1, max_size=6),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_row_of_steps_reads_what_each_of_them_gave(is_staged: bool, steps: list[tuple[int, int, bool]]) -> None:
+    """Batches grow and shrink, tables grow in place or change their sequence, and buffers are made anew in between."""
+    buffers = InputBuffers(CPU, is_staged=is_staged)
+    tables: list[list[int]] = []
+    for number, (batch, width, is_other) in enumerate(steps):
+        if is_other:
+            tables = []
+        tables = (tables + [[] for _ in range(batch)])[:batch]
+        for row, table in enumerate(tables):
+            table += [number * 1000 + row * 50 + each for each in range(len(table), max(width - row, 0))]
+        lengths = [3 * len(table) for table in tables]
+        ids, slots = [7 + number + row for row in range(batch)], [11 * row for row in range(batch // 2)]
+        inputs = buffers.fill(ids, [100 + each for each in ids], slots, list(range(len(slots))), tables, lengths)
+        assert inputs.token_ids.tolist() == ids
+        assert inputs.positions.tolist() == [100 + each for each in ids]
+        assert inputs.slots.tolist() == slots
+        assert inputs.stored.tolist() == list(range(len(slots)))
+        assert inputs.lengths.tolist() == lengths
+        assert inputs.table.shape[0] == batch
+        assert table_of(inputs, tables) == tables
+        assert (inputs.lengths.dtype, inputs.table.dtype, inputs.slots.dtype) == (torch.int32, torch.int32, torch.int64)
+
+
+def test_addresses_stay_while_the_batch_fits_so_that_a_captured_graph_may_read_them() -> None:
+    buffers = InputBuffers(CPU, is_staged=True)
+    first = buffers.fill([1], [2], [3], [0], [[4]], [1])
+    table = list(range(LEAST_WIDTH))
+    second = buffers.fill([5] * LEAST_ROWS, [6] * LEAST_ROWS, [], [], [table] * LEAST_ROWS, [9] * LEAST_ROWS)
+    assert [each.data_ptr() for each in (first.token_ids, first.positions, first.lengths, first.table)] == [
+        each.data_ptr() for each in (second.token_ids, second.positions, second.lengths, second.table)
+    ]
+    third = buffers.fill([1] * (LEAST_ROWS + 1), [2] * (LEAST_ROWS + 1), [], [])
+    assert third.token_ids.tolist() == [1] * (LEAST_ROWS + 1)
+
+
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_a_sequence_that_returns_with_as_many_other_blocks_gets_its_own_table(is_staged: bool) -> None:
+    buffers = InputBuffers(CPU, is_staged=is_staged)
+    buffers.fill([1], [1], [], [], [[4, 5]], [2])
+    assert buffers.fill([1], [1], [], [], [[6, 7]], [2]).table[0, :2].tolist() == [6, 7]
