@@ -27,7 +27,8 @@ from services.auth.authenticator import Authenticator, of_grpc
 from services.auth.scoped_router import ScopedRouter
 from services.auth.tenants import Tenant
 from services.gateway.failover import LastingTurn, begun_in_time, replayed
-from services.gateway.requests import RequestReader, identifier, named, num_completions, requests_to_abort, stop_rule
+from services.gateway.requests import RequestReader, identifier, named, requests_to_abort
+from services.gateway.sampling import num_completions, stop_rule
 from services.gateway.text import AnswerText, StopRule, TextCodec
 from services.gateway.turn_stream import STOPPING, CallsUnderWay, Responses, TurnStream, TurnsUnderWay, merged, turns_of
 from services.rpc.errors import answer, answering, code_of

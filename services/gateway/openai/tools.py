@@ -61,6 +61,27 @@ def guided(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {**schema, "x-guidance": JSON_OPTIONS}
 
 
+def closed(schema: Any) -> Any:
+    """Return the schema of arguments whose objects have no other properties than those it names, unless it says more.
+
+    Small models invent arguments where they may. Schemas that are put together (`allOf`) stay as they are.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    found = dict(schema)
+    for name in {"properties", "$defs", "definitions"} & found.keys():
+        if isinstance(found[name], dict):
+            found[name] = {key: closed(value) for key, value in found[name].items()}
+    for name in {"anyOf", "oneOf"} & found.keys():
+        if isinstance(found[name], list):
+            found[name] = [closed(value) for value in found[name]]
+    if "items" in found:
+        found["items"] = closed(found["items"])
+    if "properties" in found and not {"anyOf", "oneOf", "$ref"} & found.keys():
+        found.setdefault("additionalProperties", False)
+    return found
+
+
 def read_offer(values: Mapping[str, Any]) -> Offer | None:
     """Return the tools that may be called; None where there are none. Raises InvalidRequest."""
     tools = values.get("tools", [])
@@ -91,6 +112,13 @@ def read_offer(values: Mapping[str, Any]) -> Offer | None:
     )
 
 
+def _arguments(schema: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    if not schema:
+        return NO_PARAMETERS
+    found: Mapping[str, Any] = schema if '"allOf"' in json.dumps(schema) else closed(schema)
+    return found
+
+
 def _named(choice: Any) -> str | None:
     if not isinstance(choice, dict) or choice.get("type") != "function":
         return None
@@ -111,6 +139,6 @@ def _function(name: str, tool: Any) -> Function:
     strict = function.get("strict")
     return Function(
         name=called,
-        schema=guided(schema or NO_PARAMETERS),
+        schema=guided(_arguments(schema)),
         is_strict=strict is not None and boolean(f"{name}.function.strict", strict),
     )

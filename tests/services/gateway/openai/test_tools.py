@@ -13,6 +13,7 @@ from openai.types.chat import ChatCompletionMessageToolCall
 from pydantic import BaseModel, ConfigDict
 from tokenizers import AddedToken, Tokenizer
 
+from services.gateway.openai.tools import closed
 from services.gateway.text import TextCodec
 from tests.services.local_gateway import MODEL, LocalGateway
 from tests.workers.models import add_text, save_model
@@ -146,6 +147,16 @@ async def test_openais_client_parses_calls_into_their_class(gateway: LocalGatewa
         )
     assert answer.choices[0].message.tool_calls
     assert all(isinstance(call.function.parsed_arguments, Paint) for call in answer.choices[0].message.tool_calls)
+
+
+def test_arguments_have_no_properties_that_their_schema_does_not_name() -> None:
+    inner = {"type": "object", "properties": {"properties": {"type": "string"}}}
+    nested = {"type": "object", "properties": {"a": inner, "b": {"type": "array", "items": inner}}, "required": ["a"]}
+    shut = inner | {"additionalProperties": False}
+    wanted = {"a": shut, "b": {"type": "array", "items": shut}}
+    assert closed(nested) == nested | {"properties": wanted, "additionalProperties": False}
+    free = inner | {"additionalProperties": True}
+    assert closed({"anyOf": [free, inner]}) == {"anyOf": [free, shut]}
 
 
 @pytest.mark.parametrize(
