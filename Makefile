@@ -18,7 +18,7 @@ BENCHES := $(wildcard bench/*.py)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test pytest lint format bench proto clean distclean
+.PHONY: help demo test pytest lint format bench gpu proto clean distclean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -49,6 +49,13 @@ bench: $(DEV_READY) ## run every measurement: rings, then the studies in bench/
 	$(BIN)/ringserve bench prefill --rings-only
 	$(BIN)/ringserve bench decode --rings-only
 	@set -e; for bench in $(BENCHES); do echo "== $$bench"; $(BIN)/python $$bench; done
+
+# Triton compiles its kernels here, so no other test of the same process may have them interpreted.
+gpu: $(DEV_READY) ## test and measure the kernels of this machine's GPU; says so where there is none
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+	    $(BIN)/pytest --noconftest tests/gpu_cases.py tests/cp_core/attention/triton_cases.py && \
+	    $(BIN)/ringserve bench attention --device cuda; \
+	else echo "no GPU here: torch finds no CUDA device"; fi
 
 proto: $(DEV_READY) ## generate the stubs of proto/ringserve/v1/*.proto
 	$(BIN)/python proto/generate.py

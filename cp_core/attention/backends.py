@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from cp_core.attention.flash_attn import FlashAttention
+from cp_core.attention.flash_attn_3 import FlashAttention3
 from cp_core.attention.partial import AttentionBackend
 from cp_core.attention.reference import ReferenceAttention
 from cp_core.attention.torch_cpu import TorchCpuFlash
@@ -13,10 +14,22 @@ from cp_core.attention.triton_decode import TritonDecode
 from cp_core.errors import ConfigError
 
 Backend = (
-    type[TorchCpuFlash] | type[TritonDecode] | type[TorchCudaFlash] | type[FlashAttention] | type[ReferenceAttention]
+    type[TorchCpuFlash]
+    | type[FlashAttention3]
+    | type[TritonDecode]
+    | type[TorchCudaFlash]
+    | type[FlashAttention]
+    | type[ReferenceAttention]
 )
 
-BACKENDS: tuple[Backend, ...] = (TorchCpuFlash, TritonDecode, TorchCudaFlash, FlashAttention, ReferenceAttention)
+BACKENDS: tuple[Backend, ...] = (
+    TorchCpuFlash,
+    FlashAttention3,
+    TritonDecode,
+    TorchCudaFlash,
+    FlashAttention,
+    ReferenceAttention,
+)
 
 
 def select_backend(name: str, device: torch.device | str, dtype: torch.dtype) -> AttentionBackend:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from typing import ClassVar, Protocol, TypeGuard
 
 import torch
@@ -82,7 +84,11 @@ def attend_pages(
     return part
 
 
-def cumulative(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return int32[B + 1]: 0, then the sums of the first 1, 2, .. B lengths, as varlen kernels take them."""
-    ends = torch.tensor([0, *lengths], dtype=torch.int32)
-    return ends.cumsum(0, dtype=torch.int32).to(device)
+@lru_cache(maxsize=64)
+def cumulative(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return int32[B + 1]: 0, then the sums of the first 1, 2, .. B lengths, as varlen kernels take them.
+
+    All layers of a step ask for the same ones: only the first uploads them, without waiting for the device.
+    """
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, pin_memory=device.type == "cuda")
+    return ends.to(device, non_blocking=True)

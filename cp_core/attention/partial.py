@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -29,8 +29,9 @@ from cp_core.layout.step_plans import KvRun, Rows, Shard, seen_keys
 class Partial:
     """Attention over a part of the keys, to be merged with the other parts.
 
-    out[T, H, D] and lse[T, H] are fp32 whatever the inputs' dtype (fp64 from the oracle); lse is the natural log of the
-    softmax denominator. Where lse is -inf nothing was attended and out is undefined, possibly NaN.
+    out[T, H, D] and lse[T, H] are fp32 whatever the inputs' dtype (fp64 from the oracle); the out of kernels for GPUs
+    that answer in 16 bits stays so. lse is the natural log of the softmax denominator. Where lse is -inf nothing was
+    attended and out is undefined, possibly NaN.
     """
 
     out: torch.Tensor
@@ -104,8 +105,8 @@ class PartialBuffer:
 class MergeKernels(Protocol):
     """Merge of parts in one launch, which no host waits for: `cp_core.attention.triton_kernels`."""
 
-    def merge_parts(self, parts: Sequence[Partial]) -> Partial:
-        """Merge as `merge` does; rows that no part attended have an out of 0."""
+    def merge_parts(self, parts: Sequence[Partial], into: torch.Tensor | None = None) -> Partial:
+        """Merge as `merge` does; rows that no part attended have an out of 0. With `into` that is out, in its dtype."""
         ...
 
 
@@ -246,6 +247,34 @@ def merge_rows(parts: Sequence[RowPartial], out_thd: torch.Tensor) -> None:
 
     Every row is in some part: it sees at least itself.
     """
+    kernels = kernels_on(out_thd.device)
+    for rows, covering in _by_rows(parts):
+        if kernels is not None and out_thd.is_contiguous():
+            kernels.merge_parts(covering, into=out_thd[rows.start : rows.stop])
+        else:
+            out_thd[rows.start : rows.stop] = merge(covering).out
+
+
+# Parts of one sequence that a GPU holds at a time: each has the size of the queries.
+MAX_HELD_PARTS = 4
+
+
+def merge_held(parts: list[RowPartial], like_thd: torch.Tensor) -> list[RowPartial]:
+    """Return parts of a sequence's rows, merged to one where they are too many to be held on a GPU.
+
+    On a CPU all stay: merged at once, in source-rank order, they have the same bits by every algorithm.
+    """
+    if len(parts) <= MAX_HELD_PARTS or kernels_on(like_thd.device) is None:
+        return parts
+    whole = empty_partial(like_thd)
+    for rows, covering in _by_rows(parts):
+        some = merge(covering)
+        whole.out[rows.start : rows.stop], whole.lse[rows.start : rows.stop] = some.out, some.lse
+    return [RowPartial(Rows(0, like_thd.shape[0]), whole)]
+
+
+def _by_rows(parts: Sequence[RowPartial]) -> Iterator[tuple[Rows, list[Partial]]]:
+    """Yield ranges of rows, each with the parts that cover it, in their order."""
     borders = sorted({border for part in parts for border in (part.rows.start, part.rows.stop)})
     for start, stop in pairwise(borders):
         covering = [
@@ -253,4 +282,5 @@ def merge_rows(parts: Sequence[RowPartial], out_thd: torch.Tensor) -> None:
             for part in parts
             if part.rows.start <= start and stop <= part.rows.stop
         ]
-        out_thd[start:stop] = merge(covering).out
+        if covering:
+            yield Rows(start, stop), covering

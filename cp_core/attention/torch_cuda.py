@@ -1,11 +1,11 @@
-"""Kernel of torch's own flash attention for NVIDIA GPUs. Written against torch 2.13; not run yet.
+"""Kernel of torch's own flash attention for NVIDIA GPUs. Written against torch 2.13; run on an H100 with 2.11.
 
 Shapes: T query tokens, S stored tokens, H query heads, K key/value heads, D head dimension.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +22,7 @@ PAGE_MULTIPLE = 256
 class TorchCudaFlash:
     """`aten::_scaled_dot_product_flash_attention`: 16-bit inputs, grouped K/V heads, fp32 natural-log LSE.
 
-    Its out has 16 bits and is widened, so each partial is rounded once more than on CPU. Zero lengths never reach the
+    Its out has 16 bits and stays so, which rounds each partial once more than on CPU. Zero lengths never reach the
     kernel.
     """
 
@@ -32,11 +32,11 @@ class TorchCudaFlash:
     skips_empty: ClassVar[bool] = False
 
     def __init__(
-        self, kernel: Callable[..., Any] | None = None, paged_kernel: Callable[..., Any] | None = None
+        self, kernel: Callable[..., Any] | None = None, varlen_kernel: Callable[..., Any] | None = None
     ) -> None:
-        """`kernel` and `paged_kernel` stand in for the operators in tests."""
+        """`kernel` and `varlen_kernel` stand in for the operators in tests."""
         self._kernel = kernel or torch.ops.aten._scaled_dot_product_flash_attention
-        self._paged_kernel = paged_kernel or torch.ops.aten._flash_attention_forward
+        self._varlen_kernel = varlen_kernel or torch.ops.aten._flash_attention_forward
 
     @staticmethod
     def supports(device: torch.device, dtype: torch.dtype) -> bool:
@@ -55,16 +55,46 @@ class TorchCudaFlash:
         out_bhtd, lse_bht, *_ = self._kernel(
             *(each.transpose(0, 1).unsqueeze(0) for each in (q, k, v)), 0.0, causal, False, scale=scale
         )
-        return Partial(out_bhtd[0].transpose(0, 1).float(), lse_bht[0].transpose(0, 1))
+        return Partial(out_bhtd[0].transpose(0, 1), lse_bht[0].transpose(0, 1))
+
+    def attend_many(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        queries: Sequence[int],
+        keys: Sequence[int],
+        *,
+        causal: bool,
+        scale: float,
+    ) -> Partial:
+        """See VarlenAttention: one call of the operator behind `torch.nn.attention.varlen`."""
+        check_head_dim(q.shape[-1])
+        out_thd, lse_ht, *_ = self._varlen_kernel(
+            q,
+            k,
+            v,
+            cumulative(tuple(queries), q.device),
+            cumulative(tuple(keys), q.device),
+            max(queries),
+            max(keys),
+            0.0,
+            causal,
+            return_debug_mask=False,
+            scale=scale,
+            window_size_left=-1,
+            window_size_right=-1,
+        )
+        return Partial(out_thd, lse_ht.transpose(0, 1))
 
     def paged_attention(self, q: torch.Tensor, shards: PagedShards, *, scale: float) -> Partial:
         """See PagedBackend: one call of the operator behind `torch.nn.attention.varlen`, which follows the table."""
         check_head_dim(q.shape[-1])
-        out_bhd, lse_hb, *_ = self._paged_kernel(
+        out_bhd, lse_hb, *_ = self._varlen_kernel(
             q,
             shards.k,
             shards.v,
-            cumulative([1] * len(shards), q.device),
+            cumulative((1,) * len(shards), q.device),
             cumulative(shards.stored, q.device),
             1,
             max(shards.stored),

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from cp_core.attention.paged import PagedShards
-from cp_core.attention.partial import AttentionBackend, Partial
+from cp_core.attention.partial import Partial
 from cp_core.attention.torch_cuda import TorchCudaFlash, check_head_dim
 
 
@@ -27,7 +28,7 @@ class TritonDecode:
     page_multiple: ClassVar[int] = 1
     skips_empty: ClassVar[bool] = True
 
-    def __init__(self, prefill: AttentionBackend | None = None, kernels: Any = None) -> None:
+    def __init__(self, prefill: TorchCudaFlash | None = None, kernels: Any = None) -> None:
         """`prefill` attends many queries, torch's flash kernel if None; `kernels` stand in for Triton's in tests."""
         self._prefill = prefill or TorchCudaFlash()
         # Its package is imported here alone: torch's builds for CPUs come without it.
@@ -42,6 +43,20 @@ class TritonDecode:
     ) -> Partial:
         """See AttentionBackend."""
         return self._prefill.partial_attention(q, k, v, causal=causal, scale=scale)
+
+    def attend_many(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        queries: Sequence[int],
+        keys: Sequence[int],
+        *,
+        causal: bool,
+        scale: float,
+    ) -> Partial:
+        """See VarlenAttention."""
+        return self._prefill.attend_many(q, k, v, queries, keys, causal=causal, scale=scale)
 
     def paged_attention(self, q: torch.Tensor, shards: PagedShards, *, scale: float) -> Partial:
         """See PagedBackend: two launches for the batch, whatever its lengths are."""

@@ -93,14 +93,15 @@ def attend_pages(
     return Partial(out, lse)
 
 
-def merge_parts(parts: Sequence[Partial], dtype: torch.dtype = torch.float32) -> Partial:
-    """Merge M >= 1 parts of the same T rows, of any dtype and strides -> out[T, H, D] in `dtype` and an fp32 lse[T, H].
+def merge_parts(parts: Sequence[Partial], into: torch.Tensor | None = None) -> Partial:
+    """Merge M >= 1 parts of the same T rows, of any dtype and strides -> fp32 out[T, H, D] and lse[T, H].
 
-    The out of a part is not read where its lse is -inf or its weight is 0. Rows that no part attended give (0, -inf);
-    a row with an lse of NaN in a part has NaN in the result.
+    With `into`, contiguous [T, H, D] of any dtype, that is out. The out of a part is not read where its lse is -inf or
+    its weight is 0. Rows that no part attended give (0, -inf). A row with an lse of NaN in a part is NaN in the result.
     """
     num_rows, num_heads, head_dim = parts[0].out.shape
-    out = parts[0].out.new_empty(num_rows, num_heads, head_dim, dtype=dtype)
+    out = parts[0].out.new_empty(num_rows, num_heads, head_dim, dtype=torch.float32) if into is None else into
+    assert out.is_contiguous(), "rows of the result lie side by side"
     lse = parts[0].lse.new_empty(num_rows, num_heads, dtype=torch.float32)
     if num_rows:
         _merge_parts[(triton.cdiv(num_rows * num_heads, MERGED_ROWS),)](

@@ -8,32 +8,28 @@ a is the attention of one ring iteration, x the time of its message, and o the s
 hidden behind the longer. With o = 1 the part of x that exceeds a is exposed, as in arXiv 2411.01783, 3.5 and appendix
 A, to whose published times the form was fitted. Where the processor that attends also moves the messages, o is less.
 Every rate is the caller's.
-
-One *work unit* is the matrix products of one token. T new tokens after P earlier ones are
-
-    work(T, P) = T + (T P + T (T + 1) / 2) / pairs_per_token
-
-units. The second part is attention, of each new token over all before it and itself; `pairs_per_token` such pairs cost
-as much as the matrix products of one token. The number follows from the model's shape alone, so a prompt has the same
-work on every machine; the seconds of a unit are measured where they matter. Logits are left out: a prompt needs those
-of one token.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields, replace
 
+from cp_core.cost.chain_steps import ChainPredictor
 from cp_core.errors import ConfigError
 from cp_core.layout.head_shares import head_shares
-from cp_core.layout.shards import TokenRange
 
 PASS_KV = "pass_kv"
 PASS_Q = "pass_q"
 GATHER_KV = "gather_kv"
+CHAIN = "chain"
 SP_NTP = "sp_ntp"
-PREFILL_ALGORITHMS = (PASS_KV, PASS_Q, GATHER_KV, SP_NTP)
+PREFILL_ALGORITHMS = (PASS_KV, PASS_Q, GATHER_KV, CHAIN, SP_NTP)
 """Algorithms of a ring's prefill step; of two that take equally long the first is taken."""
+
+SEGMENTS = (1, 2, 4, 8)
+"""Numbers of segments of sp_ntp."""
+LEAST_SEGMENT = 64
+"""Least tokens of a segment: attention over fewer spends more time on its calls than it hides."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +98,8 @@ class RingRates:
     """Rates that a ring measures of itself: FLOP/s of a rank, bytes/s in each direction of a link, seconds a message.
 
     `overlap` is the share of communication that is hidden behind attention, 0 to 1. All rates are 0 before the first
-    measurement.
+    measurement. Where ranks are unlike, the rates are those of the slowest, and `speeds` says how many times as fast as
+    that one each rank is; empty where all are alike.
     """
 
     gemm_flops: float
@@ -110,6 +107,7 @@ class RingRates:
     link_bytes_per_second: float
     link_latency_seconds: float
     overlap: float = 1.0
+    speeds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,6 +185,7 @@ class StepPredictor:
     """
 
     __slots__ = (
+        "_chain",
         "_head_imbalance",
         "_head_seconds",
         "_hop_bytes",
@@ -204,6 +203,7 @@ class StepPredictor:
         self._rates = rates
         self._num_ranks = num_ranks
         self._layers = model.num_layers
+        self._chain = ChainPredictor(model, rates, num_ranks)
         self._head_seconds = model.head_flops / rates.ring.gemm_flops
         self._token_seconds = model.linear_flops_per_token / rates.ring.gemm_flops
         # The share of one ring iteration that two tokens take which attend to each other.
@@ -236,8 +236,13 @@ class StepPredictor:
         iteration = self._iteration(new_tokens, cached_tokens)
         attention, messages, exposed, all_to_all = self._num_ranks * iteration, 0.0, 0.0, 0.0
         if algorithm == SP_NTP:
-            attention *= self._head_imbalance
-            all_to_all = self._share_seconds(new_tokens, cached_tokens)
+            all_to_all, _ = self._by_heads(new_tokens, cached_tokens)
+        elif algorithm == CHAIN:
+            # Uneven cuts, and messages behind whole layers: only the sum compares with the others.
+            exposed = self._chain.seconds(new_tokens, cached_tokens) / self._layers - attention
+            exposed -= (self._linear(new_tokens) + self._overhead) / self._layers
+            attention, exposed = attention + min(0.0, exposed), max(0.0, exposed)
+            messages = exposed
         elif algorithm == GATHER_KV:
             messages = self._gather_seconds(new_tokens, cached_tokens)
             exposed = messages - self._rates.ring.overlap * min(messages, iteration)
@@ -269,11 +274,12 @@ class StepPredictor:
         exposed = message - overlap * (message if message < iteration else iteration)
         all_to_all = self._rates.all_to_all_seconds(own_tokens * self._return_bytes)
         gathered = self._gather_seconds(new_tokens, cached_tokens)
-        by_heads = (self._head_imbalance - 1.0) * num_ranks * iteration + self._share_seconds(new_tokens, cached_tokens)
+        by_heads, _ = self._by_heads(new_tokens, cached_tokens)
         return {
             PASS_KV: pass_kv,
             PASS_Q: same + layers * (hops * exposed + all_to_all),
             GATHER_KV: same + layers * (gathered - overlap * (gathered if gathered < iteration else iteration)),
+            CHAIN: self._chain.seconds(new_tokens, cached_tokens),
             SP_NTP: same + layers * by_heads,
         }
 
@@ -282,11 +288,42 @@ class StepPredictor:
         stored = -(-(new_tokens + cached_tokens) // self._num_ranks)
         return self._collective_seconds((self._num_ranks - 1) * stored * self._hop_bytes[PASS_KV])
 
-    def _share_seconds(self, new_tokens: int, cached_tokens: int) -> float:
-        """Return the seconds of a layer's two all-to-alls of sp_ntp."""
+    def segments(self, new_tokens: int, cached_tokens: int) -> int:
+        """Return the number of segments, one of SEGMENTS, by which sp_ntp is predicted to take least."""
+        return self._by_heads(new_tokens, cached_tokens)[1]
+
+    def _by_heads(self, new_tokens: int, cached_tokens: int) -> tuple[float, int]:
+        """Return the seconds of a layer of sp_ntp beyond an even share of its attention, and the best segments."""
+        attention = self._num_ranks * self._iteration(new_tokens, cached_tokens)
+        alone = by_one = self._segmented(1, new_tokens, cached_tokens, attention)
+        best = 1
+        for number in SEGMENTS[1:]:
+            if new_tokens < number * LEAST_SEGMENT:
+                break
+            seconds = self._segmented(number, new_tokens, cached_tokens, attention)
+            seconds = alone - self._rates.ring.overlap * (alone - seconds)
+            if seconds >= by_one:
+                break
+            by_one, best = seconds, number
+        return by_one - attention, best
+
+    def _segmented(self, number: int, new_tokens: int, cached_tokens: int, attention: float) -> float:
+        """Return the seconds of a layer's all-to-alls and attention in so many segments, all hidden that can be."""
         queries, keys, back = self._share_bytes
-        own, stored = -(-new_tokens // self._num_ranks), -(-(new_tokens + cached_tokens) // self._num_ranks)
-        return self._collective_seconds(own * queries + stored * keys) + self._collective_seconds(own * back)
+        own, stored = -(-new_tokens // self._num_ranks), -(-cached_tokens // self._num_ranks)
+        each, length = own * (queries + keys) / number, new_tokens / number
+        coming, returning = self._collective_seconds(each), self._collective_seconds(own * back / number)
+        pairs = new_tokens * cached_tokens + new_tokens * (new_tokens + 1) / 2
+        arrived, attended = self._collective_seconds(each + stored * keys), 0.0
+        ends = []
+        for segment in range(number):
+            share = length * (cached_tokens + segment * length + (length + 1 / number) / 2) / pairs
+            attended = max(attended, arrived + segment * coming) + share * attention * self._head_imbalance
+            ends.append(attended)
+        returned = arrived + (number - 1) * coming
+        for end in ends:
+            returned = max(returned, end) + returning
+        return returned
 
     def _collective_seconds(self, num_bytes: float) -> float:
         # The rate of an all-to-all was fitted to the small messages of pass-Q: none is faster than the link.
@@ -316,80 +353,3 @@ def predict_prefill(
 ) -> PrefillCost:
     """Return the cost of one step, by a predictor that is used once."""
     return StepPredictor(model, rates, num_ranks).cost(algorithm, new_tokens, cached_tokens)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkModel:
-    """Work of one model. `flops_per_unit` are those of one token's matrix products in all layers."""
-
-    pairs_per_token: float
-    flops_per_unit: float
-
-    @classmethod
-    def of_shape(cls, shape: ModelShape) -> WorkModel:
-        """Return the work model of a model's shape."""
-        pair = shape.num_layers * shape.attention_flops(1, 0)
-        linear = shape.linear_flops_per_token
-        return cls(pairs_per_token=linear / pair, flops_per_unit=linear)
-
-    def work(self, new_tokens: int, cached_tokens: int) -> float:
-        """Return the work units of T new tokens after P cached ones."""
-        pairs = new_tokens * cached_tokens + new_tokens * (new_tokens + 1) / 2
-        return new_tokens + pairs / self.pairs_per_token
-
-    def longest(self, budget: float, cached_tokens: int) -> int:
-        """Return the most tokens after `cached_tokens` whose work is at most `budget`; 0 where one is too many."""
-        if budget <= 0:
-            return 0
-        # T^2 / 2 + T b = c, in the form of its root that does not cancel; then exact to the token.
-        b, c = self.pairs_per_token + cached_tokens + 0.5, budget * self.pairs_per_token
-        tokens = int(2 * c / (b + math.sqrt(b * b + 2 * c)))
-        while tokens and self.work(tokens, cached_tokens) > budget:
-            tokens -= 1
-        while self.work(tokens + 1, cached_tokens) <= budget:
-            tokens += 1
-        return tokens
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepLimits:
-    """Limits of one step: `budget` work units and `tokens` new tokens over all its turns.
-
-    A turn that is cut gets at least `min_chunk` tokens, whatever they cost: far into a long prompt a step would
-    otherwise compute a few tokens and move the KV of all others for them.
-    """
-
-    budget: float
-    tokens: int
-    min_chunk: int
-
-    @classmethod
-    def of(
-        cls,
-        work: WorkModel,
-        *,
-        step_budget: float,
-        chunk_tokens: int,
-        min_chunk_tokens: int,
-        most_work: float = math.inf,
-    ) -> StepLimits:
-        """Return limits by a ring's settings, of `most_work` units at most.
-
-        `step_budget` 0 is the work of `chunk_tokens` tokens with nothing before them. The least chunk is at most a
-        quarter of `chunk_tokens`, so that a step has room for more than one turn.
-        """
-        return cls(
-            budget=max(1.0, min(step_budget or work.work(chunk_tokens, 0), most_work)),
-            tokens=chunk_tokens,
-            min_chunk=max(1, min(min_chunk_tokens, chunk_tokens // 4)),
-        )
-
-
-def cut(work: WorkModel, limits: StepLimits, tokens: TokenRange) -> list[TokenRange]:
-    """Cut a prompt that has the ring to itself into steps. Later ones are shorter, as each token attends to more."""
-    chunks, start = [], tokens.start
-    while start < tokens.stop:
-        length = min(limits.tokens, max(limits.min_chunk, work.longest(limits.budget, start)))
-        chunks.append(TokenRange(start, min(tokens.stop, start + length)))
-        start += length
-    return chunks

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cp_core.cost.model import (
+    CHAIN,
     GATHER_KV,
     PASS_KV,
     PASS_Q,
@@ -27,8 +28,8 @@ POLICIES = ("auto", "alg1", "alg5", "empirical", *PREFILL_ALGORITHMS)
 # Predictions nearer to each other than this are no reason to leave an earlier one of PREFILL_ALGORITHMS.
 TIE = 0.02
 GATHERED_TOKENS = 1 << 17
-"""Most tokens of a sequence whose KV is gathered by choice: each rank holds a layer of all of them at a time."""
-NAMES = {PASS_KV: "pass-KV", PASS_Q: "pass-Q", GATHER_KV: "gather-KV", SP_NTP: "SP-NTP"}
+"""Most tokens of a sequence whose KV all comes to a rank by choice: it holds a layer or more of them at a time."""
+NAMES = {PASS_KV: "pass-KV", PASS_Q: "pass-Q", GATHER_KV: "gather-KV", CHAIN: "chain", SP_NTP: "SP-NTP"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ def least(seconds: Mapping[str, float], num_tokens: int) -> str:
 
 
 def _is_open(name: str, num_tokens: int) -> bool:
-    return name != GATHER_KV or num_tokens <= GATHERED_TOKENS
+    return name not in (GATHER_KV, CHAIN) or num_tokens <= GATHERED_TOKENS
 
 
 def is_clearly_less(seconds: float, other: float) -> bool:

@@ -295,6 +295,45 @@ def whole_layout(start: int, num_tokens: int, rank: int, num_ranks: int) -> Pref
     return PrefillLayout(start, num_tokens, tuple(whole if each == rank else () for each in range(num_ranks)))
 
 
+def cut_layout(start: int, cuts: Sequence[int], order: Sequence[int]) -> PrefillLayout:
+    """Lay new tokens in one range a rank: [start + cuts[i], start + cuts[i + 1]) on rank `order[i]`.
+
+    The cuts are N + 1 and ascend from 0 to the number of new tokens; ranges may be empty.
+    """
+    place_of = {rank: place for place, rank in enumerate(order)}
+    assert len(place_of) == len(order) == len(cuts) - 1 and cuts[0] == 0, f"cuts {cuts} of a chain of ranks {order}"
+    ranges = (TokenRange(start + cuts[place_of[rank]], start + cuts[place_of[rank] + 1]) for rank in range(len(order)))
+    return PrefillLayout(start, cuts[-1], tuple(coalesce([each]) for each in ranges))
+
+
+def segment_layout(start: int, counts: Sequence[int], num_segments: int) -> PrefillLayout:
+    """Lay new tokens in consecutive segments, each over all ranks: rank r has an even share of `counts[r]` in each."""
+    ranges: list[list[TokenRange]] = [[] for _ in counts]
+    stop = start
+    for segment in range(num_segments):
+        for rank, count in enumerate(counts):
+            first, last = even_share(count, segment, num_segments)
+            ranges[rank].append(TokenRange(stop, stop + last - first))
+            stop += last - first
+    return PrefillLayout(start, stop - start, tuple(map(coalesce, ranges)))
+
+
+def stored_on_chain(start: int, cuts: Sequence[int], counts: Sequence[int], order: Sequence[int]) -> ShardMap:
+    """Return which new tokens each rank of a chain stores: `counts[r]` on rank r, as far as it gets them.
+
+    Position i of the chain gets all tokens below cuts[i + 1], so it stores [s_i, s_(i+1)) with s_(i+1) the lesser of
+    cuts[i + 1] and of what it and earlier positions are to store. Where no cut is below that, all counts are met.
+    """
+    ranges: dict[int, TokenRange] = {}
+    first = level = 0
+    for rank, cut in zip(order, cuts[1:], strict=True):
+        level += counts[rank]
+        stop = max(first, min(cut, level))
+        ranges[rank] = TokenRange(start + first, start + stop)
+        first = stop
+    return ShardMap.of([ranges[rank]] for rank in range(len(order)))
+
+
 def ranks_of_whole(lengths: Sequence[int], num_ranks: int) -> list[int] | None:
     """Return the rank that computes each sequence of a step whole: the longest first, to the rank with least work.
 

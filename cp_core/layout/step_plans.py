@@ -14,7 +14,8 @@ from functools import cached_property
 import torch
 
 from cp_core.errors import InvalidRequest
-from cp_core.layout.shards import PrefillLayout, TokenRange
+from cp_core.layout.shards import PrefillLayout, ShardMap, TokenRange
+from cp_core.layout.sparsity import Sparsity
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +89,16 @@ def seen_rows(queries: Shard, keys: Shard) -> tuple[Rows, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SequencePlan:
-    """Layout of a sequence's new tokens; `cached[r]` tokens of it lie on rank r, in any order of position."""
+    """Layout of a sequence's new tokens; `cached[r]` tokens of it lie on rank r, in any order of position.
+
+    `stored` says which rank stores the new tokens where it is not the one that computes them: a chain alone has it.
+    With a `sparsity` other than an exact one not all keys reach other ranks; None: all do.
+    """
 
     layout: PrefillLayout
     cached: tuple[int, ...]
+    stored: ShardMap | None = None
+    sparsity: Sparsity | None = None
 
     def __post_init__(self) -> None:
         if len(self.cached) != self.layout.num_ranks or min(self.cached) < 0:
@@ -99,15 +106,38 @@ class SequencePlan:
                 f"cached is {self.cached}; allowed is one count >= 0 for each of {self.layout.num_ranks}"
             )
 
+    @property
+    def is_sparse(self) -> bool:
+        """True if other ranks get less than all keys in some layers."""
+        return self.sparsity is not None and not self.sparsity.is_exact
+
     def shard(self, rank: int) -> Shard:
         return Shard(self.cached[rank], self.layout.ranges[rank])
+
+    def stores(self, rank: int, source: int) -> bool:
+        """Return whether a rank stores any token that another one, `source`, computes."""
+        if self.stored is None:
+            return False
+        return any(len(own.intersect(each)) for own in self.stored.ranks[rank] for each in self.layout.ranges[source])
+
+    def thinned(self, rank: int) -> Shard:
+        """Return the lengths of what other ranks get of a rank's shard in a layer that is sparse."""
+        shard, sparsity = self.shard(rank), self.sparsity
+        if sparsity is None or sparsity.is_exact:
+            return shard
+        return Shard(sparsity.chosen(shard.cached), sparsity.thinned(shard.ranges))
 
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """Sequences of a step, in the order in which every rank packs their tokens. Made once a step, not a layer."""
+    """Sequences of a step, in the order in which every rank packs their tokens. Made once a step, not a layer.
+
+    `order` are the ranks along a chain; empty: as they are numbered. `num_segments` are those of head-parallel prefill.
+    """
 
     sequences: tuple[SequencePlan, ...]
+    order: tuple[int, ...] = ()
+    num_segments: int = 1
 
     @cached_property
     def shards(self) -> tuple[tuple[Shard, ...], ...]:
@@ -117,6 +147,11 @@ class PrefillPlan:
         return tuple(
             tuple(sequence.shard(rank) for sequence in self.sequences) for rank in range(max(ranks, default=0))
         )
+
+    @cached_property
+    def thinned(self) -> tuple[tuple[Shard, ...], ...]:
+        """Shards as `shards` has them, with what other ranks get of them in a layer that is sparse."""
+        return tuple(tuple(sequence.thinned(rank) for sequence in self.sequences) for rank in range(len(self.shards)))
 
     @cached_property
     def seen(self) -> tuple[tuple[tuple[int, ...], ...], ...]:

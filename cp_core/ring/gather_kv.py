@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 import torch
 
-from cp_core.attention.partial import AttentionBackend, KeyShard, attend_pair
+from cp_core.attention.partial import AttentionBackend, KeyShard
+from cp_core.attention.varlen import attend_pairs
 from cp_core.layout.step_plans import PrefillPlan
-from cp_core.ring.pass_kv import SequenceParts, pack_keys, unpack_keys
+from cp_core.ring.pass_kv import SequenceParts, merge_all_held, pack_keys, unpack_keys
 from cp_core.transport.interface import RingTransport
 
 
@@ -54,10 +55,8 @@ def gather_kv(
         else:
             work.wait()
             keys = unpack_keys(receives[source], plan.of_rank(source), coming[source])
-        parts[source] = [
-            attend_pair(backend, q_thd, shard, keys[index], scale) if index in keys else []
-            for index, (q_thd, shard) in enumerate(zip(q_of_sequence, queries, strict=True))
-        ]
+        parts[source] = attend_pairs(backend, q_of_sequence, queries, keys, scale)
+        merge_all_held(parts, q_of_sequence)
     if size == 1:
         work.wait()
     return parts

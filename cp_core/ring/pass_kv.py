@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
-from cp_core.attention.partial import AttentionBackend, KeyShard, RowPartial, attend_pair
+from cp_core.attention.partial import AttentionBackend, KeyShard, RowPartial, merge_held
+from cp_core.attention.varlen import attend_pairs
 from cp_core.layout.step_plans import KvRun, PrefillPlan, Shard
 from cp_core.transport.interface import RingTransport
 
@@ -26,10 +27,12 @@ def pass_kv(
     transport: RingTransport,
     backend: AttentionBackend,
     scale: float,
+    thinned: Sequence[KeyShard] = (),
 ) -> list[SequenceParts]:
     """Return the parts of this rank's queries: result[source][sequence]. The next KV is sent while one is attended.
 
-    q_of_sequence[i][T, H, D] are this rank's queries, keys_of_sequence[i] its keys. Raises Unavailable.
+    q_of_sequence[i][T, H, D] are this rank's queries, keys_of_sequence[i] its keys. With `thinned` the other ranks get
+    these in place of all keys, in the lengths of `plan.thinned`. Raises Unavailable.
     """
     rank, size = transport.rank, transport.size
     queries = plan.of_rank(rank)
@@ -37,9 +40,9 @@ def pass_kv(
     keys = dict(enumerate(keys_of_sequence))
     if size > 1:
         sent = plan.kv_at(rank, 1)
-        message = pack_keys([keys[index] for index in sent], keys_of_sequence[0].new.k)
+        message = pack_keys([(thinned or keys)[index] for index in sent], keys_of_sequence[0].new.k)
         # The packed copy exists already, and takes fewer calls where the cache is in pieces.
-        if any(len(keys[index].cached) > 1 for index in sent):
+        if not thinned and any(len(keys[index].cached) > 1 for index in sent):
             keys |= unpack_keys(message, queries, sent)
     for hop in range(size):
         source, following = (rank - hop) % size, (rank - hop - 1) % size
@@ -48,18 +51,29 @@ def pass_kv(
             onward, coming = plan.kv_at(source, hop + 1), plan.kv_at(following, hop + 1)
             if hop and onward != tuple(keys):
                 message = pack_keys([keys[index] for index in onward], message[0])
-            arriving = plan.of_rank(following)
+            arriving = plan.thinned[following] if thinned else plan.of_rank(following)
             received = message.new_empty(2, sum(arriving[index].stored for index in coming), *message.shape[2:])
             work = transport.exchange(message, (rank + 1) % size, received, (rank - 1) % size)
-        parts[source] = [
-            attend_pair(backend, q_thd, shard, keys[index], scale) if index in keys else []
-            for index, (q_thd, shard) in enumerate(zip(q_of_sequence, queries, strict=True))
-        ]
+        parts[source] = attend_pairs(backend, q_of_sequence, queries, keys, scale)
+        if hop:
+            merge_all_held(parts, q_of_sequence)
         if not is_last:
             work.wait()
             message = received
             keys = unpack_keys(message, arriving, coming)
     return parts
+
+
+def merge_all_held(parts: Sequence[SequenceParts], q_of_sequence: Sequence[torch.Tensor]) -> None:
+    """Merge the parts of each sequence that all sources have given so far, where a GPU holds too many."""
+    for index, q_thd in enumerate(q_of_sequence):
+        held = [part for source in parts if source for part in source[index]]
+        merged = merge_held(held, q_thd)
+        if merged is held:
+            continue
+        for source in parts:
+            if source:
+                source[index], merged = merged, []
 
 
 def pack_keys(shards: Sequence[KeyShard], like: torch.Tensor) -> torch.Tensor:

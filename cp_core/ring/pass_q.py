@@ -17,8 +17,8 @@ from cp_core.attention.partial import (
     Partial,
     PartialBuffer,
     RowPartial,
-    attend_pair,
 )
+from cp_core.attention.varlen import attend_pairs
 from cp_core.layout.step_plans import PrefillPlan, Rows, seen_rows, split_new
 from cp_core.ring.pass_kv import SequenceParts
 from cp_core.transport.interface import RingTransport
@@ -56,10 +56,14 @@ def pass_q(
             received = message.new_empty(sum(shard.new for shard in arriving), num_heads, head_dim)
             work = transport.exchange(message, (rank + 1) % size, received, (rank - 1) % size)
         shards = plan.of_rank(source)
-        answers = [
-            attend_pair(backend, queries[index], shards[index], keys, scale) if index in queries else []
-            for index, keys in enumerate(keys_of_sequence)
-        ]
+        nothing = q_thd[:0]
+        answers = attend_pairs(
+            backend,
+            [queries.get(index, nothing) for index in range(len(keys_of_sequence))],
+            shards,
+            {index: keys_of_sequence[index] for index in queries},
+            scale,
+        )
         if source == rank:
             parts[rank] = answers
         else:

@@ -1,4 +1,4 @@
-"""Attention of one layer of a prefill step on one rank of a ring: fused sequences, full or partial prefill, exact.
+"""Attention of a prefill step on one rank of a ring: fused sequences, full or partial prefill, exact.
 
 Shapes: T new tokens of this rank over all sequences, S stored tokens, H query heads, K key/value heads,
 D head dimension, N ranks. On a rank the new tokens of a sequence lie together, in the order of their positions.
@@ -6,19 +6,108 @@ D head dimension, N ranks. On a rank the new tokens of a sequence lie together, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from cp_core.attention.partial import AttentionBackend, KeyShard, merge_rows
-from cp_core.cost.model import GATHER_KV, PASS_Q, PREFILL_ALGORITHMS, SP_NTP
+from cp_core.cost.model import CHAIN, GATHER_KV, PASS_KV, PASS_Q, PREFILL_ALGORITHMS, SP_NTP
 from cp_core.errors import ConfigError
 from cp_core.layout.step_plans import KvRun, PrefillPlan, split_new
+from cp_core.ring.chain import Chain
 from cp_core.ring.gather_kv import gather_kv
-from cp_core.ring.pass_kv import pass_kv
+from cp_core.ring.pass_kv import SequenceParts, pass_kv
 from cp_core.ring.pass_q import pass_q
 from cp_core.ring.sp_ntp import sp_ntp
+from cp_core.ring.sparse_keys import KeyChooser
 from cp_core.transport.interface import RingTransport
+
+CachedOf = Callable[[int], Sequence[Sequence[KvRun]]]
+"""Runs of this rank's cached tokens in a layer, by sequence."""
+
+
+class RingPrefill:
+    """Exchange of one step on one rank: `attend` for each of its layers, in order, then `finish`.
+
+    Every rank makes one with the same plan and algorithm. Where all ranks come together before every `period`-th layer
+    the chain must know it; 0: nowhere.
+    """
+
+    def __init__(
+        self,
+        plan: PrefillPlan,
+        transport: RingTransport,
+        backend: AttentionBackend,
+        algorithm: str,
+        num_layers: int = 1,
+        period: int = 0,
+    ) -> None:
+        """Raise ConfigError for an algorithm that is none of PREFILL_ALGORITHMS, InvalidRequest for a wrong layout."""
+        if algorithm not in PREFILL_ALGORITHMS:
+            raise ConfigError(f"algorithm is {algorithm!r}; allowed are {', '.join(PREFILL_ALGORITHMS)}")
+        self._plan = plan
+        self._transport = transport
+        self._backend = backend
+        self._algorithm = algorithm
+        is_chain = algorithm == CHAIN and plan.sequences
+        self._chain = Chain(plan, transport, backend, num_layers, period) if is_chain else None
+        assert is_chain or all(each.stored is None for each in plan.sequences), "a chain alone stores elsewhere"
+        is_sparse = any(each.is_sparse for each in plan.sequences)
+        assert algorithm == PASS_KV or not is_sparse, f"{algorithm} sends all keys, and a sequence is sparse"
+        self._chooser = KeyChooser(plan, transport, num_layers) if is_sparse else None
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cached_of: CachedOf, scale: float
+    ) -> torch.Tensor:
+        """Return out[T, H, D], in q's dtype, of q[T, H, D] over cached and new keys of all ranks.
+
+        k and v[T, K, D] are those of the new tokens. `cached_of(layer)[i]` are this rank's runs of sequence i without
+        its new tokens; they are attended in place. A rank without tokens takes part too. Raises Unavailable when a peer
+        is lost.
+        """
+        plan, transport, backend = self._plan, self._transport, self._backend
+        shards, num_new, cached = plan.of_rank(transport.rank), plan.new_on(transport.rank), cached_of(layer)
+        assert len(cached) == len(plan.sequences), f"{len(cached)} cached sequences for {len(plan.sequences)} planned"
+        for name, tensor in (("q", q), ("k", k), ("v", v)):
+            assert tensor.shape[0] == num_new, f"{name} has {tensor.shape[0]} tokens, the plan says {num_new}"
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if not plan.sequences:
+            return out
+
+        q_of_sequence = split_new(q, shards)
+        keys_of_sequence = [
+            KeyShard(shard, runs, KvRun(k_new, v_new))
+            for shard, runs, k_new, v_new in zip(
+                shards, cached, split_new(k, shards), split_new(v, shards), strict=True
+            )
+        ]
+        parts: list[SequenceParts]
+        if self._algorithm == SP_NTP:
+            sp_ntp(q_of_sequence, keys_of_sequence, plan, transport, backend, scale, split_new(out, shards))
+            return out
+        if self._chain is not None:
+            parts = self._chain.attend(layer, q_of_sequence, keys_of_sequence, cached_of, scale)
+        elif self._chooser is not None and self._chooser.is_sparse(layer):
+            thinned = self._chooser.thin(q_of_sequence, keys_of_sequence, scale)
+            parts = pass_kv(q_of_sequence, keys_of_sequence, plan, transport, backend, scale, thinned)
+        elif self._algorithm == PASS_Q:
+            parts = pass_q(q.contiguous(), keys_of_sequence, plan, transport, backend, scale)
+        else:
+            attend = gather_kv if self._algorithm == GATHER_KV else pass_kv
+            parts = attend(q_of_sequence, keys_of_sequence, plan, transport, backend, scale)
+        for index, out_rows in enumerate(split_new(out, shards)):
+            merge_rows([part for source in parts for part in source[index]], out_rows)
+        return out
+
+    def stored(self, index: int) -> KvRun:
+        """Return k and v of the tokens that this rank stores of a sequence whose plan has `stored`, after `attend`."""
+        assert self._chain is not None, "a chain alone stores elsewhere"
+        return self._chain.stored(index)
+
+    def finish(self) -> None:
+        """Wait, after the last layer, until everything has left. Raises Unavailable."""
+        if self._chain is not None:
+            self._chain.finish()
 
 
 def ring_prefill(
@@ -32,39 +121,13 @@ def ring_prefill(
     scale: float,
     algorithm: str,
 ) -> torch.Tensor:
-    """Return out[T, H, D], in q's dtype, of q[T, H, D] over cached and new keys of all ranks; k, v[T, K, D] are new.
+    """Return out[T, H, D] of a single layer, as `RingPrefill` has it, of q[T, H, D] and k, v[T, K, D].
 
-    `cached[i]` are this rank's runs of sequence i without its new tokens; they are attended in place. `algorithm` is
-    one of PREFILL_ALGORITHMS. All but sp_ntp give the same bits where a rank's cached tokens of each sequence are one
-    run; otherwise they differ by at most 4e-7 of max |v|. Every rank calls with the same plan and algorithm. Only what
-    another rank sees is sent.
-
-    Raises Unavailable when a peer is lost, ConfigError for another algorithm.
+    All algorithms but sp_ntp give the same bits on the same layout where a rank's cached tokens of each sequence are
+    one run; otherwise they differ by at most 4e-7 of max |v|. Only what another rank sees is sent.
+    Raises Unavailable, ConfigError and InvalidRequest as that does.
     """
-    shards = plan.of_rank(transport.rank)
-    num_new = plan.new_on(transport.rank)
-    assert len(cached) == len(plan.sequences), f"{len(cached)} cached sequences for {len(plan.sequences)} planned"
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        assert tensor.shape[0] == num_new, f"{name} has {tensor.shape[0]} tokens, the plan says {num_new}"
-    if algorithm not in PREFILL_ALGORITHMS:
-        raise ConfigError(f"algorithm is {algorithm!r}; allowed are {', '.join(PREFILL_ALGORITHMS)}")
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if not plan.sequences:
-        return out
-
-    q_of_sequence = split_new(q, shards)
-    keys_of_sequence = [
-        KeyShard(shard, runs, KvRun(k_new, v_new))
-        for shard, runs, k_new, v_new in zip(shards, cached, split_new(k, shards), split_new(v, shards), strict=True)
-    ]
-    if algorithm == SP_NTP:
-        sp_ntp(q_of_sequence, keys_of_sequence, plan, transport, backend, scale, split_new(out, shards))
-        return out
-    if algorithm == PASS_Q:
-        parts = pass_q(q.contiguous(), keys_of_sequence, plan, transport, backend, scale)
-    else:
-        attend = gather_kv if algorithm == GATHER_KV else pass_kv
-        parts = attend(q_of_sequence, keys_of_sequence, plan, transport, backend, scale)
-    for index, out_rows in enumerate(split_new(out, shards)):
-        merge_rows([part for source in parts for part in source[index]], out_rows)
+    ring = RingPrefill(plan, transport, backend, algorithm)
+    out = ring.attend(0, q, k, v, lambda _: cached, scale)
+    ring.finish()
     return out

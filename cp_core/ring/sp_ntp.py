@@ -4,6 +4,10 @@ One all-to-all brings q, k and v from shares of the tokens to shares of the head
 second one brings finished outputs back, without LSE. KV at rest stays where its tokens are. Between pass-KV and pass-Q
 in bytes at middle miss rates.
 
+In several segments of the new tokens both all-to-alls overlap with attention: all segments leave at once, cached KV
+with the first; each is attended when it has come, over the cached KV and the segments before it, and its outputs return
+while the next one is attended.
+
 Shapes: T new tokens of this rank, P cached tokens, H query heads, K KV heads, h and k those of one rank's share, D head
 dimension, N ranks.
 """
@@ -12,46 +16,71 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
 from cp_core.attention.partial import Accumulator, AttentionBackend, KeyShard, attend_pair, merge_rows
 from cp_core.layout.head_shares import HeadShare, head_shares
+from cp_core.layout.shards import TokenRange, even_share
 from cp_core.layout.step_plans import KvRun, PrefillPlan, Shard
 from cp_core.transport.interface import RingTransport
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """One rank's rows [start, stop) of one sequence in one segment; the first one has all its `cached` tokens."""
+
+    start: int
+    stop: int
+    cached: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def num_sent(self, share: HeadShare) -> int:
+        """Return the rows [.., D] of a message that brings the piece to a share."""
+        return len(self) * len(share.heads) + 2 * (len(self) + self.cached) * len(share.kv_heads)
+
+
+def pieces_of(shard: Shard, borders: Sequence[int]) -> list[Piece]:
+    """Return a shard's piece of each segment: the tokens between two borders, which are positions."""
+    below = [sum(len(each.intersect(TokenRange(0, border))) for each in shard.ranges) for border in borders]
+    return [Piece(start, stop, 0 if segment else shard.cached) for segment, (start, stop) in enumerate(pairwise(below))]
+
+
+@dataclass(frozen=True, slots=True)
 class SharePart:
-    """One rank's tokens of one sequence, for one share of heads: q[T, h, D], new k and v[T, k, D], cached runs."""
+    """A piece for one share of heads: q[T, h, D], new k and v[T, k, D], cached runs."""
 
     q: torch.Tensor
     new: KvRun
     cached: Sequence[KvRun]
 
     @classmethod
-    def of_own(cls, q_thd: torch.Tensor, keys: KeyShard, share: HeadShare) -> SharePart:
+    def of_own(cls, q_thd: torch.Tensor, keys: KeyShard, piece: Piece, share: HeadShare) -> SharePart:
         """Return views of this rank's own tokens."""
-        kv = slice(share.kv_heads.start, share.kv_heads.stop)
-        new, *cached = (KvRun(run.k[:, kv], run.v[:, kv]) for run in (keys.new, *keys.cached))
-        return cls(q_thd[:, share.heads.start : share.heads.stop], new, cached)
+        rows, kv = slice(piece.start, piece.stop), slice(share.kv_heads.start, share.kv_heads.stop)
+        return cls(
+            q_thd[rows, share.heads.start : share.heads.stop],
+            KvRun(keys.new.k[rows, kv], keys.new.v[rows, kv]),
+            [KvRun(run.k[:, kv], run.v[:, kv]) for run in keys.cached] if piece.cached else [],
+        )
 
     @classmethod
-    def of_message(cls, rows: torch.Tensor, shard: Shard, share: HeadShare) -> SharePart:
+    def of_message(cls, rows: torch.Tensor, piece: Piece, share: HeadShare) -> SharePart:
         """Return views of what `packed` has put into rows[.., D]."""
-        num_kv = len(share.kv_heads)
-        counts = (shard.new * len(share.heads), *(shard.new * num_kv,) * 2, *(shard.cached * num_kv,) * 2)
+        num_new, num_kv, head_dim = len(piece), len(share.kv_heads), rows.shape[1]
+        counts = (num_new * len(share.heads), *(num_new * num_kv,) * 2, *(piece.cached * num_kv,) * 2)
         q, k, v, cached_k, cached_v = rows.split(counts)
-        head_dim = rows.shape[1]
 
         def heads(part: torch.Tensor, count: int, tokens: int) -> torch.Tensor:
             return part.view(tokens, count, head_dim)
 
         return cls(
-            heads(q, len(share.heads), shard.new),
-            KvRun(heads(k, num_kv, shard.new), heads(v, num_kv, shard.new)),
-            [KvRun(heads(cached_k, num_kv, shard.cached), heads(cached_v, num_kv, shard.cached))],
+            heads(q, len(share.heads), num_new),
+            KvRun(heads(k, num_kv, num_new), heads(v, num_kv, num_new)),
+            [KvRun(heads(cached_k, num_kv, piece.cached), heads(cached_v, num_kv, piece.cached))],
         )
 
     def packed(self) -> Iterator[torch.Tensor]:
@@ -80,92 +109,122 @@ def sp_ntp(
     num_heads, head_dim = q_of_sequence[0].shape[1:]
     shares = head_shares(size, num_heads, keys_of_sequence[0].new.k.shape[1])
     spread = [index for index in range(len(plan.sequences)) if any(reach[index] for reach in plan.kv_reach)]
+    segments = range(plan.num_segments)
+    served = [
+        _ServedSequence(plan, index, shares[rank], q_of_sequence[index], keys_of_sequence[index]) for index in spread
+    ]
     nothing = q_of_sequence[0].new_empty(0, head_dim)
 
-    def part(index: int, share: HeadShare) -> SharePart:
-        return SharePart.of_own(q_of_sequence[index], keys_of_sequence[index], share)
-
-    sends = [
-        nothing
-        if peer == rank
-        else torch.cat([nothing, *(rows for index in spread for rows in part(index, share).packed())])
-        for peer, share in enumerate(shares)
-    ]
-    served = shares[rank]
-    counts = [[_num_sent(plan.of_rank(peer)[index], served) for index in spread] for peer in range(size)]
-    arrived = [nothing.new_empty(0 if peer == rank else sum(each), head_dim) for peer, each in enumerate(counts)]
-    work = transport.all_to_all(sends, arrived)
+    arriving = []
+    for segment in segments:
+        sends = [
+            nothing
+            if peer == rank
+            else torch.cat([nothing, *(rows for each in served for rows in each.own(rank, segment, share).packed())])
+            for peer, share in enumerate(shares)
+        ]
+        counts = [[each.pieces[peer][segment].num_sent(shares[rank]) for each in served] for peer in range(size)]
+        arrived = [nothing.new_empty(0 if peer == rank else sum(each), head_dim) for peer, each in enumerate(counts)]
+        arriving.append((transport.all_to_all(sends, arrived), arrived, counts))
     for index in sorted(set(range(len(plan.sequences))) - set(spread)):
         whole = attend_pair(backend, q_of_sequence[index], plan.of_rank(rank)[index], keys_of_sequence[index], scale)
         merge_rows(whole, out_of_sequence[index])
-    work.wait()
 
-    answers: list[list[torch.Tensor]] = [[] for _ in range(size)]
-    messages = [
-        rows.split(each) if peer != rank else () for peer, (rows, each) in enumerate(zip(arrived, counts, strict=True))
-    ]
-    for place, index in enumerate(spread):
-        shards = [plan.of_rank(peer)[index] for peer in range(size)]
-        parts = [
-            part(index, served) if peer == rank else SharePart.of_message(messages[peer][place], shards[peer], served)
-            for peer in range(size)
+    returning = []
+    for segment, (work, arrived, counts) in zip(segments, arriving, strict=True):
+        work.wait()
+        messages = [
+            rows.split(each) if peer != rank else ()
+            for peer, (rows, each) in enumerate(zip(arrived, counts, strict=True))
         ]
-        for peer, rows in enumerate(_attend_share(parts, shards, served, backend, scale)):
-            answers[peer].append(rows)
+        answers: list[list[torch.Tensor]] = [[] for _ in range(size)]
+        for place, each in enumerate(served):
+            parts = [
+                each.own(rank, segment, shares[rank])
+                if peer == rank
+                else SharePart.of_message(messages[peer][place], each.pieces[peer][segment], shares[rank])
+                for peer in range(size)
+            ]
+            for peer, rows in enumerate(each.attend(segment, parts, backend, scale)):
+                answers[peer].append(rows)
+        backs = [
+            nothing if peer == rank else torch.cat([nothing, *(each.reshape(-1, head_dim) for each in rows)])
+            for peer, rows in enumerate(answers)
+        ]
+        own_rows = [len(each.pieces[rank][segment]) for each in served]
+        returned = [
+            nothing.new_empty(0 if peer == rank else sum(own_rows) * len(share.heads), head_dim)
+            for peer, share in enumerate(shares)
+        ]
+        returning.append((transport.all_to_all(backs, returned), returned, own_rows, answers[rank]))
+    for segment, (work, returned, own_rows, own) in zip(segments, returning, strict=True):
+        work.wait()
+        for peer, share in enumerate(shares):
+            outs = (
+                own if peer == rank else returned[peer].view(sum(own_rows), len(share.heads), head_dim).split(own_rows)
+            )
+            for index, each, rows in zip(spread, served, outs, strict=True):
+                piece = each.pieces[rank][segment]
+                out_of_sequence[index][piece.start : piece.stop, share.heads.start : share.heads.stop] = rows
 
-    own_rows = [plan.of_rank(rank)[index].new for index in spread]
-    backs = [
-        nothing if peer == rank else torch.cat([nothing, *(each.reshape(-1, head_dim) for each in rows)])
-        for peer, rows in enumerate(answers)
-    ]
-    returned = [
-        nothing.new_empty(0 if peer == rank else sum(own_rows) * len(share.heads), head_dim)
-        for peer, share in enumerate(shares)
-    ]
-    transport.all_to_all(backs, returned).wait()
-    for peer, share in enumerate(shares):
-        outs = (
-            answers[rank]
-            if peer == rank
-            else returned[peer].view(sum(own_rows), len(share.heads), head_dim).split(own_rows)
-        )
-        for index, rows in zip(spread, outs, strict=True):
-            out_of_sequence[index][:, share.heads.start : share.heads.stop] = rows
 
+class _ServedSequence:
+    """One sequence on the rank that serves a share of its heads: pieces[r][m] are rank r's of segment m."""
 
-def _num_sent(shard: Shard, share: HeadShare) -> int:
-    """Return the rows [.., D] that a rank with `shard` sends for a share."""
-    return shard.new * len(share.heads) + 2 * shard.stored * len(share.kv_heads)
+    def __init__(self, plan: PrefillPlan, index: int, share: HeadShare, q_thd: torch.Tensor, keys: KeyShard) -> None:
+        layout = plan.sequences[index].layout
+        self._shards = [shards[index] for shards in plan.shards]
+        self._share = share
+        self._q = q_thd
+        self._keys = keys
+        self._borders = [
+            layout.start + even_share(layout.num_tokens, segment, plan.num_segments)[0]
+            for segment in range(plan.num_segments)
+        ] + [layout.tokens.stop]
+        self.pieces = [pieces_of(shard, self._borders) for shard in self._shards]
+        self._cached: list[KvRun] = []
+        shape = (layout.num_tokens, len(share.kv_heads), q_thd.shape[2])
+        self._new = KvRun(q_thd.new_empty(shape), q_thd.new_empty(shape))
 
+    def own(self, rank: int, segment: int, share: HeadShare) -> SharePart:
+        """Return this rank's own piece for a share."""
+        return SharePart.of_own(self._q, self._keys, self.pieces[rank][segment], share)
 
-def _attend_share(
-    parts: Sequence[SharePart], shards: Sequence[Shard], share: HeadShare, backend: AttentionBackend, scale: float
-) -> list[torch.Tensor]:
-    """Return out[T, h, D] of each rank's queries of one sequence, in q's dtype; parts[r], shards[r] are of rank r."""
-    # Places of every range of positions: (first position, rank, first row there, rows).
-    places = []
-    for peer, shard in enumerate(shards):
-        rows = accumulate(map(len, shard.ranges), initial=0)
-        places += [(each.start, peer, row, len(each)) for each, row in zip(shard.ranges, rows, strict=False)]
-    places.sort()
+    def attend(
+        self, segment: int, parts: Sequence[SharePart], backend: AttentionBackend, scale: float
+    ) -> list[torch.Tensor]:
+        """Return out[T, h, D] of each rank's queries of a segment, in q's dtype; parts[r] are those of rank r."""
+        tokens = TokenRange(self._borders[segment], self._borders[segment + 1])
+        # Places of every range of positions: (first position, rank, first row of the part, rows).
+        places = []
+        for peer, shard in enumerate(self._shards):
+            here = [each.intersect(tokens) for each in shard.ranges]
+            rows = accumulate(map(len, here), initial=0)
+            places += [(each.start, peer, row, len(each)) for each, row in zip(here, rows, strict=False) if len(each)]
+        places.sort()
 
-    def by_position(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.cat([tensors[peer][row : row + count] for _, peer, row, count in places])
+        def by_position(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+            return torch.cat([tensors[0][:0], *(tensors[peer][row : row + count] for _, peer, row, count in places)])
 
-    q = by_position([each.q for each in parts])
-    k, v = by_position([each.new.k for each in parts]), by_position([each.new.v for each in parts])
-    cached = [run for each in parts for run in each.cached if run.k.shape[0]]
-    out = torch.empty_like(q)
-    for heads, kv_heads in share.runs():
-        q_run, kv = q[:, heads.start : heads.stop], slice(kv_heads.start, kv_heads.stop)
-        merged = Accumulator()
-        for run in cached:
-            merged.add(backend.partial_attention(q_run, run.k[:, kv], run.v[:, kv], causal=False, scale=scale))
-        merged.add(backend.partial_attention(q_run, k[:, kv], v[:, kv], causal=True, scale=scale))
-        out[:, heads.start : heads.stop] = merged.result().out
-    outs = [torch.empty_like(each.q, memory_format=torch.contiguous_format) for each in parts]
-    at = 0
-    for _, peer, row, count in places:
-        outs[peer][row : row + count] = out[at : at + count]
-        at += count
-    return outs
+        start, stop = (border - self._borders[0] for border in (tokens.start, tokens.stop))
+        q = by_position([each.q for each in parts])
+        self._new.k[start:stop] = by_position([each.new.k for each in parts])
+        self._new.v[start:stop] = by_position([each.new.v for each in parts])
+        self._cached += [run for each in parts for run in each.cached if run.k.shape[0]]
+        out = torch.empty_like(q)
+        for heads, kv_heads in self._share.runs() if len(tokens) else ():
+            q_run, kv = q[:, heads.start : heads.stop], slice(kv_heads.start, kv_heads.stop)
+            k, v = self._new.k[:stop, kv], self._new.v[:stop, kv]
+            merged = Accumulator()
+            for run in self._cached:
+                merged.add(backend.partial_attention(q_run, run.k[:, kv], run.v[:, kv], causal=False, scale=scale))
+            if start:
+                merged.add(backend.partial_attention(q_run, k[:start], v[:start], causal=False, scale=scale))
+            merged.add(backend.partial_attention(q_run, k[start:], v[start:], causal=True, scale=scale))
+            out[:, heads.start : heads.stop] = merged.result().out
+        outs = [torch.empty_like(each.q, memory_format=torch.contiguous_format) for each in parts]
+        at = 0
+        for _, peer, row, count in places:
+            outs[peer][row : row + count] = out[at : at + count]
+            at += count
+        return outs

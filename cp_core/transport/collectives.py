@@ -35,7 +35,11 @@ class PointToPointRing(ABC):
         self.rank = rank
         self.size = size
         self.timeout_seconds = timeout_seconds
-        self.stats = TransportStats()
+        self._stats = TransportStats()
+
+    @property
+    def stats(self) -> TransportStats:
+        return self._stats
 
     @abstractmethod
     def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Work:

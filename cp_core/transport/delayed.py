@@ -1,7 +1,10 @@
 """Ring with delayed messages: the effect of a slow link on an algorithm, on one machine.
 
-Each message leaves when the link to its receiver is free, occupies it for bytes / rate, and arrives a latency later.
-Only a wait for a message takes time, as on a real link.
+Each rank has one outgoing link, to all its peers together. A message leaves when the link is free, occupies it for
+bytes / rate, and arrives a latency later. Only a wait for a message takes time, as on a real link.
+
+With a `VirtualClock` a rank, no scheduler disturbs the times. Deadlines are in it too: in virtual time, choose rates by
+which a step takes milliseconds.
 """
 
 from __future__ import annotations
@@ -9,6 +12,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -49,6 +54,49 @@ class WallClock:
         self._is_stopped.set()
 
 
+class VirtualClock:
+    """Clock of one rank that advances only where the rank computes or waits. The clocks of all ranks start at 0."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def now(self) -> float:
+        return self._seconds
+
+    def wait_until(self, moment: float) -> None:
+        self._seconds = max(self._seconds, moment)
+
+    def stop(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class ChangingRate:
+    """Rate of a link that changes: (moment of the rank's clock, bytes/s from then on), ascending.
+
+    The first rate also holds before its moment. A rate of 0 stops the link until the next moment; the last is above 0.
+    """
+
+    changes: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        moments = [moment for moment, _ in self.changes]
+        assert moments and moments == sorted(moments), f"the moments {moments} do not ascend"
+        assert all(rate >= 0.0 for _, rate in self.changes), "a rate is less than 0"
+        assert self.changes[-1][1] > 0.0, "the last rate is 0: its messages never arrive"
+
+    def end(self, start: float, num_bytes: float) -> float:
+        """Return the moment at which `num_bytes` that leave from `start` on have left."""
+        for (_, rate), (until, _) in pairwise(self.changes):
+            if start < until:
+                carried = rate * (until - start)
+                if carried >= num_bytes:
+                    return start + num_bytes / rate if num_bytes else start
+                num_bytes -= carried
+                start = until
+        return start + num_bytes / self.changes[-1][1]
+
+
 class DelayedTransport(PointToPointRing):
     """One rank's end of `inner`, usually an in-process ring, delayed. Its statistics count what callers sent."""
 
@@ -56,16 +104,18 @@ class DelayedTransport(PointToPointRing):
         self,
         inner: RingTransport,
         latency_seconds: float,
-        bytes_per_second: float,
+        bytes_per_second: float | ChangingRate,
         timeout_seconds: float = 30.0,
         clock: Clock | None = None,
     ) -> None:
         super().__init__(inner.rank, inner.size, timeout_seconds)
         self._inner = inner
         self._latency_seconds = latency_seconds
-        self._bytes_per_second = bytes_per_second
+        if not isinstance(bytes_per_second, ChangingRate):
+            bytes_per_second = ChangingRate(((0.0, bytes_per_second),))
+        self._rate = bytes_per_second
         self._clock = WallClock() if clock is None else clock
-        self._is_free_at: dict[int, float] = {}
+        self._is_free_at = 0.0
 
     def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> DelayedWork:
         works: list[Work] = []
@@ -76,9 +126,9 @@ class DelayedTransport(PointToPointRing):
             arrivals.append(arrival)
             works += [self._receive(arrival, message.peer), self._receive(message.tensor, message.peer)]
         for message in sends:
-            departed = max(self._clock.now(), self._is_free_at.get(message.peer, 0.0))
-            self._is_free_at[message.peer] = departed + message.tensor.nbytes / self._bytes_per_second
-            arrival = torch.tensor([self._is_free_at[message.peer] + self._latency_seconds], dtype=torch.float64)
+            departed = max(self._clock.now(), self._is_free_at)
+            self._is_free_at = self._rate.end(departed, message.tensor.nbytes)
+            arrival = torch.tensor([self._is_free_at + self._latency_seconds], dtype=torch.float64)
             works += [self._send(arrival, message.peer), self._send(message.tensor, message.peer)]
         return DelayedWork(self, works, arrivals)
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.distributed import ProcessGroup, Work
@@ -18,6 +19,7 @@ from torch.distributed.distributed_c10d import Store
 
 from cp_core.errors import ConfigError, Unavailable
 from cp_core.transport.collectives import Message, PointToPointRing
+from cp_core.transport.interface import TransportStats
 
 # Messages of one tag and pair of ranks keep the order in which they were issued.
 DATA_TAG = 0
@@ -100,8 +102,41 @@ class Operations:
                 raise self._ring.fail(f"rank {self._ring.rank} lost rank {peer}{late}") from error
 
 
+class StreamEvent(Protocol):
+    """Event with a time, recorded on a stream: `torch.cuda.Event(enable_timing=True)`."""
+
+    def query(self) -> bool: ...
+    def elapsed_time(self, end_event: Any, /) -> float: ...
+
+
+class StreamWaits:
+    """Seconds for which a stream waited for messages, by events before and after each wait."""
+
+    def __init__(self, record: Callable[[], StreamEvent]) -> None:
+        """`record` records an event on the stream."""
+        self._record = record
+        self._open: deque[tuple[StreamEvent, StreamEvent]] = deque()
+
+    def around(self, wait: Callable[[], object]) -> None:
+        """Let the stream wait by `wait`, which returns at once."""
+        began = self._record()
+        wait()
+        self._open.append((began, self._record()))
+
+    def take(self) -> float:
+        """Return the seconds of the waits that have ended since the last call, without waiting for others."""
+        seconds = 0.0
+        while self._open and self._open[0][1].query():
+            began, ended = self._open.popleft()
+            seconds += began.elapsed_time(ended) / 1e3
+        return seconds
+
+
 class NcclRing(ProcessGroupRing):
-    """One rank's end of an NCCL ring. Waits are the CUDA stream's; NCCL's watchdog keeps the deadline."""
+    """One rank's end of an NCCL ring. Waits are the CUDA stream's; NCCL's watchdog keeps the deadline.
+
+    `stats.seconds_waited` are those of the stream that has waited when they are read.
+    """
 
     def __init__(
         self, process_group: ProcessGroup, device: torch.device, timeout_seconds: float, store: object
@@ -109,6 +144,18 @@ class NcclRing(ProcessGroupRing):
         super().__init__(process_group, timeout_seconds, store)
         self._nccl = process_group
         self._device = device
+        self._waits = StreamWaits(self._record)
+
+    @property
+    def stats(self) -> TransportStats:
+        """See RingTransport."""
+        self._stats.seconds_waited += self._waits.take()
+        return self._stats
+
+    def _record(self) -> StreamEvent:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
     def _issue(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[tuple[Work, int]]:
         if not sends and not recvs:
@@ -120,7 +167,7 @@ class NcclRing(ProcessGroupRing):
 
     def wait_for(self, work: Work, deadline: float) -> None:
         """See ProcessGroupRing. Returns at once: later work of the CUDA stream waits."""
-        work.wait()
+        self._waits.around(work.wait)
 
     def _break_connections(self) -> None:
         self._nccl.abort()

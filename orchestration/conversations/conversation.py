@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cp_core.errors import RingserveError
+from cp_core.layout.sparsity import Sparsity
 from orchestration.placement.kv_locations import KvLocation, KvLocations
 from orchestration.protocol.views import ConversationView, KvLocationView
 from workers.protocol.prefill_steps import TokenIds
@@ -42,12 +43,14 @@ class Conversation:
     are on the store's clock; `ttl_seconds` 0 means for ever. At `is_due_at` the store looks whether it has expired.
 
     The tokens of one that a journal remembers are read with their first use, by `read`. `last_turn` made the newest.
+    All KV of it was computed with `sparsity`; None: it is exact. Turns of another sparsity use none of it.
     """
 
     conversation_id: str
     num_tokens: int = 0
     read: Callable[[], TokenIds] | None = None
     last_turn: str = ""
+    sparsity: Sparsity | None = None
     _tokens: TokenIds | None = None
     num_turns: int = 0
     _places: KvLocations = field(default_factory=KvLocations)
@@ -143,6 +146,7 @@ class Conversation:
             idle_seconds=0.0 if self.running_request else max(0.0, now - self.last_used),
             ttl_seconds=self.ttl_seconds,
             num_waiting=len(self.waiting),
+            sparsity=self.sparsity,
             placements=tuple(
                 KvLocationView(
                     role=role,

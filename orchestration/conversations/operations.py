@@ -146,6 +146,10 @@ class ConversationOperations:
         turn = self._turns.of_request(conversation.running_request)
         return 0 if turn is None else turn.match_tokens
 
+    def num_shareable(self, conversation: Conversation) -> int:
+        """Return as `num_agreeing` for other histories, which share no approximate KV."""
+        return 0 if conversation.sparsity is not None else self.num_agreeing(conversation)
+
     async def _retained(self, conversations: Sequence[Conversation]) -> Retained:
         """Ask the rings how much KV they retain of each conversation."""
         asked: dict[RingName, list[str]] = {}

@@ -242,19 +242,19 @@ class PromptPrefixes:
         self._histories: dict[str, PrefixIndex] = {}
         self._under_way: dict[str, PrefixIndex] = {}
         self._running: dict[str, PromptUnderWay] = {}  # by KV id
-        self.queried = 0
-        self.hit = 0
+        self.queried = self.hit = 0
         store.on_finished, store.on_left = self._note, self._forget
 
     def _note(self, conversation: Conversation) -> None:
-        if conversation.conversation_id and conversation.tokens is not None:
+        if conversation.sparsity is not None:  # no other history shares approximate KV
+            self._forget(conversation)
+        elif conversation.conversation_id and conversation.tokens is not None:
             index = self._histories.setdefault(self._scope(conversation.conversation_id), PrefixIndex())
             index.put(conversation.conversation_id, conversation.tokens)
 
     def _forget(self, conversation: Conversation) -> None:
         scope = self._scope(conversation.conversation_id)
-        index = self._histories.get(scope)
-        if index is not None:
+        if (index := self._histories.get(scope)) is not None:
             index.remove(conversation.conversation_id)
             if not len(index):
                 del self._histories[scope]

@@ -62,6 +62,7 @@ class ConversationStore:
         conversation.read = partial(self._journal.tokens_of, stored.conversation_id)
         conversation.num_tokens, conversation.num_turns = stored.num_tokens, stored.num_turns
         conversation.forked_from, conversation.last_turn = stored.forked_from, stored.last_turn
+        conversation.sparsity = stored.sparsity
         conversation.ttl_seconds, conversation.last_used = stored.ttl_seconds, last_used
         self._note_expiry(conversation)
 
@@ -218,7 +219,7 @@ class ConversationStore:
             raise InvalidRequest(f"new_id: conversation {new_id!r} exists already; choose another or delete it")
         fork = self._enter(new_id)
         fork.tokens = source.tokens[:num_tokens]
-        fork.forked_from = source.conversation_id
+        fork.forked_from, fork.sparsity = source.conversation_id, source.sparsity
         fork.ttl_seconds = source.ttl_seconds
         source.num_forks += 1
         fork.num_forks += 1
@@ -241,6 +242,7 @@ class ConversationStore:
             ttl_seconds=fork.ttl_seconds,
             last_used=time.time(),
             last_turn="",
+            sparsity=fork.sparsity,
         )
         await self._journal.forked(fork.forked_from, stored)
 

@@ -268,13 +268,14 @@ class DecodeLeader(RingLeader):
         turn.finish(num_tokens)
         await self._advance(turn)
 
-    async def stream_turn(self, turn_id: str, after: int = 0) -> AsyncGenerator[TurnEvent, None]:
+    async def stream_turn(self, turn_id: str, after: int = 0, interval: float = 0.0) -> AsyncGenerator[TurnEvent, None]:
         """Yield the turn's events behind its first `after` tokens. Raises the error of a failed turn.
 
+        Tokens that come within `interval` seconds of the ones before are joined with those that follow.
         Another stream of the turn ends this one, with Busy. A turn whose stream is closed early runs on for the orphan
         timeout, within which another may come.
         """
-        reader = self._turns.read(turn_id, after)
+        reader = self._turns.read(turn_id, after, interval)
         try:
             while True:
                 event = await reader.next()

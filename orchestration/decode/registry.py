@@ -29,12 +29,14 @@ TELL_SECONDS = 3.0
 class TurnReader:
     """Reader of a turn's events behind its first `after` tokens. The next reader of the turn takes its place.
 
-    Tokens that wait come as one event. The events before the first token precede all tokens: a reader that has tokens
-    has them too.
+    Tokens that wait come as one event; with an `interval`, those that come within so many seconds of the event before
+    wait. The events before the first token precede all tokens: a reader that has tokens has them too.
     """
 
-    def __init__(self, turn: DecodeTurn, after: int) -> None:
+    def __init__(self, turn: DecodeTurn, after: int, interval: float = 0.0) -> None:
         self.turn = turn
+        self._interval = interval
+        self._due = 0.0  # on the event loop's clock
         self._num_tokens = after
         self._num_opening = 0
         self._has_ending = False
@@ -47,6 +49,8 @@ class TurnReader:
         while True:
             if turn.reader is not self:
                 raise Busy(f"turn {turn.turn_id} is read by another stream")
+            if self._interval and await self._rested():
+                continue
             event = self._take()
             if isinstance(event, RingserveError):
                 raise event
@@ -54,6 +58,17 @@ class TurnReader:
                 return event
             turn.changed.clear()
             await turn.changed.wait()
+
+    async def _rested(self) -> bool:
+        """Wait until tokens that have come may be told. Return whether that took a while; a turn's end waits not."""
+        has_tokens, clock = self._num_tokens < len(self.turn.answer.tokens), asyncio.get_running_loop().time
+        left = self._due - clock()
+        if has_tokens and left > 0.0 and self.turn.end is None:
+            await asyncio.sleep(left)
+            return True
+        if has_tokens:
+            self._due = clock() + self._interval
+        return False
 
     def _take(self) -> TurnEvent | RingserveError | None:
         turn, answer = self.turn, self.turn.answer
@@ -128,12 +143,12 @@ class DecodeTurns:
         turn = self._turns.get(turn_id)
         return None if turn is None or turn.is_ending else turn
 
-    def read(self, turn_id: str, after: int) -> TurnReader:
+    def read(self, turn_id: str, after: int, interval: float = 0.0) -> TurnReader:
         """Return a reader of the turn, which may have ended. It replaces the one before. Raises NotFound."""
         turn = self._turns.get(turn_id) or self._ended.get(turn_id)
         if turn is None:
             raise NotFound(f"turn {turn_id} is not known on decode ring {self._settings.name}")
-        return TurnReader(turn, after)
+        return TurnReader(turn, after, interval)
 
     def leave(self, reader: TurnReader) -> None:
         """Note that a reader has gone: the turn ends unless another comes in time."""

@@ -12,13 +12,15 @@ from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from cp_core.layout.sparsity import Sparsity
 from orchestration.journal.schema import connect, open_journal, take_lock
 from orchestration.journal.writer import GroupCommit
 from orchestration.protocol.journal import BegunRecord, CommittedRecord, RingIncarnation, StoredConversation
-from orchestration.protocol.plans import PromptMode, TurnPlan
+from orchestration.protocol.plans import PromptMode, SparsePlan, TurnPlan
 from orchestration.protocol.turns import BegunTurn, EndedAnswer, KvQuota, TurnRequest
 from workers.protocol.prefill_steps import Algorithm, TokenIds
 from workers.sampling.parameters import SamplingParameters, TokenBias
@@ -61,7 +63,7 @@ class SqliteJournal:
             request.conversation_id,
             record.base_tokens,
             _packed(request.token_ids),
-            _request_text(request),
+            _request_text(record),
             prefill.ring if prefill else "",
             prefill.incarnation if prefill else "",
             record.decode.ring,
@@ -90,10 +92,10 @@ class SqliteJournal:
 
     def conversations(self) -> Iterable[StoredConversation]:
         query = (
-            "SELECT c.id, c.num_tokens, c.num_turns, c.forked_from, c.ttl, c.last_used, s.turn FROM conversations c "
-            "JOIN segments s ON s.id = c.segment ORDER BY c.last_used"
+            "SELECT c.id, c.num_tokens, c.num_turns, c.forked_from, c.ttl, c.last_used, s.turn, s.sparsity "
+            "FROM conversations c JOIN segments s ON s.id = c.segment ORDER BY c.last_used"
         )
-        for name, num_tokens, num_turns, forked_from, ttl, last_used, turn in self._reader.execute(query):
+        for name, num_tokens, num_turns, forked_from, ttl, last_used, turn, sparsity in self._reader.execute(query):
             yield StoredConversation(
                 conversation_id=name,
                 num_tokens=num_tokens,
@@ -102,6 +104,7 @@ class SqliteJournal:
                 ttl_seconds=ttl,
                 last_used=last_used,
                 last_turn=turn,
+                sparsity=Sparsity(**json.loads(sparsity)) if sparsity else None,
             )
 
     def turns(self) -> Iterable[BegunRecord]:
@@ -116,6 +119,7 @@ class SqliteJournal:
                 decode=RingIncarnation(ring=decode_ring, incarnation=decode_incarnation),
                 attempt=attempt,
                 begun_at=begun_at,
+                sparse=_sparse_from(json.loads(request)),
             )
 
     def ended(self) -> Iterable[tuple[str, int]]:
@@ -212,7 +216,7 @@ def _append(
     base: int,
     tokens: bytes,
     record: CommittedRecord,
-    request: dict[str, object],
+    request: dict[str, Any],
 ) -> None:
     """Let a conversation continue its first `base` tokens with others."""
     row = database.execute("SELECT segment FROM conversations WHERE id = ?", (conversation,)).fetchone()
@@ -220,10 +224,10 @@ def _append(
     parent = _holder(database, before, base)
     if parent is not None:
         database.execute("UPDATE segments SET refs = refs + 1 WHERE id = ?", (parent,))
-    stop = base + len(tokens) // TOKEN_BYTES
+    stop, sparse = base + len(tokens) // TOKEN_BYTES, _sparse_from(request)
     head = database.execute(
-        "INSERT INTO segments (parent, start, stop, tokens, turn, refs) VALUES (?,?,?,?,?,1)",
-        (parent, base, stop, tokens, record.turn_id),
+        "INSERT INTO segments (parent, start, stop, tokens, turn, refs, sparsity) VALUES (?,?,?,?,?,1,?)",
+        (parent, base, stop, tokens, record.turn_id, json.dumps(asdict(sparse.sparsity)) if sparse else ""),
     ).lastrowid
     database.execute(
         "INSERT INTO conversations VALUES (?,?,?,1,'',?,?) ON CONFLICT DO UPDATE SET segment = excluded.segment, "
@@ -301,7 +305,8 @@ def _unpacked(blob: bytes) -> TokenIds:
     return np.frombuffer(blob, dtype="<i4").astype(np.int64)
 
 
-def _request_text(request: TurnRequest) -> str:
+def _request_text(record: BegunRecord) -> str:
+    request = record.request
     return json.dumps(
         {
             "mode": request.prompt_mode,
@@ -312,8 +317,14 @@ def _request_text(request: TurnRequest) -> str:
             "algorithm": request.algorithm,
             "trace_parent": request.trace_parent,
             "kv_quota": asdict(request.kv_quota) if request.kv_quota else None,
+            "sparse": asdict(record.sparse) if record.sparse else None,
         }
     )
+
+
+def _sparse_from(values: dict[str, Any]) -> SparsePlan | None:
+    """Return the sparsity of a turn or plan; earlier releases wrote none."""
+    return SparsePlan(**values["sparse"]) if values.get("sparse") else None
 
 
 def _request_from(request_id: str, conversation_id: str, tokens: TokenIds, text: str) -> TurnRequest:
@@ -342,7 +353,8 @@ PLAN_FIELDS = ("reason", "new_tokens", "cached_tokens", "prefill_ring", "decode_
 def _plan_text(plan: TurnPlan) -> str:
     """Return what a client is told of a plan whose turn has ended; predictions and chunks are not written."""
     told = {name: getattr(plan, name) for name in PLAN_FIELDS}
-    return json.dumps({**told, "algorithm": plan.algorithm, "prompt_mode": plan.prompt_mode})
+    sparse = asdict(plan.sparse) if plan.sparse else None
+    return json.dumps({**told, "algorithm": plan.algorithm, "prompt_mode": plan.prompt_mode, "sparse": sparse})
 
 
 def _plan_from(text: str) -> TurnPlan:
@@ -355,4 +367,5 @@ def _plan_from(text: str) -> TurnPlan:
         chunks=(),
         predicted_prefill_seconds=0.0,
         alternatives=(),
+        sparse=_sparse_from(values),
     )

@@ -2,7 +2,8 @@
 
 A history is a chain of segments: each turn that ended well adds one, which holds the tokens [start, stop) and continues
 the tokens before `start` of its parent. Forks share the chain. `refs` counts the conversations and segments that
-continue a segment; one without any is deleted, and so is a tail that nothing refers to any more.
+continue a segment; one without any is deleted, and so is a tail that nothing refers to any more. All segments of a
+chain have KV of one `sparsity` (empty: exact), since a turn of another continues no token of its conversation.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ VERSIONS = (
     ALTER TABLE ended ADD COLUMN plan TEXT NOT NULL DEFAULT '';
     CREATE INDEX ended_requests ON ended (request_id);
     """,
+    "ALTER TABLE segments ADD COLUMN sparsity TEXT NOT NULL DEFAULT '';",
 )
 """Scripts that lead from one version of the tables to the next. A release only appends to them."""
 

@@ -17,6 +17,8 @@ from typing import NamedTuple
 from cp_core.cost.model import ModelShape, PrefillRates, RingRates, StepPredictor
 from cp_core.cost.prefill import sum_seconds
 from cp_core.cost.profile import HardwareProfile
+from cp_core.cost.sparse import sparse_seconds
+from cp_core.layout.sparsity import Sparsity
 from orchestration.protocol.turns import RingRegistration
 from orchestration.protocol.views import Correction, RingStatus
 from workers.model.info import tensor_share
@@ -95,6 +97,12 @@ class RingCosts:
         kind = self._kind(ring, cached_tokens > 0)
         sums = kind.sum_start_seconds + -(-new_tokens // ring.num_ranks) * kind.sum_seconds_a_token
         return StepSeconds(kind.predictor.seconds(new_tokens, cached_tokens), sums)
+
+    def sparse_seconds(self, ring: RingRegistration, sparsity: Sparsity, new_tokens: int, cached_tokens: int) -> float:
+        """Return the seconds of one step by pass-KV with a sparsity."""
+        kind = self._kind(ring, cached_tokens > 0)
+        sums = kind.sum_start_seconds + -(-new_tokens // ring.num_ranks) * kind.sum_seconds_a_token
+        return sums + sparse_seconds(self.shape(ring), kind.rates, ring.num_ranks, sparsity, new_tokens, cached_tokens)
 
     def pull_seconds(self, ring: RingRegistration, num_bytes: float) -> float:
         """Return the seconds in which KV comes from a decode ring, `num_bytes` over each link."""

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from cp_core.cost.model import StepLimits, WorkModel, cut
 from cp_core.cost.profile import HardwareProfile
 from cp_core.cost.selector import EmpiricalFit, Selection, Turn, duration, faster, least, select
+from cp_core.cost.work import StepLimits, WorkModel, cut
 from cp_core.layout.shards import TokenRange
+from cp_core.layout.sparsity import Sparsity
 from orchestration.placement.costs import RingCorrections, RingCosts, StepSeconds
-from orchestration.protocol.plans import CachedSource, PlannedChunk, PromptMode, TurnPlan
+from orchestration.protocol.plans import CachedSource, PlannedChunk, PromptMode, SparsePlan, TurnPlan
 from orchestration.protocol.turns import PrefillReport, RingRegistration
 from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
 from workers.protocol.ranks import ModelInfo
@@ -215,6 +216,41 @@ class Planner:
             predicted_prefill_seconds=seconds,
             alternatives=((Algorithm.DECODE_RING, seconds), *other.alternatives),
         )
+
+    def plan_sparse(self, prompt: PromptOnRings, sparse: SparsePlan, *, mode: PromptMode) -> TurnPlan:
+        """Plan a turn that is computed by a part of its keys, over a prefill ring."""
+        exact = self.plan(prompt, mode=mode, algorithm=Algorithm.PASS_KV)
+        cached, ring = exact.cached_tokens, prompt.prefill
+        seconds = self.predict_sparse(prompt.num_tokens, cached, ring, sparse.sparsity)
+        return replace(
+            exact,
+            reason=f"Sparse: {sparse.bound} {sparse.limit:g} allows {sparse.keep:g} of the keys of other ranks, at a "
+            f"loss of {sparse.predicted_loss:.3g} nats a token predicted, {sparse.measured_loss:.3g} measured at "
+            f"{sparse.measured_tokens} tokens; {duration(seconds)} predicted, exact pass-KV "
+            f"{duration(exact.predicted_prefill_seconds)}",
+            predicted_prefill_seconds=seconds,
+            alternatives=(("sparse", seconds), *exact.alternatives),
+            sparse=sparse,
+        )
+
+    def predict_exact(
+        self, num_tokens: int, cached_tokens: int, ring: RingRegistration, asked: Algorithm | None
+    ) -> float:
+        """Return the seconds of a prompt with a cached prefix, cut and computed on an idle ring as `plan` has it."""
+        work = self._work.work(num_tokens - cached_tokens, cached_tokens)
+        total = 0.0
+        for piece in self._cut(ring, TokenRange(cached_tokens, num_tokens)):
+            seconds = self._costs.seconds(ring, len(piece), piece.start)
+            name = self._choose(ring, piece, seconds, asked)
+            total += seconds.by(name) * self.corrections.factor(ring, name, work, is_cached=cached_tokens > 0)
+        return total
+
+    def predict_sparse(self, num_tokens: int, cached_tokens: int, ring: RingRegistration, sparsity: Sparsity) -> float:
+        """Return the seconds of a prompt with a cached prefix, computed by a part of its keys on an idle ring."""
+        pieces = self._cut(ring, TokenRange(cached_tokens, num_tokens))
+        work = self._work.work(num_tokens - cached_tokens, cached_tokens)
+        seconds = sum(self._costs.sparse_seconds(ring, sparsity, len(piece), piece.start) for piece in pieces)
+        return seconds * self.corrections.factor(ring, Algorithm.PASS_KV, work, is_cached=cached_tokens > 0)
 
     @property
     def may_choose_direct(self) -> bool:

@@ -281,6 +281,13 @@ class RingRegistry:
         """Return the last announcement of a ring of that name that has left."""
         return self._left.get(name)
 
+    def drained(self, role: str) -> list[str]:
+        """Return the names of a role's rings where all of them drain, or have drained and left; else none."""
+        present = [ring.registration for ring in self._rings[role].values()]
+        left = [registration for registration in self._left.values() if registration.role == role]
+        drains = all(registration.is_draining for registration in present)
+        return sorted(registration.name for registration in (*present, *left)) if drains else []
+
     def state_of(self, name: str) -> RingStanding:
         """Return how a ring stands with the router. After a router's restart, a ring that left before is starting."""
         ring = self.find(name)

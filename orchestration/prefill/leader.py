@@ -6,12 +6,12 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from cp_core.cost.model import StepLimits, WorkModel
+from cp_core.cost.work import StepLimits, WorkModel
 from cp_core.errors import CapacityExceeded, DeadlineExceeded, NotFound, RingserveError, TurnCancelled, Unavailable
-from cp_core.layout.shards import TokenRange, level_counts
+from cp_core.layout.shards import TokenRange
+from orchestration.prefill.layouts import worst_case_held
 from orchestration.prefill.loop import PrefillLoop
 from orchestration.prefill.run import PrefillRun
 from orchestration.prefill.scheduler import PrefillScheduler
@@ -35,8 +35,6 @@ log = logging.getLogger(__name__)
 
 LEASE_SECONDS = 30.0
 """Seconds after a turn's deadline in which the router must settle it; then this ring releases its KV."""
-ROUNDING = 1
-"""Tokens by which a rank may exceed the level that all ranks approach."""
 
 
 @dataclass(slots=True)
@@ -331,19 +329,3 @@ class PrefillLeader(RingLeader):
         """End every turn and the ring."""
         await self.fail_all(Unavailable(f"ring {self.settings.name} is shutting down"))
         await super().close()
-
-
-def worst_case_held(held: Sequence[int], num_tokens: int) -> list[int]:
-    """Return the most tokens that each rank may hold after `num_tokens` more, pulled or in chunks of any sizes.
-
-    Every chunk gives each rank the same number of tokens, and one more to its emptiest ranks. So a rank gains at most
-    as much as any emptier rank. In the worst case it grows as if all emptier ranks held as many tokens as itself.
-    """
-    if not num_tokens:
-        return list(held)
-    most = []
-    for own in held:
-        raised = [max(own, other) for other in held]
-        gains = level_counts(raised, num_tokens)
-        most.append(max(own + gain for gain, other in zip(gains, raised, strict=True) if other == own) + ROUNDING)
-    return most

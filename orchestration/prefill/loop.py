@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 
 from cp_core.errors import NotFinite, RingserveError, Unavailable
 from cp_core.layout.shards import ranks_of_whole
+from orchestration.prefill.layouts import StepForm
 from orchestration.prefill.run import PrefillRun, PreparedPiece
 from orchestration.prefill.scheduler import PrefillScheduler, ScheduledStep
 from orchestration.ring.life import Ring
 from orchestration.tasks import gather_first_error
-from workers.protocol.prefill_steps import PrefillStep
+from workers.protocol.prefill_steps import Algorithm, PrefillStep
 
 PATIENCE = 5.0
 """Times the predicted seconds of a step after which it counts as stuck."""
@@ -91,16 +92,19 @@ class PrefillLoop:
 
     async def _step(self, step: ScheduledStep, within: int = 0) -> bool:
         """Compute a step, by itself or within another one; return False where it was not computed to its end."""
-        prepared = self._prepare(step)
+        if any(self._waiting[piece.turn_id][0].is_sparse for piece in step.pieces):
+            step = replace(step, algorithm=Algorithm.PASS_KV)  # no other algorithm sends a part of the keys
+        form = self._form(step)
+        prepared = self._prepare(step, form)
         if not prepared:
             return True
         for piece in prepared:
             piece.run.is_computing = True
         try:
             if step.yields:
-                done = await self._run_yielding(step, prepared)
+                done = await self._run_yielding(step, prepared, form)
             else:
-                done = await self._run_on_ranks(step, prepared, within)
+                done = await self._run_on_ranks(step, prepared, within, form)
         except RingserveError as error:
             # The other ranks now wait for a message that never comes.
             self._ring.report_lost(error, self._incarnation)
@@ -120,14 +124,16 @@ class PrefillLoop:
                 self._fail(piece.run, piece.run.stop_error or self._lost())
         return done is not None
 
-    async def _run_yielding(self, step: ScheduledStep, prepared: Sequence[PreparedPiece]) -> _Done | None:
+    async def _run_yielding(
+        self, step: ScheduledStep, prepared: Sequence[PreparedPiece], form: StepForm
+    ) -> _Done | None:
         """Compute a step on all ranks, and between its layers the steps of turns that may overtake."""
         self._seconds_within = 0.0
         is_over = asyncio.Event()
 
         async def outer() -> _Done | None:
             try:
-                return await self._run_on_ranks(step, prepared, 0)
+                return await self._run_on_ranks(step, prepared, 0, form)
             finally:
                 is_over.set()
                 self._wakeup.set()
@@ -157,7 +163,7 @@ class PrefillLoop:
         answers = await gather_first_error(port.prefill_within(end, timeout) for port in self._ring.ranks)
         return answers[0] is not None
 
-    def _prepare(self, step: ScheduledStep) -> list[PreparedPiece]:
+    def _prepare(self, step: ScheduledStep, form: StepForm) -> list[PreparedPiece]:
         """Return the pieces of the turns that can take part, and fail the other turns."""
         prepared: list[PreparedPiece] = []
         load = [0] * self._ring.settings.num_ranks
@@ -166,13 +172,26 @@ class PrefillLoop:
             run, _ = self._waiting[piece.turn_id]
             try:
                 self._ring.require_ready(self._incarnation)
-                prepared.append(run.prepare(piece.tokens, load, whole_on.get(piece.turn_id)))
+                prepared.append(run.prepare(piece.tokens, load, whole_on.get(piece.turn_id), form))
             except Exception as error:  # of any kind: it ends its own turn and no other
                 self._fail(run, error)
                 continue
             layout = prepared[-1].sequences[0].layout
             load = [own + layout.tokens_on(rank) for rank, own in enumerate(load)]
         return prepared
+
+    def _form(self, step: ScheduledStep) -> StepForm:
+        """Return the form of a step by its algorithm and its longest piece."""
+        ring, tp = self._ring, self._ring.settings.ranks.tp
+        longest = max(step.pieces, key=lambda piece: len(piece.tokens))
+        if step.algorithm is Algorithm.CHAIN:
+            run, _ = self._waiting[longest.turn_id]
+            # The longest sequence's tokens on each rank, then those of all.
+            held = [(own, -usage.free_blocks) for own, usage in zip(run.held, ring.pool.usage(), strict=True)]
+            return StepForm.of_chain(ring.model, tp, ring.rates, held)
+        if step.algorithm is Algorithm.SP_NTP:
+            return StepForm.of_segments(ring.model, tp, ring.rates, ring.settings.num_ranks, longest.tokens)
+        return StepForm()
 
     def _ranks_of_whole(self, step: ScheduledStep) -> dict[str, int]:
         """Return the rank, by turn, that computes the turn's prompt whole: of several short ones in one step."""
@@ -187,12 +206,20 @@ class PrefillLoop:
             return {}
         return dict(zip(short, ranks_of_whole(list(short.values()), settings.num_ranks) or (), strict=False))
 
-    async def _run_on_ranks(self, step: ScheduledStep, prepared: Sequence[PreparedPiece], within: int) -> _Done | None:
+    async def _run_on_ranks(
+        self, step: ScheduledStep, prepared: Sequence[PreparedPiece], within: int, form: StepForm
+    ) -> _Done | None:
         """Compute the step; None where the step that it is within ended before. Raises the error of a rank."""
         by_process = zip(*(piece.sequences for piece in prepared), strict=True)
         steps = [
             PrefillStep(
-                algorithm=step.algorithm, sequences=sequences, number=step.number, yields=step.yields, within=within
+                algorithm=step.algorithm,
+                sequences=sequences,
+                number=step.number,
+                yields=step.yields,
+                within=within,
+                order=form.order,
+                num_segments=form.num_segments,
             )
             for sequences in by_process
         ]

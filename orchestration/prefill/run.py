@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cp_core.errors import CapacityExceeded, RingserveError
-from cp_core.layout.shards import PrefillLayout, ShardMap, TokenRange, balanced_layout, spread, whole_layout
+from cp_core.errors import RingserveError
+from cp_core.layout.shards import ShardMap, TokenRange, spread
+from orchestration.prefill.layouts import StepForm, lay_out
 from orchestration.protocol.kv import SentKv
 from orchestration.protocol.plans import PlannedChunk
 from orchestration.protocol.ports import Peers
@@ -25,6 +26,7 @@ from workers.sampling.parameters import NO_HISTORY, TokenHistory, TokenLogprobs
 log = logging.getLogger(__name__)
 
 NOTHING = SentKv(payload_bytes=0, seconds=0.0)
+PLAIN = StepForm()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,11 @@ class PrefillRun:
     @property
     def kv_id(self) -> str:
         return self._turn.kv_id
+
+    @property
+    def is_sparse(self) -> bool:
+        """True if the turn's KV is approximate."""
+        return self._turn.sparsity is not None
 
     @property
     def planned_chunks(self) -> tuple[PlannedChunk, ...]:
@@ -125,23 +132,41 @@ class PrefillRun:
         source = self._peers.leader(other.role, other.endpoint)
         return await fetch(self._ring, self._sequence, source, key, tokens, shards, timeout, kv_id=other.kv_id)
 
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Tokens of the sequence on each rank."""
+        return self._sequence.shards.held
+
     def is_whole_prompt(self, piece: TokenRange) -> bool:
         """Return whether the piece is the whole prompt, and no KV of its sequence is here yet."""
         return piece == TokenRange(0, len(self._turn.token_ids)) and not self._sequence.shards.num_tokens
 
-    def prepare(self, piece: TokenRange, load: Sequence[int], whole_on: int | None = None) -> PreparedPiece:
+    def prepare(
+        self,
+        piece: TokenRange,
+        load: Sequence[int],
+        whole_on: int | None = None,
+        form: StepForm = PLAIN,
+    ) -> PreparedPiece:
         """Return each process's part of computing the tokens `piece`, whose KV leaves layer by layer.
 
-        `load[r]` tokens of the step's other pieces are computed on rank r. `whole_on` is the rank that takes the piece
-        whole, if it has room.
+        `load`, `whole_on` and `form` are those of `lay_out`.
         Raises the error that stopped the turn, CapacityExceeded, ReshardError, having changed nothing.
         """
         if self.stop_error is not None:
             raise self.stop_error
         turn, sequence = self._turn, self._sequence
         held = sequence.shards.held
-        layout = self._lay_out(piece, load, whole_on)
-        after = sequence.shards.extend(layout.shard_map())
+        placed = lay_out(
+            self._pool,
+            sequence,
+            piece,
+            num_left=len(turn.token_ids) - piece.stop,
+            load=load,
+            whole_on=whole_on,
+            form=form,
+        )
+        after = sequence.shards.extend(placed.kv)
         key = TransferKey(turn.turn_id, turn.attempt, self._incarnation, turn.destination.incarnation)
         # The first chunk also carries cached KV that the decode ring lacks; no chunk carries KV that it retains.
         retained = turn.destination.retained_tokens
@@ -162,33 +187,20 @@ class PrefillRun:
             SequencePrefill(
                 sequence_id=turn.kv_id,
                 token_ids=turn.token_ids[piece.start : piece.stop],
-                layout=layout,
+                layout=placed.layout,
+                stored=placed.stored,
                 cached=held,
                 blocks=send.blocks,
                 sample=turn.sampling if is_last else None,
                 sends=(send,),
                 history=_history(turn) if is_last else NO_HISTORY,
                 score=_score(turn, piece.stop),
+                sparsity=turn.sparsity,
             )
             for send in sends
         )
         self._sending = key
         return PreparedPiece(self, piece, tuple(sequences), after)
-
-    def _lay_out(self, piece: TokenRange, load: Sequence[int], whole_on: int | None) -> PrefillLayout:
-        """Return the layout of the piece, for which the sequence has room. Raises CapacityExceeded."""
-        shards = self._sequence.shards
-        if whole_on is not None:
-            whole = whole_layout(piece.start, len(piece), whole_on, shards.num_ranks)
-            try:
-                self._pool.make_room(self._sequence, whole.shard_map().held)
-            except CapacityExceeded:  # its room was reserved for even shares
-                log.debug("turn %s: rank %d has no room for the whole prompt", self.turn_id, whole_on)
-            else:
-                return whole
-        layout = balanced_layout(piece.start, len(piece), shards.held, load)
-        self._pool.make_room(self._sequence, shards.extend(layout.shard_map()).held)
-        return layout
 
     def commit(self, done: PreparedPiece, algorithm: Algorithm, num_turns: int, seconds: float) -> None:
         """Record that the step with `done`, in which `num_turns` turns took part, has been computed."""

@@ -21,7 +21,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from cp_core.cost.model import StepLimits, WorkModel
+from cp_core.cost.work import StepLimits, WorkModel
 from cp_core.errors import CapacityExceeded
 from cp_core.layout.shards import TokenRange
 from orchestration.protocol.plans import PlannedChunk

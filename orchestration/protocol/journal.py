@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from orchestration.protocol.plans import TurnPlan
+from cp_core.layout.sparsity import Sparsity
+from orchestration.protocol.plans import SparsePlan, TurnPlan
 from orchestration.protocol.turns import BegunTurn, TurnRequest
 from workers.protocol.decode_commands import FinishReason
 from workers.protocol.prefill_steps import TokenIds
@@ -27,7 +28,8 @@ class RingIncarnation:
 class BegunRecord:
     """Turn that has begun. Its prompt is the first `base_tokens` tokens of its conversation, then `request.token_ids`.
 
-    Without a `prefill` ring the decode ring computes the prompt. `begun_at` is in seconds since 1970.
+    Without a `prefill` ring the decode ring computes the prompt. `begun_at` is in seconds since 1970. With `sparse` the
+    turn's KV is approximate.
     """
 
     turn_id: str
@@ -37,6 +39,7 @@ class BegunRecord:
     decode: RingIncarnation
     attempt: int
     begun_at: float
+    sparse: SparsePlan | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +56,10 @@ class CommittedRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredConversation:
-    """Conversation in the journal. `last_turn` made its newest tokens; `last_used` is in seconds since 1970."""
+    """Conversation in the journal. `last_turn` made its newest tokens; `last_used` is in seconds since 1970.
+
+    KV of its tokens, wherever it is, was computed with `sparsity`; None: it is exact.
+    """
 
     conversation_id: str
     num_tokens: int
@@ -62,6 +68,7 @@ class StoredConversation:
     ttl_seconds: float
     last_used: float
     last_turn: str
+    sparsity: Sparsity | None = None
 
 
 class JournalPort(Protocol):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from cp_core.layout.shards import TokenRange
+from cp_core.layout.sparsity import Sparsity
 from workers.protocol.prefill_steps import Algorithm
 
 
@@ -67,6 +68,43 @@ class RingAlternative:
         return self.queue_seconds + self.move_seconds + self.handoff_seconds + self.stall_seconds + self.prefill_seconds
 
 
+MAX_LOSS, MAX_TTFT = "max_loss", "max_ttft"
+"""Bounds that a turn may name: of the loss, for the least time; of the time in seconds, for the least loss."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bound:
+    """Bound of a turn that may be sparse; `name` is MAX_LOSS or MAX_TTFT. A MAX_LOSS of 0 allows exact turns alone."""
+
+    name: str
+    limit: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SparsePlan:
+    """Sparsity of a turn's prefill, and the bound for which it was chosen.
+
+    Losses are mean KL divergences of answer tokens from exact ones, in nats. `predicted_loss` is the worse of those of
+    the measured lengths next to the prompt's; `measured_loss` and `measured_accuracy`, the share of questions that were
+    answered, are those of the nearest length, `measured_tokens`.
+    """
+
+    keep: float
+    sinks: int
+    window: int
+    bound: str
+    limit: float
+    predicted_loss: float
+    measured_loss: float
+    measured_accuracy: float
+    measured_tokens: int
+
+    @property
+    def sparsity(self) -> Sparsity:
+        """Sparsity, by which KV that was computed with it is told from other KV."""
+        return Sparsity(keep=self.keep, sinks=self.sinks, window=self.window)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnPlan:
     """Way in which a turn is computed, and why. `algorithm` is that of most new tokens; `reason` is about those chunks.
@@ -75,6 +113,8 @@ class TurnPlan:
     a part, "pull" and "recompute" are there too, each until the prefill has ended. `chunks` are those of an idle ring:
     the prefill leader cuts by what waits, and reports what it did. `ring_alternatives` are the rings compared, the
     fastest few and the chosen one; none where there was no choice.
+
+    With `sparse` the turn's KV and answer are approximate. None: they are exact.
 
     With `Algorithm.DECODE_RING` the decode ring is also `prefill_ring`, and nothing is handed over. Other plans have it
     among their `alternatives` where it was possible.
@@ -94,3 +134,4 @@ class TurnPlan:
     alternatives: tuple[tuple[str, float], ...]
     prompt_mode: PromptMode
     ring_alternatives: tuple[RingAlternative, ...] = ()
+    sparse: SparsePlan | None = None

@@ -9,7 +9,8 @@ from typing import Protocol
 
 from cp_core.cost.model import RingRates
 from cp_core.layout.shards import ShardMap
-from orchestration.protocol.plans import PlannedChunk, PromptMode, TurnPlan
+from cp_core.layout.sparsity import Sparsity
+from orchestration.protocol.plans import Bound, PlannedChunk, PromptMode, TurnPlan
 from workers.protocol.decode_commands import FinishReason
 from workers.protocol.prefill_steps import Algorithm, TokenIds
 from workers.sampling.parameters import SamplingParameters, TokenLogprobs
@@ -52,7 +53,8 @@ class TurnRequest:
     `kv_quota` bounds the tenant's KV; None: there is no bound. `follows` names a request with the same prompt, whose KV
     the turn waits for, to share it. `resume`: the turn has begun before, and lost a ring, its stream or its gateway.
     `reader` names the gateway's reader of the turn; an earlier one aborts nothing. Turns of one `cache_key` prefer the
-    rings of the latest one, where they answer about as soon as others.
+    rings of the latest one, where they answer about as soon as others. With a `bound` the turn may be sparse; None: as
+    the router is set.
     """
 
     request_id: str
@@ -73,6 +75,7 @@ class TurnRequest:
     cache_key: str = ""
     resume: LostTurn | None = None
     reader: str = ""
+    bound: Bound | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,7 +169,8 @@ class PrefillTurn:
 
     Cached tokens that the ring lacks are pulled from there, or `pulled_from` another ring; tokens that cannot be pulled
     are computed. `chunks` cover tokens [cached_tokens, len(token_ids)) in order. They are advice: the leader cuts by
-    what else waits, and takes from them which algorithm to prefer where.
+    what else waits, and takes from them which algorithm to prefer where. A turn with a `sparsity` is computed by
+    pass-KV, and its KV is approximate.
     """
 
     turn_id: str
@@ -180,6 +184,7 @@ class PrefillTurn:
     decode_endpoint: str
     destination: Reservation
     pulled_from: RetainingRing | None = None
+    sparsity: Sparsity | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

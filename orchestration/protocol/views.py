@@ -12,6 +12,7 @@ from enum import StrEnum
 
 from cp_core.cost.model import RingRates
 from cp_core.layout.shards import ShardMap
+from cp_core.layout.sparsity import Sparsity
 from orchestration.protocol.rings import RingState
 from workers.protocol.prefill_steps import Algorithm
 from workers.protocol.ranks import RankStatus
@@ -98,7 +99,8 @@ class KvLocationView:
 class ConversationView:
     """Conversation as `GetConversation` shows it. `epoch` counts the changes of `placements`.
 
-    `ttl_seconds` 0 means that the conversation does not expire by age.
+    `ttl_seconds` 0 means that the conversation does not expire by age. Its KV was computed with `sparsity`; None: it is
+    exact.
     """
 
     conversation_id: str
@@ -110,6 +112,7 @@ class ConversationView:
     idle_seconds: float = 0.0
     ttl_seconds: float = 0.0
     num_waiting: int = 0
+    sparsity: Sparsity | None = None
 
     def retained_on(self, role: str) -> int:
         """Return how many tokens a ring of that role retains."""

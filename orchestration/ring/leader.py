@@ -263,7 +263,7 @@ class RingLeader(ABC):
         """Raise InvalidRequest: only a decode leader admits, streams and finishes turns, and overrides this."""
         raise self._no_decode_ring()
 
-    def stream_turn(self, turn_id: str, after: int = 0) -> AsyncGenerator[TurnEvent, None]:
+    def stream_turn(self, turn_id: str, after: int = 0, interval: float = 0.0) -> AsyncGenerator[TurnEvent, None]:
         """Raise InvalidRequest, as `admit`."""
         raise self._no_decode_ring()
 

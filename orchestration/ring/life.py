@@ -42,6 +42,23 @@ LEAST_PATIENCE = 60.0
 """The same on other devices, which compile kernels at the first step of a shape."""
 
 
+UNLIKE = 1.25
+"""Times that one rank is as fast as another before they count as unlike: probes of equal ranks differ by less."""
+
+
+def rates_of_ring(rates: Sequence[RingRates], tp: int) -> RingRates:
+    """Return the rates of a ring by those of its processes, `tp` a rank; the slowest process of a rank counts.
+
+    Ranks that are alike have those of the first process. Otherwise the slowest rank's are taken, which all wait for in
+    a ring, and `speeds` tells how many times as fast each rank computes.
+    """
+    ranks = [min(rates[at : at + tp], key=lambda each: each.gemm_flops) for at in range(0, len(rates), tp)]
+    slowest = min(ranks, key=lambda each: each.gemm_flops)
+    if max(each.gemm_flops for each in ranks) <= UNLIKE * slowest.gemm_flops:
+        return rates[0]
+    return replace(slowest, speeds=tuple(each.gemm_flops / slowest.gemm_flops for each in ranks))
+
+
 class Ring:
     """Ranks of one ring, in `ranks` and `infos` by number (cp_rank * tp + tp_rank).
 
@@ -170,7 +187,8 @@ class Ring:
         rates = await gather_first_error(rank.probe(settings.start_timeout) for rank in ranks)
         if self.state is RingState.CLOSED:
             raise Unavailable(f"ring {settings.name} was closed while it started")
-        self.ranks, self.infos, self.rates, self.incarnation = ranks, infos, rates[0], incarnation
+        self.ranks, self.infos, self.incarnation = ranks, infos, incarnation
+        self.rates = rates_of_ring(rates, settings.ranks.tp)
         self.rank_statuses.clear()
         self._gone.clear()
         self.pool = KvPool(
@@ -190,7 +208,8 @@ class Ring:
         """Let the ranks measure their rates again. The caller guarantees that they do nothing else meanwhile."""
         self.require_ready()
         timeout = self.settings.start_timeout
-        self.rates = (await gather_first_error(rank.probe(timeout) for rank in self.ranks))[0]
+        rates = await gather_first_error(rank.probe(timeout) for rank in self.ranks)
+        self.rates = rates_of_ring(rates, self.settings.ranks.tp)
 
     async def measure_between_steps(self) -> None:
         """Measure the rates of a ring whose ranks run their decode loop."""

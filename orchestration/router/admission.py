@@ -22,6 +22,7 @@ from cp_core.errors import (
     RingserveError,
     Unavailable,
 )
+from cp_core.layout.sparsity import Sparsity
 from orchestration.conversations.conversation import Conversation, common_prefix
 from orchestration.conversations.operations import ConversationOperations
 from orchestration.conversations.prefixes import (
@@ -36,13 +37,14 @@ from orchestration.conversations.store import ConversationStore
 from orchestration.placement.kv_locations import Choice, WantedTurn
 from orchestration.placement.placer import RingPlacer
 from orchestration.placement.planner import Planner, RetainedPrefix
+from orchestration.placement.sparse import SparseChooser
 from orchestration.protocol.plans import PromptMode
 from orchestration.protocol.turns import TurnRequest
 from orchestration.router.drains import RingReturns
 from orchestration.router.registry import TurnRegistry
 from orchestration.router.turn import RunningTurn, new_turn_id
 from orchestration.tasks import TaskSet
-from workers.protocol.prefill_steps import TokenIds
+from workers.protocol.prefill_steps import Algorithm, TokenIds
 
 log = logging.getLogger(__name__)
 
@@ -148,6 +150,7 @@ class TurnAdmission:
         tasks: TaskSet,
         prefixes: PromptPrefixes | None,
         prompt_waits: PromptWaits | None,
+        sparse: SparseChooser,
         *,
         max_positions: int,
     ) -> None:
@@ -159,6 +162,7 @@ class TurnAdmission:
         self._tasks = tasks
         self._prefixes = prefixes
         self._prompt_waits = prompt_waits
+        self._sparse = sparse
         self._quotas = KvQuotas(conversations, turns)
         self._max_positions = max_positions
 
@@ -188,7 +192,7 @@ class TurnAdmission:
     async def _open(self, request: TurnRequest, *, waits: bool) -> Conversation:
         """Open the request's conversation. Awaits nothing unless `waits`: then until the conversation is idle."""
         name, ttl = request.conversation_id, request.conversation_ttl_seconds
-        if not name and (self._prefixes is None or request.no_cache):
+        if not name and (self._prefixes is None or self._is_alone(request)):
             return Conversation("", running_request=request.request_id)
         if not name and self._prefixes is not None:
             name = self._prefixes.name_for(request.request_id, request.token_ids)
@@ -218,7 +222,12 @@ class TurnAdmission:
         shared = NOTHING_SHARED
         if self._prefixes is not None and self._may_share(request, conversation):
             shared = self._prefixes.find(request.request_id, prompt)
-        wanted = _wanted(request, conversation, prompt, shared)
+
+        def wanted_at(sparsity: Sparsity | None) -> WantedTurn:
+            return _wanted(request, conversation, prompt, shared, sparsity)
+
+        sparse = self._sparse.choose(request, wanted_at)
+        wanted = wanted_at(sparse.sparsity if sparse else None)
         choice = self._placer.choose(wanted)
         self._check_length(wanted, choice)
         if request.kv_quota is not None:
@@ -226,8 +235,10 @@ class TurnAdmission:
                 log.info("conversation %s loses its KV to its tenant's quota", old.conversation_id)
                 self._tasks.spawn(self._turns.free(old))
         load_share = self._placer.place(wanted, choice)
-        turn = RunningTurn(new_turn_id(), request, conversation, prompt, mode, wanted, choice, load_share)
-        if self._prefixes is not None and turn.is_retained and not request.no_cache:
+        turn = RunningTurn(
+            new_turn_id(), request, conversation, prompt, mode, wanted, choice, load_share, sparse=sparse
+        )
+        if self._prefixes is not None and turn.is_retained and not self._is_alone(request):
             ready_at = choice.computing.busy_until
             turn.under_way = self._prefixes.begin(request.request_id, turn.kv_id, prompt, choice, ready_at)
         self._turns.add(turn)
@@ -248,7 +259,11 @@ class TurnAdmission:
     def _may_share(self, request: TurnRequest, conversation: Conversation) -> bool:
         """Return whether a turn shares the KV of others: its conversation has no history of its own."""
         scores_prompt = request.sampling.prompt_logprobs is not None
-        return not (request.no_cache or scores_prompt or conversation.tokens is not None)
+        return not (self._is_alone(request) or scores_prompt or conversation.tokens is not None)
+
+    def _is_alone(self, request: TurnRequest) -> bool:
+        """Return whether a turn shares no KV with other histories: all that one with a bound makes may be sparse."""
+        return request.no_cache or self._sparse.bound_of(request) is not None
 
     def _check_remembered(self, request: TurnRequest, num_tokens: int) -> None:
         """Check that a conversation of `num_tokens` tokens is the one that the request goes on in."""
@@ -287,22 +302,31 @@ def refused_whole() -> Iterator[None]:
         raise NotBegun(str(error)) from error
 
 
-def _wanted(request: TurnRequest, conversation: Conversation, prompt: TokenIds, shared: SharedKv) -> WantedTurn:
+def _wanted(
+    request: TurnRequest,
+    conversation: Conversation,
+    prompt: TokenIds,
+    shared: SharedKv,
+    sparsity: Sparsity | None = None,
+) -> WantedTurn:
     return WantedTurn(
         num_tokens=len(prompt),
         answer_tokens=request.sampling.max_tokens,
-        match_tokens=shared.num_tokens or _match(conversation, prompt, request),
+        match_tokens=shared.num_tokens or _match(conversation, prompt, request, sparsity),
         prefill=shared.prefill or conversation.prefill,
         decode=shared.decode or conversation.decode,
-        algorithm=request.algorithm,
+        algorithm=request.algorithm if sparsity is None else Algorithm.PASS_KV,
         shared=shared.kv_ids,
         cache_key="" if request.no_cache else request.cache_key,
     )
 
 
-def _match(conversation: Conversation, prompt: TokenIds, request: TurnRequest) -> int:
+def _match(conversation: Conversation, prompt: TokenIds, request: TurnRequest, sparsity: Sparsity | None) -> int:
     """Return how many leading tokens of the prompt are the conversation's, and so need no computing where KV is."""
     history = conversation.tokens
+    # An exact turn uses no approximate KV, nor one that is sparse any KV of another sparsity.
+    if conversation.sparsity != sparsity:
+        return 0
     # Cached tokens have no logits, so a request for the prompt's log-probabilities has the whole prompt computed.
     if history is None or request.sampling.prompt_logprobs is not None:
         return 0

@@ -101,7 +101,7 @@ class Adoption:
         self._peers = peers
         self._tasks = tasks
         self.pending: dict[str, _Pending] = {}
-        self._given_up: dict[str, _GivenUp] = {}
+        self.given_up: dict[str, _GivenUp] = {}
         turns.on_given_up = self._give_up
         self._num_expected = num_expected
         self._told: set[str] = set()
@@ -178,7 +178,7 @@ class Adoption:
     def note(self, ring: RegisteredRing, inventory: RingInventory) -> None:
         """Take over what a registered ring holds."""
         here = {turn.turn_id: turn for turn in inventory.turns}
-        for name in self._given_up.keys() & here.keys():
+        for name in self.given_up.keys() & here.keys():
             if ring.role == "decode":
                 self._take_back(name)
         for sequence in inventory.sequences:
@@ -317,7 +317,7 @@ class Adoption:
         choice = Choice(prefill=prefill or decode, decode=decode, prefill_seconds=0.0, is_direct=prefill is None)
         share = self._rings.place(prefill, decode, prefill_seconds=0.0, num_tokens=0)
         turn = RunningTurn(record.turn_id, request, conversation, prompt, request.prompt_mode, wanted, choice, share)
-        turn.attempt = on_decode.attempt
+        turn.attempt, turn.sparse = on_decode.attempt, record.sparse
         turn.on_decode = _reservation(decode, on_decode)
         if prefill is not None and pending.on_prefill is not None:
             turn.on_prefill = _reservation(prefill, pending.on_prefill)
@@ -336,13 +336,13 @@ class Adoption:
 
     def _give_up(self, record: BegunRecord, conversation: Conversation) -> None:
         """Remember a turn that has failed for want of news, as long as its decode ring may tell of it."""
-        self._given_up[record.turn_id] = _GivenUp(record, conversation.num_tokens, conversation.last_turn)
+        self.given_up[record.turn_id] = _GivenUp(record, conversation.num_tokens, conversation.last_turn)
         seconds = max(0.0, record.begun_at + record.request.deadline_seconds - time.time()) + LEASE_SECONDS
-        asyncio.get_running_loop().call_later(seconds, self._given_up.pop, record.turn_id, None)
+        asyncio.get_running_loop().call_later(seconds, self.given_up.pop, record.turn_id, None)
 
     def _take_back(self, turn_id: str) -> _Pending | None:
         """Occupy the conversation of a turn that was given up; None where the conversation is no longer as it was."""
-        given_up = self._given_up.pop(turn_id)
+        given_up = self.given_up.pop(turn_id)
         record = given_up.record
         known = self._store.known(record.request.conversation_id) or Conversation("")
         is_as_before = (known.num_tokens, known.last_turn) == (given_up.num_tokens, given_up.last_turn)
@@ -363,8 +363,8 @@ class Adoption:
         turn = self._turns.of_turn(turn_id)
         if turn is not None and turn.ending is not None:
             await asyncio.wait([turn.ending])
-        given_up = self._given_up.get(turn_id)
-        if given_up is None:
+        given_up = self.given_up.get(turn_id)
+        if given_up is None:  # another call of the same end came before
             return
         place, request = given_up.record.decode, given_up.record.request
         ring = self._rings.named("decode", place.ring)

@@ -155,7 +155,7 @@ class TurnAttempts:
 
     def _plan(self, turn: RunningTurn) -> TurnPlan:
         assert turn.on_decode, "the decode ring has answered"
-        asked, prefill = turn.request.algorithm, turn.choice.prefill
+        asked, prefill = turn.algorithm, turn.choice.prefill
         is_direct, on_prefill = turn.prefill is None, turn.on_prefill
         assert is_direct or on_prefill, "both rings have answered"
         prompt = PromptOnRings(
@@ -166,6 +166,8 @@ class TurnAttempts:
             decode=turn.decode.registration,
             left=turn.left,
         )
+        if turn.sparse is not None:
+            return self._planner.plan_sparse(prompt, turn.sparse, mode=turn.mode)
         if is_direct:
             return self._planner.plan_direct(prompt, mode=turn.mode, algorithm=asked)
         # A turn that its decode ring computed as asked is resumed by a prefill ring, which chooses the algorithm.
@@ -187,6 +189,7 @@ class TurnAttempts:
             decode_endpoint=turn.decode.registration.endpoint,
             destination=turn.on_decode,
             pulled_from=turn.pulled_from,
+            sparsity=turn.sparsity,
         )
         turn.is_on_prefill_ring = turn.prefill is not None
         computing = turn.choice.computing
@@ -211,7 +214,8 @@ class TurnAttempts:
         self._tasks.spawn(self._turns.fail(turn, error))
 
     def _note_report(self, turn: RunningTurn, report: PrefillReport) -> None:
-        self._planner.note_prefill(turn.choice.computing.registration, report)
+        if turn.sparse is None:  # corrections are of exact turns
+            self._planner.note_prefill(turn.choice.computing.registration, report)
         if turn.pulled_from is None:
             return
         if report.lost_tokens:

@@ -245,7 +245,7 @@ class Failover:
             match_tokens=0 if is_scored else num_tokens - 1,
             prefill=on_prefill,
             decode=first.decode and first.decode.cut(first.match_tokens),
-            algorithm=request.algorithm if request.algorithm in RING_ALGORITHMS else None,
+            algorithm=turn.algorithm if turn.algorithm in RING_ALGORITHMS else None,
             shared={role: kv_id for role, kv_id in first.shared.items() if made is None or role != "prefill"},
         )
         choice = self._placer.choose(wanted)

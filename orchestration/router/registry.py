@@ -267,7 +267,7 @@ class TurnRegistry:
         if not turn.is_retained:
             return
         await self._leave_other_rings(turn)
-        conversation.last_turn = turn.turn_id
+        conversation.last_turn, conversation.sparsity = turn.turn_id, turn.sparsity
         conversation.places = conversation.places.changed(
             prefill=on_prefill_ring(turn, done),
             decode=on_decode_ring(turn, outcome),
@@ -385,6 +385,7 @@ def _record_of(turn: RunningTurn) -> BegunRecord:
         decode=_incarnation(turn.decode),
         attempt=turn.attempt,
         begun_at=time.time(),
+        sparse=turn.sparse,
     )
 
 

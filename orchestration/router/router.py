@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from cp_core.cost.sparse import SparseLosses
 from cp_core.errors import Busy, TurnCancelled, Unavailable
 from orchestration.conversations.mover import ConversationMover, MoveCounts
 from orchestration.conversations.operations import ConversationOperations
@@ -22,8 +23,10 @@ from orchestration.conversations.store import ConversationStore
 from orchestration.placement.placer import RingPlacer
 from orchestration.placement.planner import Planner
 from orchestration.placement.registry import LEASE_TICKS, RegisteredRing, RingRegistry, status_of, status_without
+from orchestration.placement.sparse import SparseChooser
 from orchestration.protocol.inventory import UNKNOWN_EPOCH, KnownEpoch, Registered, RingInventory
 from orchestration.protocol.journal import JournalPort, NoJournal
+from orchestration.protocol.plans import Bound
 from orchestration.protocol.ports import Peers
 from orchestration.protocol.rings import AWAY, LOST, LOST_SECONDS, RingEvent, RingStanding, RingState
 from orchestration.protocol.turns import BegunTurn, KvQuota, ResumeTurn, RingRegistration, TurnOutcome, TurnRequest
@@ -49,7 +52,8 @@ class RouterSettings:
     `retain_prompts`: KV of requests without a conversation is retained, and every new
     prompt shares the KV of the longest prefix that rings retain, of its tenant or of one that `share_prompts` names
     beside it. Turns of a router that was started again wait a while
-    for `num_rings` rings to tell what they hold (0: for one of each role).
+    for `num_rings` rings to tell what they hold (0: for one of each role). Turns may be sparse by `sparse_losses`;
+    those that name no bound of their own, within `bound`.
     """
 
     max_conversations: int = 10_000
@@ -63,6 +67,8 @@ class RouterSettings:
     share_prompts: tuple[tuple[str, ...], ...] = ()
     max_positions: int
     num_rings: int = 0
+    sparse_losses: SparseLosses | None = None
+    bound: Bound | None = None
 
 
 class Router:
@@ -97,7 +103,7 @@ class Router:
         rings.on_lost = turns.lose
         self._operations = ConversationOperations(store, peers, rings, turns, self._tasks)
         self.prefixes = (
-            PromptPrefixes(store, rings, self._operations.num_agreeing, communities=settings.share_prompts)
+            PromptPrefixes(store, rings, self._operations.num_shareable, communities=settings.share_prompts)
             if settings.retain_prompts
             else None
         )
@@ -115,6 +121,7 @@ class Router:
             self._tasks,
             self.prefixes,
             self._prompt_waits,
+            SparseChooser(rings, self.placer, planner, settings.sparse_losses, settings.bound),
             max_positions=settings.max_positions,
         )
         reservations = TurnReservations(peers, self.placer, turns, self._tasks, self.prefixes)
@@ -199,7 +206,7 @@ class Router:
         """End a turn. Return how many tokens its decode ring should retain. Idempotent."""
         if outcome.turn_id in self._adoption.pending:
             await self._adoption.until_settled(outcome.turn_id)
-        if outcome.ok:
+        if outcome.ok and outcome.turn_id in self._adoption.given_up:
             await self._adoption.note_late_end(outcome.turn_id)
         return await self._turns.end(outcome)
 

@@ -12,13 +12,14 @@ import numpy as np
 
 from cp_core.errors import RingserveError
 from cp_core.layout.shards import ShardMap, TokenRange
+from cp_core.layout.sparsity import Sparsity
 from orchestration.conversations.conversation import Conversation
 from orchestration.conversations.prefixes import PromptUnderWay
 from orchestration.placement.kv_locations import Choice, KvLocation, WantedTurn, spare_role
 from orchestration.placement.planner import RetainedPrefix
 from orchestration.placement.registry import LoadShare, RegisteredRing
 from orchestration.protocol.journal import JournalPort
-from orchestration.protocol.plans import PromptMode, TurnPlan
+from orchestration.protocol.plans import PromptMode, SparsePlan, TurnPlan
 from orchestration.protocol.turns import (
     BegunTurn,
     EndedAnswer,
@@ -90,6 +91,8 @@ class RunningTurn:
     `retain_tokens` are the tokens that the decode ring is to retain after the end.
     `is_on_prefill_ring`: that ring has begun to make the turn's KV, and holds no other tokens of the conversation.
 
+    With `sparse` every attempt of the turn is approximate, and all KV that it makes.
+
     `first_wanted` is what the first attempt wanted. `emitted` are the answer's tokens that the client had when a ring
     was lost, whose role is `lost_role`. `earlier` are rings on which the turn was before; they may hold KV under
     `lone_kv_id`, the turn's first id, or its conversation's.
@@ -124,6 +127,7 @@ class RunningTurn:
     lone_kv_id: str = ""
     earlier: list[RegisteredRing] = field(default_factory=list)
     under_way: PromptUnderWay | None = None
+    sparse: SparsePlan | None = None
     first_wanted: WantedTurn = field(init=False)
 
     def __post_init__(self) -> None:
@@ -163,6 +167,16 @@ class RunningTurn:
     def kv_id(self) -> str:
         """Id under which the rings hold the KV: the conversation's, or the turn's where there is none."""
         return self.conversation.conversation_id or self.lone_kv_id or self.turn_id
+
+    @property
+    def sparsity(self) -> Sparsity | None:
+        """Sparsity of the KV that the turn makes; None: it is exact."""
+        return None if self.sparse is None else self.sparse.sparsity
+
+    @property
+    def algorithm(self) -> Algorithm | None:
+        """Algorithm that it asks for: pass-KV alone computes sparse turns."""
+        return self.request.algorithm if self.sparse is None else Algorithm.PASS_KV
 
     @property
     def match_tokens(self) -> int:
@@ -225,6 +239,7 @@ class RunningTurn:
             predicted_prefill_seconds=0.0,
             alternatives=(),
             prompt_mode=self.mode,
+            sparse=self.sparse,
         )
 
     def as_begun(self, *, remembered_tokens: int = 0, ended: EndedAnswer | None = None) -> BegunTurn:

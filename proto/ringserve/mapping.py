@@ -279,14 +279,9 @@ def _item_of(kind: Any, target: FieldDescriptor) -> Any:
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:
-    """Return token ids as little-endian int32. Raises OverflowError for a number out of 0 to 2^31 - 1, TypeError."""
+    """Return token ids as little-endian int32."""
     numbers = tuple(ids)
-    if numbers and min(numbers) < 0:
-        raise OverflowError("a token id is negative")
-    try:
-        return struct.pack(f"<{len(numbers)}i", *numbers)
-    except struct.error as error:
-        raise (OverflowError if all(isinstance(each, int) for each in numbers) else TypeError)(str(error)) from None
+    return struct.pack(f"<{len(numbers)}i", *numbers)
 
 
 def unpack_ids(data: bytes) -> tuple[int, ...]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from cp_core.errors import ConfigError
 from cp_core.transport.ring_backend import SERVING
-from services.cli import bench_load, bench_router, bench_selection
+from services.cli import bench_gateway, bench_load, bench_router, bench_selection, bench_systems
 from services.cli.import_model import prepare
 from services.cli.options import Subcommands, add_config_options, config_of
 from services.offline.bench.report import (
@@ -26,8 +29,12 @@ from services.offline.bench.report import (
 from services.offline.terminal import Tell, console, print_table, progress_bar
 from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
 
+if TYPE_CHECKING:
+    from services.offline.bench.attention import AttentionShape
+
 EXAMPLE = """example:
   ringserve bench attention --tokens 4096,16384
+  ringserve bench attention --device cuda
   ringserve bench prefill --model DIR --rounds 3
   ringserve bench prefill --rings-only --ranks 1,2 --tokens 4096,16384 --plot prefill.png
   ringserve bench decode --rings-only --context 2048,16384,65536 --ranks 1,2 --batch 1,8 --json
@@ -67,8 +74,13 @@ def add(commands: Subcommands) -> None:
         default=0,
         help="cached tokens before the new ones; measures ringserve's rings alone (default: 0)",
     )
-    for name, default in (("--heads", 8), ("--kv-heads", 2), ("--head-dim", 64)):
-        attention.add_argument(name, type=_count, default=default, help=f"(default: {default})")
+    for name, default, of_device in (("--heads", 8, 32), ("--kv-heads", 2, 8), ("--head-dim", 64, 128)):
+        attention.add_argument(name, type=_count, help=f"(default: {default}; with --device {of_device})")
+    attention.add_argument(
+        "--device",
+        choices=["cuda"],
+        help="measure the kernels of this device in one process instead of rings: prefill, decode, merge, sampling",
+    )
     attention.set_defaults(run=run_attention)
 
     prefill = _add_kind(kinds, "prefill", "time to first token, beside transformers", PREFILL_HELP, ranks=None)
@@ -99,16 +111,22 @@ def add(commands: Subcommands) -> None:
 
     bench_load.add(kinds)
     bench_router.add(kinds)
+    bench_gateway.add(kinds)
     bench_selection.add(kinds)
+    bench_systems.add(kinds)
 
 
 def run_attention(options: argparse.Namespace) -> int:
     from services.offline.bench.attention import AttentionShape, measure_attention, num_measurements
 
-    heads, kv_heads = options.heads, options.kv_heads
+    defaults = (8, 2, 64) if options.device is None else (32, 8, 128)
+    given = (options.heads, options.kv_heads, options.head_dim)
+    heads, kv_heads, head_dim = (value or default for value, default in zip(given, defaults, strict=True))
     if heads % kv_heads:
         raise ConfigError(f"--heads: {heads} is no multiple of the {kv_heads} KV heads")
-    shape = AttentionShape(num_heads=heads, num_kv_heads=kv_heads, head_dim=options.head_dim)
+    shape = AttentionShape(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
+    if options.device is not None:
+        return _run_kernels(options, shape)
     if options.cached < 0:
         raise ConfigError(f"--cached: {options.cached} is negative; allowed are 0 or more")
     ranks, tokens, rounds, cached = options.ranks, options.tokens, options.rounds, options.cached
@@ -117,6 +135,23 @@ def run_attention(options: argparse.Namespace) -> int:
         num_measurements(ranks, tokens, rounds, cached),
         lambda tell: measure_attention(shape, ranks, tokens, rounds, cached, _transport(options), tell),
     )
+
+
+def _run_kernels(options: argparse.Namespace, shape: AttentionShape) -> int:
+    import torch
+
+    from services.offline.bench.kernels import GPU_SIZES, NUM_KINDS, measure_kernels, table_of
+
+    _refuse(options, ("transport", "plot"), "not with --device, which measures no rings")
+    with progress_bar(NUM_KINDS) as tell:
+        figures = measure_kernels(
+            shape, torch.device(options.device, 0), torch.bfloat16, GPU_SIZES, options.rounds, tell
+        )
+    if options.json:
+        print(json.dumps([asdict(each) for each in figures], indent=2))
+    else:
+        print_table(console(pipe_width=PIPE_WIDTH), table_of(figures), num_keys=3)
+    return 0
 
 
 def run_prefill(options: argparse.Namespace) -> int:

@@ -7,9 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from cp_core.cost.profile import format_profile
+from cp_core.cost.sparse import format_losses
 from cp_core.errors import ConfigError
+from cp_core.layout.sparsity import Sparsity
 from ringserve.client import Client
-from services.cli.options import Subcommands, add_serving_options, client_of, serving
+from services.cli.options import Subcommands, add_serving_options, client_of, config_of, serving
+from services.gateway.text import TextCodec
 from services.offline.bench.report import require_matplotlib
 from services.offline.calibration.fitting import Calibration, calibrate, profile_from_rings, shape_of
 from services.offline.calibration.measurement import Calibrator, grid, max_sequence_tokens
@@ -19,18 +22,26 @@ from services.offline.calibration.report import (
     closing_lines,
     write_calibration_plot,
 )
+from services.offline.demo import document
 from services.offline.terminal import console, print_table, progress_bar
 from services.offline.units import parse_token_counts
+from workers.model.builtin import has_random_weights, resolve_model_path
 from workers.protocol.prefill_steps import CALIBRATED_ALGORITHMS
 
 EXAMPLE = """example:
   ringserve calibrate --write measured.json
   ringserve calibrate --start --config cluster.yaml --tokens 1k,8k,64k --cached 0,64k,512k --plot calibration.png
   ringserve up --config cluster.yaml --set router.profile=measured.json
+  ringserve calibrate --sparse --set model.path=builtin:smollm2 --tokens 500,1k,2k --write losses.json
+  ringserve up --set model.path=builtin:smollm2 --set router.sparse_losses=losses.json
 """
 HELP = """Runs a grid of prefills by both algorithms and fits to them the rates that the rings measured of themselves:
-rates, links, overheads, and the empirical selector. Serve nothing else meanwhile."""
+rates, links, overheads, and the empirical selector. Serve nothing else meanwhile.
+
+With --sparse it serves nothing: it measures in this process how far answers of sparse prefills are from exact ones, by
+questions about sentences hidden in a text, and writes the losses that requests may bound by max_loss or max_ttft."""
 PROFILE_NAME = "measured"
+MAX_THREAD_RANKS = 16
 
 
 def add(commands: Subcommands) -> None:
@@ -54,10 +65,24 @@ def add(commands: Subcommands) -> None:
     parser.add_argument(
         "--plot", type=Path, metavar="FILE.png", help="draw the fit; needs matplotlib, the extra `plot`"
     )
+    sparse = parser.add_argument_group("losses of sparse prefills")
+    sparse.add_argument("--sparse", action="store_true", help="measure losses of the configured model instead of times")
+    sparse.add_argument("--ranks", type=int, default=4, help="ranks of the ring, threads of this process (default: 4)")
+    sparse.add_argument(
+        "--keep", default="0.5,0.25,0.125", metavar="SHARE,...", help="shares of keys (default: 0.5,0.25,0.125)"
+    )
+    sparse.add_argument(
+        "--depths", default="0.1,0.3,0.5,0.7,0.9", metavar="X,...", help="places of the hidden sentences, 0 to 1"
+    )
+    sparse.add_argument("--sinks", type=int, default=4, help="first keys of a partition that are always among them")
+    sparse.add_argument("--window", type=int, default=64, help="last keys that are (default: 64)")
+    sparse.add_argument("--text", type=Path, metavar="FILE", help="text to hide sentences in (default: a short diary)")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.sparse:
+        return run_sparse(options)
     new_tokens = None if options.tokens is None else parse_token_counts("--tokens", options.tokens)
     cached_tokens = None if options.cached is None else parse_token_counts("--cached", options.cached, least=0)
     _check(options)
@@ -77,6 +102,72 @@ def run(options: argparse.Namespace) -> int:
     if options.write is not None:
         print(f"written: {options.write}; plan by it with --set router.profile={options.write}")
     return 0
+
+
+def run_sparse(options: argparse.Namespace) -> int:
+    """Measure losses of sparse prefills in this process."""
+    _check(options)
+    config = config_of(options)
+    lengths = parse_token_counts("--tokens", options.tokens or "512,1024,2048")
+    keeps, depths = _shares("--keep", options.keep, least=1e-6), _shares("--depths", options.depths, least=0.0)
+    sparsities = [Sparsity(keep=keep, sinks=options.sinks, window=options.window) for keep in keeps]
+    for sparsity in sparsities:
+        sparsity.check()
+    if not 2 <= options.ranks <= MAX_THREAD_RANKS:
+        raise ConfigError(f"--ranks: {options.ranks} is out of range; allowed are 2 to {MAX_THREAD_RANKS}")
+    if has_random_weights(config.model.path):
+        raise ConfigError(f"model.path: {config.model.path} is not trained, and has no answers that could be lost")
+    if options.plot is not None:
+        require_matplotlib()
+    path = resolve_model_path(config.model.path)
+    # Other uses of the command do without torch, whose import takes seconds.
+    from services.offline.calibration.sparse import LossMeter, Result, losses_of, make_questions
+    from services.offline.calibration.sparse_report import losses_json, losses_table, write_losses_plot
+
+    codec = TextCodec(path)
+    text = document(codec) if options.text is None else _read_text(options.text)
+    questions = {length: make_questions(codec, text, length, depths) for length in lengths}
+    meter = LossMeter(path, config.model.dtype, options.ranks)
+    if lengths[-1] > meter.max_tokens:
+        raise ConfigError(f"--tokens: {lengths[-1]} is out of range; the model allows at most {meter.max_tokens}")
+    results: list[Result] = []
+    with progress_bar(len(lengths) * len(depths) * (len(keeps) + 1), "answers") as tell:
+        for length, asked in questions.items():
+            for question in asked:
+                results += meter.measure(length, question, sparsities, tell)
+    losses = losses_of(Path(config.model.path).name, options.ranks, options.sinks, options.window, results)
+    if options.write is not None:
+        options.write.write_text(format_losses(losses), encoding="utf-8")
+    if options.plot is not None:
+        write_losses_plot(losses, results, options.plot)
+    if options.json:
+        print(losses_json(losses, results))
+        return 0
+    print_table(console(), losses_table(losses))
+    if options.write is not None:
+        print(f"written: {options.write}; allow bounds by it with --set router.sparse_losses={options.write}")
+    return 0
+
+
+def _shares(key: str, text: str, least: float) -> list[float]:
+    """Parse "0.5,0.25" into distinct numbers up to 1, in their order. Raises ConfigError."""
+    shares = []
+    for item in text.split(","):
+        try:
+            share = float(item)
+        except ValueError:
+            raise ConfigError(f"{key}: {item!r} is no number; allowed are those like 0.25") from None
+        if not least <= share <= 1.0:
+            raise ConfigError(f"{key}: {share:g} is out of range; allowed are {'0' if not least else 'above 0'} to 1")
+        shares.append(share)
+    return list(dict.fromkeys(shares))
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--text: {path} cannot be read: {error}") from error
 
 
 def _calibrate(

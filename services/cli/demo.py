@@ -13,6 +13,7 @@ from rich.table import Table
 
 from cp_core.errors import ModelRefused
 from ringserve.client import Client
+from services.cli import demo_needle
 from services.cli.import_model import prepare
 from services.cli.options import Subcommands
 from services.cluster.stopping import StopRequest, StopSignals
@@ -31,12 +32,14 @@ from services.offline.demo import (
     document,
     passage,
 )
-from workers.model.builtin import PREFIX, SMOLLM2, TINY, has_random_weights, resolve_model_path
+from services.offline.units import parse_tokens
+from workers.model.builtin import NEEDLE, PREFIX, SMOLLM2, TINY, has_random_weights, resolve_model_path
 from workers.model.info import read_model_info
 
 EXAMPLE = """example:
   ringserve demo
   ringserve demo --model builtin:tiny --tokens 4000 --json
+  ringserve demo --model builtin:needle --tokens 1048576
 """
 EXIT_INTERRUPTED = 130
 RANDOM_TOKENS = 8192
@@ -45,6 +48,7 @@ FOLLOW_UP_TOOK = {
     "pass_kv": "the follow-up took pass-KV: by the rates of the rings it is no slower than others here",
     "pass_q": "the follow-up took pass-Q: its queries are few, and keys and values stay in place",
     "gather_kv": "the follow-up took gather-KV: every rank gets all keys at once, which saves starts of messages",
+    "chain": "the follow-up took the chain: keys and values go one way along the ranks, behind whole layers",
     "sp_ntp": "the follow-up took SP-NTP: each rank attends a share of the heads, which saves bytes",
     "decode_ring": "the follow-up was computed by the decode ring, which retains the conversation: no KV moved",
 }
@@ -60,13 +64,18 @@ def add(commands: Subcommands) -> None:
     parser.add_argument(
         "--model",
         metavar="DIR",
-        help=f"model (default: {PREFIX}{SMOLLM2}, or {PREFIX}{TINY} where that cannot be had)",
+        help=f"model (default: {PREFIX}{SMOLLM2}, or {PREFIX}{TINY} where that cannot be had);\n"
+        f"{PREFIX}{NEEDLE} looks for a code among up to a million tokens",
     )
     parser.add_argument(
         "--tokens",
-        type=int,
-        default=0,
-        help=f"cut the document after so many tokens (default: all of it, {RANDOM_TOKENS} with {PREFIX}{TINY})",
+        metavar="N",
+        default="",
+        help=f"cut the document after so many tokens (default: all of it, {RANDOM_TOKENS} with {PREFIX}{TINY});\n"
+        f"length of the text of {PREFIX}{NEEDLE} (default: {demo_needle.TOKENS})",
+    )
+    parser.add_argument(
+        "--depth", type=float, default=0.3, help=f"place of the code of {PREFIX}{NEEDLE}, 0 to 1 (default: 0.3)"
     )
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens of each answer, at most (default: 64)")
     parser.add_argument(
@@ -82,11 +91,14 @@ def add(commands: Subcommands) -> None:
 def run(options: argparse.Namespace) -> int:
     console = Console(stderr=options.json)
     began = time.monotonic()
+    num_tokens = parse_tokens("--tokens", options.tokens) if options.tokens else 0
     model = _choose_model(options.model, console)
+    if model == PREFIX + NEEDLE:
+        return demo_needle.run(console, num_tokens, depth=options.depth, is_json=options.json)
     path = resolve_model_path(model)
     info, codec = read_model_info(path), TextCodec(path)
     is_random = has_random_weights(model)
-    text = document(codec, options.tokens or (RANDOM_TOKENS if is_random else 0))
+    text = document(codec, num_tokens or (RANDOM_TOKENS if is_random else 0))
 
     signals = StopSignals()
     cluster = None

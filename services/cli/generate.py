@@ -70,6 +70,12 @@ def add(commands: Subcommands) -> None:
         default="",
         help="algorithm of the prefill; the tokens are the same (default: chosen)",
     )
+    parser.add_argument(
+        "--max-loss", type=float, metavar="NATS", help="may be approximate, up to this loss, to be sooner; 0: exact"
+    )
+    parser.add_argument(
+        "--max-ttft", type=float, metavar="SECONDS", help="may be approximate, to have the first token by then"
+    )
     parser.add_argument("--request-id", default="", help="name the request, e.g. to abort it")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
     parser.set_defaults(run=run)
@@ -113,6 +119,8 @@ def run(options: argparse.Namespace) -> int:
             cache_key=options.cache_key,
             priority=_priority(options.priority),
             algorithm=options.algorithm,
+            max_loss=options.max_loss,
+            max_ttft=options.max_ttft,
             timeout=options.timeout,
         )
         for piece in stream:

@@ -93,9 +93,8 @@ def sampling_of(options: argparse.Namespace) -> Sampling:
         value = given.get(name)
         least = LEAST.get(name, 0)
         if value is not None and not least <= value < 2**bits:
-            raise InvalidRequest(
-                f"--{name.replace('_', '-')}: {value} is out of range; allowed are {least} to {2**bits - 1}"
-            )
+            bound = f"at least {least}" if value < least else f"at most {2**bits - 1}"
+            raise InvalidRequest(f"--{name.replace('_', '-')}: {value} is not allowed; give {bound}")
     return Sampling(
         temperature=options.temperature,
         max_tokens=options.max_tokens,

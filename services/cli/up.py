@@ -290,7 +290,7 @@ def _detach(options: argparse.Namespace, config: Config) -> int:
 
 
 def _detached_command(options: argparse.Namespace) -> list[str]:
-    command = [sys.executable, "-m", "services.cli.main", "up", "--name", options.name]
+    command = [sys.executable, "-P", "-m", "services.cli.main", "up", "--name", options.name]
     command += ["--detached-log", options.detached_log, "--drain-seconds", str(options.drain_seconds)]
     if options.config is not None:
         command += ["--config", str(options.config.resolve())]

@@ -130,7 +130,9 @@ def _check_memory(
     fixed, kv_token = 0.0, 0
     for pool, count in counts:
         share = tensor_share(model, pool.tp, f"{pool.key}.tp")
-        fixed += count * (PROCESS_BYTES + share.num_parameters * share.element_bytes)
+        # Decode ranks on CPUs pack the head: that of a model whose head is the embedding is a copy.
+        copied = share.tied_parameters if pool.role == "decode" and config.model.device == "cpu" else 0
+        fixed += count * (PROCESS_BYTES + (share.num_parameters + copied) * share.element_bytes)
         kv_token += count * share.kv_bytes_per_token
     tokens, ranks = config.kv_cache.tokens_per_rank, sum(count for _, count in counts)
     if fixed + tokens * kv_token <= memory_bytes:

@@ -32,7 +32,7 @@ ENDED = b""
 
 def gateway_command(settings: GatewaySettings) -> Sequence[str]:
     """Return the command of a gateway with these settings."""
-    return (sys.executable, "-m", "services.gateway.process", "--settings", settings.to_json())
+    return (sys.executable, "-P", "-m", "services.gateway.process", "--settings", settings.to_json())
 
 
 class GatewayKeeper:

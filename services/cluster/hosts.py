@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from cp_core.cost.profile import HardwareProfile, read_profile
 from cp_core.cost.selector import EmpiricalFit
+from cp_core.cost.sparse import SparseLosses, read_losses
 from cp_core.errors import ConfigError
 from orchestration.decode.leader import DecodeLeader
 from orchestration.journal.journal import SqliteJournal
@@ -64,6 +65,7 @@ class RouterHost:
     model: ModelInfo
     profile: HardwareProfile | None = None
     journal: str = ""
+    sparse_losses: SparseLosses | None = None
 
     def __call__(self) -> RunningRouter:
         return RunningRouter(self)
@@ -107,6 +109,8 @@ class RunningRouter:
             return_seconds=host.config.timeouts.start + RETURN_SECONDS,
             ring_lease=host.config.timeouts.lost,
             num_rings=sum(pool.rings for pool in host.config.pools),
+            sparse_losses=host.sparse_losses,
+            bound=router.bound,
         )
         self._survivors = FrozenSurvivors()
         with self._survivors.loading():
@@ -356,6 +360,26 @@ def router_profile(router: RouterConfig) -> HardwareProfile | None:
         raise ConfigError(f"router.profile: {error}") from error
     empirical_fit(router, profile)
     return profile
+
+
+def router_losses(config: Config) -> SparseLosses | None:
+    """Return the losses of `router.sparse_losses`, read on the machine with the configuration; None without.
+
+    Raises ConfigError, also where they are of another model.
+    """
+    if not config.router.sparse_losses:
+        return None
+    try:
+        losses = read_losses(Path(config.router.sparse_losses))
+    except ConfigError as error:
+        raise ConfigError(f"router.sparse_losses: {error}") from error
+    served = Path(config.model.path).name
+    if losses.model != served:
+        raise ConfigError(
+            f"router.sparse_losses: {config.router.sparse_losses} has losses of model {losses.model!r}; served is "
+            f"{served!r}"
+        )
+    return losses
 
 
 def empirical_fit(router: RouterConfig, profile: HardwareProfile | None) -> EmpiricalFit | None:

@@ -25,10 +25,11 @@ from cp_core.errors import ConfigError, RingserveError, Unavailable
 from services.auth.sections import check_files
 from services.cluster.capacity import check_fits, dtype_advice, this_machine
 from services.cluster.gateway import GatewayKeeper
-from services.cluster.hosts import LeaderHost, RouterHost, router_profile
+from services.cluster.hosts import LeaderHost, RouterHost, router_losses, router_profile
 from services.cluster.leaders import RayLeader, RingKeeper, is_node_alive
 from services.cluster.operator import RouterAccess, drain_all
 from services.cluster.ray_guard import (
+    InstalledCode,
     check_guarded,
     end_left_behind,
     families,
@@ -114,7 +115,7 @@ class LocalCluster:
             check_fits(config, model, this_machine())
             if advice := dtype_advice(config.model, model, can_multiply=multiplies_bfloat16()):
                 self._progress(advice)
-        profile = router_profile(config.router)
+        profile, losses = router_profile(config.router), router_losses(config)
         check_files(config.tls, config.internal_tls, config.auth)
         check_installed(config.tracing)
         if self._with_gateway:
@@ -126,7 +127,9 @@ class LocalCluster:
             self._progress("starting Ray")
             self._start_ray()
         self._progress("starting the router")
-        router_host = RouterHost(config=config, model=model, profile=profile, journal=self._journal)
+        router_host = RouterHost(
+            config=config, model=model, profile=profile, journal=self._journal, sparse_losses=losses
+        )
         # With a journal, to start a router again costs no turn.
         silent = config.timeouts.lost if self._journal else config.timeouts.stuck
         self._router = RouterKeeper(router_host, RayRouter, silent_seconds=silent)
@@ -183,7 +186,12 @@ class LocalCluster:
         while True:
             try:
                 with keeping_handlers():
-                    ray.init(address=address, namespace=self._namespace, logging_level=logging.WARNING)
+                    ray.init(
+                        address=address,
+                        namespace=self._namespace,
+                        job_config=InstalledCode(),
+                        logging_level=logging.WARNING,
+                    )
                 break
             except (ConnectionError, RuntimeError, ValueError) as error:
                 if ray.is_initialized():

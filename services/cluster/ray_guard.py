@@ -21,6 +21,7 @@ from ray import _raylet
 from ray._private import ray_logging
 from ray._private import worker as ray_worker
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+from ray.job_config import JobConfig
 
 from cp_core.errors import ConfigError, Unavailable
 from services.auth.sections import SECRET_VARIABLE
@@ -35,6 +36,17 @@ OWN_SOURCES = ("raylet", "autoscaler")
 """Origins of the lines that Ray itself tells its driver."""
 
 log = logging.getLogger(__name__)
+
+
+class InstalledCode(JobConfig):
+    """Job whose processes import what is installed alone.
+
+    Ray puts the folder in which a command runs first on the path of its workers. A file such as `psutil.py` there
+    would take the place of a library.
+    """
+
+    def _runtime_env_has_working_dir(self) -> bool:
+        return True  # Ray leaves that folder out then, and asks for nothing else
 
 
 def start_own_ray(num_cpus: int, namespace: str, directory: Path) -> list[psutil.Process]:
@@ -53,6 +65,7 @@ def start_own_ray(num_cpus: int, namespace: str, directory: Path) -> list[psutil
             ray.init(
                 address="local",
                 namespace=namespace,
+                job_config=InstalledCode(),
                 num_cpus=num_cpus,
                 include_dashboard=False,
                 object_store_memory=OBJECT_STORE_BYTES,

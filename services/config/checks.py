@@ -73,6 +73,15 @@ def check(config: Config) -> None:
         raise ConfigError(
             "router.selector: 'empirical' needs router.alpha, beta and gamma, fitted on this cluster, or its profile"
         )
+    _within("router.max_loss", router.max_loss, 0.0, 1e6)
+    _within("router.max_ttft", router.max_ttft, 0.0, 86_400)
+    if router.max_loss and router.max_ttft:
+        raise ConfigError(f"router.max_loss: {router.max_loss:g} is set beside router.max_ttft; allowed is one of them")
+    if router.bound is not None and not router.sparse_losses:
+        raise ConfigError(
+            f"router.{router.bound.name}: {router.bound.limit:g} needs router.sparse_losses, the file that ringserve "
+            f"calibrate --sparse writes; allowed without it is 0"
+        )
     for key in ("compute_flops", "link_bytes_per_second"):
         _within(f"router.{key}", getattr(config.router, key), 0, 1e30)
     for key in ("alpha", "beta", "gamma"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from orchestration.protocol.plans import MAX_LOSS, MAX_TTFT, Bound
 from orchestration.protocol.rings import HEARTBEAT_SECONDS, LOST_SECONDS
 
 
@@ -43,6 +44,9 @@ class RouterConfig:
     of different tenants do so only where `share_prompts` names the tenants together: "acme,beta gamma,delta" are two
     pairs. Each can tell then by the time of an answer what text the others have sent.
 
+    A turn may be approximate where it names a bound; where it names none, within `max_loss` (nats a token) or
+    `max_ttft` (seconds), unless both are 0. `sparse_losses` is the file that `ringserve calibrate --sparse` wrote.
+
     `journal` is the directory of what survives the router's death: conversations and running turns. "auto" takes one
     for the cluster's name and model beside its state file; with "" a router that dies forgets everything.
     """
@@ -60,8 +64,18 @@ class RouterConfig:
     max_waiting_turns: int = 64
     retain_prompts: bool = True
     share_prompts: str = ""
+    max_loss: float = 0.0
+    max_ttft: float = 0.0
+    sparse_losses: str = ""
     journal: str = AUTO_JOURNAL
     listen: str = "127.0.0.1:0"
+
+    @property
+    def bound(self) -> Bound | None:
+        """Bound of turns that name none; None: they are exact."""
+        if self.max_loss:
+            return Bound(name=MAX_LOSS, limit=self.max_loss)
+        return Bound(name=MAX_TTFT, limit=self.max_ttft) if self.max_ttft else None
 
     @property
     def communities(self) -> tuple[tuple[str, ...], ...]:

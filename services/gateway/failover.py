@@ -71,8 +71,9 @@ class FailedOver:
 class LastingTurn:
     """Begun turn with the two verbs of its decode leader. Where a ring is lost it begins again, unseen by the reader.
 
-    `leader_at` finds a decode leader. `noted` is called with the role of each lost ring, and whether the turn went on.
-    Once `is_stopping` nothing is begun again.
+    `leader_at` finds a decode leader. `interval` tells the least seconds between two of its messages with tokens.
+    `noted` is called with the role of each lost ring, and whether the turn went on. Once `is_stopping` nothing is begun
+    again.
 
     Where `request.resume` says that an earlier gateway was lost, the events begin with the tokens that the client has.
     Log-probabilities of these are not known here: where they are asked for, the ring is to tell all tokens again. A
@@ -86,6 +87,7 @@ class LastingTurn:
         begin: Begin,
         leader_at: Callable[[str], RingPort],
         *,
+        interval: Callable[[], float] = lambda: 0.0,
         noted: Callable[[str, bool], None] = lambda role, went_on: None,
         is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -93,6 +95,7 @@ class LastingTurn:
         self._begun = begun
         self._begin = begin
         self._leader_at = leader_at
+        self._interval = interval
         self._noted = noted
         self._is_stopping = is_stopping
         self._deadline = time.monotonic() + request.deadline_seconds
@@ -148,7 +151,7 @@ class LastingTurn:
     async def _told_by_leader(self, begun: BegunTurn) -> AsyncGenerator[TurnEvent, None]:
         has_scores = self._request.resume is None or bool(self._tokens) or begun.prompt_tokens == 1
         leader = self._leader_at(begun.decode_endpoint)
-        async with aclosing(leader.stream_turn(begun.turn_id, len(self._tokens))) as events:
+        async with aclosing(leader.stream_turn(begun.turn_id, len(self._tokens), self._interval())) as events:
             if self._num_finished is not None:
                 await self._tell_finished()
             async for event in events:

@@ -17,10 +17,11 @@ from ringserve.mapping import name_of
 from ringserve.v1 import inference_pb2
 from services.auth.scoped_router import ScopedRouter
 from services.auth.tenants import Tenant
+from services.gateway.bounds import read_bound
 from services.gateway.constraints import grammar_of
 from services.gateway.sampling import check_vocabulary, num_completions, read_sampling
 from services.gateway.text import TextCodec
-from services.rpc.wire.contract import ids_from, prompt_mode_from
+from services.rpc.wire.contract import prompt_mode_from
 from workers.protocol.prefill_steps import Algorithm, TokenIds
 from workers.protocol.ranks import ModelInfo
 from workers.sampling.grammar import Grammars
@@ -83,6 +84,7 @@ class RequestReader:
             cache_key=_cache_key(router.tenant.name, request.cache_key),
             expected_tokens=_expected_tokens(request),
             algorithm=_algorithm(request.algorithm),
+            bound=read_bound(request),
             resume=self._resume(request),
         )
 
@@ -164,7 +166,8 @@ class RequestReader:
         if kind in ("text", "chat"):
             ids = self.tokenize(request)
         elif kind == "tokenized":
-            ids = token_ids_of(request.tokenized)
+            # numpy reads protobuf's array in one go: half a million in 0.3 ms, where an iterator takes 15 ms.
+            ids = np.array(request.tokenized.input_ids, dtype=np.int64)
         else:
             raise InvalidRequest("input: none given; send text, tokenized or chat")
         if not len(ids):
@@ -247,16 +250,6 @@ def _algorithm(value: int) -> Algorithm | None:
     if name not in tuple(Algorithm):
         raise InvalidRequest(f"algorithm: {value} is unknown; allowed are {', '.join(Algorithm)}, or none to choose")
     return Algorithm(name)
-
-
-def token_ids_of(tokenized: inference_pb2.TokenizedInput) -> TokenIds:
-    """Return the token ids of an input, in whichever form they came. Raises InvalidRequest."""
-    if not tokenized.packed_ids:
-        # numpy reads protobuf's array in one go: half a million in 1 ms, where an iterator takes 90 ms.
-        return np.array(tokenized.input_ids, dtype=np.int64)
-    if tokenized.input_ids:
-        raise InvalidRequest("input.tokenized: input_ids and packed_ids are both given; give one of them")
-    return ids_from(tokenized.packed_ids)
 
 
 def _messages(chat: inference_pb2.ChatInput) -> list[tuple[str, str]]:

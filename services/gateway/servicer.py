@@ -178,6 +178,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 begun,
                 router.begin_turn,
                 lambda endpoint: self._peers.leader("decode", endpoint),
+                interval=self._running.interval,
                 noted=self._metrics.lost_ring,
                 is_stopping=self._running.stopping.is_set,
             )

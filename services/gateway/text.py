@@ -208,6 +208,23 @@ class AnswerText:
         self.text = ""
         self.matched: str | None = None
 
+    def push_all(self, token_ids: Sequence[int], num_known: int = 0) -> tuple[int, str]:
+        """Add tokens up to the one that completes a stop string.
+
+        Return their number, and the text that is certain since the first `num_known` of them.
+        """
+        if not self._rule.strings:  # tokens that came together are decoded together, which is the most of their cost
+            if num_known:
+                self._send(self._text.push(token_ids[:num_known]))
+            self._num_tokens += len(token_ids)
+            return len(token_ids), self._send(self._text.push(token_ids[num_known:]))
+        texts: list[str] = []
+        for token_id in token_ids:
+            texts.append(self.push(token_id))
+            if self.matched is not None:
+                break
+        return len(texts), "".join(texts[num_known:])
+
     def push(self, token_id: int) -> str:
         """Add a token to an answer that has not ended, and return the text that is certain."""
         assert self.matched is None, "nothing follows a stop string"

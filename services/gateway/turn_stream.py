@@ -34,6 +34,9 @@ Responses = AsyncGenerator[inference_pb2.GenerateResponse, None]
 UNGUARDED = nullcontext()
 QUEUED_RESPONSES = 64
 """Responses that wait for a slow client before the turns' streams wait too."""
+MESSAGE_SECONDS = 150e-6
+"""A gateway's time for one message of tokens from a ring to a client, a fifth of it for all else (decision 0037)."""
+LEAST_INTERVAL_SECONDS = 0.01  # steps of rings take longer
 DEADLINE_GRACE_SECONDS = 2.0
 """Seconds that the rings have to end a turn whose deadline has passed; then its gateway does."""
 
@@ -190,20 +193,16 @@ class TurnStream:
         self._end_failover(self._last_at)
         if not self._tokens:
             self._first_at = self._last_at
-        texts: list[str] = []
-        for token_id in event.token_ids:
-            texts.append(self._text.push(token_id))
-            if self._text.matched is not None:
-                break
-        token_ids = event.token_ids[: len(texts)]
-        logprobs = all_logprobs_to(event.logprobs[: len(texts)])
         num_known = max(0, self._num_received - len(self._tokens))
+        count, text = self._text.push_all(event.token_ids, num_known)
+        token_ids = event.token_ids[:count]
+        logprobs = all_logprobs_to(event.logprobs[:count])
         self._tokens.extend(token_ids)
         self._logprobs.extend(logprobs)
         return inference_pb2.GenerateResponse(
             chunk=inference_pb2.GenerateStreamChunk(
                 token_ids=token_ids[num_known:],
-                text="".join(texts[num_known:]),
+                text=text,
                 prompt_tokens=self._begun.prompt_tokens,
                 completion_tokens=len(self._tokens),
                 cached_tokens=self._plan.cached_tokens,
@@ -322,6 +321,11 @@ class TurnsUnderWay:
     @property
     def request_ids(self) -> set[str]:
         return {turn.request_id for turn in self._turns}
+
+    def interval(self) -> float:
+        """Return the seconds between two messages of a turn that leave the gateway time for all of them."""
+        seconds = len(self._turns) * MESSAGE_SECONDS
+        return seconds if seconds >= LEAST_INTERVAL_SECONDS else 0.0
 
     def stop(self) -> None:
         """End every turn: at once where it waits, else when its latest response has been taken."""

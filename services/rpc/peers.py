@@ -136,13 +136,14 @@ class GrpcRing(_Peer):
         request = to_message(rings_pb2.AdmitRequest, admit)
         await self._tell(self._stub.Admit, request)
 
-    async def stream_turn(self, turn_id: str, after: int = 0) -> AsyncGenerator[TurnEvent, None]:
+    async def stream_turn(self, turn_id: str, after: int = 0, interval: float = 0.0) -> AsyncGenerator[TurnEvent, None]:
         """Yield a turn's events. Leaving the iterator cancels the call.
 
         Raises Unavailable also where neither events nor heartbeats come, and Unreachable where the connection breaks
         while they do.
         """
-        call = self._stub.StreamTurn(rings_pb2.StreamTurnRequest(turn_id=turn_id, after=after), metadata=self._metadata)
+        request = rings_pb2.StreamTurnRequest(turn_id=turn_id, after=after, interval_seconds=interval)
+        call = self._stub.StreamTurn(request, metadata=self._metadata)
         silence = _Silence(call, self._lost_seconds)
         try:
             async for event in call:

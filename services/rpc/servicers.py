@@ -108,7 +108,8 @@ class RingServicer(rings_pb2_grpc.RingServiceServicer):
     ) -> AsyncIterator[rings_pb2.TurnEvent]:
         # A caller that hangs up cancels this coroutine: `aclosing` tells the leader at once, not at garbage collection.
         async with answering(context):
-            turn = with_heartbeats(self._leader.stream_turn(request.turn_id, request.after), self._heartbeat)
+            events_of = self._leader.stream_turn(request.turn_id, request.after, request.interval_seconds)
+            turn = with_heartbeats(events_of, self._heartbeat)
             async with aclosing(turn) as events:
                 async for event in events:
                     yield HEARTBEAT if event is None else event_to(event)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TypeVar
 
 import torch
@@ -12,8 +13,9 @@ import torch
 from cp_core.attention.partial import AttentionBackend
 from cp_core.attention.torch_cpu import TorchCpuFlash
 from cp_core.layout.shards import PrefillLayout
+from cp_core.layout.sparsity import Sparsity
 from cp_core.layout.step_plans import KvRun, PrefillPlan, SequencePlan
-from cp_core.ring.prefill import ring_prefill
+from cp_core.ring.prefill import RingPrefill
 from cp_core.transport.inprocess import InProcessRing
 from cp_core.transport.interface import RingTransport, TransportStats, Work
 from tests.oracles import Tokens
@@ -70,10 +72,12 @@ class PlacedSequence:
     layout: PrefillLayout
     cached_owner: tuple[int, ...]
     run: int = 1 << 30
+    sparsity: Sparsity | None = None
 
     @property
     def plan(self) -> SequencePlan:
-        return SequencePlan(self.layout, tuple(self.cached_owner.count(rank) for rank in range(self.layout.num_ranks)))
+        cached = tuple(self.cached_owner.count(rank) for rank in range(self.layout.num_ranks))
+        return SequencePlan(self.layout, cached, sparsity=self.sparsity)
 
     def new_positions(self, rank: int) -> list[int]:
         return [position for each in self.layout.ranges[rank] for position in range(each.start, each.stop)]
@@ -103,9 +107,16 @@ def prefill_on_threads(
     scale: float,
     backend: AttentionBackend | None = None,
     transports: Sequence[RingTransport] = (),
+    order: Sequence[int] = (),
+    num_segments: int = 1,
+    layer: int = 0,
+    num_layers: int = 1,
 ) -> PrefillResult:
-    """Run `ring_prefill` over the given ring, or else an in-process one of `size` ranks."""
-    plan = PrefillPlan(tuple(sequence.plan for sequence in sequences))
+    """Run one layer over the given ring, or else an in-process one of `size` ranks.
+
+    `order` is that of a chain, `num_segments` are those of sp_ntp.
+    """
+    plan = PrefillPlan(tuple(sequence.plan for sequence in sequences), tuple(order), num_segments)
     transports = [PoisoningTransport(each) for each in transports or InProcessRing(size).transports]
     shape = sequences[0].tokens if sequences else Tokens(*(torch.zeros(0, 2, 64),) * 3)
 
@@ -116,17 +127,12 @@ def prefill_on_threads(
             rows = [pick(each.tokens)[each.new_positions(rank)] for each in sequences]
             return torch.cat([pick(shape)[:0], *rows])
 
-        return ring_prefill(
-            pack(lambda tokens: tokens.q),
-            pack(lambda tokens: tokens.k),
-            pack(lambda tokens: tokens.v),
-            [each.cached_runs(rank) for each in sequences],
-            plan,
-            transport,
-            backend or TorchCpuFlash(),
-            scale,
-            algorithm,
-        )
+        ring = RingPrefill(plan, transport, backend or TorchCpuFlash(), algorithm, num_layers)
+        cached = [each.cached_runs(rank) for each in sequences]
+        q, k, v = (pack(attrgetter(name)) for name in ("q", "k", "v"))
+        out = ring.attend(layer, q, k, v, lambda _: cached, scale)
+        ring.finish()
+        return out
 
     outs = on_every_rank(transports, act)
     joined = [

@@ -15,13 +15,14 @@ from typing import Any, Self
 import numpy as np
 
 from cp_core.cost.profile import HardwareProfile
+from cp_core.cost.sparse import SparseLosses
 from cp_core.errors import Unavailable
 from orchestration.decode.leader import DecodeLeader
 from orchestration.journal.journal import SqliteJournal
 from orchestration.placement.planner import Planner, PlannerSettings
 from orchestration.prefill.leader import PrefillLeader
 from orchestration.protocol.inventory import UNKNOWN_EPOCH, KnownEpoch, Registered
-from orchestration.protocol.plans import PromptMode
+from orchestration.protocol.plans import Bound, PromptMode
 from orchestration.protocol.ports import RingPort
 from orchestration.protocol.rings import PrefillScheduling, RingSettings
 from orchestration.protocol.turns import (
@@ -141,6 +142,9 @@ class Service:
         other_decode: Sequence[Shape] = (),
         ring_lease: float = RouterSettings.ring_lease,
         orphan_timeout: float = 0.0,
+        link_bytes_per_second: float = 0.0,
+        sparse_losses: SparseLosses | None = None,
+        bound: Bound | None = None,
     ) -> None:
         """Set up the rings. `other_prefill` and `other_decode` are further ones: prefill-1, decode-1 and so on.
 
@@ -148,7 +152,15 @@ class Service:
         """
         self.model = read_model_info(model_path)
         self.peers = DirectPeers()
-        self._planner = Planner(self.model, PlannerSettings(selector=selector, missing_kv=missing_kv, profile=profile))
+        self._planner = Planner(
+            self.model,
+            PlannerSettings(
+                selector=selector,
+                missing_kv=missing_kv,
+                profile=profile,
+                link_bytes_per_second=link_bytes_per_second,
+            ),
+        )
         router_settings = RouterSettings(
             max_positions=self.model.max_positions,
             max_waiting_turns=max_waiting_turns,
@@ -157,6 +169,8 @@ class Service:
             retain_prompts=retain_prompts,
             share_prompts=share_prompts,
             num_rings=2 + len(other_prefill) + len(other_decode),
+            sparse_losses=sparse_losses,
+            bound=bound,
         )
         self._journal, self._router_settings, self._clock = journal, router_settings, clock
         self.router = self._new_router()
@@ -276,6 +290,7 @@ class Service:
         sampling: SamplingParameters | None = None,
         priority: int = 0,
         algorithm: Algorithm | None = None,
+        bound: Bound | None = None,
     ) -> TurnRequest:
         """Return a request. `sampling` replaces the four arguments that are part of it."""
         return TurnRequest(
@@ -292,6 +307,7 @@ class Service:
             wait=wait,
             priority=priority,
             algorithm=algorithm,
+            bound=bound,
         )
 
     async def answer(self, request: TurnRequest, *, finish_after: int | None = None) -> Answer:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cp_core.layout.shards import ShardMap, appended, balanced_layout
+from cp_core.layout.shards import PrefillLayout, ShardMap, appended, balanced_layout, cut_layout, stored_on_chain
 from cp_core.transport.inprocess import InProcessRing
 from cp_core.transport.interface import RingTransport
 from cp_core.transport.staged import StagedRing
@@ -55,6 +55,14 @@ class Turn:
     token_ids: Sequence[int]
     sample: SamplingParameters | None = None
     sends: tuple[tuple[KvSend, ...], ...] = ()
+
+
+def front_loaded_chain(level: PrefillLayout, order: Sequence[int]) -> tuple[PrefillLayout, ShardMap]:
+    """Return a layout whose earlier ranks compute more, and where its tokens lie: as many a rank as in `level`."""
+    size, total = len(order), level.num_tokens
+    cuts = [total - total * (size - place) ** 2 // size**2 for place in range(size + 1)]
+    counts = [level.tokens_on(rank) for rank in range(size)]
+    return cut_layout(level.start, cuts, order), stored_on_chain(level.start, cuts, counts, order)
 
 
 class LocalRing:
@@ -206,7 +214,9 @@ class LocalRing:
         for turn in turns:
             conversation = turn.conversation
             held = conversation.held
-            layout = balanced_layout(sum(held), len(turn.token_ids), held)
+            layout, stored = balanced_layout(sum(held), len(turn.token_ids), held), None
+            if algorithm is Algorithm.CHAIN:
+                layout, stored = front_loaded_chain(layout, self.order)
             for rank, mine in enumerate(sequences):
                 mine.append(
                     SequencePrefill(
@@ -217,11 +227,17 @@ class LocalRing:
                         blocks=conversation.blocks[rank // self.tp],
                         sample=turn.sample,
                         sends=turn.sends[rank] if turn.sends else (),
+                        stored=stored,
                     )
                 )
-            conversation.shards = conversation.shards.extend(layout.shard_map())
+            conversation.shards = conversation.shards.extend(stored or layout.shard_map())
             conversation.tokens += turn.token_ids
-        return [PrefillStep(algorithm=algorithm, sequences=tuple(mine)) for mine in sequences]
+        return [PrefillStep(algorithm=algorithm, sequences=tuple(mine), order=self.order) for mine in sequences]
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Ranks along a chain: not as they are numbered."""
+        return (*range(1, self.num_ranks), 0)
 
     # --- decode ------------------------------------------------------------------------------------------------------
 

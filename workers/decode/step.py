@@ -193,7 +193,10 @@ class DecodePass:
         Raises Unavailable when a peer is lost.
         """
         with self._clock.step():
-            return self._run(variant)
+            sampled = self._run(variant)
+            # Where tokens were read, nothing is left to wait for.
+            self._cache.settle()
+            return sampled
 
     def _run(self, variant: str) -> list[Sampled]:
         appended, rows = self._batch.append(), self._batch.rows
@@ -322,7 +325,9 @@ class DecodePrompts:
         Raises Unavailable when a peer is lost.
         """
         with self._clock.step():
-            return self._run(prompt)
+            drawn = self._run(prompt)
+            self._cache.settle()
+            return drawn
 
     def _run(self, prompt: ComputePrompt) -> Sampled | None:
         transport = self._transport

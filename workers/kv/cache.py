@@ -112,6 +112,7 @@ class KvCache:
         self.head_start = head_start
         self.dtype = dtype
         self.device = torch.device(device)
+        self.joins_runs = self.device.type == "cuda"
         shape = (num_blocks * block_tokens, num_kv_heads, head_dim)
 
         def allocate() -> Tensor:
@@ -148,11 +149,21 @@ class KvCache:
         for is_short, group in groupby(where, lambda run: len(run) < short):
             some = list(group)
             if is_short and len(some) > 1:
-                slots = np.concatenate([np.arange(run.start, run.stop) for run in some])
-                pieces += torch.from_numpy(slots).to(self.device).split(MAX_COPIED_TOKENS)
+                pieces += self.index(some).split(MAX_COPIED_TOKENS)
             else:
                 pieces += some
         return pieces
+
+    def joined(self, where: Sequence[SlotRun]) -> list[SlotRun | Tensor]:
+        """Return runs as pieces for kernels of many queries: as they are, on a GPU all as one index.
+
+        A kernel on a GPU costs its host more than the copy costs the device; on a CPU views are cheaper.
+        """
+        return [self.index(where)] if self.joins_runs and len(where) > 1 else list(where)
+
+    def scattered(self, where: Sequence[SlotRun]) -> Tensor | None:
+        """Return the index of runs that are too many to be written one by one; a step asks once for all layers."""
+        return self.index(where) if len(where) > MAX_COPIES else None
 
     def gathered(self, layer: int, pieces: Sequence[SlotRun | Tensor]) -> list[KvRun]:
         """Return k[S,K,D] and v[S,K,D] of each piece of a layer: a view of a run, a copy of an index."""
@@ -210,7 +221,9 @@ class KvCache:
 
     def index(self, where: Sequence[SlotRun]) -> Tensor:
         """Return every slot of the runs, in order: int64[T] on this device."""
-        return torch.cat([torch.arange(run.start, run.stop, device=self.device) for run in where])
+        # Made on the host: on a GPU each run would be a kernel.
+        slots = np.concatenate([np.arange(run.start, run.stop, dtype=np.int64) for run in where])
+        return torch.from_numpy(slots).to(self.device)
 
     def copy_block(self, source: int, destination: int) -> None:
         """Copy a block to another, in every layer, with the slots that were never written."""
@@ -223,6 +236,12 @@ class KvCache:
         generator = torch.Generator(self.device).manual_seed(seed)
         for tensor in (*self.k_layers, *self.v_layers):
             tensor.uniform_(-1.0, 1.0, generator=generator)
+
+    def settle(self) -> None:
+        """Wait until the device has done all work that this thread has queued: clocks then tell its time."""
+        done = self.fence()
+        if done is not None:
+            done.synchronize()
 
     def fence(self) -> torch.Event | None:
         """Return an event behind all work that this thread has queued on the device; None on CPU, where calls block."""

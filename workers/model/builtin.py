@@ -3,7 +3,8 @@
 `builtin:smollm2` is a real chat model. A command of the user fetches it (`services/offline/importing`); here it is only
 found. `builtin:tiny` is written here on first use: a small Llama with a byte-level tokenizer. Its token id i < 256 is
 the byte i, and five special tokens follow. Its weights are random, not trained, and the same bits on every machine.
-They make its answers printable, varied and endless, but meaningless. Writing it needs numpy only: no torch is loaded.
+They make its answers printable, varied and endless, but meaningless. `builtin:needle` has the same tokenizer and the
+weights of `workers/model/builtin_needle.py`. Writing them needs numpy only: no torch is loaded.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -24,17 +25,20 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from cp_core.errors import ModelRefused
+from workers.model import builtin_needle
 
 PREFIX = "builtin:"
 TINY = "tiny"
+NEEDLE = "needle"
 SMOLLM2 = "smollm2"
 # Part of a directory's name: increase it with every change of weights, tokenizer or configuration.
-VERSIONS: Final[Mapping[str, int]] = {TINY: 1, SMOLLM2: 1}
-ALLOWED: Final = " or ".join(PREFIX + name for name in VERSIONS)
+VERSIONS: Final[Mapping[str, int]] = {TINY: 1, NEEDLE: 1, SMOLLM2: 1}
+WRITTEN: Final = (TINY, NEEDLE)
+ALLOWED: Final = f"{PREFIX}{TINY}, {PREFIX}{NEEDLE} or {PREFIX}{SMOLLM2}"
 
 
 def resolve_model_path(model: str, environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the directory of a model; `builtin:tiny` is written first if the cache lacks it.
+    """Return the directory of a model; `builtin:tiny` and `builtin:needle` are written first if the cache lacks them.
 
     Raises ModelRefused for an unknown builtin name, one that was not fetched, and a path that is no directory.
     """
@@ -49,9 +53,9 @@ def resolve_model_path(model: str, environment: Mapping[str, str] = os.environ) 
     target = builtin_directory(name, environment)
     if (target / "config.json").is_file():
         return target
-    if name != TINY:
+    if name not in WRITTEN:
         raise ModelRefused(f"{model} is not in the cache ({target}); run 'ringserve import {model}' there once")
-    _write_once(target)
+    _write_once(name, target)
     return target
 
 
@@ -73,7 +77,7 @@ def cache_directory(environment: Mapping[str, str]) -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "ringserve"
 
 
-def _write_once(target: Path) -> None:
+def _write_once(name: str, target: Path) -> None:
     """Write a draft beside the target and rename it: of several processes at once, one succeeds."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -81,13 +85,17 @@ def _write_once(target: Path) -> None:
             # The draft is a directory inside the temporary one, which is private to the user and removed in any case.
             draft = Path(directory) / target.name
             draft.mkdir()
-            write_tokenizer(draft)
-            write_llama(draft)
+            if name == NEEDLE:
+                write_tokenizer(draft, builtin_needle.MAX_POSITIONS)
+                write_llama(draft, builtin_needle.set_weights(VOCAB_SIZE), builtin_needle.shape())
+            else:
+                write_tokenizer(draft)
+                write_llama(draft)
             draft.rename(target)
     except OSError as error:
         # Another process was first: rename refuses its non-empty target, which is as good as ours.
         if not (target / "config.json").is_file():
-            raise ModelRefused(f"cannot write {PREFIX}{TINY} to {target}: {error}") from error
+            raise ModelRefused(f"cannot write {PREFIX}{name} to {target}: {error}") from error
 
 
 NUM_BYTES: Final = 256
@@ -96,6 +104,7 @@ BOS_TOKEN_ID: Final = NUM_BYTES
 EOS_TOKEN_ID: Final = NUM_BYTES + 1
 END_TOKEN_ID: Final = NUM_BYTES + 4
 VOCAB_SIZE: Final = NUM_BYTES + len(SPECIAL_TOKENS)
+MAX_POSITIONS: Final = 131072
 
 # The rendering of a conversation extends the rendering of its beginning, so that a turn can reuse the last one's KV.
 CHAT_TEMPLATE: Final = (
@@ -107,7 +116,7 @@ CHAT_TEMPLATE: Final = (
 )
 
 
-def write_tokenizer(directory: Path) -> None:
+def write_tokenizer(directory: Path, max_positions: int = MAX_POSITIONS) -> None:
     """Write tokenizer.json and tokenizer_config.json for `AutoTokenizer`. No token is ever added to a text."""
     vocab = {character: byte for byte, character in enumerate(_byte_alphabet())}
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
@@ -122,7 +131,7 @@ def write_tokenizer(directory: Path) -> None:
         "additional_special_tokens": list(SPECIAL_TOKENS[2:]),
         "add_bos_token": False,
         "clean_up_tokenization_spaces": False,
-        "model_max_length": 131072,
+        "model_max_length": max_positions,
         "chat_template": CHAT_TEMPLATE,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
@@ -143,7 +152,6 @@ NUM_LAYERS: Final = 4
 NUM_HEADS: Final = 8
 NUM_KV_HEADS: Final = 2
 HEAD_DIM: Final = 64
-MAX_POSITIONS: Final = 131072
 SEED: Final = 10
 
 # Hidden dimension 0 is the same positive constant for every token, and no layer adds to it: it is a bias.
@@ -160,27 +168,32 @@ PRINTABLE: Final = range(0x20, 0x7F)
 COMMON: Final = " etaoinshrdlucmfwygpbvk"
 
 
-def write_llama(directory: Path) -> None:
-    """Write config.json, generation_config.json and model.safetensors (46 MB, float32)."""
-    save_file(_draw_weights(), directory / "model.safetensors", metadata={"format": "pt"})
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "dtype": "float32",
-        "vocab_size": VOCAB_SIZE,
+def write_llama(
+    directory: Path, weights: Mapping[str, Weights] | None = None, shape: Mapping[str, Any] | None = None
+) -> None:
+    """Write config.json, generation_config.json and model.safetensors: of `builtin:tiny` unless others are given."""
+    own_shape = {
         "hidden_size": HIDDEN,
         "intermediate_size": INTERMEDIATE,
         "num_hidden_layers": NUM_LAYERS,
         "num_attention_heads": NUM_HEADS,
         "num_key_value_heads": NUM_KV_HEADS,
         "head_dim": HEAD_DIM,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
         "max_position_embeddings": MAX_POSITIONS,
         "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA},
+    }
+    save_file(dict(weights) if weights else _draw_weights(), directory / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "float32",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
         "bos_token_id": BOS_TOKEN_ID,
         "eos_token_id": EOS_TOKEN_ID,
+        **(shape or own_shape),
     }
     generation = {"bos_token_id": BOS_TOKEN_ID, "eos_token_id": [EOS_TOKEN_ID, END_TOKEN_ID]}
     (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")

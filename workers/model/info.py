@@ -86,6 +86,7 @@ def tensor_share(info: ModelInfo, tp: int, key: str = "tp") -> ModelInfo:
         intermediate_size=-(-info.intermediate_size // tp),
         vocab_size=-(-info.vocab_size // tp),
         num_parameters=-(-info.num_parameters // tp),
+        tied_parameters=-(-info.tied_parameters // tp),
     )
 
 
@@ -136,5 +137,9 @@ def _with_parameters(info: ModelInfo, *, tied: bool) -> ModelInfo:
     """Count the weight matrices; biases and norms are left out (under 0.1%)."""
     attention = 2 * info.hidden_size * info.head_dim * (info.num_heads + info.num_kv_heads)
     per_layer = attention + 3 * info.hidden_size * info.intermediate_size
-    embeddings = info.vocab_size * info.hidden_size * (1 if tied else 2)
-    return replace(info, num_parameters=info.num_layers * per_layer + embeddings)
+    embedding = info.vocab_size * info.hidden_size
+    return replace(
+        info,
+        num_parameters=info.num_layers * per_layer + embedding * (1 if tied else 2),
+        tied_parameters=embedding if tied else 0,
+    )

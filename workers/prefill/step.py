@@ -17,13 +17,13 @@ from torch import Tensor
 
 from cp_core.attention.partial import AttentionBackend
 from cp_core.layout.shards import TokenRange
-from cp_core.layout.step_plans import PrefillPlan, SequencePlan
+from cp_core.layout.step_plans import KvRun, PrefillPlan, SequencePlan
 from cp_core.ring.helix import HelixColumns, NewRows, helix_prefill
-from cp_core.ring.prefill import ring_prefill
+from cp_core.ring.prefill import RingPrefill
 from cp_core.transport.interface import RingTransport
 from workers.kv.cache import KvCache, SlotRun
 from workers.model.loading import LoadedModel
-from workers.protocol.prefill_steps import PrefillOutput, PrefillStep, SequencePrefill
+from workers.protocol.prefill_steps import Algorithm, PrefillOutput, PrefillStep, SequencePrefill
 from workers.protocol.transfers import TransferKey
 from workers.sampling.grammar import Grammars
 from workers.sampling.parameters import TokenLogprobs
@@ -31,6 +31,9 @@ from workers.sampling.sampler import RowSampler, logprobs_of, prepare_masks
 
 # Most prompt tokens whose logits are in memory at a time, where the prompt's log-probabilities are asked for.
 SCORED_ROWS = 256
+# Layers of a chain between two at which its ranks come together to let another step run. They run at different layers,
+# so each such layer costs the chain the way of one message.
+CHAIN_LAYERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +61,18 @@ class ScoredRows:
 class LocalShare:
     """This rank's share of one sequence: rows [begin, end) of the packed step, and the slots of old and new KV.
 
-    `stored` are the ranges of those rows whose KV this rank stores.
+    `stored` are the ranges of those rows whose KV this rank stores, `slots` the index of `written` where its runs are
+    many. With `is_relayed` it stores other tokens, which come to it along a chain.
     """
 
     begin: int
     end: int
     stored: tuple[TokenRange, ...]
-    cached: tuple[SlotRun, ...]
+    cached: list[SlotRun | Tensor]
     written: tuple[SlotRun, ...]
+    slots: Tensor | None
     keys: tuple[TransferKey, ...]
+    is_relayed: bool
 
 
 def run_prefill(
@@ -81,17 +87,31 @@ def run_prefill(
     """Run a step -> (the pass, hidden states [T, hidden_size]) of this rank; collective. Raises Unavailable."""
     columns = model.columns(cache.device)
     grammars = model.grammars if model.samples else None
-    forward = PrefillPass(step, transport, cache, backend, layer_ready, columns, before_layer, grammars)
+    forward = PrefillPass(
+        step,
+        transport,
+        cache,
+        backend,
+        layer_ready,
+        model.share.num_layers,
+        columns,
+        before_layer,
+        grammars,
+    )
     prepare_masks(forward.last_rows)
     if forward.num_tokens:
-        return forward, model.hidden_states(forward.token_ids, forward.positions, forward)
-    return forward, model.attend_without_tokens(forward)
+        states = model.hidden_states(forward.token_ids, forward.positions, forward)
+    else:
+        states = model.attend_without_tokens(forward)
+    forward.finish()
+    return forward, states
 
 
 class PrefillPass:
     """Attention of one forward pass.
 
-    `before_layer` is called before each layer's attention, `layer_ready` for each layer whose new KV is in the cache.
+    `before_layer` is called before each layer's attention (in a chain: that of some layers), `layer_ready` for each
+    layer whose new KV is in the cache.
 
     With `columns` (helix) every rank computes all rows of the step, in the order of their positions, and attends its
     shard of the KV; the step's algorithm is then of no account.
@@ -104,6 +124,7 @@ class PrefillPass:
         cache: KvCache,
         backend: AttentionBackend,
         layer_ready: Callable[[TransferKey, int], None],
+        num_layers: int,
         columns: HelixColumns | None = None,
         before_layer: Callable[[], None] | None = None,
         grammars: Grammars | None = None,
@@ -116,8 +137,16 @@ class PrefillPass:
         self._backend = backend
         self._layer_ready = layer_ready
         self._before_layer = before_layer
-        self._algorithm = step.algorithm.value
-        self._plan = PrefillPlan(tuple(SequencePlan(each.layout, each.cached) for each in step.sequences))
+        plan = PrefillPlan(
+            tuple(SequencePlan(each.layout, each.cached, each.stored, each.sparsity) for each in step.sequences),
+            step.order,
+            step.num_segments,
+        )
+        # Before which layers the ranks come together, if they do.
+        self._period = CHAIN_LAYERS if step.algorithm is Algorithm.CHAIN and columns is None else 1
+        self._ring = RingPrefill(
+            plan, transport, backend, step.algorithm.value, num_layers, self._period if before_layer else 0
+        )
         self._shares = self._place(step.sequences)
         self.token_ids, self.positions = self._tokens(step.sequences)
         self.last_rows = self._last_rows(step.sequences)
@@ -134,20 +163,40 @@ class PrefillPass:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Store this layer's k[T,K,D] and v[T,K,D], start sending them, attend q[T,H,D] over the ring -> [T,H,D]."""
-        if self._before_layer is not None:
+        if self._before_layer is not None and layer % self._period == 0:
             self._before_layer()
         for share in self._shares:
-            self._cache.write_runs(layer, share.written, _rows(k, share.stored), _rows(v, share.stored))
-            for key in share.keys:
-                self._layer_ready(key, layer)
-        cached = [self._cache.views(layer, share.cached) for share in self._shares]
+            if not share.is_relayed:
+                self._store(layer, share, _rows(k, share.stored), _rows(v, share.stored))
         if self._columns is not None:
             new = [
                 NewRows(TokenRange(share.begin, share.end), share.stored, runs)
-                for share, runs in zip(self._shares, cached, strict=True)
+                for share, runs in zip(self._shares, self._cached(layer), strict=True)
             ]
             return helix_prefill(q, k, v, new, self._columns, self._transport, self._backend, scale)
-        return ring_prefill(q, k, v, cached, self._plan, self._transport, self._backend, scale, self._algorithm)
+        out = self._ring.attend(layer, q, k, v, self._cached, scale)
+        for index, share in enumerate(self._shares):
+            if share.is_relayed:
+                stored = self._ring.stored(index)
+                self._store(layer, share, stored.k, stored.v)
+        return out
+
+    def finish(self) -> None:
+        """Wait, after the last layer, until all messages of this rank have left. Raises Unavailable."""
+        self._ring.finish()
+
+    def _cached(self, layer: int) -> list[list[KvRun]]:
+        """Return the sequences' earlier tokens in a layer."""
+        return [self._cache.gathered(layer, share.cached) for share in self._shares]
+
+    def _store(self, layer: int, share: LocalShare, k: Tensor, v: Tensor) -> None:
+        """Write the KV of a sequence's new tokens that this rank stores, and start sending it."""
+        if share.slots is None:
+            self._cache.write_runs(layer, share.written, k, v)
+        else:
+            self._cache.write_slots(layer, share.slots, k, v)
+        for key in share.keys:
+            self._layer_ready(key, layer)
 
     def _computed(self, sequence: SequencePrefill) -> tuple[TokenRange, ...]:
         """Return the positions that this rank computes, in the order of its rows."""
@@ -157,21 +206,27 @@ class PrefillPass:
     def _place(self, sequences: Sequence[SequencePrefill]) -> tuple[LocalShare, ...]:
         rank, shares, begin = self._transport.rank, [], 0
         for sequence in sequences:
-            held, new = sequence.cached[rank], sequence.layout.tokens_on(rank)
+            held, new = sequence.cached[rank], sequence.stored_on(rank)
             end = begin + sum(len(positions) for positions in self._computed(sequence))
             stored: tuple[TokenRange, ...] = (TokenRange(begin, end),)
             if self._columns is not None:
                 shift = begin - sequence.layout.start
-                ranges = sequence.layout.ranges[rank]
+                ranges = sequence.layout.ranges[rank] if sequence.stored is None else sequence.stored.ranks[rank]
                 stored = tuple(TokenRange(each.start + shift, each.stop + shift) for each in ranges)
+            written = self._cache.runs(sequence.blocks, new, first=held)
             shares.append(
                 LocalShare(
                     begin,
                     end,
                     stored,
-                    cached=self._cache.runs(sequence.blocks, held),
-                    written=self._cache.runs(sequence.blocks, new, first=held),
+                    cached=self._cache.joined(self._cache.runs(sequence.blocks, held)),
+                    written=written,
+                    slots=self._cache.scattered(written),
                     keys=tuple(send.key for send in sequence.sends),
+                    # In helix each rank has the KV of all tokens, wherever they are stored.
+                    is_relayed=self._columns is None
+                    and sequence.stored is not None
+                    and tuple(sequence.stored.ranks[rank]) != sequence.layout.ranges[rank],
                 )
             )
             begin = end

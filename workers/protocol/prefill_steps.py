@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cp_core.cost.model import PREFILL_ALGORITHMS
-from cp_core.layout.shards import PrefillLayout
+from cp_core.layout.shards import PrefillLayout, ShardMap
+from cp_core.layout.sparsity import Sparsity
 from workers.protocol.transfers import KvSend
 from workers.sampling.parameters import NO_HISTORY, SamplingParameters, TokenHistory, TokenLogprobs
 
@@ -26,6 +27,7 @@ class Algorithm(StrEnum):
     PASS_KV = "pass_kv"
     PASS_Q = "pass_q"
     GATHER_KV = "gather_kv"
+    CHAIN = "chain"
     SP_NTP = "sp_ntp"
     DECODE_RING = "decode_ring"
 
@@ -54,6 +56,8 @@ class SequencePrefill:
     `token_ids` are all new tokens of this step, in order. Rank r already holds `cached[r]` tokens. `sample` is set on
     the step with the prompt's last token, and `history` holds the tokens that the sampling looks back at. `sends` leave
     layer by layer, as soon as a layer's KV is written. `score` asks for log-probabilities of the prompt's tokens.
+    `stored` says where the new tokens are stored if not all of them are where they are computed: in chains alone.
+    A sequence with a `sparsity` gets approximate KV; pass-KV computes its step.
     """
 
     sequence_id: str
@@ -65,6 +69,12 @@ class SequencePrefill:
     sends: tuple[KvSend, ...] = ()
     history: TokenHistory = NO_HISTORY
     score: PromptScore | None = None
+    stored: ShardMap | None = None
+    sparsity: Sparsity | None = None
+
+    def stored_on(self, rank: int) -> int:
+        """Return the number of new tokens that a rank stores."""
+        return self.layout.tokens_on(rank) if self.stored is None else self.stored.held[rank]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +83,7 @@ class PrefillStep:
 
     Steps of a ring have rising numbers. Between the layers of a step that `yields`, the ranks compute a step that is
     `within` it, by its number, as soon as all of them know of one. Without sequences, that step ends the present one.
+    `order` are the ranks along a chain; empty: as they are numbered. `num_segments` are those of sp_ntp.
     """
 
     algorithm: Algorithm
@@ -80,6 +91,8 @@ class PrefillStep:
     number: int = 0
     yields: bool = False
     within: int = 0
+    order: tuple[int, ...] = ()
+    num_segments: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -91,6 +91,7 @@ class ModelInfo:
     """Shape of a model for the planner and the KV pool. Sizes in elements, or in bytes where the name says so.
 
     `dtype` and `element_bytes` are those of weights and activations. Attention and KV are in `kv_dtype`.
+    `tied_parameters` are those of an output head that is the embedding, too.
     """
 
     name: str
@@ -109,6 +110,7 @@ class ModelInfo:
     kv_dtype: str
     kv_element_bytes: int
     eos_token_ids: tuple[int, ...]
+    tied_parameters: int = 0
 
     @property
     def shape(self) -> ModelShape:

@@ -194,6 +194,7 @@ class RankWorker:
         sampled = dict(zip(names, sample_rows(forward.last_rows, logits), strict=True)) if samples else {}
         scores = score_rows(model, forward.scored_rows, states)
         self._progress.stepped(running=0)
+        self.parts.cache.settle()
         return PrefillOutput(
             tokens={name: drawn.token_id for name, drawn in sampled.items()},
             logprobs={name: drawn.logprobs for name, drawn in sampled.items() if drawn.logprobs is not None},
@@ -293,9 +294,7 @@ class RankWorker:
         """Copy whole blocks of this rank's cache, and wait for the copies. The caller lets nothing write to them."""
         for pair in pairs:
             self.parts.cache.copy_block(pair.source, pair.destination)
-        done = self.parts.cache.fence()
-        if done is not None:
-            done.synchronize()
+        self.parts.cache.settle()
 
     def send_kv(self, send: KvSend, timeout: float) -> TransferReport:
         """Send KV that is complete in all layers, and wait until it arrived. Raises TransferError, Unavailable."""

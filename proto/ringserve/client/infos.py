@@ -38,13 +38,17 @@ class RankKvUsage:
 
 @dataclass(frozen=True, kw_only=True)
 class RingRates:
-    """Measured speed of a ring: FLOP/s of a rank, bytes/s of a link, seconds a message, hidden share of both."""
+    """Measured speed of a ring: FLOP/s of a rank, bytes/s of a link, seconds a message, hidden share of both.
+
+    Where ranks are unlike, `speeds` says how many times each is as fast as the slowest, whose rates these are.
+    """
 
     gemm_flops: float = 0.0
     attention_flops: float = 0.0
     link_bytes_per_second: float = 0.0
     link_latency_seconds: float = 0.0
     overlap: float = 0.0
+    speeds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 import google.protobuf.message
 
 from ringserve.errors import InvalidRequest
-from ringserve.mapping import enum_numbers, pack_ids
+from ringserve.mapping import enum_numbers
 from ringserve.v1 import inference_pb2
 
 MODES = {
@@ -119,7 +119,8 @@ class TurnOptions(TypedDict, total=False):
 
     `mode` relates the prompt to its conversation: "auto", "append" or "whole_history". `sampling` may be a dict.
     `timeout` in seconds bounds all attempts together. With `no_cache` the turn shares no KV of earlier prompts, and
-    without a conversation it leaves none for later ones. Requests of one `cache_key` prefer the same rings.
+    without a conversation it leaves none for later ones. Requests of one `cache_key` prefer the same rings. With
+    `max_loss` or `max_ttft` the turn may be approximate.
     """
 
     mode: str
@@ -132,6 +133,8 @@ class TurnOptions(TypedDict, total=False):
     no_cache: bool
     cache_key: str
     algorithm: str
+    max_loss: float | None
+    max_ttft: float | None
     model: str
 
 
@@ -145,7 +148,6 @@ class RequestOptions(TurnOptions, total=False):
     expected_tokens: int | None
 
 
-MAX_ID = 2**31 - 1
 OPTIONS = frozenset(RequestOptions.__annotations__)
 RENAMED = {"mode": "prompt_mode", "sampling": "sampling_params"}
 """Fields of the contract for options of other names."""
@@ -203,11 +205,12 @@ def _fill_prompt(request: inference_pb2.GenerateRequest | inference_pb2.CountTok
     to_list = getattr(prompt, "tolist", None)  # of arrays and tensors
     ids: Any = to_list() if to_list else prompt
     try:
-        request.tokenized.packed_ids = pack_ids(ids)
-    except OverflowError:
-        raise InvalidRequest(f"prompt: token ids are from 0 to {MAX_ID}") from None
+        request.tokenized.input_ids.extend(ids)
+    except ValueError as error:
+        raise InvalidRequest(f"prompt: {error}") from None
     except TypeError:
         raise InvalidRequest("prompt: give a text, a sequence of token ids, or a sequence of messages") from None
+    request.tokenized.SetInParent()
 
 
 def _fill(message: google.protobuf.message.Message, name: str, value: Any, shown: str) -> None:

@@ -91,8 +91,29 @@ class RingAlternative:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SparsePlan:
+    """Sparsity of an approximate turn: the share of keys that reached other ranks, and the bound that allowed it.
+
+    Losses are mean KL divergences of answer tokens from exact ones, in nats, as the service's operator measured them.
+    """
+
+    keep: float = 0.0
+    sinks: int = 0
+    window: int = 0
+    bound: str = ""
+    limit: float = 0.0
+    predicted_loss: float = 0.0
+    measured_loss: float = 0.0
+    measured_accuracy: float = 0.0
+    measured_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Plan of a turn: how it is computed and why. Measured values are 0 until they are known; times in seconds."""
+    """Plan of a turn: how it is computed and why. Measured values are 0 until they are known; times in seconds.
+
+    With `sparse` the answer is approximate.
+    """
 
     algorithm: str = ""
     reason: str = ""
@@ -116,6 +137,7 @@ class Plan:
     alternatives: tuple[Alternative, ...] = ()
     ring_alternatives: tuple[RingAlternative, ...] = ()
     failovers: tuple[Failover, ...] = ()
+    sparse: SparsePlan | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

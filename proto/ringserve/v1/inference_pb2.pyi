@@ -60,6 +60,7 @@ class _AlgorithmEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Algorithm.V
     ALGORITHM_SP_NTP: _Algorithm.ValueType  # 4
     ALGORITHM_DECODE_RING: _Algorithm.ValueType  # 5
     """By the decode ring that keeps the KV before them."""
+    ALGORITHM_CHAIN: _Algorithm.ValueType  # 6
 
 class Algorithm(_Algorithm, metaclass=_AlgorithmEnumTypeWrapper):
     """How the KV of new tokens is computed."""
@@ -72,6 +73,7 @@ ALGORITHM_GATHER_KV: Algorithm.ValueType  # 3
 ALGORITHM_SP_NTP: Algorithm.ValueType  # 4
 ALGORITHM_DECODE_RING: Algorithm.ValueType  # 5
 """By the decode ring that keeps the KV before them."""
+ALGORITHM_CHAIN: Algorithm.ValueType  # 6
 Global___Algorithm: _TypeAlias = Algorithm  # noqa: Y015
 
 class _FinishReason:
@@ -174,6 +176,8 @@ class GenerateRequest(_message.Message):
     CACHE_KEY_FIELD_NUMBER: _builtins.int
     ALGORITHM_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
+    MAX_LOSS_FIELD_NUMBER: _builtins.int
+    MAX_TTFT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Names the request in logs and for Abort. Generated when empty."""
     text: _builtins.str
@@ -209,6 +213,15 @@ class GenerateRequest(_message.Message):
     rings asks for it. Where turns share a prefill step the ring may take another. DECODE_RING computes a few new
     tokens on the decode ring that keeps the conversation; refused where it cannot.
     """
+    max_loss: _builtins.float
+    """Mean KL divergence of answer tokens from exact ones, in nats, up to which the prompt may be computed by a part of
+    its keys, where that is predicted to be sooner; 0: exact. Unset: as the service is configured, usually exact.
+    Losses are those that the operator measured; INVALID_ARGUMENT where none are known for such a prompt.
+    """
+    max_ttft: _builtins.float
+    """Seconds to the first token that may be met by computing the prompt by a part of its keys: the largest that is
+    predicted to meet it, all where that does. INVALID_ARGUMENT where none does. Not beside `max_loss`.
+    """
     @_builtins.property
     def tokenized(self) -> Global___TokenizedInput: ...
     @_builtins.property
@@ -240,15 +253,21 @@ class GenerateRequest(_message.Message):
         cache_key: _builtins.str = ...,
         algorithm: Global___Algorithm.ValueType = ...,
         resume: Global___Resume | None = ...,
+        max_loss: _builtins.float | None = ...,
+        max_ttft: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "_expected_tokens", b"_expected_tokens", "_resume", b"_resume", "chat", b"chat", "conversation_ttl_seconds", b"conversation_ttl_seconds", "expected_tokens", b"expected_tokens", "input", b"input", "resume", b"resume", "sampling_params", b"sampling_params", "text", b"text", "tokenized", b"tokenized"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "_expected_tokens", b"_expected_tokens", "_max_loss", b"_max_loss", "_max_ttft", b"_max_ttft", "_resume", b"_resume", "chat", b"chat", "conversation_ttl_seconds", b"conversation_ttl_seconds", "expected_tokens", b"expected_tokens", "input", b"input", "max_loss", b"max_loss", "max_ttft", b"max_ttft", "resume", b"resume", "sampling_params", b"sampling_params", "text", b"text", "tokenized", b"tokenized"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "_expected_tokens", b"_expected_tokens", "_resume", b"_resume", "algorithm", b"algorithm", "cache_key", b"cache_key", "chat", b"chat", "conversation_id", b"conversation_id", "conversation_ttl_seconds", b"conversation_ttl_seconds", "expected_tokens", b"expected_tokens", "input", b"input", "model", b"model", "no_cache", b"no_cache", "priority", b"priority", "prompt_mode", b"prompt_mode", "request_id", b"request_id", "resume", b"resume", "sampling_params", b"sampling_params", "text", b"text", "tokenized", b"tokenized", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "_expected_tokens", b"_expected_tokens", "_max_loss", b"_max_loss", "_max_ttft", b"_max_ttft", "_resume", b"_resume", "algorithm", b"algorithm", "cache_key", b"cache_key", "chat", b"chat", "conversation_id", b"conversation_id", "conversation_ttl_seconds", b"conversation_ttl_seconds", "expected_tokens", b"expected_tokens", "input", b"input", "max_loss", b"max_loss", "max_ttft", b"max_ttft", "model", b"model", "no_cache", b"no_cache", "priority", b"priority", "prompt_mode", b"prompt_mode", "request_id", b"request_id", "resume", b"resume", "sampling_params", b"sampling_params", "text", b"text", "tokenized", b"tokenized", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__conversation_ttl_seconds: _TypeAlias = _typing.Literal["conversation_ttl_seconds"]  # noqa: Y015
     _WhichOneofArgType__conversation_ttl_seconds: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds"]  # noqa: Y015
     _WhichOneofReturnType__expected_tokens: _TypeAlias = _typing.Literal["expected_tokens"]  # noqa: Y015
     _WhichOneofArgType__expected_tokens: _TypeAlias = _typing.Literal["_expected_tokens", b"_expected_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__max_loss: _TypeAlias = _typing.Literal["max_loss"]  # noqa: Y015
+    _WhichOneofArgType__max_loss: _TypeAlias = _typing.Literal["_max_loss", b"_max_loss"]  # noqa: Y015
+    _WhichOneofReturnType__max_ttft: _TypeAlias = _typing.Literal["max_ttft"]  # noqa: Y015
+    _WhichOneofArgType__max_ttft: _TypeAlias = _typing.Literal["_max_ttft", b"_max_ttft"]  # noqa: Y015
     _WhichOneofReturnType__resume: _TypeAlias = _typing.Literal["resume"]  # noqa: Y015
     _WhichOneofArgType__resume: _TypeAlias = _typing.Literal["_resume", b"_resume"]  # noqa: Y015
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["tokenized", "text", "chat"]  # noqa: Y015
@@ -257,6 +276,10 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__conversation_ttl_seconds) -> _WhichOneofReturnType__conversation_ttl_seconds | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__expected_tokens) -> _WhichOneofReturnType__expected_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_loss) -> _WhichOneofReturnType__max_loss | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_ttft) -> _WhichOneofReturnType__max_ttft | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__resume) -> _WhichOneofReturnType__resume | None: ...
     @_typing.overload
@@ -294,25 +317,19 @@ Global___Resume: _TypeAlias = Resume  # noqa: Y015
 
 @_typing.final
 class TokenizedInput(_message.Message):
-    """Token ids, in one of both forms."""
-
     DESCRIPTOR: _descriptor.Descriptor
 
     INPUT_IDS_FIELD_NUMBER: _builtins.int
-    PACKED_IDS_FIELD_NUMBER: _builtins.int
-    packed_ids: _builtins.bytes
-    """Little-endian int32, one after the other. A gateway reads half a million in 0.2 ms, and in the form above in 24 ms."""
     @_builtins.property
     def input_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
         input_ids: _abc.Iterable[_builtins.int] | None = ...,
-        packed_ids: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["input_ids", b"input_ids", "packed_ids", b"packed_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["input_ids", b"input_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -843,6 +860,7 @@ class Plan(_message.Message):
     CHUNKS_FIELD_NUMBER: _builtins.int
     RING_ALTERNATIVES_FIELD_NUMBER: _builtins.int
     FAILOVERS_FIELD_NUMBER: _builtins.int
+    SPARSE_FIELD_NUMBER: _builtins.int
     algorithm: Global___Algorithm.ValueType
     """That of most new tokens. Each chunk has its own. DECODE_RING: that ring is also `prefill_ring`, and no KV moves."""
     reason: _builtins.str
@@ -885,6 +903,10 @@ class Plan(_message.Message):
         attempt that made the first token.
         """
 
+    @_builtins.property
+    def sparse(self) -> Global___SparsePlan:
+        """The turn is approximate: other ranks got a part of each rank's keys. Unset: it is exact."""
+
     def __init__(
         self,
         *,
@@ -910,14 +932,92 @@ class Plan(_message.Message):
         chunks: _abc.Iterable[Global___Chunk] | None = ...,
         ring_alternatives: _abc.Iterable[Global___RingAlternative] | None = ...,
         failovers: _abc.Iterable[Global___Failover] | None = ...,
+        sparse: Global___SparsePlan | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sparse", b"sparse"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "alternatives", b"alternatives", "cached_sources", b"cached_sources", "cached_tokens", b"cached_tokens", "chunks", b"chunks", "decode_ranks", b"decode_ranks", "decode_ring", b"decode_ring", "failovers", b"failovers", "handoff_seconds", b"handoff_seconds", "migrated_bytes", b"migrated_bytes", "migration_seconds", b"migration_seconds", "new_tokens", b"new_tokens", "predicted_prefill_seconds", b"predicted_prefill_seconds", "prefill_ranks", b"prefill_ranks", "prefill_ring", b"prefill_ring", "prefill_seconds", b"prefill_seconds", "prompt_mode", b"prompt_mode", "pull_seconds", b"pull_seconds", "pulled_bytes", b"pulled_bytes", "queue_seconds", b"queue_seconds", "reason", b"reason", "ring_alternatives", b"ring_alternatives"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "alternatives", b"alternatives", "cached_sources", b"cached_sources", "cached_tokens", b"cached_tokens", "chunks", b"chunks", "decode_ranks", b"decode_ranks", "decode_ring", b"decode_ring", "failovers", b"failovers", "handoff_seconds", b"handoff_seconds", "migrated_bytes", b"migrated_bytes", "migration_seconds", b"migration_seconds", "new_tokens", b"new_tokens", "predicted_prefill_seconds", b"predicted_prefill_seconds", "prefill_ranks", b"prefill_ranks", "prefill_ring", b"prefill_ring", "prefill_seconds", b"prefill_seconds", "prompt_mode", b"prompt_mode", "pull_seconds", b"pull_seconds", "pulled_bytes", b"pulled_bytes", "queue_seconds", b"queue_seconds", "reason", b"reason", "ring_alternatives", b"ring_alternatives", "sparse", b"sparse"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Plan: _TypeAlias = Plan  # noqa: Y015
+
+@_typing.final
+class SparsePlan(_message.Message):
+    """Share of a partition's keys that reached other ranks, the bound for which it was chosen, and its loss."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEEP_FIELD_NUMBER: _builtins.int
+    SINKS_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    BOUND_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    PREDICTED_LOSS_FIELD_NUMBER: _builtins.int
+    MEASURED_LOSS_FIELD_NUMBER: _builtins.int
+    MEASURED_ACCURACY_FIELD_NUMBER: _builtins.int
+    MEASURED_TOKENS_FIELD_NUMBER: _builtins.int
+    keep: _builtins.float
+    sinks: _builtins.int
+    """First and last keys of a partition that are always among them."""
+    window: _builtins.int
+    bound: _builtins.str
+    """"max_loss" or "max_ttft", and its value."""
+    limit: _builtins.float
+    predicted_loss: _builtins.float
+    """Mean KL divergence of answer tokens from exact ones, in nats: the worse of the measured lengths next to the
+    prompt's, and that of the nearest one, with the share of questions that were answered there.
+    """
+    measured_loss: _builtins.float
+    measured_accuracy: _builtins.float
+    measured_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        keep: _builtins.float = ...,
+        sinks: _builtins.int = ...,
+        window: _builtins.int = ...,
+        bound: _builtins.str = ...,
+        limit: _builtins.float = ...,
+        predicted_loss: _builtins.float = ...,
+        measured_loss: _builtins.float = ...,
+        measured_accuracy: _builtins.float = ...,
+        measured_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound", b"bound", "keep", b"keep", "limit", b"limit", "measured_accuracy", b"measured_accuracy", "measured_loss", b"measured_loss", "measured_tokens", b"measured_tokens", "predicted_loss", b"predicted_loss", "sinks", b"sinks", "window", b"window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SparsePlan: _TypeAlias = SparsePlan  # noqa: Y015
+
+@_typing.final
+class Sparsity(_message.Message):
+    """Sparsity with which a conversation's KV was computed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEEP_FIELD_NUMBER: _builtins.int
+    SINKS_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    keep: _builtins.float
+    sinks: _builtins.int
+    window: _builtins.int
+    def __init__(
+        self,
+        *,
+        keep: _builtins.float = ...,
+        sinks: _builtins.int = ...,
+        window: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keep", b"keep", "sinks", b"sinks", "window", b"window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Sparsity: _TypeAlias = Sparsity  # noqa: Y015
 
 @_typing.final
 class Failover(_message.Message):
@@ -1569,11 +1669,16 @@ class RingRates(_message.Message):
     LINK_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
     LINK_LATENCY_SECONDS_FIELD_NUMBER: _builtins.int
     OVERLAP_FIELD_NUMBER: _builtins.int
+    SPEEDS_FIELD_NUMBER: _builtins.int
     gemm_flops: _builtins.float
     attention_flops: _builtins.float
     link_bytes_per_second: _builtins.float
     link_latency_seconds: _builtins.float
     overlap: _builtins.float
+    @_builtins.property
+    def speeds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Where ranks are unlike: times that each is as fast as the slowest, whose rates these are."""
+
     def __init__(
         self,
         *,
@@ -1582,10 +1687,11 @@ class RingRates(_message.Message):
         link_bytes_per_second: _builtins.float = ...,
         link_latency_seconds: _builtins.float = ...,
         overlap: _builtins.float = ...,
+        speeds: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_flops", b"attention_flops", "gemm_flops", b"gemm_flops", "link_bytes_per_second", b"link_bytes_per_second", "link_latency_seconds", b"link_latency_seconds", "overlap", b"overlap"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_flops", b"attention_flops", "gemm_flops", b"gemm_flops", "link_bytes_per_second", b"link_bytes_per_second", "link_latency_seconds", b"link_latency_seconds", "overlap", b"overlap", "speeds", b"speeds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1686,6 +1792,7 @@ class GetConversationResponse(_message.Message):
     IDLE_SECONDS_FIELD_NUMBER: _builtins.int
     TTL_SECONDS_FIELD_NUMBER: _builtins.int
     NUM_WAITING_FIELD_NUMBER: _builtins.int
+    SPARSITY_FIELD_NUMBER: _builtins.int
     conversation_id: _builtins.str
     num_tokens: _builtins.int
     num_turns: _builtins.int
@@ -1700,6 +1807,10 @@ class GetConversationResponse(_message.Message):
     """Turns that wait for the running one."""
     @_builtins.property
     def placements(self) -> _containers.RepeatedCompositeFieldContainer[Global___Placement]: ...
+    @_builtins.property
+    def sparsity(self) -> Global___Sparsity:
+        """Its KV is approximate. Unset: exact. Turns of another sparsity compute all of it again."""
+
     def __init__(
         self,
         *,
@@ -1712,10 +1823,11 @@ class GetConversationResponse(_message.Message):
         idle_seconds: _builtins.float = ...,
         ttl_seconds: _builtins.float = ...,
         num_waiting: _builtins.int = ...,
+        sparsity: Global___Sparsity | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sparsity", b"sparsity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation_id", b"conversation_id", "epoch", b"epoch", "idle_seconds", b"idle_seconds", "num_tokens", b"num_tokens", "num_turns", b"num_turns", "num_waiting", b"num_waiting", "placements", b"placements", "running_request_id", b"running_request_id", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation_id", b"conversation_id", "epoch", b"epoch", "idle_seconds", b"idle_seconds", "num_tokens", b"num_tokens", "num_turns", b"num_turns", "num_waiting", b"num_waiting", "placements", b"placements", "running_request_id", b"running_request_id", "sparsity", b"sparsity", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

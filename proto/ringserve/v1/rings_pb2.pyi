@@ -245,6 +245,7 @@ class PrefillRequest(_message.Message):
     DECODE_ENDPOINT_FIELD_NUMBER: _builtins.int
     DESTINATION_FIELD_NUMBER: _builtins.int
     PULLED_FROM_FIELD_NUMBER: _builtins.int
+    SPARSITY_FIELD_NUMBER: _builtins.int
     turn_id: _builtins.str
     attempt: _builtins.int
     kv_id: _builtins.str
@@ -268,6 +269,10 @@ class PrefillRequest(_message.Message):
     def pulled_from(self) -> Global___KvSource:
         """Ring that retains the KV to pull; unset: the turn's decode ring."""
 
+    @_builtins.property
+    def sparsity(self) -> _inference_pb2.Sparsity:
+        """The turn is computed by a part of its keys; unset: exactly."""
+
     def __init__(
         self,
         *,
@@ -282,10 +287,11 @@ class PrefillRequest(_message.Message):
         decode_endpoint: _builtins.str = ...,
         destination: Global___ReserveResponse | None = ...,
         pulled_from: Global___KvSource | None = ...,
+        sparsity: _inference_pb2.Sparsity | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["destination", b"destination", "pulled_from", b"pulled_from", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["destination", b"destination", "pulled_from", b"pulled_from", "sampling", b"sampling", "sparsity", b"sparsity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cached_tokens", b"cached_tokens", "chunks", b"chunks", "deadline_seconds", b"deadline_seconds", "decode_endpoint", b"decode_endpoint", "destination", b"destination", "kv_id", b"kv_id", "pulled_from", b"pulled_from", "sampling", b"sampling", "token_ids", b"token_ids", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cached_tokens", b"cached_tokens", "chunks", b"chunks", "deadline_seconds", b"deadline_seconds", "decode_endpoint", b"decode_endpoint", "destination", b"destination", "kv_id", b"kv_id", "pulled_from", b"pulled_from", "sampling", b"sampling", "sparsity", b"sparsity", "token_ids", b"token_ids", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -447,18 +453,22 @@ class StreamTurnRequest(_message.Message):
 
     TURN_ID_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
+    INTERVAL_SECONDS_FIELD_NUMBER: _builtins.int
     turn_id: _builtins.str
     after: _builtins.int
     """Tokens that the reader has; events come behind them."""
+    interval_seconds: _builtins.float
+    """Seconds between two events with tokens at least, for a reader of many turns; tokens that come meanwhile are joined."""
     def __init__(
         self,
         *,
         turn_id: _builtins.str = ...,
         after: _builtins.int = ...,
+        interval_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "interval_seconds", b"interval_seconds", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

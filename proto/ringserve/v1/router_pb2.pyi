@@ -77,6 +77,7 @@ class BeginTurnRequest(_message.Message):
     KV_QUOTA_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     READER_FIELD_NUMBER: _builtins.int
+    BOUND_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     conversation_id: _builtins.str
     prompt_mode: _inference_pb2.PromptMode.ValueType
@@ -93,7 +94,7 @@ class BeginTurnRequest(_message.Message):
     cache_key: _builtins.str
     """Digest of the client's key and its tenant."""
     algorithm: _builtins.str
-    """"pass_kv", "pass_q", "gather_kv", "sp_ntp", "decode_ring" or empty."""
+    """"pass_kv", "pass_q", "gather_kv", "chain", "sp_ntp", "decode_ring" or empty."""
     trace_parent: _builtins.str
     """W3C Trace Context of the turn's span; empty without tracing."""
     reader: _builtins.str
@@ -107,6 +108,10 @@ class BeginTurnRequest(_message.Message):
     @_builtins.property
     def resume(self) -> Global___LostTurn:
         """The turn has begun before and lost a ring, its stream or its gateway."""
+
+    @_builtins.property
+    def bound(self) -> Global___Bound:
+        """Unset: as the router is set."""
 
     def __init__(
         self,
@@ -129,10 +134,11 @@ class BeginTurnRequest(_message.Message):
         kv_quota: Global___KvQuota | None = ...,
         resume: Global___LostTurn | None = ...,
         reader: _builtins.str = ...,
+        bound: Global___Bound | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "_expected_tokens", b"_expected_tokens", "conversation_ttl_seconds", b"conversation_ttl_seconds", "expected_tokens", b"expected_tokens", "kv_quota", b"kv_quota", "resume", b"resume", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "_expected_tokens", b"_expected_tokens", "bound", b"bound", "conversation_ttl_seconds", b"conversation_ttl_seconds", "expected_tokens", b"expected_tokens", "kv_quota", b"kv_quota", "resume", b"resume", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "_expected_tokens", b"_expected_tokens", "algorithm", b"algorithm", "cache_key", b"cache_key", "conversation_id", b"conversation_id", "conversation_ttl_seconds", b"conversation_ttl_seconds", "deadline_seconds", b"deadline_seconds", "expected_tokens", b"expected_tokens", "follows", b"follows", "kv_quota", b"kv_quota", "no_cache", b"no_cache", "priority", b"priority", "prompt_mode", b"prompt_mode", "reader", b"reader", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "token_ids", b"token_ids", "trace_parent", b"trace_parent", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "_expected_tokens", b"_expected_tokens", "algorithm", b"algorithm", "bound", b"bound", "cache_key", b"cache_key", "conversation_id", b"conversation_id", "conversation_ttl_seconds", b"conversation_ttl_seconds", "deadline_seconds", b"deadline_seconds", "expected_tokens", b"expected_tokens", "follows", b"follows", "kv_quota", b"kv_quota", "no_cache", b"no_cache", "priority", b"priority", "prompt_mode", b"prompt_mode", "reader", b"reader", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "token_ids", b"token_ids", "trace_parent", b"trace_parent", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__conversation_ttl_seconds: _TypeAlias = _typing.Literal["conversation_ttl_seconds"]  # noqa: Y015
     _WhichOneofArgType__conversation_ttl_seconds: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds"]  # noqa: Y015
@@ -144,6 +150,30 @@ class BeginTurnRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__expected_tokens) -> _WhichOneofReturnType__expected_tokens | None: ...
 
 Global___BeginTurnRequest: _TypeAlias = BeginTurnRequest  # noqa: Y015
+
+@_typing.final
+class Bound(_message.Message):
+    """Bound of a turn that may be sparse: "max_loss" or "max_ttft", and its value."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    limit: _builtins.float
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        limit: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Bound: _TypeAlias = Bound  # noqa: Y015
 
 @_typing.final
 class AbortTurnsRequest(_message.Message):

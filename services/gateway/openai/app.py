@@ -328,7 +328,10 @@ async def _body(request: Request) -> bytes:
 
 def _parsed(body: bytes) -> Any:
     try:
-        return json.loads(body)
+        return json.loads(body.decode())
+    except UnicodeDecodeError as error:
+        message = f"the body is no UTF-8 text: byte {error.start + 1} begins no character"
+        raise BadHttpRequest(400, message, "invalid_json") from None
     except (ValueError, RecursionError):
         raise BadHttpRequest(400, "the body is not valid JSON", "invalid_json") from None
 

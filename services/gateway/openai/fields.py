@@ -5,6 +5,7 @@ A field for a sampling parameter of the contract needs one line in SAMPLING to b
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -95,8 +96,8 @@ def logit_bias(name: str, value: Any) -> dict[int, float]:
 
 
 def shown(value: Any) -> str:
-    """Quote a value for a message, never at length."""
-    words = repr(value)
+    """Quote a value for a message as JSON, a string in single quotes, and never at length."""
+    words = repr(value) if isinstance(value, str) else json.dumps(value)
     return words if len(words) <= 60 else f"{words[:56]} ..."
 
 
@@ -128,6 +129,8 @@ OURS: dict[str, Reader] = {
     "priority": priority,
     "no_cache": boolean,
     "expected_tokens": integer(32),
+    "max_loss": number,
+    "max_ttft": number,
 }
 """Fields of the contract that OpenAI's requests lack; clients send them as extra fields (`extra_body`)."""
 

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from cp_core.cost.chain import Cuts
+from cp_core.cost.chain_cuts import equal_work_cuts
+from cp_core.cost.chain_steps import chain_rates
 from cp_core.cost.decode import GATHER
+from cp_core.cost.model import ModelShape, PrefillRates, RingRates
+from cp_core.layout.shards import cut_layout, segment_layout, stored_on_chain
 from services.offline.bench.ring_processes import RankPlace
 from workers.model.builtin import resolve_model_path
 from workers.model.info import read_model_info
+from workers.protocol.prefill_steps import Algorithm, PrefillStep, SequencePrefill
 from workers.protocol.ranks import RankSettings, RankSpec
 from workers.rank.worker import RankWorker
 
@@ -50,6 +58,32 @@ def start_worker(
     worker.attach(place.transport)
     worker.probe()
     return worker
+
+
+def bench_step(
+    piece: SequencePrefill, algorithm: Algorithm, cuts: Sequence[int] = (), num_segments: int = 1
+) -> PrefillStep:
+    """Return a step of one sequence by an algorithm.
+
+    A chain has these cuts, and stores as evenly as they allow; SP-NTP has so many segments.
+    """
+    level = piece.layout
+    if algorithm is Algorithm.SP_NTP and num_segments > 1:
+        counts = [level.tokens_on(rank) for rank in range(level.num_ranks)]
+        segmented = replace(piece, layout=segment_layout(level.start, counts, num_segments))
+        return PrefillStep(algorithm=algorithm, sequences=(segmented,), num_segments=num_segments)
+    if algorithm is Algorithm.CHAIN:
+        order = range(level.num_ranks)
+        stored = stored_on_chain(level.start, cuts, [level.tokens_on(rank) for rank in order], order)
+        layout = cut_layout(level.start, cuts, order)
+        piece = replace(piece, layout=layout, stored=None if stored == layout.shard_map() else stored)
+    return PrefillStep(algorithm=algorithm, sequences=(piece,))
+
+
+def even_cuts(shape: ModelShape, num_ranks: int, new_tokens: int, cached_tokens: int) -> Cuts:
+    """Return the cuts by which all ranks of a chain have equally many FLOP, where no rates are known."""
+    rates = RingRates(gemm_flops=1.0, attention_flops=1.0, link_bytes_per_second=math.inf, link_latency_seconds=0.0)
+    return equal_work_cuts(new_tokens, cached_tokens, chain_rates(shape, PrefillRates(ring=rates), num_ranks))
 
 
 @contextmanager

@@ -16,14 +16,14 @@ import torch
 
 from cp_core.layout.shards import balanced_layout
 from services.offline.bench.figures import GEMM, Target, gemm_flops, paired_ratio, prefill_flops
-from services.offline.bench.model_rank import blocks_for, start_worker
+from services.offline.bench.model_rank import bench_step, blocks_for, even_cuts, start_worker
 from services.offline.bench.report import Report, Row
 from services.offline.bench.ring_processes import RankPlace, RingProcesses
 from services.offline.bench.rounds import Contender, Sample, Series, alternate, timed, timed_gemm
 from services.offline.reference import StockModel
 from workers.model.builtin import resolve_model_path
 from workers.model.info import read_model_info
-from workers.protocol.prefill_steps import Algorithm, PrefillStep, SequencePrefill, TokenIds
+from workers.protocol.prefill_steps import Algorithm, SequencePrefill, TokenIds
 from workers.protocol.ranks import ModelInfo
 from workers.sampling.parameters import SamplingParameters
 
@@ -42,7 +42,8 @@ class PrefillRank:
     def __init__(self, model: str, max_tokens: int, algorithm: Algorithm, place: RankPlace) -> None:
         self._place = place
         self._algorithm = algorithm
-        # The 2N-chunk layout gives no rank more than two tokens over its share.
+        self._shape = read_model_info(resolve_model_path(model)).shape
+        # The 2N-chunk layout gives no rank more than two tokens over its share, and the KV of a chain lies like it.
         self._num_blocks = blocks_for(max_tokens // place.num_ranks + 2)
         self._worker = start_worker(place, "prefill", model, self._num_blocks)
 
@@ -58,7 +59,9 @@ class PrefillRank:
             blocks=tuple(range(self._num_blocks)),
             sample=SamplingParameters(),
         )
-        step = PrefillStep(algorithm=self._algorithm, sequences=(sequence,))
+        step = bench_step(
+            sequence, self._algorithm, even_cuts(self._shape, self._place.num_ranks, len(task.token_ids), 0)
+        )
         return timed(self._place.transport, lambda: self._worker.prefill(step))
 
     def close(self) -> None:

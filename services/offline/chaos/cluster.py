@@ -35,7 +35,8 @@ class OwnCluster:
 
     async def start(self, progress: Callable[[str], None]) -> None:
         """Start the cluster and return when it serves. Raises Unavailable."""
-        command = [sys.executable, "-m", "services.cli.main", "up", "--name", "chaos", "--ready-file", str(self._ready)]
+        command = [sys.executable, "-P", "-m", "services.cli.main", "up", "--name", "chaos"]
+        command += ["--ready-file", str(self._ready)]
         # A session of its own: Ctrl-C reaches this process alone, which then ends the cluster in order.
         with self.log.open("wb") as log:
             self._up = subprocess.Popen(

@@ -12,9 +12,9 @@ from itertools import accumulate
 
 from cp_core.cost.decode import fastest_step
 from cp_core.cost.memory import WeightBytes, process_memory
-from cp_core.cost.model import StepLimits, WorkModel, cut
 from cp_core.cost.prefill import predict_migration
 from cp_core.cost.profile import HardwareProfile
+from cp_core.cost.work import StepLimits, WorkModel, cut
 from cp_core.errors import ConfigError
 from cp_core.layout.shards import TokenRange
 from orchestration.placement.costs import RingCosts

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from cp_core.cost.selector import POLICIES
 from cp_core.errors import RingserveError
+from orchestration.protocol.plans import MAX_LOSS, MAX_TTFT
 from orchestration.protocol.rings import RingStanding
 from orchestration.protocol.turns import BegunTurn
 from orchestration.protocol.views import MoveReason, MoveTotals
@@ -61,6 +62,14 @@ class RouterMetrics:
         )
         for algorithm in ALGORITHMS:
             self._plans.labels(algorithm, self._selector)
+        self._sparse = Counter(
+            "ringserve_router_sparse_plans",
+            "Planned turns that are approximate, by the bound that they were chosen for.",
+            ["bound"],
+            registry=registry,
+        )
+        for bound in (MAX_LOSS, MAX_TTFT):
+            self._sparse.labels(bound)
         self._placements = Counter(
             "ringserve_router_placements", "Planned turns by their rings.", ["role", "ring"], registry=registry
         )
@@ -84,6 +93,8 @@ class RouterMetrics:
         self._planning.observe(time.monotonic() - started)
         plan = begun.plan
         self._plans.labels(plan.algorithm.value, self._selector).inc()
+        if plan.sparse is not None:
+            self._sparse.labels(plan.sparse.bound).inc()
         for role, ring in zip(ROLES, (plan.prefill_ring, plan.decode_ring), strict=True):
             self._placements.labels(role, ring).inc()
         return begun

@@ -125,7 +125,7 @@ def test_backends_are_chosen_by_name_and_auto_takes_the_fast_one() -> None:
 
 def test_an_unknown_backend_is_refused_with_the_names_there_are() -> None:
     with pytest.raises(
-        ConfigError, match="allowed are auto, torch_cpu_flash, triton_decode, torch_cuda_flash, flash_attn, ref"
+        ConfigError, match="allowed are auto, torch_cpu_flash, flash_attn_3, triton_decode, torch_cuda_flash, "
     ):
         select_backend("flash_9", "cpu", torch.float32)
 

@@ -1,10 +1,11 @@
 """GPU backends as far as a CPU can test them: arguments of their kernels, use of the results, and refusals.
 
-The reference replaces the kernels; none of this has been run on a GPU.
+The reference replaces the kernels.
 """
 
 from __future__ import annotations
 
+import importlib.machinery
 import sys
 from types import ModuleType
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from cp_core.attention.backends import select_backend
 from cp_core.attention.flash_attn import FlashAttention
+from cp_core.attention.flash_attn_3 import FlashAttention3
 from cp_core.attention.paged import PagedBackend, PagedShards, attend_pages, takes_pages
 from cp_core.attention.partial import AttentionBackend, Partial, empty_partial
 from cp_core.attention.reference import ReferenceAttention
@@ -75,6 +77,73 @@ def varlen_kernel(
         assert lengths.tolist() == [0, tensor.shape[0]] == [0, longest]
     part = ReferenceAttention().partial_attention(q, k, v, causal=causal, scale=softmax_scale)
     return part.out.to(q.dtype), part.lse.transpose(0, 1).contiguous(), None
+
+
+class Fa3Kernels:
+    """Functions of `fa3_fwd_interface` 0.0.3, as far as they are called; `lengths` are those of their calls."""
+
+    def __init__(self) -> None:
+        self.lengths: list[tuple[list[int], list[int]]] = []
+
+    def flash_attn_func(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        softmax_scale: float,
+        causal: bool,
+        return_attn_probs: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert return_attn_probs
+        self.lengths.append(([q.shape[1]], [k.shape[1]]))
+        part = ReferenceAttention().partial_attention(q[0], k[0], v[0], causal=causal, scale=softmax_scale)
+        return part.out.to(q.dtype).unsqueeze(0), part.lse.t().contiguous().unsqueeze(0)
+
+    def flash_attn_varlen_func(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float,
+        causal: bool,
+        return_attn_probs: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert return_attn_probs
+        queries, keys = _lengths(cu_seqlens_q), _lengths(cu_seqlens_k)
+        assert (max(queries), max(keys)) == (max_seqlen_q, max_seqlen_k)
+        self.lengths.append((queries, keys))
+        parts = [
+            ReferenceAttention().partial_attention(*each, causal=causal, scale=softmax_scale)
+            for each in zip(q.split(queries), k.split(keys), v.split(keys), strict=True)
+        ]
+        out, lse = torch.cat([part.out for part in parts]), torch.cat([part.lse for part in parts])
+        return out.to(q.dtype), lse.t().contiguous()
+
+
+def torch_varlen_kernel(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cum_seq_q: torch.Tensor,
+    cum_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    dropout: float,
+    causal: bool,
+    *,
+    return_debug_mask: bool,
+    scale: float,
+    window_size_left: int,
+    window_size_right: int,
+) -> tuple[Any, ...]:
+    """`aten::_flash_attention_forward` as `torch.nn.attention.varlen` calls it without pages."""
+    assert (dropout, return_debug_mask, window_size_left, window_size_right) == (0.0, False, -1, -1)
+    out, lse = Fa3Kernels().flash_attn_varlen_func(q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, scale, causal, True)
+    return out, lse, None, None, None
 
 
 def torch_paged_kernel(
@@ -144,12 +213,12 @@ def _name(backend: AttentionBackend) -> str:
 def test_queries_reach_the_kernel_and_answers_come_back_in_our_layout(
     backend: AttentionBackend, dtype: torch.dtype, head_dim: int, num_tokens: int, num_stored: int, causal: bool
 ) -> None:
-    """fp32 partials within the rounding of the kernel's 16-bit out."""
+    """Partials within the rounding of the kernel's 16-bit out."""
     tokens = random_tokens(num_stored, num_heads=8, num_kv_heads=2, head_dim=head_dim, dtype=dtype)
     q, scale = tokens.q[:num_tokens], head_dim**-0.5
     part = backend.partial_attention(q, tokens.k, tokens.v, causal=causal, scale=scale)
     right = oracle_partial(q, tokens.k, tokens.v, causal=causal, scale=scale)
-    assert part.out.dtype == part.lse.dtype == torch.float32
+    assert part.lse.dtype == torch.float32
     assert (part.out.shape, part.lse.shape) == (q.shape, q.shape[:2])
     assert largest(part.out.double() - right.out) <= 1.05 * largest(right.out.to(dtype).double() - right.out)
     assert largest(part.lse.double() - right.lse) <= 2e-6 * max(1.0, largest(right.lse))
@@ -241,6 +310,65 @@ def test_many_queries_go_to_torchs_kernel_and_decode_over_pages_to_tritons() -> 
     assert all(left is right for left, right in zip(given, (pages, pages, table, lengths, 0.125), strict=True))
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_several_sequences_reach_a_kernel_in_one_call(causal: bool) -> None:
+    """Uneven lengths side by side; within the rounding of bfloat16."""
+    kernels = Fa3Kernels()
+    torch_flash = TorchCudaFlash(torch_kernel, torch_varlen_kernel)
+    decode = TritonDecode(torch_flash, object())
+    queries = [3, 1, 65]
+    keys = queries if causal else [7, 130, 1]
+    sequences = [
+        random_tokens(max(each), dtype=torch.bfloat16, seed=max(each)) for each in zip(queries, keys, strict=True)
+    ]
+    q = torch.cat([each.q[:count] for each, count in zip(sequences, queries, strict=True)])
+    k, v = (
+        torch.cat([getattr(each, name)[:count] for each, count in zip(sequences, keys, strict=True)]) for name in "kv"
+    )
+    for backend in (torch_flash, decode, FlashAttention3(kernels, decode)):
+        part = backend.attend_many(q, k, v, queries, keys, causal=causal, scale=0.125)
+        at = 0
+        for tokens, num_queries, num_keys in zip(sequences, queries, keys, strict=True):
+            right = oracle_partial(
+                tokens.q[:num_queries], tokens.k[:num_keys], tokens.v[:num_keys], causal=causal, scale=0.125
+            )
+            stop = at + num_queries
+            floor = largest(right.out.bfloat16().double() - right.out)
+            assert largest(part.out[at:stop].double() - right.out) <= 1.05 * floor
+            assert largest(part.lse[at:stop] - right.lse) <= 2e-6 * max(1.0, largest(right.lse))
+            at = stop
+    assert kernels.lengths == [(queries, keys)]
+
+
+def test_few_queries_over_many_keys_stay_with_the_kernel_that_splits_the_keys() -> None:
+    kernels = Fa3Kernels()
+    backend = FlashAttention3(kernels, TritonDecode(TorchCudaFlash(torch_kernel), object()))
+    tokens = random_tokens(600, num_heads=64, num_kv_heads=2, dtype=torch.bfloat16)
+    for num_queries, causal in ((1, False), (128, False), (600, False), (600, True)):
+        q = tokens.q[:num_queries]
+        part = backend.partial_attention(q, tokens.k, tokens.v, causal=causal, scale=0.125)
+        right = oracle_partial(q, tokens.k, tokens.v, causal=causal, scale=0.125)
+        assert largest(part.out.double() - right.out) <= 1.05 * largest(right.out.bfloat16().double() - right.out)
+    assert kernels.lengths == [([600], [600]), ([600], [600])]
+
+
+def test_auto_takes_flash_attention_3_on_hopper_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 alone, which is what its build has; other GPUs keep torch's kernel."""
+    monkeypatch.setitem(sys.modules, "fa3_fwd_interface", ModuleType("fa3_fwd_interface"))
+    sys.modules["fa3_fwd_interface"].__spec__ = importlib.machinery.ModuleSpec("fa3_fwd_interface", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, dtype, name in (
+        ((9, 0), torch.bfloat16, "flash_attn_3"),
+        ((9, 0), torch.float16, "triton_decode"),
+        ((8, 0), torch.bfloat16, "triton_decode"),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert select_backend("auto", "cuda:0", dtype).name == name
+    monkeypatch.setitem(sys.modules, "fa3_fwd_interface", None)
+    with pytest.raises(ConfigError, match=r"fa3-fwd cannot be imported .*; install another version of it, or name"):
+        FlashAttention3()
+
+
 @pytest.mark.parametrize("name", ["triton_decode", "torch_cuda_flash", "flash_attn"])
 def test_gpu_kernels_refuse_cpus_and_fp32(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"'{name}' does not serve torch\.float16 on cpu"):
@@ -252,6 +380,6 @@ def test_gpu_kernels_refuse_cpus_and_fp32(name: str) -> None:
 def test_a_missing_package_is_said_and_nothing_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     with pytest.raises(
-        ConfigError, match=r"cannot be imported .*; install ringserve\[gpu\], or use 'torch_cuda_flash'"
+        ConfigError, match=r"cannot be imported .*; install ringserve\[flash-attn\], or use 'torch_cuda_flash'"
     ):
         select_backend("flash_attn", "cuda:0", torch.bfloat16)

@@ -193,8 +193,10 @@ def _on_cpu(part: Partial) -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_merge_writes_in_the_dtype_of_the_model_and_passes_a_nan_on() -> None:
     parts = [Partial(torch.ones(3, 2, 64, device=DEVICE), torch.zeros(3, 2, device=DEVICE)) for _ in range(2)]
     parts[1].lse[1, 0] = torch.nan
-    merged = merge_parts(parts, torch.bfloat16)
-    assert merged.out.dtype == torch.bfloat16
+    whole = torch.full((5, 2, 64), 7.0, dtype=torch.bfloat16, device=DEVICE)
+    merged = merge_parts(parts, whole[1:4])
+    assert torch.equal(whole[::4], torch.full((2, 2, 64), 7.0, dtype=torch.bfloat16, device=DEVICE))
+    assert merged.out.data_ptr() == whole[1:4].data_ptr()
     assert merged.out[1, 0].isnan().all()
     assert merged.lse[1, 0].isnan()
     assert int(merged.out.isnan().sum()) == 64

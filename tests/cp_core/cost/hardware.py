@@ -1,8 +1,12 @@
-"""Profile with round numbers, and a model small enough to count by hand."""
+"""Profile with round numbers, a model small enough to count by hand, and chains of a larger one."""
 
 from __future__ import annotations
 
-from cp_core.cost.model import ModelShape
+from dataclasses import replace
+from typing import Any
+
+from cp_core.cost.chain import ChainRates
+from cp_core.cost.model import ModelShape, PrefillRates, RingRates
 from cp_core.cost.profile import DecodeConstants, HardwareProfile, PrefillConstants
 
 TINY = ModelShape(
@@ -47,3 +51,26 @@ ROUND = HardwareProfile(
         host_seconds=0.002,
     ),
 )
+LLAMA_8B = ModelShape(
+    num_layers=32,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    vocab_size=128256,
+    element_bytes=2,
+)
+
+
+def prefill_rates(link: float, start: float = 20e-6) -> PrefillRates:
+    return PrefillRates(
+        ring=RingRates(
+            gemm_flops=400e12, attention_flops=400e12, link_bytes_per_second=link, link_latency_seconds=start
+        )
+    )
+
+
+def chain(num_ranks: int, link: float, start: float = 20e-6, **changes: Any) -> ChainRates:
+    rates = ChainRates.of(LLAMA_8B, prefill_rates(link, start), (1.0,) * num_ranks)
+    return replace(rates, **changes)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_core.cost.model import PrefillRates, RingRates, predict_prefill
+from cp_core.cost.model import SP_NTP, ModelShape, PrefillRates, RingRates, StepPredictor, predict_prefill
 from cp_core.errors import ConfigError
 from tests.cp_core.cost import hardware
 from tests.cp_core.cost.test_selector import fitted_rates, llama_405b, table_4
@@ -120,3 +120,25 @@ def test_the_modules_that_decide_load_without_torch() -> None:
         "import sys, cp_core.cost.selector, cp_core.cost.model, cp_core.layout.shards; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False).returncode == 0
+
+
+def test_segments_of_sp_ntp_hide_messages_behind_attention() -> None:
+    """Section 8 of the sources' three-phase pipeline: from M = 1 to the best M, 7B with 32 KV heads over 8 ranks."""
+    shape = ModelShape(
+        num_layers=32,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_heads=32,
+        num_kv_heads=32,
+        head_dim=128,
+        vocab_size=32000,
+        element_bytes=2,
+    )
+    ring = RingRates(gemm_flops=400e12, attention_flops=400e12, link_bytes_per_second=40e9, link_latency_seconds=2e-5)
+    predictor = StepPredictor(shape, PrefillRates(ring=ring), 8)
+    assert predictor.segments(65_536, 0) > 1
+    assert predictor.segments(100, 0) == 1, "segments of fewer tokens than LEAST_SEGMENT do not pay"
+    none = StepPredictor(shape, PrefillRates(ring=replace(ring, overlap=0.0)), 8)
+    assert none.segments(65_536, 0) == 1
+    by_one, by_best = (each.seconds(65_536, 0)[SP_NTP] for each in (none, predictor))
+    assert (by_one, by_best) == pytest.approx((0.807, 0.648), rel=0.02)

@@ -16,7 +16,7 @@ from cp_core.errors import Unavailable
 from cp_core.layout.shards import balanced_layout
 from cp_core.layout.step_plans import PrefillPlan, SequencePlan
 from cp_core.ring.prefill import ring_prefill
-from cp_core.transport.delayed import Clock, DelayedTransport, WallClock
+from cp_core.transport.delayed import ChangingRate, Clock, DelayedTransport, VirtualClock, WallClock
 from cp_core.transport.inprocess import InProcessRing
 from cp_core.transport.interface import RingTransport
 from tests.cp_core.rings import on_every_rank
@@ -24,22 +24,6 @@ from tests.oracles import random_tokens
 
 UNLIMITED = 1e30
 NUM_TOKENS = 64
-
-
-class RankClock:
-    """Clock of one rank, which advances where the rank computes or waits: no scheduler disturbs it."""
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-
-    def now(self) -> float:
-        return self._seconds
-
-    def wait_until(self, moment: float) -> None:
-        self._seconds = max(self._seconds, moment)
-
-    def stop(self) -> None:
-        pass
 
 
 class TimedAttention:
@@ -96,8 +80,8 @@ def prefill_seconds(
 @pytest.mark.parametrize("algorithm", ["pass_kv", "pass_q"])
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_a_message_that_takes_less_than_an_iteration_costs_nothing(size: int, algorithm: str) -> None:
-    alone = prefill_seconds(size, algorithm, RankClock, 1.0, 0.0)
-    delayed = prefill_seconds(size, algorithm, RankClock, 1.0, 0.9)
+    alone = prefill_seconds(size, algorithm, VirtualClock, 1.0, 0.0)
+    delayed = prefill_seconds(size, algorithm, VirtualClock, 1.0, 0.9)
     assert alone == pytest.approx(size)
     # Pass-Q ends with an all-to-all that no computation hides.
     exposed = 0.9 if algorithm == "pass_q" else 0.0
@@ -107,14 +91,14 @@ def test_a_message_that_takes_less_than_an_iteration_costs_nothing(size: int, al
 
 
 def test_of_a_message_that_takes_longer_than_an_iteration_the_rest_shows() -> None:
-    assert prefill_seconds(4, "pass_kv", RankClock, 1.0, 1.5) == pytest.approx(4 * 1.0 + 3 * 0.5)
+    assert prefill_seconds(4, "pass_kv", VirtualClock, 1.0, 1.5) == pytest.approx(4 * 1.0 + 3 * 0.5)
 
 
 def test_a_slow_link_shows_what_computing_does_not_hide() -> None:
     tokens = random_tokens(NUM_TOKENS)
     num_bytes = 2 * tokens.k[: NUM_TOKENS // 2].nbytes
-    assert prefill_seconds(2, "pass_kv", RankClock, 1.0, 0.0, num_bytes / 0.9) == pytest.approx(2.0)
-    assert prefill_seconds(2, "pass_kv", RankClock, 1.0, 0.0, num_bytes / 1.75) == pytest.approx(2.75)
+    assert prefill_seconds(2, "pass_kv", VirtualClock, 1.0, 0.0, num_bytes / 0.9) == pytest.approx(2.0)
+    assert prefill_seconds(2, "pass_kv", VirtualClock, 1.0, 0.0, num_bytes / 1.75) == pytest.approx(2.75)
 
 
 def test_communication_hides_under_compute_by_the_clock_on_the_wall() -> None:
@@ -123,6 +107,39 @@ def test_communication_hides_under_compute_by_the_clock_on_the_wall() -> None:
     limit = 3 * compute + hop  # with exposed messages it takes two hops longer than the compute
     assert any(prefill_seconds(3, "pass_kv", WallClock, compute, hop) < limit for _ in range(30))
     assert prefill_seconds(3, "pass_kv", WallClock, compute, 0.13) >= 3 * compute + 2 * hop
+
+
+def test_messages_to_all_peers_share_one_outgoing_link() -> None:
+    """Three ranks: the second message of an all-to-all leaves after the first, whoever receives it."""
+    arrivals = []
+
+    def act(inner: RingTransport) -> None:
+        clock = VirtualClock()
+        transport = DelayedTransport(inner, 0.5, 100.0, clock=clock)
+        tensors = [torch.zeros(25) for _ in range(3)]
+        transport.all_to_all(tensors, [torch.empty(25) for _ in range(3)]).wait()
+        arrivals.append(clock.now())
+
+    on_every_rank(InProcessRing(3).transports, act)
+    assert arrivals == [pytest.approx(2 * 1.0 + 0.5)] * 3
+
+
+def test_a_rate_may_change_while_a_message_is_under_way() -> None:
+    rate = ChangingRate(((1.0, 100.0), (3.0, 0.0), (5.0, 10.0)))
+    assert rate.end(0.0, 50.0) == pytest.approx(0.5)
+    assert rate.end(2.0, 100.0) == pytest.approx(3.0)
+    assert rate.end(2.0, 120.0) == pytest.approx(7.0), "100 bytes until 3, none until 5, 20 at a tenth of the rate"
+    assert rate.end(4.0, 0.0) == 4.0
+    assert rate.end(6.0, 30.0) == pytest.approx(9.0)
+    left, right = (
+        DelayedTransport(each, 0.25, ChangingRate(((0.0, 400.0), (1.0, 100.0))), clock=VirtualClock())
+        for each in InProcessRing(2).transports
+    )
+    for _ in range(2):
+        left.broadcast(torch.zeros(75), 0).wait()
+    for moment in (0.75 + 0.25, 1.0 + 2.0 + 0.25):
+        right.broadcast(torch.empty(75), 0).wait()
+        assert right.now() == pytest.approx(moment)
 
 
 def pair(latency_seconds: float, bytes_per_second: float = UNLIMITED) -> Sequence[DelayedTransport]:

@@ -323,3 +323,30 @@ async def test_a_turn_that_is_read_ends_at_its_deadline() -> None:
         made.turns.watch(turn)
         made.turns.read("turn", 0)
         assert isinstance(await over(turn), DeadlineExceeded)
+
+
+async def test_tokens_that_come_within_the_pause_of_a_reader_are_told_together() -> None:
+    async with ring() as made:
+        turn = made.turn()
+        reader = made.turns.read("turn", 0, interval=0.02)
+        await reader.next()
+        turn.add_token(7, None)
+        reading = asyncio.create_task(reader.next())
+        await asyncio.sleep(0)
+        turn.add_token(8, None)
+        event = await reading
+        assert isinstance(event, TokensEvent)
+        assert event.token_ids == (7, 8)
+
+
+async def test_the_last_tokens_of_a_turn_wait_for_no_pause() -> None:
+    async with ring() as made:
+        turn = made.turn()
+        reader = made.turns.read("turn", 0, interval=3600.0)
+        await reader.next()
+        turn.add_token(7, None)
+        await made.turns.end("turn", TurnCancelled("gone"))
+        async with asyncio.timeout(WAIT_SECONDS):
+            assert isinstance(await reader.next(), TokensEvent)
+            with pytest.raises(TurnCancelled):
+                await reader.next()

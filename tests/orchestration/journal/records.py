@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from orchestration.protocol.journal import BegunRecord, CommittedRecord, RingIncarnation, StoredConversation
-from orchestration.protocol.plans import PromptMode
+from orchestration.protocol.plans import PromptMode, SparsePlan, TurnPlan
 from orchestration.protocol.turns import KvQuota, TurnRequest
 from workers.protocol.decode_commands import FinishReason
 from workers.protocol.prefill_steps import Algorithm
@@ -15,6 +15,33 @@ from workers.sampling.parameters import SamplingParameters, TokenBias
 
 SAMPLING = SamplingParameters(
     temperature=0.5, seed=7, max_tokens=9, stop_token_ids=(1, 2), logit_bias=(TokenBias(3, -1.0),), logprobs=2
+)
+
+SPARSE = SparsePlan(
+    keep=0.5,
+    sinks=4,
+    window=8,
+    bound="max_loss",
+    limit=0.1,
+    predicted_loss=0.05,
+    measured_loss=0.04,
+    measured_accuracy=1.0,
+    measured_tokens=100,
+)
+PLAN = TurnPlan(
+    algorithm=Algorithm.PASS_KV,
+    reason="",
+    new_tokens=2,
+    cached_tokens=0,
+    prefill_ring="prefill-0",
+    decode_ring="decode-0",
+    prefill_ranks=2,
+    decode_ranks=2,
+    cached_sources=(),
+    chunks=(),
+    predicted_prefill_seconds=0.0,
+    alternatives=(),
+    prompt_mode=PromptMode.NEW,
 )
 
 

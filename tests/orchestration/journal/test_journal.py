@@ -3,6 +3,7 @@ import dataclasses
 import multiprocessing
 import sqlite3
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from cp_core.errors import ConfigError, Unavailable
 from orchestration.journal import schema
 from orchestration.journal.journal import MAX_ENDED, SqliteJournal
-from tests.orchestration.journal.records import begun, committed, fork
+from tests.orchestration.journal.records import PLAN, SPARSE, begun, committed, fork
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +49,7 @@ async def test_a_conversation_outlives_its_router(tmp_path: Path) -> None:
     later = SqliteJournal(tmp_path)
     assert later.epoch == journal.epoch + 1
     (known,) = later.conversations()
-    assert dataclasses.astuple(known) == ("c", 6, 2, "", 5.0, 200.0, "t2")
+    assert dataclasses.astuple(known) == ("c", 6, 2, "", 5.0, 200.0, "t2", None)
     assert tokens(later, "c") == [1, 2, 3, 4, 5, 6]
     assert list(later.ended()) == [("t1", 1), ("t2", 2)]
     assert not list(later.turns())
@@ -191,3 +192,34 @@ def test_a_file_that_is_no_journal_is_named(tmp_path: Path) -> None:
     (tmp_path / schema.FILE).write_text("no database at all, of any version" * 10)
     with pytest.raises(ConfigError, match="move it away"):
         SqliteJournal(tmp_path)
+
+
+async def test_a_journal_remembers_which_turns_and_conversations_are_approximate(tmp_path: Path) -> None:
+    journal = SqliteJournal(tmp_path)
+    await asyncio.gather(
+        journal.begun(replace(begun("t1", "c", [1, 2]), sparse=SPARSE)),
+        journal.begun(replace(begun("t2", "running", [1, 2]), sparse=SPARSE)),
+        journal.committed(committed("t1", [3])),
+        journal.forked("c", fork("f", 2)),
+    )
+    await turn(journal, "exact", "t3", [1, 2], [3], base=0)
+    journal.close()
+    later = SqliteJournal(tmp_path)
+    known = {each.conversation_id: each.sparsity for each in later.conversations()}
+    assert known == {"c": SPARSE.sparsity, "f": SPARSE.sparsity, "exact": None}
+    assert [each.sparse for each in later.turns()] == [SPARSE]
+    # An exact turn continues nothing of it; afterwards the turn's KV agrees with nothing.
+    await turn(later, "c", "t4", [1, 2, 3, 4], [5], base=0)
+    assert (later.agreeing("c", "t1"), later.agreeing("f", "t1")) == (0, 2)
+    assert {each.conversation_id: each.sparsity for each in later.conversations()}["c"] is None
+    later.close()
+
+
+async def test_the_plan_of_an_ended_approximate_turn_says_so(tmp_path: Path) -> None:
+    journal = SqliteJournal(tmp_path)
+    await journal.begun(replace(begun("t1", "c", [1, 2]), sparse=SPARSE))
+    await journal.committed(replace(committed("t1", [3]), plan=replace(PLAN, sparse=SPARSE)))
+    answer = journal.answer_of("request of t1")
+    assert answer is not None
+    assert answer.plan.sparse == SPARSE
+    journal.close()

@@ -17,8 +17,8 @@ def test_a_router_knows_a_hundred_thousand_conversations_within_seconds(tmp_path
     blob = bytes(4 * 50)
     with sqlite3.connect(tmp_path / FILE) as database:
         numbers = range(1, NUM_CONVERSATIONS + 1)
-        segments = ((number, None, 0, 50, blob, f"turn {number}", 1) for number in numbers)
-        database.executemany("INSERT INTO segments VALUES (?,?,?,?,?,?,?)", segments)
+        segments = ((number, None, 0, 50, blob, f"turn {number}", 1, "") for number in numbers)
+        database.executemany("INSERT INTO segments VALUES (?,?,?,?,?,?,?,?)", segments)
         rows = ((f"c{number}", number, 50, 1, "", 0.0, float(number)) for number in numbers)
         database.executemany("INSERT INTO conversations VALUES (?,?,?,?,?,?,?)", rows)
     began = time.process_time()

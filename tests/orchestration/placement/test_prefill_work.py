@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_core.cost.model import StepLimits, WorkModel, cut
+from cp_core.cost.work import StepLimits, WorkModel, cut
 from cp_core.layout.shards import TokenRange
 from tests.orchestration.fake_ranks import MODEL
 

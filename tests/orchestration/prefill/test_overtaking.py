@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from cp_core.cost.model import StepLimits
+from cp_core.cost.work import StepLimits
 from orchestration.prefill.scheduler import AGE_SHARE
 from orchestration.protocol.rings import PrefillScheduling
 from tests.orchestration.prefill.test_scheduler import WORK, Prompt, Simulation, names

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cp_core.cost.model import StepLimits, WorkModel, cut
+from cp_core.cost.work import StepLimits, WorkModel, cut
 from cp_core.errors import CapacityExceeded
 from cp_core.layout.shards import TokenRange
 from orchestration.prefill.scheduler import AGE_SHARE, PrefillScheduler, ScheduledStep

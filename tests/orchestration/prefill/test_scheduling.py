@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.cost.model import StepLimits
+from cp_core.cost.work import StepLimits
 from cp_core.errors import CapacityExceeded, TurnCancelled, Unavailable
 from orchestration.prefill.loop import PrefillLoop
 from orchestration.protocol.plans import PromptMode

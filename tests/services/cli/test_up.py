@@ -282,7 +282,7 @@ def test_the_process_of_a_detached_cluster_gets_every_option() -> None:
     )
     options.set = [*options.set, "model.path=DIR"]
     options.detached_log = "/tmp/x.log"
-    again = build_parser().parse_args(up._detached_command(options)[3:])
+    again = build_parser().parse_args(up._detached_command(options)[4:])
     for key in ("name", "set", "no_gateway", "drain_seconds", "detached_log", "config"):
         assert getattr(again, key) == getattr(options, key)
     assert not again.detach

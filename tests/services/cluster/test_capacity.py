@@ -14,7 +14,7 @@ from services.cluster.capacity import Machine, check_fits, dtype_advice, this_ma
 from services.cluster.local import LocalCluster
 from services.config import Config, config_from
 from workers.model.builtin import resolve_model_path
-from workers.model.info import read_model_info
+from workers.model.info import read_model_info, tensor_share
 from workers.protocol.ranks import ModelInfo
 
 LARGE = Machine(cores=64, memory_bytes=1e12, gpus=8, gpu_bytes=80e9)
@@ -139,3 +139,17 @@ def test_up_says_where_another_dtype_would_be_faster(
 
 def test_a_small_model_gains_too_little_by_bfloat16_to_say_so(model: ModelInfo) -> None:
     assert not dtype_advice(Config().model, model, can_multiply=True)
+
+
+def test_the_packed_copy_of_a_head_that_is_the_embedding_needs_memory_on_decode_ranks(model: ModelInfo) -> None:
+    tied = replace(model, tied_parameters=1_000_000_000)
+    rings = config(prefill={"cp": 3}, decode={"cp": 2})
+    weights = 5 * (300e6 + 4 * tied.num_parameters)
+    with pytest.raises(ConfigError, match=rf"their weights and processes {(weights + 8e9) / 1e9:.1f} GB"):
+        check_fits(rings, tied, Machine(cores=64, memory_bytes=9e9))
+
+
+def test_the_parameters_of_a_tied_head_are_those_of_the_embedding(model: ModelInfo) -> None:
+    assert model.tied_parameters in (0, model.vocab_size * model.hidden_size)
+    tied = replace(model, tied_parameters=model.vocab_size * model.hidden_size)
+    assert tensor_share(tied, 2).tied_parameters == tied.tied_parameters // 2

@@ -10,8 +10,10 @@ import pytest
 
 from cp_core.cost.profile import format_profile, read_profile
 from cp_core.cost.selector import EmpiricalFit
+from cp_core.cost.sparse import MeasuredLoss, SparseLosses, format_losses
 from cp_core.errors import ConfigError
-from services.cluster.hosts import LeaderHost, empirical_fit, reachable, router_profile
+from orchestration.protocol.plans import Bound
+from services.cluster.hosts import LeaderHost, empirical_fit, reachable, router_losses, router_profile
 from services.config import RouterConfig, config_from
 
 
@@ -96,3 +98,32 @@ def test_the_empirical_selector_needs_constants_from_somewhere(tmp_path: Path) -
     with pytest.raises(ConfigError, match="fitted on this cluster, or its profile"):
         config_from({"router": {"selector": "empirical"}})
     assert config_from({"router": {"selector": "empirical", "profile": path}}).router.profile == path
+
+
+def test_losses_are_those_of_the_served_model(tmp_path: Path) -> None:
+    path = tmp_path / "losses.json"
+    measured = MeasuredLoss(
+        num_tokens=100, num_ranks=2, keep=0.5, loss=0.1, accuracy=1.0, exact_accuracy=1.0, num_questions=3
+    )
+    losses = SparseLosses(model="builtin:smollm2", sinks=4, window=8, measured=(measured,))
+    path.write_text(format_losses(losses), encoding="utf-8")
+    router = {"sparse_losses": str(path)}
+    assert router_losses(config_from({"router": router, "model": {"path": "builtin:smollm2"}})) == losses
+    assert router_losses(config_from({})) is None
+    with pytest.raises(ConfigError, match=r"router.sparse_losses: .* of model 'builtin:smollm2'; served is"):
+        router_losses(config_from({"router": router, "model": {"path": "builtin:tiny"}}))
+    with pytest.raises(ConfigError, match=r"router.sparse_losses: nowhere.json cannot be read"):
+        router_losses(config_from({"router": {"sparse_losses": "nowhere.json"}}))
+
+
+def test_bounds_of_approximate_turns_need_measured_losses_and_exclude_each_other() -> None:
+    assert config_from({"router": {"sparse_losses": "f.json", "max_loss": 0.1}}).router.bound == Bound(
+        name="max_loss", limit=0.1
+    )
+    assert config_from({"router": {"sparse_losses": "f.json"}}).router.bound is None
+    for key in ("max_loss", "max_ttft"):
+        with pytest.raises(ConfigError, match=rf"router.{key}: 0.5 needs router.sparse_losses"):
+            config_from({"router": {key: 0.5}})
+    both = {"sparse_losses": "f.json", "max_loss": 0.1, "max_ttft": 0.5}
+    with pytest.raises(ConfigError, match=r"router.max_loss: 0.1 is set beside router.max_ttft"):
+        config_from({"router": both})

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Never
 
@@ -56,3 +59,40 @@ def test_lines_of_ray_itself_reach_the_log_and_not_the_terminal(
         ray_worker.print_to_stdstream(data | {"pid": pid, "lines": [line]}, ignore_prefix=False)
     assert capsys.readouterr().err == "(pid=17) ring prefill-0 serves\n"
     assert "Ray: Error: No available node types" in caplog.text
+
+
+SHOW_LIBRARIES = """
+import sys
+from pathlib import Path
+import ray
+from services.cluster.ray_guard import start_own_ray
+
+start_own_ray(1, "test", Path(sys.argv[1]))
+
+@ray.remote
+def where():
+    import psutil
+    return psutil.__file__
+
+print(ray.get(where.remote()))
+ray.shutdown()
+"""
+
+
+def test_a_file_in_the_folder_of_the_command_takes_no_librarys_place(tmp_path: Path) -> None:
+    (tmp_path / "psutil.py").write_text("raise RuntimeError('imported from the folder of the command')")
+    temporary = Path(tempfile.mkdtemp(dir="/tmp", prefix="ray-"))  # paths of Ray's sockets must be short
+    try:
+        shown = subprocess.run(
+            [sys.executable, "-P", "-c", SHOW_LIBRARIES, temporary],
+            cwd=tmp_path,
+            env=os.environ | {"RAY_worker_niceness": "0"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    assert shown.returncode == 0, shown.stderr
+    assert Path(shown.stdout.strip()).parent.name == "psutil"

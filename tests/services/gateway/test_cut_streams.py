@@ -42,10 +42,10 @@ class BreakingLeader:
         self._breaks = breaks
         self.asked: list[int] = []
 
-    async def stream_turn(self, turn_id: str, after: int = 0) -> AsyncGenerator[TurnEvent, None]:
+    async def stream_turn(self, turn_id: str, after: int = 0, interval: float = 0.0) -> AsyncGenerator[TurnEvent, None]:
         self.asked.append(after)
         num_tokens = after
-        async with aclosing(self._leader.stream_turn(turn_id, after)) as events:
+        async with aclosing(self._leader.stream_turn(turn_id, after, interval)) as events:
             async for event in events:
                 if self._breaks(event, num_tokens):
                     raise Unreachable("the connection broke")
@@ -101,10 +101,12 @@ async def test_an_answer_that_ended_while_its_stream_was_cut_is_read_afterwards(
     async with Service(model, 2, 2, orphan_timeout=30.0) as service:
 
         class Waiting(BreakingLeader):
-            async def stream_turn(self, turn_id: str, after: int = 0) -> AsyncGenerator[TurnEvent, None]:
+            async def stream_turn(
+                self, turn_id: str, after: int = 0, interval: float = 0.0
+            ) -> AsyncGenerator[TurnEvent, None]:
                 if self.asked:
                     await eventually(lambda: service.router.num_running == 0)
-                async with aclosing(super().stream_turn(turn_id, after)) as events:
+                async with aclosing(super().stream_turn(turn_id, after, interval)) as events:
                     async for event in events:
                         yield event
 

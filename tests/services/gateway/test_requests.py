@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from cp_core.errors import InvalidRequest
-from orchestration.protocol.plans import PromptMode
+from orchestration.protocol.plans import Bound, PromptMode
 from orchestration.protocol.turns import KvQuota
-from ringserve.mapping import pack_ids
 from ringserve.v1 import inference_pb2
 from services.auth.scoped_router import ScopedRouter
 from services.auth.tenants import ANYBODY, Tenant
@@ -51,10 +50,6 @@ def chat(*messages: tuple[str, str], mode: int = 0) -> inference_pb2.GenerateReq
         ),
         prompt_mode=mode,  # type: ignore[arg-type]
     )
-
-
-def packed(num_bytes: int, *ids: int) -> inference_pb2.GenerateRequest:
-    return Request(tokenized=inference_pb2.TokenizedInput(packed_ids=bytes(num_bytes), input_ids=ids))
 
 
 def tokenized(*ids: int) -> inference_pb2.GenerateRequest:
@@ -239,19 +234,6 @@ def test_a_priority_is_kept(reader: RequestReader, priority: int) -> None:
         (lambda: chat(*[("user", "x")] * 4097), "input.chat.messages: 4097 are too many; at most 4096 are allowed"),
         (lambda: text_request(prompt_mode=7), "prompt_mode: 7 is not one of 0, 1, 2"),
         (lambda: text_request(prompt_mode=3), "prompt_mode: 3 is not one of 0, 1, 2"),
-        (lambda: packed(7), "token_ids: 7 bytes are no whole number of ids of 4 bytes"),
-        (
-            lambda: packed(4, 1),
-            "input.tokenized: input_ids and packed_ids are both given; give one of them",
-        ),
-        (
-            lambda: Request(tokenized=inference_pb2.TokenizedInput(packed_ids=pack_ids([1, 261]))),
-            "input.tokenized[1]: token 261 is outside the vocabulary; allowed are 0 to 260",
-        ),
-        (
-            lambda: Request(tokenized=inference_pb2.TokenizedInput(packed_ids=b"\xff" * 4)),
-            "input.tokenized[0]: token -1 is outside the vocabulary; allowed are 0 to 260",
-        ),
         (lambda: sampled(n=0), "sampling_params.n: 0 is out of range; allowed are 1 to 16"),
         (lambda: text_request(priority=101), "priority: 101 is out of range; allowed are -100 to 100"),
         (lambda: text_request(priority=-101), "priority: -101 is out of range; allowed are -100 to 100"),
@@ -370,3 +352,25 @@ def test_a_text_that_no_prompt_can_hold_is_refused_before_it_is_tokenized(
         reader.read(chat(("user", "x" * limit), ("user", "xx")), None, NOBODYS)
     with pytest.raises(AssertionError, match="it was tokenized"):
         reader.read(text_request("x" * limit), None, NOBODYS)
+
+
+def test_a_bound_is_read_as_it_is_given_and_alone(reader: RequestReader) -> None:
+    def bound(**fields: object) -> Bound | None:
+        return reader.read(text_request(**fields), None, NOBODYS).bound  # type: ignore[arg-type]
+
+    assert bound() is None
+    assert bound(max_loss=0.0) == Bound(name="max_loss", limit=0.0)
+    assert bound(max_loss=0.25, algorithm=inference_pb2.ALGORITHM_PASS_KV) == Bound(name="max_loss", limit=0.25)
+    assert bound(max_ttft=1.5) == Bound(name="max_ttft", limit=1.5)
+    for fields, said in (
+        ({"max_loss": 0.1, "max_ttft": 2.0}, "max_loss: 0.1 is given beside max_ttft"),
+        ({"max_loss": -0.1}, "max_loss: -0.1 is not allowed; give nats, 0 or more"),
+        ({"max_loss": float("nan")}, "max_loss: nan is not allowed"),
+        ({"max_ttft": 0.0}, "max_ttft: 0 is not allowed; give seconds above 0"),
+        (
+            {"max_loss": 0.1, "algorithm": inference_pb2.ALGORITHM_PASS_Q},
+            "algorithm: ALGORITHM_PASS_Q is exact; with max_loss",
+        ),
+    ):
+        with pytest.raises(InvalidRequest, match=said):
+            bound(**fields)

@@ -340,3 +340,28 @@ def test_bytes_that_are_no_text_are_shown_at_the_end(byte_codec: TextCodec, stop
     answer.finish()
     assert answer.text == "az" + REPLACEMENT
     assert answer.finish() == ""
+
+
+@given(letters, st.lists(st.text("ab€😀", min_size=1, max_size=4), max_size=2), st.data())
+def test_tokens_that_come_together_have_the_text_that_they_have_one_by_one(
+    byte_codec: TextCodec, text: str, stops: list[str], data: st.DataObject
+) -> None:
+    rule, raw = StopRule(strings=tuple(stops)), text.encode()
+    one, together = (AnswerText(IncrementalText(byte_codec), rule) for _ in range(2))
+    shown, num_read = "", 0
+    for part in data.draw(splits(len(raw))):
+        tokens = list(raw[part])
+        if together.matched is not None:
+            break
+        num_known = data.draw(st.integers(0, len(tokens)))
+        count, new = together.push_all(tokens, num_known)
+        known = "".join(one.push(token) for token in tokens[: min(count, num_known)])
+        told = "".join(one.push(token) for token in tokens[num_known:count])
+        shown += known + new
+        num_read += count
+        assert together.matched == one.matched
+        assert together.text == one.text == shown
+        if not stops:
+            assert (count, new) == (len(tokens), told)
+    assert one.matched is not None or num_read == len(raw)
+    assert together.finish() == one.finish()

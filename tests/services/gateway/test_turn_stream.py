@@ -64,7 +64,7 @@ class Leader:
     async def finish_turn(self, turn_id: str, num_tokens: int) -> None:
         self.finished.append((turn_id, num_tokens))
 
-    async def stream_turn(self, turn_id: str, after: int = 0) -> AsyncGenerator[TurnEvent, None]:
+    async def stream_turn(self, turn_id: str, after: int = 0, interval: float = 0.0) -> AsyncGenerator[TurnEvent, None]:
         self.asked = turn_id
         events = list(self._events)
         self._events.clear()

@@ -117,7 +117,7 @@ async def test_a_process_of_another_version_is_refused_with_a_sentence(
     await server.stop(0)
 
 
-DIGESTS = {"2": "30b2ae6aec2d3d786d5a6c19b3cab18e35968f5c569ef9c6f4d4da9766129e73"}
+DIGESTS = {"2": "86d0b3d09dc199ec6239ec7c84efaabfdc19e47da0cd71caa8b91ed65214e050"}
 """SHA-256 of the calls between processes, by PEER_VERSION."""
 
 

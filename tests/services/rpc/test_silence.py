@@ -31,7 +31,7 @@ class Leader:
         self.may_end = asyncio.Event()
         self.is_closed = asyncio.Event()
 
-    async def stream_turn(self, turn_id: str, after: int = 0) -> AsyncGenerator[TurnEvent, None]:
+    async def stream_turn(self, turn_id: str, after: int = 0, interval: float = 0.0) -> AsyncGenerator[TurnEvent, None]:
         try:
             await self.may_end.wait()
             yield LAST

@@ -19,6 +19,7 @@ from cp_core.errors import Unavailable
 from tests.workers.models import KINDS, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn, run_in_thread
 from workers.model.loading import GatedMlp, PackedLinear, load_model
+from workers.prefill import step as prefill_step
 from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm, PrefillOutput, PrefillStep
 from workers.rank import parts as rank_parts
 from workers.rank.worker import RankWorker
@@ -51,6 +52,24 @@ def test_three_turns_have_the_logits_of_one_process(
             for start, stop in ((0, 65), (65, 72), (72, 103))
         ]
     assert_same(torch.cat(parts), oracles[kind].logits(tokens))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_cache_in_many_runs_is_read_as_one_where_a_gpu_has_it(
+    num_ranks: int, algorithm: Algorithm, model_paths: Models, oracles: Oracles
+) -> None:
+    """Each block is a run of its own, and there are more than are written one by one."""
+    tokens = random_tokens(150)
+    with LocalRing(model_paths["llama_gqa"], num_ranks) as ring:
+        for worker in ring.workers:
+            worker.parts.cache.joins_runs = True
+        conversation = ring.open("a", 150)
+        parts = [
+            ring.prefill_logits([Turn(conversation, tokens[start:stop])], algorithm)[0]
+            for start, stop in ((0, 97), (97, 150))
+        ]
+    assert_same(torch.cat(parts), oracles["llama_gqa"].logits(tokens))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -122,18 +141,29 @@ def test_sampled_first_tokens_are_the_same_on_rings_of_any_size(model_paths: Mod
     assert len(set(sampled[0].values())) > 2, "eight seeds drew the same token"
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(
+    ("tp", "algorithm"), [(1, Algorithm.PASS_KV), (2, Algorithm.PASS_KV), (1, Algorithm.CHAIN), (2, Algorithm.CHAIN)]
+)
 @pytest.mark.parametrize("num_ranks", RING_SIZES)
 def test_a_step_between_the_layers_of_another_changes_no_token_and_no_kv_of_either(
-    num_ranks: int, tp: int, model_paths: Models, oracles: Oracles
+    num_ranks: int,
+    tp: int,
+    algorithm: Algorithm,
+    model_paths: Models,
+    oracles: Oracles,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Compute a turn with cached tokens and one of a single token, which leaves ranks empty, within a longer step."""
+    """Compute a turn with cached tokens and one of a single token, which leaves ranks empty, within a longer step.
+
+    In a chain the longer step lets it run before the second layer.
+    """
+    monkeypatch.setattr(prefill_step, "CHAIN_LAYERS", 1)
     first, second, third = (random_tokens(count, seed=count) for count in (61, 33, 1))
     oracle = oracles["llama_gqa"]
     with LocalRing(model_paths["llama_gqa"], num_ranks, tp=tp) as ring:
         a, b, c = (ring.open(name, 80) for name in "abc")
         ring.prefill([Turn(a, first[:5]), Turn(b, second[:9])])
-        outer = ring.steps([Turn(a, first[5:], SamplingParameters())], Algorithm.PASS_KV)
+        outer = ring.steps([Turn(a, first[5:], SamplingParameters())], algorithm)
         inner = ring.steps([Turn(b, second[9:], SamplingParameters()), Turn(c, third)], Algorithm.PASS_Q)
         asked = ring.asked_within(inner, 7)
         done = ring.together(lambda worker, rank: worker.prefill(replace(outer[rank], number=7, yields=True)))
@@ -187,13 +217,14 @@ def test_a_step_of_which_a_rank_does_not_know_in_time_is_computed_by_no_rank(
     assert [token for output in done for token in output.tokens.values()] == oracles["llama_gqa"].greedy(tokens, 1)
 
 
+@pytest.mark.parametrize("algorithm", [Algorithm.PASS_KV, Algorithm.CHAIN])
 @pytest.mark.parametrize("num_ranks", RING_SIZES)
 def test_a_step_that_is_ended_between_two_layers_leaves_the_ring_as_it_was(
-    num_ranks: int, model_paths: Models, oracles: Oracles
+    num_ranks: int, algorithm: Algorithm, model_paths: Models, oracles: Oracles
 ) -> None:
     tokens = random_tokens(30)
     with LocalRing(model_paths["llama_gqa"], num_ranks) as ring:
-        outer = ring.steps([Turn(ring.open("a", 64), tokens, SamplingParameters())], Algorithm.PASS_KV)
+        outer = ring.steps([Turn(ring.open("a", 64), tokens, SamplingParameters())], algorithm)
         end = PrefillStep(algorithm=Algorithm.PASS_KV, sequences=())
         asked = ring.asked_within([end] * num_ranks, 3)
         done = ring.together(lambda worker, rank: worker.prefill(replace(outer[rank], number=3, yields=True)))

@@ -75,7 +75,7 @@ class InstantRing:
     async def admit(self, admit: Admit) -> None:
         raise AssertionError("nothing is decoded")
 
-    def stream_turn(self, turn_id: str, after: int = 0) -> AsyncGenerator[TurnEvent, None]:
+    def stream_turn(self, turn_id: str, after: int = 0, interval: float = 0.0) -> AsyncGenerator[TurnEvent, None]:
         raise AssertionError("nothing is decoded")
 
     async def finish_turn(self, turn_id: str, num_tokens: int) -> None:

@@ -12,7 +12,7 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,9 +20,13 @@ from itertools import product
 from statistics import median
 from typing import IO
 
+from cp_core.cost.chain import Cuts
+from cp_core.cost.chain_steps import chain_rates, quick_cuts
 from cp_core.cost.fit import PrefillSample
-from cp_core.cost.model import RingRates
+from cp_core.cost.model import ModelShape, RingRates, StepPredictor
+from cp_core.cost.profile import HardwareProfile
 from cp_core.errors import RingserveError, Unavailable
+from services.offline.bench.model_rank import even_cuts
 from services.offline.bench.ring_processes import RingProcesses
 from services.offline.bench.rounds import Contender, Series, alternate
 from services.offline.bench.selection.links import LinkRate, Links, ShapedLinks, isolation
@@ -90,7 +94,8 @@ def measure_selection(
         with RingProcesses(size, made, network=links) as ring:
             # Before the links are shaped, since outputs do not depend on them; it warms up the ranks too.
             for cell in settings.all_cells:
-                disagreements += _compare(ring, size, cell)
+                cuts = even_cuts(info.shape, size, cell.new_tokens, cell.cached_tokens)
+                disagreements += _compare(ring, size, cell, cuts)
                 tell(f"{size} ranks: comparing outputs")
             for rate in settings.rates:
                 ring.ask(Shape(rate))
@@ -102,8 +107,8 @@ def measure_selection(
     return SelectionReport(settings=about, rings=tuple(rings), disagreements=tuple(disagreements))
 
 
-def _compare(ring: RingProcesses, size: int, cell: Cell) -> list[str]:
-    answers: list[Difference] = ring.ask(Compare(cell))
+def _compare(ring: RingProcesses, size: int, cell: Cell, cuts: Cuts) -> list[str]:
+    answers: list[Difference] = ring.ask(Compare(cell, cuts))
     return [
         f"{_name(size, cell)}: on rank {rank} logits of the algorithms differ by {answer.most:.3g}, "
         f"the largest is {answer.largest:.3g}"
@@ -125,7 +130,8 @@ def _measure_ring(
     tell_fit, tell_judged = (lambda _, what=what: tell(f"{where}: {what}") for what in ("calibrating", "measuring"))
     fit_series = _alternate(ring, size, settings.fit_cells, CALIBRATED_ALGORITHMS, settings.rounds, tell_fit)
     calibration: Calibration = calibrate(info.shape, before, _measurements(where, size, fit_series), ())
-    series = _alternate(ring, size, settings.cells, RING_ALGORITHMS, settings.rounds, tell_judged)
+    forms = {cell: _form(info.shape, calibration.profile, size, cell) for cell in settings.cells}
+    series = _alternate(ring, size, settings.cells, RING_ALGORITHMS, settings.rounds, tell_judged, forms)
     cells = tuple(
         judge(
             info.shape,
@@ -151,6 +157,13 @@ def _measure_ring(
     return result, [text for found in (fit_series, series) for text in _different_tokens(size, found)]
 
 
+def _form(shape: ModelShape, profile: HardwareProfile, size: int, cell: Cell) -> tuple[Cuts, int]:
+    """Return the cuts of a chain and the segments of SP-NTP by the calibrated rates."""
+    rates = profile.prefill.rates(size, is_cached=cell.cached_tokens > 0)
+    cuts = quick_cuts(cell.new_tokens, cell.cached_tokens, chain_rates(shape, rates, size))
+    return cuts, StepPredictor(shape, rates, size).segments(cell.new_tokens, cell.cached_tokens)
+
+
 MeasuredCells = dict[tuple[Cell, Algorithm], Series]
 
 
@@ -161,10 +174,15 @@ def _alternate(
     algorithms: Sequence[Algorithm],
     num_rounds: int,
     tell: Tell,
+    forms: Mapping[Cell, tuple[Cuts, int]] | None = None,
 ) -> MeasuredCells:
     """Measure all cells once a round, each by the algorithms in succession."""
     contenders = {
-        (cell, name): Contender(f"{name} of {_name(size, cell)}", size, partial(ring.measure, Prefill(cell, name)))
+        (cell, name): Contender(
+            f"{name} of {_name(size, cell)}",
+            size,
+            partial(ring.measure, Prefill(cell, name, *(forms[cell] if forms is not None else ()))),
+        )
         for cell, name in product(cells, algorithms)
     }
     found = alternate(list(contenders.values()), num_rounds, tell)

@@ -5,14 +5,16 @@ T tokens of this rank.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from cp_core.cost.chain import Cuts
 from cp_core.cost.model import RingRates
-from cp_core.layout.shards import balanced_layout
-from services.offline.bench.model_rank import blocks_for, start_worker
+from cp_core.layout.shards import PrefillLayout, balanced_layout
+from services.offline.bench.model_rank import bench_step, blocks_for, start_worker
 from services.offline.bench.prefill import drawn_prompt
 from services.offline.bench.ring_processes import RankPlace
 from services.offline.bench.rounds import Sample, timed
@@ -44,10 +46,12 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Task of one prefill step; answered with Prefilled."""
+    """Task of one prefill step, of a chain by `cuts`, of SP-NTP in segments; answered with Prefilled."""
 
     cell: Cell
     algorithm: Algorithm
+    cuts: Cuts = ()
+    num_segments: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,7 @@ class Compare:
     """Task of one cell by all algorithms; answered with Difference."""
 
     cell: Cell
+    cuts: Cuts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,9 +101,9 @@ class SelectionRank:
         self._place = place
         self._transport = place.transport
         self._vocabulary = read_model_info(resolve_model_path(model)).vocab_size
-        # A rank gets at most two tokens over its share of a step.
+        # A rank gets at most two tokens over its share of a step of the prefix; a chain may store all new ones on one.
         each = [
-            blocks_for(sum(-(-tokens // place.num_ranks) + 2 for tokens in (*_prefix_steps(prefix), most_new)))
+            blocks_for(sum(-(-tokens // place.num_ranks) + 2 for tokens in _prefix_steps(prefix)) + most_new)
             for prefix in cached
         ]
         self._worker = start_worker(place, "prefill", model, sum(each))
@@ -116,29 +121,42 @@ class SelectionRank:
                 return None
             case Probe():
                 return self._worker.probe()
-            case Prefill(cell, algorithm):
-                return self._prefill(cell, algorithm)
-            case Compare(cell):
-                return self._compare(cell)
+            case Prefill():
+                return self._prefill(task)
+            case Compare():
+                return self._compare(task)
         raise TypeError(f"no task of this bench: {task!r}")
 
     def close(self) -> None:
         self._worker.stop()
 
-    def _prefill(self, cell: Cell, algorithm: Algorithm) -> Prefilled:
-        step, tokens = self._step(cell, algorithm), []
+    def _prefill(self, task: Prefill) -> Prefilled:
+        step, tokens = self._step(task.cell, task.algorithm, task.cuts, task.num_segments), []
         sample = timed(self._transport, lambda: tokens.append(self._worker.prefill(step).tokens.get(NAME)))
         return Prefilled(
             seconds=sample.seconds, cpu_seconds=sample.cpu_seconds, wait_seconds=sample.wait_seconds, token=tokens[0]
         )
 
-    def _compare(self, cell: Cell) -> Difference:
-        """Compare the logits[T, vocab_size] of every new token of this rank."""
-        by_pass_kv, *others = (self._worker.prefill_logits(self._step(cell, name)) for name in RING_ALGORITHMS)
-        if not by_pass_kv.numel():
-            return Difference(most=0.0, largest=0.0)
-        differences = torch.stack([(by_pass_kv - each).abs().max() for each in others])
-        return Difference(most=float(differences.max()), largest=float(by_pass_kv.abs().max()))
+    def _compare(self, task: Compare) -> Difference:
+        """Compare the logits[T, vocab_size] of every new token of this rank.
+
+        A chain's ranks have other tokens: its logits are compared with those of pass-KV on its layout.
+        """
+        most, largest = torch.zeros(()), torch.zeros(())
+        by_layout: dict[PrefillLayout, Tensor] = {}
+        for name in RING_ALGORITHMS:
+            step = self._step(task.cell, name, task.cuts)
+            (piece,) = step.sequences
+            if piece.layout not in by_layout:
+                plain = replace(step, algorithm=Algorithm.PASS_KV, sequences=(replace(piece, stored=None),))
+                by_layout[piece.layout] = self._worker.prefill_logits(plain)
+            right, logits = by_layout[piece.layout], self._worker.prefill_logits(step)
+            if right.numel():
+                most, largest = (
+                    torch.maximum(most, (right - logits).abs().max()),
+                    torch.maximum(largest, right.abs().max()),
+                )
+        return Difference(most=float(most), largest=float(largest))
 
     def _made(self, cached: int, blocks: tuple[int, ...]) -> _Prefix:
         """Prefill a prefix. Collective."""
@@ -153,7 +171,7 @@ class SelectionRank:
             start += count
         return _Prefix(held, blocks)
 
-    def _step(self, cell: Cell, algorithm: Algorithm) -> PrefillStep:
+    def _step(self, cell: Cell, algorithm: Algorithm, cuts: Cuts, num_segments: int = 1) -> PrefillStep:
         prefix = self._prefixes[cell.cached_tokens]
         piece = SequencePrefill(
             sequence_id=NAME,
@@ -163,7 +181,7 @@ class SelectionRank:
             blocks=prefix.blocks,
             sample=SamplingParameters(),
         )
-        return PrefillStep(algorithm=algorithm, sequences=(piece,))
+        return bench_step(piece, algorithm, cuts, num_segments)
 
 
 def _prefix_steps(cached: int) -> list[int]:

@@ -29,8 +29,10 @@ from tests.workers.models import Oracle, random_tokens
 from workers.protocol.transfers import KvExpect
 
 
-async def test_a_client_that_hangs_up_leaves_no_kv_behind(model_paths: Mapping[str, Path]) -> None:
+@pytest.mark.parametrize("selector", ["auto", "chain"])
+async def test_a_client_that_hangs_up_leaves_no_kv_behind(selector: str, model_paths: Mapping[str, Path]) -> None:
     async with Service(model_paths["llama_gqa"], 2, 2) as service:
+        service.select(selector)
         free = service.free_blocks()
         # A turn whose stream never began runs to its end.
         for seen, max_tokens in ((0, 20), (1, 500), (3, 500)):
@@ -179,12 +181,13 @@ async def test_kept_conversations_make_room_for_new_turns(
         service.check_integrity()
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize(("role", "selector"), [("prefill", "auto"), ("prefill", "chain"), ("decode", "auto")])
 async def test_a_dead_rank_fails_the_turn_and_the_next_one_works(
-    role: str, model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
+    role: str, selector: str, model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
 ) -> None:
     oracle = oracles["llama_gqa"]
     async with Service(model_paths["llama_gqa"], 2, 2) as service:
+        service.select(selector)
         prompt = random_tokens(70)
         first = await service.answer(service.request(prompt, conversation="c"))
         history = [*prompt, *first.token_ids]

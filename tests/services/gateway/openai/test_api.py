@@ -67,7 +67,7 @@ async def test_the_text_of_tokens_is_the_text_they_came_of(http: httpx2.AsyncCli
 @pytest.mark.parametrize(
     ("path", "body", "sentence"),
     [
-        ("/tokenize", {}, "prompt: None is not allowed; give a string"),
+        ("/tokenize", {}, "prompt: null is not allowed; give a string"),
         ("/tokenize", {"prompt": "a", "messages": CHAT}, "prompt: not allowed with messages; leave one out"),
         ("/tokenize", {"messages": []}, "messages: none given; at least 1 is needed"),
         ("/tokenize", {"messages": CHAT, "add_special_tokens": True}, "add_special_tokens: true is not allowed"),

@@ -72,19 +72,19 @@ async def test_a_prompt_cache_key_or_else_the_user_is_the_cache_key(
     assert len({none, ada, bob, long}) == 4
     assert len(long) == len(ada)
     refused = await http.post(f"/v1/{route}", json=asked | {"user": ["ada"]})
-    assert refusal(refused, 400).startswith("user: ['ada'] is not allowed; give a string")
+    assert refusal(refused, 400).startswith('user: ["ada"] is not allowed; give a string')
 
 
 MALFORMED = {
     "nothing": (b"", "the body is not valid JSON"),
     "half an object": (b'{"model": ', "the body is not valid JSON"),
-    "no UTF-8": (b"\xff\xfe\xfd", "the body is not valid JSON"),
+    "no UTF-8": (b"\xff\xfe\xfd", "the body is no UTF-8 text: byte 1 begins no character"),
     "too deep": (b"[" * 200_000, "the body is not valid JSON"),
     "a number too long": (b'{"model": ' + b"9" * 10_000 + b"}", "the body is not valid JSON"),
     "a list": (b"[]", "the body must be a JSON object"),
     "no model": (b"{}", "model: none given; served is 'tiny-model'"),
     "a model that is no name": (b'{"model": 7}', "model: 7 is not allowed; give a string"),
-    "no prompt": (b'{"model": "tiny-model"}', "prompt: None is not allowed"),
+    "no prompt": (b'{"model": "tiny-model"}', "prompt: null is not allowed"),
     "a prompt of the wrong type": (b'{"model": "tiny-model", "prompt": {}}', "prompt: {} is not allowed"),
     "an empty prompt": (b'{"model": "tiny-model", "prompt": ""}', "prompt: the prompt has 0 tokens"),
     "no token": (b'{"model": "tiny-model", "prompt": []}', "prompt: the prompt has 0 tokens"),

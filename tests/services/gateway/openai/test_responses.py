@@ -121,10 +121,10 @@ async def test_a_call_and_its_output_are_items(gateway: LocalGateway) -> None:
     ("fields", "param", "words"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id", "nothing is stored; send the history in input"),
-        ({"store": True}, "store", "True is not supported; leave it out"),
+        ({"store": True}, "store", "true is not supported; leave it out"),
         ({"input": 3}, "input", "give a string or a list of items"),
         ({"input": []}, "input", "none given; at least 1 item is needed"),
-        ({"input": [{"type": "item_reference"}]}, "input[0].type", "'item_reference' is not supported; use message"),
+        ({"input": [{"type": "item_reference"}]}, "input[0].type", "is not supported; use message"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", "only parts of"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "use one of text, json_object, json_schema"),
         ({"messages": []}, "messages", "there is no such field"),

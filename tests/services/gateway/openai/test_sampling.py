@@ -159,7 +159,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "bias of no number": ({"logit_bias": {"1": "x"}}, "logit_bias[1]: 'x' is not allowed; give a number"),
     "bias beyond": ({"logit_bias": {"300": 1}}, "logit_bias: token 300 is outside the vocabulary"),
     "logprobs": ({"logprobs": 21}, "logprobs: 21 is out of range"),
-    "logprobs of a chat": ({"logprobs": True}, "logprobs: True is not allowed"),
+    "logprobs of a chat": ({"logprobs": True}, "logprobs: true is not allowed"),
     "penalty": ({"presence_penalty": 3}, "presence_penalty: 3.0 is out of range"),
     "best_of": ({"best_of": 2}, "best_of: 2 is not supported; allowed is 1"),
     "echo": ({"extra_body": {"echo": 1}}, "echo: 1 is not allowed; give true or false"),

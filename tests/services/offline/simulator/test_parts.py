@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_core.cost.model import StepLimits, WorkModel
+from cp_core.cost.work import StepLimits, WorkModel
 from cp_core.errors import CapacityExceeded, ConfigError
 from cp_core.layout.shards import TokenRange
 from orchestration.placement.registry import RegisteredRing

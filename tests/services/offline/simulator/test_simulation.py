@@ -10,9 +10,10 @@ import pytest
 
 from cp_core.cost.decode import fastest_step
 from cp_core.cost.memory import weight_bytes
-from cp_core.cost.model import PREFILL_ALGORITHMS, StepLimits, WorkModel, cut
+from cp_core.cost.model import PREFILL_ALGORITHMS
 from cp_core.cost.prefill import predict_migration, predict_turn
 from cp_core.cost.profile import read_profile
+from cp_core.cost.work import StepLimits, WorkModel, cut
 from cp_core.errors import ConfigError
 from cp_core.layout.shards import TokenRange
 from orchestration.protocol.rings import PrefillScheduling
@@ -96,7 +97,11 @@ def test_long_prompts_are_cut_and_every_step_takes_its_time() -> None:
     steps = cut(work, limits, TokenRange(0, 60_000))
     assert len(steps) > 3, "later steps are shorter"
     result = simulate([conversation(0.0, (60_000, 1, 0.0))], chunk_tokens=20_000)
-    assert busy_seconds(result) == pytest.approx(sum(seconds_of(len(step), step.start) for step in steps))
+    by_name = [[seconds_of(len(step), step.start, name) for name in PREFILL_ALGORITHMS] for step in steps]
+    # The planner knows less than the profile: its choice between pass-KV and a chain that is about as fast is its own.
+    by_pass_kv, least = (sum(pick(each) for each in by_name) for pick in (lambda each: each[0], min))
+    assert least * (1 - 1e-9) <= busy_seconds(result) <= by_pass_kv * (1 + 1e-9)
+    assert least > 0.98 * by_pass_kv
 
 
 def test_short_prompts_that_wait_share_steps_and_their_overhead() -> None:

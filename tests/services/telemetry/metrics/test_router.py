@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cp_core.errors import InvalidRequest
+from orchestration.protocol.plans import TurnPlan
 from orchestration.protocol.rings import RingStanding
+from orchestration.protocol.turns import BegunTurn
 from orchestration.protocol.views import MoveReason, MoveTotals
 from services.telemetry.metrics.router import RouterMetrics, RouterView
+from tests.orchestration.journal.records import PLAN, SPARSE
 from tests.orchestration.service import Service
 from tests.workers.models import save_model
 
@@ -110,3 +114,16 @@ async def test_moves_of_kv_are_counted_by_role_reason_and_outcome_from_the_start
         ("ringserve_router_kv_move_seconds_total", "decode", "drain"): 0.5,
     }
     assert len(found) == 2 * len(MoveReason) * 4
+
+
+async def test_approximate_plans_are_counted_by_their_bound() -> None:
+    metrics = metrics_of()
+
+    async def begun(plan: TurnPlan) -> BegunTurn:
+        return BegunTurn(turn_id="t", decode_endpoint="d", prompt_tokens=1, plan=plan)
+
+    await metrics.planned(begun(PLAN))
+    await metrics.planned(begun(replace(PLAN, sparse=SPARSE)))
+    value = metrics.registry.get_sample_value
+    assert value("ringserve_router_sparse_plans_total", {"bound": "max_loss"}) == 1
+    assert value("ringserve_router_sparse_plans_total", {"bound": "max_ttft"}) == 0

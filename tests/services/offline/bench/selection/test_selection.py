@@ -43,7 +43,7 @@ pytestmark = pytest.mark.timeout(240)
 LONG, SHORT = Cell(cached_tokens=1500, new_tokens=24), Cell(cached_tokens=0, new_tokens=96)
 FIT_CELLS = tuple(Cell(cached_tokens=cached, new_tokens=new) for cached in (0, 700) for new in (16, 80))
 SLOW = parse_rate("8mbit")
-KV_ONCE = {"pass_kv", "gather_kv"}
+KV_ONCE = {"pass_kv", "gather_kv", "chain"}
 """Algorithms that send as many bytes as each other, of which either may be the faster one by chance."""
 
 

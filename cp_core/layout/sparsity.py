@@ -1,0 +1,74 @@
+"""Sparsity of a prefill: how many keys of a partition reach the queries of other ranks. Pure Python.
+
+A *partition* is what one rank stores of a sequence in one piece: its cached tokens, or one range of its new ones. A
+rank sees its own partitions whole, and of every other partition the chosen keys alone (CSPS, arXiv 2409.15104, with
+two levels of segments: the rank itself, and the whole ring). The number of chosen keys follows from the partition's
+length, so messages have known lengths; which keys they are is decided in every layer, for each KV head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cp_core.errors import InvalidRequest
+from cp_core.layout.shards import PrefillLayout, TokenRange
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sparsity:
+    """Share of keys, above 0 and up to 1, that reach other ranks; 1 is exact.
+
+    The first `sinks` keys of a partition and its last `window` are always among the chosen ones.
+    """
+
+    keep: float
+    sinks: int = 4
+    window: int = 64
+
+    def check(self) -> None:
+        """Raise InvalidRequest for values that are out of range."""
+        if not 0.0 < self.keep <= 1.0:
+            raise InvalidRequest(f"keep is {self.keep}; allowed are numbers above 0, up to 1")
+        if self.sinks < 0 or self.window < 1:
+            raise InvalidRequest(
+                f"sinks is {self.sinks} and window {self.window}; allowed are 0 or more, and 1 or more"
+            )
+
+    @property
+    def is_exact(self) -> bool:
+        """True if every key reaches every rank that sees it."""
+        return self.keep == 1.0
+
+    def chosen(self, num_tokens: int) -> int:
+        """Return how many keys of a partition of so many tokens reach other ranks."""
+        # Rounded first: 0.1 * 30 is a little above 3 in floating point, and would keep a fourth.
+        share = -int(-round(self.keep * num_tokens, 6) // 1)
+        return min(num_tokens, max(share, self.sinks + self.window))
+
+    def thinned(self, ranges: tuple[TokenRange, ...]) -> tuple[TokenRange, ...]:
+        """Return ranges of those lengths that end where the given ones do: what sees them is found by their ends."""
+        return tuple(TokenRange(each.stop - self.chosen(len(each)), each.stop) for each in ranges)
+
+
+LATEST, STRIDED = 64, 64
+"""Sampled queries of a step that say which keys are important: its last ones, and others at even distances."""
+
+
+def sampled_positions(layout: PrefillLayout) -> list[int]:
+    """Return the positions of a step's sampled queries, ascending: at most LATEST + STRIDED."""
+    start, stop = layout.start, layout.tokens.stop
+    latest = max(start, stop - LATEST)
+    strided = {start + (latest - start) * place // STRIDED for place in range(STRIDED if latest > start else 0)}
+    return sorted(strided | set(range(latest, stop)))
+
+
+def sampled_rows(layout: PrefillLayout, rank: int) -> Iterator[tuple[int, int]]:
+    """Yield (row among the rank's new tokens, position) of the sampled queries on a rank, ascending."""
+    positions = sampled_positions(layout)
+    row = 0
+    for each in layout.ranges[rank]:
+        for position in positions:
+            if each.start <= position < each.stop:
+                yield row + position - each.start, position
+        row += len(each)

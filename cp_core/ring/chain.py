@@ -1,0 +1,290 @@
+"""Chain prefill, fused over sequences of any length (KV-Runahead, arXiv 2405.05329): KV goes one way along the ranks.
+
+Each rank computes one range of a sequence's new tokens, and gets the KV of all before them from the rank before it. It
+sends its own KV at once and what it has received as soon as that is there, while it attends: a message costs its start
+once a hop and not once a layer, and hides behind a whole layer. Cached KV, which nothing in the step changes, goes
+straight to the ranks that attend it, two layers ahead: the ranks of a chain are at different layers, and each needs the
+cached KV of all.
+
+Messages of a rank leave in this order, in which the others await them: its new KV, what it has received, the cached KV
+of a later layer. Sends of two layers may be under way. Not tried with NCCL: one communicator runs its operations in
+order, so a receive posted early holds back the sends behind it; the chain needs one for each neighbour and direction.
+
+Shapes: T query tokens, S tokens of a message, K key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from cp_core.attention.partial import AttentionBackend, KeyShard, attend_pair
+from cp_core.cost.chain import LAYERS_AHEAD
+from cp_core.errors import InvalidRequest
+from cp_core.layout.step_plans import KvRun, PrefillPlan, Shard
+from cp_core.ring.pass_kv import SequenceParts
+from cp_core.transport.interface import RingTransport, Work
+
+MAX_LAYERS_UNDER_WAY = 2
+"""Layers whose sends may be under way: a rank that runs further ahead would only fill memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewKv:
+    """New KV of a sequence that one rank, `source`, computes: `count` tokens of a message."""
+
+    source: int
+    sequence: int
+    count: int
+
+
+class ChainRoute:
+    """New KV that one rank of a chain gets and sends on in every layer, derived once a step.
+
+    `received` comes from the rank `before`: first what that one got itself, of `num_passed` tokens, then its own.
+    `sent` is the rank's own and `onward` what it passes on to the rank `after`.
+    """
+
+    def __init__(self, plan: PrefillPlan, rank: int, size: int) -> None:
+        order = plan.order or tuple(range(size))
+        _check(plan, order)
+        self.place = order.index(rank)
+        self.before = order[self.place - 1] if self.place else None
+        self.after = order[self.place + 1] if self.place + 1 < size else None
+        earlier = [_needed(plan, order, place, self.place) for place in range(self.place)]
+        self.received = [each for of_source in earlier for each in of_source]
+        self.num_passed = sum(each.count for of_source in earlier[:-1] for each in of_source)
+        self.sent = _needed(plan, order, self.place, self.place + 1)
+        self.onward = [each for place in range(self.place) for each in _needed(plan, order, place, self.place + 1)]
+
+    @property
+    def num_received(self) -> int:
+        """Tokens that the rank gets in a layer."""
+        return sum(each.count for each in self.received)
+
+
+def _check(plan: PrefillPlan, order: Sequence[int]) -> None:
+    for sequence in plan.sequences:
+        ranges = [sequence.layout.ranges[rank] for rank in order]
+        filled = [each[0] for each in ranges if each]
+        if any(len(each) > 1 for each in ranges) or any(one.start > other.start for one, other in pairwise(filled)):
+            raise InvalidRequest(
+                f"layout of a chain of ranks {tuple(order)} is {sequence.layout.ranges}; allowed is one range a rank, "
+                f"in this order"
+            )
+
+
+def _needed(plan: PrefillPlan, order: Sequence[int], source: int, place: int) -> list[NewKv]:
+    """Return what a place of the chain, or one behind it, needs of the new KV of the place `source` before it."""
+    needed = []
+    for index, sequence in enumerate(plan.sequences):
+        count = sequence.layout.tokens_on(order[source])
+        later = order[place:]
+        if count and any(sequence.layout.tokens_on(rank) or sequence.stores(rank, order[source]) for rank in later):
+            needed.append(NewKv(order[source], index, count))
+    return needed
+
+
+class Chain:
+    """Chain of one step on one rank: `attend` for every layer, in order, then `finish`.
+
+    Where all ranks come together before every `period`-th layer, `period` is above 0: no receive is then posted across.
+    """
+
+    def __init__(
+        self,
+        plan: PrefillPlan,
+        transport: RingTransport,
+        backend: AttentionBackend,
+        num_layers: int = 1,
+        period: int = 0,
+    ) -> None:
+        """Derive the route. Raises InvalidRequest for a plan that is no chain."""
+        self._plan = plan
+        self._transport = transport
+        self._backend = backend
+        self._num_layers = num_layers
+        self._period = period
+        self._route = ChainRoute(plan, transport.rank, transport.size)
+        self._under_way: deque[list[Work]] = deque()
+        self._coming: tuple[torch.Tensor, list[Work]] | None = None
+        self._coming_cached: deque[tuple[list[torch.Tensor], Work]] = deque()
+        self._num_exchanged = 0  # layers whose cached KV has been sent
+        self._new: dict[tuple[int, int], KvRun] = {}
+
+    def attend(
+        self,
+        layer: int,
+        q_of_sequence: Sequence[torch.Tensor],
+        keys_of_sequence: Sequence[KeyShard],
+        cached_of: Callable[[int], Sequence[Sequence[KvRun]]],
+        scale: float,
+    ) -> list[SequenceParts]:
+        """Return the parts of this rank's queries: result[source][sequence].
+
+        q_of_sequence[i][T, H, D] are this rank's queries, keys_of_sequence[i] its keys; `cached_of(layer)` are its runs
+        of cached tokens by sequence. Raises Unavailable.
+        """
+        rank, size, route = self._transport.rank, self._transport.size, self._route
+        like = keys_of_sequence[0].new.k
+        if len(self._under_way) == MAX_LAYERS_UNDER_WAY:
+            for work in self._under_way.popleft():
+                work.wait()
+        sends: list[Work] = []
+        self._new = {(rank, index): keys.new for index, keys in enumerate(keys_of_sequence)}
+        self._exchange_cached(cached_of, 0, like)
+        if self._coming is None:
+            self._receive(like)
+        self._send(sends, [self._new[rank, each.sequence] for each in route.sent], like)
+
+        queries = self._plan.of_rank(rank)
+        parts: list[SequenceParts] = [[[] for _ in queries] for _ in range(size)]
+        for index, (q_thd, shard) in enumerate(zip(q_of_sequence, queries, strict=True)):
+            parts[rank][index] = attend_pair(self._backend, q_thd, shard, keys_of_sequence[index], scale)
+
+        buffer, works = self._coming or (like, [])
+        for work in works:
+            work.wait()
+        self._coming = None
+        self._new |= _views(buffer, route.received)
+        if route.onward == route.received:
+            self._send_packed(sends, buffer)
+        else:
+            self._send(sends, [self._new[each.source, each.sequence] for each in route.onward], like)
+        self._under_way.append(sends)
+        cached = self._received_cached()
+        self._exchange_cached(cached_of, layer + LAYERS_AHEAD, like)
+        following = layer + 1
+        if following < self._num_layers and (not self._period or following % self._period):
+            self._receive(like)
+
+        for source in range(size):
+            if source == rank:
+                continue
+            for index, (q_thd, shard) in enumerate(zip(q_of_sequence, queries, strict=True)):
+                keys = self._keys(source, index, cached, like)
+                if shard.new and keys.shard.stored:
+                    parts[source][index] = attend_pair(self._backend, q_thd, shard, keys, scale)
+        return parts
+
+    def stored(self, index: int) -> KvRun:
+        """Return k and v[S, K, D] of the new tokens of a sequence that this rank stores, of the layer attended last."""
+        rank, sequence = self._transport.rank, self._plan.sequences[index]
+        if sequence.stored is None:
+            return self._new[rank, index]
+        taken = []
+        for tokens in sequence.stored.ranks[rank]:
+            for source in self._plan.order or range(self._transport.size):
+                for each in sequence.layout.ranges[source]:
+                    common = tokens.intersect(each)
+                    if len(common):
+                        run, rows = self._new[source, index], slice(common.start - each.start, common.stop - each.start)
+                        taken.append(KvRun(run.k[rows], run.v[rows]))
+        own = self._new[rank, index]
+        if len(taken) == 1:
+            return taken[0]
+        return KvRun(
+            torch.cat([own.k[:0], *(run.k for run in taken)]), torch.cat([own.v[:0], *(run.v for run in taken)])
+        )
+
+    def finish(self) -> None:
+        """Wait until everything has left. Raises Unavailable."""
+        while self._under_way:
+            for work in self._under_way.popleft():
+                work.wait()
+
+    def _send(self, sends: list[Work], runs: Sequence[KvRun], like: torch.Tensor) -> None:
+        if runs:
+            self._send_packed(sends, _packed(runs, like))
+
+    def _send_packed(self, sends: list[Work], message: torch.Tensor) -> None:
+        after = self._route.after
+        if after is not None and message.numel():
+            sends.append(self._transport.exchange(message, after, message[:0], after))
+
+    def _receive(self, like: torch.Tensor) -> None:
+        """Await this layer's message of the rank before: the tokens that it got itself lie in front of its own."""
+        route = self._route
+        buffer = like.new_empty(route.num_received, 2, *like.shape[1:])
+        works = []
+        for part in (buffer[route.num_passed :], buffer[: route.num_passed]):
+            if route.before is not None and part.numel():
+                works.append(self._transport.exchange(part[:0], route.before, part, route.before))
+        self._coming = buffer, works
+
+    def _cached_to(self, queries: int, keys: int) -> list[int]:
+        """Return the sequences whose cached KV one rank needs of another."""
+        mine, theirs = self._plan.of_rank(queries), self._plan.of_rank(keys)
+        return [index for index, shard in enumerate(theirs) if queries != keys and shard.cached and mine[index].new]
+
+    def _exchange_cached(
+        self, cached_of: Callable[[int], Sequence[Sequence[KvRun]]], until: int, like: torch.Tensor
+    ) -> None:
+        """Exchange the cached KV of all layers up to `until` that are left, with the ranks that attend it."""
+        while self._num_exchanged <= min(until, self._num_layers - 1):
+            self._exchange_layer(cached_of(self._num_exchanged), like)
+            self._num_exchanged += 1
+
+    def _exchange_layer(self, cached: Sequence[Sequence[KvRun]], like: torch.Tensor) -> None:
+        rank, size = self._transport.rank, self._transport.size
+        packed: dict[tuple[int, ...], torch.Tensor] = {}
+        sends, receives = [], []
+        for peer in range(size):
+            wanted = tuple(self._cached_to(peer, rank))
+            if wanted not in packed:
+                packed[wanted] = _packed([run for index in wanted for run in cached[index]], like)
+            sends.append(packed[wanted])
+            count = sum(self._plan.of_rank(peer)[index].cached for index in self._cached_to(rank, peer))
+            receives.append(like.new_empty(count, 2, *like.shape[1:]))
+        if size > 1 and any(each.numel() for each in (*sends, *receives)):
+            # The transport copies the own part of an all-to-all: there is none.
+            sends[rank] = receives[rank] = like.new_empty(0)
+            self._coming_cached.append((receives, self._transport.all_to_all(sends, receives)))
+
+    def _received_cached(self) -> dict[tuple[int, int], KvRun]:
+        """Wait for the other ranks' cached KV of this layer, by source and sequence."""
+        if not self._coming_cached:
+            return {}
+        receives, work = self._coming_cached.popleft()
+        work.wait()
+        rank = self._transport.rank
+        cached: dict[tuple[int, int], KvRun] = {}
+        for source, buffer in enumerate(receives):
+            shards = self._plan.of_rank(source)
+            cached |= _views(
+                buffer, [NewKv(source, index, shards[index].cached) for index in self._cached_to(rank, source)]
+            )
+        return cached
+
+    def _keys(self, source: int, index: int, cached: dict[tuple[int, int], KvRun], like: torch.Tensor) -> KeyShard:
+        """Return another rank's keys of a sequence that have come: cached ones, and new ones of a rank before."""
+        new, old = self._new.get((source, index)), cached.get((source, index))
+        planned = self._plan.of_rank(source)[index]
+        shard = Shard(planned.cached if old else 0, planned.ranges if new else ())
+        return KeyShard(shard, [old] if old else [], new or KvRun(like[:0], like[:0]))
+
+
+def _packed(runs: Sequence[KvRun], like: torch.Tensor) -> torch.Tensor:
+    """Return [S, 2, K, D]: k and v of one token side by side, so that any run of tokens is one piece of memory."""
+    packed = like.new_empty(sum(run.k.shape[0] for run in runs), 2, *like.shape[1:])
+    at = 0
+    for run in runs:
+        stop = at + run.k.shape[0]
+        packed[at:stop, 0] = run.k
+        packed[at:stop, 1] = run.v
+        at = stop
+    return packed
+
+
+def _views(packed: torch.Tensor, parts: Sequence[NewKv]) -> dict[tuple[int, int], KvRun]:
+    """Return views of the parts that fill a packed[S, 2, K, D], by source and sequence."""
+    views, at = {}, 0
+    for each in parts:
+        stop = at + each.count
+        views[each.source, each.sequence] = KvRun(packed[at:stop, 0], packed[at:stop, 1])
+        at = stop
+    return views

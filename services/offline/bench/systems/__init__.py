@@ -1,0 +1,1 @@
+"""Claims of the papers on their systems beside what this project measures and predicts."""

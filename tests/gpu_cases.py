@@ -1,0 +1,107 @@
+"""Cases for one NVIDIA GPU, which `make gpu` alone runs, beside tests/cp_core/attention/triton_cases.py.
+
+They compare what only a GPU can do with the same on the CPU: kernels of packages, a captured graph, buffers that are
+copied, sampling, and a ring of one rank.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cp_core.attention.backends import BACKENDS, select_backend
+from cp_core.attention.partial import Partial, merge
+from cp_core.attention.triton_kernels import attend_pages, merge_parts
+from tests.cp_core.attention.triton_cases import check, paged
+from tests.oracles import largest, oracle_partial, random_tokens
+from tests.workers.sampling.one_row import Row
+from workers.decode.inputs import InputBuffers
+from workers.sampling.parameters import SamplingParameters
+from workers.sampling.sampler import RowSampler, sample_rows
+
+GPU = torch.device("cuda", 0)
+NAMES = [kind.name for kind in BACKENDS if kind.is_fast and kind.supports(GPU, torch.bfloat16)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("num_tokens", "num_stored", "causal"), [(1, 300, False), (700, 700, True), (700, 33, False)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_every_backend_matches_the_oracle(
+    name: str, num_tokens: int, num_stored: int, causal: bool, head_dim: int
+) -> None:
+    """Out within three roundings of bfloat16, LSE within 1e-5."""
+    tokens = random_tokens(
+        max(num_tokens, num_stored), num_heads=32, num_kv_heads=8, head_dim=head_dim, dtype=torch.bfloat16
+    )
+    q, k, v, scale = tokens.q[:num_tokens], tokens.k[:num_stored], tokens.v[:num_stored], head_dim**-0.5
+    backend = select_backend(name, GPU, torch.bfloat16)
+    part = backend.partial_attention(q.to(GPU), k.to(GPU), v.to(GPU), causal=causal, scale=scale)
+    right = oracle_partial(q, k, v, causal=causal, scale=scale)
+    assert largest(part.out.cpu().double() - right.out) <= 3 * torch.finfo(torch.bfloat16).eps * largest(v.float())
+    assert largest(part.lse.cpu().double() - right.lse) <= 1e-5 * max(1.0, largest(right.lse))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_several_sequences_in_one_call_match_the_oracle(name: str) -> None:
+    backend = select_backend(name, GPU, torch.bfloat16)
+    lengths = [3, 200, 1]
+    sequences = [random_tokens(each, num_heads=8, dtype=torch.bfloat16, seed=each) for each in lengths]
+    q, k, v = (torch.cat([getattr(each, kind) for each in sequences]).to(GPU) for kind in "qkv")
+    assert hasattr(backend, "attend_many")
+    part = backend.attend_many(q, k, v, lengths, lengths, causal=True, scale=0.125)
+    outs = part.out.cpu().split(lengths)
+    for tokens, out in zip(sequences, outs, strict=True):
+        right = oracle_partial(tokens.q, tokens.k, tokens.v, causal=True, scale=0.125)
+        assert largest(out.double() - right.out) <= 3 * torch.finfo(torch.bfloat16).eps * largest(tokens.v.float())
+
+
+def test_a_captured_graph_attends_and_merges_what_its_buffers_hold_when_it_is_replayed() -> None:
+    sequences = [random_tokens(length, dtype=torch.bfloat16, seed=length) for length in (100, 33)]
+    shards = paged(sequences, 16)
+    q = random_tokens(2, seed=9, dtype=torch.bfloat16).q
+    given = torch.zeros_like(q, device=GPU)
+    lengths = torch.zeros_like(shards.lengths)
+
+    def compute() -> Partial:
+        part = attend_pages(given, shards.k, shards.v, shards.table, lengths, 0.125)
+        return merge_parts([part, Partial(torch.full_like(part.out, torch.nan), torch.full_like(part.lse, -torch.inf))])
+
+    compute()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = compute()
+    given.copy_(q)
+    lengths.copy_(shards.lengths)
+    graph.replay()
+    check(q, sequences, captured)
+
+
+def test_merge_on_the_gpu_is_merge_on_the_host() -> None:
+    parts = [Partial(torch.randn(50, 8, 128), torch.randn(50, 8)) for _ in range(5)]
+    parts[2].lse[7:20] = -torch.inf
+    merged = merge([Partial(each.out.to(GPU), each.lse.to(GPU)) for each in parts])
+    right = merge(parts)
+    assert largest(merged.out.cpu() - right.out) <= 2e-6
+    assert largest(merged.lse.cpu() - right.lse) <= 2e-6
+
+
+def test_buffers_of_a_step_arrive_while_the_next_are_filled() -> None:
+    buffers, seen = InputBuffers(GPU), []
+    for number in range(50):
+        inputs = buffers.fill([number] * 3, [number] * 3, [number], [0], [[number] * 9] * 3, [number] * 3)
+        seen.append(torch.cat([inputs.token_ids, inputs.lengths.long(), inputs.table[:, :9].reshape(-1).long()]))
+    assert [each.unique().tolist() for each in seen] == [[number] for number in range(50)]
+
+
+def test_tokens_are_those_that_the_host_draws() -> None:
+    logits = 3 * torch.randn(8, 32_000, generator=torch.Generator().manual_seed(1))
+    logits[3, 5] = torch.nan
+    for sampling in (
+        SamplingParameters(),
+        SamplingParameters(temperature=0.9, seed=3),
+        SamplingParameters(temperature=0.9, top_k=40, top_p=0.9, min_p=0.01, seed=3),
+        SamplingParameters(temperature=0.9, presence_penalty=1.0, seed=3, logprobs=2),
+    ):
+        rows = [Row(RowSampler(sampling), position) for position in range(8)]
+        assert sample_rows(rows, logits.to(GPU)) == sample_rows(rows, logits)

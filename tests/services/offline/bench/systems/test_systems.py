@@ -1,0 +1,89 @@
+"""`ringserve bench systems`: claims with a range each, met by the model and by messages in virtual time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cp_core.cost.chain import chain_seconds
+from cp_core.cost.chain_cuts import equal_work_cuts
+from services.cli import bench_systems
+from services.cli.main import main
+from services.offline.bench.systems.claims import Claim, Figure, Source, closing_lines
+from services.offline.bench.systems.messages import chain_by_messages, ring_by_messages, scaled
+from services.offline.bench.systems.model import chain_of, kv_runahead_rates, tsp_seconds
+
+
+def claim(source: Source = Source.MODEL, ours: float = 2.0, why: str = "") -> Claim:
+    figures = (Figure.near("close", 1.05, 1.0, 0.1), Figure.at_most("share", ours, 1.0))
+    return Claim(source=source, name="a claim", published="1", accepted="10%", figures=figures, why=why)
+
+
+def test_every_claim_of_the_model_and_of_messages_is_met_and_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    plot = tmp_path / "systems.png"
+    assert main(["bench", "systems", "--json", "--plot", str(plot)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert {each["source"] for each in report["claims"]} == {"m", "v"}
+    assert len(report["claims"]) == 17
+    assert [each["name"] for each in report["claims"] if each["verdict"] != "met"] == []
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("missed", "status", "verdict"),
+    [
+        (claim(), 1, "MISSED"),
+        (claim(why="measured: another one"), 0, "MISSED, explained"),
+        (claim(source=Source.LINKS), 0, "MISSED"),
+        (claim(ours=0.5), 0, "met"),
+    ],
+)
+def test_a_miss_that_nothing_explains_is_the_exit_status(
+    missed: Claim, status: int, verdict: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_systems, "_measure", lambda *_: [missed])
+    assert main(["bench", "systems", "--source", "m"]) == status
+    assert verdict in capsys.readouterr().out
+    told = "\n".join(closing_lines([missed]))
+    assert ("a claim: share" in told) is (verdict != "met")
+    assert "a claim: close" not in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--source", "m,x"), "--source: 'x' is no source; allowed are m, v, s"),
+        (("--rounds", "0"), "--rounds: 0 is out of range"),
+    ],
+)
+def test_what_it_cannot_measure_is_refused(
+    arguments: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "systems", *arguments]) != 0
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("cuts", [(0, 40, 70, 96), (0, 0, 50, 96), (0, 96, 96, 96), (0, 0, 0, 96)])
+def test_messages_of_any_cuts_take_what_the_recurrence_says(cuts: tuple[int, ...]) -> None:
+    rates = scaled(chain_of(3e9, 3))
+    assert chain_by_messages(cuts, rates) == pytest.approx(chain_seconds(cuts, 0, rates), rel=1e-9)
+
+
+def test_messages_take_the_same_time_in_every_run() -> None:
+    rates = scaled(chain_of(20e9, 4))
+    assert len({ring_by_messages(96, rates) for _ in range(3)}) == 1
+
+
+def test_tsp_computes_each_part_over_all_tokens_and_hides_nothing() -> None:
+    rates = kv_runahead_rates(4, 10e9)
+    num_tokens, part = 8192, 2048
+    gather = 3 * part * rates.kv_bytes / rates.link_bytes_per_second
+    layer = part * rates.token_seconds + part * num_tokens * rates.pair_seconds + gather + rates.layer_seconds
+    assert tsp_seconds(num_tokens, rates) == pytest.approx(32 * layer + rates.head_seconds)
+    assert tsp_seconds(num_tokens, rates, 2.0) == pytest.approx(32 * (layer + gather) + rates.head_seconds)
+    even = chain_seconds(equal_work_cuts(num_tokens, 0, rates), 0, rates)
+    assert even < tsp_seconds(num_tokens, rates)
