@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 
-from cp_core.errors import NotFinite, NotFound, RingserveError, TurnCancelled, Unavailable
+from cp_core.errors import InvalidRequest, NotFinite, NotFound, RingserveError, TurnCancelled, Unavailable
 from cp_core.layout.shards import TokenRange
 from orchestration.decode.feed import DecodeFeed
 from orchestration.decode.room import DecodeRoom
@@ -118,7 +118,7 @@ class DecodeEngine:
         )
         event = await self._feed.compute(turn, prompt)
         if event.is_broken:
-            raise NotFinite.of_turn(turn.turn_id, turn.prompt_tokens)
+            raise _broken(turn, event)
         if event.token_id is None or turn.is_ending:
             raise ended
         assert event.prompt_seconds is not None, "the loop times its prompts"
@@ -177,7 +177,7 @@ class DecodeEngine:
         if event.owner is not None:
             turn.owners.append(event.owner)
         if event.is_broken:
-            self._on_lost(turn, NotFinite.of_turn(turn.turn_id, event.kv_tokens))
+            self._on_lost(turn, _broken(turn, event))
         if event.token_id is not None:
             turn.add_token(event.token_id, event.logprobs)
         if turn.is_ending or self._room is None:
@@ -188,6 +188,16 @@ class DecodeEngine:
             self._room.starve(turn)
         else:
             self._room.note_token(turn)
+
+
+def _broken(turn: DecodeTurn, event: DecodeEvent) -> RingserveError:
+    """Return the error of a turn that has no next token."""
+    if not event.is_outside_grammar:
+        return NotFinite.of_turn(turn.turn_id, event.kv_tokens)
+    return InvalidRequest(
+        f"structured_outputs: no token can follow the {len(turn.answer.tokens)} tokens of the answer; the grammar has "
+        f"become too complex there, so that a simpler one is needed"
+    )
 
 
 class _RoomActions:

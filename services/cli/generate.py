@@ -11,7 +11,15 @@ from cp_core.errors import InvalidRequest
 from orchestration.protocol.turns import MAX_PRIORITY
 from ringserve.client import Message, Prompt
 from services.cli.options import Subcommands, add_target_options, check_text, client_of
-from services.cli.turns import add_answer_options, add_sampling_options, check_ids, sampling_of, show_plan
+from services.cli.turns import (
+    add_answer_options,
+    add_form_options,
+    add_sampling_options,
+    check_ids,
+    read_text,
+    sampling_of,
+    show_plan,
+)
 from services.rpc.answer import answer_dict, answers_dict
 from workers.protocol.prefill_steps import Algorithm
 
@@ -41,6 +49,7 @@ def add(commands: Subcommands) -> None:
         help="prompt is the new text only, or the whole history (default: auto)",
     )
     add_sampling_options(parser)
+    add_form_options(parser)
     add_answer_options(parser)
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end the turn everywhere after this long")
     parser.add_argument("--wait", action="store_true", help="wait for the conversation's running turn")
@@ -140,8 +149,6 @@ def _prompt(options: argparse.Namespace) -> Prompt:
 
 def _read_json(path: Path) -> object:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidRequest(f"{path} cannot be read: {error.strerror}") from error
+        return json.loads(read_text(path))
     except ValueError as error:
         raise InvalidRequest(f"{path} is not valid JSON: {error}") from error

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
@@ -57,6 +60,32 @@ def add_answer_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-logprobs", type=int, metavar="N", help="the same of the prompt's tokens")
 
 
+def add_form_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that hold an answer to a form; at most one of them is given."""
+    forms = parser.add_mutually_exclusive_group()
+    forms.add_argument("--json-schema", type=Path, metavar="FILE", help="answer with JSON that fits this schema")
+    forms.add_argument("--json-object", action="store_true", help="answer with any JSON object")
+    forms.add_argument("--regex", metavar="REGEX", help="answer with a text that matches")
+    forms.add_argument("--choice", nargs="+", metavar="TEXT", help="answer with one of these")
+    forms.add_argument("--grammar", type=Path, metavar="FILE", help="answer by this grammar, of Lark's form or GBNF")
+
+
+def _form_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the chosen form of the answer as a field of Sampling, if any. Raises InvalidRequest."""
+    form = {name: given[name] for name in ("json_object", "regex", "choice") if given.get(name)}
+    return form | {name: read_text(given[name]) for name in ("json_schema", "grammar") if given.get(name)}
+
+
+def read_text(path: Path) -> str:
+    """Read a file that a user names. Raises InvalidRequest."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidRequest(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"{path}: byte {error.start + 1} is no UTF-8 text; convert it to UTF-8") from None
+
+
 def sampling_of(options: argparse.Namespace) -> Sampling:
     """Convert the options. Raises InvalidRequest for values that the contract's types cannot hold."""
     given = vars(options)
@@ -85,6 +114,7 @@ def sampling_of(options: argparse.Namespace) -> Sampling:
         n=given.get("n", 1),
         logprobs=given.get("logprobs"),
         prompt_logprobs=given.get("prompt_logprobs"),
+        **_form_of(given),
     )
 
 

@@ -1,13 +1,12 @@
-"""Reader of a GenerateRequest and its SamplingParams. Errors name the field, its value and what is allowed."""
+"""Reader of a GenerateRequest. Errors name the field, its value and what is allowed."""
 
 from __future__ import annotations
 
-import math
-import secrets
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -19,11 +18,14 @@ from ringserve.v1 import inference_pb2
 from services.auth.scoped_router import ScopedRouter
 from services.auth.tenants import Tenant
 from services.gateway.bounds import read_bound
-from services.gateway.text import REPLACEMENT, StopRule, TextCodec
+from services.gateway.constraints import grammar_of
+from services.gateway.sampling import check_vocabulary, num_completions, read_sampling
+from services.gateway.text import TextCodec
 from services.rpc.wire.contract import prompt_mode_from
 from workers.protocol.prefill_steps import Algorithm, TokenIds
 from workers.protocol.ranks import ModelInfo
-from workers.sampling.parameters import SamplingParameters, TokenBias
+from workers.sampling.grammar import Grammars
+from workers.sampling.parameters import SamplingParameters
 
 MAX_ID_LENGTH = 256
 MAX_TTL_SECONDS = 1e9
@@ -42,6 +44,7 @@ class RequestReader:
         self._model = model
         self._codec = codec
         self._max_seconds = max_seconds
+        self._grammars = Grammars(codec.to_json, model.vocab_size, model.eos_token_ids)
         self._names = names
 
     def read(
@@ -72,7 +75,7 @@ class RequestReader:
             kv_quota=router.kv_quota,
             prompt_mode=mode,
             token_ids=self._prompt(request),
-            sampling=read_sampling(request.sampling_params, self._model),
+            sampling=self._sampling(request.sampling_params),
             deadline_seconds=max(deadline, 0.001),
             conversation_ttl_seconds=_time_to_live(request),
             wait=request.wait,
@@ -84,6 +87,9 @@ class RequestReader:
             bound=read_bound(request),
             resume=self._resume(request),
         )
+
+    def _sampling(self, params: inference_pb2.SamplingParams) -> SamplingParameters:
+        return replace(read_sampling(params, self._model), grammar=grammar_of(params, self._grammars))
 
     def _resume(self, request: inference_pb2.GenerateRequest) -> LostTurn | None:
         if not request.HasField("resume"):
@@ -112,6 +118,28 @@ class RequestReader:
         messages = _messages(request.chat)
         self._check_length("input.chat", sum(len(content) for _, content in messages))
         return self._codec.encode_chat(messages, opens_answer=opens_answer, values=values)
+
+    def tokenize_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        num_characters: int,
+        *,
+        opens_answer: bool = True,
+        values: Mapping[str, Any] | None = None,
+    ) -> TokenIds:
+        """Return the tokens of a chat with calls or tools. Raises InvalidRequest."""
+        check_messages([message["role"] for message in messages])
+        self._check_length("input.chat", num_characters)
+        return self._codec.encode_template(messages, tools, opens_answer=opens_answer, values=values)
+
+    def special_token(self, text: str) -> int | None:
+        """Return the id of a text that is one special token; None for another."""
+        return self._grammars.special_token(text)
+
+    def check_constraint(self, params: inference_pb2.SamplingParams) -> None:
+        """Check the form that an answer is held to. Raises InvalidRequest."""
+        grammar_of(params, self._grammars)
 
     def detokenize(self, token_ids: Sequence[int], field: str = "tokens") -> str:
         """Return the text of tokens, special ones included. Raises InvalidRequest, which names `field`."""
@@ -225,154 +253,18 @@ def _algorithm(value: int) -> Algorithm | None:
 
 
 def _messages(chat: inference_pb2.ChatInput) -> list[tuple[str, str]]:
-    if not chat.messages:
-        raise InvalidRequest("input.chat.messages: none given; at least 1 is needed")
-    if len(chat.messages) > MAX_MESSAGES:
-        raise InvalidRequest(
-            f"input.chat.messages: {len(chat.messages)} are too many; at most {MAX_MESSAGES} are allowed"
-        )
-    for place, message in enumerate(chat.messages):
-        if message.role not in ROLES:
-            raise InvalidRequest(
-                f"input.chat.messages[{place}].role: {message.role!r} is not allowed; use one of {', '.join(ROLES)}"
-            )
+    check_messages([message.role for message in chat.messages])
     return [(message.role, message.content) for message in chat.messages]
 
 
-N = TypeVar("N", int, float)
-
-DEFAULT_MAX_TOKENS = 16
-MAX_TEMPERATURE = 100.0
-MAX_PENALTY = 2.0
-MIN_REPETITION_PENALTY = 0.01
-MAX_REPETITION_PENALTY = 100.0
-MAX_BIAS = 100.0
-MAX_BIASES = 1024
-MAX_LOGPROBS = 20
-MAX_STOP_TOKENS = 256
-MAX_STOPS = 16
-MAX_STOP_LENGTH = 256
-MAX_COMPLETIONS = 16
-
-
-def read_sampling(params: inference_pb2.SamplingParams, model: ModelInfo) -> SamplingParameters:
-    """Return how the tokens of one answer are drawn. Raises InvalidRequest."""
-    temperature = _within("temperature", params.temperature, 0.0, MAX_TEMPERATURE)
-    max_tokens = params.max_tokens if params.HasField("max_tokens") else DEFAULT_MAX_TOKENS
-    _within("max_tokens", max_tokens, 1, model.max_positions)
-    _within("min_tokens", params.min_tokens, 0, max_tokens)
-    stops = _stop_token_ids(params, model)
-    if params.min_tokens and len(stops) >= model.vocab_size:
-        raise InvalidRequest(
-            f"sampling_params.min_tokens: {params.min_tokens} is not allowed where every token is a stop token; "
-            f"allowed is 0"
-        )
-    stop_rule(params)
-    return SamplingParameters(
-        temperature=temperature,
-        seed=params.seed if params.HasField("seed") else secrets.randbits(63),
-        max_tokens=max_tokens,
-        stop_token_ids=stops,
-        top_p=_top_p(params),
-        top_k=params.top_k,
-        min_p=_within("min_p", params.min_p, 0.0, 1.0),
-        presence_penalty=_within("presence_penalty", params.presence_penalty, -MAX_PENALTY, MAX_PENALTY),
-        frequency_penalty=_within("frequency_penalty", params.frequency_penalty, -MAX_PENALTY, MAX_PENALTY),
-        repetition_penalty=_repetition_penalty(params),
-        logit_bias=_logit_bias(params, model),
-        min_tokens=params.min_tokens,
-        logprobs=_num_top("logprobs", params.logprobs, model) if params.HasField("logprobs") else None,
-        prompt_logprobs=_num_top("prompt_logprobs", params.prompt_logprobs, model)
-        if params.HasField("prompt_logprobs")
-        else None,
-        ends_by_text=bool(params.stop),
-    )
-
-
-def stop_rule(params: inference_pb2.SamplingParams) -> StopRule:
-    """Return where the text of an answer ends. Raises InvalidRequest."""
-    _within("stop", len(params.stop), 0, MAX_STOPS, "strings")
-    for place, stop in enumerate(params.stop):
-        _within(f"stop[{place}]", len(stop), 1, MAX_STOP_LENGTH, "characters")
-        if REPLACEMENT in stop:
-            # U+FFFD stands for bytes of an incomplete character, which must not stop an answer.
+def check_messages(roles: Sequence[str]) -> None:
+    """Check the number and the roles of a chat's messages. Raises InvalidRequest."""
+    if not roles:
+        raise InvalidRequest("input.chat.messages: none given; at least 1 is needed")
+    if len(roles) > MAX_MESSAGES:
+        raise InvalidRequest(f"input.chat.messages: {len(roles)} are too many; at most {MAX_MESSAGES} are allowed")
+    for place, role in enumerate(roles):
+        if role not in ROLES:
             raise InvalidRequest(
-                f"sampling_params.stop[{place}]: {stop!r} holds the replacement character U+FFFD; any other is allowed"
+                f"input.chat.messages[{place}].role: {role!r} is not allowed; use one of {', '.join(ROLES)}"
             )
-    return StopRule(
-        strings=tuple(params.stop), is_shown=params.include_stop_str_in_output, min_tokens=params.min_tokens
-    )
-
-
-def num_completions(params: inference_pb2.SamplingParams) -> int:
-    """Return the number of answers. Raises InvalidRequest."""
-    return _within("n", params.n if params.HasField("n") else 1, 1, MAX_COMPLETIONS)
-
-
-def check_vocabulary(field: str, ids: TokenIds, vocab_size: int) -> None:
-    """Check that the model knows every token. Raises InvalidRequest, which names the first unknown one."""
-    outside = np.flatnonzero(ids >= vocab_size)
-    if len(outside):
-        place = int(outside[0])
-        raise InvalidRequest(
-            f"{field}[{place}]: token {int(ids[place])} is outside the vocabulary; allowed are 0 to {vocab_size - 1}"
-        )
-
-
-def _within(name: str, value: N, lowest: N, highest: N, unit: str = "") -> N:
-    """Return `value` if it is a number in the range. Raises InvalidRequest."""
-    if math.isfinite(value) and lowest <= value <= highest:
-        return value
-    what = f"{value} {unit} are" if unit else f"{value} is"
-    raise InvalidRequest(
-        f"sampling_params.{name}: {what} out of range; allowed are {_spelt(lowest)} to {_spelt(highest)}"
-    )
-
-
-def _spelt(number: float) -> str:
-    return f"{number:g}" if isinstance(number, float) else str(number)
-
-
-def _top_p(params: inference_pb2.SamplingParams) -> float:
-    if not params.HasField("top_p"):
-        return 1.0
-    if not 0.0 < params.top_p <= 1.0:
-        raise InvalidRequest(
-            f"sampling_params.top_p: {params.top_p} is out of range; allowed are numbers above 0, up to 1"
-        )
-    return params.top_p
-
-
-def _repetition_penalty(params: inference_pb2.SamplingParams) -> float:
-    if not params.HasField("repetition_penalty"):
-        return 1.0
-    return _within("repetition_penalty", params.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
-
-
-def _stop_token_ids(params: inference_pb2.SamplingParams, model: ModelInfo) -> tuple[int, ...]:
-    if len(params.stop_token_ids) > MAX_STOP_TOKENS:
-        raise InvalidRequest(
-            f"sampling_params.stop_token_ids: {len(params.stop_token_ids)} are given, at most {MAX_STOP_TOKENS} "
-            f"are allowed"
-        )
-    stops = np.fromiter(params.stop_token_ids, dtype=np.int64)
-    check_vocabulary("sampling_params.stop_token_ids", stops, model.vocab_size)
-    ends = () if params.ignore_eos else model.eos_token_ids
-    return tuple(sorted({*stops.tolist(), *ends}))
-
-
-def _logit_bias(params: inference_pb2.SamplingParams, model: ModelInfo) -> tuple[TokenBias, ...]:
-    _within("logit_bias", len(params.logit_bias), 0, MAX_BIASES, "tokens")
-    biases = []
-    for token_id, bias in sorted(params.logit_bias.items()):
-        if token_id >= model.vocab_size:
-            raise InvalidRequest(
-                f"sampling_params.logit_bias: token {token_id} is outside the vocabulary; "
-                f"allowed are 0 to {model.vocab_size - 1}"
-            )
-        biases.append(TokenBias(token_id, _within(f"logit_bias[{token_id}]", bias, -MAX_BIAS, MAX_BIAS)))
-    return tuple(biases)
-
-
-def _num_top(name: str, num_top: int, model: ModelInfo) -> int:
-    return _within(name, num_top, 0, min(MAX_LOGPROBS, model.vocab_size))

@@ -27,8 +27,9 @@ from services.auth.authenticator import Authenticator, of_grpc
 from services.auth.scoped_router import ScopedRouter
 from services.auth.tenants import Tenant
 from services.gateway.failover import LastingTurn, begun_in_time, replayed
-from services.gateway.requests import RequestReader, identifier, named, num_completions, requests_to_abort, stop_rule
-from services.gateway.text import AnswerText, IncrementalText, StopRule, TextCodec
+from services.gateway.requests import RequestReader, identifier, named, requests_to_abort
+from services.gateway.sampling import num_completions, stop_rule
+from services.gateway.text import AnswerText, StopRule, TextCodec
 from services.gateway.turn_stream import STOPPING, CallsUnderWay, Responses, TurnStream, TurnsUnderWay, merged, turns_of
 from services.rpc.errors import answer, answering, code_of
 from services.rpc.wire.contract import fork_to, model_info_to, to_message
@@ -168,7 +169,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             self._note_plan(request_id, begun.turn_id, begun.prompt_tokens, begun.plan, tenant)
             trace.planned(begun)
             record.begun(begun.turn_id, begun.prompt_tokens, begun.plan.cached_tokens)
-            text = AnswerText(IncrementalText(self._codec), rule)
+            text = AnswerText(rule.text_of(self._codec, turn_request.sampling.stop_token_ids), rule)
             stream = TurnStream(turn_request, begun, text, started, index, router.unscoped, num_received)
             if num_received is not None:
                 self._metrics.lost_ring("gateway", True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 
 from cp_core.errors import InvalidRequest, ModelRefused
-from workers.model.info import read_json
+from workers.model.tokenizer import load_tokenizer, tokenizer_json
 from workers.protocol.prefill_steps import TokenIds
 
-GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 CONTEXT_TOKENS = 6
 """Tokens decoded again before new ones: some tokenizers spell a token differently at the beginning of a text."""
@@ -35,7 +34,7 @@ class TextCodec:
     def __init__(self, model_path: Path) -> None:
         """Load the tokenizer. Raises ModelRefused."""
         try:
-            self._tokenizer: Any = _load_tokenizer(model_path)
+            self._tokenizer: Any = load_tokenizer(model_path)
         except (OSError, ValueError, KeyError) as error:
             raise ModelRefused(f"the tokenizer of {model_path} cannot be loaded: {error}") from error
         # A byte-level token has a character a byte, others their own characters: no token stands for more.
@@ -57,6 +56,18 @@ class TextCodec:
         `opens_answer` adds the tokens that begin the assistant's answer. `values` are the client's own for variables of
         the template. Raises InvalidRequest.
         """
+        conversation = [{"role": role, "content": content} for role, content in messages]
+        return self.encode_template(conversation, (), opens_answer=opens_answer, values=values)
+
+    def encode_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        opens_answer: bool = True,
+        values: Mapping[str, Any] | None = None,
+    ) -> TokenIds:
+        """Return the token ids of messages as transformers takes them, with calls and tools. Raises InvalidRequest."""
         # transformers' own settings have the same place: a client could bring a template, which is a program.
         reserved = {"messages", *inspect.signature(self._tokenizer.apply_chat_template).parameters}
         for name in (values or {}).keys() & reserved:
@@ -65,14 +76,20 @@ class TextCodec:
             )
         if not self._tokenizer.chat_template:
             raise InvalidRequest("input.chat: this model has no chat template; send text or token ids")
-        conversation = [{"role": role, "content": content} for role, content in messages]
+        given = {**(values or {}), **({"tools": list(tools)} if tools else {})}
         try:
             ids = self._tokenizer.apply_chat_template(
-                conversation, add_generation_prompt=opens_answer, return_dict=False, **(values or {})
+                list(messages), add_generation_prompt=opens_answer, return_dict=False, **given
             )
         except Exception as error:  # a template is a program and may raise any error
             raise InvalidRequest(f"input.chat: the model's chat template refuses these messages: {error}") from error
         return np.asarray(ids, dtype=np.int64)
+
+    def chat_template(self, tools: Sequence[Mapping[str, Any]]) -> str:
+        """Return the chat template for these tools; empty where the model has none."""
+        if not self._tokenizer.chat_template:
+            return ""
+        return str(self._tokenizer.get_chat_template(tools=list(tools)))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, without the clean-up of spaces: it would change text that was sent before."""
@@ -89,6 +106,10 @@ class TextCodec:
             )
         )
 
+    def to_json(self) -> str:
+        """Return the tokenizer as JSON. Raises InvalidRequest for one that has no fast form."""
+        return tokenizer_json(self._tokenizer)
+
     def names(self, token_ids: Sequence[int]) -> list[str]:
         """Return the tokenizer's own names of tokens; empty where it has none."""
         return [name or "" for name in self._tokenizer.convert_ids_to_tokens(list(token_ids))]
@@ -101,8 +122,10 @@ class IncrementalText:
     bytes as replacement characters if the window begins or ends inside one.
     """
 
-    def __init__(self, codec: TextCodec) -> None:
-        self._codec = codec
+    def __init__(self, codec: TextCodec, *, hides_special: bool = True, hidden: Collection[int] = ()) -> None:
+        """`hidden` are tokens that have no text here."""
+        self._decode = codec.decode if hides_special else codec.decode_all
+        self._hidden = hidden
         self._ids: list[int] = []
         self._context = 0  # index where the window begins: ids before it are not decoded again
         self._whole: deque[int] = deque()  # ends of ids between two characters, where the window may begin
@@ -111,8 +134,8 @@ class IncrementalText:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Add tokens, and return the whole characters that they complete."""
-        self._ids.extend(token_ids)
-        shown = self._codec.decode(self._ids[self._context :])
+        self._ids.extend(token_id for token_id in token_ids if token_id not in self._hidden)
+        shown = self._decode(self._ids[self._context :])
         certain = shown.rstrip(REPLACEMENT)
         if certain == shown:
             new = self._emit(shown)
@@ -126,7 +149,7 @@ class IncrementalText:
 
     def finish(self) -> str:
         """Return the rest: an incomplete character is shown as replacement characters."""
-        return self._emit(self._codec.decode(self._ids[self._context :]))
+        return self._emit(self._decode(self._ids[self._context :]))
 
     def _emit(self, certain: str) -> str:
         new = certain[len(self._emitted) :] if certain.startswith(self._emitted) else ""
@@ -141,34 +164,13 @@ class IncrementalText:
         while self._whole[0] <= len(self._ids) - CONTEXT_TOKENS:
             self._context = self._whole.popleft()
         if self._context != before:
-            self._emitted = self._codec.decode(self._ids[self._context :])
+            self._emitted = self._decode(self._ids[self._context :])
 
     def _drop_bytes(self) -> None:
         """Move the window past many bytes that are no text, so that later tokens do not decode all of them again."""
         self._whole.clear()
         self._context = len(self._ids) - CONTEXT_TOKENS
-        self._emitted = self._codec.decode(self._ids[self._context :]).removesuffix(REPLACEMENT)
-
-
-def _load_tokenizer(model_path: Path) -> Any:
-    """Return the tokenizer that transformers' AutoTokenizer would take for a model directory.
-
-    AutoTokenizer imports torch: 250 MB and two seconds of a gateway's start. For a Llama directory whose
-    `tokenizer_class` is the generic one AutoTokenizer takes that class, so it is loaded directly.
-    """
-    files = [model_path / name for name in ("config.json", "tokenizer_config.json", "tokenizer.json")]
-    if all(file.is_file() for file in files) and _is_generic(read_json(files[0]), read_json(files[1])):
-        from transformers import PreTrainedTokenizerFast
-
-        return PreTrainedTokenizerFast.from_pretrained(str(model_path), local_files_only=True)
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(str(model_path), local_files_only=True)
-
-
-def _is_generic(model: Mapping[str, object], tokenizer: Mapping[str, object]) -> bool:
-    is_plain = "auto_map" not in tokenizer and model.get("model_type") == "llama"
-    return is_plain and tokenizer.get("tokenizer_class") in GENERIC_CLASSES
+        self._emitted = self._decode(self._ids[self._context :]).removesuffix(REPLACEMENT)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,12 +178,20 @@ class StopRule:
     """Stop strings, which end an answer where one is complete, but not within its first `min_tokens` tokens.
 
     The string that is complete first counts; of strings that end together, the longest. The outcome does not depend on
-    how tokens cut the text. With `is_shown` the string stays part of the text.
+    how tokens cut the text. With `is_shown` the string stays part of the text, and with `shows_special` the text has
+    special tokens.
     """
 
     strings: tuple[str, ...] = ()
     is_shown: bool = False
     min_tokens: int = 0
+    shows_special: bool = False
+
+    def text_of(self, codec: TextCodec, stop_token_ids: Sequence[int]) -> IncrementalText:
+        """Return the text of an answer that one of these tokens may end; it is not shown among special tokens."""
+        if not self.shows_special:
+            return IncrementalText(codec)
+        return IncrementalText(codec, hides_special=False, hidden=frozenset(stop_token_ids))
 
 
 class AnswerText:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from workers.model.builtin import END_TOKEN_ID, EOS_TOKEN_ID, write_tokenizer
 
 KINDS = ("llama_gqa", "llama_mha", "qwen2", "qwen3", "mistral")
 VOCAB_SIZE = 300
@@ -62,6 +65,13 @@ def save_model(kind: str, directory: Path) -> Path:
         case _:
             raise AssertionError(f"no such kind of model: {kind}")
     model.save_pretrained(directory)
+    return directory
+
+
+def add_text(directory: Path) -> Path:
+    """Give a model the byte-level tokenizer, and the tokens that end its answers."""
+    write_tokenizer(directory)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS_TOKEN_ID, END_TOKEN_ID]}))
     return directory
 
 

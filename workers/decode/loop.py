@@ -304,6 +304,7 @@ class LeadingLoop:
             finish_reason=None,
             kv_tokens=sum(prompt.held) + len(prompt.token_ids),
             is_broken=drawn.token_id is None,
+            is_outside_grammar=drawn.is_outside_grammar,
             logprobs=drawn.logprobs,
             prompt_seconds=time.perf_counter() - began,
         )
@@ -328,6 +329,7 @@ class LeadingLoop:
                     kv_tokens=row.position + 1,
                     owner=row.owner,
                     is_broken=token_id is None,
+                    is_outside_grammar=drawn.is_outside_grammar,
                     logprobs=drawn.logprobs,
                 )
             )

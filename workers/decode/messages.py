@@ -36,7 +36,15 @@ from workers.protocol.decode_commands import (
     GrowSequence,
     RemoveSequence,
 )
-from workers.sampling.parameters import NO_TOKEN, Sampled, SamplingParameters, TokenBias, TokenHistory, TokenLogprobs
+from workers.sampling.parameters import (
+    NO_TOKEN,
+    OUTSIDE_GRAMMAR,
+    Sampled,
+    SamplingParameters,
+    TokenBias,
+    TokenHistory,
+    TokenLogprobs,
+)
 
 Command = TypeVar("Command", AdmitSequence, GrowSequence, ComputePrompt)
 
@@ -196,8 +204,8 @@ def gather_sampled(
     return [read_words(words.tolist(), tops) for words, tops in zip(arrived, num_tops, strict=True)]
 
 
-WITHOUT_TOKEN = -1
-"""Each word of a row whose logits are not finite."""
+WITHOUT_TOKEN = {-1: NO_TOKEN, -2: OUTSIDE_GRAMMAR}
+"""Word that fills a row without a token, and what it stands for."""
 
 
 def num_words(num_top: int | None) -> int:
@@ -210,7 +218,7 @@ def write_words(sampled: Iterable[Sampled], num_tops: Iterable[int | None]) -> l
     words: list[int] = []
     for drawn, num_top in zip(sampled, num_tops, strict=True):
         if drawn.token_id is None:
-            words += [WITHOUT_TOKEN] * num_words(num_top)
+            words += [-2 if drawn.is_outside_grammar else -1] * num_words(num_top)
             continue
         words.append(drawn.token_id)
         if (logprobs := drawn.logprobs) is not None:
@@ -226,8 +234,8 @@ def read_words(words: Sequence[int], num_tops: Iterable[int | None]) -> list[Sam
     for num_top in num_tops:
         row = words[place : place + num_words(num_top)]
         place += len(row)
-        if row[0] == WITHOUT_TOKEN:
-            sampled.append(NO_TOKEN)
+        if row[0] in WITHOUT_TOKEN:
+            sampled.append(WITHOUT_TOKEN[row[0]])
         else:
             sampled.append(Sampled(row[0], None if num_top is None else _logprobs(row)))
     assert place == len(words), "the number of words differs from what the rows ask for"

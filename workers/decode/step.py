@@ -30,8 +30,9 @@ from workers.progress import StepClock
 from workers.protocol.decode_commands import ComputePrompt
 from workers.protocol.prefill_steps import Algorithm, PrefillStep, SequencePrefill
 from workers.protocol.transfers import TransferKey
+from workers.sampling.grammar import Grammars
 from workers.sampling.parameters import Sampled
-from workers.sampling.sampler import RowSampler, are_greedy, sample_greedy_rows, sample_rows
+from workers.sampling.sampler import RowSampler, are_greedy, prepare_masks, sample_greedy_rows, sample_rows
 
 
 @dataclass(slots=True)
@@ -70,8 +71,10 @@ class Appended:
 class BatchState:
     """Running rows in order of admission, with this rank's blocks and slots. Every rank holds one."""
 
-    def __init__(self, rank: int, num_ranks: int, block_tokens: int) -> None:
+    def __init__(self, rank: int, num_ranks: int, block_tokens: int, grammars: Grammars | None = None) -> None:
+        """Begin without rows; a rank that samples has `grammars`."""
         self._rank = rank
+        self._grammars = grammars
         self._num_ranks = num_ranks
         self.block_tokens = block_tokens
         self.rows: list[BatchRow] = []
@@ -99,7 +102,7 @@ class BatchState:
                 room=[self.block_tokens * len(table) for table in admission.blocks],
                 blocks=blocks,
                 runs=list(runs(blocks, held[self._rank], self.block_tokens)),
-                sampler=RowSampler(admission.sampling, admission.history),
+                sampler=RowSampler(admission.sampling, admission.history, self._grammars),
             )
             self.rows.append(row)
         for growth in change.grown:
@@ -200,6 +203,8 @@ class DecodePass:
         self._plan = self._batch.plan()
         self._route = PassQRoute(self._plan, self._transport.rank) if variant == PASS_Q else None
         computed = range(len(self._batch)) if self._route is None else self._route.own
+        if self._samples_alone or self._route is not None:
+            prepare_masks([rows[number] for number in computed])
         if self._follows_tables:
             self._stored_tokens = tuple(row.held[self._transport.rank] for row in rows)
         else:
@@ -218,9 +223,14 @@ class DecodePass:
         if self._model.is_helix:
             return self._sample_together(states)
         if self._route is None:
-            return self._sample(computed, states) if self._transport.rank == LEADER else []
+            return self._sample(computed, states) if self._samples_alone else []
         sampled = self._sample(computed, states)
         return self._gather_in_order(sampled) if self._model.samples else []
+
+    @property
+    def _samples_alone(self) -> bool:
+        """True if this rank samples all rows of a step that every rank computes."""
+        return self._transport.rank == LEADER
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Store this rank's rows of k[R,K,D] and v[R,K,D], then attend q[R,H,D] over all shards.

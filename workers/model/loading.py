@@ -23,8 +23,10 @@ from workers.model.hugging_face import (
 )
 from workers.model.info import multiplies_bfloat16, read_model_info, tensor_share
 from workers.model.tensor_parallel import TensorParallel
+from workers.model.tokenizer import load_tokenizer, tokenizer_json
 from workers.model.weights import read_share, whole_shapes
 from workers.protocol.ranks import ModelInfo
+from workers.sampling.grammar import Grammars
 
 IMPLEMENTATION = "ringserve"
 
@@ -179,6 +181,7 @@ class LoadedModel:
     share: ModelInfo
     tensor: TensorParallel
     helix: TensorParallel
+    grammars: Grammars
 
     @property
     def is_helix(self) -> bool:
@@ -265,6 +268,11 @@ class LoadedModel:
         return largest, found[:, 1].gather(0, ranks[None])[0].long()
 
 
+def grammars_of(path: Path, info: ModelInfo) -> Grammars:
+    """Return the grammars of answers of the model in `path`."""
+    return Grammars(lambda: tokenizer_json(load_tokenizer(path)), info.vocab_size, info.eos_token_ids)
+
+
 def load_model(
     path: Path,
     dtype: str,
@@ -299,7 +307,8 @@ def load_model(
     whole = whole_shapes(model)
     tensor = TensorParallel(tp_rank, tp)
     tensor.cut(model)
-    loaded = LoadedModel(model, model.base_model, model.get_output_embeddings(), info, share, tensor, TensorParallel())
+    head, grammars = model.get_output_embeddings(), grammars_of(path, info)
+    loaded = LoadedModel(model, model.base_model, head, info, share, tensor, TensorParallel(), grammars)
     if helix > 1:
         loaded = loaded.cut_over_ring(helix_rank, helix)
     read_share(path, model, whole, loaded.helix if loaded.is_helix else tensor)

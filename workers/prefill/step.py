@@ -25,8 +25,9 @@ from workers.kv.cache import KvCache, SlotRun
 from workers.model.loading import LoadedModel
 from workers.protocol.prefill_steps import Algorithm, PrefillOutput, PrefillStep, SequencePrefill
 from workers.protocol.transfers import TransferKey
+from workers.sampling.grammar import Grammars
 from workers.sampling.parameters import TokenLogprobs
-from workers.sampling.sampler import RowSampler, logprobs_of
+from workers.sampling.sampler import RowSampler, logprobs_of, prepare_masks
 
 # Most prompt tokens whose logits are in memory at a time, where the prompt's log-probabilities are asked for.
 SCORED_ROWS = 256
@@ -85,7 +86,19 @@ def run_prefill(
 ) -> tuple[PrefillPass, Tensor]:
     """Run a step -> (the pass, hidden states [T, hidden_size]) of this rank; collective. Raises Unavailable."""
     columns = model.columns(cache.device)
-    forward = PrefillPass(step, transport, cache, backend, layer_ready, model.share.num_layers, columns, before_layer)
+    grammars = model.grammars if model.samples else None
+    forward = PrefillPass(
+        step,
+        transport,
+        cache,
+        backend,
+        layer_ready,
+        model.share.num_layers,
+        columns,
+        before_layer,
+        grammars,
+    )
+    prepare_masks(forward.last_rows)
     if forward.num_tokens:
         states = model.hidden_states(forward.token_ids, forward.positions, forward)
     else:
@@ -114,8 +127,11 @@ class PrefillPass:
         num_layers: int,
         columns: HelixColumns | None = None,
         before_layer: Callable[[], None] | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
+        """Lay out the step; a rank that samples has `grammars`."""
         self._transport = transport
+        self._grammars = grammars
         self._columns = columns
         self._cache = cache
         self._backend = backend
@@ -241,7 +257,7 @@ class PrefillPass:
             stop = sequence.layout.tokens.stop
             # Where a rank has the last token, that token is its last row of the sequence.
             if any(positions.stop == stop and len(positions) for positions in self._computed(sequence)):
-                sampler = RowSampler(sequence.sample, sequence.history)
+                sampler = RowSampler(sequence.sample, sequence.history, self._grammars)
                 rows.append(LastRow(sequence.sequence_id, share.end - 1, stop, sampler))
         return tuple(rows)
 

@@ -81,8 +81,8 @@ class DecodeEvent:
 
     `owner` is the rank that stores the KV which a step of the batch added; None in all other events. `is_starved`: the
     sequence left because its block tables are full, and may join again. `is_broken`: it left because its logits are not
-    finite, without a token. `prompt_seconds`: the token is the first after
-    a prompt, and is the time of that prompt's step.
+    finite, without a token, or its grammar allowed none (`is_outside_grammar`). `prompt_seconds`: the token is the
+    first after a prompt, and is the time of that prompt's step.
     """
 
     sequence_id: str
@@ -92,6 +92,7 @@ class DecodeEvent:
     owner: int | None = None
     is_starved: bool = False
     is_broken: bool = False
+    is_outside_grammar: bool = False
     logprobs: TokenLogprobs | None = None
     prompt_seconds: float | None = None
 

@@ -242,7 +242,8 @@ class RankWorker:
         with self._compute() as ring:
             assert self._rings is not None, "the rank has joined no ring"
             control = self._rings.control
-            batch = BatchState(ring.rank, ring.size, spec.settings.block_tokens)
+            grammars = parts.model.grammars if parts.model.samples else None
+            batch = BatchState(ring.rank, ring.size, spec.settings.block_tokens, grammars)
             step = DecodePass(parts.model, ring, parts.cache, parts.backend, batch, self._clock, control)
             prompts = DecodePrompts(parts.model, ring, parts.cache, parts.backend, self._clock, control)
             channel = HeaderChannel(self._header_hops(self._rings), spec.settings.max_batch)

@@ -22,7 +22,8 @@ class SamplingParameters:
     `stop_token_ids` includes the model's end-of-sequence ids unless the caller ignores them. `top_k` 0 disables the
     filter. `workers.sampling.sampler` has the formulas and their order. `logprobs` and `prompt_logprobs` are the
     numbers of most likely tokens reported beside the chosen one; None means no log-probabilities. With `ends_by_text`
-    the reader of the tokens decides where the answer ends.
+    the reader of the tokens decides where the answer ends. `grammar` holds the answer to a grammar of llguidance's;
+    empty: there is none.
     """
 
     temperature: float = 0.0
@@ -40,6 +41,7 @@ class SamplingParameters:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     ends_by_text: bool = False
+    grammar: str = ""
 
     @property
     def looks_at_prompt(self) -> bool:
@@ -52,7 +54,8 @@ class SamplingParameters:
     @property
     def changes_logits(self) -> bool:
         """True if even a greedy choice may differ from the raw logits' choice."""
-        return self.looks_at_answer or bool(self.logit_bias) or bool(self.min_tokens and self.stop_token_ids)
+        is_masked = bool(self.grammar) or bool(self.min_tokens and self.stop_token_ids)
+        return self.looks_at_answer or bool(self.logit_bias) or is_masked
 
     @property
     def filters(self) -> bool:
@@ -62,9 +65,9 @@ class SamplingParameters:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenHistory:
-    """Tokens that penalties look back at: the prompt's distinct tokens, and the answer's so far, in any order.
+    """Tokens that penalties and grammars look back at: the prompt's distinct tokens, and the answer's so far, in order.
 
-    Both are empty where no penalty needs them. `num_generated` always counts the answer's tokens so far.
+    Both are empty where nothing needs them. `num_generated` always counts the answer's tokens so far.
     """
 
     num_generated: int = 0
@@ -77,7 +80,7 @@ class TokenHistory:
         return cls(
             num_generated=len(answer),
             prompt_ids=tuple(sorted({int(token) for token in prompt})) if sampling.looks_at_prompt else (),
-            answer_ids=tuple(answer) if sampling.looks_at_answer else (),
+            answer_ids=tuple(answer) if sampling.looks_at_answer or sampling.grammar else (),
         )
 
 
@@ -100,11 +103,17 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Sampled token; `logprobs` where the parameters ask for them. None: the row's logits are not finite."""
+    """Sampled token; `logprobs` where the parameters ask for them.
+
+    None: the row's logits are not finite or, with `is_outside_grammar`, its grammar allows no token.
+    """
 
     token_id: int | None
     logprobs: TokenLogprobs | None = None
+    is_outside_grammar: bool = False
 
 
 NO_TOKEN = Sampled(None)
 """Outcome of a row whose logits are not finite."""
+OUTSIDE_GRAMMAR = Sampled(None, is_outside_grammar=True)
+"""Outcome of a row whose grammar has become too complex, or allows no token that the model can say."""

@@ -9,12 +9,13 @@ repetition penalty, as in vLLM:
     frequency     l -= f * count                     count of the token in the answer
     presence      l -= p                             for tokens of the answer
     min_tokens    l = -inf                           for stop tokens, while the answer is shorter
+    grammar       l = -inf                           for tokens that the answer's grammar does not allow here
     temperature   l /= t
     top_k         l >= the k-th largest l stay       with all equals of the k-th
     top_p         the smallest set of largest l stays whose probability reaches top_p
     min_p         tokens stay with a probability >= min_p * that of the most likely token
 
-A greedy choice takes the largest logit after the first five steps. A draw is keyed by (seed, position) and nothing
+A greedy choice takes the largest logit after the first six steps. A draw is keyed by (seed, position) and nothing
 else. So a sequence gets the same tokens on a ring of any size, in any batch, and again after its turn moved to another
 ring. Rows without special demands are sampled together: one argmax for the greedy ones, one cumulative sum for the
 drawn ones. Log-probabilities are those of the raw logits, as in vLLM. R rows, V vocabulary.
@@ -31,8 +32,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from workers.sampling.grammar import Grammars
 from workers.sampling.on_device import choose
-from workers.sampling.parameters import NO_HISTORY, NO_TOKEN, Sampled, SamplingParameters, TokenHistory, TokenLogprobs
+from workers.sampling.parameters import (
+    NO_HISTORY,
+    NO_TOKEN,
+    OUTSIDE_GRAMMAR,
+    Sampled,
+    SamplingParameters,
+    TokenHistory,
+    TokenLogprobs,
+)
 
 Logits = npt.NDArray[np.float64]
 
@@ -68,12 +78,22 @@ def sample_rows(rows: Sequence[SampledRow], logits: Tensor) -> list[Sampled]:
         for number, drawn in zip(finite, sample_rows([rows[each] for each in finite], logits[finite]), strict=True):
             sampled[number] = drawn
         return sampled
-    tokens: list[int] = winners.tolist()
+    tokens: list[int | None] = winners.tolist()
     _draw_plain_rows(rows, logits, tokens)
     for number, row in enumerate(rows):
         if row.sampler.is_special:
             tokens[number] = _choose(row, logits[number])
-    return [Sampled(token, _wanted(row, each, token)) for row, token, each in zip(rows, tokens, logits, strict=True)]
+    return [
+        OUTSIDE_GRAMMAR if token is None else Sampled(token, _wanted(row, each, token))
+        for row, token, each in zip(rows, tokens, logits, strict=True)
+    ]
+
+
+def prepare_masks(rows: Sequence[SampledRow]) -> None:
+    """Begin to make the masks of rows that are sampled after this step, beside the thread that computes it."""
+    for row in rows:
+        if row.sampler.grammar is not None:
+            row.sampler.grammar.prepare()
 
 
 def sample_rows_on_device(rows: Sequence[SampledRow], logits: Tensor) -> list[Sampled]:
@@ -113,7 +133,7 @@ def sample_greedy_rows(largest: Tensor, tokens: Tensor) -> list[Sampled]:
     return _read(torch.stack([largest.double(), tokens.double()]))
 
 
-def _draw_plain_rows(rows: Sequence[SampledRow], logits: Tensor, tokens: list[int]) -> None:
+def _draw_plain_rows(rows: Sequence[SampledRow], logits: Tensor, tokens: list[int | None]) -> None:
     plain = [number for number, row in enumerate(rows) if row.sampler.is_drawn and not row.sampler.is_special]
     if not plain:
         return
@@ -130,11 +150,14 @@ def _draw_plain_rows(rows: Sequence[SampledRow], logits: Tensor, tokens: list[in
         tokens[number] = token
 
 
-def _choose(row: SampledRow, logits: Tensor) -> int:
+def _choose(row: SampledRow, logits: Tensor) -> int | None:
+    """Choose the token of one row from logits[V]; None where its grammar allows none."""
     sampling = row.sampler.sampling
     if row.sampler.is_drawn and not sampling.changes_logits and 0 < sampling.top_k < len(logits):
         return _draw_among_top(logits.double(), sampling, row.next_position)
     processed = row.sampler.process(logits.double().cpu().numpy())
+    if sampling.grammar and not math.isfinite(processed.max()):
+        return None
     if not row.sampler.is_drawn:
         return int(processed.argmax())
     return draw(processed, row.sampler.sampling, row.next_position)
@@ -198,11 +221,15 @@ def _uniform(seed: int, position: int) -> float:
 class RowSampler:
     """Sampler of one sequence: its parameters, and the history that they look back at.
 
-    Every rank of a decode ring has a sampler for each row and pushes every token to it, since any rank may draw.
+    Every rank of a decode ring has a sampler for each row and pushes every token to it, since any rank may draw. A row
+    with a grammar draws only where the rank has `grammars`.
     """
 
-    def __init__(self, sampling: SamplingParameters, history: TokenHistory = NO_HISTORY) -> None:
+    def __init__(
+        self, sampling: SamplingParameters, history: TokenHistory = NO_HISTORY, grammars: Grammars | None = None
+    ) -> None:
         self.sampling = sampling
+        self.grammar = grammars.begin(sampling.grammar, history.answer_ids) if grammars and sampling.grammar else None
         self.num_generated = history.num_generated
         # True if the row's logits need processing of their own.
         self.is_special = sampling.changes_logits or (sampling.temperature > 0.0 and sampling.filters)
@@ -217,9 +244,14 @@ class RowSampler:
         self.num_generated += 1
         if self.sampling.looks_at_answer:
             self._uncounted.append(token_id)
+        if self.grammar is not None:
+            self.grammar.push(token_id)
 
     def process(self, logits: Logits) -> Logits:
-        """Return logits with bias, penalties and min_tokens: a new [V], or `logits` itself where nothing changes."""
+        """Return logits with bias, penalties and masks: a new [V], or `logits` itself where nothing changes.
+
+        All are -inf where the grammar has become too complex.
+        """
         sampling = self.sampling
         if not sampling.changes_logits:
             return logits
@@ -230,6 +262,10 @@ class RowSampler:
             self._penalize(logits)
         if self.num_generated < sampling.min_tokens:
             logits[list(sampling.stop_token_ids)] = -np.inf
+        if sampling.grammar:
+            assert self.grammar is not None, "a rank that samples has grammars"
+            allowed = self.grammar.mask()
+            logits[slice(None) if allowed is None else ~allowed] = -np.inf
         return logits
 
     def _penalize(self, logits: Logits) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -63,7 +64,8 @@ Prompt = str | Sequence[int] | Messages | Message | Mapping[str, Any]
 class Sampling:
     """Sampling parameters; names and meanings are those of the contract's SamplingParams. None: its default.
 
-    A single stop string or stop token may stand alone. `logit_bias` may have token ids as texts, as in JSON.
+    A single stop string or stop token may stand alone. `logit_bias` may have token ids as texts, as in JSON. The last
+    five hold the answer to a form, and exclude each other.
     """
 
     temperature: float | None = None
@@ -84,6 +86,12 @@ class Sampling:
     n: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+    json_schema: str | Mapping[str, Any] | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: Sequence[str] | None = None
 
     def to_message(self) -> inference_pb2.SamplingParams:
         """Return the contract's message. Raises InvalidRequest for a value that the contract's types cannot carry."""
@@ -213,8 +221,10 @@ def _fill(message: google.protobuf.message.Message, name: str, value: Any, shown
     try:
         if field.enum_type is not None:
             setattr(message, name, _number(field.enum_type, value))
+        elif name == "choice":
+            message.choice.CopyFrom(inference_pb2.Choices(items=value))  # type: ignore[attr-defined]
         elif not field.is_repeated:
-            setattr(message, name, value)
+            setattr(message, name, json.dumps(value) if isinstance(value, Mapping) else value)
         elif field.message_type is not None:  # a map of numbers
             getattr(message, name).update({int(key): each for key, each in value.items()})
         else:

@@ -7,8 +7,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry
@@ -28,9 +27,12 @@ from ringserve.v1 import inference_pb2
 from services.auth.authenticator import Authenticator
 from services.auth.tenants import Tenant
 from services.config.service import HttpConfig
+from services.gateway.openai.calls import CallForm, form_of
 from services.gateway.openai.errors import BadHttpRequest, error_body, headers_of, status_of
+from services.gateway.openai.item_answers import ItemAnswer
+from services.gateway.openai.messages import Template, tokens_of
 from services.gateway.openai.openapi import described_api
-from services.gateway.openai.prompts import PromptAnswers, side_by_side
+from services.gateway.openai.prompts import PromptAnswers, events_of, side_by_side, whole_of
 from services.gateway.openai.requests import HttpRequestReader, HttpTurn
 from services.gateway.openai.responses import (
     ChatShape,
@@ -54,7 +56,6 @@ log = logging.getLogger(__name__)
 
 BODY_SECONDS = 60.0
 """Seconds for a client to send its request."""
-DONE = b"data: [DONE]\n\n"
 
 
 class TurnService(ViewedService, Protocol):
@@ -125,6 +126,7 @@ class HttpApi:
         return [
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/completions", self._completion, methods=["POST"]),
+            Route("/v1/responses", self._respond, methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{name:path}", self._model, methods=["GET"]),
             *self._views.routes(),
@@ -166,39 +168,55 @@ class HttpApi:
     async def _chat(self, request: Request) -> ASGIApp:
         return await self._turn(request, self._reader.chat, ChatShape())
 
+    async def _respond(self, request: Request) -> ASGIApp:
+        return await self._turn(request, self._reader.response, None)
+
     async def _completion(self, request: Request) -> ASGIApp:
         return await self._turn(request, self._reader.completion, CompletionShape())
 
-    async def _turn(self, request: Request, read: Callable[[Any], HttpTurn], shape: Shape) -> ASGIApp:
+    async def _turn(self, request: Request, read: Callable[[Any], HttpTurn], shape: Shape | None) -> ASGIApp:
+        """Serve turns; without a shape the answer is a response of items."""
         tenant = self._caller(request)  # first: bodies of strangers are not read
         body = await _body(request)
-        turn = await asyncio.to_thread(lambda: read(_parsed(body)))
-        if turn.template_values:
-            await self._apply_template(tenant, turn)
+        given, turn = await asyncio.to_thread(lambda: (parsed := _parsed(body), read(parsed)))
+        form = await self._apply_template(tenant, turn, turn.template) if turn.template else None
         echoes = await self._echoes(tenant, turn) if turn.has_echo else [None] * len(turn.requests)
-        answers = [TurnAnswer(shape, self._model_name, self._service.decode, turn, echo) for echo in echoes]
-        num_choices = max(turn.request.sampling_params.n, 1)
-        answer = PromptAnswers(answers, num_choices, f"{shape.id_prefix}-{uuid.uuid4().hex[:16]}")
+        answer = self._answer(turn, shape, echoes, form) if shape else ItemAnswer(given, self._model_name, form)
         trace_parent = request.headers.get("traceparent", "")
         responses = side_by_side([self._service.generate(each, tenant, None, trace_parent) for each in turn.requests])
         if not turn.stream:
             async with ended_by_hang_up(request.receive):
-                return JSONResponse(await _whole(responses, answer))
-        events = _events(responses, answer)
+                return JSONResponse(await whole_of(responses, answer))
+        events = events_of(responses, answer)
         # The first event is awaited here: a refusal is a status of its own, not an event of a stream.
         async with ended_by_hang_up(request.receive):
             first = await anext(events)
         return EventStream(first, events)
 
-    async def _apply_template(self, tenant: Tenant, turn: HttpTurn) -> None:
-        """Make tokens of a chat with the client's values for the template: the contract has no place for these."""
+    def _answer(
+        self, turn: HttpTurn, shape: Shape, echoes: Sequence[Echo | None], form: CallForm | None
+    ) -> PromptAnswers:
+        answers = [TurnAnswer(shape, self._model_name, self._service.decode, turn, echo, form) for echo in echoes]
+        num_choices = max(turn.request.sampling_params.n, 1)
+        return PromptAnswers(answers, num_choices, f"{shape.id_prefix}-{uuid.uuid4().hex[:16]}")
 
-        def read(reader: RequestReader, codec: TextCodec) -> None:
-            tokens = reader.tokenize(turn.request, values=turn.template_values).tolist()
-            turn.request.tokenized.input_ids.extend(tokens)
+    async def _apply_template(self, tenant: Tenant, turn: HttpTurn, template: Template) -> CallForm | None:
+        """Make tokens of a chat with tools, calls or own values, for which the contract has no place.
+
+        Return the form of the calls of its answer, which is held to it as far as the request asks. Raises
+        InvalidRequest.
+        """
+
+        def read(reader: RequestReader, codec: TextCodec) -> CallForm | None:
+            form = form_of(codec.chat_template(template.tools)) if turn.offer else None
+            tokens = tokens_of(reader, template)
+            if turn.offer and form:
+                turn.offer.hold(turn.request.sampling_params, form, reader)
+            turn.request.tokenized.input_ids.extend(tokens.tolist())
             turn.request.prompt_mode = inference_pb2.PROMPT_MODE_WHOLE_HISTORY
+            return form
 
-        await self._service.read_tokens(tenant, read)
+        return await self._service.read_tokens(tenant, read)
 
     async def _echoes(self, tenant: Tenant, turn: HttpTurn) -> list[Echo | None]:
         """Return the prompts of a turn as they come back. A text becomes the tokens that its answer is about."""
@@ -224,12 +242,12 @@ class HttpApi:
 
         def read(reader: RequestReader, codec: TextCodec) -> Response:
             asked = self._reader.tokenization(_parsed(body))
-            tokens = reader.tokenize(
-                asked.request,
-                adds_special=asked.adds_special,
-                opens_answer=asked.opens_answer,
-                values=asked.template_values,
-            )
+            if asked.template:
+                tokens = tokens_of(reader, asked.template, opens_answer=asked.opens_answer)
+            else:
+                tokens = reader.tokenize(
+                    asked.request, adds_special=asked.adds_special, opens_answer=asked.opens_answer
+                )
             ids = tokens.tolist()
             names = codec.names(ids) if asked.has_names else None
             found = {"count": len(ids), "max_model_len": self._max_positions, "tokens": ids, "token_strs": names}
@@ -287,41 +305,6 @@ class HttpApi:
         name = identifier("conversation_id", request.path_params["name"])
         await router.delete_conversation(name)
         return JSONResponse({"id": name, "object": "conversation.deleted", "deleted": True})
-
-
-Placed = AsyncGenerator[tuple[int, inference_pb2.GenerateResponse], None]
-
-
-async def _whole(responses: Placed, answer: PromptAnswers) -> dict[str, Any]:
-    async with aclosing(responses) as closing:
-        async for place, response in closing:
-            answer.events(place, response)
-    return answer.whole()
-
-
-async def _events(responses: Placed, answer: PromptAnswers) -> AsyncGenerator[bytes, None]:
-    """Yield the lines of a stream. An error after the first event is one more event, and the last."""
-    is_begun = False
-    try:
-        async with aclosing(responses) as closing:
-            async for place, response in closing:
-                for event in answer.events(place, response):
-                    yield _line(event)
-                    is_begun = True
-        for event in answer.last_events():
-            yield _line(event)
-    except Exception as error:
-        if not is_begun:
-            raise
-        if not isinstance(error, RingserveError):
-            log.exception("a stream met an internal error")
-        yield _line(error_body(error))
-        return
-    yield DONE
-
-
-def _line(event: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 async def _body(request: Request) -> bytes:

@@ -118,6 +118,7 @@ SAMPLING: dict[str, tuple[str, Reader]] = {
     "min_tokens": ("min_tokens", integer(32)),
     "stop": ("stop", stops),
     "include_stop_str_in_output": ("include_stop_str_in_output", boolean),
+    "skip_special_tokens": ("skip_special_tokens", boolean),
     "n": ("n", integer(32)),
 }
 """Sampling fields: name -> (field of SamplingParams, reader)."""
@@ -155,14 +156,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "moderation": (),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "store": (False,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
 }

@@ -10,7 +10,10 @@ from starlette.routing import Route
 from orchestration.protocol.turns import MAX_PRIORITY
 from services.gateway.openai import fields
 from services.gateway.openai.fields import CACHE_KEYS, INERT, NEUTRAL, OURS, SAMPLING, Reader, integer
+from services.gateway.openai.formats import FORMATS
+from services.gateway.openai.items import PLAIN, RESPONSE_FIELDS
 from services.gateway.openai.requests import CHAT, COMPLETION, DETOKENIZE, MAX_PROMPTS, PROMPT_MODES, TOKENIZE
+from services.gateway.openai.tools import MAX_TOOLS
 
 Json = dict[str, Any]
 
@@ -48,10 +51,33 @@ PART: Json = {
     "required": ["type", "text"],
     "properties": {"type": {"const": "text"}, "text": TEXT},
 }
+CONTENT: Json = {"anyOf": [TEXT, {"type": "array", "items": PART}]}
+FUNCTION: Json = {
+    "type": "object",
+    "required": ["name"],
+    "properties": {"name": TEXT, "description": {}, "parameters": {"type": "object"}, "strict": BOOLEAN},
+}
+TOOL: Json = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {"type": {"const": "function"}, "function": FUNCTION},
+}
+CALL: Json = {
+    "type": "object",
+    "required": ["function"],
+    "properties": {
+        "id": TEXT,
+        "function": {"type": "object", "required": ["name"], "properties": {"name": TEXT, "arguments": TEXT}},
+    },
+}
 MESSAGE: Json = {
     "type": "object",
-    "required": ["role", "content"],
-    "properties": {"role": TEXT, "content": {"anyOf": [TEXT, {"type": "array", "items": PART}]}, "name": {}},
+    "required": ["role"],
+    "properties": {"role": TEXT, "content": CONTENT, "tool_calls": {"type": "array", "items": CALL}, "name": {}},
+    "anyOf": [
+        {"required": ["content"]},
+        {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}},
+    ],
 }
 OWN: Mapping[str, Json] = {
     "model": {"type": "string", "minLength": 1},
@@ -68,6 +94,40 @@ OWN: Mapping[str, Json] = {
             TOKENS,
             {"type": "array", "items": {"anyOf": [TEXT, TOKENS]}, "minItems": 1, "maxItems": MAX_PROMPTS},
         ]
+    },
+    "tools": {"type": "array", "items": TOOL, "maxItems": MAX_TOOLS},
+    "tool_choice": {
+        "anyOf": [
+            {"enum": ["none", "auto"]},
+            {"const": "required", "description": "Only with tools."},
+            {
+                "type": "object",
+                "required": ["type", "function"],
+                "properties": {"type": {"const": "function"}, "function": {"type": "object", "required": ["name"]}},
+            },
+        ]
+    },
+    "parallel_tool_calls": BOOLEAN,
+    "response_format": {
+        "type": "object",
+        "required": ["type"],
+        "properties": {"type": {"enum": list(FORMATS)}, "json_schema": {"type": "object"}},
+    },
+    "structured_outputs": {
+        "type": "object",
+        "minProperties": 1,
+        "properties": {
+            name: {"anyOf": [schema, {"type": "null"}]}
+            for name, schema in {
+                "json": {"anyOf": [{"type": "object"}, TEXT]},
+                "regex": TEXT,
+                "choice": TEXTS,
+                "grammar": TEXT,
+                "json_object": BOOLEAN,
+            }.items()
+        },
+        "additionalProperties": {"type": "null"},
+        "description": "One of these is given.",
     },
     "prompt_mode": {"type": "string", "enum": list(PROMPT_MODES)},
     "top_logprobs": TOKEN,
@@ -106,9 +166,32 @@ def _request(found: Mapping[str, Json], required: list[str]) -> Json:
     return {"type": "object", "required": required, "properties": properties}
 
 
+ITEM: Json = {
+    "type": "object",
+    "properties": {"type": {"enum": ["message", "function_call", "function_call_output"]}, "role": TEXT},
+}
+RESPONSE: Json = _request(
+    {name: OF_READERS[SAMPLING[name][1]] for name in RESPONSE_FIELDS & SAMPLING.keys()}
+    | {name: OF_READERS[reader] for name, reader in OURS.items()}
+    | dict.fromkeys(CACHE_KEYS, TEXT)
+    | {name: {"description": "Without effect."} for name in INERT}
+    | {name: {"enum": list(values), "description": "Not served."} for name, values in PLAIN.items()}
+    | {name: OWN[name] for name in RESPONSE_FIELDS & OWN.keys()}
+    | {
+        "input": {"anyOf": [TEXT, {"type": "array", "items": ITEM}]},
+        "instructions": TEXT,
+        "max_output_tokens": TOKEN,
+        "previous_response_id": {"const": "", "description": "Not served: nothing is stored."},
+        "text": {"type": "object", "properties": {"format": {}, "verbosity": {}}},
+        "tools": {"type": "array", "items": {"type": "object", "required": ["type", "name"]}, "maxItems": MAX_TOOLS},
+        "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]},
+    },
+    ["model", "input"],
+)
 REQUESTS: Mapping[str, Json] = {
     "/v1/chat/completions": _turn(CHAT, "messages", {"logprobs": BOOLEAN}),
     "/v1/completions": _turn(COMPLETION, "prompt", {"logprobs": TOKEN}),
+    "/v1/responses": RESPONSE,
     "/tokenize": _request({name: TEXT if name == "prompt" else OWN[name] for name in TOKENIZE}, []),
     "/detokenize": _request({name: OWN[name] for name in DETOKENIZE}, ["tokens"]),
     "/v1/conversations": CONVERSATION,
@@ -126,6 +209,7 @@ class Operation(NamedTuple):
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/v1/chat/completions"): Operation("Answer a chat; with stream: true as server-sent events."),
     ("POST", "/v1/completions"): Operation("Continue a text or tokens; with stream: true as server-sent events."),
+    ("POST", "/v1/responses"): Operation("Answer with items; with stream: true as server-sent events."),
     ("GET", "/v1/models"): Operation("List the served model."),
     ("GET", "/v1/models/{name}"): Operation("Show the served model."),
     ("GET", "/health"): Operation("Say whether a turn can be served.", is_open=True),

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
+from typing import Any, Protocol
 
+from cp_core.errors import RingserveError
 from ringserve.v1 import inference_pb2
+from services.gateway.openai.errors import error_body
 from services.gateway.openai.responses import Json, TurnAnswer
+
+log = logging.getLogger(__name__)
 
 Response = inference_pb2.GenerateResponse
 AT_ONCE = 8
 """Prompts of one request that are served at a time."""
+DONE = b"data: [DONE]\n\n"
 QUEUED_RESPONSES = 64
 """Responses that wait for their reader."""
 
@@ -55,6 +63,64 @@ async def side_by_side(turns: Sequence[AsyncIterator[Response]]) -> AsyncGenerat
         await asyncio.gather(*pumps, return_exceptions=True)
 
 
+class Answer(Protocol):
+    """Answer to one request, in the shape of its endpoint."""
+
+    @property
+    def ends_with(self) -> bytes:
+        """Line after the last event of a stream."""
+
+    def events(self, place: int, response: Response) -> list[Json]:
+        """Return the events that a stream sends for a response to the prompt at `place`."""
+
+    def last_events(self) -> list[Json]:
+        """Return the events that a stream sends after the last response. Raises Unavailable where one lacks."""
+
+    def failure(self, error: Exception) -> list[Json]:
+        """Return the events that end a stream with an error."""
+
+    def whole(self) -> Json:
+        """Return the one object of an answer that is not streamed, after all responses. Raises Unavailable."""
+
+
+Placed = AsyncGenerator[tuple[int, inference_pb2.GenerateResponse], None]
+
+
+async def whole_of(responses: Placed, answer: Answer) -> dict[str, Any]:
+    async with aclosing(responses) as closing:
+        async for place, response in closing:
+            answer.events(place, response)
+    return answer.whole()
+
+
+async def events_of(responses: Placed, answer: Answer) -> AsyncGenerator[bytes, None]:
+    """Yield the lines of a stream. An error after the first event is one more event, and the last."""
+    is_begun = False
+    try:
+        async with aclosing(responses) as closing:
+            async for place, response in closing:
+                for event in answer.events(place, response):
+                    yield _line(event)
+                    is_begun = True
+        for event in answer.last_events():
+            yield _line(event)
+    except Exception as error:
+        if not is_begun:
+            raise
+        if not isinstance(error, RingserveError):
+            log.exception("a stream met an internal error")
+        for event in answer.failure(error):
+            yield _line(event)
+        return
+    if answer.ends_with:
+        yield answer.ends_with
+
+
+def _line(event: dict[str, Any]) -> bytes:
+    name = f"event: {event['type']}\n".encode() if "type" in event else b""
+    return name + b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
 class PromptAnswers:
     """Answers to the prompts of one request. Choices are numbered through: those of the first prompt come first."""
 
@@ -63,6 +129,15 @@ class PromptAnswers:
         self._answers = answers
         self._num_choices = num_choices
         self._name = name
+
+    @property
+    def ends_with(self) -> bytes:
+        """Line after the last event of a stream."""
+        return DONE
+
+    def failure(self, error: Exception) -> list[Json]:
+        """Return the events that end a stream with an error."""
+        return [error_body(error)]
 
     def events(self, place: int, response: Response) -> list[Json]:
         """Return the events that a stream sends for a response to the prompt at `place`."""

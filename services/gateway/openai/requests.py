@@ -6,7 +6,6 @@ Shapes and types are checked here; values where gRPC's are checked too.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +22,10 @@ from services.gateway.openai.fields import (
     token_ids,
     unknown_names,
 )
+from services.gateway.openai.formats import FORMAT_FIELDS, put_constraint
+from services.gateway.openai.items import chat_of, renamed
+from services.gateway.openai.messages import Message, Template, has_calls, put_messages, read_messages
+from services.gateway.openai.tools import TOOL_FIELDS, Offer, read_offer
 
 log = logging.getLogger(__name__)
 
@@ -31,19 +34,16 @@ DEFAULT_TEMPERATURE = 1.0
 CHAT_MAX_TOKENS = 1024
 """Default `max_tokens` of a chat. OpenAI's is the model's limit; a ring has to reserve the room first."""
 
-COMMON = frozenset({"model", "stream", "stream_options"})
-CHAT = COMMON | {"messages", "logprobs", "top_logprobs", "chat_template_kwargs"}
+COMMON = FORMAT_FIELDS | {"model", "stream", "stream_options"}
+CHAT = COMMON | TOOL_FIELDS | {"messages", "logprobs", "top_logprobs", "chat_template_kwargs"}
 COMPLETION = COMMON | {"prompt", "prompt_mode", "logprobs", "echo"}
 TOKENIZE_FLAGS = frozenset({"add_special_tokens", "add_generation_prompt", "return_token_strs"})
-TOKENIZE = TOKENIZE_FLAGS | {"model", "prompt", "messages", "chat_template_kwargs"}
+TOKENIZE = TOKENIZE_FLAGS | {"model", "prompt", "messages", "tools", "chat_template_kwargs"}
 DETOKENIZE = frozenset({"model", "tokens"})
 MAX_PROMPTS = 128
 """Prompts of one request for completions."""
 MAX_NAMED = 20
 """Ignored fields that a log line names."""
-ROLES = {"developer": "system"}
-"""Roles that chat templates know by another name."""
-MESSAGE_FIELDS = frozenset({"role", "content"})
 PROMPT_MODES = {
     "auto": inference_pb2.PROMPT_MODE_UNSPECIFIED,
     "append": inference_pb2.PROMPT_MODE_APPEND,
@@ -59,7 +59,8 @@ class HttpTurn:
     stream: bool
     include_usage: bool
     has_echo: bool = False
-    template_values: Mapping[str, Any] | None = None
+    template: Template | None = None
+    offer: Offer | None = None
 
     @property
     def request(self) -> inference_pb2.GenerateRequest:
@@ -75,7 +76,7 @@ class Tokenization:
     adds_special: bool
     opens_answer: bool
     has_names: bool
-    template_values: Mapping[str, Any]
+    template: Template | None
 
 
 class HttpRequestReader:
@@ -90,8 +91,8 @@ class HttpRequestReader:
     def chat(self, body: Any) -> HttpTurn:
         """Read a request. Raises InvalidRequest, and NotFound for another model."""
         values = self._values(body, CHAT)
-        turn = self._turn(values)
-        _put_chat(turn.request, values.get("messages"))
+        turn, offer, messages = self._turn(values), read_offer(values), read_messages(values.get("messages"))
+        put_messages(turn.request, messages)
         params = turn.request.sampling_params
         num_top = integer(32)("top_logprobs", values.get("top_logprobs", 0))
         if boolean("logprobs", values.get("logprobs", False)):
@@ -100,7 +101,16 @@ class HttpRequestReader:
             raise InvalidRequest("top_logprobs: only allowed where logprobs is true")
         if not params.HasField("max_tokens"):
             params.max_tokens = self._chat_max_tokens
-        return replace(turn, template_values=_template_values(values))
+        if offer is not None:
+            params.skip_special_tokens = False  # some of them begin calls
+        return replace(turn, template=_template(values, messages, offer), offer=offer)
+
+    def response(self, body: Any) -> HttpTurn:
+        """Read a request for a response as that of a chat. Raises InvalidRequest, and NotFound for another model."""
+        try:
+            return self.chat(chat_of(body, keeps_unknown=self._ignores_unknown))
+        except InvalidRequest as error:
+            raise renamed(error) from None
 
     def completion(self, body: Any) -> HttpTurn:
         """Read a request. Raises InvalidRequest, and NotFound for another model."""
@@ -124,8 +134,11 @@ class HttpRequestReader:
         values = self._plain_values(body, TOKENIZE)
         flags = {name: boolean(name, values[name]) for name in TOKENIZE_FLAGS if name in values}
         request = inference_pb2.GenerateRequest()
-        if is_chat := "messages" in values:
-            _put_chat(request, values["messages"])
+        is_chat = "messages" in values
+        messages = read_messages(values["messages"]) if is_chat else []
+        template = _template(values, messages, read_offer(values))
+        if is_chat:
+            put_messages(request, messages)
         else:
             request.text = text("prompt", values.get("prompt"))
         if is_chat and "prompt" in values:
@@ -139,7 +152,7 @@ class HttpRequestReader:
             adds_special=flags.get("add_special_tokens", True),
             opens_answer=flags.get("add_generation_prompt", True),
             has_names=flags.get("return_token_strs", False),
-            template_values=_template_values(values),
+            template=template if is_chat else None,
         )
 
     def tokens(self, body: Any) -> list[int]:
@@ -181,6 +194,7 @@ class HttpRequestReader:
             cache_key=next(filter(None, [text(name, values.get(name, "")) for name in CACHE_KEYS]), ""),
             **{name: read(name, values[name]) for name, read in OURS.items() if name in values},
         )
+        put_constraint(request.sampling_params, values)
         stream = boolean("stream", values.get("stream", False))
         options = values.get("stream_options", {})
         if not isinstance(options, dict):
@@ -202,20 +216,14 @@ def _given(body: Any) -> dict[str, Any]:
     return {name: value for name, value in body.items() if value is not None}
 
 
-def _template_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the client's values for variables of the chat template. Raises InvalidRequest."""
+def _template(values: dict[str, Any], messages: list[Message], offer: Offer | None) -> Template | None:
+    """Return the input of the chat template, where it is more than messages of text. Raises InvalidRequest."""
     given = values.get("chat_template_kwargs", {})
     if not isinstance(given, dict):
         raise InvalidRequest(f"chat_template_kwargs: {shown(given)} is not allowed; give an object")
-    return given
-
-
-def _put_chat(request: inference_pb2.GenerateRequest, messages: Any) -> None:
-    """Put messages into a request. Raises InvalidRequest."""
-    if not isinstance(messages, list):
-        raise InvalidRequest(f"messages: {shown(messages)} is not allowed; give a list of messages")
-    request.chat.messages.extend(_message(place, message) for place, message in enumerate(messages))
-    request.chat.SetInParent()  # none are refused by name later
+    if not (given or offer or has_calls(messages)):
+        return None
+    return Template(messages=messages, tools=offer.described if offer else (), values=given)
 
 
 def _sampling(values: dict[str, Any]) -> inference_pb2.SamplingParams:
@@ -227,32 +235,6 @@ def _sampling(values: dict[str, Any]) -> inference_pb2.SamplingParams:
         return inference_pb2.SamplingParams(**given)
     except ValueError as error:  # a number that only fits in more bits than the contract has for it
         raise InvalidRequest(f"sampling_params: {error}") from None
-
-
-def _message(place: int, message: Any) -> inference_pb2.ChatMessage:
-    name = f"messages[{place}]"
-    if not isinstance(message, dict):
-        raise InvalidRequest(f"{name}: {shown(message)} is not allowed; give an object with role and content")
-    for field, value in message.items():
-        # The name of a speaker is for templates that know several; an answer sent back carries empty lists and nulls.
-        if field not in MESSAGE_FIELDS and value not in (None, [], {}) and field != "name":
-            raise InvalidRequest(f"{name}.{field[:60]}: not supported; leave it out")
-    role = text(f"{name}.role", message.get("role"))
-    return inference_pb2.ChatMessage(
-        role=ROLES.get(role, role), content=_content(f"{name}.content", message.get("content"))
-    )
-
-
-def _content(name: str, content: Any) -> str:
-    """Read content: a string, or text parts, which are joined."""
-    if not isinstance(content, list):
-        return text(name, content)
-    pieces = []
-    for place, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") != "text":
-            raise InvalidRequest(f'{name}[{place}]: only {{"type": "text", "text": ...}} is supported')
-        pieces.append(text(f"{name}[{place}].text", part.get("text")))
-    return "".join(pieces)
 
 
 def _prompts(prompt: Any) -> list[tuple[str, Any]]:

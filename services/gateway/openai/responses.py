@@ -15,6 +15,7 @@ from cp_core.errors import Unavailable
 from orchestration.protocol.views import ConversationView
 from ringserve.mapping import name_of
 from ringserve.v1 import inference_pb2
+from services.gateway.openai.calls import CallForm, CallReader, CallStart, ReadCall, Said
 from services.gateway.openai.requests import HttpTurn
 from services.gateway.text import REPLACEMENT
 from services.rpc.answer import message_dict
@@ -41,12 +42,34 @@ class ChatShape:
     def piece(self, index: int, text: str, logprobs: Json | None) -> Json:
         return self._choice(index, {"content": text}, logprobs, None)
 
+    def said(self, index: int, said: Said, logprobs: Json | None) -> Json:
+        """Return the choice of an event for a part of an answer that may call tools."""
+        if isinstance(said, str):
+            return self.piece(index, said, logprobs)
+        call: Json = {"index": said.place}
+        if isinstance(said, CallStart):
+            call |= {"id": said.call_id, "type": "function", "function": {"name": said.name, "arguments": ""}}
+        else:
+            call["function"] = {"arguments": said.text}
+        return self._choice(index, {"tool_calls": [call]}, logprobs, None)
+
     def closing(self, index: int, finish_reason: str) -> Json:
         return self._choice(index, {}, None, finish_reason)
 
     def whole(self, index: int, text: str, logprobs: Json | None, finish_reason: str) -> Json:
         message = {"role": "assistant", "content": text, "refusal": None}
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def with_calls(self, index: int, text: str, calls: Sequence[ReadCall], logprobs: Json | None, reason: str) -> Json:
+        """Return the whole choice of an answer that may call tools."""
+        choice = self.whole(index, text, logprobs, reason)
+        if calls:
+            made = [
+                {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in calls
+            ]
+            choice["message"] |= {"content": text or None, "tool_calls": made}
+        return choice
 
     def logprobs(self, found: Logprobs, decode: Decode, offset: int) -> Json:
         return chat_logprobs(found, decode)
@@ -95,8 +118,19 @@ class TurnAnswer:
     `decode` returns the text of token ids, for log-probabilities.
     """
 
-    def __init__(self, shape: Shape, model_name: str, decode: Decode, turn: HttpTurn, echo: Echo | None = None) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        model_name: str,
+        decode: Decode,
+        turn: HttpTurn,
+        echo: Echo | None = None,
+        form: CallForm | None = None,
+    ) -> None:
+        """Read calls of tools from the text where they have a `form`."""
         self._shape = shape
+        self._form = form
+        self._readers: dict[int, CallReader] = {}
         self._echo = echo
         self._decode = decode
         self._include_usage = turn.include_usage
@@ -128,15 +162,33 @@ class TurnAnswer:
         self._completes.append(complete)
         rest = complete.text[self._sent_characters[complete.index] :]
         events = [self._event(self._shape.piece(complete.index, rest, None))] if rest else []
-        closing = self._event(self._shape.closing(complete.index, _reason(complete)))
+        reason = _reason(complete)
+        if reader := self._reader(complete.index):
+            events = self._said(complete.index, [*reader.push(rest), *reader.finish()], None)
+            reason = _reason(complete, reader)
+        closing = self._event(self._shape.closing(complete.index, reason))
         return [*events, closing | {"ringserve": self._extra(complete)}]
 
     def _pieces(self, chunk: inference_pb2.GenerateStreamChunk) -> list[Json]:
         offset = self._sent_characters[chunk.index]
         self._sent_characters[chunk.index] += len(chunk.text)
         logprobs = self._shape.logprobs(chunk.logprobs, self._decode, offset) if self._has_logprobs else None
+        if reader := self._reader(chunk.index):
+            said = reader.push(chunk.text)
+            return self._said(chunk.index, said or ([""] if logprobs else []), logprobs)
         has_news = bool(chunk.text) or bool(chunk.logprobs)
         return [self._event(self._shape.piece(chunk.index, chunk.text, logprobs))] if has_news else []
+
+    def _reader(self, index: int) -> CallReader | None:
+        """Return the reader of an answer that may call tools."""
+        return self._readers.setdefault(index, CallReader(self._form)) if self._form else None
+
+    def _said(self, index: int, said: Sequence[Said], logprobs: Json | None) -> list[Json]:
+        """Return the events of parts of an answer; the first has the log-probabilities."""
+        assert isinstance(self._shape, ChatShape), "only chats have tools"
+        return [
+            self._event(self._shape.said(index, each, None if place else logprobs)) for place, each in enumerate(said)
+        ]
 
     def last_events(self) -> list[Json]:
         """Return the events that a stream sends after the last answer. Raises Unavailable for an incomplete answer."""
@@ -164,6 +216,11 @@ class TurnAnswer:
             text = self._echo.text + text
             scored = self._completes[0].prompt_logprobs  # sorted: those of answer 0, the others have none
             logprobs = echoed_logprobs(self._echo, scored, found, self._decode) if self._has_logprobs else None
+        if self._form and isinstance(self._shape, ChatShape):
+            reader = CallReader(self._form)
+            said = [*reader.push(text), *reader.finish()]
+            plain = "".join(each for each in said if isinstance(each, str))
+            return self._shape.with_calls(complete.index, plain, reader.calls, logprobs, _reason(complete, reader))
         return self._shape.whole(complete.index, text, logprobs, _reason(complete))
 
     def _check_complete(self) -> None:
@@ -210,8 +267,10 @@ class TurnAnswer:
         }
 
 
-def _reason(complete: inference_pb2.GenerateComplete) -> str:
-    return name_of(inference_pb2.FinishReason, complete.finish_reason)
+def _reason(complete: inference_pb2.GenerateComplete, reader: CallReader | None = None) -> str:
+    """Return OpenAI's finish reason of an answer, which may call tools where it has a reader."""
+    reason = name_of(inference_pb2.FinishReason, complete.finish_reason)
+    return "tool_calls" if reader and reader.calls and reason == "stop" else reason
 
 
 def conversation_json(view: ConversationView) -> Json:

@@ -247,7 +247,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "a tool": (
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
         "tools",
-        "is not supported; allowed is []",
+        "the chat template of this model takes no tools",
     ),
     "seed": ({"seed": -1}, "seed", "seed: -1 is not allowed"),
     "role": ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role", "'wizard' is not allowed"),
@@ -259,8 +259,8 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "a tool's call": (
         {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": "a"}]}]},
-        "messages[0].tool_calls",
-        "not supported",
+        "messages[0].tool_calls[0]",
+        "give an object with a function",
     ),
     "usage of no stream": ({"stream_options": {"include_usage": True}}, "stream_options", "where stream is true"),
     "priority": ({"extra_body": {"priority": 101}}, "priority", "priority: 101 is not allowed"),

@@ -66,7 +66,7 @@ M = TypeVar("M", bound=Message)
 
 SIXTY_FOUR_BITS = {"seed", "pulled_bytes", "migrated_bytes", "capacity_tokens"}
 SIGNED = {"priority"}
-TOKEN_FIELDS = {"token_ids", "penalized_ids"}
+TOKEN_FIELDS = {"token_ids", "penalized_ids", "answer"}
 WORDS = {"role": ["", "prefill", "decode"], "lost_role": ["", "prefill", "decode"], "state": ["ready", "lost", "away"]}
 """Words of fields that are enums in the contract."""
 small = st.integers(0, 2**32 - 1)
@@ -194,6 +194,7 @@ PUBLIC = {
     "ChatInput",
     "ChatMessage",
     "SamplingParams",
+    "Choices",
     "Resume",
     "GenerateResponse",
     "GenerateStart",

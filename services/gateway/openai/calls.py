@@ -1,0 +1,391 @@
+"""Tool calls in the text of an answer: the forms in which models write them, their reader, and their grammar.
+
+A form is found in the model's chat template, which shows the model earlier calls in the same form:
+
+    hermes     <tool_call> {"name": "f", "arguments": {...}} </tool_call>, on lines of their own: Qwen2.5, Qwen3, Hermes
+    mistral    [TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...]: Mistral v0.3, Nemo
+    tekken     [TOOL_CALLS]f[ARGS]{...}: later Mistral
+    llama      {"name": "f", "parameters": {...}}: Llama 3.1 to 3.3
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cp_core.errors import InvalidRequest
+
+MAX_CALLS = 16
+"""Calls of one answer that is held to calls."""
+MAX_HEAD = 512
+"""Characters before the arguments of a call; a longer text without them is no call."""
+_NAME = r'"name"\s*:\s*"(?P<name>(?:[^"\\]|\\.)*)"'
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallForm:
+    """Form of calls in text.
+
+    `opening` begins a call, or the list of all; an answer that begins with `{` begins one where it is empty. `head`
+    matches from there to the arguments. `before`, `between` and `after` are what a grammar puts around them: before the
+    name, between name and arguments, after these. `closing` ends a call, `separator` is between two. Calls of a list
+    have one opening, and those that are no JSON write the name without quotes.
+    """
+
+    name: str
+    opening: str
+    head: re.Pattern[str]
+    before: str
+    between: str
+    after: str
+    closing: str = ""
+    separator: str = ""
+    is_list: bool = False
+    is_json: bool = True
+    max_calls: int = MAX_CALLS
+
+    def new_id(self) -> str:
+        """Return the id of a call. Mistral's templates take nine letters and digits, and no other id."""
+        letters = string.ascii_letters + string.digits
+        if self.opening == "[TOOL_CALLS]":
+            return "".join(secrets.choice(letters) for _ in range(9))
+        return f"call_{secrets.token_hex(12)}"
+
+
+def _json_head(before: str, arguments: str) -> re.Pattern[str]:
+    return re.compile(rf'{before}\{{\s*{_NAME}\s*,\s*"{arguments}"\s*:\s*(?=\{{)', re.DOTALL)
+
+
+HERMES = CallForm(
+    name="hermes",
+    opening="<tool_call>",
+    head=_json_head(r"\s*", "arguments"),
+    before='\n{"name": ',
+    between=', "arguments": ',
+    after="}\n",
+    closing="</tool_call>",
+    separator="\n",
+)
+MISTRAL = CallForm(
+    name="mistral",
+    opening="[TOOL_CALLS]",
+    head=_json_head(r"[\s\[,]*", "arguments"),
+    before='{"name": ',
+    between=', "arguments": ',
+    after="}",
+    separator=", ",
+    is_list=True,
+)
+TEKKEN = CallForm(
+    name="tekken",
+    opening="[TOOL_CALLS]",
+    head=re.compile(r"\s*(?P<name>[^\s\[{]+)\s*(?:\[CALL_ID\]\w*)?\[ARGS\]\s*(?=\{)"),
+    before="",
+    between="[ARGS]",
+    after="",
+    is_json=False,
+)
+LLAMA = CallForm(
+    name="llama",
+    opening="",
+    head=_json_head(r"[\s;]*(?:<\|python_tag\|>)?\s*", "parameters"),
+    before='{"name": ',
+    between=', "parameters": ',
+    after="}",
+    max_calls=1,
+)
+
+
+def form_of(template: str) -> CallForm:
+    """Return the form of calls that a chat template knows. Raises InvalidRequest."""
+    if "tools" not in template:
+        raise InvalidRequest("tools: the chat template of this model takes no tools; leave them out")
+    if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
+        return HERMES
+    if "[TOOL_CALLS]" in template:
+        return TEKKEN if "[ARGS]" in template else MISTRAL
+    if '"parameters": ' in template and ("ipython" in template or "<|python_tag|>" in template):
+        return LLAMA
+    raise InvalidRequest(
+        "tools: the chat template of this model has calls in a form that is not known here; known are those of "
+        "Hermes and Qwen, Mistral, and Llama 3"
+    )
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """Beginning of call `place` of an answer."""
+
+    place: int
+    call_id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallPiece:
+    """Further text of the arguments of call `place`."""
+
+    place: int
+    text: str
+
+
+Said = str | CallStart | CallPiece
+"""Part of an answer: text for the user, or of a call."""
+
+
+@dataclass(slots=True)
+class ReadCall:
+    """Whole call."""
+
+    call_id: str
+    name: str
+    arguments: str = ""
+
+
+class CallReader:
+    """Reader of one answer that grows: `push` returns what is certain, `finish` the rest.
+
+    Text that may become a call is held. What begins like a call and is none is text: nothing of an answer is lost.
+    """
+
+    def __init__(self, form: CallForm) -> None:
+        self._form = form
+        self._held = ""
+        self._opened = ""  # what began the call that may follow, with the spaces before it
+        self._state: Callable[[], list[Said] | None] = self._read_text
+        self._object = _JsonEnd()
+        self._has_text = False
+        self.calls: list[ReadCall] = []
+
+    def push(self, text: str) -> list[Said]:
+        """Add text."""
+        self._held += text
+        said: list[Said] = []
+        while (more := self._state()) is not None:
+            said += more
+        return said
+
+    def finish(self) -> list[Said]:
+        """Return the rest of an answer that is complete."""
+        if self._state == self._read_head:
+            rest = self._whole_call(self._held) or self._as_text(self._opened + self._held)
+        elif self._state == self._read_text and not (self.calls and not self._held.strip()):
+            rest = self._as_text(self._held)
+        else:
+            rest = []  # what is after the last call's arguments
+        self._held = ""
+        return rest
+
+    # Each state returns what it has read, or None where it needs more text.
+
+    def _read_text(self) -> list[Said] | None:
+        opening, held = self._form.opening, self._held
+        if not opening:
+            return self._read_bare_text()
+        begin = held.find(opening)
+        if begin >= 0:
+            before, self._held = held[:begin].rstrip(), held[begin + len(opening) :]
+            self._opened = held[len(before) : begin + len(opening)]
+            self._state = self._read_head
+            return self._as_text(before)
+        certain = held[: len(held) - _overlap(held, opening)].rstrip()
+        if not certain:
+            return None
+        self._held = held[len(certain) :]
+        return self._as_text(certain)
+
+    def _read_bare_text(self) -> list[Said] | None:
+        """Read an answer whose calls have no opening: it is a call from its first sign on, or none."""
+        start = self._held.lstrip().removeprefix("<|python_tag|>").lstrip()
+        if not self._held or (not self._has_text and not start) or "<|python_tag|>".startswith(start):
+            return None
+        if not self._has_text and start.startswith(("{", ";")):
+            self._opened, self._state = "", self._read_head
+            return []
+        text, self._held = self._held, ""
+        return self._as_text(text)
+
+    def _read_head(self) -> list[Said] | None:
+        head = self._form.head.match(self._held)
+        if head is not None:
+            self._held = self._held[head.end() :]
+            self._object = _JsonEnd()
+            self._state = self._read_arguments
+            return [self._begin_call(_unquoted(head["name"]))]
+        closing, closed = self._form.closing, self._held.find(self._form.closing) if self._form.closing else -1
+        if closed >= 0:  # another order of fields
+            body, self._held = self._held[:closed], self._held[closed + len(closing) :]
+            self._state = self._read_text
+            return self._whole_call(body) or self._as_text(self._opened + body + closing)
+        if len(self._held) <= MAX_HEAD or closing:
+            return None
+        text, self._held = self._opened + self._held, ""
+        self._state = self._read_text
+        return self._as_text(text)
+
+    def _read_arguments(self) -> list[Said] | None:
+        if not self._held:
+            return None
+        end = self._object.find(self._held)
+        piece, self._held = self._held[:end], self._held[len(self._held) if end is None else end :]
+        if end is not None:
+            self._state = self._read_end
+        self.calls[-1].arguments += piece
+        return [CallPiece(len(self.calls) - 1, piece)]
+
+    def _read_end(self) -> list[Said] | None:
+        """Pass over what closes a call, to the next one or to text."""
+        form = self._form
+        if form.closing:
+            _, closing, rest = self._held.partition(form.closing)
+            if not closing:
+                return None
+            self._held, self._state = rest, self._read_text
+            return []
+        rest = self._held.lstrip("} \n\t,;")
+        if rest.startswith("]") and form.is_list:
+            self._held, self._state = rest[1:], self._read_text
+            return []
+        if not rest:
+            return None
+        is_next = rest.startswith("{") and form.is_json
+        self._held, self._opened, self._state = rest, "", self._read_head if is_next else self._read_text
+        return []
+
+    def _as_text(self, text: str) -> list[Said]:
+        self._has_text = self._has_text or bool(text)
+        return [text] if text else []
+
+    def _begin_call(self, name: str) -> CallStart:
+        call = ReadCall(self._form.new_id(), name)
+        self.calls.append(call)
+        return CallStart(len(self.calls) - 1, call.call_id, name)
+
+    def _whole_call(self, body: str) -> list[Said]:
+        """Return a call whose text is complete; [] where it is none."""
+        try:
+            found = json.loads(body)
+        except (ValueError, RecursionError):
+            return []
+        arguments = found.get("arguments", found.get("parameters", {})) if isinstance(found, dict) else None
+        if not isinstance(arguments, dict | str) or not isinstance(found.get("name"), str):
+            return []
+        start = self._begin_call(found["name"])
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        self.calls[-1].arguments = text
+        return [start, CallPiece(start.place, text)]
+
+
+@dataclass(slots=True)
+class _JsonEnd:
+    """Search for the end of a JSON object in text that comes in pieces."""
+
+    depth: int = 0
+    is_string: bool = False
+    is_escaped: bool = False
+
+    def find(self, text: str) -> int | None:
+        """Return where the object ends in the next piece; None: not yet."""
+        for place, sign in enumerate(text):
+            if self.is_escaped:
+                self.is_escaped = False
+            elif self.is_string:
+                self.is_escaped = sign == "\\"
+                self.is_string = sign != '"'
+            elif sign == '"':
+                self.is_string = True
+            elif sign in "{[":
+                self.depth += 1
+            elif sign in "}]":
+                self.depth -= 1
+                if self.depth <= 0:
+                    return place + 1
+        return None
+
+
+def _overlap(text: str, opening: str) -> int:
+    """Return the length of the longest end of `text` that begins `opening`."""
+    return next((n for n in range(min(len(text), len(opening) - 1), 0, -1) if text.endswith(opening[:n])), 0)
+
+
+def _unquoted(name: str) -> str:
+    try:
+        return str(json.loads(f'"{name}"'))
+    except ValueError:
+        return name
+
+
+# --- grammars --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Function:
+    """Function that a model may call. `is_strict`: its arguments keep to `schema` wherever it is called."""
+
+    name: str
+    schema: dict[str, Any] = field(default_factory=dict)
+    is_strict: bool = False
+
+
+def calls_grammar(
+    form: CallForm,
+    functions: Sequence[Function],
+    special: Callable[[str], int | None],
+    *,
+    must_call: bool,
+    one_call: bool,
+    text_schema: dict[str, Any] | None = None,
+) -> str:
+    """Return the grammar, in Lark's form, of an answer with calls of `functions`.
+
+    `special` returns the id of a text that is one special token. Where the answer need not call, it may be any text, or
+    JSON by `text_schema`. Raises InvalidRequest where both would begin alike.
+    """
+    if text_schema is not None and not must_call and not form.opening:
+        raise InvalidRequest(
+            "response_format: not allowed with tools, as calls of this model have no sign of their own; leave one out"
+        )
+
+    def sign(text: str) -> str:
+        """Write a text: in strings llguidance knows no special tokens."""
+        if not text:
+            return ""
+        number = special(text)
+        return json.dumps(text) if number is None else f"<[{number}]>"
+
+    is_special = bool(form.opening) and special(form.opening) is not None
+    most = 1 if one_call else form.max_calls
+    opening, separator = sign(form.opening), sign(form.separator)
+    # Before a call that is not obligatory comes text; the first text that looks like an opening is one.
+    first = opening if must_call or is_special or not form.opening or text_schema is not None else "opened"
+    call = f"{sign(form.before)} function {sign(form.after)} {sign(form.closing)}"
+    again = "" if form.is_list else opening
+    more = f"({separator} {again} {call}){{0,{most - 1}}}" if most > 1 else ""
+    lines = [f'calls: {first} " [" {call} {more} "]"' if form.is_list else f"calls: {first} {call} {more}"]
+    names = " | ".join(f"function_{place}" for place in range(len(functions)))
+    lines.append(f"function: {names}")
+    for place, each in enumerate(functions):
+        name = each.name if form.between == "[ARGS]" else json.dumps(each.name, ensure_ascii=False)
+        between = sign(form.between) if form.between == "[ARGS]" else json.dumps(form.between)
+        lines.append(
+            f"function_{place}: {json.dumps(name, ensure_ascii=False)} {between} %json {json.dumps(each.schema)}"
+        )
+    if must_call:
+        start = ["start: calls"]
+    elif text_schema is not None:
+        start = [f"start: calls | %json {json.dumps(text_schema)}"]
+    elif not form.opening:  # a text that is no call begins with another sign
+        start = ["start: calls | TEXT", r"TEXT: /([^{\s](.|\n)*)?/"]
+    elif is_special:
+        start = ["start: TEXT? | TEXT? calls", r"TEXT: /(.|\n)+/"]
+    else:
+        start = ["start: TEXT | calls", r"TEXT: /(.|\n)*/", f"opened[lazy]: TEXT {opening}"]
+    return "\n".join(["%llguidance {}", *start, *lines, ""])

@@ -1,0 +1,180 @@
+"""Answers of OpenAI's responses: lists of items, one for each text and each call, whole or as events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from cp_core.errors import Unavailable
+from ringserve.v1 import inference_pb2
+from services.gateway.openai.calls import CallForm, CallPiece, CallReader, CallStart, Said
+from services.gateway.openai.errors import error_body
+from services.gateway.openai.responses import Json
+from services.rpc.answer import message_dict
+
+ECHOED: Mapping[str, Any] = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "temperature": 1.0,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_p": 1.0,
+    "truncation": "disabled",
+}
+"""Fields of a request that its response repeats, and their defaults."""
+
+
+class ItemAnswer:
+    """Answer of a request for a response, whole or as events: one item for each text and each call."""
+
+    def __init__(self, body: Mapping[str, Any], model_name: str, form: CallForm | None) -> None:
+        """Read calls of tools from the text where they have a `form`."""
+        self._model_name = model_name
+        self._echoed = {name: default if body.get(name) is None else body[name] for name, default in ECHOED.items()}
+        self._reader = CallReader(form) if form else None
+        self._created = time.time()
+        self._name = ""
+        self._items: list[Json] = []
+        self._sent_characters = 0
+        self._num_events = 0
+        self._complete: inference_pb2.GenerateComplete | None = None
+
+    @property
+    def ends_with(self) -> bytes:
+        """Line after the last event."""
+        return b""
+
+    def events(self, place: int, response: inference_pb2.GenerateResponse) -> list[Json]:
+        """Return the events that a stream sends for one response."""
+        if response.HasField("start"):
+            self._name = response.start.request_id
+            opening = self._response("in_progress")
+            return [
+                self._event("response.created", response=opening),
+                self._event("response.in_progress", response=opening),
+            ]
+        if response.HasField("chunk"):
+            self._sent_characters += len(response.chunk.text)
+            return self._said(self._read(response.chunk.text))
+        self._complete = response.complete
+        rest = self._read(response.complete.text[self._sent_characters :])
+        events = self._said([*rest, *(self._reader.finish() if self._reader else ())])
+        if not self._items:
+            events += self._open_text()  # an answer without a sign is a text, too
+        return events + self._close()
+
+    def last_events(self) -> list[Json]:
+        """Return the events after the answer. Raises Unavailable for an incomplete one."""
+        whole = self.whole()
+        return [self._event(f"response.{whole['status']}", response=whole)]
+
+    def failure(self, error: Exception) -> list[Json]:
+        """Return the events that end a stream with an error."""
+        told = error_body(error)["error"]
+        return [self._event("error", message=told["message"], code=told["code"], param=told["param"])]
+
+    def whole(self) -> Json:
+        """Return the response after its end. Raises Unavailable."""
+        complete = self._complete
+        if complete is None:
+            raise Unavailable("the stream ended without a completion")
+        is_cut = complete.finish_reason == inference_pb2.FINISH_REASON_LENGTH
+        usage = complete.usage
+        found = self._response("incomplete" if is_cut else "completed") | {
+            "usage": {
+                "input_tokens": usage.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+                "output_tokens": usage.completion_tokens,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            },
+            "completed_at": time.time(),
+            "ringserve": {"plan": message_dict(complete.plan), "token_ids": list(complete.output_ids)},
+        }
+        return found | ({"incomplete_details": {"reason": "max_output_tokens"}} if is_cut else {})
+
+    def _response(self, status: str) -> Json:
+        return {
+            "id": f"resp_{self._name}",
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "model": self._model_name,
+            "output": list(self._items),
+            "previous_response_id": None,
+            "store": False,
+            "usage": None,
+            **self._echoed,
+        }
+
+    def _event(self, kind: str, **fields: Any) -> Json:
+        event = {"type": kind, "sequence_number": self._num_events, **fields}
+        self._num_events += 1
+        return event
+
+    def _read(self, piece: str) -> list[Said]:
+        if self._reader is not None:
+            return self._reader.push(piece)
+        return [piece] if piece else []
+
+    def _said(self, said: list[Said]) -> list[Json]:
+        return [event for each in said for event in self._one(each)]
+
+    def _one(self, said: Said) -> list[Json]:
+        match said:
+            case CallStart():
+                call = {"name": said.name, "call_id": said.call_id, "arguments": ""}
+                return [*self._close(), *self._open({"type": "function_call", "id": f"fc_{said.call_id}", **call})]
+            case CallPiece():
+                self._items[-1]["arguments"] += said.text
+                return [self._of_item("response.function_call_arguments.delta", delta=said.text)]
+            case _:
+                opening = [] if self._is_open("message") else [*self._close(), *self._open_text()]
+                self._items[-1]["content"][0]["text"] += said
+                return [*opening, self._of_part("response.output_text.delta", delta=said, logprobs=[])]
+
+    def _is_open(self, kind: str) -> bool:
+        return bool(self._items) and self._items[-1]["type"] == kind and self._items[-1]["status"] == "in_progress"
+
+    def _open_text(self) -> list[Json]:
+        name = f"msg_{self._name}_{len(self._items)}"
+        opening = self._open({"type": "message", "id": name, "role": "assistant", "content": []})
+        part: Json = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        self._items[-1] = self._items[-1] | {"content": [part]}
+        return [*opening, self._of_part("response.content_part.added", part=dict(part))]
+
+    def _open(self, item: Json) -> list[Json]:
+        self._items.append(item | {"status": "in_progress"})
+        return [
+            self._event("response.output_item.added", output_index=len(self._items) - 1, item=dict(self._items[-1]))
+        ]
+
+    def _close(self) -> list[Json]:
+        """End the item that is open, if any."""
+        if not self._items or self._items[-1]["status"] != "in_progress":
+            return []
+        item = self._items[-1]
+        is_cut = self._complete is not None and self._complete.finish_reason == inference_pb2.FINISH_REASON_LENGTH
+        if item["type"] == "message":
+            (part,) = item["content"]
+            ends = [
+                self._of_part("response.output_text.done", text=part["text"], logprobs=[]),
+                self._of_part("response.content_part.done", part=part),
+            ]
+        else:
+            given = {"name": item["name"], "arguments": item["arguments"]}
+            ends = [self._of_item("response.function_call_arguments.done", **given)]
+        item["status"] = "incomplete" if is_cut else "completed"
+        return [*ends, self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)]
+
+    def _of_item(self, kind: str, **fields: Any) -> Json:
+        return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **fields)
+
+    def _of_part(self, kind: str, **fields: Any) -> Json:
+        return self._of_item(kind, content_index=0, **fields)

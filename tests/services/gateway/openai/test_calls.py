@@ -1,0 +1,196 @@
+"""Calls of tools in text: every form is read the same however the text is cut, and grammars allow what is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cp_core.errors import InvalidRequest
+from services.gateway.openai.calls import (
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    TEKKEN,
+    CallForm,
+    CallPiece,
+    CallReader,
+    CallStart,
+    Function,
+    calls_grammar,
+    form_of,
+)
+from services.gateway.openai.tools import guided
+from tests.workers.sampling.grammars import byte_grammars
+from workers.sampling.grammar import Grammars
+
+WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+FUNCTIONS = [Function(name="weather", schema=guided(WEATHER)), Function(name="now", schema=guided({"type": "object"}))]
+CALLS = [("weather", '{"city": "K\\u00f6ln } ]"}'), ("now", '{"in": [{"a": "}"}]}')]
+ANSWERS: dict[str, tuple[CallForm, str]] = {
+    "hermes": (
+        HERMES,
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "K\\u00f6ln } ]"}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "now", "arguments": {"in": [{"a": "}"}]}}\n</tool_call>',
+    ),
+    "mistral": (
+        MISTRAL,
+        '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "K\\u00f6ln } ]"}}, '
+        '{"name": "now", "arguments": {"in": [{"a": "}"}]}}]',
+    ),
+    "tekken": (TEKKEN, '[TOOL_CALLS]weather[ARGS]{"city": "K\\u00f6ln } ]"}[TOOL_CALLS]now[ARGS]{"in": [{"a": "}"}]}'),
+    "llama": (
+        LLAMA,
+        '<|python_tag|>{"name": "weather", "parameters": {"city": "K\\u00f6ln } ]"}}; '
+        '{"name": "now", "parameters": {"in": [{"a": "}"}]}}',
+    ),
+}
+
+
+def read(form: CallForm, pieces: Sequence[str]) -> tuple[str, list[tuple[str, str]]]:
+    """Return the text of an answer and its calls, as its events tell them."""
+    reader, text, calls = CallReader(form), "", list[list[str]]()
+    for said in [each for piece in pieces for each in reader.push(piece)] + reader.finish():
+        match said:
+            case CallStart(place, call_id, name):
+                assert (place, call_id) == (len(calls), reader.calls[place].call_id)
+                calls.append([name, ""])
+            case CallPiece(place, more):
+                calls[place][1] += more
+            case _:
+                text += said
+    assert [(call.name, call.arguments) for call in reader.calls] == [(name, given) for name, given in calls]
+    return text, [(name, given) for name, given in calls]
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+@given(data=st.data())
+def test_calls_are_read_however_the_text_is_cut(name: str, data: st.DataObject) -> None:
+    form, text = ANSWERS[name]
+    before = data.draw(st.sampled_from(["", "Let me see.\n\n"] if form.opening else [""]))
+    whole = before + text + data.draw(st.sampled_from(["", "\n"]))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=12)))
+    pieces = [whole[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
+    assert read(form, pieces) == (before.rstrip(), CALLS)
+
+
+@pytest.mark.parametrize("form", [HERMES, MISTRAL, TEKKEN, LLAMA], ids=lambda form: form.name)
+@pytest.mark.parametrize(
+    "text", ["", "Hi  there.\n", "{", '{"a": 1}', "<tool_", "[TOOL", " <tool_call>", "a [TOOL_CALLS] b"]
+)
+def test_text_that_only_looks_like_a_call_is_text_to_its_last_sign(form: CallForm, text: str) -> None:
+    assert read(form, [text]) == (text, [])
+    assert read(form, list(text)) == (text, [])
+
+
+def test_calls_in_another_order_or_cut_off_are_read_as_far_as_they_go() -> None:
+    other = '<tool_call>{"arguments": {"city": "Rom"}, "name": "weather"}</tool_call>'
+    assert read(HERMES, list(other)) == ("", [("weather", '{"city": "Rom"}')])
+    assert read(HERMES, [other[: -len("</tool_call>")]]) == ("", [("weather", '{"city": "Rom"}')])
+    assert read(LLAMA, ['{"parameters": "{}", "name": "now"}']) == ("", [("now", "{}")])
+    cut = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ro'
+    assert read(HERMES, [cut]) == ("", [("weather", '{"city": "Ro')])
+    broken = "See <tool_call>{oops}</tool_call> there"
+    assert read(HERMES, list(broken)) == (broken, [])
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    reader = CallReader(HERMES)
+    assert reader.push("Hm. <tool_call>") == ["Hm."]
+    assert reader.push('{"name": "now", "arguments"') == []
+    (start, piece) = reader.push(': {"in"')
+    assert start == CallStart(0, reader.calls[0].call_id, "now")
+    assert piece == CallPiece(0, '{"in"')
+    assert reader.push(": 3}") == [CallPiece(0, ": 3}")]
+    assert [*reader.push("}\n</tool_call>"), *reader.finish()] == []
+    assert len(CallReader(MISTRAL).push('[TOOL_CALLS][{"name": "f", "arguments": {')[0].call_id) == 9  # type: ignore[union-attr]
+
+
+# --- grammars --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def grammars(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
+    return byte_grammars(tmp_path_factory.mktemp("calls"), 300)
+
+
+def allows(grammars: Grammars, grammar: str, text: str) -> bool:
+    """Return whether an answer may end after `text`."""
+    grammars.check(grammar)
+    mask = grammars.begin(grammar, text.encode()).mask()
+    return mask is not None and bool(mask[257])
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_grammar_allows_calls_of_the_form_that_is_read(name: str, grammars: Grammars) -> None:
+    form, text = ANSWERS[name]
+    text = text.removeprefix("<|python_tag|>").partition("; ")[0]
+    one, wrong = text, text.replace('"city"', '"town"')
+    must = calls_grammar(form, FUNCTIONS, no_special, must_call=True, one_call=False)
+    assert allows(grammars, must, one)
+    assert not allows(grammars, must, wrong)
+    assert not allows(grammars, must, "Hello")
+    may = calls_grammar(form, FUNCTIONS, no_special, must_call=False, one_call=False)
+    assert allows(grammars, may, one)
+    assert allows(grammars, may, "Hello there")
+    assert not allows(grammars, may, wrong)
+    if form.opening:
+        assert allows(grammars, may, "Well. " + one)
+        single = calls_grammar(form, FUNCTIONS, no_special, must_call=True, one_call=True)
+        assert not allows(grammars, single, one)  # of two calls
+        told = calls_grammar(form, FUNCTIONS, no_special, must_call=False, one_call=False, text_schema=guided(WEATHER))
+        assert allows(grammars, told, '{"city": "Rom"}')
+        assert allows(grammars, told, one)
+        assert not allows(grammars, told, "Hello")
+    else:
+        with pytest.raises(InvalidRequest, match="response_format: not allowed with tools"):
+            calls_grammar(form, FUNCTIONS, no_special, must_call=False, one_call=False, text_schema=WEATHER)
+
+
+def no_special(text: str) -> None:
+    """Return None: the byte-level tokenizer has no token of its own for any sign of a call."""
+
+
+def test_special_tokens_are_named_by_their_numbers(grammars: Grammars) -> None:
+    assert grammars.special_token("<|user|>") == 258
+    assert grammars.special_token("<tool_call>") is None
+    numbers = {"<tool_call>": 258, "</tool_call>": 259}
+    grammar = calls_grammar(HERMES, FUNCTIONS, numbers.get, must_call=False, one_call=False)
+    grammars.check(grammar)
+    call = [258, *b'\n{"name": "now", "arguments": {}}\n', 259]
+    for tokens, is_whole in ((call, True), (call[:-1], False), ([*b"Hm. ", *call], True), ([*b"Hm."], True)):
+        mask = grammars.begin(grammar, tokens).mask()
+        assert mask is not None
+        assert bool(mask[257]) is is_whole
+
+
+# --- chat templates --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        ("{% if tools %}<tools>{% endif %}<tool_call>\n{'name': ", HERMES),
+        ("{{ tools }}[TOOL_CALLS] [", MISTRAL),
+        ("{{ tools }}[TOOL_CALLS]{{ name }}[ARGS]", TEKKEN),
+        ("{{ tools }}<|start_header_id|>ipython{{ '\"parameters\": ' }}", LLAMA),
+    ],
+)
+def test_the_form_is_that_of_the_chat_template(template: str, form: CallForm) -> None:
+    assert form_of(template) is form
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("", "takes no tools"),
+        ("{{ messages }}", "takes no tools"),
+        ("{{ tools }}<tool_call><function=f>", "in a form that is not known here; known are"),
+        ("{{ tools }}", "in a form that is not known here"),
+    ],
+)
+def test_other_templates_are_refused_in_a_sentence(template: str, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^tools: the chat template of this model .*{words}"):
+        form_of(template)
