@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,13 +12,12 @@ from typing import Any
 import numpy as np
 
 from cp_core.errors import InvalidRequest, NotFound
-from orchestration.protocol.plans import PromptMode
+from orchestration.protocol.plans import MAX_LOSS, MAX_TTFT, Bound, PromptMode
 from orchestration.protocol.turns import LostTurn, TurnRequest
 from ringserve.mapping import name_of
 from ringserve.v1 import inference_pb2
 from services.auth.scoped_router import ScopedRouter
 from services.auth.tenants import Tenant
-from services.gateway.bounds import read_bound
 from services.gateway.constraints import grammar_of
 from services.gateway.sampling import check_vocabulary, num_completions, read_sampling
 from services.gateway.text import TextCodec
@@ -34,6 +34,8 @@ MAX_MESSAGES = 4096
 MAX_ABORTS = 1024
 """Requests that one call may abort: the router looks for each."""
 ROLES = ("system", "user", "assistant", "tool")
+PASS_KV_OR_NONE = (inference_pb2.ALGORITHM_UNSPECIFIED, inference_pb2.ALGORITHM_PASS_KV)
+"""Algorithms that a request with a bound may ask for."""
 
 
 class RequestReader:
@@ -268,3 +270,20 @@ def check_messages(roles: Sequence[str]) -> None:
             raise InvalidRequest(
                 f"input.chat.messages[{place}].role: {role!r} is not allowed; use one of {', '.join(ROLES)}"
             )
+
+
+def read_bound(request: inference_pb2.GenerateRequest) -> Bound | None:
+    """Return the bound of a request; None where it names none. Raises InvalidRequest."""
+    has_loss, has_ttft = request.HasField("max_loss"), request.HasField("max_ttft")
+    if not (has_loss or has_ttft):
+        return None
+    if has_loss and has_ttft:
+        raise InvalidRequest(f"max_loss: {request.max_loss:g} is given beside max_ttft; give one of them")
+    name, value = (MAX_LOSS, request.max_loss) if has_loss else (MAX_TTFT, request.max_ttft)
+    if not math.isfinite(value) or value < 0 or (has_ttft and not value):
+        allowed = "nats, 0 or more" if has_loss else "seconds above 0"
+        raise InvalidRequest(f"{name}: {value:g} is not allowed; give {allowed}")
+    if value and request.algorithm not in PASS_KV_OR_NONE:
+        asked = inference_pb2.Algorithm.Name(request.algorithm)
+        raise InvalidRequest(f"algorithm: {asked} is exact; with {name} allowed is ALGORITHM_PASS_KV")
+    return Bound(name=name, limit=value)
