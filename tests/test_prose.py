@@ -155,6 +155,14 @@ def test_texts_cite_only_decision_records_that_exist() -> None:
     assert {pair for pair in cited if pair[1] not in numbers} == set()
 
 
+def test_every_page_is_found_from_the_index() -> None:
+    index = (ROOT / "docs/README.md").read_text()
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    pages |= {f"decisions/{path.name}" for path in (ROOT / "docs/decisions").glob("*.md")}
+    assert {page for page in pages if f"]({page})" not in index} == set()
+    assert "](docs/README.md)" in (ROOT / "README.md").read_text()
+
+
 def test_documents_cite_only_files_and_folders_that_exist() -> None:
     files = {path.name for path in sources(".py")}
     wrong = [

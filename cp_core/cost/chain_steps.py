@@ -96,7 +96,7 @@ class ChainPredictor:
         self._num_ranks = num_ranks
         self._overlap = rates.ring.overlap
         starts = (num_ranks - 1) * rates.ring.link_latency_seconds
-        self._overhead = model.num_layers * (rates.layer_overhead_seconds + starts)
+        self._overhead = model.num_layers * (rates.layer_overhead_seconds + starts) + rates.ring.step_seconds
         self._rates: ChainRates | None = None  # made when first needed: a fit makes a million predictors for others
         self._entries: dict[tuple[int, int], float] = {}
 

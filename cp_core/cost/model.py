@@ -97,9 +97,10 @@ class ModelShape:
 class RingRates:
     """Rates that a ring measures of itself: FLOP/s of a rank, bytes/s in each direction of a link, seconds a message.
 
-    `overlap` is the share of communication that is hidden behind attention, 0 to 1. All rates are 0 before the first
-    measurement. Where ranks are unlike, the rates are those of the slowest, and `speeds` says how many times as fast as
-    that one each rank is; empty where all are alike.
+    `overlap` is the share of communication that is hidden behind attention, 0 to 1. `step_seconds` are those that a
+    step of any length takes in addition. All rates are 0 before the first measurement. Where ranks are unlike, the
+    rates are those of the slowest, and `speeds` says how many times as fast as that one each rank is; empty where all
+    are alike.
     """
 
     gemm_flops: float
@@ -108,6 +109,7 @@ class RingRates:
     link_latency_seconds: float
     overlap: float = 1.0
     speeds: tuple[float, ...] = ()
+    step_seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,7 +210,7 @@ class StepPredictor:
         self._token_seconds = model.linear_flops_per_token / rates.ring.gemm_flops
         # The share of one ring iteration that two tokens take which attend to each other.
         self._pair_seconds = model.attention_flops(1, 0) / num_ranks**2 / rates.ring.attention_flops
-        self._overhead = model.num_layers * rates.layer_overhead_seconds
+        self._overhead = model.num_layers * rates.layer_overhead_seconds + rates.ring.step_seconds
         # Bytes of one token: its K and V or its queries in a hop, its partial outputs and LSE from all other ranks.
         self._hop_bytes = {
             PASS_KV: 2 * model.num_kv_heads * model.head_dim * model.attention_bytes,

@@ -141,7 +141,8 @@ class RingCosts:
             num_sums = 1 + 2 * self._model.num_layers
             num_bytes = 2 * (ring.tp - 1) / ring.tp * self._model.hidden_size * self._model.element_bytes
             seconds_a_token = num_sums * num_bytes / rates.ring.link_bytes_per_second
-            start = num_sums * rates.ring.link_latency_seconds
+            # A step that was measured has its sums' messages in it.
+            start = 0.0 if rates.ring.step_seconds else num_sums * rates.ring.link_latency_seconds
         return _Kind(
             rates=rates,
             predictor=StepPredictor(self.shape(ring), rates, ring.num_ranks),

@@ -10,11 +10,12 @@ from itertools import count
 from typing import Any, TypeVar
 
 from cp_core.errors import RingserveError, Unavailable
+from orchestration.placement.events import EventLog
 from orchestration.placement.ring_order import RingOrder
 from orchestration.protocol.ports import Peers
 from orchestration.protocol.rings import LOST, RingStanding, RingState
 from orchestration.protocol.turns import RingRegistration
-from orchestration.protocol.views import RingStatus
+from orchestration.protocol.views import EventKind, RingStatus
 
 T = TypeVar("T")
 RingKind = tuple[int, int, int, int]
@@ -205,11 +206,12 @@ class LoadShare:
 class RingRegistry:
     """Registry of all rings by role and name. `clock` tells seconds.
 
-    `on_lost` is called with a ring that is lost, before its turns' calls to it fail.
+    `on_lost` is called with a ring that is lost, before its turns' calls to it fail. News of rings enter `events`.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, events: EventLog | None = None) -> None:
         self.clock = clock
+        self.events = events or EventLog()
         self.on_lost: Callable[[RegisteredRing, Unavailable], None] = lambda ring, error: None
         self._rings: dict[str, dict[str, RegisteredRing]] = {"prefill": {}, "decode": {}}
         self._num_placed = 0
@@ -232,20 +234,27 @@ class RingRegistry:
             gone = rings.pop(name, None)
             if gone is not None:
                 self._order.remove(gone)
+                self.events.note(EventKind.RING, name, f"ring {name} has left")
             return gone is not None
         self._left.pop(name, None)
         if known is None:
             known = rings[name] = RegisteredRing(registration, next(self._numbers), self._order.changed)
             is_news = True
+            self.events.note(EventKind.RING, name, f"ring {name} serves with {registration.num_ranks} ranks")
         else:
             before = known.registration
             is_news = before.incarnation != registration.incarnation or not known.is_ready
-            is_news = is_news or before.is_draining != registration.is_draining
+            if before.is_draining != registration.is_draining:
+                is_news = True
+                doing = "drains" if registration.is_draining else "takes turns again"
+                self.events.note(EventKind.RING, name, f"ring {name} {doing}")
             if registration.is_rebuilding:
                 is_news = not before.is_rebuilding
                 self._lose(known, f"ring {name} lost a rank and is being rebuilt")
             elif before.incarnation != registration.incarnation:
                 self._lose(known, f"ring {name} was started again")
+            if known.lost is not None and not registration.is_rebuilding:
+                self.events.note(EventKind.REBUILT, name, f"ring {name} serves again")
         known.announce(registration, self.clock())
         return is_news
 
@@ -261,6 +270,7 @@ class RingRegistry:
 
     def _lose(self, ring: RegisteredRing, why: str) -> None:
         if ring.lost is None:
+            self.events.note(EventKind.LOST, ring.name, why)
             error = Unavailable(f"{why}; retry")
             self.on_lost(ring, error)
             ring.lose(error)

@@ -184,9 +184,37 @@ class DrainView:
     moved_bytes: int
 
 
+class EventKind(StrEnum):
+    """Kinds of events. RING: a ring came, drains, left or returned. LOST: it lost a rank, its leader or its place.
+
+    REBUILT: it serves again after that. FAILOVER: a turn lost a ring or its gateway and went on. REFUSAL: a turn got no
+    rings.
+    """
+
+    RING = "ring"
+    LOST = "lost"
+    REBUILT = "rebuilt"
+    FAILOVER = "failover"
+    REFUSAL = "refusal"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerEvent:
+    """Event that happened `count` times, the last time `at` seconds since the epoch. `ring` may be empty."""
+
+    at: float
+    kind: EventKind
+    ring: str
+    text: str
+    count: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerView:
-    """Whole service as the router sees it. `metrics_endpoint` is the router's."""
+    """Whole service as the router sees it. `metrics_endpoint` is the router's.
+
+    `events` are the latest since the router started, the newest last.
+    """
 
     selector: str
     rings: tuple[RingStatus, ...]
@@ -196,6 +224,7 @@ class ServerView:
     metrics_endpoint: str = ""
     drains: tuple[DrainView, ...] = ()
     moves: tuple[MoveTotals, ...] = ()
+    events: tuple[ServerEvent, ...] = ()
 
 
 def ring_fault(status: RingStatus, ranks: Iterable[RankStatus], stuck_seconds: float) -> str:

@@ -24,6 +24,7 @@ from cp_core.errors import RingserveError, Unavailable
 from orchestration.protocol.ports import RankFactory, RankPort
 from orchestration.protocol.rings import RingSettings, RingState
 from orchestration.ring.kv_pool import KvPool
+from orchestration.ring.step_probe import StepCorrection, measure_steps
 from orchestration.tasks import TaskSet, gather_all, gather_first_error
 from workers.protocol.ranks import ModelInfo, RankInfo, RankSpec, RankStatus, RingSpec
 
@@ -83,6 +84,7 @@ class Ring:
         self.infos: list[RankInfo] = []
         self.rank_statuses: dict[int, RankStatus] = {}
         self.rates = RingRates(gemm_flops=0, attention_flops=0, link_bytes_per_second=0, link_latency_seconds=0)
+        self._correction: StepCorrection | None = None
         self.pool = KvPool(settings.num_ranks, 0, settings.ranks.block_tokens)
         self._gone: set[int] = set()  # ranks that did not answer the watch
         self._factory = factory
@@ -185,10 +187,13 @@ class Ring:
         )
         await gather_first_error(rank.join(rendezvous, settings.start_timeout) for rank in ranks)
         rates = await gather_first_error(rank.probe(settings.start_timeout) for rank in ranks)
+        common = rates_of_ring(rates, settings.ranks.tp)
+        if settings.measures_steps and self._correction is None:
+            self._correction = await measure_steps(ranks, settings, infos[0].model, common)
         if self.state is RingState.CLOSED:
             raise Unavailable(f"ring {settings.name} was closed while it started")
         self.ranks, self.infos, self.incarnation = ranks, infos, incarnation
-        self.rates = rates_of_ring(rates, settings.ranks.tp)
+        self.rates = self._corrected(common)
         self.rank_statuses.clear()
         self._gone.clear()
         self.pool = KvPool(
@@ -205,16 +210,26 @@ class Ring:
             self._watch += [asyncio.create_task(self._watch_loop(rank, incarnation)) for rank in ranks]
 
     async def measure(self) -> None:
-        """Let the ranks measure their rates again. The caller guarantees that they do nothing else meanwhile."""
+        """Let the ranks measure their rates again. The caller guarantees that they do nothing else meanwhile.
+
+        Their steps are measured again while the ring holds no KV.
+        """
         self.require_ready()
-        timeout = self.settings.start_timeout
-        rates = await gather_first_error(rank.probe(timeout) for rank in self.ranks)
-        self.rates = rates_of_ring(rates, self.settings.ranks.tp)
+        settings = self.settings
+        rates = await gather_first_error(rank.probe(settings.start_timeout) for rank in self.ranks)
+        common = rates_of_ring(rates, settings.ranks.tp)
+        if settings.measures_steps and not self.pool.inventory():
+            self._correction = await measure_steps(self.ranks, settings, self.model, common)
+        self.rates = self._corrected(common)
+
+    def _corrected(self, rates: RingRates) -> RingRates:
+        """Return probed rates with what steps have been seen to take in addition: a rebuild does not change that."""
+        return rates if self._correction is None else self._correction.applied(rates)
 
     async def measure_between_steps(self) -> None:
         """Measure the rates of a ring whose ranks run their decode loop."""
         self.require_ready()
-        self.rates = await self.ranks[0].probe_between_steps(self.settings.start_timeout)
+        self.rates = self._corrected(await self.ranks[0].probe_between_steps(self.settings.start_timeout))
 
     def _spec(self, rank: int, incarnation: str) -> RankSpec:
         settings = self.settings

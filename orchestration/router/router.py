@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from cp_core.cost.sparse import SparseLosses
-from cp_core.errors import Busy, TurnCancelled, Unavailable
+from cp_core.errors import Busy, CapacityExceeded, TurnCancelled, Unavailable
 from orchestration.conversations.mover import ConversationMover, MoveCounts
 from orchestration.conversations.operations import ConversationOperations
 from orchestration.conversations.prefixes import PromptPrefixes
@@ -30,7 +30,14 @@ from orchestration.protocol.plans import Bound
 from orchestration.protocol.ports import Peers
 from orchestration.protocol.rings import AWAY, LOST, LOST_SECONDS, RingEvent, RingStanding, RingState
 from orchestration.protocol.turns import BegunTurn, KvQuota, ResumeTurn, RingRegistration, TurnOutcome, TurnRequest
-from orchestration.protocol.views import ConversationList, ConversationView, MoveTotals, ServerView, roles_fault
+from orchestration.protocol.views import (
+    ConversationList,
+    ConversationView,
+    EventKind,
+    MoveTotals,
+    ServerView,
+    roles_fault,
+)
 from orchestration.router.admission import PromptWaits, TurnAdmission, refused_whole
 from orchestration.router.adoption import Adoption
 from orchestration.router.attempts import TurnAttempts
@@ -156,9 +163,18 @@ class Router:
         A turn that has begun before and lost a ring goes on; see `Failover.begin_again`. Raises InvalidRequest,
         NotFound, ConversationLost, Busy, CapacityExceeded, DeadlineExceeded, NotBegun.
         """
+        try:
+            return await self._begin(request)
+        except (CapacityExceeded, Unavailable) as error:
+            self._rings.events.note(EventKind.REFUSAL, "", f"a turn was refused: {error}")
+            raise
+
+    async def _begin(self, request: TurnRequest) -> BegunTurn:
         if request.resume is not None:
             begun = await self._begin_again(request)
             if begun is not None:
+                went_on = "a turn that lost a ring or its gateway went on"
+                self._rings.events.note(EventKind.FAILOVER, begun.plan.decode_ring, went_on)
                 return begun
         if self._is_known(request.request_id):
             raise Busy(f"request_id: {request.request_id!r} is running already; choose another")
@@ -373,6 +389,7 @@ class Router:
             turns_waiting_for_rings=returns.num_waiting,
             drains=self._drain_rebalancing.views(),
             moves=self._moves.totals(),
+            events=self._rings.events.latest(),
         )
 
     async def close(self) -> None:

@@ -10,7 +10,7 @@ import logging
 import ssl
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +78,12 @@ class TokenFile:
         self._stamp = _stamp(path)
         self._tenants = read_tenants(path, takes_certificates=takes_certificates)
         self._looked_at = clock()
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of the tenants, those with tokens first."""
+        tenants = [grant.tenant for grant in self._tenants.grants.values()] + [*self._tenants.certificates.values()]
+        return tuple(dict.fromkeys(tenant.name for tenant in tenants))
 
     def tenant_of(self, authorization: str | None, certificate: Certificate | None = None) -> Tenant:
         """Return the tenant of an Authorization header, of a client's certificate, or of both, which must agree.
@@ -156,6 +162,11 @@ class Authenticator:
         TLS has verified the certificate. Raises Unauthenticated.
         """
         return ANYBODY if self._tokens is None else self._tokens.tenant_of(authorization, certificate)
+
+    @property
+    def tenants(self) -> Sequence[str]:
+        """Names of the tenants in the order of their file, those without a token last; none without a file."""
+        return () if self._tokens is None else self._tokens.names
 
     def admit(self, metadata: Mapping[str, str]) -> None:
         """Refuse a gRPC call by its `authorization` alone, unless a certificate may do. Raises Unauthenticated."""

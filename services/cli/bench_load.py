@@ -27,7 +27,7 @@ from services.offline.bench.load.replay import (
     replay,
     write_trace,
 )
-from services.offline.bench.load.summary import Bounds, LoadReport, Percentiles, summarize, write_load_plot
+from services.offline.bench.load.summary import FIRST_TURNS, Bounds, LoadReport, Percentiles, summarize, write_load_plot
 from services.offline.bench.report import load_now, require_matplotlib
 from services.offline.terminal import console, print_table, progress_bar, simple_table
 from workers.model.builtin import resolve_model_path
@@ -194,7 +194,19 @@ def _closing_lines(report: LoadReport) -> list[str]:
         f"{report.completion_tokens_per_second:.1f} tokens/s of answers over {report.seconds:.1f} s",
         f"goodput {report.good_requests_per_second:.2f} requests/s within TTFT {report.bounds.ttft:g} s "
         f"and TTIT {report.bounds.ttit:g} s on average",
+        *_prediction_line(report),
         f"requests were sent {lag * 1e3:.1f} ms late at p99; load {before:.1f} before and {after:.1f} after",
+    ]
+
+
+def _prediction_line(report: LoadReport) -> list[str]:
+    errors = report.predictions
+    if errors is None:
+        return []
+    later = "" if errors.later is None else f", {errors.later:.0%} of the later ones"
+    return [
+        f"predicted prefill seconds differ from measured ones by {errors.first:.0%} of the first {FIRST_TURNS} turns"
+        f"{later} (medians)"
     ]
 
 

@@ -1,4 +1,7 @@
-"""`ringserve config`: print every key of the configuration with its value, as a file that `--config` takes."""
+"""`ringserve config`: print every key of the configuration with its value, as a file that `--config` takes.
+
+With `--markdown` it prints the page docs/configuration.md: the same words, and each key's name in the environment.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,12 @@ import yaml
 
 from services.cli.options import Subcommands, add_config_options, config_of
 from services.config import Config
+from services.config.reading import ENV_PREFIX
 
 EXAMPLES = """examples:
   ringserve config > cluster.yaml
   ringserve config --config cluster.yaml --set prefill.cp=4
+  ringserve config --markdown > docs/configuration.md
 """
 
 
@@ -27,11 +32,13 @@ def add(commands: Subcommands) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_config_options(parser)
+    parser.add_argument("--markdown", action="store_true", help="print a page of all keys and their values instead")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    print("\n".join(lines_of(config_of(options))))
+    lines = markdown_of if options.markdown else lines_of
+    print("\n".join(lines(config_of(options))))
     return 0
 
 
@@ -45,6 +52,23 @@ def lines_of(config: Config) -> Iterator[str]:
             yield f"# {line}".rstrip()
         shown = yaml.safe_dump({each.name: _plain(section)}, sort_keys=False, allow_unicode=True, width=1000)
         yield from shown.splitlines()
+
+
+def markdown_of(config: Config) -> Iterator[str]:
+    """Yield a configuration as lines of Markdown: each section with its words and a table of its keys."""
+    yield "# Configuration reference"
+    yield ""
+    yield "`ringserve config --markdown` writes this page from the code. [configuring.md](configuring.md) explains how"
+    yield "to set keys, and those that are most likely to change."
+    for each in fields(config):
+        section = getattr(config, each.name)
+        yield from ("", f"## {each.name}", "")
+        yield from (line.rstrip() for line in (inspect.getdoc(type(section)) or "").splitlines())
+        yield from ("", "| key | default | in the environment |", "|---|---|---|")
+        for key, value in _plain(section).items():
+            shown = yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
+            variable = f"{ENV_PREFIX}{each.name}__{key}".upper()
+            yield f"| `{each.name}.{key}` | `{shown}` | {'' if isinstance(value, dict) else f'`{variable}`'} |"
 
 
 def _plain(value: Any) -> Any:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from cp_core.cost.profile import read_profile
 from cp_core.cost.selector import POLICIES, EmpiricalFit
+from cp_core.cost.sparse import read_losses
 from cp_core.errors import ConfigError
 from services.cli.options import Subcommands
 from services.offline.planning.explanation import Explanation, RingComparison, compare_rings, explain_turn
@@ -61,6 +63,9 @@ def add(commands: Subcommands) -> None:
     parser.add_argument(
         "--fit", metavar="ALPHA,BETA,GAMMA", help="constants of the empirical selector, as --fit=-1,1,12"
     )
+    parser.add_argument(
+        "--sparse-losses", type=Path, metavar="FILE", help="tell approximate ways too, by what calibrate --sparse wrote"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -73,6 +78,7 @@ def run(options: argparse.Namespace) -> int:
     ranks, widths = parse_sizes("--ranks", options.ranks), parse_sizes("--tp", options.tp)
     for tp in (*widths, options.decode_tp):
         require_tp(model, tp)
+    losses = None if options.sparse_losses is None else read_losses(options.sparse_losses)
     decode = None if options.decode_ranks is None else RingShape(cp=options.decode_ranks, tp=options.decode_tp)
     rings = [
         explain_turn(
@@ -85,6 +91,7 @@ def run(options: argparse.Namespace) -> int:
             decode=decode,
             missing_tokens=_tokens_or_none("--missing", options.missing),
             fit=None if options.fit is None else _fit(options.fit),
+            losses=losses,
         )
         for tp in widths
         for cp in ranks

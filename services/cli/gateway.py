@@ -50,7 +50,9 @@ def add(commands: Subcommands) -> None:
 def run(options: argparse.Namespace) -> int:
     from services.gateway.process import run_gateway
 
-    config = config_of(options)  # tls, auth, tracing, http, gateway.insecure and .page: the rest are options
+    config = config_of(
+        options
+    )  # tls, auth, tracing, http, gateway.insecure and .page, metrics.tenants: the rest are options
     endpoints = {"--listen": options.listen, "--http": options.http}
     check_public_endpoints(endpoints, config.tls, config.auth, is_insecure=config.gateway.insecure)
     check_drain_seconds(options.drain_seconds)
@@ -62,6 +64,7 @@ def run(options: argparse.Namespace) -> int:
             http=options.http,
             metrics=options.metrics,
             metric_names=options.metric_names,
+            metric_tenants=config.metrics.tenants,
             router=options.router,
             model=options.model,
             model_name=options.model_name or (options.model if options.model.startswith("builtin:") else ""),

@@ -74,7 +74,8 @@ def run_drain(options: argparse.Namespace) -> int:
         return _run_drain_node(options)
     drain = asyncio.run(drain_ring(_access(options), options.ring, seconds=options.seconds, force=options.force))
     outcome = {"ring": options.ring, "drained": True, **_moves(drain)}
-    return _print_outcome(options, outcome, f"{options.ring} has left{_moves_sentence(drain)}")
+    until = f"until 'ringserve undrain {options.ring}'"
+    return _print_outcome(options, outcome, f"{options.ring} has left {until}{_moves_sentence(drain)}")
 
 
 def _moves(drain: DrainView | None) -> dict[str, int]:

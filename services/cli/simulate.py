@@ -97,7 +97,7 @@ def add(commands: Subcommands) -> None:
     parser.add_argument("--write-trace", type=Path, metavar="FILE", help="write the trace, as --trace takes it")
     parser.add_argument("--jobs", type=int, default=1, help="placements simulated at a time (default: 1)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw TTFT by hour and by size of turn")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw TTFT over time and by size of turn")
     parser.set_defaults(run=run)
 
 

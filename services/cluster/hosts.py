@@ -252,6 +252,7 @@ class LeaderHost:
             announce_interval=timeouts.heartbeat,
             watch_interval=timeouts.heartbeat,
             lost_timeout=timeouts.lost,
+            measures_steps=True,
         )
 
 

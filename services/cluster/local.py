@@ -239,6 +239,7 @@ class LocalCluster:
             log_level=config.logs.level,
             log_format=config.logs.format,
             metric_names=config.metrics.also_as,
+            metric_tenants=config.metrics.tenants,
             follow_stdin=True,
             drain_seconds=max(self._drain_seconds, GatewaySettings.drain_seconds),
             tokens=config.auth.tokens,

@@ -104,6 +104,7 @@ def check(config: Config) -> None:
     _among("http.unknown_fields", config.http.unknown_fields, UNKNOWN_FIELDS)
     _origins(config.http.origins)
     _among("metrics.also_as", config.metrics.also_as, METRIC_NAMES)
+    _within("metrics.tenants", config.metrics.tenants, 0, 1000)
     for key in ("router", "prefill", "decode"):
         if getattr(config.metrics, key):
             _address(f"metrics.{key}", getattr(config.metrics, key))

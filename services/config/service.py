@@ -124,12 +124,16 @@ class MetricsConfig:
     Ring i of a role listens at the role's port + i, or at any free port where that is 0; i counts the first pool's
     rings, then those of the others, by the pools' names. `also_as` "vllm" shows series that vLLM has too under its
     names as well.
+
+    At most `tenants` tenants, those that the file of tenants names first, have series of their own at the gateways; the
+    rest is shown together. 0: none has.
     """
 
     router: str = "127.0.0.1:0"
     prefill: str = "127.0.0.1:0"
     decode: str = "127.0.0.1:0"
     also_as: str = ""
+    tenants: int = 20
 
 
 @dataclass(frozen=True, kw_only=True)

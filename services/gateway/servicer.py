@@ -108,7 +108,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         with ExitStack() as held:
             held.enter_context(self._calls)
             # The client's id is not checked yet, so the line of a refusal has none.
-            with self._refusals_counted(started, TurnRecord("", tenant.name, trace_parent)):
+            with self._refusals_counted(started, tenant, TurnRecord("", tenant.name, trace_parent)):
                 count = num_completions(request.sampling_params)
                 held.enter_context(self._authenticator.limits.turns(tenant, count))
                 turn_request = await asyncio.to_thread(self._reader.read, request, seconds_left, router)
@@ -122,13 +122,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     yield response
 
     @contextmanager
-    def _refusals_counted(self, started: float, record: TurnRecord) -> Iterator[None]:
+    def _refusals_counted(self, started: float, tenant: Tenant, record: TurnRecord) -> Iterator[None]:
         try:
             yield
         except RingserveError as error:
-            self._metrics.began()
+            self._metrics.began(tenant.name)
             outcome, seconds = code_of(error).name.lower(), time.monotonic() - started
-            self._metrics.ended(outcome, seconds)
+            self._metrics.ended(outcome, seconds, tenant.name)
             record.end(log, outcome, seconds)
             raise
 
@@ -143,13 +143,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         index: int,
     ) -> AsyncIterator[Responses]:
         """Begin the turn of one answer, yield its responses, and account for its end."""
-        outcome, request_id = "cancelled", turn_request.request_id
-        trace = TurnTrace(self._tracer, trace_parent, request_id, router.tenant.name, started)
+        outcome, request_id, tenant = "cancelled", turn_request.request_id, router.tenant.name
+        trace = TurnTrace(self._tracer, trace_parent, request_id, tenant, started)
         if trace.parent:
             turn_request = replace(turn_request, trace_parent=trace.parent)
-        record = TurnRecord(request_id, router.tenant.name, trace.parent or trace_parent)
+        record = TurnRecord(request_id, tenant, trace.parent or trace_parent)
         stream: TurnStream | None = None
-        self._metrics.began()
+        self._metrics.began(tenant)
         turn = self._running.add(request_id, turn_request.deadline_seconds)
         turn_request = replace(turn_request, reader=uuid.uuid4().hex[:16])
         num_received = None
@@ -160,13 +160,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         def completed(complete: inference_pb2.GenerateComplete) -> None:
             nonlocal outcome
             outcome = name_of(inference_pb2.FinishReason, complete.finish_reason)
-            self._metrics.completed(complete)
+            self._metrics.completed(complete, tenant)
             trace.completed(complete)
 
         try:
             with turn:
                 begun = await begun_in_time(router.begin_turn, turn_request)
-            self._note_plan(request_id, begun.turn_id, begun.prompt_tokens, begun.plan)
+            self._note_plan(request_id, begun.turn_id, begun.prompt_tokens, begun.plan, tenant)
             trace.planned(begun)
             record.begun(begun.turn_id, begun.prompt_tokens, begun.plan.cached_tokens)
             text = AnswerText(rule.text_of(self._codec, turn_request.sampling.stop_token_ids), rule)
@@ -191,7 +191,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             raise router.shown(error) from None
         finally:
             self._running.discard(turn)
-            self._metrics.ended(outcome, time.monotonic() - started)
+            self._metrics.ended(outcome, time.monotonic() - started, tenant)
             trace.ended(outcome)
             if stream is not None:
                 record.answered(stream.num_tokens, stream.ttft_seconds)
@@ -199,9 +199,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             if outcome in UNSETTLED:
                 self._abort_soon(request_id, turn_request.reader)
 
-    def _note_plan(self, request_id: str, turn_id: str, prompt_tokens: int, plan: TurnPlan) -> None:
+    def _note_plan(self, request_id: str, turn_id: str, prompt_tokens: int, plan: TurnPlan, tenant: str) -> None:
         cached = {source.source: len(source.tokens) for source in plan.cached_sources}
-        self._metrics.planned(plan.algorithm, prompt_tokens, cached)
+        self._metrics.planned(plan.algorithm, prompt_tokens, cached, tenant)
         log.info(
             "request %s: %s, T=%d P=%d on %s -> %s: %s",
             request_id,

@@ -42,6 +42,7 @@ class GatewaySettings:
     log_format: str = "human"
     drain_seconds: float = 2.0
     metric_names: str = ""
+    metric_tenants: int = 0
     follow_stdin: bool = False
     tokens: str = ""
     tls: ServerTls | None = None

@@ -30,10 +30,25 @@ def load_dashboards() -> dict[str, dict[str, Any]]:
     return {path.stem: json.loads(path.read_text()) for path in sorted((CHART / "files/dashboards").glob("*.json"))}
 
 
+def panels_of(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the panels of a dashboard that draw something: its rows are none."""
+    return [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+
+
 def load_queries() -> list[Query]:
     return [
         Query(name, panel["title"], target["expr"])
         for name, dashboard in load_dashboards().items()
-        for panel in dashboard["panels"]
+        for panel in panels_of(dashboard)
         for target in panel["targets"]
     ]
+
+
+def load_annotations() -> list[Query]:
+    """Return the expressions of events, without the comparison that leaves out the times when nothing happens."""
+    found = []
+    for name, dashboard in load_dashboards().items():
+        for each in dashboard["annotations"]["list"]:
+            assert each["expr"].endswith(" > 0"), each
+            found.append(Query(name, each["name"], each["expr"].removesuffix(" > 0")))
+    return found

@@ -7,7 +7,7 @@ import re
 import yaml
 
 from tests.helm.charts import CHART
-from tests.helm.dashboards import load_dashboards, load_queries
+from tests.helm.dashboards import load_annotations, load_dashboards, load_queries, panels_of
 
 WIDTH = 24
 
@@ -34,13 +34,43 @@ def test_panels_fill_the_page_and_none_covers_another() -> None:
 def test_every_panel_asks_the_chosen_prometheus_and_names_its_lines() -> None:
     for dashboard in load_dashboards().values():
         variables = {variable["name"] for variable in dashboard["templating"]["list"]}
-        for panel in dashboard["panels"]:
+        for panel in [*panels_of(dashboard), *dashboard["annotations"]["list"]]:
             assert panel["datasource"]["uid"] == "${datasource}"
-            for target in panel["targets"]:
+            for target in panel.get("targets", ()):
                 assert target["datasource"]["uid"] == "${datasource}"
                 assert target["legendFormat"]
                 used = set(re.findall(r"\$(\w+)", target["expr"])) - {"__rate_interval"}
                 assert used <= variables
+
+
+def test_the_first_row_says_whether_the_service_works_and_each_panel_lies_in_a_row() -> None:
+    for dashboard in load_dashboards().values():
+        assert dashboard["panels"][0]["type"] == "row"
+    service = load_dashboards()["service"]["panels"]
+    second_row = next(number for number, panel in enumerate(service) if number and panel["type"] == "row")
+    first = [panel["title"] for panel in service[1:second_row]]
+    assert first[:5] == [
+        "Rings that serve",
+        "Failed requests",
+        "First token against its limit",
+        "Turns that wait",
+        "Fullest ring",
+    ]
+
+
+def test_drains_rebuilds_and_failovers_are_marked_on_every_dashboard() -> None:
+    marked = {(each.dashboard, each.panel) for each in load_annotations()}
+    names = ("Drains", "Rebuilds", "Failovers")
+    assert marked == {(dashboard, name) for dashboard in load_dashboards() for name in names}
+
+
+def test_every_limit_of_the_alerts_is_drawn() -> None:
+    groups = yaml.safe_load((CHART / "files/rules.yaml").read_text())["groups"]
+    limits = {rule["labels"]["of"] for rule in groups[0]["rules"]}
+    drawn = {
+        name for query in load_queries() for name in re.findall(r'ringserve:limit\{[^}]*of="(\w+)"', query.expression)
+    }
+    assert drawn == limits
 
 
 def test_recorded_series_that_panels_read_are_recorded() -> None:

@@ -128,7 +128,7 @@ def test_the_gateways_arguments_are_those_of_the_command(capsys: pytest.CaptureF
     assert container["command"] == ["ringserve", "gateway"]
     options = build_parser().parse_args([*container["command"][1:], *container["args"]])
     assert (options.listen, options.metrics, options.metric_names) == ("0.0.0.0:50051", "0.0.0.0:9464", "vllm")
-    assert (options.http, options.set) == ("0.0.0.0:8000", ["gateway.insecure=true"])
+    assert (options.http, options.set) == ("0.0.0.0:8000", ["gateway.insecure=true", "metrics.tenants=20"])
     assert (options.model, options.dtype, options.max_seconds) == ("builtin:tiny", "float32", 600.0)
 
 

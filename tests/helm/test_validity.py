@@ -63,6 +63,18 @@ def test_the_ray_cluster_is_as_kuberay_wants_it(case: str) -> None:
         jsonschema.validate(cluster, schema)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_objects_of_other_operators_are_as_their_definitions_want_them(case: str) -> None:
+    schemas = json.loads(Path(__file__).with_name("custom.schema.json").read_text())
+    found = [item for item in render(CASES[case]) if item["kind"] in CUSTOM - {"RayCluster"}]
+    for item in found:
+        jsonschema.validate(item, schemas[item["kind"]])
+        item["spec"]["selectors"] = {}
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(item, schemas[item["kind"]])
+    assert {item["kind"] for item in found} in (set(), set(schemas) - {"$comment"})
+
+
 def containers(template: Object) -> list[Mapping[str, Any]]:
     return [*template["spec"]["containers"], *template["spec"].get("initContainers", ())]
 

@@ -313,11 +313,12 @@ def _nucleus(logits: Logits, top_p: float) -> Logits:
     shares = np.exp(logits - logits.max())
     shares /= shares.sum()
     # Tokens of at most this share are removed together, as their sum is at most 1 - top_p. The others are sorted; in a
-    # real distribution they are few.
-    smallest_sorted = (1.0 - top_p) / len(logits)
+    # real distribution they are few. The largest is always sorted, also where one token of share 1 is all there is.
+    highest = shares.max()
+    smallest_sorted = min((1.0 - top_p) / len(logits), np.nextafter(highest, 0.0))
     candidates = np.sort(logits[shares > smallest_sorted])
     probabilities = np.exp(candidates - candidates[-1])
-    probabilities *= shares.max()
+    probabilities *= highest
     cumulative = shares[shares <= smallest_sorted].sum() + np.cumsum(probabilities)
     num_removed = min(int(np.searchsorted(cumulative, 1.0 - top_p, side="right")), len(candidates) - 1)
     boundary = candidates[num_removed]

@@ -40,7 +40,8 @@ class RankKvUsage:
 class RingRates:
     """Measured speed of a ring: FLOP/s of a rank, bytes/s of a link, seconds a message, hidden share of both.
 
-    Where ranks are unlike, `speeds` says how many times each is as fast as the slowest, whose rates these are.
+    `step_seconds` are those that every step takes in addition. Where ranks are unlike, `speeds` says how many times as
+    fast as the slowest each is.
     """
 
     gemm_flops: float = 0.0
@@ -49,6 +50,7 @@ class RingRates:
     link_latency_seconds: float = 0.0
     overlap: float = 0.0
     speeds: tuple[float, ...] = ()
+    step_seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +124,17 @@ class KvMoves:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ServerEvent:
+    """Event that happened `count` times, the last time `at` seconds since the epoch. `ring` may be empty."""
+
+    at: float = 0.0
+    kind: str = ""
+    ring: str = ""
+    text: str = ""
+    count: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServerInfo:
     """State of the service, for operators."""
 
@@ -135,6 +148,7 @@ class ServerInfo:
     drains: tuple[RingDrain, ...] = ()
     kv_moves: tuple[KvMoves, ...] = ()
     turns_waiting_for_rings: int = 0
+    events: tuple[ServerEvent, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,8 +180,17 @@ class Placement:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sparsity:
+    """Share of a partition's keys that reached other ranks, with the first and last ones that always did."""
+
+    keep: float = 0.0
+    sinks: int = 0
+    window: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class ConversationInfo:
-    """State of a conversation and the locations of its KV."""
+    """State of a conversation and the locations of its KV, which is approximate where there is a `sparsity`."""
 
     conversation_id: str = ""
     num_tokens: int = 0
@@ -178,6 +201,7 @@ class ConversationInfo:
     idle_seconds: float = 0.0
     ttl_seconds: float = 0.0
     num_waiting: int = 0
+    sparsity: Sparsity | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1409,6 +1409,7 @@ class GetServerInfoResponse(_message.Message):
     DRAINS_FIELD_NUMBER: _builtins.int
     KV_MOVES_FIELD_NUMBER: _builtins.int
     TURNS_WAITING_FOR_RINGS_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     uptime_seconds: _builtins.float
     selector: _builtins.str
@@ -1428,6 +1429,10 @@ class GetServerInfoResponse(_message.Message):
     def kv_moves(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvMoves]:
         """Retained KV that was moved between rings since the router started."""
 
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServerEvent]:
+        """The latest hundred events since the router started, the newest last."""
+
     def __init__(
         self,
         *,
@@ -1441,14 +1446,52 @@ class GetServerInfoResponse(_message.Message):
         drains: _abc.Iterable[Global___RingDrain] | None = ...,
         kv_moves: _abc.Iterable[Global___KvMoves] | None = ...,
         turns_waiting_for_rings: _builtins.int = ...,
+        events: _abc.Iterable[Global___ServerEvent] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversations", b"conversations", "drains", b"drains", "kv_moves", b"kv_moves", "rings", b"rings", "router_metrics_endpoint", b"router_metrics_endpoint", "running_turns", b"running_turns", "selector", b"selector", "turns_waiting_for_rings", b"turns_waiting_for_rings", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversations", b"conversations", "drains", b"drains", "events", b"events", "kv_moves", b"kv_moves", "rings", b"rings", "router_metrics_endpoint", b"router_metrics_endpoint", "running_turns", b"running_turns", "selector", b"selector", "turns_waiting_for_rings", b"turns_waiting_for_rings", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetServerInfoResponse: _TypeAlias = GetServerInfoResponse  # noqa: Y015
+
+@_typing.final
+class ServerEvent(_message.Message):
+    """What happened `count` times, with no other of its kind between, the last time `at` seconds since the epoch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AT_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    RING_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    at: _builtins.float
+    kind: _builtins.str
+    """"ring" (one came, drains, left or returned), "lost", "rebuilt", "failover" (a turn lost a ring or its gateway and
+    went on), "refusal" (a turn got no rings).
+    """
+    ring: _builtins.str
+    """Empty where it concerns no ring."""
+    text: _builtins.str
+    count: _builtins.int
+    def __init__(
+        self,
+        *,
+        at: _builtins.float = ...,
+        kind: _builtins.str = ...,
+        ring: _builtins.str = ...,
+        text: _builtins.str = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "count", b"count", "kind", b"kind", "ring", b"ring", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ServerEvent: _TypeAlias = ServerEvent  # noqa: Y015
 
 @_typing.final
 class RingDrain(_message.Message):
@@ -1659,7 +1702,7 @@ Global___RingInfo: _TypeAlias = RingInfo  # noqa: Y015
 @_typing.final
 class RingRates(_message.Message):
     """FLOP/s of a rank, bytes/s of a link in each direction, seconds a message; overlap is the share of communication that
-    passes behind attention.
+    passes behind attention, and step_seconds are those that every step takes in addition.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1670,11 +1713,13 @@ class RingRates(_message.Message):
     LINK_LATENCY_SECONDS_FIELD_NUMBER: _builtins.int
     OVERLAP_FIELD_NUMBER: _builtins.int
     SPEEDS_FIELD_NUMBER: _builtins.int
+    STEP_SECONDS_FIELD_NUMBER: _builtins.int
     gemm_flops: _builtins.float
     attention_flops: _builtins.float
     link_bytes_per_second: _builtins.float
     link_latency_seconds: _builtins.float
     overlap: _builtins.float
+    step_seconds: _builtins.float
     @_builtins.property
     def speeds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Where ranks are unlike: times that each is as fast as the slowest, whose rates these are."""
@@ -1688,10 +1733,11 @@ class RingRates(_message.Message):
         link_latency_seconds: _builtins.float = ...,
         overlap: _builtins.float = ...,
         speeds: _abc.Iterable[_builtins.float] | None = ...,
+        step_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_flops", b"attention_flops", "gemm_flops", b"gemm_flops", "link_bytes_per_second", b"link_bytes_per_second", "link_latency_seconds", b"link_latency_seconds", "overlap", b"overlap", "speeds", b"speeds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_flops", b"attention_flops", "gemm_flops", b"gemm_flops", "link_bytes_per_second", b"link_bytes_per_second", "link_latency_seconds", b"link_latency_seconds", "overlap", b"overlap", "speeds", b"speeds", "step_seconds", b"step_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1968,6 +2014,7 @@ class ForkConversationResponse(_message.Message):
     NUM_TURNS_FIELD_NUMBER: _builtins.int
     TTL_SECONDS_FIELD_NUMBER: _builtins.int
     PLACEMENTS_FIELD_NUMBER: _builtins.int
+    SPARSITY_FIELD_NUMBER: _builtins.int
     conversation_id: _builtins.str
     num_tokens: _builtins.int
     num_turns: _builtins.int
@@ -1977,6 +2024,10 @@ class ForkConversationResponse(_message.Message):
     def placements(self) -> _containers.RepeatedCompositeFieldContainer[Global___Placement]:
         """Rings that keep KV of it, shared with the source."""
 
+    @_builtins.property
+    def sparsity(self) -> Global___Sparsity:
+        """As of GetConversationResponse."""
+
     def __init__(
         self,
         *,
@@ -1985,10 +2036,11 @@ class ForkConversationResponse(_message.Message):
         num_turns: _builtins.int = ...,
         ttl_seconds: _builtins.float = ...,
         placements: _abc.Iterable[Global___Placement] | None = ...,
+        sparsity: Global___Sparsity | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sparsity", b"sparsity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation_id", b"conversation_id", "num_tokens", b"num_tokens", "num_turns", b"num_turns", "placements", b"placements", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation_id", b"conversation_id", "num_tokens", b"num_tokens", "num_turns", b"num_turns", "placements", b"placements", "sparsity", b"sparsity", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -49,9 +49,9 @@ export const posted = (body) => ({
 });
 
 /** Add an event to the list, the newest first. */
-export function note(words, kind = "") {
-  const now = new Date();
-  const time = element("time", { datetime: now.toISOString() }, now.toLocaleTimeString());
+export function note(words, kind = "", at = new Date()) {
+  const shown = at.toDateString() === new Date().toDateString() ? at.toLocaleTimeString() : at.toLocaleString();
+  const time = element("time", { datetime: at.toISOString() }, shown);
   $("events").prepend(element("li", { class: kind }, time, words));
   while ($("events").children.length > MAX_EVENTS) $("events").lastChild.remove();
 }

@@ -8,6 +8,8 @@ const REFRESH_MS = 1000;
 // --- rings and events ------------------------------------------------------------------------------------------------
 
 let before = null;
+let shownUntil = 0;
+const KINDS = { lost: "bad", rebuilt: "good", failover: "warn", refusal: "bad" };
 
 async function refresh() {
   try {
@@ -18,6 +20,7 @@ async function refresh() {
     say(service.serves ? "good" : "bad", service.serves ? "It serves." : `It does not serve: ${service.fault}.`);
     $("rings-section").hidden = service.rings === undefined;
     if (service.rings) showRings(service);
+    showEvents(service.events ?? []);
     if (before) compare(before, service);
     before = service;
   } catch (error) {
@@ -87,20 +90,23 @@ function rankBar(usage, rank, x, y, width) {
   return bar;
 }
 
-/** Note what changed between two states of the service. */
+/** Add the events of the service that are not in the list yet: its router keeps the latest hundred. */
+function showEvents(events) {
+  for (const { at, kind, text, count: times } of events.filter((each) => each.at > shownUntil)) {
+    note(times > 1 ? `${text} (${times} times)` : text, KINDS[kind] ?? "", new Date(1000 * at));
+    shownUntil = at;
+  }
+}
+
+/** Note what changed between two states of the service and is no event of its router. */
 function compare(old, now) {
   if (old.serves !== now.serves) note(now.serves ? "the service serves again" : now.fault, now.serves ? "good" : "bad");
   const known = new Map((old.rings ?? []).map((ring) => [ring.name, ring]));
   for (const ring of now.rings ?? []) {
     const then = known.get(ring.name);
-    known.delete(ring.name);
-    const [kind, state] = stateOf(ring);
-    if (!then || stateOf(then)[1] !== state) note(`${ring.name}: ${state}`, kind);
-    if (then && ring.rebuilds > then.rebuilds) note(`${ring.name} was rebuilt`, "warn");
     const preempted = then ? ring.num_preemptions - then.num_preemptions : 0;
     if (preempted > 0) note(`${ring.name}: ${count(preempted, "turn")} gave up KV blocks, to resume later`, "warn");
   }
-  for (const name of known.keys()) note(`${name} is gone`, "bad");
   const moves = new Map((old.kv_moves ?? []).map((each) => [`${each.role} ${each.reason}`, each]));
   for (const each of now.kv_moves ?? []) {
     const then = moves.get(`${each.role} ${each.reason}`) ?? { moved: 0, failed: 0 };
@@ -114,6 +120,8 @@ on("login", "submit", () => {
   token.value = $("token").value.trim();
   sessionStorage.setItem("token", token.value);
   before = null;  // another tenant's view
+  shownUntil = 0;
+  $("events").replaceChildren();
   refresh();
 });
 for (;;) {

@@ -15,8 +15,10 @@ from rich.table import Table
 from cp_core.errors import ConfigError
 from services.offline.bench.figures import GEMM, Figures, Target
 from services.offline.terminal import simple_table
+from services.offline.units import format_seconds
 
 if TYPE_CHECKING:
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 
@@ -172,6 +174,15 @@ def write_plot(report: Report, path: Path) -> None:
     axes.grid(True, which="both", alpha=0.3)
     axes.legend()
     save_figure(figure, path)
+
+
+def plain_seconds(axis: Axis) -> None:
+    """Mark a logarithmic axis of seconds at 1, 2 and 5 of each power, in words such as 50 ms and 20 s."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda seconds, _: format_seconds(seconds)))
+    axis.set_minor_locator(NullLocator())
 
 
 def save_figure(figure: Figure, path: Path) -> None:

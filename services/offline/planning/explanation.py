@@ -10,6 +10,7 @@ from cp_core.cost.model import PASS_KV, PASS_Q, PREFILL_ALGORITHMS, PrefillCost
 from cp_core.cost.prefill import predict_migration, predict_turn
 from cp_core.cost.profile import HardwareProfile
 from cp_core.cost.selector import POLICIES, EmpiricalFit, Selection, Turn, select
+from cp_core.cost.sparse import SparseLosses, sparse_seconds
 from cp_core.errors import ConfigError
 from orchestration.placement.placer import TIE
 from services.offline.planning.models import PlannedModel
@@ -95,11 +96,22 @@ class Alternative:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SparseOption:
+    """Approximate way to compute a turn: predicted seconds, and the loss in nats a token that was measured for it."""
+
+    keep: float
+    seconds: float
+    loss: float
+    measured_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
     """Choice for one turn with all alternatives.
 
     `chosen` is the selection of a prefill ring; it is not used where `direct` is sooner and no algorithm is forced.
-    `selections` are those of the other policies, by name. `step` is the decode step that follows.
+    `selections` are those of the other policies, by name. `step` is the decode step that follows. `sparse` are the
+    approximate ways, the least loss first.
     """
 
     new_tokens: int
@@ -111,6 +123,7 @@ class Explanation:
     selections: tuple[tuple[str, Selection], ...]
     step: StepCost
     direct: DirectPrefill | None = None
+    sparse: tuple[SparseOption, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -152,12 +165,13 @@ def explain_turn(
     fit: EmpiricalFit | None = None,
     decode: RingShape | None = None,
     missing_tokens: int = 0,
+    losses: SparseLosses | None = None,
 ) -> Explanation:
     """Explain the selection of `policy` for T new tokens after P cached ones, computed in one step.
 
     `decode` is the ring that retains all cached tokens; the prefill ring lacks `missing_tokens` of them. Raises
-    InvalidRequest for a turn without new tokens, ConfigError for an unknown policy, "empirical" without `fit`, or more
-    missing tokens than cached ones.
+    InvalidRequest for a turn without new tokens, or one for which no `losses` were measured. Raises ConfigError for an
+    unknown policy, "empirical" without `fit`, or more missing tokens than cached ones.
     """
     turn = Turn(new_tokens=new_tokens, cached_tokens=cached_tokens, num_ranks=shape.cp)
     share = model.shape.share(shape.tp)
@@ -213,4 +227,14 @@ def explain_turn(
             context_tokens=new_tokens + cached_tokens,
         ),
         direct=direct,
+        sparse=tuple(
+            SparseOption(
+                keep=each.sparsity.keep,
+                seconds=by_ring[PASS_KV].sum_seconds
+                + sparse_seconds(share, rates, shape.cp, each.sparsity, new_tokens, cached_tokens),
+                loss=each.loss,
+                measured_tokens=each.nearest.num_tokens,
+            )
+            for each in (losses.predict(new_tokens + cached_tokens, shape.cp) if losses is not None else ())
+        ),
     )

@@ -10,7 +10,7 @@ from cp_core.cost.model import PASS_KV
 from cp_core.cost.prefill import predict_turn
 from cp_core.cost.profile import HardwareProfile, read_profile
 from cp_core.errors import ConfigError
-from services.offline.bench.report import save_figure
+from services.offline.bench.report import plain_seconds, save_figure
 from services.offline.planning.published import TP, published_model, table_4
 from services.offline.planning.published import full_prefills as published_prefills
 from services.offline.planning.reproduction import reproduce
@@ -31,7 +31,9 @@ def write_plan_figure(title: str, forecasts: Sequence[RingForecast], path: Path)
     """Draw TTFT and TTIT over the context, one line for each ring that fits. Raises ConfigError for the path."""
     figure = _figure(11.0, 4.8, title)
     for place, name in enumerate(("ttft_seconds", "ttit_seconds"), start=1):
-        axes = figure.add_subplot(1, 2, place, xlabel="context, tokens", ylabel=f"{name[:4].upper()}, seconds")
+        axes = figure.add_subplot(
+            1, 2, place, xlabel="context, tokens", ylabel="TTFT" if name == "ttft_seconds" else "TTIT, seconds"
+        )
         for forecast in forecasts:
             if not forecast.refusal:
                 tokens = [context.tokens for context in forecast.contexts]
@@ -39,8 +41,9 @@ def write_plan_figure(title: str, forecasts: Sequence[RingForecast], path: Path)
                 axes.plot(tokens, seconds, marker="o", label=f"cp {forecast.shape.cp} x tp {forecast.shape.tp}")
         _log_tokens(axes, sorted({context.tokens for each in forecasts for context in each.contexts}))
         # TTIT differs by little between rings, TTFT by orders of magnitude.
-        axes.set_yscale("log" if name == "ttft_seconds" else "linear")
-        if name == "ttit_seconds":
+        if name == "ttft_seconds":
+            _log_seconds(axes)
+        else:
             axes.set_ylim(bottom=0.0)
         axes.legend()
     save_figure(figure, path)
@@ -70,16 +73,14 @@ def _latency() -> Figure:
     figure = _figure(11.0, 4.8, "Llama 3 405B, full prefill by pass-KV, TP8 a rank (as figure 6)")
     for place, (platform, rings) in enumerate({"gtt": HOSTS, "gti": (1, 2, 4)}.items(), start=1):
         profile = read_profile(platform)
-        axes = figure.add_subplot(
-            1, 2, place, title=f"{platform.upper()}", xlabel="context, tokens", ylabel="TTFT, seconds"
-        )
+        axes = figure.add_subplot(1, 2, place, title=f"{platform.upper()}", xlabel="context, tokens", ylabel="TTFT")
         for number, cp in enumerate(rings):
             color = f"C{number}"
             axes.plot(CONTEXTS, [_full(profile, cp, TP, each) for each in CONTEXTS], color=color, label=f"CP{cp}")
             if platform == "gtt":
                 _crosses(axes, cp, TP, color, CONTEXTS[-1])
         _log_tokens(axes, CONTEXTS)
-        axes.set_yscale("log")
+        _log_seconds(axes)
         axes.legend()
     return figure
 
@@ -114,13 +115,13 @@ def _long_contexts() -> Figure:
     """Draw figure 8: 128K to 1M tokens on 8 and 16 hosts."""
     profile = read_profile("gtt")
     figure = _figure(6.5, 4.8, "TTFT of 128K to 1M tokens (as figure 8)")
-    axes = figure.add_subplot(xlabel="context, tokens", ylabel="TTFT, seconds")
+    axes = figure.add_subplot(xlabel="context, tokens", ylabel="TTFT")
     for color, cp in (("C0", 8), ("C1", 16)):
         seconds = [_full(profile, cp, TP, each) for each in LONG_CONTEXTS]
         axes.plot(LONG_CONTEXTS, seconds, marker="o", color=color, label=f"CP{cp}")
         _crosses(axes, cp, TP, color, LONG_CONTEXTS[-1])
     _log_tokens(axes, LONG_CONTEXTS)
-    axes.set_yscale("log")
+    _log_seconds(axes)
     axes.legend()
     return figure
 
@@ -163,6 +164,11 @@ def _figure(width: float, height: float, title: str) -> Figure:
     figure = Figure(figsize=(width, height), layout="constrained")
     figure.suptitle(title)
     return figure
+
+
+def _log_seconds(axes: Axes) -> None:
+    axes.set_yscale("log")
+    plain_seconds(axes.yaxis)
 
 
 def _log_tokens(axes: Axes, tokens: Sequence[int]) -> None:

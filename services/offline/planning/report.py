@@ -168,6 +168,11 @@ def explanation_lines(explanation: Explanation) -> list[str]:
             f"{name} would take {selection.algorithm}: {_why(name, selection)}"
             for name, selection in explanation.selections
         ),
+        *(
+            f"{each.keep:g} of other ranks' keys would take {format_seconds(each.seconds)}, at a loss of "
+            f"{each.loss:.3g} nats a token, measured at {each.measured_tokens} tokens"
+            for each in explanation.sparse
+        ),
         f"then {format_seconds(step.total_seconds)} a token on such a ring, by {step.variant}",
     ]
 

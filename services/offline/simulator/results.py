@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.offline.bench.report import save_figure
+from services.offline.bench.report import plain_seconds, save_figure
+from services.offline.units import format_tokens
 
-HOUR = 3600.0
 SIZES = {"short": 8_000, "document": 250_000, "longest": 1 << 62}
 """Most new tokens of a turn in each class of size."""
 
@@ -50,12 +50,21 @@ class Percentiles:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TimeBin:
+    """Turns that were asked from `start` until before `stop`, in seconds from the begin of the trace."""
+
+    start: float
+    stop: float
+    values: Percentiles
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SimulationResult:
     """Result of all turns of one placement.
 
     `cached_share` is of all prompt tokens, `busy_share` of the prefill rings' time, `batch_share` of the places in
     decode batches over the whole run, `pass_q_share` of the turns. `ttft_of_size` is by new tokens (`SIZES`),
-    `ttft_of_hour` by the hour of a turn's first request. `num_refusals` counts rings without room for a turn,
+    `ttft_over_time` by the time of a turn's first request. `num_refusals` counts rings without room for a turn,
     `num_retries` turns that found no ring and asked again. `computed_tokens` are those of the rings' steps.
     """
 
@@ -74,7 +83,7 @@ class SimulationResult:
     ttft: Percentiles
     queue: Percentiles
     ttft_of_size: dict[str, Percentiles]
-    ttft_of_hour: tuple[Percentiles, ...]
+    ttft_over_time: tuple[TimeBin, ...]
     ttit_mean: float
     busy_share: float
     busiest_share: float
@@ -88,7 +97,8 @@ class Tally:
 
     ttft: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in SIZES})
     queue: array[float] = field(default_factory=lambda: array("d"))
-    hours: list[array[float]] = field(default_factory=list)
+    asked: array[float] = field(default_factory=lambda: array("d"))
+    ttft_as_asked: array[float] = field(default_factory=lambda: array("d"))
     num_refusals: int = 0
     num_retries: int = 0
     num_pass_q: int = 0
@@ -104,10 +114,8 @@ class Tally:
         size = next(name for name, most in SIZES.items() if record.new_tokens <= most)
         self.ttft[size].append(record.ttft_seconds)
         self.queue.append(record.queue_seconds)
-        hour = int(record.asked // HOUR)
-        while len(self.hours) <= hour:
-            self.hours.append(array("d"))
-        self.hours[hour].append(record.ttft_seconds)
+        self.asked.append(record.asked)
+        self.ttft_as_asked.append(record.ttft_seconds)
         self.num_pass_q += record.is_pass_q
         self.prompt_tokens += record.prompt_tokens
         self.new_tokens += record.new_tokens
@@ -134,26 +142,67 @@ def percentile(ordered: Sequence[float], share: float) -> float:
     return ordered[place]
 
 
+MAX_BINS = 24
+BIN_SECONDS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14_400, 21_600, 43_200, 86_400)
+"""Lengths of a bin that read well on a clock."""
+
+
+def bin_seconds(seconds: float) -> float:
+    """Return the shortest length of BIN_SECONDS of which at most MAX_BINS cover `seconds`, else whole days."""
+    fitting = (length for length in BIN_SECONDS if seconds <= MAX_BINS * length)
+    return float(next(fitting, BIN_SECONDS[-1] * -(-seconds // (MAX_BINS * BIN_SECONDS[-1]))))
+
+
+def binned(asked: Sequence[float], values: Sequence[float]) -> tuple[TimeBin, ...]:
+    """Return the values by the time at which their turns were asked, without empty bins."""
+    length = bin_seconds(max(asked, default=0.0))
+    found: dict[int, list[float]] = {}
+    for time, value in zip(asked, values, strict=True):
+        found.setdefault(int(time // length), []).append(value)
+    return tuple(
+        TimeBin(start=number * length, stop=(number + 1) * length, values=percentiles(found[number]))
+        for number in sorted(found)
+    )
+
+
 def write_simulation_plot(results: Sequence[SimulationResult], path: Path) -> None:
-    """Draw TTFT by hour and by size, a line for each placement, without empty hours and sizes.
+    """Draw TTFT over the time of the trace, and by size: marks and bars for each placement, p99 over p50.
 
     Raises ConfigError for the path.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12.0, 5.0), layout="constrained")
-    by_hour, by_size = figure.subplots(1, 2, sharey=True)
-    for result in results:
-        hours = [(hour, each) for hour, each in enumerate(result.ttft_of_hour) if each.count]
-        sizes = [(name, each) for name, each in result.ttft_of_size.items() if each.count]
-        (line,) = by_hour.plot([hour for hour, _ in hours], [each.p99 for _, each in hours], label=result.placement)
-        names = [name for name, _ in sizes]
-        color = line.get_color()
-        by_size.plot(names, [each.p99 for _, each in sizes], marker="o", color=color, label=f"{result.placement} p99")
-        by_size.plot(names, [each.p50 for _, each in sizes], marker="o", color=color, linestyle="--")
-    by_hour.set(xlabel="hour in which a turn was asked", ylabel="TTFT in seconds, p99", yscale="log")
-    by_size.set(xlabel="new tokens of the turn (dashed: p50)", yscale="log")
-    for axes in (by_hour, by_size):
-        axes.grid(visible=True, which="both", alpha=0.3)
+    over_time, by_size = figure.subplots(1, 2, sharey=True)
+    last = max((each.stop for result in results for each in result.ttft_over_time), default=1.0)
+    unit, name = (3600.0, "hours") if last > 2 * 3600 else (60.0, "minutes") if last > 120 else (1.0, "seconds")
+    sizes = [size for size in SIZES if any(result.ttft_of_size[size].count for result in results)]
+    width = 0.8 / len(results)
+    for number, result in enumerate(results):
+        color, bins = f"C{number}", result.ttft_over_time
+        middles = [(each.start + each.stop) / 2 / unit for each in bins]
+        over_time.plot(middles, [each.values.p99 for each in bins], "o-", color=color, label=f"{result.placement} p99")
+        over_time.plot(middles, [each.values.p50 for each in bins], ".--", color=color, label=f"{result.placement} p50")
+        places = [place + (number - (len(results) - 1) / 2) * width for place in range(len(sizes))]
+        figures = [result.ttft_of_size[size] for size in sizes]
+        by_size.bar(places, [each.p99 for each in figures], width, color=color, alpha=0.35)
+        by_size.bar(places, [each.p50 for each in figures], width, color=color, label=result.placement)
+    over_time.set(xlabel=f"{name} into the trace at which a turn was asked", ylabel="TTFT", yscale="log")
+    over_time.set_xlim(0.0, last / unit)
+    by_size.set(xlabel="new tokens of the turn; full colour to p50, pale to p99")
+    by_size.set_xticks(range(len(sizes)), [_size_name(size) for size in sizes])
+    plain_seconds(over_time.yaxis)
+    for axes in (over_time, by_size):
+        axes.grid(visible=True, axis="y", alpha=0.3)
         axes.legend()
     save_figure(figure, path)
+
+
+def _size_name(size: str) -> str:
+    """Name a class of size with its bounds."""
+    names = list(SIZES)
+    place = names.index(size)
+    low, high = SIZES[names[place - 1]] if place else 0, SIZES[size]
+    if place == len(names) - 1:
+        return f"{size}\nover {format_tokens(low)}"
+    return f"{size}\nup to {format_tokens(high)}"

@@ -21,7 +21,7 @@ from orchestration.protocol.turns import PrefillReport
 from orchestration.router.reservations import MAX_REFUSALS
 from services.offline.simulator.cluster import Cluster, ClusterShape
 from services.offline.simulator.placement import POLICIES
-from services.offline.simulator.results import SimulationResult, Tally, TurnRecord, percentiles
+from services.offline.simulator.results import SimulationResult, Tally, TurnRecord, binned, percentiles
 from services.offline.simulator.rings import (
     Clock,
     DecodingTurn,
@@ -343,7 +343,7 @@ class Simulation:
             ttft=percentiles(every),
             queue=percentiles(tally.queue),
             ttft_of_size={name: percentiles(values) for name, values in tally.ttft.items()},
-            ttft_of_hour=tuple(percentiles(values) for values in tally.hours),
+            ttft_over_time=binned(tally.asked, tally.ttft_as_asked),
             ttit_mean=tally.decode_seconds / max(1, tally.output_tokens),
             busy_share=sum(busy) / len(busy) / seconds if seconds else 0.0,
             busiest_share=max(busy) / seconds if seconds else 0.0,

@@ -176,6 +176,7 @@ def fork_to(view: ConversationView) -> inference_pb2.ForkConversationResponse:
         num_turns=view.num_turns,
         ttl_seconds=view.ttl_seconds,
         placements=[to_message(inference_pb2.Placement, each) for each in view.placements],
+        sparsity=None if view.sparsity is None else to_message(inference_pb2.Sparsity, view.sparsity),
     )
 
 

@@ -138,7 +138,7 @@ def targets_of(view: ServerView, gateway: str) -> list[dict[str, object]]:
     found = [("gateway", "", gateway), ("router", "", view.metrics_endpoint)]
     found += [(ring.role, ring.name, ring.metrics_endpoint) for ring in view.rings]
     return [
-        {"targets": [address], "labels": {"ringserve_role": role, "ringserve_ring": ring}}
+        {"targets": [address], "labels": {"ringserve_role": role, **({"ringserve_ring": ring} if ring else {})}}
         for role, ring, address in found
         if address
     ]

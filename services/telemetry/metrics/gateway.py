@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from itertools import product
 
@@ -41,12 +41,15 @@ Responses = AsyncGenerator[inference_pb2.GenerateResponse, None]
 
 
 class GatewayMetrics:
-    """Series of one gateway process, in a registry of its own."""
+    """Series of one gateway process, in a registry of its own.
 
-    def __init__(self) -> None:
+    Where callers are tenants, at most `max_tenants` of them have series of their own.
+    """
+
+    def __init__(self, max_tenants: int = 0) -> None:
         registry = self.registry = new_registry("gateway")
-        self._running = Gauge("ringserve_num_requests_running", "Turns being served.", ["role"], registry=registry)
-        self._running.labels("gateway")
+        self._running = Gauge("ringserve_requests_in_progress", "Requests being served.", registry=registry)
+        self._tenants = _TenantMetrics(registry, max_tenants)
         self._requests = _counter(registry, "requests", "Ended requests by outcome.", "outcome", OUTCOMES)
         self._refused = _counter(registry, "requests_refused", "Refused requests by reason.", "reason", REFUSALS)
         self._kept_out = Counter(
@@ -98,25 +101,34 @@ class GatewayMetrics:
             registry, "request_time_per_output_token", "Mean time between a turn's tokens.", INTER_TOKEN
         )
         self._whole = _seconds(registry, "e2e_request_latency", "Request received to its end, whatever the end.")
-        self._queue = _seconds(registry, "request_queue_time", "Reserved to the start of its prefill.")
+        self._queue = _seconds(registry, "request_queue_time", "Reserved to the start of its prefill, pull included.")
+        self._pull = _seconds(registry, "request_pull_time", "Pull of KV from another ring, within the queue's time.")
         self._prefill = _seconds(registry, "request_prefill_time", "Prefill of the new tokens.")
         self._migration = _seconds(registry, "request_migration_time", "First KV byte received to the seal.")
         self._handoff = _seconds(registry, "request_handoff_time", "First token made to the first decode step.")
         self._decode = _seconds(registry, "request_decode_time", "First token sent to the last.")
 
-    def began(self) -> None:
-        self._running.labels("gateway").inc()
+    def add_tenants(self, names: Iterable[str]) -> None:
+        """Begin the series of tenants in this order, as far as there is room."""
+        for name in names:
+            self._tenants.label_of(name)
 
-    def ended(self, outcome: str, seconds: float) -> None:
+    def began(self, tenant: str = "") -> None:
+        self._running.inc()
+        self._tenants.began(tenant)
+
+    def ended(self, outcome: str, seconds: float, tenant: str = "") -> None:
         """Count an ended request. `outcome` is a finish reason, or a gRPC status name in lower case."""
-        self._running.labels("gateway").dec()
+        self._running.dec()
+        self._tenants.ended(tenant, outcome)
         self._requests.labels(_known(outcome, OUTCOMES)).inc()
         if outcome in REFUSALS:
             self._refused.labels(outcome).inc()
         self._whole.observe(seconds)
 
-    def planned(self, algorithm: str, prompt_tokens: int, cached: dict[str, int]) -> None:
+    def planned(self, algorithm: str, prompt_tokens: int, cached: dict[str, int], tenant: str = "") -> None:
         """Count a planned turn. `cached` maps sources to tokens that are not computed again."""
+        self._tenants.count_tokens(tenant, prompt=prompt_tokens, cached=sum(cached.values()))
         self._plans.labels(_known(algorithm, ALGORITHMS)).inc()
         self._prompt_tokens.inc(prompt_tokens)
         self._prompt_length.observe(prompt_tokens)
@@ -150,9 +162,10 @@ class GatewayMetrics:
         else:
             self._failed_failovers.inc()
 
-    def completed(self, complete: inference_pb2.GenerateComplete) -> None:
+    def completed(self, complete: inference_pb2.GenerateComplete, tenant: str = "") -> None:
         """Observe the parts of a completed turn."""
         plan, tokens = complete.plan, complete.usage.completion_tokens
+        self._tenants.count_tokens(tenant, generated=tokens)
         self._successes.labels(_known(name_of(inference_pb2.FinishReason, complete.finish_reason), FINISHED)).inc()
         self._answer_length.observe(tokens)
         self._generated.inc(tokens)
@@ -161,6 +174,7 @@ class GatewayMetrics:
             self._ttit.observe(complete.ttit_seconds)
         self._decode.observe(complete.ttit_seconds * max(0, tokens - 1))
         self._queue.observe(plan.queue_seconds)
+        self._pull.observe(plan.pull_seconds)
         self._prefill.observe(plan.prefill_seconds)
         self._migration.observe(plan.migration_seconds)
         self._handoff.observe(plan.handoff_seconds)
@@ -169,6 +183,72 @@ class GatewayMetrics:
         if plan.prefill_seconds > 0:
             ratio = plan.predicted_prefill_seconds / plan.prefill_seconds
             self._ratio.labels(_known(name_of(inference_pb2.Algorithm, plan.algorithm), ALGORITHMS)).observe(ratio)
+
+
+TENANT_OUTCOMES = ("answered", "busy", "refused", "failed")
+"""Ends of a tenant's requests: `busy` is a limit or lack of room, `refused` any other answer that the client caused."""
+TENANT_TOKENS = ("prompt", "cached", "generated")
+
+
+class _TenantMetrics:
+    """Series by tenant, for at most `max_tenants` of them; OTHER stands for the rest.
+
+    A tenant keeps its label for the life of the process, so that a changed file of tenants adds no label beyond these.
+    """
+
+    def __init__(self, registry: CollectorRegistry, max_tenants: int) -> None:
+        self._max_tenants = max_tenants
+        self._labels: set[str] = set()
+        registry = registry if max_tenants else CollectorRegistry()
+        self._running = Gauge(
+            "ringserve_tenant_requests_in_progress", "Requests being served.", ["tenant"], registry=registry
+        )
+        self._requests = Counter(
+            "ringserve_tenant_requests", "Ended requests by outcome.", ["tenant", "outcome"], registry=registry
+        )
+        self._tokens = Counter(
+            "ringserve_tenant_tokens",
+            "Tokens of prompts, those of them that were cached, and generated ones.",
+            ["tenant", "kind"],
+            registry=registry,
+        )
+
+    def label_of(self, tenant: str) -> str:
+        """Return the label of a tenant; empty without series, as for callers that are no tenants."""
+        if not tenant or not self._max_tenants or tenant in self._labels:
+            return tenant if self._max_tenants else ""
+        label = tenant if len(self._labels - {OTHER}) < self._max_tenants else OTHER
+        if label not in self._labels:
+            self._labels.add(label)
+            self._running.labels(label)
+            for outcome in TENANT_OUTCOMES:
+                self._requests.labels(label, outcome)
+            for kind in TENANT_TOKENS:
+                self._tokens.labels(label, kind)
+        return label
+
+    def began(self, tenant: str) -> None:
+        if label := self.label_of(tenant):
+            self._running.labels(label).inc()
+
+    def ended(self, tenant: str, outcome: str) -> None:
+        if label := self.label_of(tenant):
+            self._running.labels(label).dec()
+            self._requests.labels(label, _tenant_outcome(outcome)).inc()
+
+    def count_tokens(self, tenant: str, **tokens: int) -> None:
+        """Count tokens by their kind, one of TENANT_TOKENS."""
+        if label := self.label_of(tenant):
+            for kind, number in tokens.items():
+                self._tokens.labels(label, kind).inc(number)
+
+
+def _tenant_outcome(outcome: str) -> str:
+    if outcome in FINISHED:
+        return "answered"
+    if outcome == "resource_exhausted":
+        return "busy"
+    return "refused" if outcome in REFUSALS else "failed"
 
 
 def _known(value: str, allowed: tuple[str, ...]) -> str:

@@ -68,32 +68,37 @@ RATIO = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.
 TOKENS = (*(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5)), 1e6, 2e6)
 
 
+# Ours with vLLM's of the same meaning. What vLLM looks up in its prefix cache are the tokens of every prompt.
 GATEWAY_NAMES = {
-    "ringserve_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
-    "ringserve_inter_token_latency_seconds": "vllm:inter_token_latency_seconds",
-    "ringserve_request_time_per_output_token_seconds": "vllm:request_time_per_output_token_seconds",
-    "ringserve_request_success": "vllm:request_success",
-    "ringserve_request_generation_tokens": "vllm:request_generation_tokens",
-    "ringserve_e2e_request_latency_seconds": "vllm:e2e_request_latency_seconds",
-    "ringserve_request_queue_time_seconds": "vllm:request_queue_time_seconds",
-    "ringserve_request_prefill_time_seconds": "vllm:request_prefill_time_seconds",
-    "ringserve_request_decode_time_seconds": "vllm:request_decode_time_seconds",
-    "ringserve_request_prompt_tokens": "vllm:request_prompt_tokens",
-    "ringserve_prompt_tokens": "vllm:prompt_tokens",
-    "ringserve_generation_tokens": "vllm:generation_tokens",
+    "ringserve_time_to_first_token_seconds": ("vllm:time_to_first_token_seconds",),
+    "ringserve_inter_token_latency_seconds": ("vllm:inter_token_latency_seconds",),
+    "ringserve_request_time_per_output_token_seconds": ("vllm:request_time_per_output_token_seconds",),
+    "ringserve_request_success": ("vllm:request_success",),
+    "ringserve_request_generation_tokens": ("vllm:request_generation_tokens",),
+    "ringserve_e2e_request_latency_seconds": ("vllm:e2e_request_latency_seconds",),
+    "ringserve_request_queue_time_seconds": ("vllm:request_queue_time_seconds",),
+    "ringserve_request_prefill_time_seconds": ("vllm:request_prefill_time_seconds",),
+    "ringserve_request_decode_time_seconds": ("vllm:request_decode_time_seconds",),
+    "ringserve_request_prompt_tokens": ("vllm:request_prompt_tokens",),
+    "ringserve_prompt_tokens": ("vllm:prompt_tokens", "vllm:prefix_cache_queries"),
+    "ringserve_cached_prompt_tokens": ("vllm:prefix_cache_hits",),
+    "ringserve_generation_tokens": ("vllm:generation_tokens",),
 }
 RING_NAMES = {
-    "ringserve_num_requests_running": "vllm:num_requests_running",
-    "ringserve_num_requests_waiting": "vllm:num_requests_waiting",
-    "ringserve_kv_cache_usage_perc": "vllm:kv_cache_usage_perc",
-    "ringserve_num_preemptions": "vllm:num_preemptions",
+    "ringserve_num_requests_running": ("vllm:num_requests_running",),
+    "ringserve_num_requests_waiting": ("vllm:num_requests_waiting",),
+    "ringserve_kv_cache_usage_perc": ("vllm:kv_cache_usage_perc",),
+    "ringserve_num_preemptions": ("vllm:num_preemptions",),
+    "ringserve_cache_config_info": ("vllm:cache_config_info",),
 }
 
 
 class WithVllmNames(Collector):
     """Registry with renamed copies of its series. Copies carry `model_name` as vLLM's do, and our own labels."""
 
-    def __init__(self, collect: Callable[[], Iterable[Metric]], names: Mapping[str, str], model: str) -> None:
+    def __init__(
+        self, collect: Callable[[], Iterable[Metric]], names: Mapping[str, tuple[str, ...]], model: str
+    ) -> None:
         self._collect = collect
         self._names = names
         self._model = model
@@ -101,8 +106,8 @@ class WithVllmNames(Collector):
     def collect(self) -> Iterator[Metric]:
         for metric in self._collect():
             yield metric
-            if metric.name in self._names:
-                yield self._renamed(metric, self._names[metric.name])
+            for name in self._names.get(metric.name, ()):
+                yield self._renamed(metric, name)
 
     def _renamed(self, metric: Metric, name: str) -> Metric:
         copy = Metric(name, metric.documentation, metric.type)

@@ -39,6 +39,7 @@ class RingView:
     kv_evictions: Mapping[str, int]
     kv_shared_tokens: int
     kv_bytes_per_token: int
+    kv_block_tokens: int
 
 
 async def view_of(leader: RingLeader) -> RingView:
@@ -50,6 +51,7 @@ async def view_of(leader: RingLeader) -> RingView:
         kv_evictions=leader.ring.pool.evictions,
         kv_shared_tokens=leader.ring.pool.shared_tokens,
         kv_bytes_per_token=leader.ring.model.kv_bytes_per_token,
+        kv_block_tokens=leader.ring.pool.block_tokens,
     )
 
 
@@ -93,6 +95,10 @@ class RingCollector(Collector):
             RING,
             [(own, active / total if total else 0)],
         )
+        # vLLM's labels: its clients compute the ring's room in tokens by them.
+        cache = ((*own, str(view.kv_block_tokens), str(total)), 1.0)
+        told = "Always 1; tokens of a KV block and the blocks of all ranks are in the labels."
+        yield _gauge("cache_config_info", told, (*RING, "block_size", "num_gpu_blocks"), [cache])
         yield _counter("ring_rebuilds", "Times the ring was lost and made again.", RING, [(own, status.rebuilds)])
         yield _counter(
             "kv_evictions",

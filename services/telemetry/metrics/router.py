@@ -144,8 +144,8 @@ class _RouterCollector(Collector):
         yield GaugeMetricFamily("ringserve_unnamed_conversations", unnamed, view.unnamed_conversations)
         queried, hit = view.prefix_tokens
         looked = "Tokens of prompts without a history that were looked up among earlier prompts"
-        yield CounterMetricFamily("ringserve_prefix_cache_queries", f"{looked}.", queried)
-        yield CounterMetricFamily("ringserve_prefix_cache_hits", f"{looked} and whose KV was found.", hit)
+        yield CounterMetricFamily("ringserve_router_prefix_queries", f"{looked}.", queried)
+        yield CounterMetricFamily("ringserve_router_prefix_hits", f"{looked} and whose KV was found.", hit)
         yield GaugeMetricFamily("ringserve_router_running_turns", "Turns begun and not ended.", view.running_turns)
         yield GaugeMetricFamily(
             "ringserve_router_turns_waiting_for_rings",

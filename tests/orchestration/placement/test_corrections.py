@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from statistics import median
 
 import pytest
 from hypothesis import given
@@ -17,7 +18,7 @@ from orchestration.protocol.plans import PlannedChunk, PromptMode, TurnPlan
 from orchestration.protocol.turns import PrefillReport
 from orchestration.protocol.views import Correction
 from tests.orchestration.fake_ranks import MODEL
-from tests.rings import registration
+from tests.rings import LLAMA_8B, registration
 from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
 
 KV, Q = Algorithm.PASS_KV, Algorithm.PASS_Q
@@ -171,6 +172,28 @@ def test_later_predictions_are_those_of_the_model_times_what_turns_took() -> Non
     # Ratios are to the model, not to what it was corrected to: the same time again changes nothing.
     planner.note_prefill(RING, report(before, 1.5))
     assert planned(planner) == after
+
+
+@pytest.mark.parametrize("slowness", [0.8, 1.0, 1.4])
+def test_predictions_are_within_a_sixth_after_ten_turns_and_within_a_half_before(slowness: float) -> None:
+    """A ring measured itself on a machine that was busier, or less busy, than when it serves.
+
+    Turns of many lengths take `slowness` times as long as its rates say, with steps of 30 ms in them, 15% more or less.
+    """
+    rates = replace(RING.rates, gemm_flops=1e11, attention_flops=1e11, step_seconds=0.03)
+    ring, planner, drawn = replace(RING, rates=rates), Planner(LLAMA_8B, PlannerSettings()), random.Random(7)
+    real = Planner(LLAMA_8B, PlannerSettings())
+    errors = []
+    for _ in range(60):
+        num_tokens = drawn.randint(64, 192)
+        prompt = PromptOnRings(num_tokens, 0, 0, prefill=ring, decode=ring)
+        plan = planner.plan(prompt, mode=PromptMode.NEW)
+        model = real.plan(prompt, mode=PromptMode.NEW).predicted_prefill_seconds
+        measured = slowness * model * drawn.lognormvariate(0.0, 0.15)
+        errors.append(abs(plan.predicted_prefill_seconds / measured - 1.0))
+        planner.note_prefill(ring, report(plan, measured / plan.predicted_prefill_seconds))
+    assert median(errors[:LEAST]) <= 0.5
+    assert median(errors[10:]) <= 0.15
 
 
 def test_what_is_learned_moves_predictions_and_no_choice() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cp_core.errors import NotFound, RingserveError
@@ -30,8 +30,8 @@ LONG_SECONDS = 30.0
 """More than a router waits for anything after its start."""
 Tokens = tuple[int, ...]
 operations = st.tuples(
-    st.sampled_from(("begin", "end", "end", "fail", "fork", "delete")),
-    st.sampled_from(NAMES),
+    st.sampled_from(("turn", "turn", "turn", "begin", "begin", "fork", "fork", "fail", "delete", "die")),
+    st.sampled_from(("a", "a", "b")),
     st.sampled_from(NAMES),
     st.integers(1, 3),
 )
@@ -189,15 +189,17 @@ class Crashes:
     async def apply(self, operation: tuple[str, str, str, int]) -> None:
         kind, name, other, length = operation
         history = self.told.get(name, ())
-        if kind == "begin" and name not in self.running:
+        if kind in ("begin", "turn") and name not in self.running:
             await self._begin(name, length)
-        elif kind in ("end", "fail") and name in self.running:
-            await self._end(name, length, is_good=kind == "end")
+        if kind in ("turn", "end", "fail") and name in self.running:
+            await self._end(name, length, is_good=kind != "fail")
         elif kind == "fork" and history and not {name, other} & self.running.keys() and other not in self.told:
             cut = min(length, len(history))
             _, is_told = await self.call(self.router.fork_conversation(name, other, cut))
             if is_told or await self._length(other):
                 self.told[other] = history[:cut]
+        elif kind == "die":
+            await self._die()
         elif kind == "delete" and history and name not in self.running:
             _, is_told = await self.call(self.router.delete_conversation(name))
             if is_told or not await self._length(name):
@@ -266,8 +268,13 @@ class Crashes:
             assert isinstance(call.exception(), RingserveError | None)
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.lists(operations, max_size=12), st.integers(1, 30), st.booleans())
+GOES_ON = [("turn", "a", "b", 2), ("begin", "a", "b", 2), ("die", "a", "b", 1), ("turn", "a", "b", 2)]
+"""Turn that continues a conversation, and ends under the next router."""
+
+
+@settings(max_examples=50, deadline=None)
+@example(steps=GOES_ON, write=1 << 30, is_written=True)
+@given(st.lists(operations, min_size=6, max_size=16), st.integers(1, 24), st.booleans())
 def test_a_router_that_dies_at_any_write_leaves_what_it_has_acknowledged_and_nothing_half(
     steps: Sequence[tuple[str, str, str, int]], write: int, is_written: bool
 ) -> None:

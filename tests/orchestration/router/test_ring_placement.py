@@ -140,6 +140,9 @@ async def test_where_all_rings_are_full_the_first_refusal_stands_and_nothing_is_
                 patch.setattr(service.peers.leaders[name], "reserve", refuse)
             with pytest.raises(CapacityExceeded, match="the ring is full"):
                 await append(service, [4])
+        latest = (await service.router.get_server_info()).events[-1]
+        assert (latest.kind, latest.count) == ("refusal", 1)
+        assert latest.text.startswith("a turn was refused: the ring is full")
         await eventually(lambda: service.router.num_running == 0)
         assert kept(service) == before
         answer = await append(service, [4])

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ringserve.client import Message, Sampling
+from ringserve.client import Message, Sampling, infos, results
 from ringserve.client.errors import InvalidRequest
 from ringserve.client.requests import RENAMED, RequestOptions, request_of
+from ringserve.client.results import MAPPER
 from ringserve.v1 import inference_pb2
 
 OWN = {"timeout"}
@@ -130,3 +131,19 @@ def test_token_ids_are_taken_in_any_sequence(prompt: Any) -> None:
 def test_what_cannot_be_meant_is_refused_in_one_sentence(prompt: Any, options: Any, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         request_of(prompt, options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (infos.ServerInfo, inference_pb2.GetServerInfoResponse),
+        (infos.ModelInfo, inference_pb2.GetModelInfoResponse),
+        (infos.ConversationInfo, inference_pb2.GetConversationResponse),
+        (infos.ConversationSummary, inference_pb2.ConversationSummary),
+        (infos.ForkInfo, inference_pb2.ForkConversationResponse),
+        (results.Plan, inference_pb2.Plan),
+    ],
+)
+def test_what_clients_are_told_has_every_field_of_the_contract(kind: type[Any], message: type[Any]) -> None:
+    """A field that one side lacks is a TypeError of the mapper, of nested messages too."""
+    assert MAPPER.from_message(kind, message()) == kind()

@@ -12,6 +12,8 @@ import yaml
 from services.cli.main import main
 from services.config import Config, load_config
 
+ROOT = Path(__file__).resolve().parents[3]
+
 
 def test_the_defaults_are_printed_with_every_key_and_its_words(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -25,6 +27,18 @@ def test_the_defaults_are_printed_with_every_key_and_its_words(
         assert yaml.safe_load(shown)[section.name].keys() == {key.name for key in dataclasses.fields(kind)}
         for line in (inspect.getdoc(kind) or "").splitlines():
             assert f"# {line}".rstrip() in shown.splitlines()
+
+
+def test_the_page_of_the_reference_is_that_of_the_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--markdown"]) == 0
+    page = capsys.readouterr().out
+    assert (ROOT / "docs/configuration.md").read_text() == page, "ringserve config --markdown > docs/configuration.md"
+    keys = {
+        f"| `{section.name}.{key.name}` |"
+        for section in dataclasses.fields(Config)
+        for key in dataclasses.fields(type(getattr(Config(), section.name)))
+    }
+    assert {line[: line.index("|", 1) + 1] for line in page.splitlines() if line.startswith("| `")} == keys
 
 
 def test_values_of_file_and_command_line_are_those_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from cp_core.cost.sparse import MeasuredLoss, SparseLosses, format_losses
 from services.cli.main import main
 from services.config.rings import PrefillConfig
 
@@ -224,3 +225,29 @@ def test_plots_need_matplotlib_and_a_place_to_write_to(
     )
     assert main(["plan", "--reproduce", "--plot", str(tmp_path)]) == 1
     assert "--plot needs matplotlib" in capsys.readouterr().err
+
+
+def test_explain_tells_approximate_ways_with_their_measured_loss(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "losses.json"
+    measured = tuple(
+        MeasuredLoss(
+            num_tokens=200_000,
+            num_ranks=4,
+            keep=keep,
+            loss=loss,
+            accuracy=1.0,
+            exact_accuracy=1.0,
+            num_questions=5,
+        )
+        for keep, loss in ((0.5, 0.01), (0.25, 0.02))
+    )
+    path.write_text(format_losses(SparseLosses(model="m", sinks=4, window=64, measured=measured)), encoding="utf-8")
+    turn = ["--tokens", "128k", "--ranks", "4", "--sparse-losses", str(path)]
+    explained = printed(capsys, "explain", *MODEL, *turn)
+    assert [(each["keep"], each["loss"]) for each in explained["sparse"]] == [(0.5, 0.01), (0.25, 0.02)]
+    exact = next(each for each in explained["alternatives"] if each["name"] == "pass_kv")["total_seconds"]
+    assert exact > explained["sparse"][0]["seconds"] > explained["sparse"][1]["seconds"]
+    assert main(["explain", *MODEL, *turn]) == 0
+    assert "0.25 of other ranks' keys would take" in capsys.readouterr().out

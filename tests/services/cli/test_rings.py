@@ -83,7 +83,8 @@ def test_progress_and_outcome_are_told_in_words(
         "ringserve: ring decode-0 drains, 0 turns are under way, 3 conversations are moved and 5 left",
     ]
     assert told.out == (
-        "ringserve: decode-0 has left; 6 conversations were moved, 1 found no room elsewhere, 2 could not be moved\n"
+        "ringserve: decode-0 has left until 'ringserve undrain decode-0'; 6 conversations were moved, 1 found no room "
+        "elsewhere, 2 could not be moved\n"
     )
 
 
@@ -100,4 +101,4 @@ def test_a_router_that_knows_nothing_of_the_drain_any_more_is_believed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     drain(FakePeers(EMPTY), monkeypatch)
-    assert capsys.readouterr().out == "ringserve: decode-0 has left\n"
+    assert capsys.readouterr().out == "ringserve: decode-0 has left until 'ringserve undrain decode-0'\n"

@@ -9,6 +9,7 @@ import pytest
 
 from services.cli.main import main
 from services.offline.simulator.placement import POLICIES
+from services.offline.simulator.results import MAX_BINS, bin_seconds, binned
 
 CLUSTER = ("simulate", "--model", "llama3-8b", "--prefill", "4x2x2", "--decode", "2x1x2")
 
@@ -44,6 +45,26 @@ def test_a_picture_is_drawn_where_it_is_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "day.png"
     assert main([*CLUSTER, "--conversations", "20", "--time", "1min", "--plot", str(path)]) == 0
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "length"),
+    [(0.0, 1), (24.0, 1), (25.0, 2), (1200.0, 60), (3600.0, 300), (86_400.0, 3600), (9e6, 432_000)],
+)
+def test_bins_of_a_picture_are_two_dozen_at_most_and_read_well_on_a_clock(seconds: float, length: float) -> None:
+    assert bin_seconds(seconds) == length
+    assert seconds <= MAX_BINS * length
+
+
+def test_turns_are_binned_by_the_time_at_which_they_were_asked() -> None:
+    bins = binned([3.0, 119.0, 1100.0, 1190.0], [1.0, 3.0, 5.0, 7.0])
+    assert [(each.start, each.stop, each.values.count, each.values.most) for each in bins] == [
+        (0.0, 60.0, 1, 1.0),
+        (60.0, 120.0, 1, 3.0),
+        (1080.0, 1140.0, 1, 5.0),
+        (1140.0, 1200.0, 1, 7.0),
+    ]
+    assert binned([], []) == ()
 
 
 def test_results_for_people_say_how_many_turns_were_taken(capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,8 +34,7 @@ def test_command_line_beats_environment_beats_file_beats_default(tmp_path: Path)
         {"RINGSERVE_PREFILL__CP": "4", "RINGSERVE_PREFILL__CHUNK_TOKENS": "200", "HOME": "/nowhere"},
     )
     assert (config.prefill.cp, config.prefill.chunk_tokens, config.prefill.max_waiting) == (5, 200, 7)
-    assert config.decode.max_batch == 5
-    assert config.prefill.rings == 1
+    assert (config.decode.max_batch, config.prefill.rings) == (5, 1)
 
 
 def test_a_switch_is_read_from_every_place(tmp_path: Path) -> None:
@@ -155,6 +154,7 @@ RANGES = [
     ("router.gamma", -1e6, 1e6),
     ("gateway.max_seconds", 0.1, 86_400),
     ("gateway.max_calls", 1, 1_000_000),
+    ("metrics.tenants", 0, 1000),
     *((f"timeouts.{name}", 0.1, 86_400) for name in vars(Config().timeouts)),
 ]
 

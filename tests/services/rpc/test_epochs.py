@@ -117,7 +117,7 @@ async def test_a_process_of_another_version_is_refused_with_a_sentence(
     await server.stop(0)
 
 
-DIGESTS = {"2": "86d0b3d09dc199ec6239ec7c84efaabfdc19e47da0cd71caa8b91ed65214e050"}
+DIGESTS = {"2": "3ca1f31ef5cb14906d9093ed0948ef783fc081c101f6915447c1535a5b056458"}
 """SHA-256 of the calls between processes, by PEER_VERSION."""
 
 

@@ -85,6 +85,14 @@ def test_draws_hardly_hang_on_the_last_bits_of_the_logits() -> None:
     assert changed <= 1
 
 
+@pytest.mark.parametrize("top_k", [0, 1, 3])
+def test_the_least_top_p_draws_the_most_likely_token(top_k: int) -> None:
+    """Draw by the smallest positive share, beside which 1 is not less, also among equals and from a single token."""
+    sampling = SamplingParameters(temperature=1.0, top_p=5e-324, top_k=top_k, seed=3)
+    assert choose_token(torch.tensor([0.0, 9.0, 1.0, 9.0]), sampling, 7) == 1
+    assert choose_token(torch.zeros(4), sampling, 7) == 0
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf])
 def test_broken_logits_have_no_token(temperature: float, broken: float) -> None:

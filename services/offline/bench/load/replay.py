@@ -132,7 +132,8 @@ OK = "ok"
 class Outcome:
     """Outcome of one request. Seconds; `sent` and `ended` from the start of the run, `gaps` between tokens.
 
-    `cached_tokens` of the prompt were not computed. `status` is "ok", or the gRPC status code's name in lower case.
+    `cached_tokens` of the prompt were not computed. `prefill` are the seconds of the prefill, predicted and measured.
+    `status` is "ok", or the gRPC status code's name in lower case.
     """
 
     arrival: Arrival
@@ -144,6 +145,7 @@ class Outcome:
     num_tokens: int = 0
     status: str = ""
     cached_tokens: int = 0
+    prefill: tuple[float, float] = (0.0, 0.0)
     prompt: Sequence[int] = ()
     token_ids: tuple[int, ...] = ()
 
@@ -208,7 +210,9 @@ async def _serve(
             now = time.perf_counter() - started
             count = len(response.chunk.token_ids)
             if response.HasField("complete"):
-                outcome.queue = response.complete.plan.queue_seconds
+                plan = response.complete.plan
+                outcome.queue = plan.queue_seconds
+                outcome.prefill = (plan.predicted_prefill_seconds, plan.prefill_seconds)
                 outcome.cached_tokens = response.complete.usage.cached_tokens
                 outcome.prompt = request.tokenized.input_ids
                 outcome.token_ids = tuple(response.complete.output_ids)

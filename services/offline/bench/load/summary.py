@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 
 from services.offline.bench.load.replay import OK, Outcome
-from services.offline.bench.report import save_figure
+from services.offline.bench.report import plain_seconds, save_figure
 
 PERCENTILES = (50, 90, 99)
 
@@ -66,6 +67,30 @@ class KindSummary:
     good: float
 
 
+FIRST_TURNS = 10
+"""Turns after which a ring's predictions have been corrected by those before."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PredictionErrors:
+    """Medians of |predicted over measured - 1| of prefill seconds: of the first turns, and of all later ones."""
+
+    first: float
+    later: float | None
+
+    @classmethod
+    def of(cls, outcomes: Sequence[Outcome]) -> PredictionErrors | None:
+        """Return the errors of the turns that ended well and measured both, or None without any."""
+        in_time = sorted(
+            (each for each in outcomes if each.status == OK and min(each.prefill) > 0), key=lambda each: each.sent
+        )
+        errors = [abs(predicted / measured - 1.0) for predicted, measured in (each.prefill for each in in_time)]
+        if not errors:
+            return None
+        later = errors[FIRST_TURNS:]
+        return cls(first=median(errors[:FIRST_TURNS]), later=median(later) if later else None)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadReport:
     """Report of a load; rates are over the `seconds` from the first request sent to the last one ended."""
@@ -81,6 +106,7 @@ class LoadReport:
     notes: tuple[str, ...] = ()
     load: tuple[float, float] = (0.0, 0.0)
     cached_share: float = 0.0
+    predictions: PredictionErrors | None = None
 
 
 def summarize(
@@ -104,6 +130,7 @@ def summarize(
         bounds=bounds,
         kinds=tuple(_summary(name, of_kind, bounds) for name, of_kind in by_kind.items()),
         load=load,
+        predictions=PredictionErrors.of(outcomes),
         cached_share=sum(each.cached_tokens for each in done) / max(1, num_prompt),
     )
 
@@ -131,9 +158,9 @@ def write_load_plot(report: LoadReport, outcomes: Sequence[Outcome], path: Path)
     figure = Figure(figsize=(12.0, 4.5), layout="constrained")
     figure.suptitle(f"load: {report.settings}")
     over_time, first, between = figure.subplots(1, 3)
-    over_time.set(xlabel="arrival, s", ylabel="TTFT, s", yscale="log")
-    first.set(xlabel="TTFT, s", ylabel="share of requests", xscale="log")
-    between.set(xlabel="time between tokens, s", ylabel="share of tokens", xscale="log")
+    over_time.set(xlabel="arrival, s", ylabel="TTFT", yscale="log")
+    first.set(xlabel="TTFT", ylabel="share of requests", xscale="log")
+    between.set(xlabel="time between tokens", ylabel="share of tokens", xscale="log")
     for kind in sorted({outcome.arrival.kind for outcome in outcomes}):
         served = [each for each in outcomes if each.arrival.kind == kind and each.ttft is not None]
         times = [each.ttft for each in served if each.ttft is not None]
@@ -141,6 +168,10 @@ def write_load_plot(report: LoadReport, outcomes: Sequence[Outcome], path: Path)
         for axes, values in ((first, times), (between, [gap for each in served for gap in each.gaps])):
             if values:
                 axes.ecdf(values, label=kind)
+    for axis in (over_time.yaxis, first.xaxis, between.xaxis):
+        plain_seconds(axis)
+    for axes in (first, between):
+        axes.tick_params(axis="x", rotation=45)
     for axes in (over_time, first, between):
         axes.grid(True, which="both", alpha=0.3)
     over_time.legend()

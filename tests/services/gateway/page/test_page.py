@@ -110,7 +110,7 @@ async def test_a_killed_rank_and_a_missing_role_are_shown(
     await page.open(gateway.url)
     await page.until("document.querySelectorAll('.ring').length === 2")
     await kill(gateway.service, "decode-0")
-    await page.until("document.getElementById('events').innerText.includes('decode-0 was rebuilt')")
+    await page.until("document.getElementById('events').innerText.includes('ring decode-0 serves again')")
 
     async def lost() -> None:
         raise Unavailable("the ring is gone")
@@ -119,6 +119,8 @@ async def test_a_killed_rank_and_a_missing_role_are_shown(
     await page.until("document.querySelector('[data-role=decode] .gap') !== null")
     assert await page.value(text_of("#state")) == "It does not serve: no decode ring takes turns."
     assert await page.value("document.querySelectorAll('[data-role=prefill] .gap').length") == 0
+    await page.open(gateway.url)
+    await page.until("document.getElementById('events').innerText.includes('ring decode-0 lost a rank')")
 
 
 async def test_a_page_whose_gateway_ends_says_so(gateway: LocalGateway, page: Browser) -> None:
@@ -193,6 +195,10 @@ async def test_an_operator_sees_the_rings_and_a_tenant_whether_it_serves(
     assert tenants == {key: operators[key] for key in ("object", "model", "version", "serves", "fault")}
     assert (tenants["serves"], tenants["fault"], tenants["model"]) == (True, "", MODEL)
     assert [(ring["role"], ring["num_ranks"]) for ring in operators["rings"]] == [("prefill", 2), ("decode", 3)]
+    assert [(event["kind"], event["text"], event["count"]) for event in operators["events"]] == [
+        ("ring", "ring prefill-0 serves with 2 ranks", 1),
+        ("ring", "ring decode-0 serves with 3 ranks", 1),
+    ]
     for ring in operators["rings"]:
         for rank in ring["kv_usage"]:
             assert rank["free_blocks"] + rank["active_blocks"] + rank["kept_blocks"] == rank["total_blocks"] > 0

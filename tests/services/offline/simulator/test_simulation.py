@@ -157,7 +157,9 @@ def test_no_token_is_lost_or_computed_in_vain(placement: str) -> None:
     )
     result = simulate(trace, placement=placement, **BUSY)
     turns = [turn for each in trace for turn in each.turns]
-    assert result.num_turns == len(turns) == result.queue.count == sum(each.count for each in result.ttft_of_hour)
+    assert (
+        result.num_turns == len(turns) == result.queue.count == sum(each.values.count for each in result.ttft_over_time)
+    )
     assert result.new_tokens == sum(turn.new_tokens for turn in turns)
     assert result.computed_tokens == result.new_tokens + result.recomputed_tokens
     history = sum(

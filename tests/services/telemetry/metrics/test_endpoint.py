@@ -76,8 +76,8 @@ async def test_targets_name_every_process_that_serves_metrics() -> None:
     reply = await asyncio.to_thread(page, "")
     assert reply.content_type == "application/json"
     assert json.loads(reply.body) == [
-        {"targets": ["g:2"], "labels": {"ringserve_role": "gateway", "ringserve_ring": ""}},
-        {"targets": ["r:1"], "labels": {"ringserve_role": "router", "ringserve_ring": ""}},
+        {"targets": ["g:2"], "labels": {"ringserve_role": "gateway"}},
+        {"targets": ["r:1"], "labels": {"ringserve_role": "router"}},
     ], "a ring without a metrics port is no target"
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from ringserve.v1 import inference_pb2
 from services.telemetry.metrics.gateway import GatewayMetrics
+from services.telemetry.metrics.registry import GATEWAY_NAMES, WithVllmNames
 
 
 def value(metrics: GatewayMetrics, name: str, **labels: str) -> float | None:
@@ -29,7 +30,7 @@ def test_requests_are_counted_by_outcome_and_refusals_by_reason() -> None:
         metrics.began()
     metrics.ended("stop", 1.0)
     metrics.ended("resource_exhausted", 0.001)
-    assert value(metrics, "ringserve_num_requests_running", role="gateway") == 1
+    assert value(metrics, "ringserve_requests_in_progress") == 1
     assert value(metrics, "ringserve_requests_total", outcome="stop") == 1
     assert value(metrics, "ringserve_requests_total", outcome="resource_exhausted") == 1
     assert value(metrics, "ringserve_requests_refused_total", reason="resource_exhausted") == 1
@@ -63,8 +64,15 @@ def test_a_finished_turn_is_measured_from_queue_to_last_token() -> None:
     metrics = GatewayMetrics()
     times = {"queue_seconds": 0.5, "prefill_seconds": 2.0, "predicted_prefill_seconds": 3.0, "migration_seconds": 0.25}
     moved = {"migrated_bytes": 1000, "pulled_bytes": 10}
-    metrics.completed(complete(5, **times, **moved, handoff_seconds=0.125))
-    for part, seconds in (("queue", 0.5), ("prefill", 2.0), ("migration", 0.25), ("handoff", 0.125), ("decode", 0.048)):
+    metrics.completed(complete(5, **times, **moved, pull_seconds=0.25, handoff_seconds=0.125))
+    for part, seconds in (
+        ("queue", 0.5),
+        ("pull", 0.25),
+        ("prefill", 2.0),
+        ("migration", 0.25),
+        ("handoff", 0.125),
+        ("decode", 0.048),
+    ):
         assert value(metrics, f"ringserve_request_{part}_time_seconds_sum") == pytest.approx(seconds), part
     assert value(metrics, "ringserve_prefill_predicted_ratio_sum", algorithm="pass_q") == 1.5
     assert value(metrics, "ringserve_migrated_bytes_total", direction="to_decode") == 1000
@@ -92,6 +100,57 @@ def test_answers_are_counted_by_the_reason_of_their_end_and_by_length() -> None:
     assert value(metrics, "ringserve_request_success_total", finished_reason="stop") == 1
     assert value(metrics, "ringserve_request_success_total", finished_reason="length") == 2
     assert value(metrics, "ringserve_request_generation_tokens_sum") == 13
+
+
+def test_tenants_are_told_apart_up_to_a_number_and_the_rest_is_shown_together() -> None:
+    metrics = GatewayMetrics(max_tenants=2)
+    metrics.add_tenants(["acme", "beta", "gamma"])
+    assert value(metrics, "ringserve_tenant_requests_total", tenant="beta", outcome="busy") == 0
+    for tenant, outcome in (("acme", "stop"), ("acme", "resource_exhausted"), ("gamma", "internal"), ("new", "stop")):
+        metrics.began(tenant)
+        metrics.planned("pass_q", 100, {"kept_on_prefill": 60}, tenant)
+        metrics.ended(outcome, 1.0, tenant)
+    metrics.began("new")
+    metrics.completed(complete(5), "acme")
+    counted = {
+        (sample.labels["tenant"], sample.labels["outcome"]): sample.value
+        for family in metrics.registry.collect()
+        for sample in family.samples
+        if sample.name == "ringserve_tenant_requests_total" and sample.value
+    }
+    assert counted == {("acme", "answered"): 1, ("acme", "busy"): 1, ("other", "failed"): 1, ("other", "answered"): 1}
+    assert value(metrics, "ringserve_tenant_requests_in_progress", tenant="other") == 1
+    tokens = [
+        value(metrics, "ringserve_tenant_tokens_total", tenant="acme", kind=kind)
+        for kind in ("prompt", "cached", "generated")
+    ]
+    assert tokens == [200, 120, 5]
+    assert value(metrics, "ringserve_requests_total", outcome="stop") == 2, "all tenants together are counted as before"
+
+
+@pytest.mark.parametrize(("most", "tenant"), [(0, "acme"), (5, "")])
+def test_without_tenants_and_where_it_is_switched_off_no_series_names_one(most: int, tenant: str) -> None:
+    metrics = GatewayMetrics(most)
+    metrics.began(tenant)
+    metrics.planned("pass_q", 1, {}, tenant)
+    metrics.ended("stop", 1.0, tenant)
+    assert not [
+        sample for family in metrics.registry.collect() for sample in family.samples if "tenant" in sample.labels
+    ]
+
+
+def test_what_vllm_looks_up_in_its_prefix_cache_are_all_tokens_of_prompts() -> None:
+    metrics = GatewayMetrics()
+    metrics.planned("pass_q", 100, {"kept_on_prefill": 60, "pulled_from_decode": 30})
+    found: dict[str, float] = {}
+    for family in WithVllmNames(metrics.registry.collect, GATEWAY_NAMES, "m").collect():
+        for sample in family.samples:
+            found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    assert (found["vllm:prefix_cache_queries_total"], found["vllm:prompt_tokens_total"]) == (100, 100)
+    assert found["vllm:prefix_cache_hits_total"] == 90
+    series = {name for names in GATEWAY_NAMES.values() for name in names}
+    families = {name.removesuffix("_total").removesuffix("_count") for name in found}
+    assert series <= families
 
 
 async def test_the_time_before_each_token_is_seen_so_that_no_stall_hides_in_a_mean(

@@ -58,6 +58,7 @@ def view(state: str = "ready", role: str = "decode") -> RingView:
         kv_evictions={"end": 7},
         kv_shared_tokens=3,
         kv_bytes_per_token=5,
+        kv_block_tokens=16,
     )
 
 
@@ -81,6 +82,8 @@ async def test_a_ring_tells_of_itself_and_of_every_rank() -> None:
     assert found[f"ringserve_num_requests_running{ring}"] == 3
     assert found[f"ringserve_num_requests_waiting{ring}"] == 4
     assert found[f"ringserve_kv_cache_usage_perc{ring}"] == 0.3, "retained blocks do not count"
+    config = "{block_size=16,num_gpu_blocks=20,ring=decode-1,role=decode}"
+    assert found[f"ringserve_cache_config_info{config}"] == 1
     assert found[f"ringserve_ring_rebuilds_total{ring}"] == 5
     evictions = {
         part: found[f"ringserve_kv_evictions_total{{part={part},ring=decode-1,role=decode}}"]
@@ -120,7 +123,14 @@ async def test_steps_of_all_ranks_are_one_histogram_and_only_those_that_can_tell
 
 async def test_a_ring_whose_ranks_have_said_nothing_yet_has_no_steps() -> None:
     async def get_view() -> RingView:
-        return RingView(status=status(), rank_statuses=(), kv_evictions={}, kv_shared_tokens=0, kv_bytes_per_token=5)
+        return RingView(
+            status=status(),
+            rank_statuses=(),
+            kv_evictions={},
+            kv_shared_tokens=0,
+            kv_bytes_per_token=5,
+            kv_block_tokens=16,
+        )
 
     found = await samples(RingCollector("decode", "decode-1", get_view, asyncio.get_running_loop()))
     assert not [key for key in found if "step_time" in key]

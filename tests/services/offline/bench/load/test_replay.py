@@ -15,7 +15,7 @@ import pytest
 from ringserve.v1 import inference_pb2
 from services.cli.main import main
 from services.offline.bench.load.replay import Arrival, Outcome, replay
-from services.offline.bench.load.summary import Bounds, Percentiles, summarize
+from services.offline.bench.load.summary import Bounds, Percentiles, PredictionErrors, summarize
 
 END = 5
 VOCABULARY = 40
@@ -126,6 +126,22 @@ def test_summaries_are_by_kind_and_of_all() -> None:
     assert report.prompt_tokens_per_second == 50
     assert report.completion_tokens_per_second == 1.0
     assert report.kinds[1].ttit.most == 0.3
+
+
+def test_errors_of_predictions_are_those_of_the_first_turns_in_time_and_of_later_ones() -> None:
+    turns = [outcome("a", 0.1, [], float(number), 9.0) for number in range(14)]
+    for number, turn in enumerate(turns):
+        turn.prefill = (0.5, 1.0) if number < 10 else (1.1, 1.0)
+    lost = outcome("a", None, [], 0.5, 9.0, "unavailable")
+    lost.prefill = (9.0, 1.0)
+    errors = PredictionErrors.of([lost, *reversed(turns)])
+    assert errors is not None
+    assert errors.first == pytest.approx(0.5)
+    assert errors.later == pytest.approx(0.1)
+    few = PredictionErrors.of(turns[:3])
+    assert few is not None
+    assert few.later is None
+    assert PredictionErrors.of([lost, outcome("a", 0.1, [], 0.0, 1.0)]) is None, "a turn on no prefill ring has none"
 
 
 def test_percentiles_of_many_and_of_none() -> None:

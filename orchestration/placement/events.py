@@ -1,0 +1,43 @@
+"""Log of the latest events of the service, for operators: what happened to rings and turns, the newest last."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from orchestration.protocol.views import EventKind, ServerEvent
+
+MAX_EVENTS = 100
+COUNTED = (EventKind.FAILOVER, EventKind.REFUSAL)
+"""Kinds of which many may come at once."""
+MAX_TEXT = 300
+"""Characters of an event's sentence."""
+
+
+class EventLog:
+    """Log of at most MAX_EVENTS events. `clock` tells seconds since the epoch.
+
+    A failover or refusal that repeats the latest one of its kind is counted with it: a flood leaves room for others.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._events: deque[ServerEvent] = deque(maxlen=MAX_EVENTS)
+
+    def note(self, kind: EventKind, ring: str, text: str) -> None:
+        """Add an event. `ring` may be empty."""
+        event = ServerEvent(at=self._clock(), kind=kind, ring=ring, text=text[:MAX_TEXT], count=1)
+        for place in range(len(self._events) - 1, -1, -1):
+            other = self._events[place]
+            if other.kind is kind:
+                if kind in COUNTED and (other.ring, other.text) == (event.ring, event.text):
+                    del self._events[place]
+                    event = replace(event, count=other.count + 1)
+                break
+        self._events.append(event)
+
+    def latest(self) -> tuple[ServerEvent, ...]:
+        """Return the events, the newest last."""
+        return tuple(self._events)

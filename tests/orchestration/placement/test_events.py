@@ -1,0 +1,82 @@
+"""Log of the latest events, and what of the registry of rings enters it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
+
+from orchestration.placement.events import MAX_EVENTS, MAX_TEXT, EventLog
+from orchestration.placement.registry import LEASE_TICKS, RingRegistry
+from orchestration.protocol.views import EventKind
+from tests.rings import registration
+
+
+def log(times: Iterator[int] | None = None) -> EventLog:
+    ticks = count(1) if times is None else times
+    return EventLog(lambda: float(next(ticks)))
+
+
+def test_a_repeated_event_is_counted_where_it_happened_last() -> None:
+    events = log()
+    events.note(EventKind.REFUSAL, "", "no room")
+    events.note(EventKind.RING, "a", "ring a drains")
+    events.note(EventKind.REFUSAL, "", "no room")
+    events.note(EventKind.REFUSAL, "", "no ring")
+    events.note(EventKind.REFUSAL, "", "no room")
+    assert [(each.at, each.text, each.count) for each in events.latest()] == [
+        (2.0, "ring a drains", 1),
+        (3.0, "no room", 2),
+        (4.0, "no ring", 1),
+        (5.0, "no room", 1),
+    ]
+
+
+def test_a_flood_leaves_the_latest_hundred_and_no_long_text() -> None:
+    events = log()
+    for number in range(MAX_EVENTS + 5):
+        events.note(EventKind.RING, "", f"{number} {'x' * 1000}")
+    kept = events.latest()
+    assert (len(kept), kept[0].text[:2], len(kept[-1].text)) == (MAX_EVENTS, "5 ", MAX_TEXT)
+    assert [each.at for each in kept] == sorted(each.at for each in kept)
+
+
+def test_the_life_of_a_ring_is_told() -> None:
+    registry = RingRegistry(lambda: 0.0, log())
+    ring = registration()
+    for changed in (
+        {},
+        {},
+        {"is_rebuilding": True},
+        {"is_rebuilding": True},
+        {"incarnation": "second"},
+        {"incarnation": "second", "is_draining": True},
+        {"incarnation": "second"},
+        {"incarnation": "third"},
+        {"incarnation": "third", "is_leaving": True},
+    ):
+        registry.register(replace(ring, **changed))
+    name = ring.name
+    assert [(each.kind.value, each.text) for each in registry.events.latest()] == [
+        ("ring", f"ring {name} serves with {ring.num_ranks} ranks"),
+        ("lost", f"ring {name} lost a rank and is being rebuilt"),
+        ("rebuilt", f"ring {name} serves again"),
+        ("ring", f"ring {name} drains"),
+        ("ring", f"ring {name} takes turns again"),
+        ("lost", f"ring {name} was started again"),
+        ("rebuilt", f"ring {name} serves again"),
+        ("ring", f"ring {name} has left"),
+    ]
+
+
+def test_a_ring_that_falls_silent_and_speaks_again_is_told() -> None:
+    registry = RingRegistry(lambda: 0.0, log())
+    registry.register(registration())
+    for _ in range(LEASE_TICKS + 2):
+        registry.tick()
+    registry.register(registration())
+    texts = [each.text for each in registry.events.latest()]
+    assert texts[1:] == [
+        f"the leader of ring {registration().name} gives no sign of life",
+        f"ring {registration().name} serves again",
+    ]
