@@ -213,6 +213,7 @@ class ForkInfo:
     num_turns: int = 0
     ttl_seconds: float = 0.0
     placements: tuple[Placement, ...] = ()
+    sparsity: Sparsity | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
