@@ -145,7 +145,7 @@ def test_strangers_that_stay_silent_make_room_for_each_other_and_for_ranks(tls: 
 
 def test_a_rank_of_another_ring_is_refused(tls: PeerTls | None) -> None:
     """A port may be taken again: the right rank, even with the right secret, of a ring of another name."""
-    with ranks(2, tls, seconds=1.0) as met:
+    with ranks(2, tls, seconds=4.0) as met:
         met.rendezvous[1] = replace(met.rendezvous[1], name="older")
         met.start(0, 1)
         assert "rank 0 of ring 'older' at 127.0.0.1:" in met.error(1)
@@ -153,7 +153,7 @@ def test_a_rank_of_another_ring_is_refused(tls: PeerTls | None) -> None:
 
 
 def test_a_rank_with_another_secret_is_refused(tls: PeerTls | None) -> None:
-    with ranks(2, tls, seconds=1.0) as met:
+    with ranks(2, tls, seconds=4.0) as met:
         met.rendezvous[1] = replace(met.rendezvous[1], secret="another")
         met.start(0, 1)
         assert met.error(1).endswith("refused rank 1")

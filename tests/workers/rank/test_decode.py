@@ -205,8 +205,12 @@ def test_a_ring_that_breaks_fails_waiting_polls(model_paths: Models) -> None:
 
 def test_stopping_ends_every_rank_without_an_error(model_paths: Models) -> None:
     before = threading.active_count()
+    sampling = SamplingParameters(max_tokens=2)
     with LocalRing(model_paths["llama_gqa"], 3) as ring:
+        conversation = ring.open("a", 64)
+        first = ring.prefill([Turn(conversation, random_tokens(7), sampling)])["a"]
         ring.start_decode()
+        ring.decode(conversation, first, sampling)  # all loops have begun: one that begins after the stop would fail
     assert ring.decode_ended() == [None, None, None]
     assert threading.active_count() <= before
     with pytest.raises(Unavailable, match="the ring is being stopped"):
