@@ -214,7 +214,7 @@ def test_stopping_ends_every_rank_without_an_error(model_paths: Models) -> None:
     assert ring.decode_ended() == [None, None, None]
     assert threading.active_count() <= before
     with pytest.raises(Unavailable, match="the ring is being stopped"):
-        ring.workers[0].poll(0, 10.0)
+        ring.workers[0].submit([])
 
 
 def test_a_sequence_without_room_for_its_next_token_leaves_and_resumes_where_it_was(
