@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -136,7 +137,8 @@ class RingProcesses:
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             for pipe in self._pipes:
-                pipe.send(None)
+                with suppress(BrokenPipeError):  # a rank that has failed may have ended
+                    pipe.send(None)
             for process in self._processes:
                 process.join(JOIN_SECONDS)
         self._kill()
