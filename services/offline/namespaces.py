@@ -44,9 +44,10 @@ def bridge_commands(number: int) -> list[Command]:
 
 def hub_commands(number: int) -> list[Command]:
     """Return the commands for a bridge whose hub namespace is itself member 0 of the network."""
-    address = f"{address_of(number, 0)}/24"
-    join = ("ip", "address", "add", address, "dev", f"ring-{number}")
-    return [("ip", "link", "set", "lo", "up"), *bridge_commands(number), join]
+    # A bridge without a hardware address of its own takes that of a port: others would lose it with that port.
+    hardware = ("ip", "link", "set", f"ring-{number}", "address", f"02:00:00:00:00:{number:02x}")
+    join = ("ip", "address", "add", f"{address_of(number, 0)}/24", "dev", f"ring-{number}")
+    return [("ip", "link", "set", "lo", "up"), *bridge_commands(number), hardware, join]
 
 
 def cable_commands(number: int, pid: int) -> list[Command]:
