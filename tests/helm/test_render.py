@@ -15,7 +15,6 @@ from helm_python import lint
 
 from services.auth.sections import InternalTlsConfig, TlsConfig
 from services.config import Config, config_from
-from services.offline.chaos.nodes import HEALTH
 from services.telemetry.tracing.tracer import TracingConfig
 from tests.helm.charts import (
     ALL_OPTIONS,
@@ -109,17 +108,6 @@ def test_ranks_never_run_on_the_head() -> None:
     head = only(render(), "RayCluster")["spec"]["headGroupSpec"]
     assert head["rayStartParams"]["num-cpus"] == "0"
     assert "resources" not in head["rayStartParams"]
-
-
-def test_the_head_takes_a_silent_node_for_dead_as_soon_as_that_of_chaos_runs_does() -> None:
-    templates = pod_templates(render())
-    health = {
-        name: {each["name"]: each["value"] for each in container["env"] if each["name"].startswith("RAY_health")}
-        for name, template in templates.items()
-        for container in template["spec"]["containers"]
-    }
-    assert health.pop("head") == HEALTH
-    assert set(map(len, health.values())) == {0}
 
 
 def test_the_gateway_is_told_where_the_router_listens() -> None:

@@ -28,7 +28,9 @@ def test_each_network_has_its_bridge_and_each_member_its_cable_and_address() -> 
 
 
 def test_a_hub_may_be_the_first_member_of_its_network() -> None:
-    assert hub_commands(4)[-1] == ("ip", "address", "add", f"{address_of(4, 0)}/24", "dev", "ring-4")
+    *_, hardware, join = hub_commands(4)
+    assert hardware == ("ip", "link", "set", "ring-4", "address", "02:00:00:00:00:04")
+    assert join == ("ip", "address", "add", f"{address_of(4, 0)}/24", "dev", "ring-4")
 
 
 def test_a_cut_takes_the_port_of_the_cable_down_and_its_end_up_again() -> None:
