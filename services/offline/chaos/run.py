@@ -48,6 +48,7 @@ class Run:
         self._num_clusters = 0
         self._expected: list[Expected] = []
         self.smallest_lead = 0.0
+        self.usual_gap_seconds = 0.0
         self.num_left = 0
 
     async def results(self) -> AsyncIterator[Result]:
@@ -63,8 +64,7 @@ class Run:
 
     async def _cell(self, cell: Cell, prefix: str) -> Result:
         cluster = await self._running()
-        assert cluster.processes is not None, "the cluster has started"
-        experiment = Experiment(cluster.gateway, cluster.processes, self._expected, self._plan.stream_seconds)
+        experiment = self._experiment(cluster)
         try:
             result = await experiment.run(cell, prefix)
         except RingserveError as error:
@@ -92,7 +92,14 @@ class Run:
                 self._expected = await answers_without_fault(client, scripts, self._plan.stream_seconds)
             self._progress("checking greedy answers against transformers")
             self.smallest_lead = await asyncio.to_thread(check_greedy, path, self._expected)
+            self._progress("measuring the usual time between tokens")
+            self.usual_gap_seconds = await self._experiment(self._cluster).usual_gap("usual-")
         return self._cluster
+
+    def _experiment(self, cluster: OwnCluster) -> Experiment:
+        assert cluster.processes is not None, "the cluster has started"
+        seconds, usual = self._plan.stream_seconds, self.usual_gap_seconds
+        return Experiment(cluster.gateway, cluster.processes, self._expected, seconds, usual)
 
     def stop(self) -> None:
         """End the cluster. Idempotent."""
