@@ -227,6 +227,8 @@ class LeaderHost:
                 num_blocks=config.kv_cache.num_blocks,
                 block_tokens=config.kv_cache.block_tokens,
                 kv_checksums=config.kv_cache.checksums,
+                kv_carrier=config.kv_carrier,
+                kv_slot_bytes=config.kv_transfer.slot_bytes,
                 num_threads=pool.threads_per_rank,
                 listen_host=self.listen_host,
                 tls=config.internal_tls.files,

@@ -13,7 +13,7 @@ from cp_core.cost.selector import POLICIES
 from cp_core.errors import ConfigError
 from cp_core.transport.ring_backend import select_ring_backend
 from orchestration.placement.planner import MISSING_KV
-from services.auth.sections import check_public_endpoints, check_ring, check_sections
+from services.auth.sections import check_carrier, check_public_endpoints, check_ring, check_sections
 from services.auth.tenants import NAME as TENANT_NAME
 from services.config.rings import check_names
 from services.config.service import UNKNOWN_FIELDS
@@ -28,6 +28,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 METRIC_NAMES = ("", "vllm")
+CARRIERS = ("auto", "nixl", "sockets")
 
 
 def check(config: Config) -> None:
@@ -64,6 +65,9 @@ def check(config: Config) -> None:
     _within("kv_cache.block_tokens", config.kv_cache.block_tokens, 1, 4096)
     _within("kv_cache.tokens_per_rank", config.kv_cache.tokens_per_rank, config.kv_cache.block_tokens, 1 << 30)
     _within("kv_cache.kept_fraction", config.kv_cache.kept_fraction, 0.0, 1.0)
+    _among("kv_transfer.carrier", config.kv_transfer.carrier, CARRIERS)
+    _within("kv_transfer.slot_bytes", config.kv_transfer.slot_bytes, 1 << 20, 16 << 20)
+    check_carrier(config.kv_transfer.carrier, config.internal_tls)
     _among("router.missing_kv", config.router.missing_kv, MISSING_KV)
     _within("router.conversation_ttl_seconds", config.router.conversation_ttl_seconds, 0.0, 1e9)
     _within("router.max_waiting_turns", config.router.max_waiting_turns, 1, 100_000)

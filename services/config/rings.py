@@ -195,3 +195,17 @@ class KvCacheConfig:
     @property
     def num_blocks(self) -> int:
         return self.tokens_per_rank // self.block_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvTransferConfig:
+    """KV on its way between rings.
+
+    `carrier` moves it: `sockets`, `nixl`, or `auto`. `auto` is NIXL (`pip install 'ringserve[nixl]'`) between GPUs that
+    cuda_ipc or RDMA reaches, and sockets on CPUs, beside `internal_tls`, where NIXL is not installed, and to ranks that
+    NIXL does not reach; metrics count those. `nixl` by name also serves the host memory of CPUs, and a transfer to a
+    rank that it does not reach fails. Each rank has 8 + 8 slots of `slot_bytes` on its device for NIXL.
+    """
+
+    carrier: str = "auto"
+    slot_bytes: int = 16 << 20

@@ -10,9 +10,12 @@ import torch
 
 from cp_core.attention.backends import select_backend
 from cp_core.attention.partial import AttentionBackend
+from cp_core.errors import Unavailable
 from workers.decode.loop import DecodeChoice
 from workers.decode.messages import DecodeMailbox
 from workers.kv.cache import KvCache
+from workers.kv.nixl_agent import has_nixl
+from workers.kv.pulls import PullAgent
 from workers.kv.receiver import KvReceiver
 from workers.kv.sender import KvSender
 from workers.model.builtin import resolve_model_path
@@ -34,6 +37,14 @@ class RankParts:
     receiver: KvReceiver
     sender: KvSender
     mailbox: DecodeMailbox
+    agent: PullAgent | None
+
+    def close_kv(self) -> None:
+        """End all transfers of this incarnation. Idempotent."""
+        self.sender.close()
+        self.receiver.close()
+        if self.agent is not None:
+            self.agent.close()
 
     @property
     def info(self) -> RankInfo:
@@ -91,6 +102,13 @@ def parts_of(
 ) -> RankParts:
     """Return the parts of an incarnation, whose KV receiver is open."""
     settings = spec.settings
+    agent = open_agent(spec, cache.device)
+    try:
+        receiver = KvReceiver(cache, spec.incarnation, listen_host=settings.listen_host, tls=settings.tls, agent=agent)
+    except Unavailable:
+        if agent is not None:
+            agent.close()
+        raise
     return RankParts(
         spec=spec,
         joining=joining,
@@ -98,7 +116,18 @@ def parts_of(
         backend=backend,
         choose_variant=DecodeChoice(settings.decode_variant, model.share.shape, spec.cp),
         cache=cache,
-        receiver=KvReceiver(cache, spec.incarnation, listen_host=settings.listen_host, tls=settings.tls),
-        sender=KvSender(cache, spec.incarnation, checksums=settings.kv_checksums, tls=settings.tls),
+        receiver=receiver,
+        sender=KvSender(cache, spec.incarnation, checksums=settings.kv_checksums, tls=settings.tls, agent=agent),
         mailbox=DecodeMailbox(settings.max_batch),
+        agent=agent,
     )
+
+
+def open_agent(spec: RankSpec, device: torch.device) -> PullAgent | None:
+    """Open the NIXL agent of a rank; None where KV goes by sockets. Raises ConfigError, Unavailable."""
+    settings = spec.settings
+    is_required = settings.kv_carrier == "nixl"
+    if not is_required and not (settings.kv_carrier == "auto" and device.type == "cuda" and has_nixl()):
+        return None
+    name = f"{spec.incarnation}:{spec.rank}"
+    return PullAgent(name, device, slot_bytes=settings.kv_slot_bytes, is_required=is_required)
