@@ -226,6 +226,7 @@ class LeaderHost:
                 tp=pool.tp,
                 num_blocks=config.kv_cache.num_blocks,
                 block_tokens=config.kv_cache.block_tokens,
+                kv_memory_fraction=config.kv_cache.memory_fraction,
                 kv_checksums=config.kv_cache.checksums,
                 kv_carrier=config.kv_carrier,
                 kv_slot_bytes=config.kv_transfer.slot_bytes,

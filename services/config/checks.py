@@ -64,6 +64,8 @@ def check(config: Config) -> None:
     _within("decode.max_direct_seconds", config.decode.max_direct_seconds, 0, 60)
     _within("kv_cache.block_tokens", config.kv_cache.block_tokens, 1, 4096)
     _within("kv_cache.tokens_per_rank", config.kv_cache.tokens_per_rank, config.kv_cache.block_tokens, 1 << 30)
+    _within("kv_cache.memory_fraction", config.kv_cache.memory_fraction, 0.0, 0.95)
+    _memory_fraction(config)
     _within("kv_cache.kept_fraction", config.kv_cache.kept_fraction, 0.0, 1.0)
     _among("kv_transfer.carrier", config.kv_transfer.carrier, CARRIERS)
     _within("kv_transfer.slot_bytes", config.kv_transfer.slot_bytes, 1 << 20, 16 << 20)
@@ -152,6 +154,20 @@ def _metrics_ports(config: Config) -> None:
                     f"metrics.{other} the ports from {low} to {high}; let them lie apart"
                 )
         taken.append((role, host, first, last))
+
+
+def _memory_fraction(config: Config) -> None:
+    """Check that memory decides the size of a rank's KV where it can, and nothing else decides it too."""
+    cache, model = config.kv_cache, config.model
+    if not cache.memory_fraction:
+        return
+    key = f"kv_cache.memory_fraction: {cache.memory_fraction:g}"
+    if model.device != "cuda" or model.gpus_per_rank < 1:
+        raise ConfigError(f"{key} is for ranks with a whole GPU each; allowed is kv_cache.tokens_per_rank instead")
+    if cache.tokens_per_rank != type(cache)().tokens_per_rank:
+        raise ConfigError(
+            f"{key} is set beside kv_cache.tokens_per_rank {cache.tokens_per_rank}; allowed is one of them"
+        )
 
 
 def _variant(config: Config) -> None:

@@ -181,7 +181,9 @@ class DecodeConfig:
 class KvCacheConfig:
     """KV of every rank: `tokens_per_rank` tokens in blocks of `block_tokens`, of its own heads where `tp` is not 1.
 
-    At most `kept_fraction` of it is retained between turns. `checksums` protect KV on its way between rings.
+    On whole GPUs `memory_fraction` gives KV that part of the memory that the weights leave, instead; 0 is
+    `tokens_per_rank`. At most `kept_fraction` of it is retained between turns. `checksums` protect KV on its way
+    between rings.
 
     Kernels that follow block tables need `block_tokens` to be a multiple of their page (256 on GPUs); otherwise runs of
     adjacent blocks are attended one by one.
@@ -189,6 +191,7 @@ class KvCacheConfig:
 
     block_tokens: int = 16
     tokens_per_rank: int = 65536
+    memory_fraction: float = 0.0
     kept_fraction: float = 1.0
     checksums: bool = True
 

@@ -19,6 +19,7 @@ STEP_BOUNDS = (
 class RankSettings:
     """Settings that all ranks of a ring share. A rank's cache has `num_blocks` blocks of `block_tokens` tokens a layer.
 
+    Where `kv_memory_fraction` is not 0, it has as many as fit in that part of the GPU memory that the weights leave.
     `tp` processes share the heads of the same tokens and use the same block table. `listen_host` is the address on
     which ranks listen; empty: the address of the rank's node. `tls` encrypts all traffic between ranks, as far as
     `ring_transport` can, and ranks then accept each other by certificate only. `packs_weights` orders the weights for
@@ -37,6 +38,7 @@ class RankSettings:
     tp: int = 1
     num_blocks: int
     block_tokens: int = 16
+    kv_memory_fraction: float = 0.0
     kv_checksums: bool = True
     kv_carrier: str = "auto"
     kv_slot_bytes: int = 16 << 20
@@ -139,7 +141,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankInfo:
-    """Answer of a started rank. `kv_endpoint` is HOST:PORT of its KV receiver.
+    """Answer of a started rank. `kv_endpoint` is HOST:PORT of its KV receiver, `num_blocks` the size of its cache.
 
     `is_helix` tells that the rank has a share of the weights: the ring can only decode by helix.
     """
@@ -150,6 +152,7 @@ class RankInfo:
     ring_transport: str
     pid: int
     model: ModelInfo
+    num_blocks: int
     is_helix: bool = False
 
 

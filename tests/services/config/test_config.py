@@ -141,7 +141,7 @@ RANGES = [
     ("decode.threads_per_rank", 1, 1024),
     ("kv_cache.block_tokens", 1, 4096),
     ("kv_cache.tokens_per_rank", 16, 1 << 30),
-    ("kv_cache.kept_fraction", 0.0, 1.0),
+    *(("kv_cache.memory_fraction", 0.0, 0.95), ("kv_cache.kept_fraction", 0.0, 1.0)),
     ("kv_transfer.slot_bytes", 1 << 20, 16 << 20),
     ("model.gpus_per_rank", 0.01, 1.0),
     ("router.max_conversations", 1, 1 << 24),
