@@ -9,6 +9,7 @@ A READ cannot be cancelled. One that outlives its owner lands in a landing slot,
 
 from __future__ import annotations
 
+import atexit
 import logging
 import secrets
 import threading
@@ -134,6 +135,7 @@ class PullAgent:
             raise self._refusal
         if not self._metadata:
             raise Unavailable(f"the NIXL agent of {name} does not start: {self._error or 'it does not answer'}")
+        atexit.register(self.close)  # a process that ends beside its agent aborts
 
     def card(self, destination: str) -> CardFrame:
         """Return the card for an incarnation of another ring."""
@@ -221,6 +223,7 @@ class PullAgent:
 
     def close(self) -> None:
         """End the agent. READs under way get CLOSE_SECONDS; then it is destroyed, which ends them. Idempotent."""
+        atexit.unregister(self.close)
         self.out.close()
         self.landings.close()
         with self.changed:
