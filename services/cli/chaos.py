@@ -21,7 +21,13 @@ from services.offline.chaos.cluster import START_SECONDS
 from services.offline.chaos.faults import ON_WORKER, Cell, How, Kind, Phase, choose
 from services.offline.chaos.nodes import make_hub, settings_of
 from services.offline.chaos.run import Plan, Run
-from services.offline.chaos.verdict import MAX_DETECT_SECONDS, MAX_NEXT_TOKEN_SECONDS, Outcome, Result
+from services.offline.chaos.verdict import (
+    MAX_DETECT_SECONDS,
+    MAX_GAP_RATIO,
+    MAX_NEXT_TOKEN_SECONDS,
+    Outcome,
+    Result,
+)
 from services.offline.namespaces import isolation
 from services.offline.terminal import console, listing, print_lines, print_table
 from workers.model.builtin import PREFIX, TINY
@@ -188,6 +194,7 @@ def _run(options: argparse.Namespace, plan: Plan) -> int:
             "cells_left": chaos.num_left,
             "failure": failure,
             "smallest_lead": chaos.smallest_lead,
+            "usual_gap_seconds": chaos.usual_gap_seconds,
             "cells": [result.as_dict() for result in results],
         }
         print(json.dumps(report))
@@ -208,7 +215,7 @@ def _show(results: list[Result], chaos: Run) -> None:
             f"{result.exact}/{result.streams}" if result.streams else "",
             _seconds(result.detect_seconds),
             _seconds(result.next_token_seconds),
-            _seconds(result.longest_gap_seconds),
+            _gap(result),
             str(result.free_blocks_before - result.free_blocks_after) if result.recover_seconds is not None else "",
             result.outcome,
         )
@@ -218,6 +225,7 @@ def _show(results: list[Result], chaos: Run) -> None:
     forbidden = {reason: None for result in results if result.outcome is Outcome.FORBIDDEN for reason in result.reasons}
     print_lines(
         "notice, next token and longest gap in seconds; KV: blocks that are not free again",
+        *_gap_lines(results, chaos.usual_gap_seconds),
         *(line for line, result in zip(broken, results, strict=True) if result.outcome is Outcome.BROKEN),
         *(f"{Outcome.FORBIDDEN}: {reason}" for reason in forbidden),
         ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count) or "no cell was run",
@@ -228,6 +236,23 @@ def _show(results: list[Result], chaos: Run) -> None:
 def _line(result: Result) -> str:
     """Return a cell's outcome in one line, for those who watch."""
     return f"{result.outcome}{': ' if result.reasons else ''}{'; '.join(result.reasons)}"
+
+
+def _gap(result: Result) -> str:
+    """Return the longest gap; where no running stream should see the fault, also in p99s of the usual gaps."""
+    ratio = result.gap_ratio if result.process == Kind.ROUTER else None
+    return _seconds(result.longest_gap_seconds) + (f" ({ratio:.1f}x)" if ratio is not None else "")
+
+
+def _gap_lines(results: list[Result], usual: float) -> list[str]:
+    """Say what the gaps of cells of the router compare with."""
+    ratios = [each.gap_ratio for each in results if each.process == Kind.ROUTER and each.gap_ratio is not None]
+    if not ratios:
+        return []
+    return [
+        f"a running stream should not see the router's restart: its longest gap is at most {max(ratios):.1f} times the "
+        f"usual p99 of {usual:.3f} s ({MAX_GAP_RATIO:g} is the target)"
+    ]
 
 
 def _seconds(seconds: float | None) -> str:

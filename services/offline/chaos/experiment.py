@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+import numpy as np
+
 from cp_core.errors import NotFound, RingserveError, Unavailable
 from ringserve.client import AsyncClient, ServerInfo
 from services.offline.chaos.faults import Cell, How, Phase, Processes
@@ -49,19 +51,31 @@ class Experiment:
         processes: Processes,
         expected: Sequence[Expected],
         stream_seconds: float,
+        usual_gap_seconds: float | None = None,
         worker: WorkerNode | None = None,
     ) -> None:
-        """Take the gateway's address, the processes of the cluster, the load, each turn's deadline, the worker node."""
+        """Take the gateway's address, the processes, the load, each turn's deadline, the usual gap, the worker node."""
         self._gateway = gateway
         self._processes = processes
         self._expected = expected
         self._stream_seconds = stream_seconds
         self._worker = worker
         self._may_return = True
+        self._usual_gap_seconds = usual_gap_seconds
         self._info = Info()
         self._num_rings = 0
         self._target: _Target | None = None
         self._sign: tuple[float, str] | None = None
+
+    async def usual_gap(self, prefix: str) -> float:
+        """Return the p99 of the times between two pieces of the second turns, in seconds, while nothing is hit."""
+        async with AsyncClient(self._gateway) as client:
+            await self._whole(client)
+            for number in (FIRST, HIT):
+                streams = begin(self._expected, number)
+                await play(client, streams, prefix, self._stream_seconds)
+            await self._forget(client, prefix)
+        return float(np.percentile([gap for stream in streams for gap in stream.gaps] or [0.0], 99))
 
     async def run(self, cell: Cell, prefix: str) -> Result:
         """Run one cell in conversations of its own. Raises RingserveError where the cluster did not serve before it."""
@@ -176,6 +190,7 @@ class Experiment:
             free_after=free_after,
             lost=lost,
             is_alone=bool(cell.role) and len(role_rings) == 1,
+            usual_gap_seconds=self._usual_gap_seconds,
         )
 
     def _note_errors(self, affected: Sequence[Stream]) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from cp_core.errors import RingserveError
 from ringserve.client import Sampling
@@ -134,10 +135,9 @@ class Stream:
         return later[0] if later else self.ended if self.answer is not None and self.ended > moment else None
 
     @property
-    def longest_gap(self) -> float:
-        """Return the longest time between two pieces, in seconds."""
-        pairs = zip(self.arrivals, self.arrivals[1:], strict=False)
-        return max((after - before for before, after in pairs), default=0.0)
+    def gaps(self) -> list[float]:
+        """Times between two pieces, in seconds."""
+        return [after - before for before, after in pairwise(self.arrivals)]
 
 
 Listener = Callable[[Stream], None]

@@ -55,6 +55,7 @@ class Run:
         self._num_clusters = 0
         self._expected: list[Expected] = []
         self.smallest_lead = 0.0
+        self.usual_gap_seconds = 0.0
         self.num_left = 0
 
     async def results(self) -> AsyncIterator[Result]:
@@ -73,9 +74,7 @@ class Run:
         if reason := self._plan.forbidden.get(cell.kind):
             return nothing_hit(cell, Outcome.FORBIDDEN, reason)
         cluster = await self._running(needs_worker=cell.needs_worker)
-        experiment = Experiment(
-            cluster.gateway, cluster.processes, self._expected, self._plan.stream_seconds, cluster.worker
-        )
+        experiment = self._experiment(cluster)
         try:
             result = await experiment.run(cell, prefix)
         except RingserveError as error:
@@ -105,6 +104,8 @@ class Run:
                 self._expected = await answers_without_fault(client, scripts, self._plan.stream_seconds)
             self._progress("checking greedy answers against transformers")
             self.smallest_lead = await asyncio.to_thread(check_greedy, path, self._expected)
+            self._progress("measuring the usual time between tokens")
+            self.usual_gap_seconds = await self._experiment(self._cluster).usual_gap("usual-")
         return self._cluster
 
     def _new_cluster(self, *, needs_worker: bool) -> OwnCluster:
@@ -113,6 +114,11 @@ class Run:
             return OwnCluster(plan.settings, plan.directory, number)
         nodes = Nodes(plan.directory, number, plan.num_threads, has_link=plan.has_link)
         return OwnCluster(plan.worker_settings, plan.directory, number, nodes)
+
+    def _experiment(self, cluster: OwnCluster) -> Experiment:
+        assert cluster.processes is not None, "the cluster has started"
+        seconds, usual, worker = self._plan.stream_seconds, self.usual_gap_seconds, cluster.worker
+        return Experiment(cluster.gateway, cluster.processes, self._expected, seconds, usual, worker)
 
     def stop(self) -> None:
         """End the cluster. Idempotent."""
