@@ -173,6 +173,15 @@ class RingSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GpuMemory:
+    """Memory of a rank's GPU in bytes: all of it, what the rank's process has reserved, and what its tensors take."""
+
+    total: int
+    reserved: int
+    allocated: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RankStatus:
     """Progress of a rank for watchdogs: a step counter and the seconds since it last moved.
 
@@ -181,7 +190,7 @@ class RankStatus:
     in steps and `wait_seconds` its part spent waiting for peers. `communication_seconds` is the part with messages of
     the ring under way; None: the transport cannot tell. `bytes_sent` counts what the rank sent to its ring.
     `step_counts` are steps by length, see `StepClock`. `stalled_seconds` is the longest time for which a transfer that
-    has begun, and is not complete, received no byte.
+    has begun, and is not complete, received no byte. `gpu` is None on a CPU.
     """
 
     steps: int
@@ -196,3 +205,4 @@ class RankStatus:
     stalled_seconds: float = 0.0
     communication_seconds: float | None = None
     step_counts: tuple[int, ...] = ()
+    gpu: GpuMemory | None = None
