@@ -23,7 +23,9 @@ class RankSettings:
     which ranks listen; empty: the address of the rank's node. `tls` encrypts all traffic between ranks, as far as
     `ring_transport` can, and ranks then accept each other by certificate only. `packs_weights` orders the weights for
     the kernels of CPUs, once the ring is measured, `packs_head` those of the head as well, as decode steps gain by. On
-    "cuda" a process has `gpus_per_rank` of a GPU: with less than 1, several share it.
+    "cuda" a process has `gpus_per_rank` of a GPU: with less than 1, several share it. Two are for
+    comparisons, and such ranks hand over no KV: `replicates_kv` allows more processes than KV heads, and with
+    `scatters_rows` each process has its share of the rows between attention and MLP.
     """
 
     model_path: str
@@ -43,6 +45,8 @@ class RankSettings:
     decode_variant: str = "auto"
     packs_weights: bool = False
     packs_head: bool = False
+    replicates_kv: bool = False
+    scatters_rows: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

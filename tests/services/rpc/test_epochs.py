@@ -117,7 +117,7 @@ async def test_a_process_of_another_version_is_refused_with_a_sentence(
     await server.stop(0)
 
 
-DIGESTS = {"2": "3ca1f31ef5cb14906d9093ed0948ef783fc081c101f6915447c1535a5b056458"}
+DIGESTS = {"2": "36015c508f682973c6416e4f17623478d1d1f6884f303a2438fb87fbc276b31e"}
 """SHA-256 of the calls between processes, by PEER_VERSION."""
 
 
