@@ -219,7 +219,7 @@ def measure_decode(
         if not fitting:
             raise ConfigError(f"--context: the KV of no case fits in {SHARE_OF_MEMORY:.0%} of the free memory")
         made = partial(DecodeRank, str(path), tuple(fitting))
-        started = dict.fromkeys((size, _weights_of(policy)) for size in ranks for policy in _policies(size))
+        started = _rings_of(ranks, fitting)
         rings = {
             (size, weights): stack.enter_context(RingProcesses(size, partial(made, weights), transport))
             for size, weights in started
@@ -244,6 +244,12 @@ def measure_decode(
     return Report(bench="decode", settings=settings, rows=tuple(rows), targets=tuple(targets), notes=notes)
 
 
+def _rings_of(ranks: Sequence[int], cases: Sequence[DecodeCase]) -> list[tuple[int, str]]:
+    """Return the size of every ring and the variant that it starts with."""
+    ways = ((size, policy) for case in cases for size in ranks for policy, _ in _ways(case, size))
+    return list(dict.fromkeys((size, _weights_of(policy)) for size, policy in ways))
+
+
 def fitting_cases(
     info: ModelInfo, ranks: Sequence[int], cases: Sequence[DecodeCase], free_bytes: int
 ) -> list[DecodeCase]:
@@ -251,8 +257,7 @@ def fitting_cases(
 
 
 def _kv_bytes(info: ModelInfo, ranks: Sequence[int], case: DecodeCase) -> int:
-    num_rings = len({(size, _weights_of(policy)) for size in ranks for policy in _policies(size)})
-    return num_rings * case.kv_tokens() * info.kv_bytes_per_token
+    return len(_rings_of(ranks, [case])) * case.kv_tokens() * info.kv_bytes_per_token
 
 
 def _exclusion_note(info: ModelInfo, ranks: Sequence[int], case: DecodeCase) -> str:

@@ -68,10 +68,9 @@ def test_decode_measures_every_variant_at_every_context_and_batch(capsys: pytest
 
 def test_decode_measures_short_sequences_spread_and_whole_beside_a_long_one(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("--context", "200", "--short", "20", "--batch", "4", "--steps", "8", "--layers", "2")
-    report = bench(capsys, "decode", "--rings-only", "--ranks", "1,2", *sizes)
-    assert [(row["name"], row["ranks"]) for row in report["rows"]] == [
-        ("gather", 1),
-        *((name + where, 2) for name in ("auto", "gather", "pass_q") for where in ("", ", whole")),
+    report = bench(capsys, "decode", "--rings-only", "--ranks", "2", *sizes)
+    assert [row["name"] for row in report["rows"]] == [
+        name + where for name in ("auto", "gather", "pass_q") for where in ("", ", whole")
     ]
     texts = [target["text"] for target in report["targets"] if "spread" in target["text"]]
     assert texts[0] == "auto, whole over spread, 2 ranks, 200 tokens and 3 times 20"
