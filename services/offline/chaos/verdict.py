@@ -18,13 +18,14 @@ MAX_NEXT_TOKEN_SECONDS = 10.0
 class Outcome(StrEnum):
     """Outcome of a cell. Only BROKEN is a failure of the service.
 
-    UNSEEN: the phase was not observed while the load ran, so nothing was hit. APART: this cluster has no such process.
+    UNSEEN: the phase was not observed while the load ran, so nothing was hit. FORBIDDEN: this machine does not permit
+    what the cell needs, and the reason says what that is.
     """
 
     HELD = "held"
     BROKEN = "BROKEN"
     UNSEEN = "not observed"
-    APART = "not applicable"
+    FORBIDDEN = "not permitted here"
 
 
 @dataclass(frozen=True, kw_only=True)
