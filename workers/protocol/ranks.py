@@ -27,6 +27,8 @@ class RankSettings:
     "cuda" a process has `gpus_per_rank` of a GPU: with less than 1, several share it. `kv_carrier` moves KV to other
     rings: `sockets`, `nixl` by slots of `kv_slot_bytes`, or `auto`, which is NIXL on "cuda" where it is installed, and
     sockets to ranks that it does not reach.
+    Two are for comparisons, and such ranks hand over no KV: `replicates_kv` allows more processes than KV heads, and
+    with `scatters_rows` each process has its share of the rows between attention and MLP.
     """
 
     model_path: str
@@ -49,6 +51,8 @@ class RankSettings:
     decode_variant: str = "auto"
     packs_weights: bool = False
     packs_head: bool = False
+    replicates_kv: bool = False
+    scatters_rows: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
