@@ -85,6 +85,8 @@ class LocalRing:
         packs_weights: bool = False,
         dtype: str = "float32",
         is_staged: bool = False,
+        device: str = "cpu",
+        compile: str = "off",
     ) -> None:
         """Start `num_ranks` ranks that share the tokens, each of `tp` workers that share the heads.
 
@@ -122,6 +124,8 @@ class LocalRing:
                     attention_backend=attention_backend,
                     packs_weights=packs_weights,
                     packs_head=packs_weights,
+                    device=device,
+                    compile=compile,
                 ),
             )
             info = worker.start(spec, poisoned=True)

@@ -64,6 +64,16 @@ class TensorParallel:
         """Return every rank's columns [..., share of total] side by side: [..., total]. Raises Unavailable."""
         return part if self.size == 1 else join_last_dim(part, self.widths(total), self.transport)
 
+    def total(self, part: Tensor) -> Tensor:
+        """Return the sum of all ranks' parts. Raises Unavailable.
+
+        While torch's compiler traces the model it leaves a mark: the graph is cut there (`workers/model/pieces.py`).
+        """
+        if torch.compiler.is_compiling():
+            marked: Tensor = torch.ops.ringserve.total(part)
+            return marked
+        return all_reduce(part, self.transport)
+
     def cut(self, model: PreTrainedModel) -> None:
         """Reduce `model` to this rank's share, by the model's own plan. With one rank nothing changes.
 
@@ -145,7 +155,7 @@ def _cut_rows(tensor: TensorParallel, module: Module) -> None:
     module.register_parameter("bias", None)
 
     def summed(module: Module, _inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-        total, bias = all_reduce(output, tensor.transport), module._parameters[WHOLE_BIAS]
+        total, bias = tensor.total(output), module._parameters[WHOLE_BIAS]
         return total if bias is None else total + bias
 
     module.register_forward_hook(summed)
@@ -161,7 +171,7 @@ def _cut_vocabulary(tensor: TensorParallel, module: Module) -> None:
     def looked_up(input: Tensor) -> Tensor:
         outside = (input < start) | (input >= stop)
         rows = torch.nn.functional.embedding((input - start).masked_fill(outside, 0), module.weight)
-        return all_reduce(rows.masked_fill(outside.unsqueeze(-1), 0.0), tensor.transport)
+        return tensor.total(rows.masked_fill(outside.unsqueeze(-1), 0.0))
 
     module.forward = looked_up  # type: ignore[method-assign]
 

@@ -14,6 +14,12 @@ STEP_BOUNDS = (
 )
 """Upper bounds of step times, in seconds, for histograms. Decode steps use the first line, prefill steps both."""
 
+COMPILE_POLICIES = ("auto", "off")
+"""Whether ranks compile the model and record decode steps: "auto" does so on GPUs."""
+NO_QUANTIZATION = "none"
+FP8_MLPS = "fp8"
+QUANTIZATIONS = (NO_QUANTIZATION, FP8_MLPS)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSettings:
@@ -23,7 +29,8 @@ class RankSettings:
     which ranks listen; empty: the address of the rank's node. `tls` encrypts all traffic between ranks, as far as
     `ring_transport` can, and ranks then accept each other by certificate only. `packs_weights` orders the weights for
     the kernels of CPUs, once the ring is measured, `packs_head` those of the head as well, as decode steps gain by. On
-    "cuda" a process has `gpus_per_rank` of a GPU: with less than 1, several share it.
+    "cuda" a process has `gpus_per_rank` of a GPU: with less than 1, several share it. `compile` is one of
+    COMPILE_POLICIES, `quantization` one of QUANTIZATIONS.
     """
 
     model_path: str
@@ -43,6 +50,13 @@ class RankSettings:
     decode_variant: str = "auto"
     packs_weights: bool = False
     packs_head: bool = False
+    compile: str = "off"
+    quantization: str = NO_QUANTIZATION
+
+    @property
+    def compiles(self) -> bool:
+        """True if the ranks compile the model."""
+        return self.compile == "auto" and self.device.startswith("cuda")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,7 +195,8 @@ class RankStatus:
     in steps and `wait_seconds` its part spent waiting for peers. `communication_seconds` is the part with messages of
     the ring under way; None: the transport cannot tell. `bytes_sent` counts what the rank sent to its ring.
     `step_counts` are steps by length, see `StepClock`. `stalled_seconds` is the longest time for which a transfer that
-    has begun, and is not complete, received no byte.
+    has begun, and is not complete, received no byte. `eager_steps` are decode steps that replayed no recorded one, by
+    reason, where the model is to be compiled.
     """
 
     steps: int
@@ -196,3 +211,4 @@ class RankStatus:
     stalled_seconds: float = 0.0
     communication_seconds: float | None = None
     step_counts: tuple[int, ...] = ()
+    eager_steps: tuple[tuple[str, int], ...] = ()

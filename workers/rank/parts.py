@@ -10,15 +10,31 @@ import torch
 
 from cp_core.attention.backends import select_backend
 from cp_core.attention.partial import AttentionBackend
+from cp_core.errors import ConfigError
+from workers.decode.graphs import CudaRecorder, Recorder
 from workers.decode.loop import DecodeChoice
 from workers.decode.messages import DecodeMailbox
 from workers.kv.cache import KvCache
 from workers.kv.receiver import KvReceiver
 from workers.kv.sender import KvSender
 from workers.model.builtin import resolve_model_path
+from workers.model.layers import FP8_MULTIPLE
 from workers.model.loading import DTYPES, LoadedModel, load_model
-from workers.protocol.ranks import RankInfo, RankSpec
+from workers.protocol.ranks import FP8_MLPS, ModelInfo, RankInfo, RankSettings, RankSpec
 from workers.rank.joining import RingJoining
+
+
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """Backend of torch's compiler for a model's layers, and the recorder of its decode steps."""
+
+    backend: str
+    recorder: Recorder
+
+
+def compilation_of(settings: RankSettings) -> Compilation | None:
+    """Return how ranks compile their model; None where they do not."""
+    return Compilation("inductor", CudaRecorder()) if settings.compiles else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +50,7 @@ class RankParts:
     receiver: KvReceiver
     sender: KvSender
     mailbox: DecodeMailbox
+    compilation: Compilation | None
 
     @property
     def info(self) -> RankInfo:
@@ -65,6 +82,7 @@ def load_parts(spec: RankSpec, *, poisoned: bool) -> RankParts:
         helix_rank=spec.cp_rank,
         helix=spec.helix,
     )
+    check_quantization(settings, model.share)
     dtype = DTYPES[model.info.kv_dtype]
     backend = select_backend(settings.attention_backend, settings.device, dtype)
     cache = KvCache(
@@ -78,7 +96,29 @@ def load_parts(spec: RankSpec, *, poisoned: bool) -> RankParts:
         head_start=model.head_start,
         poisoned=poisoned,
     )
-    return parts_of(spec, joining, model, backend, cache)
+    return parts_of(spec, joining, model, backend, cache, compilation_of(settings))
+
+
+def check_quantization(settings: RankSettings, share: ModelInfo) -> None:
+    """Check that the device multiplies what the weights are to be. Raises ConfigError."""
+    if settings.quantization != FP8_MLPS:
+        return
+    device = torch.device(settings.device)
+    found = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if found < FP8_CAPABILITY:
+        raise ConfigError(
+            f"model.quantization: 'fp8' needs a GPU of compute capability {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} or "
+            f"more, and {settings.device} has {found[0]}.{found[1]}; allowed there is none"
+        )
+    if share.hidden_size % FP8_MULTIPLE or share.intermediate_size % FP8_MULTIPLE:
+        raise ConfigError(
+            f"model.quantization: 'fp8' needs sizes that are multiples of {FP8_MULTIPLE}, and MLPs of a rank have "
+            f"{share.hidden_size} x {share.intermediate_size}; allowed for them is none"
+        )
+
+
+FP8_CAPABILITY = (8, 9)
+"""Least compute capability of GPUs that multiply 8-bit floats."""
 
 
 def _indexed(device: str) -> str:
@@ -87,7 +127,12 @@ def _indexed(device: str) -> str:
 
 
 def parts_of(
-    spec: RankSpec, joining: RingJoining, model: LoadedModel, backend: AttentionBackend, cache: KvCache
+    spec: RankSpec,
+    joining: RingJoining,
+    model: LoadedModel,
+    backend: AttentionBackend,
+    cache: KvCache,
+    compilation: Compilation | None,
 ) -> RankParts:
     """Return the parts of an incarnation, whose KV receiver is open."""
     settings = spec.settings
@@ -101,4 +146,5 @@ def parts_of(
         receiver=KvReceiver(cache, spec.incarnation, listen_host=settings.listen_host, tls=settings.tls),
         sender=KvSender(cache, spec.incarnation, checksums=settings.kv_checksums, tls=settings.tls),
         mailbox=DecodeMailbox(settings.max_batch),
+        compilation=compilation,
     )

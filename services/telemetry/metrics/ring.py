@@ -153,6 +153,13 @@ class RingCollector(Collector):
             RANK,
             told,
         )
+        eager = [((*rank, reason), float(count)) for rank, each in ranks for reason, count in each.eager_steps]
+        yield _counter(
+            "rank_eager_steps",
+            "Decode steps that were to be replayed from a recording and were computed, by the reason.",
+            (*RANK, "reason"),
+            eager,
+        )
         yield self._step_times(view.rank_statuses)
         yield _counter(
             "rank_bytes_sent",

@@ -48,6 +48,7 @@ def view(state: str = "ready", role: str = "decode") -> RingView:
         wait_seconds=1.0,
         communication_seconds=2.5,
         step_counts=tuple(counts),
+        eager_steps=(("recording", 3),),
     )
     other = RankStatus(
         steps=8, seconds_since_step=0.25, running=1, open_transfers=0, bytes_sent=99, step_counts=tuple(counts)
@@ -103,6 +104,8 @@ async def test_a_ring_tells_of_itself_and_of_every_rank() -> None:
     assert found[f"ringserve_rank_step_seconds_total{rank}"] == 4
     assert found[f"ringserve_rank_exposed_communication_seconds_total{rank}"] == 1
     assert found["ringserve_rank_bytes_sent_total{rank=1,ring=decode-1,role=decode}"] == 99
+    eager = {key: value for key, value in found.items() if key.startswith("ringserve_rank_eager_steps_total")}
+    assert eager == {"ringserve_rank_eager_steps_total{rank=0,reason=recording,ring=decode-1,role=decode}": 3}
 
 
 async def test_steps_of_all_ranks_are_one_histogram_and_only_those_that_can_tell_count_communication() -> None:
