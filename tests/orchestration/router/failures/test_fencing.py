@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -50,7 +51,20 @@ def router_of(service: Service, journal: Path) -> Router:
     return Router(service._router_settings, service._planner, peers, journal=opened)
 
 
-async def test_a_router_that_was_replaced_changes_nothing(tmp_path: Path) -> None:
+def hold_tokens(service: Service, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Keep what the decode ring's lead rank tells from its leader until the event: no turn ends before."""
+    lead, may_tell = service.decode.ring.ranks[0], asyncio.Event()
+    poll = lead.poll
+
+    async def held(cursor: int, wait: float, timeout: float) -> Any:
+        await may_tell.wait()
+        return await poll(cursor, wait, timeout)
+
+    monkeypatch.setattr(lead, "poll", held)
+    return may_tell
+
+
+async def test_a_router_that_was_replaced_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save_model("llama_gqa", tmp_path / "model")
     service = Service(model, 2, 3, orphan_timeout=30.0)
     service.router = old = router_of(service, tmp_path / "journal")
@@ -60,6 +74,7 @@ async def test_a_router_that_was_replaced_changes_nothing(tmp_path: Path) -> Non
         running = service.request(random_tokens(40), max_tokens=400)
         begun = await old.begin_turn(running)
         await eventually(lambda: service.decode.num_running == 1)
+        may_tell = hold_tokens(service, monkeypatch)
         # No second router opens the journal of a live one: the file's lock is lost, on a network volume perhaps.
         shutil.copytree(tmp_path / "journal", tmp_path / "copy")
         service.router = router_of(service, tmp_path / "copy")
@@ -78,6 +93,7 @@ async def test_a_router_that_was_replaced_changes_nothing(tmp_path: Path) -> Non
         assert service.decode.num_running == 1
         assert service.decode.ring.pool.num_retained("c") > 0
         assert sum(service.free_blocks()) <= sum(held), "it freed nothing"
+        may_tell.set()
         tokens: list[int] = []
         async for event in service.decode.stream_turn(begun.turn_id):
             tokens.extend(getattr(event, "token_ids", ()))
