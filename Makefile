@@ -54,7 +54,8 @@ bench: $(DEV_READY) ## run every measurement: rings, then the studies in bench/
 gpu: $(DEV_READY) ## test and measure the kernels of this machine's GPU; says so where there is none
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 	    $(BIN)/pytest --noconftest tests/gpu_cases.py tests/cp_core/attention/triton_cases.py && \
-	    $(BIN)/ringserve bench attention --device cuda; \
+	    $(BIN)/ringserve bench attention --device cuda && \
+	    $(BIN)/ringserve bench steps --device cuda; \
 	else echo "no GPU here: torch finds no CUDA device"; fi
 
 proto: $(DEV_READY) ## generate the stubs of proto/ringserve/v1/*.proto

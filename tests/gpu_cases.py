@@ -1,21 +1,34 @@
 """Cases for one NVIDIA GPU, which `make gpu` alone runs, beside tests/cp_core/attention/triton_cases.py.
 
 They compare what only a GPU can do with the same on the CPU: kernels of packages, a captured graph, buffers that are
-copied, sampling, and a ring of one rank.
+copied, sampling, a ring of one rank, recorded decode steps, and 8-bit floats.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from torch.nn import Linear
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from cp_core.attention.backends import BACKENDS, select_backend
 from cp_core.attention.partial import Partial, merge
 from cp_core.attention.triton_kernels import attend_pages, merge_parts
+from cp_core.errors import ConfigError
 from tests.cp_core.attention.triton_cases import check, paged
 from tests.oracles import largest, oracle_partial, random_tokens
+from tests.workers.decode.test_variants import greedy, serve_all
+from tests.workers.models import SHAPE, save_model
+from tests.workers.rings import LocalRing
 from tests.workers.sampling.one_row import Row
+from workers.decode.graphs import RECORDING, RECORDING_FAILED, CudaRecorder
 from workers.decode.inputs import InputBuffers
+from workers.model.info import read_model_info
+from workers.model.layers import Fp8Linear
+from workers.protocol.ranks import RankSettings
+from workers.rank.parts import FP8_CAPABILITY, check_quantization
 from workers.sampling.parameters import SamplingParameters
 from workers.sampling.sampler import RowSampler, sample_rows
 
@@ -75,6 +88,40 @@ def test_a_captured_graph_attends_and_merges_what_its_buffers_hold_when_it_is_re
     lengths.copy_(shards.lengths)
     graph.replay()
     check(q, sequences, captured)
+
+
+def test_recorded_steps_give_the_tokens_of_the_same_kernels_when_they_are_launched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled layers, batches that grow and shrink; launched where a recording is made to fail."""
+    torch.manual_seed(7)
+    LlamaForCausalLM(LlamaConfig(**SHAPE | {"head_dim": 64})).save_pretrained(tmp_path)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("not recorded")
+
+    answers, counts = [], []
+    for record in (CudaRecorder.record, fail):
+        monkeypatch.setattr(CudaRecorder, "record", record)
+        with LocalRing(tmp_path, 1, dtype="bfloat16", device="cuda", compile="auto", packs_weights=True) as ring:
+            answers.append(serve_all(ring, greedy()))
+            counts.append(dict(ring.workers[0].status().eager_steps))
+    assert answers[0] == answers[1]
+    assert set(counts[0]) == {RECORDING}
+    assert set(counts[1]) == {RECORDING, RECORDING_FAILED}
+
+
+def test_layers_of_8_bit_floats_multiply_as_those_of_the_host_do_or_the_gpu_is_refused(tmp_path: Path) -> None:
+    if torch.cuda.get_device_capability(GPU) < FP8_CAPABILITY:
+        settings = RankSettings(model_path="", num_blocks=1, device="cuda:0", quantization="fp8")
+        with pytest.raises(ConfigError, match=r"model\.quantization: 'fp8' needs a GPU of compute capability 8\.9"):
+            check_quantization(settings, read_model_info(save_model("llama_gqa", tmp_path)))
+        return
+    linear = Linear(256, 128, bias=True, dtype=torch.bfloat16).requires_grad_(False)
+    rows = torch.randn(33, 256, dtype=torch.bfloat16)
+    Fp8Linear.quantize(linear)
+    expected = linear(rows)
+    torch.testing.assert_close(linear.to(GPU)(rows.to(GPU)).cpu(), expected, rtol=2**-7, atol=1e-3)
 
 
 def test_merge_on_the_gpu_is_merge_on_the_host() -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from cp_core.errors import ConfigError
 from cp_core.transport.ring_backend import SERVING
-from services.cli import bench_gateway, bench_load, bench_router, bench_selection, bench_systems
+from services.cli import bench_gateway, bench_load, bench_router, bench_selection, bench_steps, bench_systems
 from services.cli.import_model import prepare
 from services.cli.options import Subcommands, add_config_options, config_of
 from services.offline.bench.report import (
@@ -127,6 +127,7 @@ def add(commands: Subcommands) -> None:
     bench_gateway.add(kinds)
     bench_selection.add(kinds)
     bench_systems.add(kinds)
+    bench_steps.add(kinds)
 
 
 def run_attention(options: argparse.Namespace) -> int:

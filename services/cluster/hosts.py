@@ -239,6 +239,8 @@ class LeaderHost:
                 decode_variant=config.decode.variant,
                 packs_weights=True,
                 packs_head=self.role == "decode",
+                compile=config.model.compile,
+                quantization=config.model.quantization,
             ),
             kept_fraction=config.kv_cache.kept_fraction,
             continuous=config.decode.continuous,

@@ -19,6 +19,7 @@ from services.config.rings import check_names
 from services.config.service import UNKNOWN_FIELDS
 from services.telemetry.logs import LOG_FORMATS, LOG_LEVELS, levels_by_module
 from services.telemetry.tracing.tracer import check_tracing
+from workers.protocol.ranks import COMPILE_POLICIES, FP8_MLPS, QUANTIZATIONS
 
 if TYPE_CHECKING:
     from services.config.tree import Config
@@ -43,6 +44,8 @@ def check(config: Config) -> None:
     _among("logs.format", config.logs.format, LOG_FORMATS)
     _among("model.device", config.model.device, DEVICES)
     _within("model.gpus_per_rank", config.model.gpus_per_rank, 0.01, 1.0)
+    _among("model.compile", config.model.compile, COMPILE_POLICIES)
+    _quantization(config)
     _ring_transport(config)
     _variant(config)
     _among("router.selector", config.router.selector, POLICIES)
@@ -179,6 +182,17 @@ def _variant(config: Config) -> None:
     for pool in config.pools_of("decode"):
         if variant == HELIX and pool.tp > 1:
             raise ConfigError(f"decode.variant: 'helix' is not allowed with {pool.key}.tp {pool.tp}; allowed is tp 1")
+
+
+def _quantization(config: Config) -> None:
+    """Check that quantised weights have the device and the dtype that they need."""
+    model = config.model
+    _among("model.quantization", model.quantization, QUANTIZATIONS)
+    if model.quantization == FP8_MLPS and (model.device, model.dtype) != ("cuda", "bfloat16"):
+        raise ConfigError(
+            f"model.quantization: 'fp8' needs model.device cuda and model.dtype bfloat16; allowed with {model.device} "
+            f"and {model.dtype} is none"
+        )
 
 
 def _ring_transport(config: Config) -> None:

@@ -118,6 +118,8 @@ def _section(name: str, kind: type[Any], values: Mapping[str, Any]) -> Any:
 def _typed(name: str, value: Any, wanted: Any) -> Any:
     if get_origin(wanted) is Mapping:
         return _named_sections(name, get_args(wanted)[1], value)
+    if wanted is str and value is False:
+        return "off"  # for YAML 1.1, this word is no text
     if wanted is float and not isinstance(value, bool):
         try:
             return float(value)  # texts too: for YAML 1.1, 5e14 is a text

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from orchestration.protocol.plans import MAX_LOSS, MAX_TTFT, Bound
 from orchestration.protocol.rings import HEARTBEAT_SECONDS, LOST_SECONDS
+from workers.protocol.ranks import NO_QUANTIZATION
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +14,8 @@ class ModelConfig:
     """Model of the service. `path` is a Hugging Face model directory, "builtin:smollm2" or "builtin:tiny".
 
     `ring_transport` joins the ranks of a ring. On "cuda" each process takes `gpus_per_rank` of a GPU: with 0.25 four
-    share one, and their rings go through host memory.
+    share one, and their rings go through host memory. `compile: auto` compiles the layers on GPUs and replays decode
+    steps from recordings; `off` never does. `quantization: fp8` computes MLPs with 8-bit floats on GPUs that have them.
     """
 
     path: str = "builtin:tiny"
@@ -22,6 +24,8 @@ class ModelConfig:
     gpus_per_rank: float = 1.0
     attention_backend: str = "auto"
     ring_transport: str = "auto"
+    compile: str = "auto"
+    quantization: str = NO_QUANTIZATION
 
 
 AUTO_JOURNAL = "auto"

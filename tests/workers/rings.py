@@ -88,6 +88,8 @@ class LocalRing:
         kv_carrier: str = "auto",
         replicates_kv: bool = False,
         scatters_rows: bool = False,
+        device: str = "cpu",
+        compile: str = "off",
     ) -> None:
         """Start `num_ranks` ranks that share the tokens, each of `tp` workers that share the heads.
 
@@ -128,6 +130,8 @@ class LocalRing:
                     packs_weights=packs_weights,
                     packs_head=packs_weights,
                     kv_carrier=kv_carrier,
+                    device=device,
+                    compile=compile,
                 ),
             )
             info = worker.start(spec, poisoned=True)

@@ -21,6 +21,7 @@ from cp_core.layout.step_plans import DecodePlan, KvRun, PassQRoute
 from cp_core.ring.decode import ring_decode, sharded_decode
 from cp_core.ring.helix import helix_decode
 from cp_core.transport.interface import RingTransport
+from workers.decode.graphs import GraphRunner
 from workers.decode.inputs import InputBuffers, StepInputs
 from workers.decode.messages import LEADER, BatchChange, gather_sampled
 from workers.kv.cache import KvCache, SlotRun, runs
@@ -144,6 +145,10 @@ class BatchState:
         return slot
 
 
+NO_BLOCKS: list[int] = []
+"""Block table of a row of padding."""
+
+
 class DecodePass:
     """Decode steps of a ring over distributed KV. Every rank computes a row (`gather`), or one rank does (`pass_q`).
 
@@ -163,11 +168,16 @@ class DecodePass:
         batch: BatchState,
         clock: StepClock | None = None,
         control: RingTransport | None = None,
+        runner: GraphRunner | None = None,
     ) -> None:
-        """`clock` measures the steps; `control` carries tensors of the host, `transport` itself if None."""
+        """`clock` measures the steps; `control` carries tensors of the host, `transport` itself if None.
+
+        `runner` records steps and replays them; without one each is computed as it is.
+        """
         self._model = model
         self._transport = transport
         self._control = control or transport
+        self._runner = runner
         self._cache = cache
         self._backend = backend
         self._batch = batch
@@ -185,6 +195,12 @@ class DecodePass:
         # For kernels that follow block tables: how many tokens of each row this rank stores.
         self._follows_tables = takes_pages(backend, cache.block_tokens)
         self._stored_tokens: tuple[int, ...] = ()
+        # Rows behind those of the batch, in a step that is recorded with its attention; None in any other.
+        self._num_padding: int | None = None
+        # A device records attention that sends nothing and reads tables and lengths where they change.
+        self._records_attention = (
+            transport.size == 1 and takes_pages(backend, cache.block_tokens) and backend.skips_empty
+        )
 
     def run(self, variant: str) -> list[Sampled]:
         """Run one step of the whole batch. Return the token after each row in the first process, [] elsewhere.
@@ -205,17 +221,21 @@ class DecodePass:
         computed = range(len(self._batch)) if self._route is None else self._route.own
         if self._samples_alone or self._route is not None:
             prepare_masks([rows[number] for number in computed])
+        self._num_padding = None
+        if self._runner is not None and self._records_attention:
+            self._num_padding = self._runner.num_padding(len(rows))
+        padding = self._num_padding or 0
         if self._follows_tables:
-            self._stored_tokens = tuple(row.held[self._transport.rank] for row in rows)
+            self._stored_tokens = (*(row.held[self._transport.rank] for row in rows), *[0] * padding)
         else:
             self._pieces = [self._cache.pieces(row.runs) for row in rows]
         places = {row: place for place, row in enumerate(computed)}
         self._inputs = inputs = self._buffers.fill(
-            [rows[number].token_id for number in computed],
-            [rows[number].position for number in computed],
-            appended.slots,
+            [rows[number].token_id for number in computed] + [0] * padding,
+            [rows[number].position for number in computed] + [0] * padding,
+            appended.slots + [self._cache.spare_slot] * padding,
             [places[number] for number in appended.rows],
-            [row.blocks for row in rows] if self._follows_tables else (),
+            [row.blocks for row in rows] + [NO_BLOCKS] * padding if self._follows_tables else (),
             self._stored_tokens,
         )
         self._stored = None if len(appended.rows) == len(computed) else inputs.stored
@@ -247,7 +267,9 @@ class DecodePass:
             return helix_decode(q, shards, self._plan, self._columns, self._transport, self._backend, scale)
         if self._route is not None:
             return ring_decode(q, shards, self._route, self._transport, self._backend, scale)
-        return sharded_decode(q, shards, self._transport, self._backend, scale, self._plan)
+        # Rows of padding are in no plan: a rank that is alone has all rows.
+        plan = self._plan if self._num_padding is None else None
+        return sharded_decode(q, shards, self._transport, self._backend, scale, plan)
 
     def _shards(self, layer: int) -> PagedShards | list[list[KvRun]]:
         if self._follows_tables:
@@ -259,7 +281,12 @@ class DecodePass:
         """Return [R, hidden_size] of the newest tokens of these rows."""
         if not computed:
             return self._model.attend_without_tokens(self)
-        return self._model.hidden_states(self._inputs.token_ids, self._inputs.positions, self)
+        inputs = self._inputs
+        if self._runner is None:
+            return self._model.hidden_states(inputs.token_ids, inputs.positions, self)
+        if self._num_padding is None:
+            return self._runner.run_pieces(inputs.token_ids, inputs.positions, self)
+        return self._runner.run_step(inputs, self._buffers.allocation, self)[: len(computed)]
 
     def _sample(self, computed: Sequence[int], states: Tensor) -> list[Sampled]:
         """Sample the token after each of these rows from states[R, hidden_size]; [] where another process samples."""

@@ -113,7 +113,9 @@ class KvCache:
         self.dtype = dtype
         self.device = torch.device(device)
         self.joins_runs = self.device.type == "cuda"
-        shape = (num_blocks * block_tokens, num_kv_heads, head_dim)
+        # Behind the blocks is one slot for the KV of rows that are padding: no one reads it.
+        self.spare_slot = num_blocks * block_tokens
+        shape = (self.spare_slot + 1, num_kv_heads, head_dim)
 
         def allocate() -> Tensor:
             if poisoned:
@@ -178,7 +180,8 @@ class KvCache:
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return views (k[P,G,K,D], v[P,G,K,D]) of a layer: P blocks of G tokens."""
         shape = (self.num_blocks, self.block_tokens, self.num_kv_heads, self.head_dim)
-        return self.k_layers[layer].view(shape), self.v_layers[layer].view(shape)
+        k, v = self.k_layers[layer], self.v_layers[layer]
+        return k[: self.spare_slot].view(shape), v[: self.spare_slot].view(shape)
 
     def write(self, layer: int, blocks: Sequence[int], stored_start: int, k: Tensor, v: Tensor) -> None:
         """Store k[T,K,D] and v[T,K,D] as stored tokens [stored_start, stored_start + T)."""
@@ -199,7 +202,10 @@ class KvCache:
             begin = end
 
     def write_slots(self, layer: int, slots: Tensor, k: Tensor, v: Tensor, *, heads: slice = ALL_HEADS) -> None:
-        """Store k[T,K,D] and v[T,K,D] in slots[T] (int64, on this device, all different), as decode steps do."""
+        """Store k[T,K,D] and v[T,K,D] in slots[T] (int64, on this device, all different), as decode steps do.
+
+        Only the spare slot may be among them more than once.
+        """
         k_shd, v_shd = self.k_layers[layer], self.v_layers[layer]
         if heads is not ALL_HEADS:
             k_shd, v_shd = k_shd[:, heads], v_shd[:, heads]

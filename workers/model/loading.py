@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import Linear, Module, SiLU
+from torch.nn import Module
 
 from cp_core.errors import ModelRefused
 from cp_core.ring.helix import HelixColumns
@@ -18,15 +20,30 @@ from workers.model.hugging_face import (
     AutoConfig,
     AutoModelForCausalLM,
     PreTrainedModel,
-    SiLUActivation,
     no_init_weights,
 )
-from workers.model.info import multiplies_bfloat16, read_model_info, tensor_share
+from workers.model.info import read_model_info, tensor_share
+from workers.model.layers import (
+    ATTENTION_LAYERS,
+    MLP_LAYERS,
+    Columns,
+    GatedMlp,
+    PackedLinear,
+    join_layers,
+    pack,
+    packed_dtypes,
+    quantize_mlps,
+)
 from workers.model.tensor_parallel import TensorParallel
 from workers.model.tokenizer import load_tokenizer, tokenizer_json
 from workers.model.weights import read_share, whole_shapes
-from workers.protocol.ranks import ModelInfo
+from workers.protocol.ranks import FP8_MLPS, NO_QUANTIZATION, ModelInfo
 from workers.sampling.grammar import Grammars
+
+if TYPE_CHECKING:
+    from workers.model.pieces import Pieces
+
+logger = logging.getLogger(__name__)
 
 IMPLEMENTATION = "ringserve"
 
@@ -72,94 +89,6 @@ def attend_in_ring(
     return out.to(query.dtype).unsqueeze(0), None
 
 
-class PackedLinear(Linear):
-    """Linear layer on a CPU whose weight lies in the order in which oneDNN's kernels read it.
-
-    A plain weight is brought into an order of that kind in every call, which costs the more the fewer rows a call has:
-    one row of a plain weight takes 1.2 times as long in fp32 and 1.4 times in bf16, 8 rows twice as long.
-    """
-
-    packed: Tensor
-
-    @staticmethod
-    def pack(linear: Linear) -> None:
-        """Make `linear` a packed layer, in place: forward hooks stay, its plain weight does not."""
-        weight = linear.weight.detach()
-        num_rows = PACKED_ROWS if weight.dtype == torch.float32 else None
-        del linear.weight
-        linear.__class__ = PackedLinear
-        linear.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), num_rows)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Map input[..., in_features] -> [..., out_features]."""
-        rows = with_least_rows(input, self.packed)
-        out = torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")
-        assert isinstance(out, Tensor)
-        return out if rows is input else out[..., : input.shape[-2], :]
-
-
-def with_least_rows(input: Tensor, packed: Tensor) -> Tensor:
-    """Return input[..., T, C] itself, or with rows of zeros after its own where more rows take less time.
-
-    oneDNN multiplies four rows by an fp32 weight in 0.7 to 0.9 of the time that it takes for one, two or three.
-    """
-    missing = LEAST_ROWS - input.shape[-2]
-    if missing <= 0 or packed.dtype != torch.float32:
-        return input
-    return torch.nn.functional.pad(input, (0, 0, 0, missing))
-
-
-@dataclass(frozen=True, slots=True)
-class GatedMlp:
-    """Forward pass of the MLP that all served families have: down(silu(gate(x)) * up(x)).
-
-    The kernels apply silu and the product where their results are still in the processor's cache: two passes over the
-    widest tensors of a layer less.
-    """
-
-    gate: PackedLinear
-    up: PackedLinear
-    down: Module
-
-    @classmethod
-    def try_of(cls, mlp: Module) -> GatedMlp | None:
-        """Return the forward pass of an fp32 `mlp`; None for another module, and where its first two layers have hooks.
-
-        In bf16 it would round less often than transformers does.
-        """
-        gate, up, down = (getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
-        if not (isinstance(gate, PackedLinear) and isinstance(up, PackedLinear) and isinstance(down, Module)):
-            return None
-        is_silu = isinstance(getattr(mlp, "act_fn", None), SiLU | SiLUActivation)
-        is_plain = is_silu and gate.packed.dtype == torch.float32
-        return cls(gate, up, down) if is_plain and not (gate._forward_hooks or up._forward_hooks) else None
-
-    def __call__(self, input: Tensor) -> Tensor:
-        """Map input[..., hidden_size] -> [..., hidden_size]."""
-        gate, up = self.gate, self.up
-        rows = with_least_rows(input, gate.packed)
-        activated = torch.ops.mkldnn._linear_pointwise(rows, gate.packed, gate.bias, "swish", [], "")
-        product = torch.ops.mkldnn._linear_pointwise.binary(rows, activated, up.packed, up.bias, "mul")
-        out = self.down(product if rows is input else product[..., : input.shape[-2], :])
-        assert isinstance(out, Tensor)
-        return out
-
-
-# Rows for which fp32 weights are packed: oneDNN takes the same order for any number from a few up.
-PACKED_ROWS = 256
-LEAST_ROWS = 4
-
-
-def pack(module: Module) -> None:
-    """Pack the linear layers in `module` that are on a CPU: fp32 ones, and bf16 ones where the CPU multiplies bf16."""
-    if not torch.backends.mkldnn.is_available():
-        return
-    dtypes = {torch.float32, torch.bfloat16} if multiplies_bfloat16() else {torch.float32}
-    for linear in list(module.modules()):
-        if type(linear) is Linear and linear.weight.dtype in dtypes and linear.weight.device.type == "cpu":
-            PackedLinear.pack(linear)
-
-
 # transformers patches its own classes while it builds a model; two threads at once would leave a patch behind.
 LOADING = threading.Lock()
 
@@ -171,7 +100,8 @@ class LoadedModel:
     """Model in eval mode on its device. `info` is the shape of the whole model, `share` of the part that is here.
 
     With tensor parallelism `hidden_states` and `logits` are collective over `tensor`, and their results are whole. With
-    helix they are collective over the whole ring, `helix`, whose ranks compute the same rows.
+    helix they are collective over the whole ring, `helix`, whose ranks compute the same rows. `pieces` are the compiled
+    layers, if they are compiled.
     """
 
     model: PreTrainedModel
@@ -182,6 +112,7 @@ class LoadedModel:
     tensor: TensorParallel
     helix: TensorParallel
     grammars: Grammars
+    pieces: Pieces | None = None
 
     @property
     def is_helix(self) -> bool:
@@ -207,20 +138,50 @@ class LoadedModel:
 
     @property
     def is_packed(self) -> bool:
-        """True if weights are packed: they can no longer be cut."""
-        return any(isinstance(module, PackedLinear) for module in self.body.modules())
+        """True if weights are packed or joined: they can no longer be cut."""
+        return any(isinstance(module, PackedLinear | Columns) for module in self.body.modules())
 
-    def pack_weights(self, *, with_head: bool) -> None:
-        """Pack the weights of all layers on a CPU, and fuse MLPs. Idempotent.
+    def pack_weights(self, *, with_head: bool, quantization: str = NO_QUANTIZATION) -> None:
+        """Bring the weights of all layers into the form that kernels read fastest. Idempotent.
 
-        The packed copy of a head that is the embedding, too, takes memory of its own.
+        Projections with the same input become one layer. On a CPU layers are packed, and MLPs run in two calls of its
+        kernels instead, which apply the activation. The packed copy of a head that is the embedding, too, takes memory
+        of its own. On a GPU with `quantization` "fp8" MLPs become such of 8-bit floats.
         """
+        is_on_cpu = self.model.device.type == "cpu"
+        if not is_on_cpu or self.body.dtype in packed_dtypes():  # where files are mapped, a copy would take memory
+            join_layers(self.body, ATTENTION_LAYERS)
+        if not is_on_cpu:
+            join_layers(self.body, MLP_LAYERS)
+        if quantization == FP8_MLPS:
+            quantize_mlps(self.body)
         pack(self.body)
         if with_head:
             pack(self.head)
         for module in self.body.modules():
             if (mlp := GatedMlp.try_of(module)) is not None:
                 module.forward = mlp
+
+    def compiled(self, backend: str) -> LoadedModel:
+        """Return the model with its layers compiled by a backend of torch; its weights are cut and packed no more.
+
+        Where the compiler fails they stay as they are, and the log has its reason.
+        """
+        if self.pieces is not None:
+            return self
+        # The compiler takes seconds to load: only a rank that needs it does so.
+        compiler: Any = import_module("workers.model.pieces")
+        try:
+            columns = self.columns(self.model.device)
+            pieces = compiler.trace(self.body, self.model.device, backend, len(columns) if columns else 0)
+        except RuntimeError as error:
+            logger.warning("the layers are not compiled: %s", error)
+            return self
+        return replace(self, pieces=pieces)
+
+    def total(self, part: Tensor) -> Tensor:
+        """Return the sum of parts over the ranks that share the weights. Raises Unavailable."""
+        return (self.helix if self.is_helix else self.tensor).total(part)
 
     @property
     def head_start(self) -> int:
@@ -229,6 +190,8 @@ class LoadedModel:
 
     def hidden_states(self, token_ids: Tensor, positions: Tensor, step: AttentionStep) -> Tensor:
         """Run all layers over packed tokens: token_ids and positions int64[T], T >= 1 -> [T, hidden_size], normed."""
+        if self.pieces is not None:
+            return self.pieces.run(token_ids, positions, step.attend, self.total)
         states = self.body(
             input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, ring_step=step
         ).last_hidden_state
@@ -297,25 +260,55 @@ def load_model(
     share = tensor_share(info, tp, replicates_kv=replicates_kv)
     if not any(path.glob("*.safetensors")):
         raise ModelRefused(f"{path} has no *.safetensors weights")
+    model = _without_weights(path, info)
+    whole = whole_shapes(model)
+    replicas, kv_features = max(1, tp // info.num_kv_heads), info.num_kv_heads * info.head_dim
+    tensor = TensorParallel(tp_rank, tp, replicas=replicas, kv_features=kv_features, scatters_rows=scatters_rows)
+    tensor.cut(model)
+    loaded = _loaded(path, model, info, share, tensor)
+    if helix > 1:
+        loaded = loaded.cut_over_ring(helix_rank, helix)
+    read_share(path, model, whole, loaded.helix if loaded.is_helix else tensor)
+    model.to(device).eval().requires_grad_(False)
+    return loaded
+
+
+def draw_model(path: Path, dtype: str, device: str) -> LoadedModel:
+    """Return the model that config.json in `path` describes, with random weights: it takes the time of a trained one.
+
+    Raises ModelRefused.
+    """
+    info = read_model_info(path, dtype, device=device)
+    model = _without_weights(path, info)
+    model.to(device).eval().requires_grad_(False)
+    torch.manual_seed(0)
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            weight.normal_(std=0.02)
+        else:  # a norm, or a bias
+            weight.fill_(1.0)
+    return _loaded(path, model, info, info, TensorParallel())
+
+
+def _without_weights(path: Path, info: ModelInfo) -> PreTrainedModel:
+    """Return a model of memory that is never written before its share is read: it takes none. Raises ModelRefused."""
     register_attention()
     try:
         with LOADING, no_init_weights():
             config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-            # Of memory that is never written before the share is read: it takes none.
             model: Any = AutoModelForCausalLM.from_config(
                 config, dtype=DTYPES[info.dtype], attn_implementation=IMPLEMENTATION
             )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ModelRefused(f"{path} cannot be loaded: {error}") from error
     model.tie_weights()
-    whole = whole_shapes(model)
-    replicas, kv_features = max(1, tp // info.num_kv_heads), info.num_kv_heads * info.head_dim
-    tensor = TensorParallel(tp_rank, tp, replicas=replicas, kv_features=kv_features, scatters_rows=scatters_rows)
-    tensor.cut(model)
-    head, grammars = model.get_output_embeddings(), grammars_of(path, info)
-    loaded = LoadedModel(model, model.base_model, head, info, share, tensor, TensorParallel(), grammars)
-    if helix > 1:
-        loaded = loaded.cut_over_ring(helix_rank, helix)
-    read_share(path, model, whole, loaded.helix if loaded.is_helix else tensor)
-    model.to(device).eval().requires_grad_(False)
-    return loaded
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def _loaded(
+    path: Path, model: PreTrainedModel, info: ModelInfo, share: ModelInfo, tensor: TensorParallel
+) -> LoadedModel:
+    body, head = model.base_model, model.get_output_embeddings()
+    assert isinstance(body, Module) and isinstance(head, Module)
+    return LoadedModel(model, body, head, info, share, tensor, TensorParallel(), grammars_of(path, info))

@@ -94,11 +94,6 @@ class TensorParallel:
         """Begin a forward pass over so many rows."""
         self._num_rows = num_rows
 
-    def sum(self, partial: Tensor) -> Tensor:
-        """Return the sum [..., T, C] of all ranks' `partial`, or this rank's rows of it. Raises Unavailable."""
-        reduce = reduce_scatter_rows if self._scatters_rows else all_reduce
-        return reduce(partial, self.transport)
-
     def all_rows(self, own: Tensor) -> Tensor:
         """Return all rows [..., T, C] where a rank has an N-th of them, else `own`. Raises Unavailable."""
         return gather_rows(own, self._num_rows, self.transport) if self._scatters_rows else own
@@ -106,6 +101,17 @@ class TensorParallel:
     def join(self, part: Tensor, total: int) -> Tensor:
         """Return every rank's columns [..., share of total] side by side: [..., total]. Raises Unavailable."""
         return part if self.size == 1 else join_last_dim(part, self.widths(total), self.transport)
+
+    def total(self, part: Tensor) -> Tensor:
+        """Return the sum [..., T, C] of all ranks' parts, or this rank's rows of it. Raises Unavailable.
+
+        While torch's compiler traces the model it leaves a mark: the graph is cut there (`workers/model/pieces.py`).
+        """
+        if torch.compiler.is_compiling():
+            marked: Tensor = torch.ops.ringserve.total(part)
+            return marked
+        reduce = reduce_scatter_rows if self._scatters_rows else all_reduce
+        return reduce(part, self.transport)
 
     def cut(self, model: PreTrainedModel) -> None:
         """Reduce `model` to this rank's share, by the model's own plan. With one rank nothing changes.
@@ -208,7 +214,7 @@ def _cut_rows(tensor: TensorParallel, module: Module) -> None:
     module.register_parameter("bias", None)
 
     def summed(module: Module, _inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-        total, bias = tensor.sum(output), module._parameters[WHOLE_BIAS]
+        total, bias = tensor.total(output), module._parameters[WHOLE_BIAS]
         return total if bias is None else total + bias
 
     module.register_forward_hook(summed)
@@ -225,7 +231,7 @@ def _cut_vocabulary(tensor: TensorParallel, module: Module) -> None:
         tensor.begin_rows(input.shape[-1])
         outside = (input < start) | (input >= stop)
         rows = torch.nn.functional.embedding((input - start).masked_fill(outside, 0), module.weight)
-        return tensor.sum(rows.masked_fill(outside.unsqueeze(-1), 0.0))
+        return tensor.total(rows.masked_fill(outside.unsqueeze(-1), 0.0))
 
     module.forward = looked_up  # type: ignore[method-assign]
 

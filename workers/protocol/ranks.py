@@ -14,6 +14,12 @@ STEP_BOUNDS = (
 )
 """Upper bounds of step times, in seconds, for histograms. Decode steps use the first line, prefill steps both."""
 
+COMPILE_POLICIES = ("auto", "off")
+"""Whether ranks compile the model and record decode steps: "auto" does so on GPUs."""
+NO_QUANTIZATION = "none"
+FP8_MLPS = "fp8"
+QUANTIZATIONS = (NO_QUANTIZATION, FP8_MLPS)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSettings:
@@ -25,10 +31,10 @@ class RankSettings:
     `ring_transport` can, and ranks then accept each other by certificate only. `packs_weights` orders the weights for
     the kernels of CPUs, once the ring is measured, `packs_head` those of the head as well, as decode steps gain by. On
     "cuda" a process has `gpus_per_rank` of a GPU: with less than 1, several share it. `kv_carrier` moves KV to other
-    rings: `sockets`, `nixl` by slots of `kv_slot_bytes`, or `auto`, which is NIXL on "cuda" where it is installed, and
-    sockets to ranks that it does not reach.
-    Two are for comparisons, and such ranks hand over no KV: `replicates_kv` allows more processes than KV heads, and
-    with `scatters_rows` each process has its share of the rows between attention and MLP.
+    rings: `sockets`, `nixl` by slots of `kv_slot_bytes`, or `auto`, which is NIXL on "cuda" where it is installed,
+    and sockets to ranks that it does not reach. `compile` is one of COMPILE_POLICIES, `quantization` one of
+    QUANTIZATIONS. Two are for comparisons, and such ranks hand over no KV: `replicates_kv` allows more processes
+    than KV heads, and with `scatters_rows` each process has its share of the rows between attention and MLP.
     """
 
     model_path: str
@@ -53,6 +59,13 @@ class RankSettings:
     packs_head: bool = False
     replicates_kv: bool = False
     scatters_rows: bool = False
+    compile: str = "off"
+    quantization: str = NO_QUANTIZATION
+
+    @property
+    def compiles(self) -> bool:
+        """True if the ranks compile the model."""
+        return self.compile == "auto" and self.device.startswith("cuda")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,6 +217,8 @@ class RankStatus:
     has begun, and is not complete, received no byte. `kv_nixl_bytes` and `kv_socket_bytes` count KV sent to other rings
     by each carrier, `kv_fallbacks` connections to ranks that NIXL was to serve and does not reach.
     `gpu` is None on a CPU.
+    has begun, and is not complete, received no byte. `eager_steps` are decode steps that replayed no recorded one, by
+    reason, where the model is to be compiled.
     """
 
     steps: int
@@ -222,3 +237,4 @@ class RankStatus:
     kv_socket_bytes: int = 0
     kv_fallbacks: int = 0
     gpu: GpuMemory | None = None
+    eager_steps: tuple[tuple[str, int], ...] = ()

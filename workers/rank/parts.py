@@ -11,6 +11,7 @@ import torch
 from cp_core.attention.backends import select_backend
 from cp_core.attention.partial import AttentionBackend
 from cp_core.errors import ConfigError, Unavailable
+from workers.decode.graphs import CudaRecorder, Recorder
 from workers.decode.loop import DecodeChoice
 from workers.decode.messages import DecodeMailbox
 from workers.kv.cache import KvCache
@@ -19,9 +20,23 @@ from workers.kv.pulls import NUM_SLOTS, PullAgent
 from workers.kv.receiver import KvReceiver
 from workers.kv.sender import KvSender
 from workers.model.builtin import resolve_model_path
+from workers.model.layers import FP8_MULTIPLE
 from workers.model.loading import DTYPES, LoadedModel, load_model
-from workers.protocol.ranks import ModelInfo, RankInfo, RankSettings, RankSpec
+from workers.protocol.ranks import FP8_MLPS, ModelInfo, RankInfo, RankSettings, RankSpec
 from workers.rank.joining import RingJoining
+
+
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """Backend of torch's compiler for a model's layers, and the recorder of its decode steps."""
+
+    backend: str
+    recorder: Recorder
+
+
+def compilation_of(settings: RankSettings) -> Compilation | None:
+    """Return how ranks compile their model; None where they do not."""
+    return Compilation("inductor", CudaRecorder()) if settings.compiles else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +53,7 @@ class RankParts:
     sender: KvSender
     mailbox: DecodeMailbox
     agent: PullAgent | None
+    compilation: Compilation | None
 
     def close_kv(self) -> None:
         """End all transfers of this incarnation. Idempotent."""
@@ -79,6 +95,7 @@ def load_parts(spec: RankSpec, *, poisoned: bool) -> RankParts:
         helix_rank=spec.cp_rank,
         helix=spec.helix,
     )
+    check_quantization(settings, model.share)
     dtype = DTYPES[model.info.kv_dtype]
     backend = select_backend(settings.attention_backend, settings.device, dtype)
     cache = KvCache(
@@ -92,7 +109,29 @@ def load_parts(spec: RankSpec, *, poisoned: bool) -> RankParts:
         head_start=model.head_start,
         poisoned=poisoned,
     )
-    return parts_of(spec, joining, model, backend, cache)
+    return parts_of(spec, joining, model, backend, cache, compilation_of(settings))
+
+
+def check_quantization(settings: RankSettings, share: ModelInfo) -> None:
+    """Check that the device multiplies what the weights are to be. Raises ConfigError."""
+    if settings.quantization != FP8_MLPS:
+        return
+    device = torch.device(settings.device)
+    found = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if found < FP8_CAPABILITY:
+        raise ConfigError(
+            f"model.quantization: 'fp8' needs a GPU of compute capability {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} or "
+            f"more, and {settings.device} has {found[0]}.{found[1]}; allowed there is none"
+        )
+    if share.hidden_size % FP8_MULTIPLE or share.intermediate_size % FP8_MULTIPLE:
+        raise ConfigError(
+            f"model.quantization: 'fp8' needs sizes that are multiples of {FP8_MULTIPLE}, and MLPs of a rank have "
+            f"{share.hidden_size} x {share.intermediate_size}; allowed for them is none"
+        )
+
+
+FP8_CAPABILITY = (8, 9)
+"""Least compute capability of GPUs that multiply 8-bit floats."""
 
 
 def num_blocks_of(settings: RankSettings, share: ModelInfo) -> int:
@@ -120,7 +159,12 @@ def _indexed(device: str) -> str:
 
 
 def parts_of(
-    spec: RankSpec, joining: RingJoining, model: LoadedModel, backend: AttentionBackend, cache: KvCache
+    spec: RankSpec,
+    joining: RingJoining,
+    model: LoadedModel,
+    backend: AttentionBackend,
+    cache: KvCache,
+    compilation: Compilation | None,
 ) -> RankParts:
     """Return the parts of an incarnation, whose KV receiver is open."""
     settings = spec.settings
@@ -142,6 +186,7 @@ def parts_of(
         sender=KvSender(cache, spec.incarnation, checksums=settings.kv_checksums, tls=settings.tls, agent=agent),
         mailbox=DecodeMailbox(settings.max_batch),
         agent=agent,
+        compilation=compilation,
     )
 
 

@@ -17,7 +17,8 @@ from cp_core.attention.partial import AttentionBackend
 from cp_core.cost.decode import DecodeRates
 from cp_core.cost.model import RingRates
 from cp_core.transport.interface import RingTransport
-from workers.model.loading import DTYPES, pack
+from workers.model.layers import pack
+from workers.model.loading import DTYPES
 from workers.protocol.ranks import ModelInfo
 
 SECONDS_PER_RATE: Final = 0.06

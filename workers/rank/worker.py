@@ -21,6 +21,7 @@ from torch import Tensor
 from cp_core.cost.model import RingRates
 from cp_core.errors import Unavailable
 from cp_core.transport.interface import RingTransport
+from workers.decode.graphs import GraphRunner
 from workers.decode.loop import FollowingLoop, LeadingLoop, LoopWork
 from workers.decode.messages import LEADER, HeaderChannel
 from workers.decode.step import BatchState, DecodePass, DecodePrompts
@@ -52,6 +53,7 @@ class RankWorker:
         self._inbox = StepInbox()
         self._started: RankParts | None = None
         self._rings: RankRings | None = None
+        self._runner: GraphRunner | None = None
 
     @property
     def parts(self) -> RankParts:
@@ -86,9 +88,9 @@ class RankWorker:
             raise Unavailable(f"rank {spec.rank} still computes")
         self._computing.release()
         parts.close_kv()
-        self._rings = None
+        self._rings = self._runner = None
         self._progress, self._clock, self._inbox = Progress(), StepClock(), StepInbox()
-        self._started = parts_of(spec, RingJoining(spec), parts.model, parts.backend, parts.cache)
+        self._started = parts_of(spec, RingJoining(spec), parts.model, parts.backend, parts.cache, parts.compilation)
         return self._started.info
 
     def open_endpoints(self) -> RankEndpoints:
@@ -115,8 +117,9 @@ class RankWorker:
         self._clock.watch(*self._transports)
 
     def probe(self) -> RingRates:
-        """Measure this rank and its link, about 0.5 s, then share the weights if helix is chosen, and pack them.
+        """Measure this rank and its link, about 0.5 s; then share the weights if helix is chosen, and pack them.
 
+        On a GPU, compile the model at last: that takes seconds, or a minute where the disk has no code of it yet.
         Collective.
         """
         with self._compute() as ring:
@@ -124,7 +127,9 @@ class RankWorker:
             settings, model = parts.spec.settings, parts.choose_variant.share_weights(parts.model, ring)
             self._started = replace(parts, model=model)
             if settings.packs_weights:
-                model.pack_weights(with_head=settings.packs_head)
+                model.pack_weights(with_head=settings.packs_head, quantization=settings.quantization)
+            if parts.compilation is not None:
+                self._started = replace(parts, model=model.compiled(parts.compilation.backend))
             return rates
 
     def probe_between_steps(self, timeout: float) -> RingRates:
@@ -244,7 +249,9 @@ class RankWorker:
             control = self._rings.control
             grammars = parts.model.grammars if parts.model.samples else None
             batch = BatchState(ring.rank, ring.size, spec.settings.block_tokens, grammars)
-            step = DecodePass(parts.model, ring, parts.cache, parts.backend, batch, self._clock, control)
+            if parts.compilation is not None:
+                self._runner = GraphRunner(parts.model, parts.compilation.recorder, parts.cache.device)
+            step = DecodePass(parts.model, ring, parts.cache, parts.backend, batch, self._clock, control, self._runner)
             prompts = DecodePrompts(parts.model, ring, parts.cache, parts.backend, self._clock, control)
             channel = HeaderChannel(self._header_hops(self._rings), spec.settings.max_batch)
             work = LoopWork(batch, step, prompts, partial(self._probe, ring))
@@ -338,6 +345,7 @@ class RankWorker:
             kv_socket_bytes=counts.socket_bytes,
             kv_fallbacks=counts.fallbacks,
             gpu=gpu_memory(self._started.cache.device) if self._started else None,
+            eager_steps=tuple(sorted(self._runner.eager_steps.items())) if self._runner else (),
         )
 
     def stop(self) -> None:

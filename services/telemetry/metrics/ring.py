@@ -186,6 +186,13 @@ class RingCollector(Collector):
             RANK,
             [(rank, each.kv_fallbacks) for rank, each in ranks],
         )
+        eager = [((*rank, reason), float(count)) for rank, each in ranks for reason, count in each.eager_steps]
+        yield _counter(
+            "rank_eager_steps",
+            "Decode steps that were to be replayed from a recording and were computed, by the reason.",
+            (*RANK, "reason"),
+            eager,
+        )
         yield self._step_times(view.rank_statuses)
         yield _counter(
             "rank_bytes_sent",

@@ -211,6 +211,8 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(key: str, value: object, k
         ("model.dtype", "fp32", "float32, bfloat16, float16"),
         ("model.device", "gpu", "cpu, cuda"),
         ("kv_transfer.carrier", "rdma", "auto, nixl, sockets"),
+        ("model.compile", "on", "auto, off"),
+        ("model.quantization", "int8", "none, fp8"),
         ("decode.variant", "pass_kv", "auto, gather, pass_q, helix"),
         ("router.missing_kv", "fetch", "auto, pull, recompute"),
         ("router.selector", "best", "auto, alg1, alg5, empirical, pass_kv, pass_q, gather_kv, chain, sp_ntp"),
@@ -221,6 +223,21 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(key: str, value: object, k
 def test_a_word_that_is_not_allowed_is_refused_with_those_that_are(key: str, value: str, allowed: str) -> None:
     section, name = key.split(".")
     assert refusal({section: {name: value}}) == f"{key}: {value!r} is not allowed; use one of {allowed}"
+
+
+def test_the_word_off_is_a_text_where_one_is_wanted(tmp_path: Path) -> None:
+    assert load_config(written(tmp_path, "model: {compile: off}"), environment={}).model.compile == "off"
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", "bfloat16"), ("cuda", "float32")])
+def test_quantised_weights_need_a_gpu_and_bfloat16(device: str, dtype: str) -> None:
+    model = {"quantization": "fp8", "device": device, "dtype": dtype}
+    assert refusal({"model": model}) == (
+        f"model.quantization: 'fp8' needs model.device cuda and model.dtype bfloat16; allowed with {device} and "
+        f"{dtype} is none"
+    )
+    fitting = {"model": model | {"device": "cuda", "dtype": "bfloat16"}}
+    assert config_from(fitting).model.quantization == "fp8"
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,16 @@ def test_decoded_tokens_of_a_batch_are_stored_in_one_call() -> None:
     assert torch.equal(cache.v_layers[0][[9, 0, 33]], v)
 
 
+def test_rows_of_padding_are_stored_behind_all_blocks() -> None:
+    cache = small_cache(num_blocks=8)
+    k, v = numbered(4)
+    cache.write_slots(0, torch.tensor([cache.spare_slot, 31, cache.spare_slot, cache.spare_slot]), k, v)
+    pages, _ = cache.pages(0)
+    assert pages.shape == (8, BLOCK_TOKENS, 2, 3)
+    assert torch.equal(pages[7, 3], k[1])
+    assert pages.flatten(0, 1)[:31].isnan().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_stored_bit_for_bit(dtype: torch.dtype) -> None:
     cache = small_cache(dtype=dtype)

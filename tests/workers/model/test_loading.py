@@ -19,7 +19,8 @@ from cp_core.errors import ModelRefused
 from tests.workers.models import KINDS, Oracle, random_tokens, save_model
 from tests.workers.rings import LocalRing, Turn
 from workers.model.info import multiplies_bfloat16, read_model_info
-from workers.model.loading import PackedLinear, load_model
+from workers.model.layers import PackedLinear
+from workers.model.loading import load_model
 from workers.model.support import FAMILIES, check_supported
 from workers.protocol.prefill_steps import Algorithm
 from workers.rank import parts as rank_parts
@@ -92,7 +93,7 @@ def test_a_bfloat16_model_answers_as_transformers_does_with_attention_in_float32
     num_ranks: int, is_fast: bool, model_paths: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three turns of uneven shards, one of a single token, which leaves ranks without any; caches are poisoned."""
-    monkeypatch.setattr("workers.model.loading.multiplies_bfloat16", lambda: is_fast)
+    monkeypatch.setattr("workers.model.layers.multiplies_bfloat16", lambda: is_fast)
     monkeypatch.setattr(rank_parts, "load_model", load_model)  # packing would change a model that other tests share
     path = model_paths["llama_gqa"]
     oracle = Oracle(path, torch.bfloat16)

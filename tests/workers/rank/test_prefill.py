@@ -18,7 +18,8 @@ from cp_core.attention.partial import Partial
 from cp_core.errors import Unavailable
 from tests.workers.models import KINDS, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn, run_in_thread
-from workers.model.loading import GatedMlp, PackedLinear, load_model
+from workers.model.layers import GatedMlp, PackedLinear
+from workers.model.loading import load_model
 from workers.prefill import step as prefill_step
 from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm, PrefillOutput, PrefillStep
 from workers.rank import parts as rank_parts

@@ -1,0 +1,272 @@
+"""`ringserve bench steps`: one rank's steps of prefill and decode, by the forms that its layers can have.
+
+The rank is a process of its own without a service, a ring of one. Its KV is random numbers in blocks of random order.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from cp_core.attention.backends import select_backend
+from cp_core.attention.partial import AttentionBackend
+from cp_core.cost.decode import GATHER
+from cp_core.layout.shards import balanced_layout
+from cp_core.transport.inprocess import InProcessRing
+from services.offline.bench.model_rank import BLOCK_TOKENS, blocks_for
+from services.offline.terminal import Tell, simple_table
+from workers.decode.graphs import CudaRecorder, GraphRunner, Recorder
+from workers.decode.messages import BatchChange
+from workers.decode.step import BatchState, DecodePass
+from workers.kv.cache import KvCache
+from workers.model.layers import ATTENTION_LAYERS, MLP_LAYERS, join_layers, quantize_mlps
+from workers.model.loading import DTYPES, LoadedModel, draw_model, load_model
+from workers.prefill.step import run_prefill
+from workers.protocol.decode_commands import AdmitSequence
+from workers.protocol.prefill_steps import Algorithm, PrefillStep, SequencePrefill
+from workers.protocol.ranks import FP8_MLPS
+from workers.protocol.transfers import TransferKey
+from workers.sampling.parameters import SamplingParameters
+
+RING_SECONDS = 600.0
+# Steps before those that count: kernels are chosen, compiled and recorded in them.
+WARM_STEPS = 4
+COMPARED_TOKENS = 512
+
+STOCK = "stock"
+JOINED = "joined"
+COMPILED = "compiled"
+RECORDED = "recorded"
+FORMS = (STOCK, JOINED, COMPILED, RECORDED, FP8_MLPS)
+FORMS_OF_CPUS = (STOCK, JOINED, FP8_MLPS)
+"""On a CPU nothing is recorded, and its layers of 8-bit floats show their numbers, not their time."""
+
+LLAMA_3_8B = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepCases:
+    """Cases of a run: new tokens of prompts, and (sequences, tokens of each) of decode steps."""
+
+    prefill: tuple[int, ...]
+    decode: tuple[tuple[int, int], ...]
+    num_steps: int
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that hold the KV of any case."""
+        steps = WARM_STEPS + self.num_steps
+        batches = [batch * blocks_for(context + steps) for batch, context in self.decode]
+        return max([*map(blocks_for, (*self.prefill, COMPARED_TOKENS)), *batches])
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigure:
+    """Median seconds of a step, by the form of the layers."""
+
+    what: str
+    case: str
+    form: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsChange:
+    """Change of a prompt's logits by another form of the layers.
+
+    `mean` and `largest` are absolute differences, `loss` the Kullback-Leibler divergence in nats a token, and `same`
+    the share of tokens whose most likely successor is the same.
+    """
+
+    form: str
+    mean: float
+    largest: float
+    loss: float
+    same: float
+
+    @classmethod
+    def of(cls, form: str, before: Tensor, after: Tensor) -> LogitsChange:
+        """Compare logits [T, vocabulary]."""
+        difference = (after.double() - before.double()).abs()
+        was, now = (each.double().log_softmax(dim=-1) for each in (before, after))
+        return cls(
+            form=form,
+            mean=float(difference.mean()),
+            largest=float(difference.max()),
+            loss=float((was.exp() * (was - now)).sum(dim=-1).mean()),
+            same=float((before.argmax(dim=-1) == after.argmax(dim=-1)).double().mean()),
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.form}: logits differ by {self.mean:.3g} (at most {self.largest:.3g}), {self.loss:.2e} nats a "
+            f"token; {self.same:.1%} of the most likely tokens are the same"
+        )
+
+
+@contextmanager
+def bench_model(path: Path | None, num_layers: int | None, dtype: str, device: str) -> Iterator[LoadedModel]:
+    """Load the model in `path`; without one draw one of the shape of Llama 3 8B. Raises ModelRefused."""
+    if path is not None:
+        yield load_model(path, dtype, device)
+        return
+    with tempfile.TemporaryDirectory(prefix="ringserve-bench-") as folder:
+        shape = LLAMA_3_8B | ({"num_hidden_layers": num_layers} if num_layers else {})
+        (Path(folder) / "config.json").write_text(json.dumps(shape))
+        yield draw_model(Path(folder), dtype, device)
+
+
+class StepBench:
+    """Rank without a service, whose layers take one form after the other."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        cases: StepCases,
+        num_rounds: int,
+        attention_backend: str = "auto",
+        recorder: Recorder | None = None,
+        compiler: str = "inductor",
+    ) -> None:
+        """Take the model as it is loaded; `recorder` and `compiler` stand in for those of a GPU in tests.
+
+        Raises ConfigError for an attention backend that does not serve the device.
+        """
+        device, dtype, share = model.model.device, DTYPES[model.info.kv_dtype], model.share
+        self._model = model
+        self._cases = cases
+        self._num_rounds = num_rounds
+        self._recorder = recorder or CudaRecorder()
+        self._compiler = compiler
+        self._runner: GraphRunner | None = None
+        self._backend: AttentionBackend = select_backend(attention_backend, device, dtype)
+        self._cache = KvCache(
+            num_layers=share.num_layers,
+            num_blocks=cases.num_blocks,
+            block_tokens=BLOCK_TOKENS,
+            num_kv_heads=share.num_kv_heads,
+            head_dim=share.head_dim,
+            dtype=dtype,
+            device=device,
+        )
+        self._cache.fill_random(0)
+        self._blocks = random.Random(0).sample(range(cases.num_blocks), cases.num_blocks)
+        (self._ring,) = InProcessRing(1, RING_SECONDS).transports
+
+    def measure(self, forms: tuple[str, ...], tell: Tell) -> tuple[list[StepFigure], list[LogitsChange]]:
+        """Measure every case by every form, in the order of FORMS. `tell` hears of each form."""
+        figures, changes = list[StepFigure](), list[LogitsChange]()
+        with torch.inference_mode():
+            before = self._logits()
+            for form in forms:
+                tell(form)
+                self._take(form)
+                figures += self._figures(form)
+                if form == FP8_MLPS:
+                    changes.append(LogitsChange.of(form, before, self._logits()))
+        return figures, changes
+
+    def _take(self, form: str) -> None:
+        """Bring the layers into a form, after all before it."""
+        if form == JOINED:
+            for names in (ATTENTION_LAYERS, MLP_LAYERS):
+                join_layers(self._model.body, names)
+        is_compiled = self._model.pieces is not None
+        if form == FP8_MLPS:
+            quantize_mlps(self._model.body)
+            self._model = replace(self._model, pieces=None)
+        if form == COMPILED or (form == FP8_MLPS and is_compiled):
+            self._model = self._model.compiled(self._compiler)
+        if form == RECORDED or self._runner is not None:
+            self._runner = GraphRunner(self._model, self._recorder, self._cache.device)
+
+    def _figures(self, form: str) -> Iterator[StepFigure]:
+        for tokens in self._cases.prefill if form != RECORDED else ():
+            yield StepFigure("prefill", f"{tokens:,}", form, self._prefill_seconds(tokens))
+        for batch, context in self._cases.decode:
+            yield StepFigure("decode", f"{batch} x {context:,}", form, self._decode_seconds(batch, context))
+
+    def _prefill_seconds(self, tokens: int) -> float:
+        """Return the median seconds of a prompt, with its first token."""
+        times = []
+        for _ in range(1 + self._num_rounds):
+            began = time.perf_counter()
+            self._logits(tokens, last_row=True).argmax(dim=-1).tolist()
+            times.append(time.perf_counter() - began)
+        return median(times[1:])
+
+    def _decode_seconds(self, batch: int, context: int) -> float:
+        """Return the median seconds of a step, with its tokens."""
+        state = BatchState(0, 1, BLOCK_TOKENS)
+        each = blocks_for(context + WARM_STEPS + self._cases.num_steps)
+        admitted = tuple(
+            AdmitSequence(
+                sequence_id=str(row),
+                token_id=row,
+                position=context,
+                held=(context,),
+                blocks=(tuple(self._blocks[row * each : (row + 1) * each]),),
+                sampling=SamplingParameters(max_tokens=1 << 20),
+            )
+            for row in range(batch)
+        )
+        state.advance((), BatchChange(admitted=admitted))
+        step = DecodePass(self._model, self._ring, self._cache, self._backend, state, runner=self._runner)
+        times = []
+        for _ in range(WARM_STEPS + self._cases.num_steps):
+            began = time.perf_counter()
+            sampled = step.run(GATHER)
+            times.append(time.perf_counter() - began)
+            state.advance([drawn.token_id or 0 for drawn in sampled], BatchChange())
+        return median(times[WARM_STEPS:])
+
+    def _logits(self, tokens: int = COMPARED_TOKENS, *, last_row: bool = False) -> Tensor:
+        """Compute a prompt of random tokens -> logits [T, vocabulary] on the host, or those of the last token alone."""
+        ids = np.random.default_rng(0).integers(self._model.info.vocab_size, size=tokens)
+        sequence = SequencePrefill(
+            sequence_id="prompt",
+            token_ids=ids,
+            layout=balanced_layout(0, tokens, (0,)),
+            cached=(0,),
+            blocks=tuple(self._blocks[: blocks_for(tokens)]),
+        )
+        step = PrefillStep(algorithm=Algorithm.PASS_KV, sequences=(sequence,))
+        _, states = run_prefill(step, self._model, self._ring, self._cache, self._backend, _send_nothing)
+        return self._model.logits(states[-1:] if last_row else states).cpu()
+
+
+def _send_nothing(key: TransferKey, layer: int) -> None:
+    raise AssertionError("a bench sends no KV")
+
+
+def table_of(figures: list[StepFigure]) -> Table:
+    """Return the figures as a table: milliseconds of each case, by form."""
+    table = simple_table("step", "case", "layers", "ms", left_aligned=("step", "case", "layers"))
+    for figure in figures:
+        table.add_row(figure.what, figure.case, figure.form, f"{1e3 * figure.seconds:.2f}")
+    return table

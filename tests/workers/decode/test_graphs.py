@@ -1,0 +1,180 @@
+"""Recorded decode steps against transformers' greedy tokens: their control flow on a CPU, with NaN in all padding."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from cp_core.cost.decode import GATHER, HELIX
+from cp_core.cost.model import PASS_Q
+from cp_core.errors import Unavailable
+from tests.workers.decode.recording import KeptFunctions, compile_ranks, recording
+from tests.workers.decode.test_variants import ENDS, PROMPTS, greedy, serve_all
+from tests.workers.models import Oracle, random_tokens
+from tests.workers.rings import LocalRing, Turn
+from workers.decode.graphs import (
+    NOT_COMPILED,
+    RECORDING,
+    RECORDING_FAILED,
+    Recorded,
+    bucket_of,
+    try_record,
+)
+from workers.model import pieces as compiler
+from workers.sampling.parameters import SamplingParameters
+
+Models = Mapping[str, Path]
+Oracles = Mapping[str, Oracle]
+
+
+def eager_steps(ring: LocalRing) -> list[Counter[str]]:
+    return [Counter(dict(worker.status().eager_steps)) for worker in ring.workers]
+
+
+def right(oracles: Oracles, kind: str = "llama_gqa") -> dict[str, list[int]]:
+    return {name: oracles[kind].greedy(PROMPTS[name], end) for name, end in ENDS.items()}
+
+
+def test_a_bucket_has_room_for_its_rows() -> None:
+    assert [bucket_of(rows) for rows in (1, 2, 3, 4, 5, 8, 9, 32, 33)] == [1, 2, 4, 4, 8, 8, 16, 32, 64]
+
+
+@pytest.mark.parametrize(("variant", "num_ranks"), [(GATHER, 1), (GATHER, 2), (PASS_Q, 3)])
+def test_recorded_pieces_give_the_tokens_of_one_process(
+    variant: str, num_ranks: int, model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five sequences of three buckets that join and leave; by pass-Q some ranks have no row in a step."""
+    recorder = KeptFunctions()
+    with (
+        recording(recorder, monkeypatch),
+        LocalRing(model_paths["llama_gqa"], num_ranks, decode_variant=variant) as ring,
+    ):
+        compile_ranks(ring)
+        assert serve_all(ring, greedy()) == right(oracles)
+        counts = eager_steps(ring)
+    assert all(set(each) == {RECORDING} for each in counts)
+    assert all(1 <= each[RECORDING] <= 3 for each in counts), "a bucket is recorded once"
+    assert recorder.num_replayed > 5 * recorder.num_recorded, "most steps are replayed"
+
+
+@pytest.mark.parametrize("kind", ["qwen3"])
+def test_whole_steps_are_recorded_with_their_attention_where_a_rank_is_alone(
+    kind: str, model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three rows fill a bucket of four: what is stored of the fourth is read by none, and its attention is NaN."""
+    recorder = KeptFunctions()
+    with recording(recorder, monkeypatch, is_whole=True), LocalRing(model_paths[kind], 1) as ring:
+        compile_ranks(ring)
+        assert serve_all(ring, greedy()) == right(oracles, kind)
+        (counts,) = eager_steps(ring)
+    assert counts == {RECORDING: recorder.num_recorded}
+    assert recorder.num_recorded <= 6, "one recording for a whole step, of three buckets and of two widths of a table"
+    assert recorder.num_replayed > 20
+
+
+def test_a_step_is_recorded_anew_when_its_inputs_have_outgrown_their_memory(
+    model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of four tokens: the buffers have room for tables of 16 blocks at first."""
+    recorder, prompt, sampling = KeptFunctions(), random_tokens(50), SamplingParameters(max_tokens=12)
+    with recording(recorder, monkeypatch, is_whole=True), LocalRing(model_paths["llama_gqa"], 1) as ring:
+        compile_ranks(ring)
+        conversations = [ring.open("short", 64), ring.open("long", 128)]
+        firsts = ring.prefill([Turn(conversation, prompt, sampling) for conversation in conversations])
+        ring.start_decode()
+        for conversation in conversations:
+            first = firsts[conversation.name]
+            answer = [first, *ring.decode(conversation, first, sampling)]
+            assert answer == oracles["llama_gqa"].greedy(prompt, 12)
+    assert recorder.num_recorded == 2, "one recording for each width of the tables"
+    assert recorder.num_replayed == 2 * 10
+
+
+@pytest.mark.parametrize(("fault", "is_whole"), [(1, True), (2, False)])
+def test_a_step_that_cannot_be_recorded_goes_on_and_later_ones_are_counted(
+    fault: int, is_whole: bool, model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks fail in the middle of a step, when the first layer's messages are sent; none is sent twice."""
+    with (
+        recording(KeptFunctions(fault), monkeypatch, is_whole=is_whole),
+        LocalRing(model_paths["llama_gqa"], 1 if is_whole else 2, decode_variant=GATHER) as ring,
+    ):
+        compile_ranks(ring)
+        assert serve_all(ring, greedy()) == right(oracles)
+        counts = eager_steps(ring)
+    assert all(each[RECORDING_FAILED] > 0 for each in counts)
+
+
+def test_layers_that_cannot_be_compiled_run_as_they_are_and_are_counted(
+    model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("the compiler has no backend here")
+
+    prompt, sampling = random_tokens(9), SamplingParameters(max_tokens=5)
+    with recording(KeptFunctions(), monkeypatch) as patch, LocalRing(model_paths["llama_gqa"], 1) as ring:
+        patch.setattr(compiler, "trace", fail)
+        ring.together(lambda worker, _: worker.probe())
+        conversation = ring.open("a", 64)
+        first = ring.prefill([Turn(conversation, prompt, sampling)])["a"]
+        ring.start_decode()
+        assert [first, *ring.decode(conversation, first, sampling)] == oracles["llama_gqa"].greedy(prompt, 5)
+        assert eager_steps(ring) == [Counter({NOT_COMPILED: 4})]
+    assert "the layers are not compiled: the compiler has no backend here" in caplog.text
+
+
+@pytest.mark.parametrize(("num_ranks", "tp", "variant"), [(1, 2, GATHER), (2, 1, HELIX)])
+def test_sums_over_ranks_run_between_recorded_pieces(
+    num_ranks: int,
+    tp: int,
+    variant: str,
+    model_paths: Models,
+    oracles: Oracles,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorder = KeptFunctions()
+    with (
+        recording(recorder, monkeypatch),
+        LocalRing(model_paths["llama_gqa"], num_ranks, tp=tp, decode_variant=variant) as ring,
+    ):
+        compile_ranks(ring)
+        assert serve_all(ring, greedy()) == right(oracles)
+        counts = eager_steps(ring)
+    assert {reason for each in counts for reason in each} == {RECORDING}
+    assert recorder.num_replayed > 5 * recorder.num_recorded
+
+
+def test_a_ring_that_breaks_while_a_step_is_recorded_is_no_fault_of_the_recording() -> None:
+    class Breaking:
+        def record(self, compute: object) -> Recorded:
+            raise Unavailable("a peer is lost")
+
+    with pytest.raises(Unavailable):
+        try_record(Breaking(), lambda: None)
+
+
+def test_a_row_that_is_not_finite_fails_alone_in_a_replayed_step(
+    model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broken row comes first in its batch; its KV is NaN from the start."""
+    prompts = {name: random_tokens(20, seed=seed) for seed, name in enumerate(("broken", "whole"))}
+    sampling = SamplingParameters(max_tokens=9)
+    with recording(KeptFunctions(), monkeypatch), LocalRing(model_paths["llama_gqa"], 2, decode_variant=PASS_Q) as ring:
+        compile_ranks(ring)
+        conversations = {name: ring.open(name, 64) for name in prompts}
+        firsts = ring.prefill([Turn(conversations[name], prompts[name], sampling) for name in prompts])
+        block = conversations["broken"].blocks[0][0]
+        ring.workers[0].parts.cache.k_layers[0][4 * block] = torch.nan
+        ring.start_decode()
+        for name, conversation in conversations.items():
+            ring.admit(conversation, firsts[name], sampling)
+        answers: dict[str, list[int | None]] = {name: [] for name in prompts}
+        while len(answers["whole"]) < 8 or not answers["broken"]:
+            for event in ring.next_events():
+                answers[event.sequence_id].append(event.token_id)
+    assert answers["broken"] == [None]
+    assert [firsts["whole"], *answers["whole"]] == oracles["llama_gqa"].greedy(prompts["whole"], 9)

@@ -1,0 +1,236 @@
+"""Decode steps that a device replays: one launch for what was recorded, in place of one for each of its kernels.
+
+Steps are recorded by the number of their rows, in buckets of powers of two, at their first use. A ring of one rank,
+whose attention follows block tables, records the whole step. Any other records the pieces between two attentions and
+sends its messages between them. What a replayed step reads lies at the same addresses, and so do its results.
+
+Rows of padding fill a bucket. No row of a step depends on another, so they may hold anything.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from cp_core.errors import RingserveError
+from workers.decode.inputs import StepInputs
+from workers.model.loading import AttentionStep, LoadedModel
+
+if TYPE_CHECKING:
+    from workers.model.pieces import Pieces
+
+logger = logging.getLogger(__name__)
+
+# Why a step ran without a graph: the labels of a metric.
+NOT_COMPILED = "not_compiled"
+RECORDING = "recording"
+RECORDING_FAILED = "recording_failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Recorded computation. `replay` computes it again from the same memory into `results`."""
+
+    replay: Callable[[], None]
+    results: Any
+
+
+class Recorder(Protocol):
+    """Recorder of a device's computations."""
+
+    def record(self, compute: Callable[[], Any]) -> Recorded:
+        """Record what `compute` does to the device; its results hold nothing before the first replay."""
+        ...
+
+
+class CudaRecorder:
+    """Recorder of CUDA graphs, which share one pool of memory: they are replayed in the order of their recording."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def record(self, compute: Callable[[], Any]) -> Recorded:
+        """See Recorder. Other threads go on meanwhile: KV of other turns comes and goes."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            results = compute()
+        self._pool = self._pool or graph.pool()
+        return Recorded(graph.replay, results)
+
+
+def bucket_of(num_rows: int) -> int:
+    """Return the rows of the bucket for so many: a power of two."""
+    return 1 << (num_rows - 1).bit_length()
+
+
+class RecordedPieces:
+    """Forward pass of one bucket whose pieces are recorded; between them run attention, of the rows in use, and sums.
+
+    The first `run` records. A piece that cannot be recorded is computed, and so are all after it: attention in between
+    has sent messages, so a step that has begun goes on. `fault` is then the reason.
+    """
+
+    def __init__(
+        self, pieces: Pieces, total: Callable[[Tensor], Tensor], recorder: Recorder, bucket: int, device: torch.device
+    ) -> None:
+        """Begin without a recording; `total` sums over ranks."""
+        self._pieces = pieces
+        self._total = total
+        self._recorder = recorder
+        self._token_ids, self._positions = torch.zeros(2, bucket, dtype=torch.int64, device=device)
+        self._num_rows = 0
+        self._step: AttentionStep
+        self._actions: list[Callable[[], object]] = []
+        self._states: Tensor | None = None
+        self.attended: Tensor | None = None
+        self.fault: Exception | None = None
+
+    def run(self, token_ids: Tensor, positions: Tensor, step: AttentionStep) -> Tensor:
+        """Return hidden states [T, hidden_size], valid until the next run."""
+        self._num_rows, self._step = token_ids.shape[0], step
+        self._token_ids[: self._num_rows].copy_(token_ids)
+        self._positions[: self._num_rows].copy_(positions)
+        if self._states is None:
+            self._states = self._pieces.run(
+                self._token_ids, self._positions, self._first_attend, self._first_total, self._first_call
+            )
+        else:
+            for act in self._actions:
+                act()
+        return self._states[: self._num_rows]
+
+    def _first_call(self, compute: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+        results = compute(*arguments)
+        if self.fault is not None:
+            return results
+        recorded = try_record(self._recorder, lambda: compute(*arguments))
+        if isinstance(recorded, Exception):
+            self.fault = recorded
+            return results
+        recorded.replay()
+        self._actions.append(recorded.replay)
+        return recorded.results
+
+    def _first_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        def attend() -> Tensor:
+            rows = self._num_rows
+            out = self._step.attend(layer, q[:rows], k[:rows], v[:rows], scale)
+            if self.attended is None:
+                self.attended = out.new_zeros(q.shape[0], *out.shape[1:])
+            self.attended[:rows].copy_(out)
+            return self.attended
+
+        self._actions.append(attend)
+        return attend()
+
+    def _first_total(self, part: Tensor) -> Tensor:
+        total = self._total(part).clone()
+        self._actions.append(lambda: total.copy_(self._total(part)))
+        return total
+
+
+class RecordedStep:
+    """Forward pass of one bucket that is recorded with its attention, whose inputs lie in the loop's buffers."""
+
+    def __init__(self, pieces: Pieces, recorder: Recorder, inputs: StepInputs, step: AttentionStep) -> None:
+        """Compute the pass, then record it; `states` are those of the first step. `fault` tells why it could not."""
+
+        def compute() -> Tensor:
+            return pieces.run(inputs.token_ids, inputs.positions, step.attend, _unshared)
+
+        self.states = compute()
+        recorded = try_record(recorder, compute)
+        self.fault = recorded if isinstance(recorded, Exception) else None
+        self._recorded = None if isinstance(recorded, Exception) else recorded
+
+    def run(self) -> Tensor:
+        """Return hidden states [bucket, hidden_size], valid until the next run."""
+        assert self._recorded is not None, "the pass could not be recorded"
+        self._recorded.replay()
+        states = self._recorded.results
+        assert isinstance(states, Tensor)
+        return states
+
+
+def _unshared(part: Tensor) -> Tensor:
+    raise AssertionError("a step is recorded whole where no ranks share its weights")
+
+
+def try_record(recorder: Recorder, compute: Callable[[], Any]) -> Recorded | Exception:
+    """Record a computation; return the error of the device or the compiler that prevents it."""
+    try:
+        return recorder.record(compute)
+    except RingserveError:
+        raise
+    except Exception as error:
+        return error
+
+
+class GraphRunner:
+    """Forward passes of a decode loop: replayed where they are recorded, else computed as they are and counted.
+
+    `eager_steps` counts steps by the reason for which nothing was replayed.
+    """
+
+    def __init__(self, model: LoadedModel, recorder: Recorder, device: torch.device) -> None:
+        self._model = model
+        self._recorder = recorder
+        self._device = device
+        self._pieces: dict[int, RecordedPieces] = {}
+        self._steps: dict[int, RecordedStep] = {}
+        self._allocation = -1
+        self._broken: set[int] = set()
+        self.eager_steps: Counter[str] = Counter()
+
+    def num_padding(self, num_rows: int) -> int | None:
+        """Return the rows of padding with which a whole step of so many rows is recorded; None where it is not."""
+        bucket = bucket_of(num_rows)
+        is_recorded = self._model.pieces is not None and bucket not in self._broken and self._model.tensor.size == 1
+        return bucket - num_rows if is_recorded else None
+
+    def run_pieces(self, token_ids: Tensor, positions: Tensor, step: AttentionStep) -> Tensor:
+        """Return hidden states [T, hidden_size] of a step whose attention is not recorded."""
+        pieces, bucket = self._model.pieces, bucket_of(token_ids.shape[0])
+        if pieces is None or bucket in self._broken:
+            self.eager_steps[NOT_COMPILED if pieces is None else RECORDING_FAILED] += 1
+            return self._model.hidden_states(token_ids, positions, step)
+        if bucket in self._pieces:
+            return self._pieces[bucket].run(token_ids, positions, step)
+        self.eager_steps[RECORDING] += 1
+        recorded = RecordedPieces(pieces, self._model.total, self._recorder, bucket, self._device)
+        states = recorded.run(token_ids, positions, step)
+        if recorded.fault is None:
+            self._pieces[bucket] = recorded
+        else:
+            self._give_up(bucket, recorded.fault)
+        return states
+
+    def run_step(self, inputs: StepInputs, allocation: int, step: AttentionStep) -> Tensor:
+        """Return hidden states [bucket, hidden_size] of a whole step with its rows of padding.
+
+        `allocation` numbers the memory of the inputs: what was recorded for another one is forgotten.
+        """
+        pieces, bucket = self._model.pieces, inputs.token_ids.shape[0]
+        assert pieces is not None
+        if allocation != self._allocation:
+            self._steps.clear()
+            self._allocation = allocation
+        if bucket in self._steps:
+            return self._steps[bucket].run()
+        self.eager_steps[RECORDING] += 1
+        recorded = RecordedStep(pieces, self._recorder, inputs, step)
+        if recorded.fault is None:
+            self._steps[bucket] = recorded
+        else:
+            self._give_up(bucket, recorded.fault)
+        return recorded.states
+
+    def _give_up(self, bucket: int, fault: Exception) -> None:
+        logger.warning("steps of up to %d rows are not recorded: %s", bucket, fault)
+        self._broken.add(bucket)
