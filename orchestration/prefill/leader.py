@@ -186,7 +186,10 @@ class PrefillLeader(RingLeader):
 
     async def _run(self, turn: _Turn, run: PrefillRun, request: PrefillTurn) -> PrefillDone:
         try:
+            preparing = self.preparing_grammar(request.sampling)
             pulled = await run.pull()  # while other turns compute
+            if preparing is not None:
+                await preparing
             first_token = await turn.loop.compute(run)
             report = PrefillReport(
                 prefill_seconds=run.prefill_seconds,

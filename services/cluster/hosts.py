@@ -80,7 +80,8 @@ class RunningRouter:
     """Router with its gRPC server."""
 
     def __init__(self, host: RouterHost) -> None:
-        set_up_logs("router", host.config.logs.level, host.config.logs.format)
+        logs = host.config.logs
+        set_up_logs("router", logs.level, logs.format, logs.levels)
         self._config = host.config
         self._tls = host.config.internal_tls.files
         journal = SqliteJournal(Path(host.journal), host.model_name) if host.journal else None
@@ -106,6 +107,7 @@ class RunningRouter:
             retain_prompts=router.retain_prompts,
             share_prompts=router.communities,
             max_positions=host.model.max_positions,
+            answers_grow=host.config.decode.preemption,
             return_seconds=host.config.timeouts.start + RETURN_SECONDS,
             ring_lease=host.config.timeouts.lost,
             num_rings=sum(pool.rings for pool in host.config.pools),
@@ -263,7 +265,8 @@ class RunningLeader:
     """Leader with its gRPC server, announcing its ring to the router for as long as it serves."""
 
     def __init__(self, host: LeaderHost) -> None:
-        set_up_logs(host.name, host.config.logs.level, host.config.logs.format, ring=host.name)
+        logs = host.config.logs
+        set_up_logs(host.name, logs.level, logs.format, logs.levels, ring=host.name)
         self._host = host
         self._tls = host.config.internal_tls.files
         self._peers = GrpcPeers(self._tls, host.config.timeouts.lost)

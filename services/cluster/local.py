@@ -237,6 +237,7 @@ class LocalCluster:
             page=config.gateway.page,
             api=config.http,
             log_level=config.logs.level,
+            log_levels=config.logs.levels,
             log_format=config.logs.format,
             metric_names=config.metrics.also_as,
             metric_tenants=config.metrics.tenants,

@@ -17,7 +17,7 @@ from services.auth.sections import check_carrier, check_public_endpoints, check_
 from services.auth.tenants import NAME as TENANT_NAME
 from services.config.rings import check_names
 from services.config.service import UNKNOWN_FIELDS
-from services.telemetry.logs import LOG_FORMATS
+from services.telemetry.logs import LOG_FORMATS, LOG_LEVELS, levels_by_module
 from services.telemetry.tracing.tracer import check_tracing
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 MAX_PORT = 65_535
 DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
-LOG_LEVELS = ("debug", "info", "warning", "error")
 METRIC_NAMES = ("", "vllm")
 CARRIERS = ("auto", "nixl", "sockets")
 
@@ -37,6 +36,10 @@ def check(config: Config) -> None:
         raise ConfigError("model.path: '' is not allowed; give a model directory, builtin:smollm2 or builtin:tiny")
     _among("model.dtype", config.model.dtype, DTYPES)
     _among("logs.level", config.logs.level, LOG_LEVELS)
+    try:
+        levels_by_module(config.logs.levels)
+    except ConfigError as error:
+        raise ConfigError(f"logs.levels: {error}") from None
     _among("logs.format", config.logs.format, LOG_FORMATS)
     _among("model.device", config.model.device, DEVICES)
     _within("model.gpus_per_rank", config.model.gpus_per_rank, 0.01, 1.0)

@@ -23,6 +23,8 @@ CONTEXT_TOKENS = 6
 """Tokens decoded again before new ones: some tokenizers spell a token differently at the beginning of a text."""
 WINDOW_TOKENS = 24
 """Tokens from which on the window moves: each move decodes once more."""
+STAND_IN = "an answer that the conversation has"
+"""Text of an answer of which only the tokens are known, when a chat template writes the messages behind it."""
 MAX_PENDING = 64
 """Trailing replacement characters held back because later tokens may complete them.
 
@@ -68,25 +70,77 @@ class TextCodec:
         tools: Sequence[Mapping[str, Any]],
         *,
         opens_answer: bool = True,
+        continues_last: bool = False,
         values: Mapping[str, Any] | None = None,
     ) -> TokenIds:
-        """Return the token ids of messages as transformers takes them, with calls and tools. Raises InvalidRequest."""
+        """Return the token ids of messages as transformers takes them, with calls and tools. Raises InvalidRequest.
+
+        `continues_last` leaves the last message open, and the answer goes on in it.
+        """
+        ids = self._applied(
+            messages,
+            tools,
+            values or {},
+            add_generation_prompt=opens_answer,
+            continue_final_message=continues_last,
+            tokenize=True,
+        )
+        return np.asarray(ids, dtype=np.int64)
+
+    def encode_following(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        last_token: int,
+        ends: Collection[int],
+        values: Mapping[str, Any] | None = None,
+    ) -> TokenIds:
+        """Return the token ids of messages that follow an answer, of which the conversation's tokens are known alone.
+
+        The template writes the messages behind a stand-in for the answer, and what it writes after that is returned.
+        Where the template closes the answer by one of the tokens `ends`, and one of them is the answer's `last_token`
+        already, it is left out. Raises InvalidRequest.
+        """
+        call = next((each["tool_call_id"] for each in messages[:1] if "tool_call_id" in each), None)
+        answer: dict[str, Any] = {"role": "assistant", "content": STAND_IN}
+        if call is not None:  # templates want a call before its output
+            made = {"id": call, "type": "function", "function": {"name": STAND_IN, "arguments": {}}}
+            answer = {"role": "assistant", "content": "", "tool_calls": [made]}
+        before = [{"role": "user", "content": "x"}, answer]
+        whole = str(
+            self._applied([*before, *messages], tools, values or {}, add_generation_prompt=True, tokenize=False)
+        )
+        rest = whole.rpartition(STAND_IN)[2]
+        found = [(rest.find(sign), sign) for sign in (self.decode_all([end]) for end in ends) if sign in rest]
+        if not found and call is not None:  # the rest of the call has no end
+            raise InvalidRequest(
+                "previous_response_id: the model's chat template closes no call by an end-of-sequence token; send the "
+                "history in input"
+            )
+        place, sign = min(found, default=(0, ""))
+        return self.encode(rest[place + (len(sign) if last_token in ends else 0) :], adds_special=False)
+
+    def _applied(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        values: Mapping[str, Any],
+        **settings: bool,
+    ) -> Any:
+        """Apply the chat template, with settings of transformers. Raises InvalidRequest."""
         # transformers' own settings have the same place: a client could bring a template, which is a program.
         reserved = {"messages", *inspect.signature(self._tokenizer.apply_chat_template).parameters}
-        for name in (values or {}).keys() & reserved:
+        for name in values.keys() & reserved:
             raise InvalidRequest(
                 f"chat_template_kwargs: {name!r} is not allowed; give variables of the model's template"
             )
         if not self._tokenizer.chat_template:
             raise InvalidRequest("input.chat: this model has no chat template; send text or token ids")
-        given = {**(values or {}), **({"tools": list(tools)} if tools else {})}
+        given = {**values, **({"tools": list(tools)} if tools else {})}
         try:
-            ids = self._tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=opens_answer, return_dict=False, **given
-            )
+            return self._tokenizer.apply_chat_template(list(messages), return_dict=False, **settings, **given)
         except Exception as error:  # a template is a program and may raise any error
             raise InvalidRequest(f"input.chat: the model's chat template refuses these messages: {error}") from error
-        return np.asarray(ids, dtype=np.int64)
 
     def chat_template(self, tools: Sequence[Mapping[str, Any]]) -> str:
         """Return the chat template for these tools; empty where the model has none."""

@@ -312,9 +312,18 @@ def test_traces_of_gateways_and_rings_go_to_one_collector() -> None:
     gateway = config_of(build_parser().parse_args([*container["command"][1:], *container["args"]]))
     assert gateway.tracing == configuration({"tracing": tracing}).tracing == wanted
     assert configuration().tracing == TracingConfig()
-    assert not any(
-        "tracing" in argument for argument in pod_templates(render())["gateway"]["spec"]["containers"][0]["args"]
-    )
+    plain = pod_templates(render())["gateway"]["spec"]["containers"][0]["args"]
+    assert not any("tracing" in argument for argument in plain)
+
+
+def test_gateways_and_rings_log_alike() -> None:
+    from services.cli.main import build_parser
+
+    logs = {"level": "warning", "levels": "orchestration.router=debug services.gateway=info", "format": "json"}
+    for values in [{"logs": logs}, {"config": {"logs": logs}}]:
+        container = pod_templates(render(values))["gateway"]["spec"]["containers"][0]
+        told = vars(build_parser().parse_args([*container["command"][1:], *container["args"]]))
+        assert {name: told[f"log_{name}"] for name in logs} == vars(configuration(values).logs) == logs
 
 
 def test_autoscaling_leaves_the_number_of_gateways_to_the_autoscaler() -> None:

@@ -148,6 +148,9 @@ class FakeRank:
         self._check()
         self.copied += pairs
 
+    async def prepare_grammar(self, grammar: str, timeout: float) -> None:
+        self._check()
+
     async def submit(self, commands: Sequence[DecodeCommand], timeout: float) -> None:
         await self.gate.wait()
         self._check()

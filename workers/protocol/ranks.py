@@ -180,6 +180,15 @@ class RingSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GpuMemory:
+    """Memory of a rank's GPU in bytes: all of it, what the rank's process has reserved, and what its tensors take."""
+
+    total: int
+    reserved: int
+    allocated: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RankStatus:
     """Progress of a rank for watchdogs: a step counter and the seconds since it last moved.
 
@@ -190,6 +199,7 @@ class RankStatus:
     `step_counts` are steps by length, see `StepClock`. `stalled_seconds` is the longest time for which a transfer that
     has begun, and is not complete, received no byte. `kv_nixl_bytes` and `kv_socket_bytes` count KV sent to other rings
     by each carrier, `kv_fallbacks` connections to ranks that NIXL was to serve and does not reach.
+    `gpu` is None on a CPU.
     """
 
     steps: int
@@ -207,3 +217,4 @@ class RankStatus:
     kv_nixl_bytes: int = 0
     kv_socket_bytes: int = 0
     kv_fallbacks: int = 0
+    gpu: GpuMemory | None = None

@@ -29,7 +29,7 @@ from workers.prefill.step import PrefillPass, StepEnded, StepInbox, is_true_ever
 from workers.progress import Progress, StepClock
 from workers.protocol.decode_commands import DecodeCommand, DecodeEvents
 from workers.protocol.prefill_steps import PrefillOutput, PrefillStep
-from workers.protocol.ranks import RankEndpoints, RankInfo, RankSpec, RankStatus, RingSpec
+from workers.protocol.ranks import GpuMemory, RankEndpoints, RankInfo, RankSpec, RankStatus, RingSpec
 from workers.protocol.transfers import BlockPair, KvEnds, KvExpect, KvSend, TransferKey, TransferReport
 from workers.rank.joining import RankRings, RingJoining
 from workers.rank.parts import RankParts, load_parts, parts_of
@@ -276,6 +276,11 @@ class RankWorker:
         """
         return self.parts.mailbox.poll(after, timeout)
 
+    def prepare_grammar(self, grammar: str) -> None:
+        """Compile a grammar of an answer to come, so that no step waits for it."""
+        if self.parts.model.samples:
+            self.parts.model.grammars.prepare(grammar)
+
     # --- KV transfer -------------------------------------------------------------------------------------------------
 
     def expect_kv(self, expect: KvExpect) -> None:
@@ -332,6 +337,7 @@ class RankWorker:
             kv_nixl_bytes=counts.nixl_bytes,
             kv_socket_bytes=counts.socket_bytes,
             kv_fallbacks=counts.fallbacks,
+            gpu=gpu_memory(self._started.cache.device) if self._started else None,
         )
 
     def stop(self) -> None:
@@ -365,3 +371,14 @@ class RankWorker:
             raise
         finally:
             self._computing.release()
+
+
+def gpu_memory(device: torch.device) -> GpuMemory | None:
+    """Return the memory of a GPU as torch counts it; None for a CPU. It asks no driver, which may stand still."""
+    if device.type != "cuda":
+        return None
+    return GpuMemory(
+        total=torch.cuda.get_device_properties(device).total_memory,
+        reserved=torch.cuda.memory_reserved(device),
+        allocated=torch.cuda.memory_allocated(device),
+    )

@@ -190,7 +190,10 @@ class Sparsity:
 
 @dataclass(frozen=True, kw_only=True)
 class ConversationInfo:
-    """State of a conversation and the locations of its KV, which is approximate where there is a `sparsity`."""
+    """State of a conversation and the locations of its KV, which is approximate where there is a `sparsity`.
+
+    `turn_ends` are the numbers of tokens after each of its latest turns.
+    """
 
     conversation_id: str = ""
     num_tokens: int = 0
@@ -202,6 +205,8 @@ class ConversationInfo:
     ttl_seconds: float = 0.0
     num_waiting: int = 0
     sparsity: Sparsity | None = None
+    turn_ends: tuple[int, ...] = ()
+    last_token: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

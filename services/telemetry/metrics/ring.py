@@ -146,6 +146,18 @@ class RingCollector(Collector):
             RANK,
             [(rank, each.wait_seconds) for rank, each in ranks],
         )
+        memory = [
+            ((*rank, kind), size)
+            for rank, each in ranks
+            if each.gpu is not None
+            for kind, size in (
+                ("total", each.gpu.total),
+                ("reserved", each.gpu.reserved),
+                ("allocated", each.gpu.allocated),
+            )
+        ]
+        words = "Memory of the rank's GPU: all of it, what its process has reserved, and what its tensors take."
+        yield _gauge("rank_gpu_memory_bytes", words, (*RANK, "kind"), memory)
         told = [(rank, each.communication_seconds) for rank, each in ranks if each.communication_seconds is not None]
         yield _counter(
             "rank_communication_seconds",

@@ -117,7 +117,7 @@ async def test_a_process_of_another_version_is_refused_with_a_sentence(
     await server.stop(0)
 
 
-DIGESTS = {"2": "3ca1f31ef5cb14906d9093ed0948ef783fc081c101f6915447c1535a5b056458"}
+DIGESTS = {"2": "d1aaff2668cf39ca41d49c10be5a04c3879dc870c9a0d50ce27e6b22ef9c0410"}
 """SHA-256 of the calls between processes, by PEER_VERSION."""
 
 

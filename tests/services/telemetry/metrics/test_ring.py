@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,7 @@ from cp_core.errors import Unavailable
 from orchestration.protocol.views import RankKvUsage, RingStatus
 from services.telemetry.metrics.registry import RING_NAMES, WithVllmNames
 from services.telemetry.metrics.ring import RingCollector, RingView
-from workers.protocol.ranks import STEP_BOUNDS, RankStatus
+from workers.protocol.ranks import STEP_BOUNDS, GpuMemory, RankStatus
 
 
 def status(state: str = "ready", role: str = "decode") -> RingStatus:
@@ -181,3 +182,17 @@ async def test_the_names_of_vllm_stand_beside_ours_with_the_same_values() -> Non
     assert found["vllm:num_requests_waiting{model_name=llama,ring=decode-1,role=decode}"] == 4
     assert found["ringserve_num_requests_waiting{ring=decode-1,role=decode}"] == 4
     assert len([name for name in found if name.startswith("vllm:")]) == len(RING_NAMES)
+
+
+async def test_ranks_on_gpus_tell_of_their_memory() -> None:
+    async def get_view() -> RingView:
+        first, second = view().rank_statuses
+        gpu = GpuMemory(total=80, reserved=60, allocated=50)
+        return replace(view(), rank_statuses=(replace(first, gpu=gpu), second))
+
+    found = await samples(RingCollector("decode", "decode-1", get_view, asyncio.get_running_loop()))
+    told = {name: value for name, value in found.items() if "gpu_memory" in name}
+    assert told == {
+        f"ringserve_rank_gpu_memory_bytes{{kind={kind},rank=0,ring=decode-1,role=decode}}": value
+        for kind, value in (("total", 80), ("reserved", 60), ("allocated", 50))
+    }
