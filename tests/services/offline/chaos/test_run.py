@@ -38,6 +38,9 @@ class FakeExperiment:
     def __init__(self, *arguments: object) -> None:
         self._worker = arguments[-1]
 
+    async def usual_gap(self, prefix: str) -> float:
+        return 0.1
+
     async def run(self, cell: Cell, prefix: str) -> Result:
         assert cell.needs_worker == (self._worker is not None)
         return Result(process=cell.kind, phase=cell.phase, how=cell.how, outcome=Outcome.HELD, recover_seconds=1.0)
