@@ -98,6 +98,12 @@ class RingCosts:
         sums = kind.sum_start_seconds + -(-new_tokens // ring.num_ranks) * kind.sum_seconds_a_token
         return StepSeconds(kind.predictor.seconds(new_tokens, cached_tokens), sums)
 
+    def direct_seconds(self, ring: RingRegistration, new_tokens: int, cached_tokens: int) -> float:
+        """Return the seconds of one step by pass-Q alone, by which decode rings compute prompts."""
+        kind = self._kind(ring, cached_tokens > 0)
+        sums = kind.sum_start_seconds + -(-new_tokens // ring.num_ranks) * kind.sum_seconds_a_token
+        return kind.predictor.cost(Algorithm.PASS_Q, new_tokens, cached_tokens).total_seconds + sums
+
     def sparse_seconds(self, ring: RingRegistration, sparsity: Sparsity, new_tokens: int, cached_tokens: int) -> float:
         """Return the seconds of one step by pass-KV with a sparsity."""
         kind = self._kind(ring, cached_tokens > 0)

@@ -80,8 +80,7 @@ class RunningRouter:
     """Router with its gRPC server."""
 
     def __init__(self, host: RouterHost) -> None:
-        logs = host.config.logs
-        set_up_logs("router", logs.level, logs.format, logs.levels)
+        set_up_logs("router", host.config.logs.level, host.config.logs.format, host.config.logs.levels)
         self._config = host.config
         self._tls = host.config.internal_tls.files
         journal = SqliteJournal(Path(host.journal), host.model_name) if host.journal else None
@@ -228,7 +227,10 @@ class LeaderHost:
                 tp=pool.tp,
                 num_blocks=config.kv_cache.num_blocks,
                 block_tokens=config.kv_cache.block_tokens,
+                kv_memory_fraction=config.kv_cache.memory_fraction,
                 kv_checksums=config.kv_cache.checksums,
+                kv_carrier=config.kv_carrier,
+                kv_slot_bytes=config.kv_transfer.slot_bytes,
                 num_threads=pool.threads_per_rank,
                 listen_host=self.listen_host,
                 tls=config.internal_tls.files,
@@ -262,8 +264,7 @@ class RunningLeader:
     """Leader with its gRPC server, announcing its ring to the router for as long as it serves."""
 
     def __init__(self, host: LeaderHost) -> None:
-        logs = host.config.logs
-        set_up_logs(host.name, logs.level, logs.format, logs.levels, ring=host.name)
+        set_up_logs(host.name, (logs := host.config.logs).level, logs.format, logs.levels, ring=host.name)
         self._host = host
         self._tls = host.config.internal_tls.files
         self._peers = GrpcPeers(self._tls, host.config.timeouts.lost)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from cp_core.errors import InvalidRequest, ModelRefused
-from workers.model.tokenizer import load_tokenizer, tokenizer_json
+from workers.model.tokenizer import load_tokenizer, plain_backend, tokenizer_json
 from workers.protocol.prefill_steps import TokenIds
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -23,6 +23,8 @@ CONTEXT_TOKENS = 6
 """Tokens decoded again before new ones: some tokenizers spell a token differently at the beginning of a text."""
 STAND_IN = "an answer that the conversation has"
 """Text of an answer of which only the tokens are known, when a chat template writes the messages behind it."""
+WINDOW_TOKENS = 24
+"""Tokens from which on the window moves: each move decodes once more."""
 MAX_PENDING = 64
 """Trailing replacement characters held back because later tokens may complete them.
 
@@ -39,6 +41,7 @@ class TextCodec:
             self._tokenizer: Any = load_tokenizer(model_path)
         except (OSError, ValueError, KeyError) as error:
             raise ModelRefused(f"the tokenizer of {model_path} cannot be loaded: {error}") from error
+        self._backend = plain_backend(self._tokenizer)
         # A byte-level token has a character a byte, others their own characters: no token stands for more.
         self.max_characters = max((len(token) for token in self._tokenizer.get_vocab()), default=1)
 
@@ -154,6 +157,8 @@ class TextCodec:
         return self._text(token_ids, shows_special=True)
 
     def _text(self, token_ids: Sequence[int], *, shows_special: bool) -> str:
+        if self._backend is not None:
+            return str(self._backend.decode(list(token_ids), skip_special_tokens=not shows_special))
         return str(
             self._tokenizer.decode(
                 list(token_ids), skip_special_tokens=not shows_special, clean_up_tokenization_spaces=False
@@ -184,7 +189,12 @@ class IncrementalText:
         self._context = 0  # index where the window begins: ids before it are not decoded again
         self._whole: deque[int] = deque()  # ends of ids between two characters, where the window may begin
         self._emitted = ""  # sent part of the text of ids[context:]
-        self.text = ""
+        self._sent: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """Text that is certain so far."""
+        return "".join(self._sent)
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Add tokens, and return the whole characters that they complete."""
@@ -208,12 +218,14 @@ class IncrementalText:
     def _emit(self, certain: str) -> str:
         new = certain[len(self._emitted) :] if certain.startswith(self._emitted) else ""
         self._emitted += new
-        self.text += new
+        self._sent.append(new)
         return new
 
     def _move_window(self) -> None:
-        """Move the window to the last place between characters that leaves enough context."""
+        """Move a window that has become long to the last place between characters that leaves enough context."""
         self._whole.append(len(self._ids))
+        if len(self._ids) - self._context < WINDOW_TOKENS:
+            return
         before = self._context
         while self._whole[0] <= len(self._ids) - CONTEXT_TOKENS:
             self._context = self._whole.popleft()
@@ -259,8 +271,13 @@ class AnswerText:
         self._rule = rule or StopRule()
         self._num_tokens = 0
         self._held = ""
-        self.text = ""
+        self._sent: list[str] = []
         self.matched: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Text that is certain so far."""
+        return "".join(self._sent)
 
     def push_all(self, token_ids: Sequence[int], num_known: int = 0) -> tuple[int, str]:
         """Add tokens up to the one that completes a stop string.
@@ -305,7 +322,7 @@ class AnswerText:
         return self._send(rest)
 
     def _send(self, text: str) -> str:
-        self.text += text
+        self._sent.append(text)  # joined once, since the text of a long answer is long
         return text
 
     def _first_match(self, pending: str) -> tuple[int, int] | None:

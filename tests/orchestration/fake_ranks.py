@@ -91,6 +91,7 @@ class FakeRank:
             ring_transport="fake",
             pid=self.number,
             model=MODEL,
+            num_blocks=spec.settings.num_blocks + spec.rank,  # the smallest decides
             is_helix=self.is_helix,
         )
 

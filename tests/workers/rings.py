@@ -85,6 +85,7 @@ class LocalRing:
         packs_weights: bool = False,
         dtype: str = "float32",
         is_staged: bool = False,
+        kv_carrier: str = "auto",
     ) -> None:
         """Start `num_ranks` ranks that share the tokens, each of `tp` workers that share the heads.
 
@@ -122,6 +123,7 @@ class LocalRing:
                     attention_backend=attention_backend,
                     packs_weights=packs_weights,
                     packs_head=packs_weights,
+                    kv_carrier=kv_carrier,
                 ),
             )
             info = worker.start(spec, poisoned=True)

@@ -24,6 +24,7 @@ from cp_core.transport.interface import RingTransport
 from workers.decode.loop import FollowingLoop, LeadingLoop, LoopWork
 from workers.decode.messages import LEADER, HeaderChannel
 from workers.decode.step import BatchState, DecodePass, DecodePrompts
+from workers.kv.lane import CarrierCounts
 from workers.prefill.step import PrefillPass, StepEnded, StepInbox, is_true_everywhere, run_prefill, score_rows
 from workers.progress import Progress, StepClock
 from workers.protocol.decode_commands import DecodeCommand, DecodeEvents
@@ -84,8 +85,7 @@ class RankWorker:
         if not self._computing.acquire(timeout=STOP_SECONDS):
             raise Unavailable(f"rank {spec.rank} still computes")
         self._computing.release()
-        parts.sender.close()
-        parts.receiver.close()
+        parts.close_kv()
         self._rings = None
         self._progress, self._clock, self._inbox = Progress(), StepClock(), StepInbox()
         self._started = parts_of(spec, RingJoining(spec), parts.model, parts.backend, parts.cache)
@@ -316,7 +316,11 @@ class RankWorker:
     # --- life --------------------------------------------------------------------------------------------------------
 
     def status(self) -> RankStatus:
+        """Return the progress. Raises Unavailable where this process has to be replaced."""
         receiver = self._started.receiver if self._started else None
+        counts = self._started.sender.counts if self._started else CarrierCounts()
+        if self._started and self._started.agent is not None:
+            self._started.agent.check_usable()
         return RankStatus(
             steps=self._progress.steps,
             seconds_since_step=self._progress.seconds_since_step,
@@ -331,6 +335,9 @@ class RankWorker:
             communication_seconds=self._clock.communication_seconds,
             step_counts=tuple(self._clock.step_counts),
             gpu=gpu_memory(self._started.cache.device) if self._started else None,
+            kv_nixl_bytes=counts.nixl_bytes,
+            kv_socket_bytes=counts.socket_bytes,
+            kv_fallbacks=counts.fallbacks,
         )
 
     def stop(self) -> None:
@@ -348,8 +355,7 @@ class RankWorker:
         for transport in self._transports:
             transport.close()
         if parts is not None:
-            parts.sender.close()
-            parts.receiver.close()
+            parts.close_kv()
 
     @contextmanager
     def _compute(self) -> Iterator[RingTransport]:

@@ -5,6 +5,7 @@ key: /etc/ringserve-internal/tls.key
 ca: /etc/ringserve-internal/ca.crt
 server_name: {{ .Values.internalTls.serverName | quote }}
 allow_plain_ring: {{ .Values.internalTls.allowPlainRing }}
+allow_plain_kv: {{ .Values.internalTls.allowPlainKv }}
 insecure: {{ .Values.internalTls.insecure }}
 {{- end }}
 

@@ -165,6 +165,18 @@ class RingCollector(Collector):
             RANK,
             told,
         )
+        carried = [
+            ((*rank, carrier), count)
+            for rank, each in ranks
+            for carrier, count in (("nixl", each.kv_nixl_bytes), ("sockets", each.kv_socket_bytes))
+        ]
+        yield _counter("rank_kv_bytes_sent", "KV sent to other rings.", (*RANK, "carrier"), carried)
+        yield _counter(
+            "rank_kv_fallbacks",
+            "Connections whose KV goes by sockets because NIXL does not reach the other rank.",
+            RANK,
+            [(rank, each.kv_fallbacks) for rank, each in ranks],
+        )
         yield self._step_times(view.rank_statuses)
         yield _counter(
             "rank_bytes_sent",

@@ -6,8 +6,10 @@ from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from cp_core.cost.chain import chain_closed_form, chain_seconds
+from cp_core.cost.chain import ChainRates, Cuts, chain_closed_form, chain_seconds
 from cp_core.cost.chain_cuts import best_cuts
 from cp_core.cost.chain_steps import ChainPredictor, chain_order, chain_rates, quick_cuts
 from cp_core.cost.model import CHAIN, PASS_KV, PrefillRates, StepPredictor
@@ -30,6 +32,51 @@ def test_cuts_without_a_search_are_within_4_percent_of_the_best(link: float, num
         best = best_cuts(num_tokens, ratio * num_tokens, rates)
         seconds, least = (chain_seconds(cuts, ratio * num_tokens, rates) for cuts in (quick, best))
         assert seconds <= 1.04 * least, (quick, best)
+
+
+def bisected(num_tokens: int, cached: int, rates: ChainRates, empty: int) -> Cuts:
+    """Return the cuts of `empty` idle positions and others that work equally long, found by halving an interval."""
+    num_ranks, byte_seconds = rates.num_ranks, rates.kv_bytes / rates.link_bytes_per_second
+
+    def filled(seconds: float) -> list[float]:
+        most, cuts = max(0.0, seconds / byte_seconds - cached * (num_ranks - empty - 1) / num_ranks), [0.0]
+        for place in range(empty, num_ranks):
+            work = max(0.0, seconds - rates.lateness[place] / rates.num_layers) * rates.speeds[place]
+            b = rates.token_seconds + rates.pair_seconds * (cached + cuts[-1])
+            cut = cuts[-1] + 2 * work / (b + (b * b + 2 * rates.pair_seconds * work) ** 0.5)
+            cuts.append(cut if place == num_ranks - 1 else max(cuts[-1], min(cut, most)))
+        return [0.0] * empty + cuts
+
+    low, high = (
+        0.0,
+        max(rates.lateness) + num_tokens * (rates.token_seconds + rates.pair_seconds * (cached + num_tokens)),
+    )
+    high /= min(rates.speeds)
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if filled(middle)[-1] < num_tokens else (low, middle)
+    return (0, *(min(num_tokens, round(cut)) for cut in filled(high)[1:-1]), num_tokens)
+
+
+@given(
+    speeds=st.lists(st.sampled_from([1.0, 1.0, 2.0, 0.5]), min_size=1, max_size=8),
+    link=st.sampled_from([1e8, 3e9, 20e9, 300e9]),
+    num_tokens=st.integers(1, 40_000),
+    cached=st.integers(0, 100_000),
+    late=st.sampled_from([0.0, 0.0, 0.01]),
+)
+def test_cuts_are_those_that_halving_an_interval_for_every_number_of_idle_ranks_finds(
+    speeds: list[float], link: float, num_tokens: int, cached: int, late: float
+) -> None:
+    lateness = (0.0,) * (len(speeds) - 1) + (late,)
+    rates = replace(chain(len(speeds), link), speeds=tuple(speeds), lateness=lateness)
+    found = chain_closed_form(quick_cuts(num_tokens, cached, rates), cached, rates)
+    thorough = (bisected(num_tokens, cached, rates, empty) for empty in range(len(speeds)))
+    least = min(chain_closed_form(cuts, cached, rates) for cuts in thorough)
+    # A cut may be rounded to the other side, by which a rank has a token more.
+    rounded = rates.num_layers * (rates.token_seconds + rates.pair_seconds * (cached + num_tokens)) / min(speeds)
+    rounded += rates.num_layers * rates.kv_bytes / link
+    assert abs(found - least) <= 2 * len(speeds) * rounded
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])

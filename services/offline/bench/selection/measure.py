@@ -29,7 +29,7 @@ from cp_core.errors import RingserveError, Unavailable
 from services.offline.bench.model_rank import even_cuts
 from services.offline.bench.ring_processes import RingProcesses
 from services.offline.bench.rounds import Contender, Series, alternate
-from services.offline.bench.selection.links import LinkRate, Links, ShapedLinks, isolation
+from services.offline.bench.selection.links import LinkRate, Links, ShapedLinks
 from services.offline.bench.selection.rank import (
     Compare,
     Difference,
@@ -42,6 +42,7 @@ from services.offline.bench.selection.rank import (
 from services.offline.bench.selection.results import RingResult, SelectionReport, judge, noise_loss, score_policies
 from services.offline.calibration.fitting import Calibration, calibrate, profile_from_rates
 from services.offline.calibration.measurement import Cell, Measurement
+from services.offline.namespaces import isolation
 from services.offline.terminal import Tell
 from workers.model.builtin import resolve_model_path
 from workers.model.info import read_model_info

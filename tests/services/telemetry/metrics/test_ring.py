@@ -48,6 +48,9 @@ def view(state: str = "ready", role: str = "decode") -> RingView:
         step_seconds=4.0,
         wait_seconds=1.0,
         communication_seconds=2.5,
+        kv_nixl_bytes=70,
+        kv_socket_bytes=30,
+        kv_fallbacks=2,
         step_counts=tuple(counts),
     )
     other = RankStatus(
@@ -104,6 +107,10 @@ async def test_a_ring_tells_of_itself_and_of_every_rank() -> None:
     assert found[f"ringserve_rank_step_seconds_total{rank}"] == 4
     assert found[f"ringserve_rank_exposed_communication_seconds_total{rank}"] == 1
     assert found["ringserve_rank_bytes_sent_total{rank=1,ring=decode-1,role=decode}"] == 99
+    for carrier, count in (("nixl", 70), ("sockets", 30)):
+        carried = f"{{carrier={carrier},rank=0,ring=decode-1,role=decode}}"
+        assert found[f"ringserve_rank_kv_bytes_sent_total{carried}"] == count
+    assert found[f"ringserve_rank_kv_fallbacks_total{rank}"] == 2
 
 
 async def test_steps_of_all_ranks_are_one_histogram_and_only_those_that_can_tell_count_communication() -> None:

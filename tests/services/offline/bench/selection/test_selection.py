@@ -19,7 +19,7 @@ from cp_core.transport.interface import RingTransport, Work
 from services.cli.main import main
 from services.offline.bench.model_rank import with_layers
 from services.offline.bench.ring_processes import Loopback
-from services.offline.bench.selection.links import LinkRate, isolation, parse_rate
+from services.offline.bench.selection.links import LinkRate, parse_rate
 from services.offline.bench.selection.measure import (
     SelectionSettings,
     measure_selection,
@@ -36,6 +36,7 @@ from services.offline.bench.selection.results import (
     wrong_table,
 )
 from services.offline.calibration.measurement import Cell
+from services.offline.namespaces import isolation
 
 # A ring of processes starts, and prefills over slow links.
 pytestmark = pytest.mark.timeout(240)

@@ -1,0 +1,16 @@
+"""Logs of all pods in the chart."""
+
+from __future__ import annotations
+
+from tests.helm.charts import pod_templates, render
+from tests.helm.test_render import configuration
+
+
+def test_gateways_and_rings_log_alike() -> None:
+    from services.cli.main import build_parser
+
+    logs = {"level": "warning", "levels": "orchestration.router=debug services.gateway=info", "format": "json"}
+    for values in [{"logs": logs}, {"config": {"logs": logs}}]:
+        container = pod_templates(render(values))["gateway"]["spec"]["containers"][0]
+        told = vars(build_parser().parse_args([*container["command"][1:], *container["args"]]))
+        assert {name: told[f"log_{name}"] for name in logs} == vars(configuration(values).logs) == logs
