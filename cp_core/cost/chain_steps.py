@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from cp_core.cost.chain import ChainRates, Cuts, chain_closed_form
 
 if TYPE_CHECKING:
-    from cp_core.cost.model import ModelShape, PrefillRates
+    from cp_core.cost.model import ModelShape, PrefillRates, RingRates
 
 MAX_STEPS = 24
 TOLERANCE = 0.25
@@ -22,14 +23,15 @@ MAX_ENTRIES = 1 << 12
 """Entries of a predictor's table; there are some 1,000 for all lengths up to 4 million."""
 
 
-def chain_order(speeds: Sequence[float], held: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the ranks along a chain: slow ones last, where nothing waits for them. No speeds: all are alike.
+def chain_order(rates: RingRates, held: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the ranks along a chain: late ones and slow ones last, where nothing waits for them.
 
     Of ranks that are alike, those that hold least are last: where not all ranks take part they do. `held[r]` is
     compared as a tuple, so it may hold further counts for ties.
     """
+    places = _places(rates, len(held))
     fullest_first = sorted(range(len(held)), key=lambda rank: (tuple(-each for each in held[rank]), rank))
-    return tuple(sorted(fullest_first, key=lambda rank: -speeds[rank] if speeds else 0.0))
+    return tuple(sorted(fullest_first, key=places.__getitem__))
 
 
 def chain_rates(model: ModelShape, rates: PrefillRates, num_ranks: int) -> ChainRates:
@@ -37,8 +39,16 @@ def chain_rates(model: ModelShape, rates: PrefillRates, num_ranks: int) -> Chain
 
     No message hides behind that overhead.
     """
-    speeds = rates.ring.speeds if len(rates.ring.speeds) == num_ranks else (1.0,) * num_ranks
-    return replace(ChainRates.of(model, rates, sorted(speeds, reverse=True)), layer_seconds=0.0)
+    places = sorted(_places(rates.ring, num_ranks))
+    lateness = tuple(late for late, _ in places)
+    return replace(ChainRates.of(model, rates, [-slow for _, slow in places], lateness), layer_seconds=0.0)
+
+
+def _places(rates: RingRates, num_ranks: int) -> list[tuple[float, float]]:
+    """Return (seconds late, speed below 0) of each rank, by which they are ordered. Ranks without any are alike."""
+    lateness = rates.lateness if len(rates.lateness) == num_ranks else (0.0,) * num_ranks
+    speeds = rates.speeds if len(rates.speeds) == num_ranks else (1.0,) * num_ranks
+    return [(late, -speed) for late, speed in zip(lateness, speeds, strict=True)]
 
 
 def quick_cuts(num_tokens: int, cached: int, rates: ChainRates) -> Cuts:
@@ -115,9 +125,10 @@ class ChainPredictor:
 
     The closed form is computed for T = 2^(i/2) and 1 + P / T = 2^(j/2), as a multiple of what the matrix products and
     the attention take on one rank. Between these the multiple is linear: a router asks for many steps while it places
-    one turn. Of messages that hide behind a layer, the share that the ring's overlap leaves is added. So are the starts
-    of the hops of pass-KV in each layer: a profile's hold what a rank waits for late ones, and a gain that rests on
-    starts alone is not to be claimed.
+    one turn. Of messages that hide behind a layer, the share that the overlap leaves is added. So are the starts of the
+    hops of pass-KV in each layer: a profile's hold what a rank waits for late ones, and a gain that rests on starts
+    alone is not to be claimed. A calibration measures overlap and starts of chains; else they are those of the ring.
+    Late ranks are in the closed form, and not once more in the seconds that every step takes.
     """
 
     __slots__ = ("_entries", "_model", "_num_ranks", "_overhead", "_overlap", "_prefill_rates", "_rates")
@@ -126,9 +137,11 @@ class ChainPredictor:
         self._model = model
         self._prefill_rates = rates
         self._num_ranks = num_ranks
-        self._overlap = rates.ring.overlap
-        starts = (num_ranks - 1) * rates.ring.link_latency_seconds
-        self._overhead = model.num_layers * (rates.layer_overhead_seconds + starts) + rates.ring.step_seconds
+        ring = rates.ring
+        self._overlap = ring.overlap if rates.chain_overlap is None else rates.chain_overlap
+        start = ring.link_latency_seconds if rates.chain_start_seconds is None else rates.chain_start_seconds
+        self._overhead = model.num_layers * (rates.layer_overhead_seconds + (num_ranks - 1) * start)
+        self._overhead += max(0.0, ring.step_seconds - max(ring.lateness, default=0.0))
         self._rates: ChainRates | None = None  # made when first needed: a fit makes a million predictors for others
         self._entries: dict[tuple[int, int], float] = {}
 
@@ -163,15 +176,21 @@ class ChainPredictor:
         return multiple
 
     def _computed(self, new_tokens: int, cached: int) -> float:
-        rates = self.rates
-        cuts = quick_cuts(new_tokens, cached, rates)
-        return chain_closed_form(cuts, cached, rates) + (1.0 - self._overlap) * hidden_seconds(cuts, cached, rates)
+        seconds, hidden = _closed_form(new_tokens, cached, self.rates)
+        return seconds + (1.0 - self._overlap) * hidden
 
     def _alone(self, new_tokens: int, cached_tokens: int) -> float:
         rates = self.rates
         pairs = new_tokens * cached_tokens + new_tokens * (new_tokens + 1) / 2
         layer = new_tokens * rates.token_seconds + pairs * rates.pair_seconds
         return rates.num_layers * layer + rates.head_seconds
+
+
+@lru_cache(MAX_ENTRIES)
+def _closed_form(new_tokens: int, cached: int, rates: ChainRates) -> tuple[float, float]:
+    """Return the closed form of the quick cuts and its hidden seconds; a fit of overlap and starts asks for few."""
+    cuts = quick_cuts(new_tokens, cached, rates)
+    return chain_closed_form(cuts, cached, rates), hidden_seconds(cuts, cached, rates)
 
 
 def hidden_seconds(cuts: Cuts, cached: int, rates: ChainRates) -> float:

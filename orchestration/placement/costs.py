@@ -59,6 +59,10 @@ class StepSeconds(NamedTuple):
         return Algorithm(min(self.of, key=self.of.__getitem__))
 
 
+_OfRanks = RingRates | tuple[tuple[float, ...], tuple[float, ...]]
+"""Part of a kind's key: a ring's own rates, or beside a profile the speeds and the lateness of its ranks."""
+
+
 class RingCosts:
     """Costs of prefills of one model. `profile` stands for every ring; without it each ring's registered rates do.
 
@@ -79,7 +83,7 @@ class RingCosts:
         self._compute_flops = compute_flops
         self._link_bytes_per_second = link_bytes_per_second
         self._shapes: dict[int, ModelShape] = {}
-        self._kinds: dict[tuple[RingRates | None, int, int, bool], _Kind] = {}
+        self._kinds: dict[tuple[_OfRanks, int, int, bool], _Kind] = {}
         self._of_ring: dict[str, tuple[RingRates, int, int, _Kind]] = {}  # by name: rates hash slowly
 
     def rates(self, ring: RingRegistration, *, is_cached: bool) -> PrefillRates:
@@ -117,9 +121,10 @@ class RingCosts:
         return self.rates(ring, is_cached=False).message_seconds(num_bytes)
 
     def _kind(self, ring: RingRegistration, is_cached: bool) -> _Kind:
-        # A profile stands for all rings of a size; without, what is cached changes nothing.
+        # A profile stands for all rings of a size whose ranks are alike; without, what is cached changes nothing.
         if self._profile is not None:
-            return self._known((None, ring.num_ranks, ring.tp, is_cached), ring)
+            ranks = ring.rates.speeds, ring.rates.lateness
+            return self._known((ranks, ring.num_ranks, ring.tp, is_cached), ring)
         known = self._of_ring.get(ring.name)
         if known is not None and known[0] is ring.rates and known[1] == ring.num_ranks and known[2] == ring.tp:
             return known[3]
@@ -129,7 +134,7 @@ class RingCosts:
         self._of_ring[ring.name] = ring.rates, ring.num_ranks, ring.tp, kind
         return kind
 
-    def _known(self, key: tuple[RingRates | None, int, int, bool], ring: RingRegistration) -> _Kind:
+    def _known(self, key: tuple[_OfRanks, int, int, bool], ring: RingRegistration) -> _Kind:
         kind = self._kinds.get(key)
         if kind is None:
             if len(self._kinds) >= MAX_KNOWN:
@@ -162,6 +167,8 @@ class RingCosts:
             found = PrefillRates(ring=ring.rates)
         else:
             found = self._profile.prefill.rates(ring.num_ranks, is_cached=is_cached)
+            ranks = replace(found.ring, speeds=ring.rates.speeds, lateness=ring.rates.lateness)
+            found = replace(found, ring=ranks)
         return replace(
             found,
             ring=replace(

@@ -94,7 +94,7 @@ class PrefillLeader(RingLeader):
             rate=self._rate(work),
             lone_limits=self._lone_limits(work),
         )
-        self.loop = PrefillLoop(ring, scheduler)
+        self.loop = PrefillLoop(ring, scheduler, self.layout_fallbacks)
         self.spawn(self.loop.run())
         await super().on_ready()
 

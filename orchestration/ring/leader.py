@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from cp_core.errors import InvalidRequest, RingserveError, StaleIncarnation, Unavailable
@@ -31,7 +32,10 @@ Announce = Callable[[RingRegistration, KnownEpoch], Awaitable[Registered]]
 
 
 class RingLeader(ABC):
-    """Owner of one ring, which it announces to the router. Subclasses own the turns."""
+    """Owner of one ring, which it announces to the router. Subclasses own the turns.
+
+    `layout_fallbacks` counts pieces of prefill steps that were laid out otherwise for lack of room.
+    """
 
     def __init__(
         self,
@@ -49,6 +53,7 @@ class RingLeader(ABC):
         self._announce = announce
         self._epoch = 0
         self._is_heard = True
+        self.layout_fallbacks: Counter[str] = Counter()
         self.is_draining = False
         self.is_leaving = False
         self.has_left = asyncio.Event()

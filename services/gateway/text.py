@@ -21,10 +21,10 @@ from workers.protocol.prefill_steps import TokenIds
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 CONTEXT_TOKENS = 6
 """Tokens decoded again before new ones: some tokenizers spell a token differently at the beginning of a text."""
-STAND_IN = "an answer that the conversation has"
-"""Text of an answer of which only the tokens are known, when a chat template writes the messages behind it."""
 WINDOW_TOKENS = 24
 """Tokens from which on the window moves: each move decodes once more."""
+STAND_IN = "an answer that the conversation has"
+"""Text of an answer of which only the tokens are known, when a chat template writes the messages behind it."""
 MAX_PENDING = 64
 """Trailing replacement characters held back because later tokens may complete them.
 

@@ -86,6 +86,8 @@ class LocalRing:
         dtype: str = "float32",
         is_staged: bool = False,
         kv_carrier: str = "auto",
+        replicates_kv: bool = False,
+        scatters_rows: bool = False,
     ) -> None:
         """Start `num_ranks` ranks that share the tokens, each of `tp` workers that share the heads.
 
@@ -113,6 +115,8 @@ class LocalRing:
                 incarnation=self.incarnation,
                 settings=RankSettings(
                     tp=tp,
+                    replicates_kv=replicates_kv,
+                    scatters_rows=scatters_rows,
                     model_path=str(model_path),
                     dtype=dtype,
                     num_blocks=num_blocks,

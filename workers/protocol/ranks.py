@@ -27,6 +27,8 @@ class RankSettings:
     "cuda" a process has `gpus_per_rank` of a GPU: with less than 1, several share it. `kv_carrier` moves KV to other
     rings: `sockets`, `nixl` by slots of `kv_slot_bytes`, or `auto`, which is NIXL on "cuda" where it is installed, and
     sockets to ranks that it does not reach.
+    Two are for comparisons, and such ranks hand over no KV: `replicates_kv` allows more processes than KV heads, and
+    with `scatters_rows` each process has its share of the rows between attention and MLP.
     """
 
     model_path: str
@@ -49,6 +51,8 @@ class RankSettings:
     decode_variant: str = "auto"
     packs_weights: bool = False
     packs_head: bool = False
+    replicates_kv: bool = False
+    scatters_rows: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,8 +202,8 @@ class RankStatus:
     the ring under way; None: the transport cannot tell. `bytes_sent` counts what the rank sent to its ring.
     `step_counts` are steps by length, see `StepClock`. `stalled_seconds` is the longest time for which a transfer that
     has begun, and is not complete, received no byte. `kv_nixl_bytes` and `kv_socket_bytes` count KV sent to other rings
-    by each carrier, `kv_fallbacks` connections to ranks that NIXL was to serve and does not reach. `gpu` is
-    None on a CPU.
+    by each carrier, `kv_fallbacks` connections to ranks that NIXL was to serve and does not reach.
+    `gpu` is None on a CPU.
     """
 
     steps: int
@@ -214,7 +218,7 @@ class RankStatus:
     stalled_seconds: float = 0.0
     communication_seconds: float | None = None
     step_counts: tuple[int, ...] = ()
-    gpu: GpuMemory | None = None
     kv_nixl_bytes: int = 0
     kv_socket_bytes: int = 0
     kv_fallbacks: int = 0
+    gpu: GpuMemory | None = None

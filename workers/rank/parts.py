@@ -74,6 +74,8 @@ def load_parts(spec: RankSpec, *, poisoned: bool) -> RankParts:
         Path(settings.model_path).name,
         tp_rank=spec.tp_rank,
         tp=spec.tp,
+        replicates_kv=settings.replicates_kv,
+        scatters_rows=settings.scatters_rows,
         helix_rank=spec.cp_rank,
         helix=spec.helix,
     )

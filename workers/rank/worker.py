@@ -334,10 +334,10 @@ class RankWorker:
             stalled_seconds=receiver.stalled_seconds if receiver else 0.0,
             communication_seconds=self._clock.communication_seconds,
             step_counts=tuple(self._clock.step_counts),
-            gpu=gpu_memory(self._started.cache.device) if self._started else None,
             kv_nixl_bytes=counts.nixl_bytes,
             kv_socket_bytes=counts.socket_bytes,
             kv_fallbacks=counts.fallbacks,
+            gpu=gpu_memory(self._started.cache.device) if self._started else None,
         )
 
     def stop(self) -> None:

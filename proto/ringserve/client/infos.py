@@ -41,7 +41,7 @@ class RingRates:
     """Measured speed of a ring: FLOP/s of a rank, bytes/s of a link, seconds a message, hidden share of both.
 
     `step_seconds` are those that every step takes in addition. Where ranks are unlike, `speeds` says how many times as
-    fast as the slowest each is.
+    fast as the slowest each is; where ranks begin a step late, `lateness` has the seconds of each after the first.
     """
 
     gemm_flops: float = 0.0
@@ -51,6 +51,7 @@ class RingRates:
     overlap: float = 0.0
     speeds: tuple[float, ...] = ()
     step_seconds: float = 0.0
+    lateness: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

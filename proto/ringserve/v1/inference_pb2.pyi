@@ -1124,11 +1124,16 @@ class Chunk(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     ALGORITHM_FIELD_NUMBER: _builtins.int
     NUM_TURNS_FIELD_NUMBER: _builtins.int
+    FALLBACK_FIELD_NUMBER: _builtins.int
     start: _builtins.int
     stop: _builtins.int
     algorithm: Global___Algorithm.ValueType
     num_turns: _builtins.int
     """Turns that shared the step, this one included; 0 where it is a prediction."""
+    fallback: _builtins.str
+    """Empty, or the layout that the tokens got for lack of room on single ranks: "level_cuts" of a chain, or "spread"
+    where a short prompt should lie whole on one rank. Predictions do not know of it.
+    """
     def __init__(
         self,
         *,
@@ -1136,10 +1141,11 @@ class Chunk(_message.Message):
         stop: _builtins.int = ...,
         algorithm: Global___Algorithm.ValueType = ...,
         num_turns: _builtins.int = ...,
+        fallback: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "num_turns", b"num_turns", "start", b"start", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "fallback", b"fallback", "num_turns", b"num_turns", "start", b"start", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1716,6 +1722,7 @@ class RingRates(_message.Message):
     OVERLAP_FIELD_NUMBER: _builtins.int
     SPEEDS_FIELD_NUMBER: _builtins.int
     STEP_SECONDS_FIELD_NUMBER: _builtins.int
+    LATENESS_FIELD_NUMBER: _builtins.int
     gemm_flops: _builtins.float
     attention_flops: _builtins.float
     link_bytes_per_second: _builtins.float
@@ -1725,6 +1732,10 @@ class RingRates(_message.Message):
     @_builtins.property
     def speeds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Where ranks are unlike: times that each is as fast as the slowest, whose rates these are."""
+
+    @_builtins.property
+    def lateness(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Where ranks begin a step late: seconds of each after the first."""
 
     def __init__(
         self,
@@ -1736,10 +1747,11 @@ class RingRates(_message.Message):
         overlap: _builtins.float = ...,
         speeds: _abc.Iterable[_builtins.float] | None = ...,
         step_seconds: _builtins.float = ...,
+        lateness: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_flops", b"attention_flops", "gemm_flops", b"gemm_flops", "link_bytes_per_second", b"link_bytes_per_second", "link_latency_seconds", b"link_latency_seconds", "overlap", b"overlap", "speeds", b"speeds", "step_seconds", b"step_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_flops", b"attention_flops", "gemm_flops", b"gemm_flops", "lateness", b"lateness", "link_bytes_per_second", b"link_bytes_per_second", "link_latency_seconds", b"link_latency_seconds", "overlap", b"overlap", "speeds", b"speeds", "step_seconds", b"step_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

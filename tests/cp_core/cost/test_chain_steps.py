@@ -88,14 +88,37 @@ def test_cuts_of_any_number_of_tokens_ascend_from_0(num_ranks: int) -> None:
 
 
 def test_slow_ranks_stand_last_and_compute_less() -> None:
-    assert chain_order((2.0, 1.0, 2.0, 3.0), [(5, 0), (5, 0), (6, 0), (5, 0)]) == (3, 2, 0, 1)
-    assert chain_order((), [(0, 0)] * 3) == (0, 1, 2)
-    assert chain_order((), [(4, 2), (4, 9), (5, 0)]) == (2, 1, 0)
+    alike = prefill_rates(300e9).ring
+    slow = replace(alike, speeds=(2.0, 1.0, 2.0, 3.0))
+    assert chain_order(slow, [(5, 0), (5, 0), (6, 0), (5, 0)]) == (3, 2, 0, 1)
+    assert chain_order(alike, [(0, 0)] * 3) == (0, 1, 2)
+    assert chain_order(alike, [(4, 2), (4, 9), (5, 0)]) == (2, 1, 0)
+    assert chain_order(replace(slow, speeds=(1.0,) * 3), [(0, 0)] * 4) == (0, 1, 2, 3), "speeds of another ring"
     rates = chain_rates(LLAMA_8B, unlike(300e9), 4)
     assert rates.speeds == (2.0, 2.0, 2.0, 1.0)
     cuts = quick_cuts(16_000, 0, rates)
     counts = [stop - start for start, stop in pairwise(cuts)]
     assert counts[3] < 0.6 * counts[2]
+
+
+def test_a_late_rank_stands_last_and_computes_less() -> None:
+    quiet = prefill_rates(300e9)
+    late = replace(quiet, ring=replace(quiet.ring, lateness=(0.0, 0.2, 0.0, 0.0), step_seconds=0.25))
+    assert chain_order(late.ring, [(0, 0)] * 4) == (0, 2, 3, 1)
+    rates = chain_rates(LLAMA_8B, late, 4)
+    assert rates.lateness == (0.0, 0.0, 0.0, 0.2)
+    cuts = quick_cuts(24_000, 0, rates)
+    counts = [stop - start for start, stop in pairwise(cuts)]
+    assert counts[3] < 0.7 * counts[2]
+
+
+def test_a_ring_waits_for_its_late_rank_and_a_chain_hides_most_of_it() -> None:
+    """Every step's seconds have the lateness in them; a chain's prediction counts it once."""
+    quiet = prefill_rates(300e9)
+    late = replace(quiet, ring=replace(quiet.ring, lateness=(0.0, 0.2, 0.0, 0.0), step_seconds=0.2))
+    before, after = (StepPredictor(LLAMA_8B, rates, 4).seconds(24_000, 0) for rates in (quiet, late))
+    assert after[PASS_KV] - before[PASS_KV] == pytest.approx(0.2)
+    assert 0.0 < after[CHAIN] - before[CHAIN] < 0.1
 
 
 @pytest.mark.parametrize("link", [3e9, 40e9, 300e9])

@@ -60,6 +60,7 @@ def view(state: str = "ready", role: str = "decode") -> RingView:
         status=status(state, role),
         rank_statuses=(busy, other),
         kv_evictions={"end": 7},
+        layout_fallbacks={"level_cuts": 3},
         kv_shared_tokens=3,
         kv_bytes_per_token=5,
         kv_block_tokens=16,
@@ -135,6 +136,7 @@ async def test_a_ring_whose_ranks_have_said_nothing_yet_has_no_steps() -> None:
             status=status(),
             rank_statuses=(),
             kv_evictions={},
+            layout_fallbacks={},
             kv_shared_tokens=0,
             kv_bytes_per_token=5,
             kv_block_tokens=16,
@@ -153,6 +155,11 @@ async def test_a_prefill_ring_tells_how_much_work_waits_and_how_much_may() -> No
     ring = "{ring=prefill-1,role=prefill}"
     assert found[f"ringserve_prefill_waiting_work{ring}"] == 12.5
     assert found[f"ringserve_prefill_max_waiting_work{ring}"] == 100
+    fallbacks = {
+        reason: found[f"ringserve_prefill_layout_fallbacks_total{{reason={reason},ring=prefill-1,role=prefill}}"]
+        for reason in ("level_cuts", "spread")
+    }
+    assert fallbacks == {"level_cuts": 3, "spread": 0}
     assert not [name for name in found if "preemptions" in name or "decode_variant" in name]
 
 

@@ -78,7 +78,13 @@ def settings() -> Iterator[SelectionSettings]:
     torch.manual_seed(0)
     with with_layers("builtin:tiny", 1) as model:
         yield SelectionSettings(
-            model=str(model), ranks=(2,), rates=(SLOW,), cells=(SHORT, LONG), fit_cells=FIT_CELLS, rounds=1
+            model=str(model),
+            ranks=(2,),
+            rates=(SLOW,),
+            cells=(SHORT, LONG),
+            fit_cells=FIT_CELLS,
+            rounds=1,
+            has_tensor=True,
         )
 
 
@@ -104,6 +110,13 @@ def test_on_slow_links_auto_takes_the_algorithm_that_sends_less(report: Selectio
     assert losses["pass_q"] > 0.0
     # Load on the machine only slows a link.
     assert 0 < ring.measured.link_bytes_per_second < 1.05 * SLOW.bytes_per_second
+
+
+def test_ranks_that_share_the_weights_send_more_and_wait_longer(report: SelectionReport) -> None:
+    ((cell,),) = (ring.tensor for ring in report.rings)
+    assert cell.new_tokens == SHORT.new_tokens
+    assert cell.over_pass_kv > 1.0
+    assert 0.0 < cell.ntp_waits < cell.waits < 1.0
 
 
 def test_both_algorithms_gave_the_same_outputs(report: SelectionReport) -> None:
