@@ -80,8 +80,7 @@ class RunningRouter:
     """Router with its gRPC server."""
 
     def __init__(self, host: RouterHost) -> None:
-        logs = host.config.logs
-        set_up_logs("router", logs.level, logs.format, logs.levels)
+        set_up_logs("router", host.config.logs.level, host.config.logs.format, host.config.logs.levels)
         self._config = host.config
         self._tls = host.config.internal_tls.files
         journal = SqliteJournal(Path(host.journal), host.model_name) if host.journal else None
@@ -267,8 +266,7 @@ class RunningLeader:
     """Leader with its gRPC server, announcing its ring to the router for as long as it serves."""
 
     def __init__(self, host: LeaderHost) -> None:
-        logs = host.config.logs
-        set_up_logs(host.name, logs.level, logs.format, logs.levels, ring=host.name)
+        set_up_logs(host.name, (logs := host.config.logs).level, logs.format, logs.levels, ring=host.name)
         self._host = host
         self._tls = host.config.internal_tls.files
         self._peers = GrpcPeers(self._tls, host.config.timeouts.lost)

@@ -316,16 +316,6 @@ def test_traces_of_gateways_and_rings_go_to_one_collector() -> None:
     assert not any("tracing" in argument for argument in plain)
 
 
-def test_gateways_and_rings_log_alike() -> None:
-    from services.cli.main import build_parser
-
-    logs = {"level": "warning", "levels": "orchestration.router=debug services.gateway=info", "format": "json"}
-    for values in [{"logs": logs}, {"config": {"logs": logs}}]:
-        container = pod_templates(render(values))["gateway"]["spec"]["containers"][0]
-        told = vars(build_parser().parse_args([*container["command"][1:], *container["args"]]))
-        assert {name: told[f"log_{name}"] for name in logs} == vars(configuration(values).logs) == logs
-
-
 def test_autoscaling_leaves_the_number_of_gateways_to_the_autoscaler() -> None:
     assert only(render(), "Deployment", "-gateway")["spec"]["replicas"] == 1
     scaled = render({"gateway": {"autoscaling": {"enabled": True, "maxReplicas": 9}}})
