@@ -15,7 +15,7 @@ STEP_BOUNDS = (
 """Upper bounds of step times, in seconds, for histograms. Decode steps use the first line, prefill steps both."""
 
 COMPILE_POLICIES = ("auto", "off")
-"""Whether ranks compile the model and record decode steps: "auto" does so on GPUs."""
+"""Policies of compiling the model and recording decode steps: "auto" does both on GPUs."""
 NO_QUANTIZATION = "none"
 FP8_MLPS = "fp8"
 QUANTIZATIONS = (NO_QUANTIZATION, FP8_MLPS)

@@ -225,21 +225,6 @@ def test_a_word_that_is_not_allowed_is_refused_with_those_that_are(key: str, val
     assert refusal({section: {name: value}}) == f"{key}: {value!r} is not allowed; use one of {allowed}"
 
 
-def test_the_word_off_is_a_text_where_one_is_wanted(tmp_path: Path) -> None:
-    assert load_config(written(tmp_path, "model: {compile: off}"), environment={}).model.compile == "off"
-
-
-@pytest.mark.parametrize(("device", "dtype"), [("cpu", "bfloat16"), ("cuda", "float32")])
-def test_quantised_weights_need_a_gpu_and_bfloat16(device: str, dtype: str) -> None:
-    model = {"quantization": "fp8", "device": device, "dtype": dtype}
-    assert refusal({"model": model}) == (
-        f"model.quantization: 'fp8' needs model.device cuda and model.dtype bfloat16; allowed with {device} and "
-        f"{dtype} is none"
-    )
-    fitting = {"model": model | {"device": "cuda", "dtype": "bfloat16"}}
-    assert config_from(fitting).model.quantization == "fp8"
-
-
 @pytest.mark.parametrize(
     ("device", "transport", "sentence"),
     [
