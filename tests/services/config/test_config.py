@@ -13,7 +13,7 @@ import yaml
 
 from cp_core.errors import ConfigError
 from orchestration.protocol.rings import PrefillScheduling
-from services.config import Config, KvCacheConfig, config_from, load_config
+from services.config import Config, config_from, load_config
 
 
 def written(directory: Path, text: str | bytes) -> Path:
@@ -90,10 +90,6 @@ def test_a_number_without_a_point_in_the_file_is_a_float_where_one_is_wanted(tmp
     assert config.timeouts.step == 5.0
     assert isinstance(config.timeouts.step, float)
     assert config.router.compute_flops == 5e14
-
-
-def test_a_rank_has_the_whole_blocks_that_fit() -> None:
-    assert KvCacheConfig(block_tokens=16, tokens_per_rank=100).num_blocks == 6
 
 
 def test_every_section_is_frozen_and_named_by_keywords_only() -> None:
@@ -325,11 +321,6 @@ def test_an_unknown_section_and_an_unknown_key_are_named_with_those_allowed() ->
     assert refusal({"prefil": {"cp": 2}}) == f"prefil: no such section; allowed are {sections}"
     said = refusal({"prefill": {"cpp": 2}})
     assert said.startswith("prefill.cpp: no such key; allowed are rings, cp, tp")
-
-
-def test_fewer_tokens_than_one_block_are_refused() -> None:
-    said = refusal({"kv_cache": {"block_tokens": 64, "tokens_per_rank": 63}})
-    assert said == f"kv_cache.tokens_per_rank: 63 is out of range; allowed is 64 to {1 << 30}"
 
 
 @pytest.mark.parametrize(

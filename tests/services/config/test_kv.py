@@ -1,4 +1,4 @@
-"""Sizes of KV that exclude each other."""
+"""Sizes of KV: what fits, and those that exclude each other."""
 
 from __future__ import annotations
 
@@ -7,9 +7,20 @@ from typing import Any
 import pytest
 
 from cp_core.errors import ConfigError
+from services.config import KvCacheConfig
 from services.config.reading import config_from
 
 FRACTION: dict[str, dict[str, Any]] = {"kv_cache": {"memory_fraction": 0.9}}
+
+
+def test_a_rank_has_the_whole_blocks_that_fit() -> None:
+    assert KvCacheConfig(block_tokens=16, tokens_per_rank=100).num_blocks == 6
+
+
+def test_fewer_tokens_than_one_block_are_refused() -> None:
+    with pytest.raises(ConfigError) as refused:
+        config_from({"kv_cache": {"block_tokens": 64, "tokens_per_rank": 63}})
+    assert str(refused.value) == f"kv_cache.tokens_per_rank: 63 is out of range; allowed is 64 to {1 << 30}"
 
 
 @pytest.mark.parametrize("model", [{}, {"device": "cuda", "gpus_per_rank": 0.5}])
