@@ -18,7 +18,7 @@ from workers.model.builtin import write_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = ("services", "orchestration", "workers", "cp_core")
-MAX_FILES = 89
+MAX_FILES = 95
 """Two more since the router's admission and its reservations, which a reader looks for apart, are two files, and since
 `workers/kv/arrivals.py` holds both ends of the notice that a transfer is over. Three more since prompts share KV by
 their tokens, and since turns are written to a journal through a port of its own. One more since
