@@ -177,7 +177,8 @@ class DecodeLeader(RingLeader):
     async def _seal(self, turn: DecodeTurn) -> None:
         """Wait until every rank has its share whole, until the turn's deadline."""
         timeout, key = turn.request.deadline_seconds, turn.attempt.key
-        preparing = self.preparing_grammar(turn.request.sampling)
+        grammar = turn.request.sampling.grammar
+        preparing = self.preparing_grammar(grammar) if grammar else None
         try:
             reports = await gather_first_error(port.await_kv(key, timeout) for port in self.ring.ranks)
         except RingserveError as error:
@@ -208,9 +209,8 @@ class DecodeLeader(RingLeader):
         return await asyncio.shield(turn.tasks.prefilling)
 
     async def _prefill(self, turn: DecodeTurn, token_ids: TokenIds) -> PrefillDone:
-        preparing = self.preparing_grammar(turn.request.sampling)
-        if preparing is not None:
-            await preparing
+        if grammar := turn.request.sampling.grammar:
+            await self.preparing_grammar(grammar)
         admit = await self._engine.compute_prompt(turn, token_ids)
         turn.times.note_prompt(self.settings.name, turn.request.attempt, admit.report)
         shards = turn.sequence.shards

@@ -186,7 +186,7 @@ class PrefillLeader(RingLeader):
 
     async def _run(self, turn: _Turn, run: PrefillRun, request: PrefillTurn) -> PrefillDone:
         try:
-            preparing = self.preparing_grammar(request.sampling)
+            preparing = self.preparing_grammar(request.sampling.grammar) if request.sampling.grammar else None
             pulled = await run.pull()  # while other turns compute
             if preparing is not None:
                 await preparing

@@ -18,7 +18,6 @@ from orchestration.protocol.views import RingStatus
 from orchestration.ring.kv_transfers import KvMoves, copy_blocks
 from orchestration.ring.life import Ring
 from orchestration.tasks import TaskSet, gather_first_error
-from workers.sampling.parameters import SamplingParameters
 
 log = logging.getLogger(__name__)
 
@@ -82,13 +81,13 @@ class RingLeader(ABC):
         """Work units a second in recent steps; 0 where the ring computes no prompts."""
         return 0.0
 
-    def preparing_grammar(self, sampling: SamplingParameters) -> asyncio.Task[None] | None:
-        """Begin to have the ranks compile the grammar of an answer, if it has one. The task raises nothing.
+    def preparing_grammar(self, grammar: str) -> asyncio.Task[None]:
+        """Begin to have the ranks compile the grammar of an answer. The task raises nothing.
 
         A turn waits for it before a step takes it up, so that the step does not: the first grammar of a rank reads the
         tokenizer, which takes seconds where cores are busy.
         """
-        return self.spawn(self._prepare_grammar(sampling.grammar)) if sampling.grammar else None
+        return self.spawn(self._prepare_grammar(grammar))
 
     async def _prepare_grammar(self, grammar: str) -> None:
         try:

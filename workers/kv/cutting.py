@@ -1,4 +1,4 @@
-"""Cutting of KV into frames: their tokens and slots, the same for every layer, and the packing of a layer's payload.
+"""Cutting of KV into frames, alike for all layers, and a layer's payload: how it is packed, copied and checked.
 
 T tokens of a frame, K its KV heads, D head dimension.
 """
@@ -6,6 +6,7 @@ T tokens of a frame, K its KV heads, D head dimension.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,12 +15,15 @@ import torch
 from cp_core.errors import TransferError
 from cp_core.layout.reshard import KvPiece
 from workers.kv.cache import KvCache, SlotRun, runs_of, slots_of
-from workers.kv.frames import MAX_PIECES, Column, LayerFrame, SlotRef
+from workers.kv.frames import MAX_PIECES, Column, LayerFrame, SlotRef, checksum_of
 from workers.protocol.transfers import TransferKey
 
 # Payload bytes of one frame: large enough that its fixed cost is negligible, small enough to stay in a CPU cache in the
 # receiver's staging buffer (docs/decisions/0003-kv-carrier.md).
 FRAME_BYTES = 1 << 20
+
+# An odd number with bits all over, so that neighbours have very different weights.
+WEIGHT = 0x3C6EF35F
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,3 +130,37 @@ class OutgoingPart:
             lengths = np.array([len(span) for span in spans], dtype=np.int64)
             runs = runs_of(slots[first : first + step])
             yield FrameLayout(starts, lengths, head_start, head_stop, heads, runs, cache.copy_index(runs))
+
+
+class CopyStream:
+    """Stream of one thread's copies on a GPU, beside its computation. On a CPU, copies are done when calls return."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def copying(self, ready: torch.Event | None = None) -> Iterator[None]:
+        """Queue the block's copies behind `ready`, and wait for them at its end."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            if ready is not None:
+                self._stream.wait_event(ready)
+            yield
+            self._stream.synchronize()
+
+
+def digest_of(payload: torch.Tensor) -> int:
+    """Return the checksum of a payload (bytes): its CRC-32 on the host, its `weighted_sum` on a GPU."""
+    return checksum_of([payload.numpy().data]) if payload.device.type == "cpu" else weighted_sum(payload)
+
+
+def weighted_sum(payload: torch.Tensor) -> int:
+    """Return the sum of 4-byte words, each times an odd number of its position, modulo 2**32.
+
+    An odd factor lets no change of one word vanish, and words that change places have other factors there.
+    """
+    words = payload.view(torch.int32)
+    weights = torch.arange(len(words), dtype=torch.int32, device=payload.device).mul_(WEIGHT).bitwise_or_(1)
+    return int(weights.mul_(words).sum(dtype=torch.int64)) & 0xFFFF_FFFF

@@ -20,8 +20,8 @@ from cp_core.errors import RingserveError, StaleIncarnation, TransferError
 from cp_core.layout.shards import coalesce
 from workers.kv.arrivals import EndedTransfers
 from workers.kv.cache import KvCache, SlotRun, runs_of, slots_of
+from workers.kv.cutting import digest_of
 from workers.kv.frames import LayerFrame
-from workers.kv.staging import digest_of
 from workers.protocol.transfers import KvEnd, KvEnds, KvExpect, TransferKey, TransferReport
 
 

@@ -16,11 +16,10 @@ import torch
 from cp_core.errors import RingserveError, Unavailable
 from cp_core.transport.peer_tls import PeerTls
 from workers.kv.cache import KvCache
-from workers.kv.cutting import FRAME_BYTES, FrameLayout, OutgoingPart
+from workers.kv.cutting import FRAME_BYTES, CopyStream, FrameLayout, OutgoingPart, digest_of
 from workers.kv.frames import AbandonFrame, Reach, SettleFrame, checksum_of
 from workers.kv.outgoing import DestinationConnection, OutgoingTransfer
 from workers.kv.pulls import PullAgent
-from workers.kv.staging import CopyStream, digest_of
 
 logger = logging.getLogger(__name__)
 

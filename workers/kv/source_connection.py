@@ -16,6 +16,7 @@ import torch
 from cp_core.errors import RingserveError, StaleIncarnation, TransferError, Unavailable
 from cp_core.transport.peer_tls import reason_of
 from workers.kv.cache import KvCache
+from workers.kv.cutting import CopyStream
 from workers.kv.frames import (
     AbandonFrame,
     CardFrame,
@@ -33,7 +34,6 @@ from workers.kv.frames import (
 from workers.kv.incoming import IncomingTransfer, TransferTable
 from workers.kv.pulls import Peer, Pull, PullAgent
 from workers.kv.sockets import KvStream
-from workers.kv.staging import CopyStream
 from workers.protocol.transfers import TransferKey
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Slots of staging memory, and the copies between them and the cache.
+"""Slots of staging memory between the cache and a peer.
 
 A source packs the payload of a frame into an out slot, and a destination reads it into a landing slot of its own. So a
 peer never reads or writes the cache.
@@ -17,44 +17,7 @@ import torch
 from cp_core.errors import Unavailable
 from workers.kv.cache import KvCache
 from workers.kv.cutting import FrameLayout
-from workers.kv.frames import SlotRef, checksum_of
-
-# An odd number with bits all over, so that neighbours have very different weights.
-WEIGHT = 0x3C6EF35F
-
-
-def digest_of(payload: torch.Tensor) -> int:
-    """Return the checksum of a payload (bytes): its CRC-32 on the host, its `weighted_sum` on a GPU."""
-    return checksum_of([payload.numpy().data]) if payload.device.type == "cpu" else weighted_sum(payload)
-
-
-def weighted_sum(payload: torch.Tensor) -> int:
-    """Return the sum of 4-byte words, each times an odd number of its position, modulo 2**32.
-
-    An odd factor lets no change of one word vanish, and words that change places have other factors there.
-    """
-    words = payload.view(torch.int32)
-    weights = torch.arange(len(words), dtype=torch.int32, device=payload.device).mul_(WEIGHT).bitwise_or_(1)
-    return int(weights.mul_(words).sum(dtype=torch.int64)) & 0xFFFF_FFFF
-
-
-class CopyStream:
-    """Stream of one thread's copies on a GPU, beside its computation. On a CPU, copies are done when calls return."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    @contextmanager
-    def copying(self, ready: torch.Event | None = None) -> Iterator[None]:
-        """Queue the block's copies behind `ready`, and wait for them at its end."""
-        if self._stream is None:
-            yield
-            return
-        with torch.cuda.stream(self._stream):
-            if ready is not None:
-                self._stream.wait_event(ready)
-            yield
-            self._stream.synchronize()
+from workers.kv.frames import SlotRef
 
 
 class SlotPool:

@@ -196,7 +196,7 @@ class LoadedModel:
             input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, ring_step=step
         ).last_hidden_state
         assert isinstance(states, Tensor)
-        return self.tensor.all_rows(states[0])
+        return self.tensor.all_rows(states[0]) if self.tensor.scatters_rows else states[0]
 
     def attend_without_tokens(self, step: AttentionStep) -> Tensor:
         """Join every layer's ring attention without own tokens, which transformers cannot run -> [0, hidden_size].

@@ -59,7 +59,7 @@ class TensorParallel:
         self._shares_attention = shares_attention
         self._replicas = replicas
         self._kv_features = kv_features
-        self._scatters_rows = scatters_rows and size > 1
+        self.scatters_rows = scatters_rows and size > 1
         self._num_rows = 0  # of the present forward pass, which begins with the embedding
         self._transport: RingTransport | None = None
 
@@ -96,7 +96,7 @@ class TensorParallel:
 
     def all_rows(self, own: Tensor) -> Tensor:
         """Return all rows [..., T, C] where a rank has an N-th of them, else `own`. Raises Unavailable."""
-        return gather_rows(own, self._num_rows, self.transport) if self._scatters_rows else own
+        return gather_rows(own, self._num_rows, self.transport) if self.scatters_rows else own
 
     def join(self, part: Tensor, total: int) -> Tensor:
         """Return every rank's columns [..., share of total] side by side: [..., total]. Raises Unavailable."""
@@ -110,7 +110,7 @@ class TensorParallel:
         if torch.compiler.is_compiling():
             marked: Tensor = torch.ops.ringserve.total(part)
             return marked
-        reduce = reduce_scatter_rows if self._scatters_rows else all_reduce
+        reduce = reduce_scatter_rows if self.scatters_rows else all_reduce
         return reduce(part, self.transport)
 
     def cut(self, model: PreTrainedModel) -> None:
@@ -138,7 +138,7 @@ class TensorParallel:
                 _cut_columns(self, module, self._kv_features * self._replicas // self.size)
             else:
                 cut(self, module)
-            if self._scatters_rows and style == "rowwise":
+            if self.scatters_rows and style == "rowwise":
                 block = model.get_submodule(name.rpartition(".")[0])
                 block.register_forward_pre_hook(self._with_all_rows, with_kwargs=True)
             num_cut += 1

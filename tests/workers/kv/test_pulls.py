@@ -30,10 +30,10 @@ from tests.workers.kv.kv_peers import (
     receiving,
 )
 from workers.kv.cache import KvCache
+from workers.kv.cutting import weighted_sum
 from workers.kv.frames import Reach, ReachedFrame, ReadFrame, RefusedFrame, SettledFrame, SettleFrame, SlotRef
 from workers.kv.pulls import PullAgent
 from workers.kv.receiver import KvReceiver
-from workers.kv.staging import weighted_sum
 
 LAYER_BYTES = len(TRUTH.payload(0, range(TOKENS)))
 
