@@ -5,7 +5,7 @@
 The two processes have one thread of computation each. A run lasts from the first byte offered until the receiver
 confirms the last one. All bytes end in preallocated memory: a message buffer, or for `kv_transfer` (this project's own
 sender and receiver, with their checks and the copy from staging) the cache itself. Candidates that are not installed
-are skipped and named. `--tls` measures the cost of encryption.
+are skipped and named. `--tls` measures the cost of encryption, `--carrier nixl` KV by NIXL.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -34,15 +35,17 @@ import psutil
 HOST = "127.0.0.1"
 WAIT_SECONDS = 120.0
 CERTIFICATE = "BENCH_CERTIFICATE"
+SLOT_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Load of `count` messages of `message_bytes`, sent `repeats` times after a warm-up."""
+    """Load of `count` messages of `message_bytes`, sent `repeats` times after a warm-up; KV is on `device`."""
 
     message_bytes: int
     count: int
     repeats: int
+    device: str = "cpu"
 
     @property
     def total_bytes(self) -> int:
@@ -213,19 +216,33 @@ def kv_cache(load: Load) -> Any:
     torch.set_num_threads(1)
     num_blocks = load.message_bytes // 4096 // 16
     shape = {"num_blocks": num_blocks, "block_tokens": 16, "num_kv_heads": 8, "head_dim": 64}
-    cache = KvCache(num_layers=load.count, **shape)  # type: ignore[arg-type]
+    cache = KvCache(num_layers=load.count, device=load.device, **shape)  # type: ignore[arg-type]
     for tensor in (*cache.k_layers, *cache.v_layers):
         tensor.fill_(1.0)
     return cache
 
 
-def receive_kv_transfer(load: Load, pipe: Connection, tls: Any = None) -> None:
+def way_of(carrier: str, name: str, device: str) -> dict[str, Any]:
+    """Return what makes an end of a transfer go by TLS, with the certificate of this run, or by NIXL."""
+    import torch
+
+    from cp_core.transport.peer_tls import PeerTls
+    from workers.kv.pulls import PullAgent
+
+    if carrier == "nixl":
+        return {"agent": PullAgent(name, torch.device(device), slot_bytes=SLOT_BYTES, is_required=True)}
+    files = os.environ.get(CERTIFICATE, "")
+    tls = PeerTls(cert=f"{files}/cert.pem", key=f"{files}/key.pem", ca=f"{files}/cert.pem")
+    return {"tls": tls} if carrier == "tls" else {}
+
+
+def receive_kv_transfer(load: Load, pipe: Connection, carrier: str = "sockets") -> None:
     from cp_core.layout.shards import TokenRange
     from workers.kv.receiver import KvReceiver
     from workers.protocol.transfers import KvExpect, TransferKey
 
     cache = kv_cache(load)
-    receiver = KvReceiver(cache, "destination", tls=tls)
+    receiver = KvReceiver(cache, "destination", **way_of(carrier, "destination", load.device))
     blocks, tokens = tuple(range(cache.num_blocks)), TokenRange(0, cache.num_blocks * 16)
     for attempt in range(load.repeats + 1):
         receiver.expect(KvExpect(TransferKey("bench", attempt, "source", "destination"), (tokens,), 0, blocks))
@@ -234,33 +251,8 @@ def receive_kv_transfer(load: Load, pipe: Connection, tls: Any = None) -> None:
     receiver.close()
 
 
-def send_kv_transfer(load: Load, pipe: Connection) -> Runs:
-    """Send with a checksum of every frame, the default."""
-    yield from _send_kv(load, pipe, checksums=True)
-
-
-def send_kv_transfer_unsummed(load: Load, pipe: Connection) -> Runs:
-    """Send with `kv_cache.checksums` off."""
-    yield from _send_kv(load, pipe, checksums=False)
-
-
-def receive_kv_transfer_tls(load: Load, pipe: Connection) -> None:
-    receive_kv_transfer(load, pipe, bench_tls())
-
-
-def send_kv_transfer_tls(load: Load, pipe: Connection) -> Runs:
-    yield from _send_kv(load, pipe, checksums=True, tls=bench_tls())
-
-
-def bench_tls() -> Any:
-    """Return TLS by the self-signed certificate of this run."""
-    from cp_core.transport.peer_tls import PeerTls
-
-    cert = f"{os.environ[CERTIFICATE]}/cert.pem"
-    return PeerTls(cert=cert, key=f"{os.environ[CERTIFICATE]}/key.pem", ca=cert)
-
-
-def _send_kv(load: Load, pipe: Connection, *, checksums: bool, tls: Any = None) -> Runs:
+def send_kv_transfer(load: Load, pipe: Connection, carrier: str = "sockets", *, checksums: bool = True) -> Runs:
+    """Send with a checksum of every frame, the default, or without."""
     from cp_core.layout.reshard import KvPiece
     from cp_core.layout.shards import TokenRange
     from workers.kv.sender import KvSender
@@ -268,7 +260,7 @@ def _send_kv(load: Load, pipe: Connection, *, checksums: bool, tls: Any = None) 
 
     cache = kv_cache(load)
     endpoint = pipe.recv()
-    sender = KvSender(cache, "source", checksums=checksums, tls=tls)
+    sender = KvSender(cache, "source", checksums=checksums, **way_of(carrier, "source", load.device))
     attempts = iter(range(load.repeats + 1))
     piece = KvPiece(TokenRange(0, cache.num_blocks * 16), 0, 0, cache.num_kv_heads)
 
@@ -291,16 +283,23 @@ class Candidate:
     send: Callable[[Load, Connection], Runs]
 
 
-KV_TRANSFER = Candidate("kv_transfer", "torch", receive_kv_transfer, send_kv_transfer)
+def kv_candidate(name: str, carrier: str = "sockets", *, checksums: bool = True) -> Candidate:
+    receive, send = partial(receive_kv_transfer, carrier=carrier), partial(send_kv_transfer, carrier=carrier)
+    return Candidate(name, "nixl_cu12" if carrier == "nixl" else "torch", receive, partial(send, checksums=checksums))
+
+
+KV_TRANSFER, UNSUMMED = kv_candidate("kv_transfer"), kv_candidate("kv unsummed", checksums=False)
 CANDIDATES = (
     Candidate("gloo", "torch", receive_gloo, send_gloo),
     Candidate("sockets", "socket", receive_sockets, send_sockets),
     Candidate("zeromq", "zmq", receive_zeromq, send_zeromq),
     Candidate("grpc", "grpc", receive_grpc, send_grpc),
     KV_TRANSFER,
-    Candidate("kv unsummed", "torch", receive_kv_transfer, send_kv_transfer_unsummed),
+    UNSUMMED,
 )
-TLS_CANDIDATES = (KV_TRANSFER, Candidate("kv tls", "torch", receive_kv_transfer_tls, send_kv_transfer_tls))
+TLS_CANDIDATES = (KV_TRANSFER, kv_candidate("kv tls", "tls"))
+BY_NIXL = (kv_candidate("kv nixl", "nixl"), kv_candidate("nixl unsummed", "nixl", checksums=False))
+CARRIERS = {"sockets": (KV_TRANSFER, UNSUMMED), "nixl": BY_NIXL}
 
 
 def cpu_seconds(pids: Sequence[int]) -> float:
@@ -369,10 +368,12 @@ def main() -> None:
     parser.add_argument("--messages", default="262144,1048576,4194304", help="message sizes in bytes, with commas")
     parser.add_argument("--repeats", type=int, default=7, help="timed runs each (7)")
     parser.add_argument("--tls", action="store_true", help="only kv_transfer, with and without")
+    parser.add_argument("--carrier", choices=CARRIERS, help="only kv_transfer, by this carrier")
+    parser.add_argument("--device", default="cpu", help="memory of the KV of kv_transfer: cpu (default), cuda:0")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     arguments = parser.parse_args()
 
-    candidates = TLS_CANDIDATES if arguments.tls else CANDIDATES
+    candidates = TLS_CANDIDATES if arguments.tls else CARRIERS.get(arguments.carrier, CANDIDATES)
     present = [item for item in candidates if importlib.util.find_spec(item.package) is not None]
     skipped = [item.name for item in candidates if item not in present]
     if arguments.tls:
@@ -380,18 +381,17 @@ def main() -> None:
     rows: list[Row] = []
     for message_bytes in map(int, arguments.messages.split(",")):
         count = max(1, (arguments.megabytes << 20) // message_bytes)
-        load = Load(message_bytes=message_bytes, count=count, repeats=arguments.repeats)
+        load = Load(message_bytes=message_bytes, count=count, repeats=arguments.repeats, device=arguments.device)
         for candidate in present:
             rows.append(measure(candidate, load))
             if not arguments.json:
                 row = rows[-1]
-                size, cpu = f"{row.message_bytes >> 10:6} KiB", row.cpu_seconds_per_gigabyte
-                print(
-                    f"{row.carrier:12} {size}  best {row.best:5.2f}  median {row.median:5.2f} GB/s  cpu {cpu:5.2f} s/GB"
-                )
+                rates = f"best {row.best:5.2f}  median {row.median:5.2f} GB/s"
+                size, cpu = f"{row.message_bytes >> 10:6} KiB", f"cpu {row.cpu_seconds_per_gigabyte:5.2f} s/GB"
+                print(f"{row.carrier:13} {size}  {rates}  {cpu}")
     if arguments.json:
-        cores = len(os.sched_getaffinity(0))
-        print(json.dumps({"cores": cores, "rows": [asdict(row) for row in rows], "not_installed": skipped}))
+        found = {"cores": len(os.sched_getaffinity(0)), "rows": [asdict(row) for row in rows]}
+        print(json.dumps(found | {"not_installed": skipped}))
     elif skipped:
         print(f"not installed, so not measured: {', '.join(skipped)}")
 

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from cp_core.errors import ConfigError
 
@@ -144,9 +144,11 @@ def chain_seconds(cuts: Sequence[int], cached: int, rates: ChainRates) -> float:
     return max(ends[_first(cuts) : _last(cuts) + 1]) + rates.head_seconds
 
 
-@dataclass(frozen=True, slots=True)
-class _Stage:
-    """Seconds of one position in a layer: of its processor, then of its link. A last position sends no new KV."""
+class _Stage(NamedTuple):
+    """Seconds of one position in a layer: of its processor, then of its link. A last position sends no new KV.
+
+    It is a tuple, since a router makes hundreds for a length that it meets for the first time.
+    """
 
     projection: float
     square: float

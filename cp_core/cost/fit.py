@@ -36,6 +36,8 @@ PREFILL_CONSTANTS = (
     "cached_overhead_seconds",
     "sum_bytes_per_second",
 )
+CHAIN_CONSTANTS = ("chain_start_seconds", "chain_overlap")
+"""Constants that chains alone have."""
 RATIO_WEIGHT = 2.0
 """Weight of a ratio's residual beside 1 of a sample's: a disturbed machine spoils samples first."""
 DISTURBED = 2.385
@@ -58,7 +60,10 @@ DECODE_CONSTANTS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillSample:
-    """Prefill and the seconds it took. `cuts` are the positions where one step of it ended and the next began."""
+    """Prefill and the seconds it took. `cuts` are the positions where one step of it ended and the next began.
+
+    `speeds` and `lateness` are those of the ring's ranks, as in RingRates.
+    """
 
     cp: int
     tp: int
@@ -67,6 +72,8 @@ class PrefillSample:
     cached_tokens: int
     seconds: float
     cuts: tuple[int, ...] = ()
+    speeds: tuple[float, ...] = ()
+    lateness: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +124,8 @@ def predicted_prefill(model: ModelShape, profile: HardwareProfile, sample: Prefi
             algorithm=sample.algorithm,
             new_tokens=stop - start,
             cached_tokens=start,
+            speeds=sample.speeds,
+            lateness=sample.lateness,
         ).total_seconds
         for start, stop in pairwise(bounds)
     )
@@ -155,12 +164,58 @@ def fit_prefill(
     """
     _require(samples, names)
     start = np.array([float(getattr(profile.prefill, name)) for name in names])
+
+    def predict(values: Vector) -> Vector:
+        moved = _with_prefill(profile, names, values)
+        return np.array([predicted_prefill(model, moved, each) for each in samples])
+
+    return _with_prefill(profile, names, _fitted(predict, start, samples, trust, ratios, is_robust=is_robust))
+
+
+def fit_chain(
+    model: ModelShape,
+    profile: HardwareProfile,
+    samples: Sequence[PrefillSample],
+    start: tuple[float, float],
+    trust: float = 0.0,
+    ratios: Sequence[PrefillRatio] = (),
+) -> HardwareProfile:
+    """Return `profile` with the CHAIN_CONSTANTS that fit the samples best, from `start` on; robust, as `fit_prefill`.
+
+    Seconds are linear in both, so that three predictions of each sample suffice. Raises ConfigError as that does.
+    """
+    _require(samples, CHAIN_CONSTANTS)
+
+    def at(start_seconds: float, overlap: float) -> Vector:
+        moved = _with_prefill(profile, CHAIN_CONSTANTS, np.array([start_seconds, overlap]))
+        return np.array([predicted_prefill(model, moved, each) for each in samples])
+
+    hidden = at(0.0, 1.0)
+    of_starts, exposed = at(1.0, 1.0) - hidden, at(0.0, 0.0) - hidden
+
+    def predict(values: Vector) -> Vector:
+        start_seconds, overlap = map(float, values)
+        return np.asarray(hidden + start_seconds * of_starts + (1.0 - min(1.0, overlap)) * exposed)
+
+    found = _fitted(predict, np.array(start), samples, trust, ratios, is_robust=True)
+    return _with_prefill(profile, CHAIN_CONSTANTS, found)
+
+
+def _fitted(
+    predict: Callable[[Vector], Vector],
+    start: Vector,
+    samples: Sequence[PrefillSample],
+    trust: float,
+    ratios: Sequence[PrefillRatio],
+    *,
+    is_robust: bool,
+) -> Vector:
+    """Return the constants by which `predict` gives the seconds of the samples best."""
     measured = np.log([each.seconds for each in samples])
 
     def errors(values: Vector) -> tuple[Vector, Vector]:
         """Return the relative errors of samples and of ratios."""
-        moved = _with_prefill(profile, names, values)
-        predicted = np.log([predicted_prefill(model, moved, each) for each in samples])
+        predicted = np.log(predict(values))
         compared = [predicted[each.above] - predicted[each.below] - np.log(each.value) for each in ratios]
         return predicted - measured, RATIO_WEIGHT * np.array(compared)
 
@@ -175,7 +230,7 @@ def fit_prefill(
     for _ in range(ROBUST_ROUNDS - 1 if is_robust else 0):
         sample_weights, ratio_weights = map(_cauchy_weights, errors(found))
         found = fitted(found, (sample_weights, ratio_weights))
-    return _with_prefill(profile, names, found)
+    return found
 
 
 def _cauchy_weights(errors: Vector) -> Vector:
@@ -216,9 +271,9 @@ def _require(samples: Sequence[object], names: Sequence[str]) -> None:
 
 def _with_prefill(profile: HardwareProfile, names: Sequence[str], values: Vector) -> HardwareProfile:
     moved: dict[str, Any] = dict(zip(names, map(float, values), strict=True))
-    if "overlap" in moved:
+    for name in moved.keys() & {"overlap", "chain_overlap"}:
         # A share: a value beyond 1 predicts the same, so no fit goes there.
-        moved["overlap"] = min(1.0, moved["overlap"])
+        moved[name] = min(1.0, moved[name])
     return replace(profile, prefill=replace(profile.prefill, **moved))
 
 

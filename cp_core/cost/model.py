@@ -100,7 +100,8 @@ class RingRates:
     `overlap` is the share of communication that is hidden behind attention, 0 to 1. `step_seconds` are those that a
     step of any length takes in addition. All rates are 0 before the first measurement. Where ranks are unlike, the
     rates are those of the slowest, and `speeds` says how many times as fast as that one each rank is; empty where all
-    are alike.
+    are alike. `lateness` are the seconds by which each rank begins a step after the first; empty where none is late.
+    `step_seconds` contain the longest, for which the ranks of a ring wait.
     """
 
     gemm_flops: float
@@ -110,19 +111,23 @@ class RingRates:
     overlap: float = 1.0
     speeds: tuple[float, ...] = ()
     step_seconds: float = 0.0
+    lateness: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillRates:
     """Rates of one rank in prefill steps: those of its ring, and seconds a layer that nothing else explains.
 
-    An all-to-all has the link's rate and start unless its own are given.
+    An all-to-all has the link's rate and start unless its own are given. So have a chain's layers the ring's overlap
+    and the starts of its hops.
     """
 
     ring: RingRates
     layer_overhead_seconds: float = 0.0
     all_to_all_bytes_per_second: float | None = None
     all_to_all_latency_seconds: float | None = None
+    chain_start_seconds: float | None = None
+    chain_overlap: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("gemm_flops", "attention_flops", "link_bytes_per_second"):

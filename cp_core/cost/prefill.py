@@ -25,10 +25,13 @@ def predict_turn(
     new_tokens: int,
     cached_tokens: int = 0,
     chunk_tokens: int | None = None,
+    speeds: tuple[float, ...] = (),
+    lateness: tuple[float, ...] = (),
 ) -> PrefillCost:
     """Return the cost of T new tokens after P cached ones, cut every `chunk_tokens`; None computes them in one step.
 
-    Raises ConfigError if `algorithm` is neither "pass_kv" nor "pass_q".
+    `speeds` and `lateness` are those of a ring's ranks, as in RingRates. Raises ConfigError if `algorithm` is none of
+    PREFILL_ALGORITHMS.
     """
     end = cached_tokens + new_tokens
     bounds = [*range(cached_tokens, end, chunk_tokens or new_tokens), end]
@@ -36,6 +39,8 @@ def predict_turn(
 
     def cost(start: int, stop: int) -> PrefillCost:
         rates = profile.prefill.rates(cp, is_cached=start > 0)
+        if speeds or lateness:
+            rates = replace(rates, ring=replace(rates.ring, speeds=speeds, lateness=lateness))
         step = predict_prefill(share, rates, cp, algorithm, stop - start, start)
         return replace(step, sum_seconds=sum_seconds(model, profile, tp, -(-(stop - start) // cp)))
 

@@ -28,7 +28,8 @@ class PrefillConstants:
 
     A hop's latency is its whole start, with the wait for a late peer. Overheads are a layer's: always, for each rank
     after the first, and where there are cached tokens. Sums are those of tensor parallelism: bytes/s of a ring
-    all-reduce inside one host, and over several.
+    all-reduce inside one host, and over several. A chain has the latency and the overlap of a hop unless its own were
+    measured.
     """
 
     gemm_flops: float
@@ -43,6 +44,8 @@ class PrefillConstants:
     layer_overhead_seconds: float = 0.0
     rank_overhead_seconds: float = 0.0
     cached_overhead_seconds: float = 0.0
+    chain_start_seconds: float | None = None
+    chain_overlap: float | None = None
 
     def rates(self, num_ranks: int, *, is_cached: bool) -> PrefillRates:
         """Return the rates of a rank in a ring of `num_ranks`."""
@@ -58,6 +61,8 @@ class PrefillConstants:
             layer_overhead_seconds=overhead + (self.cached_overhead_seconds if is_cached else 0.0),
             all_to_all_bytes_per_second=self.all_to_all_bytes_per_second,
             all_to_all_latency_seconds=self.all_to_all_latency_seconds,
+            chain_start_seconds=self.chain_start_seconds,
+            chain_overlap=self.chain_overlap,
         )
 
 
@@ -171,6 +176,8 @@ def _section(kind: type[Section], content: object, where: str, prefix: str) -> S
 
 
 def _checked(name: str, annotation: object, value: object, where: str) -> object:
+    if annotation == "float | None" and value is not None:
+        annotation = "float"
     if annotation not in ("float", "int"):
         if annotation == "str" and not isinstance(value, str):
             raise ConfigError(f"{where} is {value!r}; a string is needed")

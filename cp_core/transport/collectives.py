@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cp_core.layout.shards import even_share
 from cp_core.transport.interface import RingTransport, TransportStats, Work
 
 # Bytes up to which one round of whole tensors beats two rounds of parts: a message costs more to start than to carry.
@@ -132,6 +133,35 @@ def all_reduce(partial: torch.Tensor, transport: RingTransport) -> torch.Tensor:
     total = torch.empty_like(flat)
     transport.gather_all(_sum(mine), list(total.tensor_split(transport.size))).wait()
     return total.view(partial.shape)
+
+
+def reduce_scatter_rows(partial: torch.Tensor, transport: RingTransport) -> torch.Tensor:
+    """Return this rank's rows [..., even share of T, C] of the sum of every rank's `partial` [..., T, C].
+
+    Added as `all_reduce` does, with the bits of its sums. Moves (N - 1) / N * size bytes from each rank. Raises as that
+    does.
+    """
+    if transport.size == 1:
+        return partial
+    parts = [partial[..., start:stop, :].contiguous() for start, stop in _row_shares(partial.shape[-2], transport.size)]
+    mine = [torch.empty_like(parts[transport.rank]) for _ in range(transport.size)]
+    transport.all_to_all(parts, mine).wait()
+    return _sum(mine)
+
+
+def gather_rows(own: torch.Tensor, num_rows: int, transport: RingTransport) -> torch.Tensor:
+    """Return every rank's rows [..., even share of T, C] below each other: [..., T, C]. Raises as `all_reduce`."""
+    if transport.size == 1:
+        return own
+    own = own.contiguous()
+    shares = _row_shares(num_rows, transport.size)
+    parts = [own.new_empty(*own.shape[:-2], stop - start, own.shape[-1]) for start, stop in shares]
+    transport.gather_all(own, parts).wait()
+    return torch.cat(parts, dim=-2)
+
+
+def _row_shares(num_rows: int, size: int) -> list[tuple[int, int]]:
+    return [even_share(num_rows, rank, size) for rank in range(size)]
 
 
 def join_last_dim(part: torch.Tensor, widths: tuple[int, ...], transport: RingTransport) -> torch.Tensor:

@@ -43,7 +43,9 @@ class Conversation:
     are on the store's clock; `ttl_seconds` 0 means for ever. At `is_due_at` the store looks whether it has expired.
 
     The tokens of one that a journal remembers are read with their first use, by `read`. `last_turn` made the newest.
-    All KV of it was computed with `sparsity`; None: it is exact. Turns of another sparsity use none of it.
+    All KV of it was computed with `sparsity`; None: it is exact. Turns of another sparsity use none of it. `turn_ends`
+    are the numbers of tokens after each of its latest turns: those since the router began, of which each but the first
+    was appended to the one before.
     """
 
     conversation_id: str
@@ -53,6 +55,7 @@ class Conversation:
     sparsity: Sparsity | None = None
     _tokens: TokenIds | None = None
     num_turns: int = 0
+    turn_ends: list[int] = field(default_factory=list)
     _places: KvLocations = field(default_factory=KvLocations)
     placed: PlacedConversations | None = None
     running_request: str = ""
@@ -147,6 +150,7 @@ class Conversation:
             ttl_seconds=self.ttl_seconds,
             num_waiting=len(self.waiting),
             sparsity=self.sparsity,
+            turn_ends=tuple(self.turn_ends),
             placements=tuple(
                 KvLocationView(
                     role=role,

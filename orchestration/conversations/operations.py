@@ -52,7 +52,7 @@ class ConversationOperations:
         """Show a conversation. Raises NotFound."""
         self.expire()
         conversation = self._store.get(conversation_id)
-        return self._view(conversation, await self._retained([conversation]))
+        return _with_last(self._view(conversation, await self._retained([conversation])), conversation)
 
     async def list(self, prefix: str, after: str, limit: int) -> ConversationList:
         """Return at most `limit` conversations by id, beginning behind `after`. Raises InvalidRequest."""
@@ -116,7 +116,7 @@ class ConversationOperations:
             self._store.end_fork(source, fork)
             if not is_forked and fork.is_idle:
                 self._store.remove(new_id)
-        return fork.view(self._store.clock())
+        return _with_last(fork.view(self._store.clock()), fork)
 
     async def _fork_on(
         self, role: str, place: KvLocation | None, source_id: str, new_id: str, num_tokens: int
@@ -220,3 +220,7 @@ def _summary(view: ConversationView) -> ConversationSummary:
         kept_on_prefill=view.retained_on("prefill"),
         kept_on_decode=view.retained_on("decode"),
     )
+
+
+def _with_last(view: ConversationView, conversation: Conversation) -> ConversationView:
+    return view if conversation.tokens is None else replace(view, last_token=int(conversation.tokens[-1]))

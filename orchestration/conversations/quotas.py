@@ -13,6 +13,8 @@ from orchestration.conversations.conversation import Conversation
 from orchestration.conversations.store import ConversationStore
 from orchestration.protocol.turns import KvQuota
 
+USUAL_ANSWER_TOKENS = 1024
+"""Tokens that few answers go beyond. Those of no stated length are promised as many, before there is more to share."""
 BUSY_RETRY_SECONDS = 1.0
 """Seconds after which a refused client may retry. A guess: the end of the tenant's running turns is not known."""
 
@@ -66,6 +68,17 @@ class KvQuotas:
             )
         return self._make_room(quota, conversation, needed)
 
+    def room_for_answer(self, quota: KvQuota, conversation: Conversation, prompt: int) -> int:
+        """Return the most tokens of an answer of no stated length, perhaps none.
+
+        It is half of what the tenant has left, so that turns beside it find room too. Beyond `USUAL_ANSWER_TOKENS`,
+        idle conversations retain their KV.
+        """
+        others = self._others(quota, conversation)
+        left = quota.max_tokens - prompt - self._held(quota, others)
+        unused = left - sum(each.kv_tokens for each in others if each.is_idle)
+        return max(min(left, 1), min(left // 2, USUAL_ANSWER_TOKENS), unused // 2)
+
     def admit_fork(self, quota: KvQuota, source: Conversation, num_tokens: int) -> list[Conversation]:
         """Make room for a fork of `num_tokens` tokens; the source keeps its KV. Return and raise as `admit` does."""
         needed, limit = source.kv_tokens + num_tokens, quota.max_tokens
@@ -77,11 +90,9 @@ class KvQuotas:
         return self._make_room(quota, source, needed)
 
     def _make_room(self, quota: KvQuota, conversation: Conversation, needed: int) -> list[Conversation]:
-        limit = quota.max_tokens
-        others = [each for each in self._conversations.of_tenant(quota.tenant) if each is not conversation]
+        limit, others = quota.max_tokens, self._others(quota, conversation)
         idle = [each for each in others if each.is_idle and each.kv_tokens]
-        held = sum(turn.max_kv_tokens for turn in self._turns.of_tenant(quota.tenant))
-        held += sum(each.kv_tokens for each in others if each.num_forks and not each.running_request)
+        held = self._held(quota, others)
         if held + needed > limit:
             raise CapacityExceeded(
                 f"tenant {quota.tenant!r}: running turns may come to {held} KV tokens, this one to {needed}, and it "
@@ -96,3 +107,11 @@ class KvQuotas:
             surplus -= each.kv_tokens
             released.append(each.release_kv())
         return released
+
+    def _others(self, quota: KvQuota, conversation: Conversation) -> list[Conversation]:
+        return [each for each in self._conversations.of_tenant(quota.tenant) if each is not conversation]
+
+    def _held(self, quota: KvQuota, others: Iterable[Conversation]) -> int:
+        """Return the tokens that running turns may come to, and those that forks of theirs share."""
+        held = sum(turn.max_kv_tokens for turn in self._turns.of_tenant(quota.tenant))
+        return held + sum(each.kv_tokens for each in others if each.num_forks and not each.running_request)

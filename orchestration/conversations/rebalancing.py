@@ -210,10 +210,19 @@ class FullRebalancing:
         self._counts = counts
         self._tasks = tasks
         self._work: dict[str, asyncio.Task[None]] = {}
+        # Rings with much room, by their latest announcement. Where all rings are full, as they are in the long run, an
+        # announcement looks at none of the others.
+        self._roomy: dict[str, RegisteredRing] = {}
 
     def note(self, ring: RegisteredRing) -> None:
         """Relieve a ring that takes turns, if its announcement says that it is full."""
-        if ring.role != "decode" or ring.spare_tokens >= FULL_SHARE * ring.registration.capacity_tokens:
+        if ring.role != "decode":
+            return
+        if _spare_share(ring) > TARGET_SHARE:
+            self._roomy[ring.name] = ring
+        else:
+            self._roomy.pop(ring.name, None)
+        if ring.spare_tokens >= FULL_SHARE * ring.registration.capacity_tokens:
             return
         if ring.name in self._work or self._target(ring, 0) is None:
             return
@@ -243,7 +252,8 @@ class FullRebalancing:
 
     def _target(self, ring: RegisteredRing, num_tokens: int) -> RegisteredRing | None:
         """Return the emptiest other ring, if it has enough to spare after taking so many tokens."""
-        others = [other for other in self._rings.ready(ring.role) if other is not ring]
+        here = [other for name, other in self._roomy.items() if self._rings.named(ring.role, name) is other]
+        others = [other for other in here if other.takes_turns and other is not ring]
         emptiest = max(others, key=_spare_share, default=None)
         if emptiest is None or emptiest.spare_tokens < num_tokens:
             return None

@@ -169,10 +169,11 @@ class ConversationStore:
         self.use(conversation)
         return conversation, []
 
-    def finish(self, conversation: Conversation, tokens: TokenIds) -> None:
-        """Enter the tokens of a turn that has finished, with those before them."""
+    def finish(self, conversation: Conversation, tokens: TokenIds, *, is_appended: bool = False) -> None:
+        """Enter the tokens of a turn that has finished, with those before them, to which it `is_appended` or not."""
         conversation.tokens = tokens
         conversation.num_turns += 1
+        conversation.turn_ends = [*(conversation.turn_ends if is_appended else ()), len(tokens)]
         if conversation.conversation_id in self._known:
             self.on_finished(conversation)
 

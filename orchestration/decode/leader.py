@@ -177,6 +177,7 @@ class DecodeLeader(RingLeader):
     async def _seal(self, turn: DecodeTurn) -> None:
         """Wait until every rank has its share whole, until the turn's deadline."""
         timeout, key = turn.request.deadline_seconds, turn.attempt.key
+        preparing = self.preparing_grammar(turn.request.sampling)
         try:
             reports = await gather_first_error(port.await_kv(key, timeout) for port in self.ring.ranks)
         except RingserveError as error:
@@ -184,6 +185,8 @@ class DecodeLeader(RingLeader):
             await asyncio.sleep(CAUSE_SECONDS)
             self._turns.end_soon(turn, Unavailable(f"the KV hand-off to ring {self.settings.name} failed: {error}"))
             return
+        if preparing is not None:
+            await preparing
         turn.to(DecodeTurnState.SEALED)
         turn.sequence.shards = turn.sequence.shards.extend(turn.reservation.shards)
         payload_bytes, seconds = sum(each.payload_bytes for each in reports), max(each.seconds for each in reports)
@@ -205,6 +208,9 @@ class DecodeLeader(RingLeader):
         return await asyncio.shield(turn.tasks.prefilling)
 
     async def _prefill(self, turn: DecodeTurn, token_ids: TokenIds) -> PrefillDone:
+        preparing = self.preparing_grammar(turn.request.sampling)
+        if preparing is not None:
+            await preparing
         admit = await self._engine.compute_prompt(turn, token_ids)
         turn.times.note_prompt(self.settings.name, turn.request.attempt, admit.report)
         shards = turn.sequence.shards

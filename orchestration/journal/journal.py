@@ -22,6 +22,7 @@ from orchestration.journal.writer import GroupCommit
 from orchestration.protocol.journal import BegunRecord, CommittedRecord, RingIncarnation, StoredConversation
 from orchestration.protocol.plans import PromptMode, SparsePlan, TurnPlan
 from orchestration.protocol.turns import BegunTurn, EndedAnswer, KvQuota, TurnRequest
+from workers.protocol.decode_commands import FinishReason
 from workers.protocol.prefill_steps import Algorithm, TokenIds
 from workers.sampling.parameters import SamplingParameters, TokenBias
 
@@ -130,16 +131,21 @@ class SqliteJournal:
 
     def answer_of(self, request_id: str) -> BegunTurn | None:
         query = (
-            "SELECT turn, answer, prompt_tokens, seed, plan FROM ended WHERE request_id = ? AND plan != '' "
-            "ORDER BY number DESC LIMIT 1"
+            "SELECT turn, answer, prompt_tokens, seed, plan, finish_reason FROM ended "
+            "WHERE request_id = ? AND plan != '' ORDER BY number DESC LIMIT 1"
         )
         row = self._reader.execute(query, (request_id,)).fetchone()
         if row is None:
             return None
-        turn, answer, prompt_tokens, seed, plan = row
+        turn, answer, prompt_tokens, seed, plan, reason = row
         ended = EndedAnswer(token_ids=tuple(_unpacked(answer).tolist()), seed=int(seed))
         return BegunTurn(
-            turn_id=turn, decode_endpoint="", prompt_tokens=prompt_tokens, plan=_plan_from(plan), ended=ended
+            turn_id=turn,
+            decode_endpoint="",
+            prompt_tokens=prompt_tokens,
+            plan=_plan_from(plan),
+            ended=ended,
+            max_tokens=len(ended.token_ids) if reason == FinishReason.LENGTH.value else 0,
         )
 
     def tokens_of(self, conversation_id: str) -> TokenIds:

@@ -59,6 +59,10 @@ class StepSeconds(NamedTuple):
         return Algorithm(min(self.of, key=self.of.__getitem__))
 
 
+_OfRanks = RingRates | tuple[tuple[float, ...], tuple[float, ...]]
+"""Part of a kind's key: a ring's own rates, or beside a profile the speeds and the lateness of its ranks."""
+
+
 class RingCosts:
     """Costs of prefills of one model. `profile` stands for every ring; without it each ring's registered rates do.
 
@@ -79,7 +83,7 @@ class RingCosts:
         self._compute_flops = compute_flops
         self._link_bytes_per_second = link_bytes_per_second
         self._shapes: dict[int, ModelShape] = {}
-        self._kinds: dict[tuple[RingRates | None, int, int, bool], _Kind] = {}
+        self._kinds: dict[tuple[_OfRanks, int, int, bool], _Kind] = {}
         self._of_ring: dict[str, tuple[RingRates, int, int, _Kind]] = {}  # by name: rates hash slowly
 
     def rates(self, ring: RingRegistration, *, is_cached: bool) -> PrefillRates:
@@ -98,6 +102,12 @@ class RingCosts:
         sums = kind.sum_start_seconds + -(-new_tokens // ring.num_ranks) * kind.sum_seconds_a_token
         return StepSeconds(kind.predictor.seconds(new_tokens, cached_tokens), sums)
 
+    def direct_seconds(self, ring: RingRegistration, new_tokens: int, cached_tokens: int) -> float:
+        """Return the seconds of one step by pass-Q alone, by which decode rings compute prompts."""
+        kind = self._kind(ring, cached_tokens > 0)
+        sums = kind.sum_start_seconds + -(-new_tokens // ring.num_ranks) * kind.sum_seconds_a_token
+        return kind.predictor.cost(Algorithm.PASS_Q, new_tokens, cached_tokens).total_seconds + sums
+
     def sparse_seconds(self, ring: RingRegistration, sparsity: Sparsity, new_tokens: int, cached_tokens: int) -> float:
         """Return the seconds of one step by pass-KV with a sparsity."""
         kind = self._kind(ring, cached_tokens > 0)
@@ -111,9 +121,10 @@ class RingCosts:
         return self.rates(ring, is_cached=False).message_seconds(num_bytes)
 
     def _kind(self, ring: RingRegistration, is_cached: bool) -> _Kind:
-        # A profile stands for all rings of a size; without, what is cached changes nothing.
+        # A profile stands for all rings of a size whose ranks are alike; without, what is cached changes nothing.
         if self._profile is not None:
-            return self._known((None, ring.num_ranks, ring.tp, is_cached), ring)
+            ranks = ring.rates.speeds, ring.rates.lateness
+            return self._known((ranks, ring.num_ranks, ring.tp, is_cached), ring)
         known = self._of_ring.get(ring.name)
         if known is not None and known[0] is ring.rates and known[1] == ring.num_ranks and known[2] == ring.tp:
             return known[3]
@@ -123,7 +134,7 @@ class RingCosts:
         self._of_ring[ring.name] = ring.rates, ring.num_ranks, ring.tp, kind
         return kind
 
-    def _known(self, key: tuple[RingRates | None, int, int, bool], ring: RingRegistration) -> _Kind:
+    def _known(self, key: tuple[_OfRanks, int, int, bool], ring: RingRegistration) -> _Kind:
         kind = self._kinds.get(key)
         if kind is None:
             if len(self._kinds) >= MAX_KNOWN:
@@ -156,6 +167,8 @@ class RingCosts:
             found = PrefillRates(ring=ring.rates)
         else:
             found = self._profile.prefill.rates(ring.num_ranks, is_cached=is_cached)
+            ranks = replace(found.ring, speeds=ring.rates.speeds, lateness=ring.rates.lateness)
+            found = replace(found, ring=ranks)
         return replace(
             found,
             ring=replace(

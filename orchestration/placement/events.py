@@ -10,7 +10,7 @@ from dataclasses import replace
 from orchestration.protocol.views import EventKind, ServerEvent
 
 MAX_EVENTS = 100
-COUNTED = (EventKind.FAILOVER, EventKind.REFUSAL)
+COUNTED = (EventKind.FAILOVER, EventKind.REFUSAL, EventKind.EVICTION)
 """Kinds of which many may come at once."""
 MAX_TEXT = 300
 """Characters of an event's sentence."""
@@ -19,22 +19,23 @@ MAX_TEXT = 300
 class EventLog:
     """Log of at most MAX_EVENTS events. `clock` tells seconds since the epoch.
 
-    A failover or refusal that repeats the latest one of its kind is counted with it: a flood leaves room for others.
+    A failover or refusal that repeats the latest one of its kind is counted with it, and all evictions of a ring are
+    one event: a flood leaves room for others.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._events: deque[ServerEvent] = deque(maxlen=MAX_EVENTS)
 
-    def note(self, kind: EventKind, ring: str, text: str) -> None:
-        """Add an event. `ring` may be empty."""
-        event = ServerEvent(at=self._clock(), kind=kind, ring=ring, text=text[:MAX_TEXT], count=1)
+    def note(self, kind: EventKind, ring: str, text: str, count: int = 1) -> None:
+        """Add an event that happened `count` times. `ring` may be empty."""
+        event = ServerEvent(at=self._clock(), kind=kind, ring=ring, text=text[:MAX_TEXT], count=count)
         for place in range(len(self._events) - 1, -1, -1):
             other = self._events[place]
-            if other.kind is kind:
+            if other.kind is kind and (kind is not EventKind.EVICTION or other.ring == ring):
                 if kind in COUNTED and (other.ring, other.text) == (event.ring, event.text):
                     del self._events[place]
-                    event = replace(event, count=other.count + 1)
+                    event = replace(event, count=other.count + count)
                 break
         self._events.append(event)
 

@@ -279,7 +279,7 @@ class Planner:
 
     def _direct_seconds(self, num_tokens: int, retained_on_decode: int, decode: RingRegistration) -> float:
         new_tokens = num_tokens - retained_on_decode
-        return self._costs.seconds(decode, new_tokens, retained_on_decode).by(Algorithm.DECODE_RING)
+        return self._costs.direct_seconds(decode, new_tokens, retained_on_decode)
 
     def note_prefill(self, ring: RingRegistration, report: PrefillReport) -> None:
         """Learn from a measured turn. A turn that shared a step, or took both algorithms, measures neither."""

@@ -220,10 +220,7 @@ class RingRegistry:
         self._left: dict[str, RingRegistration] = {}  # what rings announced that have said good-bye, by name
 
     def register(self, registration: RingRegistration) -> bool:
-        """Enter an announcement: a ring is new, was rebuilt, lives, drains or leaves.
-
-        Return True where that is news.
-        """
+        """Enter an announcement: a ring is new, was rebuilt, lives, drains or leaves. Return whether that is news."""
         rings, name = self._rings[registration.role], registration.name
         known = rings.get(name)
         left = self._left.get(name)
@@ -255,6 +252,9 @@ class RingRegistry:
                 self._lose(known, f"ring {name} was started again")
             if known.lost is not None and not registration.is_rebuilding:
                 self.events.note(EventKind.REBUILT, name, f"ring {name} serves again")
+            evicted = registration.num_evictions - before.num_evictions
+            if evicted > 0 and before.incarnation == registration.incarnation:
+                self.events.note(EventKind.EVICTION, name, f"ring {name} dropped retained KV to make room", evicted)
         known.announce(registration, self.clock())
         return is_news
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cp_core.cost.chain import ChainRates, Cuts
 from cp_core.cost.chain_steps import chain_order, chain_rates, quick_cuts
@@ -21,6 +21,7 @@ from cp_core.layout.shards import (
     stored_on_chain,
     whole_layout,
 )
+from orchestration.protocol.plans import LayoutFallback
 from orchestration.ring.kv_pool import KvPool, SequenceKv
 from workers.model.info import tensor_share
 from workers.protocol.ranks import ModelInfo
@@ -43,7 +44,7 @@ class StepForm:
     def of_chain(cls, model: ModelInfo, tp: int, rates: RingRates, held: Sequence[tuple[int, ...]]) -> StepForm:
         """Return the form of a chain of ranks that each are `tp` processes; `held` is that of `chain_order`."""
         shape = tensor_share(model, tp).shape
-        return cls(chain_order(rates.speeds, held), chain_rates(shape, PrefillRates(ring=rates), len(held)))
+        return cls(chain_order(rates, held), chain_rates(shape, PrefillRates(ring=rates), len(held)))
 
     @classmethod
     def of_segments(cls, model: ModelInfo, tp: int, rates: RingRates, num_ranks: int, tokens: TokenRange) -> StepForm:
@@ -54,10 +55,14 @@ class StepForm:
 
 @dataclass(frozen=True, slots=True)
 class PieceLayout:
-    """Layout of a piece's new tokens; `stored` says where their KV lies if not where they are computed."""
+    """Layout of a piece's new tokens; `stored` says where their KV lies if not where they are computed.
+
+    `fallback` is set where a better layout had no room.
+    """
 
     layout: PrefillLayout
     stored: ShardMap | None = None
+    fallback: LayoutFallback | None = None
 
     @property
     def kv(self) -> ShardMap:
@@ -81,25 +86,29 @@ def lay_out(
     whole, if it has room; `form` is that of the step. Raises CapacityExceeded.
     """
     shards = sequence.shards
+    fallback = None
     if whole_on is not None:
         whole = PieceLayout(whole_layout(piece.start, len(piece), whole_on, shards.num_ranks))
         if _has_room(pool, sequence, whole.kv.held):
             return whole
+        fallback = LayoutFallback.SPREAD
     level = balanced_layout(piece.start, len(piece), shards.held, load)
     counts = [level.tokens_on(rank) for rank in range(shards.num_ranks)]
     if form.chain is None or shards.num_ranks == 1:
         pool.make_room(sequence, shards.extend(level.shard_map()).held)
-        return PieceLayout(segment_layout(piece.start, counts, form.num_segments) if form.num_segments > 1 else level)
+        layout = segment_layout(piece.start, counts, form.num_segments) if form.num_segments > 1 else level
+        return PieceLayout(layout, fallback=fallback)
     cuts = quick_cuts(len(piece), piece.start, form.chain)
     found = _chain_layout(piece.start, cuts, counts, form.order)
     if found.kv.held != tuple(counts):
         # What comes later may fill the ranks that now hold less, and finds its room in any case.
         most = worst_case_held(shards.extend(found.kv).held, num_left)
         if _has_room(pool, sequence, most):
-            return found
+            return replace(found, fallback=fallback)
         found = _chain_layout(piece.start, _level_cuts(cuts, counts, form.order), counts, form.order)
+        fallback = LayoutFallback.LEVEL_CUTS
     pool.make_room(sequence, shards.extend(found.kv).held)
-    return found
+    return replace(found, fallback=fallback)
 
 
 def _has_room(pool: KvPool, sequence: SequenceKv, held: Sequence[int]) -> bool:

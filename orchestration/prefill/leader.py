@@ -34,7 +34,7 @@ from orchestration.tasks import begin_joined
 log = logging.getLogger(__name__)
 
 LEASE_SECONDS = 30.0
-"""Seconds after a turn's deadline in which the router must settle it; then this ring releases its KV."""
+"""Seconds after a turn's deadline, or the loss of its ring, in which the router must settle it; then it is released."""
 
 
 @dataclass(slots=True)
@@ -94,7 +94,7 @@ class PrefillLeader(RingLeader):
             rate=self._rate(work),
             lone_limits=self._lone_limits(work),
         )
-        self.loop = PrefillLoop(ring, scheduler)
+        self.loop = PrefillLoop(ring, scheduler, self.layout_fallbacks)
         self.spawn(self.loop.run())
         await super().on_ready()
 
@@ -186,7 +186,10 @@ class PrefillLeader(RingLeader):
 
     async def _run(self, turn: _Turn, run: PrefillRun, request: PrefillTurn) -> PrefillDone:
         try:
+            preparing = self.preparing_grammar(request.sampling)
             pulled = await run.pull()  # while other turns compute
+            if preparing is not None:
+                await preparing
             first_token = await turn.loop.compute(run)
             report = PrefillReport(
                 prefill_seconds=run.prefill_seconds,
@@ -319,9 +322,16 @@ class PrefillLeader(RingLeader):
         )
 
     async def fail_all(self, error: RingserveError) -> None:
-        """End every turn with `error`, and the loop."""
+        """End every turn with `error`, and the loop.
+
+        The router settles no turn on a ring that it knows to be lost: its place here would be held until its deadline.
+        """
+        loop = asyncio.get_running_loop()
         for turn in self._turns.values():
             turn.stop(error)
+            if turn.lease.when() > loop.time() + LEASE_SECONDS:
+                turn.lease.cancel()
+                turn.lease = loop.call_later(LEASE_SECONDS, self._lease_ended, turn.request)
         if self.loop is not None:
             self.loop.end()
 

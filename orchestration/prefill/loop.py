@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -31,11 +32,13 @@ class _Done:
 class PrefillLoop:
     """Steps of a ring, one after another, until the ring is lost or `end` is called; waiting turns then fail.
 
-    `at_work` is locked while the ranks compute a step: the holder of the lock has the ring to itself.
+    `at_work` is locked while the ranks compute a step: the holder of the lock has the ring to itself. `fallbacks`
+    counts the computed pieces whose layout had no room, by the layout that they got.
     """
 
-    def __init__(self, ring: Ring, scheduler: PrefillScheduler) -> None:
+    def __init__(self, ring: Ring, scheduler: PrefillScheduler, fallbacks: Counter[str]) -> None:
         self.scheduler = scheduler
+        self._fallbacks = fallbacks
         self.at_work = asyncio.Lock()  # fair: a waiter gets it after the present step
         self._ring = ring
         self._incarnation = ring.incarnation
@@ -258,6 +261,8 @@ class PrefillLoop:
         for piece in prepared:
             run = piece.run
             run.commit(piece, step.algorithm, len(prepared), seconds)
+            if piece.fallback is not None:
+                self._fallbacks[piece.fallback] += 1
             if run.stop_error is not None:
                 self._fail(run, run.stop_error)
             elif run.is_complete:

@@ -12,7 +12,7 @@ from cp_core.errors import RingserveError
 from cp_core.layout.shards import ShardMap, TokenRange, spread
 from orchestration.prefill.layouts import StepForm, lay_out
 from orchestration.protocol.kv import SentKv
-from orchestration.protocol.plans import PlannedChunk
+from orchestration.protocol.plans import LayoutFallback, PlannedChunk
 from orchestration.protocol.ports import Peers
 from orchestration.protocol.turns import Attributes, PrefillTurn, TimeSpan, just_ended
 from orchestration.ring.kv_pool import KvPool, SequenceKv
@@ -31,12 +31,16 @@ PLAIN = StepForm()
 
 @dataclass(frozen=True, slots=True)
 class PreparedPiece:
-    """Part of a step that computes tokens of one turn, by process. `after` are the places of the KV after it."""
+    """Part of a step that computes tokens of one turn, by process. `after` are the places of the KV after it.
+
+    `fallback` is that of its layout.
+    """
 
     run: PrefillRun
     tokens: TokenRange
     sequences: tuple[SequencePrefill, ...]
     after: ShardMap
+    fallback: LayoutFallback | None
 
 
 class PrefillRun:
@@ -200,12 +204,14 @@ class PrefillRun:
             for send in sends
         )
         self._sending = key
-        return PreparedPiece(self, piece, tuple(sequences), after)
+        return PreparedPiece(self, piece, tuple(sequences), after, placed.fallback)
 
     def commit(self, done: PreparedPiece, algorithm: Algorithm, num_turns: int, seconds: float) -> None:
         """Record that the step with `done`, in which `num_turns` turns took part, has been computed."""
         self._sequence.shards = done.after
-        self.chunks.append(PlannedChunk(tokens=done.tokens, algorithm=algorithm, num_turns=num_turns))
+        self.chunks.append(
+            PlannedChunk(tokens=done.tokens, algorithm=algorithm, num_turns=num_turns, fallback=done.fallback)
+        )
         self.prefill_seconds += seconds
         self.times.note_chunk(self.chunks[-1], seconds)
 
@@ -282,6 +288,8 @@ class PrefillTimes:
             "ringserve.algorithm": chunk.algorithm.value,
             "ringserve.turns_in_step": chunk.num_turns,
         }
+        if chunk.fallback is not None:
+            attributes = {**attributes, "ringserve.fallback": chunk.fallback.value}
         self._chunks.append(just_ended("chunk", seconds, attributes))
 
     def spans(self, ring: str, attempt: int, reserved_at: float, ended: float) -> Sequence[TimeSpan]:

@@ -35,13 +35,28 @@ class CachedSource:
     ring: str = ""
 
 
+class LayoutFallback(StrEnum):
+    """Layouts that a chunk gets for lack of room on single ranks; predictions are of the layout that it should have.
+
+    LEVEL_CUTS: a chain is cut so that all ranks store equally much. SPREAD: a short prompt lies over all ranks and not
+    whole on one.
+    """
+
+    LEVEL_CUTS = "level_cuts"
+    SPREAD = "spread"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedChunk:
-    """New tokens computed in one step, after all before them. `num_turns` turns shared the step; 0 if only planned."""
+    """New tokens computed in one step, after all before them. `num_turns` turns shared the step; 0 if only planned.
+
+    `fallback` is the layout that they got for lack of room, None where they have the one of their algorithm.
+    """
 
     tokens: TokenRange
     algorithm: Algorithm
     num_turns: int = 0
+    fallback: LayoutFallback | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -54,7 +54,7 @@ class TurnRequest:
     the turn waits for, to share it. `resume`: the turn has begun before, and lost a ring, its stream or its gateway.
     `reader` names the gateway's reader of the turn; an earlier one aborts nothing. Turns of one `cache_key` prefer the
     rings of the latest one, where they answer about as soon as others. With a `bound` the turn may be sparse; None: as
-    the router is set.
+    the router is set. An answer that `is_open_ended` may go on as far as there is room, which the router decides.
     """
 
     request_id: str
@@ -76,6 +76,7 @@ class TurnRequest:
     resume: LostTurn | None = None
     reader: str = ""
     bound: Bound | None = None
+    is_open_ended: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +92,8 @@ class BegunTurn:
     """Planned turn in progress: its tokens come from the decode leader at `decode_endpoint`.
 
     Of a turn that was begun again, `lost_role` is the role of the ring that it had lost; with `ended` it had ended by
-    then. The decode leader still has its tokens for a while.
+    then. The decode leader still has its tokens for a while. The answer has at most `max_tokens` (0: not known any
+    more).
     """
 
     turn_id: str
@@ -101,6 +103,7 @@ class BegunTurn:
     remembered_tokens: int = 0
     lost_role: str = ""
     ended: EndedAnswer | None = None
+    max_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -300,7 +303,8 @@ class RingRegistration:
 
     Other fields change from one announcement to the next. A prefill ring tells the work units that wait
     (`waiting_work`) and those it computes a second (`work_rate`; 0: not known). `free_tokens` are not held by running
-    turns (None: not known). `spare_tokens` of them are empty, and may retain more KV.
+    turns (None: not known). `spare_tokens` of them are empty, and may retain more KV. `num_evictions` counts the
+    sequences of which this incarnation has dropped retained KV, each time.
     """
 
     role: str
@@ -318,6 +322,7 @@ class RingRegistration:
     work_rate: float = 0.0
     free_tokens: int | None = None
     spare_tokens: int = 0
+    num_evictions: int = 0
     max_batch: int = 0
     max_direct_tokens: int = 0
     max_direct_seconds: float = 0.0

@@ -100,7 +100,8 @@ class ConversationView:
     """Conversation as `GetConversation` shows it. `epoch` counts the changes of `placements`.
 
     `ttl_seconds` 0 means that the conversation does not expire by age. Its KV was computed with `sparsity`; None: it is
-    exact.
+    exact. `turn_ends` are the numbers of tokens after each of its latest turns, as far as they are known. `last_token`
+    is told of one conversation, not in lists.
     """
 
     conversation_id: str
@@ -113,6 +114,8 @@ class ConversationView:
     ttl_seconds: float = 0.0
     num_waiting: int = 0
     sparsity: Sparsity | None = None
+    turn_ends: tuple[int, ...] = ()
+    last_token: int | None = None
 
     def retained_on(self, role: str) -> int:
         """Return how many tokens a ring of that role retains."""
@@ -188,7 +191,7 @@ class EventKind(StrEnum):
     """Kinds of events. RING: a ring came, drains, left or returned. LOST: it lost a rank, its leader or its place.
 
     REBUILT: it serves again after that. FAILOVER: a turn lost a ring or its gateway and went on. REFUSAL: a turn got no
-    rings.
+    rings. EVICTION: a ring made room by dropping retained KV.
     """
 
     RING = "ring"
@@ -196,6 +199,7 @@ class EventKind(StrEnum):
     REBUILT = "rebuilt"
     FAILOVER = "failover"
     REFUSAL = "refusal"
+    EVICTION = "eviction"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -209,6 +209,9 @@ class RayRank:
     async def copy_blocks(self, pairs: Sequence[BlockPair], timeout: float) -> None:
         await self._call("control", "copy_blocks", timeout, list(pairs))
 
+    async def prepare_grammar(self, grammar: str, timeout: float) -> None:
+        await self._call("control", "prepare_grammar", timeout, grammar)
+
     async def submit(self, commands: Sequence[DecodeCommand], timeout: float) -> None:
         await self._call("control", "submit", timeout, list(commands))
 

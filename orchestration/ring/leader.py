@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from cp_core.errors import InvalidRequest, RingserveError, StaleIncarnation, Unavailable
@@ -16,19 +17,25 @@ from orchestration.protocol.turns import Admit, NoTracer, RingRegistration, Trac
 from orchestration.protocol.views import RingStatus
 from orchestration.ring.kv_transfers import KvMoves, copy_blocks
 from orchestration.ring.life import Ring
-from orchestration.tasks import TaskSet
+from orchestration.tasks import TaskSet, gather_first_error
+from workers.sampling.parameters import SamplingParameters
 
 log = logging.getLogger(__name__)
 
 
 RETRY_SECONDS = 0.25
 """Seconds between announcements while the router does not hear them: one that has started again waits for the rings."""
+GRAMMAR_SECONDS = 60.0
+"""Seconds for the ranks to compile a grammar before a step that needs it."""
 Announce = Callable[[RingRegistration, KnownEpoch], Awaitable[Registered]]
 """Announcement of a ring to the router."""
 
 
 class RingLeader(ABC):
-    """Owner of one ring, which it announces to the router. Subclasses own the turns."""
+    """Owner of one ring, which it announces to the router. Subclasses own the turns.
+
+    `layout_fallbacks` counts pieces of prefill steps that were laid out otherwise for lack of room.
+    """
 
     def __init__(
         self,
@@ -46,6 +53,7 @@ class RingLeader(ABC):
         self._announce = announce
         self._epoch = 0
         self._is_heard = True
+        self.layout_fallbacks: Counter[str] = Counter()
         self.is_draining = False
         self.is_leaving = False
         self.has_left = asyncio.Event()
@@ -73,6 +81,20 @@ class RingLeader(ABC):
     def work_rate(self) -> float:
         """Work units a second in recent steps; 0 where the ring computes no prompts."""
         return 0.0
+
+    def preparing_grammar(self, sampling: SamplingParameters) -> asyncio.Task[None] | None:
+        """Begin to have the ranks compile the grammar of an answer, if it has one. The task raises nothing.
+
+        A turn waits for it before a step takes it up, so that the step does not: the first grammar of a rank reads the
+        tokenizer, which takes seconds where cores are busy.
+        """
+        return self.spawn(self._prepare_grammar(sampling.grammar)) if sampling.grammar else None
+
+    async def _prepare_grammar(self, grammar: str) -> None:
+        try:
+            await gather_first_error(port.prepare_grammar(grammar, GRAMMAR_SECONDS) for port in self.ring.ranks)
+        except RingserveError as error:
+            log.warning("ring %s could not prepare a grammar, and its step waits: %s", self.settings.name, error)
 
     @abstractmethod
     async def measure(self) -> None:
@@ -117,6 +139,7 @@ class RingLeader(ABC):
             work_rate=self.work_rate,
             free_tokens=ring.pool.free_tokens,
             spare_tokens=ring.pool.spare_tokens,
+            num_evictions=ring.pool.evictions.total(),
             max_batch=self.settings.ranks.max_batch if self.settings.role == "decode" else 0,
             max_direct_tokens=self.settings.max_direct_tokens if self.settings.role == "decode" else 0,
             max_direct_seconds=self.settings.max_direct_seconds if self.settings.role == "decode" else 0.0,

@@ -188,8 +188,9 @@ class Ring:
         await gather_first_error(rank.join(rendezvous, settings.start_timeout) for rank in ranks)
         rates = await gather_first_error(rank.probe(settings.start_timeout) for rank in ranks)
         common = rates_of_ring(rates, settings.ranks.tp)
+        sized = self._sized(infos)
         if settings.measures_steps and self._correction is None:
-            self._correction = await measure_steps(ranks, settings, infos[0].model, common)
+            self._correction = await measure_steps(ranks, sized, infos[0].model, common)
         if self.state is RingState.CLOSED:
             raise Unavailable(f"ring {settings.name} was closed while it started")
         self.ranks, self.infos, self.incarnation = ranks, infos, incarnation
@@ -198,10 +199,11 @@ class Ring:
         self._gone.clear()
         self.pool = KvPool(
             settings.num_ranks,
-            settings.ranks.num_blocks,
+            sized.ranks.num_blocks,
             settings.ranks.block_tokens,
             kept_fraction=settings.kept_fraction,
         )
+        log.info("%d tokens of KV fit on ring %s", self.pool.capacity_tokens, settings.name)
         self.state = RingState.READY
         self._watch = [
             asyncio.create_task(self._watch_rank(number, rank, incarnation)) for number, rank in enumerate(ranks)
@@ -219,8 +221,13 @@ class Ring:
         rates = await gather_first_error(rank.probe(settings.start_timeout) for rank in self.ranks)
         common = rates_of_ring(rates, settings.ranks.tp)
         if settings.measures_steps and not self.pool.inventory():
-            self._correction = await measure_steps(self.ranks, settings, self.model, common)
+            self._correction = await measure_steps(self.ranks, self._sized(self.infos), self.model, common)
         self.rates = self._corrected(common)
+
+    def _sized(self, infos: Sequence[RankInfo]) -> RingSettings:
+        """Return the settings with the blocks that every rank has: free memory may have decided their number."""
+        num_blocks = min(info.num_blocks for info in infos)
+        return replace(self.settings, ranks=replace(self.settings.ranks, num_blocks=num_blocks))
 
     def _corrected(self, rates: RingRates) -> RingRates:
         """Return probed rates with what steps have been seen to take in addition: a rebuild does not change that."""

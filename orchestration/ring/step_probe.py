@@ -3,6 +3,9 @@
 A probe of the ranks knows matrix products, attention and messages, one at a time. A step also has norms, activations,
 copies, calls between its layers, and the calls of the ranks. Much of it is the same for every step, and weighs most in
 short ones; the rest grows with the tokens, as the matrix products do.
+
+Steps also show which rank begins late: its order takes longer to reach it. In pass-KV all ranks end together, so a rank
+that takes less time than another has begun later.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from orchestration.protocol.ports import RankPort
 from orchestration.protocol.rings import RingSettings
 from orchestration.tasks import gather_first_error
 from workers.model.info import tensor_share
-from workers.protocol.prefill_steps import Algorithm, PrefillStep, SequencePrefill
+from workers.protocol.prefill_steps import Algorithm, PrefillOutput, PrefillStep, SequencePrefill
 from workers.protocol.ranks import ModelInfo
 from workers.sampling.parameters import SamplingParameters
 
@@ -31,15 +34,29 @@ MAX_FACTOR = 8.0
 """Factor by which a rate may differ from the one that was probed: beyond it something else disturbed the steps."""
 
 
+LATENESS_REPEATS = 6
+LEAST_LATENESS = 0.005
+"""Seconds from which a rank counts as late: orders to the ranks of one machine reach them within less."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepCorrection:
-    """Correction of probed rates: seconds that every step takes in addition, and a factor of its products' seconds."""
+    """Correction of probed rates: seconds that every step takes in addition, and a factor of its products' seconds.
+
+    `lateness` is that of the ranks, empty where none is late.
+    """
 
     step_seconds: float
     products: float
+    lateness: tuple[float, ...] = ()
 
     def applied(self, rates: RingRates) -> RingRates:
-        return replace(rates, gemm_flops=rates.gemm_flops / self.products, step_seconds=self.step_seconds)
+        return replace(
+            rates,
+            gemm_flops=rates.gemm_flops / self.products,
+            step_seconds=self.step_seconds,
+            lateness=self.lateness,
+        )
 
 
 async def measure_steps(
@@ -51,12 +68,27 @@ async def measure_steps(
     """
     room = min(settings.ranks.num_blocks * settings.ranks.block_tokens * settings.num_ranks, model.max_positions)
     lengths = [max(1, min(tokens, room)) for tokens in (SHORT_TOKENS, LONG_TOKENS)]
-    measured = [await _seconds(ranks, settings, num_tokens) for num_tokens in lengths]
+    measured = [median(await _seconds(ranks, settings, num_tokens)) for num_tokens in lengths]
+    # A sampled token takes the rank of the last position longer, when it waits for no other.
+    own = await _rank_seconds(ranks, settings, lengths[0])
     predictor = StepPredictor(
         tensor_share(model, settings.ranks.tp).shape, PrefillRates(ring=rates), settings.num_ranks
     )
     costs = [predictor.cost(Algorithm.PASS_KV.value, num_tokens, 0) for num_tokens in lengths]
-    return correction_of(measured, [cost.total_seconds for cost in costs], [cost.linear_seconds for cost in costs])
+    found = correction_of(measured, [cost.total_seconds for cost in costs], [cost.linear_seconds for cost in costs])
+    return replace(found, lateness=lateness_of(own, settings.ranks.tp))
+
+
+def lateness_of(steps: Sequence[Sequence[float]], tp: int) -> tuple[float, ...]:
+    """Return by how many seconds each rank begins after the first, by the seconds that its processes took in steps.
+
+    A rank begins with the last of its `tp` processes. The least of all steps counts: a disturbance makes now one rank
+    late and now another. Empty where no rank is late by LEAST_LATENESS.
+    """
+    by_rank = [[min(step[at : at + tp]) for at in range(0, len(step), tp)] for step in steps]
+    lateness = [min(late) for late in zip(*([max(own) - each for each in own] for own in by_rank), strict=True)]
+    counted = tuple(late if late >= LEAST_LATENESS else 0.0 for late in lateness)
+    return counted if any(counted) else ()
 
 
 def correction_of(measured: Sequence[float], predicted: Sequence[float], products: Sequence[float]) -> StepCorrection:
@@ -74,32 +106,42 @@ def correction_of(measured: Sequence[float], predicted: Sequence[float], product
     return StepCorrection(step_seconds=max(0.0, measured[0] - short), products=factor)
 
 
-async def _seconds(ranks: Sequence[RankPort], settings: RingSettings, num_tokens: int) -> float:
-    """Return the median seconds of a step with one new prompt, as the leader of a prefill ring measures them."""
-    layout = balanced_layout(0, num_tokens, (0,) * settings.num_ranks)
+async def _seconds(ranks: Sequence[RankPort], settings: RingSettings, num_tokens: int) -> list[float]:
+    """Return the seconds of steps with one new prompt, as the leader of a prefill ring measures them."""
     seconds = []
     for _ in range(REPEATS + 1):
-        steps = [
-            PrefillStep(
-                algorithm=Algorithm.PASS_KV,
-                sequences=(
-                    SequencePrefill(
-                        sequence_id="probe",
-                        token_ids=np.zeros(num_tokens, np.int64),
-                        layout=layout,
-                        cached=(0,) * settings.num_ranks,
-                        blocks=tuple(
-                            range(-(-layout.tokens_on(rank // settings.ranks.tp) // settings.ranks.block_tokens))
-                        ),
-                        sample=SamplingParameters(temperature=0.0),
-                    ),
-                ),
-            )
-            for rank in range(len(ranks))
-        ]
         began = time.monotonic()
-        await gather_first_error(
-            rank.prefill(step, settings.start_timeout) for rank, step in zip(ranks, steps, strict=True)
-        )
+        await _computed(ranks, settings, num_tokens, SamplingParameters(temperature=0.0))
         seconds.append(time.monotonic() - began)
-    return median(seconds[1:])
+    return seconds[1:]
+
+
+async def _rank_seconds(ranks: Sequence[RankPort], settings: RingSettings, num_tokens: int) -> list[list[float]]:
+    """Return the seconds of each process in steps that sample no token, as the ranks measure them."""
+    steps = [await _computed(ranks, settings, num_tokens, None) for _ in range(LATENESS_REPEATS)]
+    return [[output.seconds for output in outputs] for outputs in steps]
+
+
+async def _computed(
+    ranks: Sequence[RankPort], settings: RingSettings, num_tokens: int, sample: SamplingParameters | None
+) -> Sequence[PrefillOutput]:
+    """Compute a step with one new prompt."""
+    layout = balanced_layout(0, num_tokens, (0,) * settings.num_ranks)
+    steps = [
+        PrefillStep(
+            algorithm=Algorithm.PASS_KV,
+            sequences=(
+                SequencePrefill(
+                    sequence_id="probe",
+                    token_ids=np.zeros(num_tokens, np.int64),
+                    layout=layout,
+                    cached=(0,) * settings.num_ranks,
+                    blocks=tuple(range(-(-layout.tokens_on(rank // settings.ranks.tp) // settings.ranks.block_tokens))),
+                    sample=sample,
+                ),
+            ),
+        )
+        for rank in range(len(ranks))
+    ]
+    calls = zip(ranks, steps, strict=True)
+    return await gather_first_error(rank.prefill(step, settings.start_timeout) for rank, step in calls)

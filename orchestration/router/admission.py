@@ -32,7 +32,7 @@ from orchestration.conversations.prefixes import (
     PromptUnderWay,
     SharedKv,
 )
-from orchestration.conversations.quotas import KvQuotas
+from orchestration.conversations.quotas import USUAL_ANSWER_TOKENS, KvQuotas
 from orchestration.conversations.store import ConversationStore
 from orchestration.placement.kv_locations import Choice, WantedTurn
 from orchestration.placement.placer import RingPlacer
@@ -137,7 +137,8 @@ class PromptWaits:
 class TurnAdmission:
     """Admission of requests: waits for what a turn needs, checks it against limits and quotas, and chooses its rings.
 
-    `max_positions` is the longest sequence that the model takes.
+    `max_positions` is the longest sequence that the model takes. `answers_grow`: decode rings hold room for an answer
+    as it comes, not for the longest one from the start.
     """
 
     def __init__(
@@ -153,6 +154,7 @@ class TurnAdmission:
         sparse: SparseChooser,
         *,
         max_positions: int,
+        answers_grow: bool,
     ) -> None:
         self._conversations = conversations
         self._operations = operations
@@ -165,6 +167,7 @@ class TurnAdmission:
         self._sparse = sparse
         self._quotas = KvQuotas(conversations, turns)
         self._max_positions = max_positions
+        self._answers_grow = answers_grow
 
     async def admit(self, request: TurnRequest) -> RunningTurn:
         """Make a turn of a request; it may have to wait for its conversation, or for a ring to return.
@@ -229,6 +232,9 @@ class TurnAdmission:
         sparse = self._sparse.choose(request, wanted_at)
         wanted = wanted_at(sparse.sparsity if sparse else None)
         choice = self._placer.choose(wanted)
+        if request.is_open_ended:
+            request = self._bounded(request, conversation, len(prompt), choice)
+            wanted = replace(wanted, answer_tokens=request.sampling.max_tokens)
         self._check_length(wanted, choice)
         if request.kv_quota is not None:
             for old in self._quotas.admit(request.kv_quota, conversation, wanted.num_tokens, wanted.answer_tokens):
@@ -277,14 +283,30 @@ class TurnAdmission:
         if name and why_gone and request.prompt_mode is PromptMode.APPEND:
             raise NotFound(f"conversation_id: there is no conversation {name!r} to append to{why_gone}")
 
-    def _check_length(self, wanted: WantedTurn, choice: Choice) -> None:
+    def _bounded(
+        self, request: TurnRequest, conversation: Conversation, num_tokens: int, choice: Choice
+    ) -> TurnRequest:
+        """Bound an open-ended answer by the room after a prompt of `num_tokens`. Where there is none, checks refuse."""
+        room = self._limit(choice)[1] - num_tokens
+        if not self._answers_grow:
+            room = min(room, USUAL_ANSWER_TOKENS)
+        if request.kv_quota is not None:
+            room = min(room, self._quotas.room_for_answer(request.kv_quota, conversation, num_tokens))
+        sampling = replace(request.sampling, max_tokens=max(1, request.sampling.min_tokens, room))
+        return replace(request, sampling=sampling, is_open_ended=False)
+
+    def _limit(self, choice: Choice) -> tuple[str, int]:
+        """Return what bounds a sequence on these rings, in words and in tokens."""
         prefill, decode = choice.prefill, choice.decode
         limits = {
             "the model's positions": self._max_positions,
             f"the KV room of ring {prefill.name}": prefill.registration.capacity_tokens,
             f"the KV room of ring {decode.name}": decode.registration.capacity_tokens,
         }
-        name, limit = min(limits.items(), key=lambda item: item[1])
+        return min(limits.items(), key=lambda item: item[1])
+
+    def _check_length(self, wanted: WantedTurn, choice: Choice) -> None:
+        name, limit = self._limit(choice)
         prompt, answer = wanted.num_tokens, wanted.answer_tokens
         if prompt + answer > limit:
             raise InvalidRequest(
@@ -311,7 +333,7 @@ def _wanted(
 ) -> WantedTurn:
     return WantedTurn(
         num_tokens=len(prompt),
-        answer_tokens=request.sampling.max_tokens,
+        answer_tokens=USUAL_ANSWER_TOKENS if request.is_open_ended else request.sampling.max_tokens,
         match_tokens=shared.num_tokens or _match(conversation, prompt, request, sparsity),
         prefill=shared.prefill or conversation.prefill,
         decode=shared.decode or conversation.decode,

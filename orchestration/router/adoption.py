@@ -210,8 +210,10 @@ class Adoption:
             return
         if self._turns.of_request(conversation.running_request) is not None:
             return  # a turn of this router uses the conversation, and notes its KV when it ends
-        agreeing = self._journal.agreeing(sequence.kv_id, sequence.last_turn)
-        shards = sequence.shards.truncate(min(agreeing, sequence.shards.num_tokens))
+        # Most rings hold what the latest turn made. A hundred thousand questions to the journal would take seconds.
+        is_latest = sequence.last_turn != "" and sequence.last_turn == conversation.last_turn
+        agreeing = conversation.num_tokens if is_latest else self._journal.agreeing(sequence.kv_id, sequence.last_turn)
+        shards = sequence.shards if agreeing >= sequence.shards.num_tokens else sequence.shards.truncate(agreeing)
         known = conversation.places.at(ring.role)
         if shards.num_tokens and (known is None or known.num_tokens < shards.num_tokens):
             if known is not None and (left := self._rings.named(ring.role, known.ring)) is not None:

@@ -100,7 +100,7 @@ class Failover:
                 replace(
                     turn.request,
                     deadline_seconds=request.deadline_seconds,
-                    sampling=request.sampling,
+                    sampling=replace(request.sampling, max_tokens=turn.request.sampling.max_tokens),
                     reader=request.reader,
                 ),
                 lost,

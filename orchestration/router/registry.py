@@ -17,6 +17,7 @@ from orchestration.conversations.store import ConversationStore
 from orchestration.placement.kv_locations import Choice, KvLocations
 from orchestration.placement.registry import LoadShare, RegisteredRing, RingRegistry
 from orchestration.protocol.journal import BegunRecord, CommittedRecord, JournalPort, RingIncarnation
+from orchestration.protocol.plans import PromptMode
 from orchestration.protocol.ports import Peers
 from orchestration.protocol.turns import PrefillDone, TurnOutcome
 from orchestration.router.turn import EndedTurns, RunningTurn, TurnState, new_turn_id, on_decode_ring, on_prefill_ring
@@ -273,7 +274,7 @@ class TurnRegistry:
             decode=on_decode_ring(turn, outcome),
         )
         tokens = np.concatenate([turn.prompt, np.asarray(outcome.token_ids, dtype=np.int64)])
-        self._conversations.finish(conversation, tokens)
+        self._conversations.finish(conversation, tokens, is_appended=turn.mode is PromptMode.APPEND)
 
     async def _roll_back(self, turn: RunningTurn) -> None:
         """Leave the conversation as before the turn. KV that agreed with the turn's prompt is still there."""

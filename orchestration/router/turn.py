@@ -252,6 +252,7 @@ class RunningTurn:
             remembered_tokens=remembered_tokens,
             lost_role=self.lost_role,
             ended=ended,
+            max_tokens=self.request.sampling.max_tokens,
         )
 
     @property

@@ -45,7 +45,7 @@ class InternalTlsConfig:
 
     Each shows `cert` and accepts only certificates that `ca` signed. `server_name` is the name in that certificate,
     where it differs from the host that is called. `insecure` allows listening beyond loopback without TLS.
-    `allow_plain_ring` allows NCCL, which does not encrypt, inside rings.
+    `allow_plain_ring` allows NCCL, which does not encrypt, inside rings, and `allow_plain_kv` NIXL between rings.
     """
 
     cert: str = ""
@@ -54,6 +54,7 @@ class InternalTlsConfig:
     server_name: str = ""
     insecure: bool = False
     allow_plain_ring: bool = False
+    allow_plain_kv: bool = False
 
     @property
     def files(self) -> PeerTls | None:
@@ -101,6 +102,15 @@ def check_ring(backend: str, internal: InternalTlsConfig, num_ranks: int) -> Non
         raise ConfigError(
             f"model.ring_transport: {backend} does not encrypt what the ranks of a ring send each other, and "
             f"internal_tls is set; use sockets, or say internal_tls.allow_plain_ring: true"
+        )
+
+
+def check_carrier(carrier: str, internal: InternalTlsConfig) -> None:
+    """Refuse a plain carrier of KV by name while other connections inside are encrypted. Raises ConfigError."""
+    if internal.cert and carrier == "nixl" and not internal.allow_plain_kv:
+        raise ConfigError(
+            "kv_transfer.carrier: nixl does not encrypt KV between rings, and internal_tls is set; use sockets, or say "
+            "internal_tls.allow_plain_kv: true"
         )
 
 

@@ -37,6 +37,7 @@ EXAMPLE = """example:
   ringserve bench attention --device cuda
   ringserve bench prefill --model DIR --rounds 3
   ringserve bench prefill --rings-only --ranks 1,2 --tokens 4096,16384 --plot prefill.png
+  ringserve bench prefill --rings-only --ranks 2,4 --tp 2,4 --tokens 4096
   ringserve bench decode --rings-only --context 2048,16384,65536 --ranks 1,2 --batch 1,8 --json
 """
 HELP = """All contenders of a run alternate, round after round; figures are medians with least and most.
@@ -90,6 +91,12 @@ def add(commands: Subcommands) -> None:
     prefill.add_argument(
         "--algorithm", choices=[each.value for each in RING_ALGORITHMS], help="of bare rings (default: pass_kv)"
     )
+    prefill.add_argument(
+        "--tp",
+        type=_counts,
+        metavar="N,...",
+        help="processes that share the weights, beside rings (default: none)",
+    )
     _add_served_options(prefill)
     prefill.set_defaults(run=run_prefill)
 
@@ -103,6 +110,12 @@ def add(commands: Subcommands) -> None:
         help=f"tokens a measurement (default: {SERVED_STEPS}; of bare rings {RING_STEPS})",
     )
     decode.add_argument("--batch", type=_counts, help="sequences a step of bare rings (default: 1,8)")
+    decode.add_argument(
+        "--short",
+        type=_count,
+        metavar="TOKENS",
+        help="tokens of all sequences of a batch but one, spread and whole on a rank each (default: --context)",
+    )
     decode.add_argument(
         "--layers", type=int, help=f"layers of the model of bare rings, 0 for its own (default: {DECODE_LAYERS})"
     )
@@ -157,18 +170,18 @@ def _run_kernels(options: argparse.Namespace, shape: AttentionShape) -> int:
 
 def run_prefill(options: argparse.Namespace) -> int:
     if not options.rings_only:
-        _refuse(options, ("algorithm", "transport"), "needs --rings-only; a service chooses by its configuration")
+        _refuse(options, ("algorithm", "transport", "tp"), "needs --rings-only; a service chooses by its configuration")
         return _run_served_prefill(options)
     from services.offline.bench.prefill import measure_prefill, num_measurements
 
     _refuse(options, ("config", "set"), "not with --rings-only, which starts no service")
     ranks, tokens = options.ranks or RING_SIZES, options.tokens or RING_TOKENS
-    algorithm = Algorithm(options.algorithm or Algorithm.PASS_KV)
+    algorithm, tensor_ranks = Algorithm(options.algorithm or Algorithm.PASS_KV), options.tp or []
     return _run(
         options,
-        num_measurements(ranks, tokens, options.rounds),
+        num_measurements(ranks, tokens, options.rounds, tensor_ranks),
         lambda tell: measure_prefill(
-            options.model, ranks, tokens, options.rounds, algorithm, _transport(options), tell
+            options.model, ranks, tokens, options.rounds, algorithm, _transport(options), tell, tensor_ranks
         ),
     )
 
@@ -189,7 +202,7 @@ def run_decode(options: argparse.Namespace) -> int:
     if options.steps is not None and options.steps < LEAST_STEPS:
         raise ConfigError(f"--steps: {options.steps} is too few; allowed are {LEAST_STEPS} or more")
     if not options.rings_only:
-        _refuse(options, ("batch", "layers", "transport"), "needs --rings-only; a service runs one stream")
+        _refuse(options, ("batch", "layers", "transport", "short"), "needs --rings-only; a service runs one stream")
         return _run_served_decode(options)
     from services.offline.bench.decode import DecodeCase, measure_decode, num_measurements
 
@@ -199,7 +212,7 @@ def run_decode(options: argparse.Namespace) -> int:
         raise ConfigError(f"--layers: {layers} is negative; allowed are 0 or more")
     ranks, steps = options.ranks or RING_SIZES, options.steps or RING_STEPS
     contexts, batches = options.context or RING_CONTEXTS, options.batch or RING_BATCHES
-    cases = [DecodeCase(context, batch, steps) for context in contexts for batch in batches]
+    cases = [DecodeCase(context, batch, steps, options.short or 0) for context in contexts for batch in batches]
     return _run(
         options,
         num_measurements(ranks, cases, options.rounds),

@@ -18,6 +18,7 @@ from services.offline.bench.figures import Target
 from services.offline.bench.report import load_now
 from services.offline.bench.router.load import LoadReport, RouterLoad, measure_load
 from services.offline.bench.router.parts import PartsReport, measure_parts
+from services.offline.bench.router.restart import RestartLoad, RestartReport, measure_restart
 from services.offline.planning.models import planned_model, to_model_info
 from services.offline.terminal import console, print_table, progress_bar, simple_table
 
@@ -25,16 +26,22 @@ EXAMPLE = """example:
   ringserve bench router
   ringserve bench router --conversations 100000 --rings 1000 --journal DIR_ON_THE_DISK
   ringserve bench router --conversations 1000 --rings 50 --tokens 10000 --json
+  ringserve bench router --restart --conversations 100000
 """
 HELP = """A real router in this process, with rings that reserve at once and compute nothing. Half of the rings are
 prefill rings; rings have 1, 2, 4 or 8 ranks and rates that differ by 10%. A decision is one BeginTurn: match the
 prompt, choose the rings, reserve, plan. Turns come one after the other, without gRPC. Every second conversation
-is in a journal. Then parts of the router's work are measured one by one."""
+is in a journal. Then parts of the router's work are measured one by one.
+
+With --restart the journal is written first, and a router is started on it as a process, killed, and started again.
+Rings tell it that they retain the KV of all conversations. Measured is the time from the kill to the first BeginTurn
+that is answered over its port, and those that follow."""
 PIPE_WIDTH = 120
 MOST = 1_000_000
 DECISION_MILLISECONDS = 1.0
 JOURNAL_MILLISECONDS = 1.0
 LOOKUP_MILLISECONDS = 2.0
+RESTART_SECONDS = 5.0
 BLOCK_BYTES = 40.0
 
 
@@ -61,6 +68,7 @@ def add(kinds: Subcommands) -> None:
     parser.add_argument(
         "--journal", metavar="DIR", default="", help="directory of the journal (default: a temporary one; none: off)"
     )
+    parser.add_argument("--restart", action="store_true", help="measure a restart from the journal instead")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
     parser.set_defaults(run=run)
 
@@ -71,6 +79,8 @@ def run(options: argparse.Namespace) -> int:
         value = getattr(options, name)
         if not least <= value <= MOST:
             raise ConfigError(f"--{name.replace('_', '-')}: {value} is out of range; allowed are {least} to {MOST}")
+    if options.restart:
+        return _run_restart(options)
     load = RouterLoad(**{name: getattr(options, name) for name in names})
     model = to_model_info(planned_model(options.model))
     before = load_now()
@@ -87,6 +97,39 @@ def run(options: argparse.Namespace) -> int:
         print_table(console(pipe_width=PIPE_WIDTH), _table(report, parts))
         print(*_closing_lines(report, parts, machine), *targets, sep="\n")
     return 0
+
+
+def _run_restart(options: argparse.Namespace) -> int:
+    load = RestartLoad(conversations=options.conversations, rings=options.rings, tokens=options.tokens)
+    before = load_now()
+    with _journal(options.journal) as journal, progress_bar(load.conversations) as tell:
+        if journal is None:
+            raise ConfigError("--journal: 'none' is not allowed with --restart, which starts from a journal")
+        report = measure_restart(to_model_info(planned_model(options.model)), load, journal / "restart", tell)
+    seconds = report.first_decision_seconds
+    target = Target("first decision after a restart (s)", seconds, RESTART_SECONDS, is_at_least=False)
+    machine = (before, load_now())
+    if options.json:
+        print(json.dumps(asdict(report) | {"targets": {str(target): target.is_met}, "load": machine}))
+    else:
+        print(*_restart_lines(report, machine), target, sep="\n")
+    return 0
+
+
+def _restart_lines(report: RestartReport, machine: tuple[float, float]) -> list[str]:
+    after = report.decisions
+    return [
+        f"{report.conversations} conversations in a journal of {report.journal_bytes / 1e6:.0f} MB, "
+        f"{report.rings} rings",
+        f"after the kill of the router the next one serves after {report.serving_seconds:.2f} s, decides after "
+        f"{report.first_decision_seconds:.2f} s, and all rings have told what they retain after "
+        f"{report.told_seconds:.2f} s",
+        f"{report.processor_seconds:.2f} s of processor time until its first decision, "
+        f"{report.memory_bytes / 1e6:.0f} MB of memory",
+        f"decisions after it take {after.p50:.1f} ms (p50), {after.p99:.1f} (p99), {after.most:.1f} (most) to the "
+        f"client; {report.cached_share:.1%} found KV",
+        f"load {machine[0]:.1f} before and {machine[1]:.1f} after",
+    ]
 
 
 @contextmanager
@@ -120,6 +163,7 @@ def _table(report: LoadReport, parts: PartsReport) -> Table:
     rows = {
         "decision": report.decision,
         "its processor time": report.processor,
+        "that without garbage collections": report.uncollected,
         "choice of rings in it": report.placement,
         "turn (begin and end)": report.turn,
         "decision with a journal": journal.decision if journal else None,

@@ -5,18 +5,30 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from cp_core.errors import ConfigError, RingserveError
+from cp_core.errors import ConfigError, RingserveError, Unavailable
 from services.cli.import_model import prepare
 from services.cli.options import Subcommands, add_config_options, config_of
 from services.cluster.stopping import StopSignals, run_until_set
+from services.config import Config
 from services.offline.chaos.cluster import START_SECONDS
-from services.offline.chaos.faults import How, Kind, Phase, choose
+from services.offline.chaos.faults import ON_WORKER, Cell, How, Kind, Phase, choose
+from services.offline.chaos.nodes import make_hub, settings_of
 from services.offline.chaos.run import Plan, Run
-from services.offline.chaos.verdict import MAX_DETECT_SECONDS, MAX_NEXT_TOKEN_SECONDS, Outcome, Result
+from services.offline.chaos.verdict import (
+    MAX_DETECT_SECONDS,
+    MAX_GAP_RATIO,
+    MAX_NEXT_TOKEN_SECONDS,
+    Outcome,
+    Result,
+)
+from services.offline.namespaces import isolation
 from services.offline.terminal import console, listing, print_lines, print_table
 from workers.model.builtin import PREFIX, TINY
 
@@ -34,7 +46,12 @@ No KV block and no conversation may be lost.
 
 PROCESS: {", ".join(Kind)}
 PHASE:   {", ".join(Phase)}
-HOW:     {", ".join(How)} (SIGKILL, SIGSTOP)
+HOW:     {", ".join(How)} (SIGKILL, SIGSTOP, the link goes down)
+
+Cells of raylet and node run in a cluster of two nodes on this machine, with a ring of each role on
+each. The worker node is hit: its raylet by a signal, the node by a cut of its link (HOW: cut, which
+no other has). It comes back after the streams have ended. A link needs network namespaces, as root
+or in a user namespace; where they are refused, these cells are shown as not permitted here.
 
 Exit status: 0 where every cell held, 1 where one was broken or the run was cut short, 130 after Ctrl-C."""
 EXIT_BROKEN = 1
@@ -68,6 +85,7 @@ def add(commands: Subcommands) -> None:
     parser.add_argument("--decode-rings", type=int, default=2, help="decode rings (default: 2)")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the logs of the clusters in this directory")
     parser.add_argument("--json", action="store_true", help="print one JSON object with all cells at the end")
+    parser.add_argument("--in-hub", action="store_true", help=argparse.SUPPRESS)  # in a namespace of its own
     add_config_options(parser)
     parser.set_defaults(run=run)
 
@@ -82,8 +100,11 @@ def run(options: argparse.Namespace) -> int:
             raise ConfigError(
                 f"--{option.replace('_', '-')}: {getattr(options, option)} is not allowed; give 1 or more"
             )
-    settings = _settings(options)
+    config = _set_up(options)
     prepare(options.model, console(stderr=True))
+    if options.in_hub:
+        make_hub()
+    forbidden = _forbidden(options, cells, config)
     with tempfile.TemporaryDirectory(prefix="ringserve-chaos-") as temporary:
         directory = options.logs or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
@@ -91,16 +112,34 @@ def run(options: argparse.Namespace) -> int:
             cells=cells,
             rounds=options.rounds,
             model=options.model,
-            settings=settings,
+            settings=_words(options),
             directory=directory,
             seconds=options.seconds,
             stream_seconds=options.stream_seconds,
+            worker_settings=_words(options, settings_of(config)),
+            num_threads=sum(pool.num_threads for pool in config.pools),
+            has_link=options.in_hub,
+            forbidden=forbidden,
         )
         return _run(options, plan)
 
 
-def _settings(options: argparse.Namespace) -> list[str]:
-    """Return the options of `ringserve up`. Raises ConfigError for a configuration that it would refuse."""
+def _forbidden(options: argparse.Namespace, cells: Sequence[Cell], config: Config) -> dict[Kind, str]:
+    """Return why this machine does not permit cells of a kind. Begin the command anew in a hub where it needs one."""
+    if config.model.device == "cuda":
+        return dict.fromkeys(ON_WORKER, "both nodes on this machine would take its GPUs; choose model.device=cpu")
+    if options.in_hub or not any(cell.kind is Kind.NODE for cell in cells):
+        return {}
+    try:
+        prefix = isolation()
+    except Unavailable as error:
+        return {Kind.NODE: str(error)}
+    command = [*prefix, sys.executable, "-P", "-m", "services.cli.main", *sys.argv[1:], "--in-hub"]
+    os.execvp(command[0], command)
+
+
+def _set_up(options: argparse.Namespace) -> Config:
+    """Set what a run needs, and return the configuration. Raises ConfigError for one that `up` would refuse."""
     values = {
         "model.path": options.model,
         "prefill.rings": options.prefill_rings,
@@ -115,8 +154,12 @@ def _settings(options: argparse.Namespace) -> list[str]:
         "gateway.metrics": "127.0.0.1:0",
     }
     options.set = [*(f"{key}={value}" for key, value in values.items()), *(options.set or ())]
-    config_of(options)  # a wrong key must not cost half a minute
-    words = [word for item in options.set for word in ("--set", item)]
+    return config_of(options)  # a wrong key must not cost half a minute
+
+
+def _words(options: argparse.Namespace, further: Sequence[str] = ()) -> list[str]:
+    """Return the options of `ringserve up`, with further values of the configuration."""
+    words = [word for item in (*options.set, *further) for word in ("--set", item)]
     return words if options.config is None else ["--config", str(options.config.resolve()), *words]
 
 
@@ -151,6 +194,7 @@ def _run(options: argparse.Namespace, plan: Plan) -> int:
             "cells_left": chaos.num_left,
             "failure": failure,
             "smallest_lead": chaos.smallest_lead,
+            "usual_gap_seconds": chaos.usual_gap_seconds,
             "cells": [result.as_dict() for result in results],
         }
         print(json.dumps(report))
@@ -171,16 +215,19 @@ def _show(results: list[Result], chaos: Run) -> None:
             f"{result.exact}/{result.streams}" if result.streams else "",
             _seconds(result.detect_seconds),
             _seconds(result.next_token_seconds),
-            _seconds(result.longest_gap_seconds),
+            _gap(result),
             str(result.free_blocks_before - result.free_blocks_after) if result.recover_seconds is not None else "",
             result.outcome,
         )
     print_table(console(pipe_width=PIPE_WIDTH), table)
     counts = {outcome: sum(result.outcome is outcome for result in results) for outcome in Outcome}
     broken = (f"{result.process}/{result.phase}/{result.how}: {'; '.join(result.reasons)}" for result in results)
+    forbidden = {reason: None for result in results if result.outcome is Outcome.FORBIDDEN for reason in result.reasons}
     print_lines(
         "notice, next token and longest gap in seconds; KV: blocks that are not free again",
+        *_gap_lines(results, chaos.usual_gap_seconds),
         *(line for line, result in zip(broken, results, strict=True) if result.outcome is Outcome.BROKEN),
+        *(f"{Outcome.FORBIDDEN}: {reason}" for reason in forbidden),
         ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count) or "no cell was run",
         *([f"{chaos.num_left} cells were not run: the time was over"] if chaos.num_left else []),
     )
@@ -189,6 +236,23 @@ def _show(results: list[Result], chaos: Run) -> None:
 def _line(result: Result) -> str:
     """Return a cell's outcome in one line, for those who watch."""
     return f"{result.outcome}{': ' if result.reasons else ''}{'; '.join(result.reasons)}"
+
+
+def _gap(result: Result) -> str:
+    """Return the longest gap; where no running stream should see the fault, also in p99s of the usual gaps."""
+    ratio = result.gap_ratio if result.process == Kind.ROUTER else None
+    return _seconds(result.longest_gap_seconds) + (f" ({ratio:.1f}x)" if ratio is not None else "")
+
+
+def _gap_lines(results: list[Result], usual: float) -> list[str]:
+    """Say what the gaps of cells of the router compare with."""
+    ratios = [each.gap_ratio for each in results if each.process == Kind.ROUTER and each.gap_ratio is not None]
+    if not ratios:
+        return []
+    return [
+        f"a running stream should not see the router's restart: its longest gap is at most {max(ratios):.1f} times the "
+        f"usual p99 of {usual:.3f} s ({MAX_GAP_RATIO:g} is the target)"
+    ]
 
 
 def _seconds(seconds: float | None) -> str:

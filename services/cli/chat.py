@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -27,10 +26,6 @@ HELP = """/plan          show how the last answer was computed
 /help          show this list
 Ctrl-C ends an answer, Ctrl-D the chat. A line that ends with \\ goes on in the next. // begins a text with a slash."""
 RETRY_TEMPERATURE = 0.7
-TEMPLATE_TOKENS = 64
-"""Tokens that a chat template adds to a message, at most."""
-REFUSED_ROOM = re.compile(r"input: (?P<prompt>\d+) prompt tokens and max_tokens .* allow at most (?P<limit>\d+)")
-"""Refusal of the router for an answer that is too long."""
 
 
 def add(commands: Subcommands) -> None:
@@ -84,7 +79,6 @@ class Chat:
         if known is None and conversation:
             self._check_unused()
         self.messages: tuple[Message, ...] = known or ()
-        self._room = self._context_tokens()
         self._commands: Mapping[str, Callable[[str], None]] = {
             "/plan": self._show_plan,
             "/retry": self._retry,
@@ -203,35 +197,8 @@ class Chat:
             f"known here; choose another id"
         )
 
-    def _context_tokens(self) -> int:
-        """Return the longest sequence that the model and some ring of each role hold."""
-        rooms: dict[str, int] = {}
-        for ring in self._client.server_info().rings:
-            rooms[ring.role] = max(rooms.get(ring.role, 0), ring.capacity_tokens)
-        return min([self._client.model_info().max_context_length, *filter(None, rooms.values())])
-
     def _stream(self, messages: Sequence[Message], sampling: Sampling, pieces: list[str]) -> Answer:
-        """Run a turn, and print and note its pieces. It goes to the model's own end, where no --max-tokens bounds it.
-
-        A text has at most as many tokens as bytes. Where that bound leaves little room for the answer, more is asked
-        for, and the refusal tells the exact room.
-        """
-        if sampling.max_tokens is not None:
-            return self._stream_bounded(messages, sampling, pieces)
-        used = 0 if self._last is None else self._last.usage.prompt_tokens + self._last.usage.completion_tokens
-        new = messages[-1:] if used else messages
-        rest = self._room - used - sum(len(each.content.encode()) + TEMPLATE_TOKENS for each in new)
-        room = rest if rest > self._room // 2 else self._room
-        try:
-            return self._stream_bounded(messages, replace(sampling, max_tokens=room), pieces)
-        except InvalidRequest as error:
-            found = REFUSED_ROOM.search(str(error))
-            if found is None or int(found["limit"]) <= int(found["prompt"]):
-                raise
-        room = int(found["limit"]) - int(found["prompt"])
-        return self._stream_bounded(messages, replace(sampling, max_tokens=room), pieces)
-
-    def _stream_bounded(self, messages: Sequence[Message], sampling: Sampling, pieces: list[str]) -> Answer:
+        """Run a turn, and print and note its pieces."""
         with self._client.stream(
             messages,
             sampling=sampling,

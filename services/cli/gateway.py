@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 
+from cp_core.errors import ConfigError
 from services.auth.sections import SECRET_VARIABLE, check_public_endpoints
 from services.cli.options import Subcommands, add_config_options, check_drain_seconds, config_of
 from services.cluster.state import secret_of
 from services.config import LOG_LEVELS, METRIC_NAMES
 from services.config.checks import DEVICES
 from services.gateway.settings import GatewaySettings
-from services.telemetry.logs import LOG_FORMATS
+from services.telemetry.logs import LOG_FORMATS, levels_by_module
 
 EXAMPLE = """example:
   ringserve gateway --listen 127.0.0.1:50052 --router 127.0.0.1:41000 --model builtin:tiny
@@ -38,6 +39,9 @@ def add(commands: Subcommands) -> None:
     )
     parser.add_argument("--max-seconds", type=float, default=600.0, help="longest a turn may take (default: 600)")
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="what to log (default: info)")
+    parser.add_argument(
+        "--log-levels", default="", metavar="LIST", help="of single modules: 'MODULE=LEVEL ...' (as logs.levels)"
+    )
     parser.add_argument(
         "--log-format", choices=LOG_FORMATS, default="human", help="for people or machines (default: human)"
     )
@@ -74,6 +78,7 @@ def run(options: argparse.Namespace) -> int:
             page=config.gateway.page,
             api=config.http,
             log_level=options.log_level,
+            log_levels=_checked_levels(options.log_levels),
             log_format=options.log_format,
             drain_seconds=options.drain_seconds,
             tokens=config.auth.tokens,
@@ -83,3 +88,12 @@ def run(options: argparse.Namespace) -> int:
             tracing=config.tracing,
         )
     )
+
+
+def _checked_levels(text: str) -> str:
+    """Return levels of modules as they are. Raises ConfigError."""
+    try:
+        levels_by_module(text)
+    except ConfigError as error:
+        raise ConfigError(f"--log-levels: {error}") from None
+    return text

@@ -103,8 +103,8 @@ def _show(console: Console, info: ServerInfo, options: argparse.Namespace) -> No
         *(_drain_line(drain) for drain in info.drains),
         *(f"{ring.name}: {ring.decode_reason}" for ring in info.rings if ring.decode_reason),
     ]
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    for line in lines:  # a picture has a frame, a terminal wraps lines itself
+        console.print(line, markup=False, highlight=False, soft_wrap=not console.record)
 
 
 def _table(info: ServerInfo, *, is_ascii: bool) -> Table:

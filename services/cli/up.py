@@ -135,7 +135,7 @@ def _serve(options: argparse.Namespace, config: Config) -> int:
 
     if config.logs.format == "json":
         sys.stdout, sys.stderr = JsonLines(sys.stdout, "up"), JsonLines(sys.stderr, "up")
-    set_up_logs("up", config.logs.level, config.logs.format)
+    set_up_logs("up", config.logs.level, config.logs.format, config.logs.levels)
     signals = StopSignals()
     record = _Record(_starting(options, config, os.getpid()))
     cluster = record.cluster = LocalCluster(

@@ -134,13 +134,16 @@ def _check_memory(
         copied = share.tied_parameters if pool.role == "decode" and config.model.device == "cpu" else 0
         fixed += count * (PROCESS_BYTES + (share.num_parameters + copied) * share.element_bytes)
         kv_token += count * share.kv_bytes_per_token
-    tokens, ranks = config.kv_cache.tokens_per_rank, sum(count for _, count in counts)
+    cache, ranks = config.kv_cache, sum(count for _, count in counts)
+    # Where memory decides the number of tokens, a block at least has to fit.
+    name, tokens = "tokens_per_rank", cache.tokens_per_rank
+    if cache.memory_fraction:
+        name, tokens = "memory_fraction", cache.block_tokens
     if fixed + tokens * kv_token <= memory_bytes:
         return
-    block = config.kv_cache.block_tokens
-    fitting = int((memory_bytes - fixed) / kv_token) // block * block
+    fitting = int((memory_bytes - fixed) / kv_token) // cache.block_tokens * cache.block_tokens
     raise ConfigError(
-        f"kv_cache.tokens_per_rank: {tokens} tokens on each of {ranks} ranks need "
+        f"kv_cache.{name}: {tokens} tokens on each of {ranks} ranks need "
         f"{tokens * kv_token / 1e9:.1f} GB, their weights and processes {fixed / 1e9:.1f} GB, and "
         f"{memory_bytes / 1e9:.1f} GB are {where}; "
         + (f"{fitting} tokens fit" if fitting > 0 else "no KV fits beside the weights, choose fewer ranks")

@@ -13,10 +13,8 @@ from pathlib import Path
 import ray
 from prometheus_client.registry import Collector
 
-from cp_core.cost.profile import HardwareProfile, read_profile
-from cp_core.cost.selector import EmpiricalFit
-from cp_core.cost.sparse import SparseLosses, read_losses
-from cp_core.errors import ConfigError
+from cp_core.cost.profile import HardwareProfile
+from cp_core.cost.sparse import SparseLosses
 from orchestration.decode.leader import DecodeLeader
 from orchestration.journal.journal import SqliteJournal
 from orchestration.placement.planner import Planner, PlannerSettings
@@ -28,7 +26,8 @@ from orchestration.ring.leader import RingLeader
 from orchestration.router.router import Router, RouterSettings
 from services.auth.tls import peer_server
 from services.cluster.garbage import FrozenSurvivors
-from services.config import Config, RouterConfig
+from services.config import Config
+from services.config.files import empirical_fit
 from services.config.rings import Pool
 from services.rpc.health import HealthWatch
 from services.rpc.peers import GrpcPeers
@@ -80,7 +79,7 @@ class RunningRouter:
     """Router with its gRPC server."""
 
     def __init__(self, host: RouterHost) -> None:
-        set_up_logs("router", host.config.logs.level, host.config.logs.format)
+        set_up_logs("router", host.config.logs.level, host.config.logs.format, host.config.logs.levels)
         self._config = host.config
         self._tls = host.config.internal_tls.files
         journal = SqliteJournal(Path(host.journal), host.model_name) if host.journal else None
@@ -106,6 +105,7 @@ class RunningRouter:
             retain_prompts=router.retain_prompts,
             share_prompts=router.communities,
             max_positions=host.model.max_positions,
+            answers_grow=host.config.decode.preemption,
             return_seconds=host.config.timeouts.start + RETURN_SECONDS,
             ring_lease=host.config.timeouts.lost,
             num_rings=sum(pool.rings for pool in host.config.pools),
@@ -226,7 +226,10 @@ class LeaderHost:
                 tp=pool.tp,
                 num_blocks=config.kv_cache.num_blocks,
                 block_tokens=config.kv_cache.block_tokens,
+                kv_memory_fraction=config.kv_cache.memory_fraction,
                 kv_checksums=config.kv_cache.checksums,
+                kv_carrier=config.kv_carrier,
+                kv_slot_bytes=config.kv_transfer.slot_bytes,
                 num_threads=pool.threads_per_rank,
                 listen_host=self.listen_host,
                 tls=config.internal_tls.files,
@@ -262,7 +265,7 @@ class RunningLeader:
     """Leader with its gRPC server, announcing its ring to the router for as long as it serves."""
 
     def __init__(self, host: LeaderHost) -> None:
-        set_up_logs(host.name, host.config.logs.level, host.config.logs.format, ring=host.name)
+        set_up_logs(host.name, (logs := host.config.logs).level, logs.format, logs.levels, ring=host.name)
         self._host = host
         self._tls = host.config.internal_tls.files
         self._peers = GrpcPeers(self._tls, host.config.timeouts.lost)
@@ -350,49 +353,3 @@ class RunningLeader:
         await asyncio.to_thread(self._tracer.close)
         with contextlib.suppress(asyncio.CancelledError):
             await self._peers.close()
-
-
-def router_profile(router: RouterConfig) -> HardwareProfile | None:
-    """Return the profile of `router.profile`, read on the machine with the configuration: the router may run elsewhere.
-
-    None where none is configured. Raises ConfigError, also where the selector needs constants that it does not hold.
-    """
-    try:
-        profile = read_profile(router.profile) if router.profile else None
-    except ConfigError as error:
-        raise ConfigError(f"router.profile: {error}") from error
-    empirical_fit(router, profile)
-    return profile
-
-
-def router_losses(config: Config) -> SparseLosses | None:
-    """Return the losses of `router.sparse_losses`, read on the machine with the configuration; None without.
-
-    Raises ConfigError, also where they are of another model.
-    """
-    if not config.router.sparse_losses:
-        return None
-    try:
-        losses = read_losses(Path(config.router.sparse_losses))
-    except ConfigError as error:
-        raise ConfigError(f"router.sparse_losses: {error}") from error
-    served = Path(config.model.path).name
-    if losses.model != served:
-        raise ConfigError(
-            f"router.sparse_losses: {config.router.sparse_losses} has losses of model {losses.model!r}; served is "
-            f"{served!r}"
-        )
-    return losses
-
-
-def empirical_fit(router: RouterConfig, profile: HardwareProfile | None) -> EmpiricalFit | None:
-    """Return the configured constants, else the profile's. Raises ConfigError where the selector needs missing ones."""
-    if router.alpha or router.beta or router.gamma:
-        return EmpiricalFit(alpha=router.alpha, beta=router.beta, gamma=router.gamma)
-    fit = None if profile is None else profile.empirical
-    if fit is None and router.selector == "empirical":
-        raise ConfigError(
-            f"router.selector: 'empirical' needs alpha, beta and gamma, and router.profile {router.profile!r} has "
-            f"none; allowed is one that was fitted to rings of 2 ranks or more"
-        )
-    return fit

@@ -25,7 +25,7 @@ from cp_core.errors import ConfigError, RingserveError, Unavailable
 from services.auth.sections import check_files
 from services.cluster.capacity import check_fits, dtype_advice, this_machine
 from services.cluster.gateway import GatewayKeeper
-from services.cluster.hosts import LeaderHost, RouterHost, router_losses, router_profile
+from services.cluster.hosts import LeaderHost, RouterHost
 from services.cluster.leaders import RayLeader, RingKeeper, is_node_alive
 from services.cluster.operator import RouterAccess, drain_all
 from services.cluster.ray_guard import (
@@ -40,6 +40,7 @@ from services.cluster.ray_guard import (
 from services.cluster.router import RayRouter, RouterKeeper
 from services.cluster.stopping import check_stop, keeping_handlers, run_until_set
 from services.config import Config
+from services.config.files import router_losses, router_profile
 from services.gateway.settings import GatewaySettings
 from services.telemetry.tracing.tracer import check_installed
 from workers.model.builtin import PREFIX as BUILTIN_PREFIX
@@ -237,6 +238,7 @@ class LocalCluster:
             page=config.gateway.page,
             api=config.http,
             log_level=config.logs.level,
+            log_levels=config.logs.levels,
             log_format=config.logs.format,
             metric_names=config.metrics.also_as,
             metric_tenants=config.metrics.tenants,

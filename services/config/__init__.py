@@ -1,6 +1,6 @@
 """Configuration: one YAML file, one frozen tree, every default. `load_config` makes a `Config`."""
 
-from services.config.checks import LOG_LEVELS, METRIC_NAMES
+from services.config.checks import METRIC_NAMES
 from services.config.reading import config_from, load_config
 from services.config.rings import DecodeConfig, KvCacheConfig, PrefillConfig
 from services.config.service import (
@@ -13,6 +13,7 @@ from services.config.service import (
     TimeoutConfig,
 )
 from services.config.tree import Config
+from services.telemetry.logs import LOG_LEVELS
 
 __all__ = [
     "LOG_LEVELS",

@@ -13,11 +13,11 @@ from cp_core.cost.selector import POLICIES
 from cp_core.errors import ConfigError
 from cp_core.transport.ring_backend import select_ring_backend
 from orchestration.placement.planner import MISSING_KV
-from services.auth.sections import check_public_endpoints, check_ring, check_sections
+from services.auth.sections import check_carrier, check_public_endpoints, check_ring, check_sections
 from services.auth.tenants import NAME as TENANT_NAME
 from services.config.rings import check_names
 from services.config.service import UNKNOWN_FIELDS
-from services.telemetry.logs import LOG_FORMATS
+from services.telemetry.logs import LOG_FORMATS, LOG_LEVELS, levels_by_module
 from services.telemetry.tracing.tracer import check_tracing
 from workers.protocol.ranks import COMPILE_POLICIES, FP8_MLPS, QUANTIZATIONS
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 MAX_PORT = 65_535
 DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
-LOG_LEVELS = ("debug", "info", "warning", "error")
 METRIC_NAMES = ("", "vllm")
+CARRIERS = ("auto", "nixl", "sockets")
 
 
 def check(config: Config) -> None:
@@ -37,6 +37,10 @@ def check(config: Config) -> None:
         raise ConfigError("model.path: '' is not allowed; give a model directory, builtin:smollm2 or builtin:tiny")
     _among("model.dtype", config.model.dtype, DTYPES)
     _among("logs.level", config.logs.level, LOG_LEVELS)
+    try:
+        levels_by_module(config.logs.levels)
+    except ConfigError as error:
+        raise ConfigError(f"logs.levels: {error}") from None
     _among("logs.format", config.logs.format, LOG_FORMATS)
     _among("model.device", config.model.device, DEVICES)
     _within("model.gpus_per_rank", config.model.gpus_per_rank, 0.01, 1.0)
@@ -66,7 +70,12 @@ def check(config: Config) -> None:
     _within("decode.max_direct_seconds", config.decode.max_direct_seconds, 0, 60)
     _within("kv_cache.block_tokens", config.kv_cache.block_tokens, 1, 4096)
     _within("kv_cache.tokens_per_rank", config.kv_cache.tokens_per_rank, config.kv_cache.block_tokens, 1 << 30)
+    _within("kv_cache.memory_fraction", config.kv_cache.memory_fraction, 0.0, 0.95)
+    _memory_fraction(config)
     _within("kv_cache.kept_fraction", config.kv_cache.kept_fraction, 0.0, 1.0)
+    _among("kv_transfer.carrier", config.kv_transfer.carrier, CARRIERS)
+    _within("kv_transfer.slot_bytes", config.kv_transfer.slot_bytes, 1 << 20, 16 << 20)
+    check_carrier(config.kv_transfer.carrier, config.internal_tls)
     _among("router.missing_kv", config.router.missing_kv, MISSING_KV)
     _within("router.conversation_ttl_seconds", config.router.conversation_ttl_seconds, 0.0, 1e9)
     _within("router.max_waiting_turns", config.router.max_waiting_turns, 1, 100_000)
@@ -151,6 +160,20 @@ def _metrics_ports(config: Config) -> None:
                     f"metrics.{other} the ports from {low} to {high}; let them lie apart"
                 )
         taken.append((role, host, first, last))
+
+
+def _memory_fraction(config: Config) -> None:
+    """Check that memory decides the size of a rank's KV where it can, and nothing else decides it too."""
+    cache, model = config.kv_cache, config.model
+    if not cache.memory_fraction:
+        return
+    key = f"kv_cache.memory_fraction: {cache.memory_fraction:g}"
+    if model.device != "cuda" or model.gpus_per_rank < 1:
+        raise ConfigError(f"{key} is for ranks with a whole GPU each; allowed is kv_cache.tokens_per_rank instead")
+    if cache.tokens_per_rank != type(cache)().tokens_per_rank:
+        raise ConfigError(
+            f"{key} is set beside kv_cache.tokens_per_rank {cache.tokens_per_rank}; allowed is one of them"
+        )
 
 
 def _variant(config: Config) -> None:

@@ -181,7 +181,9 @@ class DecodeConfig:
 class KvCacheConfig:
     """KV of every rank: `tokens_per_rank` tokens in blocks of `block_tokens`, of its own heads where `tp` is not 1.
 
-    At most `kept_fraction` of it is retained between turns. `checksums` protect KV on its way between rings.
+    On whole GPUs `memory_fraction` gives KV that part of the memory that the weights leave, instead; 0 is
+    `tokens_per_rank`. At most `kept_fraction` of it is retained between turns. `checksums` protect KV on its way
+    between rings.
 
     Kernels that follow block tables need `block_tokens` to be a multiple of their page (256 on GPUs); otherwise runs of
     adjacent blocks are attended one by one.
@@ -189,9 +191,24 @@ class KvCacheConfig:
 
     block_tokens: int = 16
     tokens_per_rank: int = 65536
+    memory_fraction: float = 0.0
     kept_fraction: float = 1.0
     checksums: bool = True
 
     @property
     def num_blocks(self) -> int:
         return self.tokens_per_rank // self.block_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvTransferConfig:
+    """KV on its way between rings.
+
+    `carrier` moves it: `sockets`, `nixl`, or `auto`. `auto` is NIXL (`pip install 'ringserve[nixl]'`) between GPUs that
+    cuda_ipc or RDMA reaches, and sockets on CPUs, beside `internal_tls`, where NIXL is not installed, and to ranks that
+    NIXL does not reach; metrics count those. `nixl` by name also serves the host memory of CPUs, and a transfer to a
+    rank that it does not reach fails. Each rank has 8 + 8 slots of `slot_bytes` on its device for NIXL.
+    """
+
+    carrier: str = "auto"
+    slot_bytes: int = 16 << 20

@@ -172,7 +172,12 @@ class TimeoutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """Logs on standard error: nothing below `level`, as lines for people (`human`) or `json`."""
+    """Logs on standard error: nothing below `level`, as lines for people (`human`) or `json`.
+
+    `levels` are those of some modules and of all below them, separated by spaces, such as
+    "orchestration.router=debug services.gateway.openai=warning". Every line names its module.
+    """
 
     level: str = "info"
+    levels: str = ""
     format: str = "human"

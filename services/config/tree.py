@@ -6,7 +6,15 @@ from dataclasses import dataclass, field
 
 from services.auth.sections import AuthConfig, InternalTlsConfig, TlsConfig
 from services.config.checks import check
-from services.config.rings import DecodeConfig, KvCacheConfig, Pool, PoolConfig, PrefillConfig, pools_of
+from services.config.rings import (
+    DecodeConfig,
+    KvCacheConfig,
+    KvTransferConfig,
+    Pool,
+    PoolConfig,
+    PrefillConfig,
+    pools_of,
+)
 from services.config.service import (
     GatewayConfig,
     HttpConfig,
@@ -28,6 +36,7 @@ class Config:
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     kv_cache: KvCacheConfig = field(default_factory=KvCacheConfig)
+    kv_transfer: KvTransferConfig = field(default_factory=KvTransferConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     http: HttpConfig = field(default_factory=HttpConfig)
@@ -47,6 +56,12 @@ class Config:
     def pools(self) -> tuple[Pool, ...]:
         """Pools of both roles, those of prefill first."""
         return (*self.pools_of("prefill"), *self.pools_of("decode"))
+
+    @property
+    def kv_carrier(self) -> str:
+        """Carrier of KV between rings: `auto` is sockets where KV has to be encrypted, which NIXL cannot."""
+        carrier, internal = self.kv_transfer.carrier, self.internal_tls
+        return "sockets" if carrier == "auto" and internal.cert and not internal.allow_plain_kv else carrier
 
     def pools_of(self, role: str) -> tuple[Pool, ...]:
         """Return the pools of "prefill" or of "decode"."""

@@ -91,8 +91,7 @@ class LastingTurn:
         noted: Callable[[str, bool], None] = lambda role, went_on: None,
         is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._request = request
-        self._begun = begun
+        self._request, self._begun = bounded(request, begun), begun
         self._begin = begin
         self._leader_at = leader_at
         self._interval = interval
@@ -193,6 +192,7 @@ class LastingTurn:
                     f"again: {error}"
                 )
             begun = self._begun = await self._begun_again()
+            self._request = bounded(self._request, begun)
         except BaseException:
             self._noted("", False)
             raise
@@ -220,6 +220,13 @@ class LastingTurn:
         )
         left = max(self._deadline - time.monotonic(), 0.001)
         return replace(self._request, deadline_seconds=left, resume=lost)
+
+
+def bounded(request: TurnRequest, begun: BegunTurn) -> TurnRequest:
+    """Return the request of a begun turn with the length of its answer, where the router decided that."""
+    if not begun.max_tokens:
+        return request
+    return replace(request, sampling=replace(request.sampling, max_tokens=begun.max_tokens), is_open_ended=False)
 
 
 def is_scored(request: TurnRequest) -> bool:

@@ -169,7 +169,7 @@ def _serve_metrics(
 
 def run_gateway(settings: GatewaySettings) -> int:
     """Run a gateway. Return 0 after an ordinary end, 1 after one sentence on standard error."""
-    set_up_logs("gateway", settings.log_level, settings.log_format)
+    set_up_logs("gateway", settings.log_level, settings.log_format, settings.log_levels)
     try:
         asyncio.run(serve(settings))
     except RingserveError as error:

@@ -87,6 +87,7 @@ class RequestReader:
             expected_tokens=_expected_tokens(request),
             algorithm=_algorithm(request.algorithm),
             bound=read_bound(request),
+            is_open_ended=not request.sampling_params.HasField("max_tokens"),
             resume=self._resume(request),
         )
 
@@ -128,12 +129,28 @@ class RequestReader:
         num_characters: int,
         *,
         opens_answer: bool = True,
+        continues_last: bool = False,
         values: Mapping[str, Any] | None = None,
     ) -> TokenIds:
         """Return the tokens of a chat with calls or tools. Raises InvalidRequest."""
         check_messages([message["role"] for message in messages])
         self._check_length("input.chat", num_characters)
-        return self._codec.encode_template(messages, tools, opens_answer=opens_answer, values=values)
+        return self._codec.encode_template(
+            messages, tools, opens_answer=opens_answer, continues_last=continues_last, values=values
+        )
+
+    def tokenize_following(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        num_characters: int,
+        last_token: int,
+        values: Mapping[str, Any],
+    ) -> TokenIds:
+        """Return the tokens of messages that follow a conversation's answer. Raises InvalidRequest."""
+        check_messages([message["role"] for message in messages])
+        self._check_length("input.chat", num_characters)
+        return self._codec.encode_following(messages, tools, last_token, self._model.eos_token_ids, values)
 
     def special_token(self, text: str) -> int | None:
         """Return the id of a text that is one special token; None for another."""

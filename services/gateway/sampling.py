@@ -17,7 +17,6 @@ from workers.sampling.parameters import SamplingParameters, TokenBias
 
 N = TypeVar("N", int, float)
 
-DEFAULT_MAX_TOKENS = 16
 MAX_TEMPERATURE = 100.0
 MAX_PENALTY = 2.0
 MIN_REPETITION_PENALTY = 0.01
@@ -34,7 +33,8 @@ MAX_COMPLETIONS = 16
 def read_sampling(params: inference_pb2.SamplingParams, model: ModelInfo) -> SamplingParameters:
     """Return how the tokens of one answer are drawn. Raises InvalidRequest."""
     temperature = _within("temperature", params.temperature, 0.0, MAX_TEMPERATURE)
-    max_tokens = params.max_tokens if params.HasField("max_tokens") else DEFAULT_MAX_TOKENS
+    # An answer of no stated length has the room that the router finds, at most this.
+    max_tokens = params.max_tokens if params.HasField("max_tokens") else model.max_positions
     _within("max_tokens", max_tokens, 1, model.max_positions)
     _within("min_tokens", params.min_tokens, 0, max_tokens)
     stops = _stop_token_ids(params, model)

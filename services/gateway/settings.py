@@ -39,6 +39,7 @@ class GatewaySettings:
     page: bool = True
     api: HttpConfig = field(default_factory=HttpConfig)
     log_level: str = "info"
+    log_levels: str = ""
     log_format: str = "human"
     drain_seconds: float = 2.0
     metric_names: str = ""

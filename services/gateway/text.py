@@ -15,12 +15,16 @@ from typing import Any
 import numpy as np
 
 from cp_core.errors import InvalidRequest, ModelRefused
-from workers.model.tokenizer import load_tokenizer, tokenizer_json
+from workers.model.tokenizer import load_tokenizer, plain_backend, tokenizer_json
 from workers.protocol.prefill_steps import TokenIds
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 CONTEXT_TOKENS = 6
 """Tokens decoded again before new ones: some tokenizers spell a token differently at the beginning of a text."""
+WINDOW_TOKENS = 24
+"""Tokens from which on the window moves: each move decodes once more."""
+STAND_IN = "an answer that the conversation has"
+"""Text of an answer of which only the tokens are known, when a chat template writes the messages behind it."""
 MAX_PENDING = 64
 """Trailing replacement characters held back because later tokens may complete them.
 
@@ -37,6 +41,7 @@ class TextCodec:
             self._tokenizer: Any = load_tokenizer(model_path)
         except (OSError, ValueError, KeyError) as error:
             raise ModelRefused(f"the tokenizer of {model_path} cannot be loaded: {error}") from error
+        self._backend = plain_backend(self._tokenizer)
         # A byte-level token has a character a byte, others their own characters: no token stands for more.
         self.max_characters = max((len(token) for token in self._tokenizer.get_vocab()), default=1)
 
@@ -65,25 +70,77 @@ class TextCodec:
         tools: Sequence[Mapping[str, Any]],
         *,
         opens_answer: bool = True,
+        continues_last: bool = False,
         values: Mapping[str, Any] | None = None,
     ) -> TokenIds:
-        """Return the token ids of messages as transformers takes them, with calls and tools. Raises InvalidRequest."""
+        """Return the token ids of messages as transformers takes them, with calls and tools. Raises InvalidRequest.
+
+        `continues_last` leaves the last message open, and the answer goes on in it.
+        """
+        ids = self._applied(
+            messages,
+            tools,
+            values or {},
+            add_generation_prompt=opens_answer,
+            continue_final_message=continues_last,
+            tokenize=True,
+        )
+        return np.asarray(ids, dtype=np.int64)
+
+    def encode_following(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        last_token: int,
+        ends: Collection[int],
+        values: Mapping[str, Any] | None = None,
+    ) -> TokenIds:
+        """Return the token ids of messages that follow an answer, of which the conversation's tokens are known alone.
+
+        The template writes the messages behind a stand-in for the answer, and what it writes after that is returned.
+        Where the template closes the answer by one of the tokens `ends`, and one of them is the answer's `last_token`
+        already, it is left out. Raises InvalidRequest.
+        """
+        call = next((each["tool_call_id"] for each in messages[:1] if "tool_call_id" in each), None)
+        answer: dict[str, Any] = {"role": "assistant", "content": STAND_IN}
+        if call is not None:  # templates want a call before its output
+            made = {"id": call, "type": "function", "function": {"name": STAND_IN, "arguments": {}}}
+            answer = {"role": "assistant", "content": "", "tool_calls": [made]}
+        before = [{"role": "user", "content": "x"}, answer]
+        whole = str(
+            self._applied([*before, *messages], tools, values or {}, add_generation_prompt=True, tokenize=False)
+        )
+        rest = whole.rpartition(STAND_IN)[2]
+        found = [(rest.find(sign), sign) for sign in (self.decode_all([end]) for end in ends) if sign in rest]
+        if not found and call is not None:  # the rest of the call has no end
+            raise InvalidRequest(
+                "previous_response_id: the model's chat template closes no call by an end-of-sequence token; send the "
+                "history in input"
+            )
+        place, sign = min(found, default=(0, ""))
+        return self.encode(rest[place + (len(sign) if last_token in ends else 0) :], adds_special=False)
+
+    def _applied(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        values: Mapping[str, Any],
+        **settings: bool,
+    ) -> Any:
+        """Apply the chat template, with settings of transformers. Raises InvalidRequest."""
         # transformers' own settings have the same place: a client could bring a template, which is a program.
         reserved = {"messages", *inspect.signature(self._tokenizer.apply_chat_template).parameters}
-        for name in (values or {}).keys() & reserved:
+        for name in values.keys() & reserved:
             raise InvalidRequest(
                 f"chat_template_kwargs: {name!r} is not allowed; give variables of the model's template"
             )
         if not self._tokenizer.chat_template:
             raise InvalidRequest("input.chat: this model has no chat template; send text or token ids")
-        given = {**(values or {}), **({"tools": list(tools)} if tools else {})}
+        given = {**values, **({"tools": list(tools)} if tools else {})}
         try:
-            ids = self._tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=opens_answer, return_dict=False, **given
-            )
+            return self._tokenizer.apply_chat_template(list(messages), return_dict=False, **settings, **given)
         except Exception as error:  # a template is a program and may raise any error
             raise InvalidRequest(f"input.chat: the model's chat template refuses these messages: {error}") from error
-        return np.asarray(ids, dtype=np.int64)
 
     def chat_template(self, tools: Sequence[Mapping[str, Any]]) -> str:
         """Return the chat template for these tools; empty where the model has none."""
@@ -100,6 +157,8 @@ class TextCodec:
         return self._text(token_ids, shows_special=True)
 
     def _text(self, token_ids: Sequence[int], *, shows_special: bool) -> str:
+        if self._backend is not None:
+            return str(self._backend.decode(list(token_ids), skip_special_tokens=not shows_special))
         return str(
             self._tokenizer.decode(
                 list(token_ids), skip_special_tokens=not shows_special, clean_up_tokenization_spaces=False
@@ -130,7 +189,12 @@ class IncrementalText:
         self._context = 0  # index where the window begins: ids before it are not decoded again
         self._whole: deque[int] = deque()  # ends of ids between two characters, where the window may begin
         self._emitted = ""  # sent part of the text of ids[context:]
-        self.text = ""
+        self._sent: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """Text that is certain so far."""
+        return "".join(self._sent)
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Add tokens, and return the whole characters that they complete."""
@@ -154,12 +218,14 @@ class IncrementalText:
     def _emit(self, certain: str) -> str:
         new = certain[len(self._emitted) :] if certain.startswith(self._emitted) else ""
         self._emitted += new
-        self.text += new
+        self._sent.append(new)
         return new
 
     def _move_window(self) -> None:
-        """Move the window to the last place between characters that leaves enough context."""
+        """Move a window that has become long to the last place between characters that leaves enough context."""
         self._whole.append(len(self._ids))
+        if len(self._ids) - self._context < WINDOW_TOKENS:
+            return
         before = self._context
         while self._whole[0] <= len(self._ids) - CONTEXT_TOKENS:
             self._context = self._whole.popleft()
@@ -205,8 +271,13 @@ class AnswerText:
         self._rule = rule or StopRule()
         self._num_tokens = 0
         self._held = ""
-        self.text = ""
+        self._sent: list[str] = []
         self.matched: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Text that is certain so far."""
+        return "".join(self._sent)
 
     def push_all(self, token_ids: Sequence[int], num_known: int = 0) -> tuple[int, str]:
         """Add tokens up to the one that completes a stop string.
@@ -251,7 +322,7 @@ class AnswerText:
         return self._send(rest)
 
     def _send(self, text: str) -> str:
-        self.text += text
+        self._sent.append(text)  # joined once, since the text of a long answer is long
         return text
 
     def _first_match(self, pending: str) -> tuple[int, int] | None:

@@ -85,11 +85,14 @@ def plan_line(answer: Answer) -> str:
         f"{each.decode_ring} after {each.lost_seconds:.2f} s"
         for each in plan.failovers
     )
+    layouts = "".join(
+        f"; {name} for lack of room" for name in dict.fromkeys(each.fallback for each in plan.chunks if each.fallback)
+    )
     sparse = f", sparse {plan.sparse.keep:g}" if plan.sparse else ""
     measured = f"prefill {plan.prefill_seconds:.3f} s (predicted {plan.predicted_prefill_seconds:.3f})"
     return (
         f"{plan.algorithm}{sparse}: T={plan.new_tokens} P={plan.cached_tokens} on {plan.prefill_ring} -> "
         f"{plan.decode_ring}, "
         f"TTFT {answer.ttft_seconds:.3f} s, {measured}, TTIT {1000 * answer.ttit_seconds:.1f} ms, "
-        f"{answer.usage.completion_tokens} tokens ({answer.finish_reason}); {plan.reason}{losses}"
+        f"{answer.usage.completion_tokens} tokens ({answer.finish_reason}); {plan.reason}{layouts}{losses}"
     )

@@ -159,6 +159,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     def __init__(self, router: RouterPort, metrics: RouterMetrics) -> None:
         self._router = router
         self._metrics = metrics
+        self._telling = asyncio.Lock()
         self.metrics_endpoint = ""
 
     def register(self, server: GrpcServer) -> None:
@@ -219,7 +220,16 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def RegisterRing(
         self, request: router_pb2.RegisterRingRequest, context: Context
     ) -> router_pb2.RegisterRingResponse:
-        inventory = from_message(RingInventory, request.inventory) if request.HasField("inventory") else None
+        if not request.HasField("inventory"):
+            return await self._register(request, None, context)
+        # One after the other: the inventories of many rings take seconds, in which rings give signs of life.
+        async with self._telling:
+            await asyncio.sleep(0)
+            return await self._register(request, from_message(RingInventory, request.inventory), context)
+
+    async def _register(
+        self, request: router_pb2.RegisterRingRequest, inventory: RingInventory | None, context: Context
+    ) -> router_pb2.RegisterRingResponse:
         known = KnownEpoch(epoch=request.epoch, inventory=inventory)
         registering = self._router.register_ring(from_message(RingRegistration, request), known)
         return to_message(router_pb2.RegisterRingResponse, await answer(context, registering))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import re
@@ -9,13 +10,42 @@ import threading
 from datetime import UTC, datetime
 from typing import TextIO
 
+from cp_core.errors import ConfigError
+
 LOG_FORMATS = ("human", "json")
 TURN_KEYS = ("request_id", "turn_id")
 """Keys that a line about one turn carries as `extra`, so that the turn can be followed through all processes."""
 
 
-def set_up_logs(process: str, level: str = "info", form: str = "human", ring: str = "") -> None:
+LOG_LEVELS = ("debug", "info", "warning", "error")
+MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+OWN_ROOTS = ("services", "orchestration", "workers", "cp_core", "ringserve")
+
+
+def levels_by_module(text: str) -> dict[str, str]:
+    """Read levels of modules and all below them: "MODULE=LEVEL ...". Raises ConfigError, which names no key."""
+    levels = {}
+    for word in text.split():
+        module, _, level = word.partition("=")
+        if level not in LOG_LEVELS or not MODULE.fullmatch(module):
+            raise ConfigError(f"{word!r} is not allowed; give MODULE=LEVEL, with a level of {', '.join(LOG_LEVELS)}")
+        if module.partition(".")[0] in OWN_ROOTS and not _exists(module):
+            raise ConfigError(f"{word!r} is not allowed; there is no module {module}")
+        levels[module] = level
+    return levels
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # nor what it would be a part of
+        return False
+
+
+def set_up_logs(process: str, level: str = "info", form: str = "human", levels: str = "", ring: str = "") -> None:
     """Set up the logs of a process, which every line names. Lines below `level` are dropped.
+
+    `levels` has other levels of some modules, as `levels_by_module` reads them, and nothing that it refuses.
 
     This replaces an earlier set-up. `form` is one of LOG_FORMATS. JSON lines have ts (UTC), level, process, logger and
     message, and where they apply ring, request_id, turn_id, exception and the figures of `TurnRecord`.
@@ -25,6 +55,8 @@ def set_up_logs(process: str, level: str = "info", form: str = "human", ring: st
     handler.setFormatter(JsonFormatter(process, ring) if form == "json" else logging.Formatter(line))
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     logging.getLogger("ray").setLevel(logging.WARNING)
+    for module, own in levels_by_module(levels).items():
+        logging.getLogger(module).setLevel(own.upper())
 
 
 class JsonFormatter(logging.Formatter):

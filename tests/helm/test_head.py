@@ -1,4 +1,4 @@
-"""head.sh, the head's container: Ray beside `ringserve up`, with small programs in their places."""
+"""The head: its health checks, and head.sh, Ray beside `ringserve up`, with small programs in their places."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helm.charts import CHART
+from services.offline.chaos.nodes import HEALTH
+from tests.helm.charts import CHART, pod_templates, render
 
 STOP_SECONDS = 30.0
 RAY = "ray start --head --block"
@@ -85,3 +86,14 @@ def test_the_head_ends_as_failed_when_either_program_ends_by_itself(head: Head, 
 def test_a_head_that_is_told_to_end_ends_the_rings_before_ray(head: Head) -> None:
     head.process.send_signal(signal.SIGTERM)
     assert head.end() == (0, ["ringserve ends", "ray ends"])
+
+
+def test_the_head_takes_a_silent_node_for_dead_as_soon_as_that_of_chaos_runs_does() -> None:
+    templates = pod_templates(render())
+    health = {
+        name: {each["name"]: each["value"] for each in container["env"] if each["name"].startswith("RAY_health")}
+        for name, template in templates.items()
+        for container in template["spec"]["containers"]
+    }
+    assert health.pop("head") == HEALTH
+    assert set(map(len, health.values())) == {0}

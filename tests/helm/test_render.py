@@ -208,6 +208,7 @@ def test_tls_between_processes_is_that_of_the_secret_in_every_pod() -> None:
     inside = configuration(SECURE, {"internalTls": {"serverName": "rings.example"}}).internal_tls
     assert {inside.cert, inside.key, inside.ca} == files
     assert (inside.server_name, inside.insecure, inside.allow_plain_ring) == ("rings.example", False, False)
+    assert not inside.allow_plain_kv
     for template in pod_templates(objects).values():
         volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
         assert volumes["internal"]["secret"] == {"secretName": "inside"}
@@ -219,8 +220,9 @@ def test_tls_between_processes_is_that_of_the_secret_in_every_pod() -> None:
 
 def test_without_tls_between_processes_the_configuration_says_so_by_name() -> None:
     assert configuration().internal_tls == InternalTlsConfig(insecure=True)
-    nccl = {"internalTls": {"insecure": False, "secretName": "inside", "allowPlainRing": True}}
-    assert configuration(CUDA, nccl).internal_tls.allow_plain_ring
+    plain = {"insecure": False, "secretName": "inside", "allowPlainRing": True, "allowPlainKv": True}
+    inside = configuration(CUDA, {"internalTls": plain}).internal_tls
+    assert (inside.allow_plain_ring, inside.allow_plain_kv) == (True, True)
 
 
 def test_the_network_policy_lets_in_only_who_is_named() -> None:
@@ -310,9 +312,8 @@ def test_traces_of_gateways_and_rings_go_to_one_collector() -> None:
     gateway = config_of(build_parser().parse_args([*container["command"][1:], *container["args"]]))
     assert gateway.tracing == configuration({"tracing": tracing}).tracing == wanted
     assert configuration().tracing == TracingConfig()
-    assert not any(
-        "tracing" in argument for argument in pod_templates(render())["gateway"]["spec"]["containers"][0]["args"]
-    )
+    plain = pod_templates(render())["gateway"]["spec"]["containers"][0]["args"]
+    assert not any("tracing" in argument for argument in plain)
 
 
 def test_autoscaling_leaves_the_number_of_gateways_to_the_autoscaler() -> None:

@@ -91,6 +91,7 @@ class FakeRank:
             ring_transport="fake",
             pid=self.number,
             model=MODEL,
+            num_blocks=spec.settings.num_blocks + spec.rank,  # the smallest decides
             is_helix=self.is_helix,
         )
 
@@ -146,6 +147,9 @@ class FakeRank:
     async def copy_blocks(self, pairs: Sequence[BlockPair], timeout: float) -> None:
         self._check()
         self.copied += pairs
+
+    async def prepare_grammar(self, grammar: str, timeout: float) -> None:
+        self._check()
 
     async def submit(self, commands: Sequence[DecodeCommand], timeout: float) -> None:
         await self.gate.wait()

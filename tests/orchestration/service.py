@@ -163,6 +163,7 @@ class Service:
         )
         router_settings = RouterSettings(
             max_positions=self.model.max_positions,
+            answers_grow=preemption,
             max_waiting_turns=max_waiting_turns,
             conversation_ttl=conversation_ttl,
             ring_lease=ring_lease,

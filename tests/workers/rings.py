@@ -85,6 +85,9 @@ class LocalRing:
         packs_weights: bool = False,
         dtype: str = "float32",
         is_staged: bool = False,
+        kv_carrier: str = "auto",
+        replicates_kv: bool = False,
+        scatters_rows: bool = False,
         device: str = "cpu",
         compile: str = "off",
     ) -> None:
@@ -114,6 +117,8 @@ class LocalRing:
                 incarnation=self.incarnation,
                 settings=RankSettings(
                     tp=tp,
+                    replicates_kv=replicates_kv,
+                    scatters_rows=scatters_rows,
                     model_path=str(model_path),
                     dtype=dtype,
                     num_blocks=num_blocks,
@@ -124,6 +129,7 @@ class LocalRing:
                     attention_backend=attention_backend,
                     packs_weights=packs_weights,
                     packs_head=packs_weights,
+                    kv_carrier=kv_carrier,
                     device=device,
                     compile=compile,
                 ),

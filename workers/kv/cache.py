@@ -225,11 +225,35 @@ class KvCache:
         cuts = [(run.start, run.stop) for run in where] or [(0, 0)]
         return KvRun(torch.cat([k[a:b] for a, b in cuts]), torch.cat([v[a:b] for a, b in cuts]))
 
+    def copy_runs(
+        self,
+        layer: int,
+        where: Sequence[SlotRun],
+        k: Tensor,
+        v: Tensor,
+        *,
+        heads: slice = ALL_HEADS,
+        index: Tensor | None = None,
+    ) -> None:
+        """Copy runs of T slots in total to k[T,K,D] and v[T,K,D]; `index` is what `copy_index` returned for them."""
+        for stored, out in ((self.k_layers[layer][:, heads], k), (self.v_layers[layer][:, heads], v)):
+            if index is not None:
+                torch.index_select(stored, 0, index, out=out)
+                continue
+            begin = 0
+            for run in where:
+                out[begin : begin + len(run)] = stored[run.start : run.stop]
+                begin += len(run)
+
+    def copy_index(self, where: Sequence[SlotRun]) -> Tensor | None:
+        """Return the index of runs that are copied by one call: on a GPU of more than one, else of many."""
+        return self.index(where) if len(where) > (1 if self.device.type == "cuda" else MAX_COPIES) else None
+
     def index(self, where: Sequence[SlotRun]) -> Tensor:
         """Return every slot of the runs, in order: int64[T] on this device."""
         # Made on the host: on a GPU each run would be a kernel.
-        slots = np.concatenate([np.arange(run.start, run.stop, dtype=np.int64) for run in where])
-        return torch.from_numpy(slots).to(self.device)
+        slots = torch.from_numpy(np.concatenate([np.arange(run.start, run.stop, dtype=np.int64) for run in where]))
+        return slots.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else slots
 
     def copy_block(self, source: int, destination: int) -> None:
         """Copy a block to another, in every layer, with the slots that were never written."""

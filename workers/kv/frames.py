@@ -1,39 +1,38 @@
-"""Frames of a KV connection, their encoding, and the cutting of KV into frames.
+"""Frames of a KV connection and their encoding.
 
 A frame is prefix, msgpack header and raw payload. Every value is checked before it is used.
 
     prefix    magic "RSKV", version, header length, payload length: 20 bytes, big endian
-    header    msgpack map: kind, key, and the fields of that kind
+    header    msgpack map: kind, key of a transfer's frame, and the fields of that kind
     payload   only of a layer frame: K[T,K,D] of all pieces, one after the other, then V[T,K,D]
 
 T tokens of the frame, K its KV heads, D head dimension. The source sends `layer`, `settle` and `abandon`, the
 destination `settled`, `refused` and `leave`. A frame that breaks these rules raises TransferError, and its connection
 ends. A layer frame may carry the checksum of its payload. Bytes that changed under way, or in the source's cache during
 the send, are then refused.
+
+The payload may lie in the source's memory instead, in a slot that the destination reads by NIXL. Such a source begins
+with its `card`, and the destination answers `reached`. A layer frame then names the slot, and `read` frees it.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from enum import StrEnum
-from functools import cached_property
 from typing import Any
 
 import msgpack
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from cp_core.errors import TransferError
-from cp_core.layout.reshard import KvPiece
-from workers.kv.cache import MAX_COPIES, KvCache, SlotRun, runs_of, slots_of
 from workers.protocol.transfers import TransferKey
 
 MAGIC = b"RSKV"
-VERSION = 1
+VERSION = 2
 PREFIX = struct.Struct("!4sB3xIQ")
 
 # Limits of the memory that a peer can claim: at most 32768 pieces of 16 bytes in a header, a payload in one read.
@@ -42,6 +41,8 @@ MAX_PAYLOAD_BYTES = 16 << 20
 MAX_PIECES = 1 << 15
 MAX_TEXT = 1 << 10
 MAX_NUMBER = 1 << 40
+MAX_ADDRESS = (1 << 64) - 1
+MAX_METADATA_BYTES = 1 << 16
 
 Column = npt.NDArray[np.int64]
 
@@ -55,6 +56,32 @@ class Kind(StrEnum):
     SETTLED = "settled"
     REFUSED = "refused"
     LEAVE = "leave"
+    CARD = "card"
+    REACHED = "reached"
+    READ = "read"
+
+
+class Reach(StrEnum):
+    """Answer to a card. After any other than REACHED the source sends its payloads behind their headers.
+
+    STALE: the card is for another incarnation. OFF: the destination has no agent. UNLIKE: its memory or its slots are
+    of another kind. UNREACHED: NIXL has no way to the source but emulated RMA, which is forbidden.
+    """
+
+    REACHED = "reached"
+    STALE = "stale"
+    OFF = "off"
+    UNLIKE = "unlike"
+    UNREACHED = "unreached"
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRef:
+    """Place of a payload at the source: `num_bytes` from the start of out slot `number`, as of `generation`."""
+
+    number: int
+    generation: int
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +96,7 @@ class LayerFrame:
     starts: Column
     counts: Column
     checksum: int | None = None
+    slot: SlotRef | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -116,8 +144,42 @@ class LeaveFrame:
     """Request of the destination to end this connection if it carries nothing: others need its place."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CardFrame:
+    """Card of a source with slots, for the incarnation `destination`: its NIXL agent, and where slots and words lie.
+
+    `device` is "cpu" or "cuda", the type of the slots' memory, and `device_index` its number. The words are int64 in
+    host memory, one a slot.
+    """
+
+    destination: str
+    agent: str
+    metadata: bytes
+    device: str
+    device_index: int
+    slots_address: int
+    words_address: int
+    slot_bytes: int
+    num_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReachedFrame:
+    """Answer of the destination to a card."""
+
+    reach: Reach
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFrame:
+    """Notice that the destination has read a slot, or will not: the source may use it again."""
+
+    slot: int
+
+
 TransferFrame = LayerFrame | SettleFrame | AbandonFrame | SettledFrame | RefusedFrame
-Frame = TransferFrame | LeaveFrame
+Frame = TransferFrame | LeaveFrame | CardFrame | ReachedFrame | ReadFrame
 
 
 def checksum_of(payload: Iterable[memoryview]) -> int:
@@ -131,7 +193,7 @@ def checksum_of(payload: Iterable[memoryview]) -> int:
 def encode(frame: Frame, payload_bytes: int = 0) -> bytes:
     """Encode prefix and header of a frame whose payload of `payload_bytes` follows."""
     fields: dict[str, Any] = {}
-    if not isinstance(frame, LeaveFrame):
+    if isinstance(frame, TransferFrame):
         fields["key"] = [frame.key.transfer_id, frame.key.attempt, frame.key.source, frame.key.destination]
     match frame:
         case LayerFrame():
@@ -140,6 +202,8 @@ def encode(frame: Frame, payload_bytes: int = 0) -> bytes:
             fields |= {"kind": Kind.LAYER, "layer": frame.layer, "dtype": frame.dtype, "heads": heads, "pieces": pieces}
             if frame.checksum is not None:
                 fields |= {"checksum": frame.checksum}
+            if frame.slot is not None:
+                fields |= {"slot": [frame.slot.number, frame.slot.generation, frame.slot.num_bytes]}
         case SettleFrame():
             fields |= {"kind": Kind.SETTLE}
         case AbandonFrame():
@@ -150,6 +214,12 @@ def encode(frame: Frame, payload_bytes: int = 0) -> bytes:
             fields |= {"kind": Kind.REFUSED, "stale": frame.is_stale, "reason": frame.reason[:MAX_TEXT]}
         case LeaveFrame():
             fields |= {"kind": Kind.LEAVE}
+        case CardFrame():
+            fields |= {"kind": Kind.CARD} | asdict(frame)
+        case ReachedFrame():
+            fields |= {"kind": Kind.REACHED, "reach": frame.reach, "reason": frame.reason[:MAX_TEXT]}
+        case ReadFrame():
+            fields |= {"kind": Kind.READ, "slot": frame.slot}
     header: bytes = msgpack.packb(fields)
     return PREFIX.pack(MAGIC, VERSION, len(header), payload_bytes) + header
 
@@ -180,15 +250,25 @@ def decode_header(header: bytes | bytearray | memoryview, payload_bytes: int) ->
     kind = fields.text("kind")
     if payload_bytes and kind != Kind.LAYER:
         raise TransferError(f"KV frame of kind {kind!r} with a payload of {payload_bytes} bytes")
-    if kind == Kind.LEAVE:
-        return LeaveFrame()
+    match kind:
+        case Kind.LEAVE:
+            return LeaveFrame()
+        case Kind.CARD:
+            return fields.card()
+        case Kind.REACHED:
+            return ReachedFrame(fields.reach(), fields.text("reason"))
+        case Kind.READ:
+            return ReadFrame(fields.number("slot"))
     key = fields.key()
     match kind:
         case Kind.LAYER:
             head_start, head_stop = fields.heads()
             starts, counts = fields.pieces()
             layer, dtype, checksum = fields.number("layer"), fields.text("dtype"), fields.checksum()
-            return LayerFrame(key, layer, dtype, head_start, head_stop, starts, counts, checksum)
+            slot = fields.slot()
+            if slot is not None and payload_bytes:
+                raise TransferError(f"KV frame with a slot and a payload of {payload_bytes} bytes")
+            return LayerFrame(key, layer, dtype, head_start, head_stop, starts, counts, checksum, slot)
         case Kind.SETTLE:
             return SettleFrame(key)
         case Kind.ABANDON:
@@ -250,6 +330,36 @@ class _Fields:
             raise TransferError("KV frame whose pieces are not ascending")
         return starts, counts
 
+    def slot(self) -> SlotRef | None:
+        if self._values.get("slot") is None:
+            return None
+        number, generation, num_bytes = (self._number("slot", item) for item in self._list("slot", 3))
+        if not 0 < num_bytes <= MAX_PAYLOAD_BYTES:
+            raise TransferError(f"KV frame of {num_bytes} bytes in a slot: allowed are 1 to {MAX_PAYLOAD_BYTES}")
+        return SlotRef(number, generation, num_bytes)
+
+    def reach(self) -> Reach:
+        try:
+            return Reach(self.text("reach"))
+        except ValueError:
+            raise TransferError(f"KV frame whose 'reach' is none of {', '.join(Reach)}") from None
+
+    def card(self) -> CardFrame:
+        metadata = self._values.get("metadata")
+        if not isinstance(metadata, bytes) or not 0 < len(metadata) <= MAX_METADATA_BYTES:
+            raise TransferError(f"KV frame whose 'metadata' are no 1 to {MAX_METADATA_BYTES} bytes")
+        return CardFrame(
+            destination=self.text("destination"),
+            agent=self.text("agent"),
+            metadata=metadata,
+            device=self.text("device"),
+            device_index=self.number("device_index"),
+            slots_address=self._number("slots_address", self._values.get("slots_address"), MAX_ADDRESS),
+            words_address=self._number("words_address", self._values.get("words_address"), MAX_ADDRESS),
+            slot_bytes=self.number("slot_bytes"),
+            num_slots=self.number("num_slots"),
+        )
+
     def _list(self, name: str, length: int) -> list[Any]:
         value = self._values.get(name)
         if not isinstance(value, list) or len(value) != length:
@@ -263,95 +373,7 @@ class _Fields:
         return value
 
     @staticmethod
-    def _number(name: str, value: object) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_NUMBER:
-            raise TransferError(f"KV frame whose {name!r} is no number in 0 to {MAX_NUMBER}")
+    def _number(name: str, value: object, most: int = MAX_NUMBER) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
+            raise TransferError(f"KV frame whose {name!r} is no number in 0 to {most}")
         return value
-
-
-# --- cutting ---------------------------------------------------------------------------------------------------------
-
-
-# Payload bytes of one frame: large enough that its fixed cost is negligible, small enough to stay in a CPU cache in the
-# receiver's staging buffer (docs/decisions/0003-kv-carrier.md).
-FRAME_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class FrameLayout:
-    """Content of one frame and its slots here, the same for every layer. `heads` counts this rank's heads from 0."""
-
-    starts: Column
-    counts: Column
-    head_start: int
-    head_stop: int
-    heads: slice
-    runs: tuple[SlotRun, ...]
-
-    def of_layer(self, key: TransferKey, layer: int, cache: KvCache, checksum: int | None = None) -> LayerFrame:
-        """Return the frame of one layer."""
-        return LayerFrame(
-            key, layer, cache.dtype_name, self.head_start, self.head_stop, self.starts, self.counts, checksum
-        )
-
-    def payload(self, layer: int, cache: KvCache) -> list[memoryview]:
-        """Return K, then V of the frame's tokens: the cache's own memory where possible, else one packed copy."""
-        is_whole = self.heads == slice(0, cache.num_kv_heads)
-        if is_whole and cache.device.type == "cpu" and len(self.runs) <= MAX_COPIES:
-            views = cache.views(layer, self.runs)
-            return [*(_bytes(view.k) for view in views), *(_bytes(view.v) for view in views)]
-        packed = cache.read_runs(layer, self.runs, heads=self.heads)
-        return [_bytes(packed.k.contiguous().cpu()), _bytes(packed.v.contiguous().cpu())]
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    # As bytes, because numpy knows no bfloat16.
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
-class OutgoingPart:
-    """Share of one source rank for one destination: pieces cut into frames."""
-
-    def __init__(self, pieces: tuple[KvPiece, ...], blocks: tuple[int, ...], cache: KvCache) -> None:
-        self._pieces = pieces
-        self._blocks = blocks
-        self._cache = cache
-
-    @cached_property
-    def frames(self) -> tuple[FrameLayout, ...]:
-        """Frames of the pieces, cut once by the thread that sends the first layer: decode shards have a piece a token.
-
-        Raises TransferError where a piece is not in this rank's blocks and heads, or pieces do not ascend.
-        """
-        return tuple(
-            frame
-            for heads in sorted({(piece.head_start, piece.head_stop) for piece in self._pieces})
-            for frame in self._cut(*heads)
-        )
-
-    def _cut(self, head_start: int, head_stop: int) -> Iterator[FrameLayout]:
-        cache = self._cache
-        pieces = [piece for piece in self._pieces if (piece.head_start, piece.head_stop) == (head_start, head_stop)]
-        counts = np.array([len(piece.tokens) for piece in pieces], dtype=np.int64)
-        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        positions = np.repeat(np.array([piece.tokens.start for piece in pieces], dtype=np.int64), counts) + within
-        stored = np.repeat(np.array([piece.source_stored for piece in pieces], dtype=np.int64), counts) + within
-        if (np.diff(positions) <= 0).any():
-            raise TransferError(f"the pieces to send do not ascend from position {positions[0]} on")
-        if stored.min() < 0 or stored.max() >= len(self._blocks) * cache.block_tokens:
-            raise TransferError(
-                f"{len(self._blocks)} blocks do not hold the stored indices {stored.min()} to {stored.max()}"
-            )
-        if head_start < cache.heads.start or head_stop > cache.heads.stop or head_start >= head_stop:
-            raise TransferError(f"KV heads [{head_start}, {head_stop}) are not on this rank")
-        slots = slots_of(self._blocks, stored, cache.block_tokens)
-        heads = slice(head_start - cache.head_start, head_stop - cache.head_start)
-        token_bytes = 2 * (head_stop - head_start) * cache.head_dim * cache.dtype.itemsize
-        step = max(1, min(FRAME_BYTES // token_bytes, MAX_PIECES))
-        for first in range(0, len(positions), step):
-            # Runs of positions are pieces on the wire, runs of slots are views of memory: they need not coincide.
-            spans = runs_of(positions[first : first + step])
-            starts = np.array([span.start for span in spans], dtype=np.int64)
-            lengths = np.array([len(span) for span in spans], dtype=np.int64)
-            runs = runs_of(slots[first : first + step])
-            yield FrameLayout(starts, lengths, head_start, head_stop, heads, runs)

@@ -20,7 +20,8 @@ from cp_core.errors import RingserveError, StaleIncarnation, TransferError
 from cp_core.layout.shards import coalesce
 from workers.kv.arrivals import EndedTransfers
 from workers.kv.cache import KvCache, SlotRun, runs_of, slots_of
-from workers.kv.frames import LayerFrame, checksum_of
+from workers.kv.frames import LayerFrame
+from workers.kv.staging import digest_of
 from workers.protocol.transfers import KvEnd, KvEnds, KvExpect, TransferKey, TransferReport
 
 
@@ -35,10 +36,14 @@ class TransferState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Place of a frame's tokens: their indices among the expected tokens, and their slots."""
+    """Place of a frame's tokens: their indices among the expected tokens, and their slots.
+
+    `index` has the slots of runs that are too many to be written one by one.
+    """
 
     tokens: npt.NDArray[np.int64] | slice
     runs: tuple[SlotRun, ...]
+    index: torch.Tensor | None
 
 
 class IncomingTransfer:
@@ -107,14 +112,15 @@ class IncomingTransfer:
                 self._began = self._fed = time.monotonic()
 
     def store(self, frame: LayerFrame, payload: torch.Tensor) -> None:
-        """Copy a frame's payload (2*T*K*D elements: K, then V) to its slots; the last one seals.
+        """Copy a frame's payload (2*T*K*D elements: K, then V) to its slots, and wait for the copy; the last one seals.
 
         Raises the error that ended the transfer. Raises TransferError where the checksum of the payload is wrong, or
         where tokens are not expected or have arrived already; then nothing is written and the transfer is aborted.
         """
         cache = self._cache
-        is_whole = frame.checksum is None or frame.checksum == checksum_of([payload.view(torch.uint8).numpy().data])
-        k, v = payload.view(2, -1, frame.num_heads, cache.head_dim).to(cache.device).unbind(0)
+        is_whole = frame.checksum is None or frame.checksum == digest_of(payload.view(torch.uint8))
+        both = payload.view(2, -1, frame.num_heads, cache.head_dim)
+        k, v = both.to(cache.device, non_blocking=True).unbind(0)
         heads = slice(frame.head_start - cache.head_start, frame.head_stop - cache.head_start)
         with self._changed:
             self._check_open()
@@ -133,7 +139,12 @@ class IncomingTransfer:
             except TransferError as error:
                 self._abort(error)
                 raise
-            cache.write_runs(frame.layer, place.runs, k, v, heads=heads)
+            if place.index is None:
+                cache.write_runs(frame.layer, place.runs, k, v, heads=heads)
+            else:
+                cache.write_slots(frame.layer, place.index, k, v, heads=heads)
+            # Under the lock, so that nothing is written after `abort`, on this thread's own stream either.
+            cache.settle()
             arrived[:, place.tokens] = True
             self._payload_bytes += payload.nbytes
             self._fed = time.monotonic()
@@ -216,7 +227,8 @@ class IncomingTransfer:
         pieces = (frame.starts.tobytes(), frame.counts.tobytes())
         if pieces not in self._places:
             tokens = self._tokens_of(frame)
-            self._places[pieces] = _Place(tokens, runs_of(self._slots[tokens]))
+            runs = runs_of(self._slots[tokens])
+            self._places[pieces] = _Place(tokens, runs, self._cache.copy_index(runs))
         return self._places[pieces]
 
     def _tokens_of(self, frame: LayerFrame) -> npt.NDArray[np.int64] | slice:
@@ -234,9 +246,6 @@ class IncomingTransfer:
         return np.repeat(first, frame.counts) + within
 
     def _seal(self) -> None:
-        fence = self._cache.fence()
-        if fence is not None:
-            fence.synchronize()
         self._ended = time.monotonic()
         self._state = TransferState.SEALED
         self._forget()
@@ -362,11 +371,11 @@ class TransferTable:
         while len(self._dropped) > MAX_DROPPED:
             self._dropped.popitem(last=False)
 
-    def is_own(self, key: TransferKey) -> bool:
-        """Return True if the key names this incarnation of the ring."""
-        return key.destination == self._incarnation
+    def is_own(self, destination: str) -> bool:
+        """Return True if this is the name of this incarnation of the ring."""
+        return destination == self._incarnation
 
     def _check_destination(self, key: TransferKey) -> None:
-        if not self.is_own(key):
+        if not self.is_own(key.destination):
             # The error does not tell our own incarnation: a caller who does not know it may be a stranger.
             raise StaleIncarnation(f"transfer {key.transfer_id!r} is meant for {key.destination!r}, which is not here")

@@ -8,7 +8,8 @@ import torch
 
 from cp_core.errors import RingserveError, TransferError, Unavailable
 from workers.kv.cache import KvCache
-from workers.kv.frames import OutgoingPart, checksum_of
+from workers.kv.cutting import OutgoingPart
+from workers.kv.frames import checksum_of
 from workers.kv.incoming import TransferTable
 from workers.kv.outgoing import OutgoingTransfer
 from workers.kv.sender import KvSender
@@ -41,7 +42,7 @@ class InProcessLane:
         transfer.begin_part(self._receiver.endpoint)
         sent = 0
         try:
-            for layout in part.frames:
+            for layout in part.frames():
                 payload = bytearray(b"".join(layout.payload(layer, self._cache)))
                 frame = layout.of_layer(transfer.key, layer, self._cache, checksum_of([memoryview(payload)]))
                 incoming = self._receiver.find(transfer.key)

@@ -9,7 +9,18 @@ from enum import Enum, auto
 
 from cp_core.errors import ConfigError, RingserveError, StaleIncarnation, TransferError, Unavailable
 from cp_core.transport.peer_tls import PeerTls, reason_of
-from workers.kv.frames import Frame, LeaveFrame, RefusedFrame, SettledFrame, TransferFrame, encode
+from workers.kv.frames import (
+    Frame,
+    LayerFrame,
+    LeaveFrame,
+    ReachedFrame,
+    ReadFrame,
+    RefusedFrame,
+    SettledFrame,
+    TransferFrame,
+    encode,
+)
+from workers.kv.pulls import PullAgent
 from workers.kv.sockets import call
 from workers.protocol.transfers import TransferKey, TransferReport
 
@@ -132,6 +143,10 @@ class DestinationConnection:
     One thread at a time may send; `break_off` may be called from any thread. When the connection ends, every transfer
     that it carried fails unless it is confirmed. A connection that carries nothing ends after `idle_seconds`, or where
     its destination needs the place: only this side knows that no frame is under way.
+
+    With an `agent`, payloads lie in its out slots once `meet` has returned REACHED. A slot is this connection's from
+    `take_slot` until the destination has read it, or the connection ends. A destination that leaves one unread for
+    `stall_seconds` counts as gone.
     """
 
     def __init__(
@@ -142,6 +157,7 @@ class DestinationConnection:
         stall_seconds: float,
         idle_seconds: float = IDLE_SECONDS,
         tls: PeerTls | None = None,
+        agent: PullAgent | None = None,
     ) -> None:
         """Connect. Raises Unavailable for a malformed endpoint, and where no KV receiver of ours answers."""
         self._endpoint = endpoint
@@ -151,7 +167,11 @@ class DestinationConnection:
             raise Unavailable(f"the KV receiver at {endpoint} cannot be reached: {reason_of(error)}") from error
         except ConfigError as error:
             raise Unavailable(f"the KV receiver at {endpoint} cannot be called: {error}") from error
-        self._lock = threading.Lock()
+        self._agent = agent
+        self._stall_seconds = stall_seconds
+        self._reached: ReachedFrame | None = None
+        self._unread: dict[int, float] = {}
+        self._changed = threading.Condition()
         self._carried: dict[TransferKey, tuple[OutgoingTransfer, int]] = {}
         self._end_reason: str | None = None
         self._idle_seconds = idle_seconds
@@ -161,32 +181,66 @@ class DestinationConnection:
 
     @property
     def is_broken(self) -> bool:
-        with self._lock:
+        with self._changed:
             return self._end_reason is not None
+
+    def meet(self, destination: str) -> ReachedFrame:
+        """Show the destination's incarnation the agent's card, once, and wait for the answer. Raises Unavailable."""
+        assert self._agent is not None, "a card without an agent"
+        answer = self._reached
+        if answer is None:
+            with self._agent.expecting():
+                self._write([memoryview(encode(self._agent.card(destination)))])
+                with self._changed:
+                    self._changed.wait_for(lambda: self._reached or self._end_reason, self._stall_seconds)
+                    answer = self._reached
+        if answer is None:
+            raise self._end("it did not answer the card")
+        return answer
+
+    def take_slot(self) -> int:
+        """Take an out slot. Raises Unavailable where none is free within the time of a stall."""
+        assert self._agent is not None, "slots without an agent"
+        return self._agent.out.take(self, self._stall_seconds, lambda: self._end_reason is not None)
+
+    def free_slot(self, slot: int) -> None:
+        """Free an out slot that no frame has named."""
+        assert self._agent is not None, "slots without an agent"
+        self._agent.out.release(slot)
 
     def carry(self, transfer: OutgoingTransfer) -> bool:
         """Bind a transfer to this connection: they fail together. Return False if the connection is broken already."""
-        with self._lock:
+        with self._changed:
             if self._end_reason is not None:
                 return False
             self._carried.setdefault(transfer.key, (transfer, 0))
             return True
 
     def send(self, frame: TransferFrame, payload: list[memoryview]) -> None:
-        """Send one frame. Raises Unavailable when the connection breaks or stalls; it is broken then."""
+        """Send one frame. A slot that it names is the connection's from now on, whatever happens.
+
+        Raises Unavailable when the connection breaks or stalls; it is broken then.
+        """
         payload_bytes = sum(buffer.nbytes for buffer in payload)
-        with self._lock:
+        slot = frame.slot if isinstance(frame, LayerFrame) else None
+        with self._changed:
             if frame.key in self._carried:
                 transfer, before = self._carried[frame.key]
-                self._carried[frame.key] = (transfer, before + payload_bytes)
+                carried_bytes = payload_bytes if slot is None else slot.num_bytes
+                self._carried[frame.key] = (transfer, before + carried_bytes)
+            if slot is not None:
+                self._unread[slot.number] = time.monotonic()
+        self._write([memoryview(encode(frame, payload_bytes)), *payload])
+
+    def _write(self, buffers: list[memoryview]) -> None:
         try:
-            self._stream.send([memoryview(encode(frame, payload_bytes)), *payload])
+            self._stream.send(buffers)
         except OSError as error:
             raise self._end(reason_of(error)) from error
 
     def forget(self, transfer: OutgoingTransfer) -> bool:
         """Unbind an abandoned transfer. Return True if it was bound."""
-        with self._lock:
+        with self._changed:
             return self._carried.pop(transfer.key, None) is not None
 
     def break_off(self, reason: str) -> None:
@@ -201,11 +255,12 @@ class DestinationConnection:
         reason = "it was broken off"
         try:
             while not self.is_broken:
-                if self._stream.wait_readable(min(REPLY_SECONDS, self._idle_seconds)):
+                if self._stream.wait_readable(min(REPLY_SECONDS, self._idle_seconds, self._stall_seconds)):
                     frame, _ = self._stream.receive_frame()
                     self._take(frame)
                 elif time.monotonic() - self._used_at >= self._idle_seconds:
                     self._leave("it was idle")
+                self._check_slots()
         except OSError as error:
             reason = reason_of(error)
         except TransferError as error:
@@ -214,9 +269,16 @@ class DestinationConnection:
             self._end(reason)
             self._stream.close()
 
+    def _check_slots(self) -> None:
+        """Raise TransferError where a slot was not read for too long."""
+        with self._changed:
+            oldest = min(self._unread.values(), default=None)
+        if oldest is not None and time.monotonic() - oldest >= self._stall_seconds:
+            raise TransferError(f"it left a slot unread for {self._stall_seconds:g} s")
+
     def _leave(self, reason: str) -> None:
         """End the connection if it carries nothing."""
-        with self._lock:
+        with self._changed:
             if not self._carried and self._end_reason is None:
                 self._end_reason = reason
 
@@ -224,9 +286,17 @@ class DestinationConnection:
         if isinstance(frame, LeaveFrame):
             self._leave("its place was needed")
             return
+        if isinstance(frame, ReachedFrame):
+            with self._changed:
+                self._reached = frame
+                self._changed.notify_all()
+            return
+        if isinstance(frame, ReadFrame):
+            self._take_read(frame.slot)
+            return
         if not isinstance(frame, SettledFrame | RefusedFrame):
             raise TransferError(f"a destination sent {type(frame).__name__}")
-        with self._lock:
+        with self._changed:
             transfer, payload_bytes = self._carried.pop(frame.key, (None, 0))
             self._used_at = time.monotonic()
         if transfer is None:
@@ -240,14 +310,26 @@ class DestinationConnection:
         else:
             transfer.confirmed(self._endpoint)
 
+    def _take_read(self, slot: int) -> None:
+        with self._changed:
+            if self._unread.pop(slot, None) is None:
+                raise TransferError(f"it says that it has read slot {slot}, which it was not told of")
+        self.free_slot(slot)
+
     def _end(self, reason: str) -> Unavailable:
         """End the connection once -> the error with the first reason."""
-        with self._lock:
+        with self._changed:
             if self._end_reason is None:
                 self._end_reason = reason
             carried, self._carried = self._carried, {}
+            unread, self._unread = self._unread, {}
+            self._changed.notify_all()
             error = Unavailable(f"the KV receiver at {self._endpoint} is gone: {self._end_reason}")
         self._stream.shut()
+        for slot in unread:
+            self.free_slot(slot)
+        if self._agent is not None:
+            self._agent.out.wake()
         for transfer, _ in carried.values():
             transfer.fail(error)
         return error

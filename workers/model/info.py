@@ -68,21 +68,25 @@ def read_model_info(path: Path, dtype: str | None = None, name: str | None = Non
     return _with_parameters(info, tied=bool(config.get("tie_word_embeddings", False)))
 
 
-def tensor_share(info: ModelInfo, tp: int, key: str = "tp") -> ModelInfo:
+def tensor_share(info: ModelInfo, tp: int, key: str = "tp", *, replicates_kv: bool = False) -> ModelInfo:
     """Return the shape of one tensor parallel rank's share of `tp`; `info` itself for tp 1.
 
-    Raises ConfigError, naming `key`, unless every rank gets as many whole KV heads as the others.
+    Raises ConfigError, naming `key`, unless every rank gets as many whole KV heads as the others. With `replicates_kv`
+    there may also be several ranks for each KV head, with its query heads shared evenly.
     """
     if tp == 1:
         return info
     heads = info.num_kv_heads
-    if tp < 1 or heads % tp:
-        allowed = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
+    sizes = [size for size in range(1, heads + 1) if heads % size == 0]
+    if replicates_kv:
+        sizes += [size for size in range(2 * heads, info.num_heads + 1, heads) if info.num_heads % size == 0]
+    if tp not in sizes:
+        allowed = ", ".join(map(str, sizes))
         raise ConfigError(f"{key}: {tp} does not divide the {heads} KV heads of {info.name}; allowed are {allowed}")
     return replace(
         info,
         num_heads=info.num_heads // tp,
-        num_kv_heads=heads // tp,
+        num_kv_heads=max(1, heads // tp),
         intermediate_size=-(-info.intermediate_size // tp),
         vocab_size=-(-info.vocab_size // tp),
         num_parameters=-(-info.num_parameters // tp),

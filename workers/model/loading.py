@@ -186,7 +186,7 @@ class LoadedModel:
     @property
     def head_start(self) -> int:
         """Index, in the model, of the first KV head that is here."""
-        return self.tensor.rank * self.share.num_kv_heads
+        return self.tensor.rank * self.info.num_kv_heads // self.tensor.size
 
     def hidden_states(self, token_ids: Tensor, positions: Tensor, step: AttentionStep) -> Tensor:
         """Run all layers over packed tokens: token_ids and positions int64[T], T >= 1 -> [T, hidden_size], normed."""
@@ -196,7 +196,7 @@ class LoadedModel:
             input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, ring_step=step
         ).last_hidden_state
         assert isinstance(states, Tensor)
-        return states[0]
+        return self.tensor.all_rows(states[0])
 
     def attend_without_tokens(self, step: AttentionStep) -> Tensor:
         """Join every layer's ring attention without own tokens, which transformers cannot run -> [0, hidden_size].
@@ -244,21 +244,26 @@ def load_model(
     *,
     tp_rank: int = 0,
     tp: int = 1,
+    replicates_kv: bool = False,
+    scatters_rows: bool = False,
     helix_rank: int = 0,
     helix: int = 1,
 ) -> LoadedModel:
     """Load the model in `path` in `dtype` onto `device`: the share of rank `tp_rank` of `tp`, or of a helix ring.
 
+    With `replicates_kv` a KV head may be on several ranks, as `tensor_share` says; `scatters_rows` is TensorParallel's.
+
     Neither the device nor the host ever holds more than the share. Raises ModelRefused for anything missing,
     unreadable, unsupported or incomplete, ConfigError for a `tp` that does not divide the KV heads.
     """
     info = read_model_info(path, dtype, name, device)
-    share = tensor_share(info, tp)
+    share = tensor_share(info, tp, replicates_kv=replicates_kv)
     if not any(path.glob("*.safetensors")):
         raise ModelRefused(f"{path} has no *.safetensors weights")
     model = _without_weights(path, info)
     whole = whole_shapes(model)
-    tensor = TensorParallel(tp_rank, tp)
+    replicas, kv_features = max(1, tp // info.num_kv_heads), info.num_kv_heads * info.head_dim
+    tensor = TensorParallel(tp_rank, tp, replicas=replicas, kv_features=kv_features, scatters_rows=scatters_rows)
     tensor.cut(model)
     loaded = _loaded(path, model, info, share, tensor)
     if helix > 1:

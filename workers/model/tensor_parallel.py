@@ -5,6 +5,13 @@ context parallel axis it refuses; with one axis of a device mesh it silently lea
 the model's, and cutting and summing happen here. No default group is needed, and a broken tensor parallel ring ends
 like any other broken ring.
 
+More processes than KV heads share these: `replicas` of each, for comparisons with context parallelism alone (arXiv
+2411.01783, 4.2.2). Query heads are cut evenly, and all that read one KV head lie beside it.
+
+Sequence parallelism of tensor parallel ranks (SP-TP, CSPS, arXiv 2409.15104) cuts each sum in two: a rank adds up an
+N-th of the rows, to which norms and residuals are applied, and gathers all rows before attention and before the MLP.
+The bytes are those of the sums. For comparisons too.
+
 Helix is the same over the ranks of a decode ring, which have all tokens of a step: attention and embedding stay whole,
 and attention gives each rank its columns of the output projection's input.
 
@@ -23,7 +30,7 @@ from torch.nn import Embedding, Linear, Module, Parameter
 
 from cp_core.errors import ModelRefused
 from cp_core.layout.shards import even_share
-from cp_core.transport.collectives import all_reduce, join_last_dim
+from cp_core.transport.collectives import all_reduce, gather_rows, join_last_dim, reduce_scatter_rows
 from cp_core.transport.interface import RingTransport
 from workers.model.hugging_face import PreTrainedModel
 
@@ -31,14 +38,29 @@ from workers.model.hugging_face import PreTrainedModel
 class TensorParallel:
     """Place of rank `rank` among the `size` ranks that share one model. `connect` precedes the first forward pass.
 
-    With `shares_attention` the heads and the embedding are cut as well, without it (helix) everything else.
+    With `shares_attention` the heads and the embedding are cut as well, without it (helix) everything else. With
+    `replicas` above 1, the matrices of keys and of values, with `kv_features` outputs each, are cut in fewer parts.
+    With `scatters_rows` a rank has an N-th of the rows between attention and MLP.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, *, shares_attention: bool = True) -> None:
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        *,
+        shares_attention: bool = True,
+        replicas: int = 1,
+        kv_features: int = 0,
+        scatters_rows: bool = False,
+    ) -> None:
         assert 0 <= rank < size, f"rank {rank} of {size}"
         self.rank = rank
         self.size = size
         self._shares_attention = shares_attention
+        self._replicas = replicas
+        self._kv_features = kv_features
+        self._scatters_rows = scatters_rows and size > 1
+        self._num_rows = 0  # of the present forward pass, which begins with the embedding
         self._transport: RingTransport | None = None
 
     def connect(self, transport: RingTransport) -> None:
@@ -55,24 +77,41 @@ class TensorParallel:
         """Return [start, stop) of this rank in `total`."""
         return even_share(total, self.rank, self.size)
 
+    def share_of(self, total: int, own: int) -> tuple[int, int]:
+        """Return [start, stop) of this rank's part of `own`, which several ranks have where KV heads are replicated."""
+        start, stop = self.share(total)
+        if stop - start == own:
+            return start, stop
+        start = self.rank // self._replicas * own
+        return start, start + own
+
     def widths(self, total: int) -> tuple[int, ...]:
         """Return the size of each rank's share of `total`."""
         shares = (even_share(total, rank, self.size) for rank in range(self.size))
         return tuple(stop - start for start, stop in shares)
+
+    def begin_rows(self, num_rows: int) -> None:
+        """Begin a forward pass over so many rows."""
+        self._num_rows = num_rows
+
+    def all_rows(self, own: Tensor) -> Tensor:
+        """Return all rows [..., T, C] where a rank has an N-th of them, else `own`. Raises Unavailable."""
+        return gather_rows(own, self._num_rows, self.transport) if self._scatters_rows else own
 
     def join(self, part: Tensor, total: int) -> Tensor:
         """Return every rank's columns [..., share of total] side by side: [..., total]. Raises Unavailable."""
         return part if self.size == 1 else join_last_dim(part, self.widths(total), self.transport)
 
     def total(self, part: Tensor) -> Tensor:
-        """Return the sum of all ranks' parts. Raises Unavailable.
+        """Return the sum [..., T, C] of all ranks' parts, or this rank's rows of it. Raises Unavailable.
 
         While torch's compiler traces the model it leaves a mark: the graph is cut there (`workers/model/pieces.py`).
         """
         if torch.compiler.is_compiling():
             marked: Tensor = torch.ops.ringserve.total(part)
             return marked
-        return all_reduce(part, self.transport)
+        reduce = reduce_scatter_rows if self._scatters_rows else all_reduce
+        return reduce(part, self.transport)
 
     def cut(self, model: PreTrainedModel) -> None:
         """Reduce `model` to this rank's share, by the model's own plan. With one rank nothing changes.
@@ -95,7 +134,13 @@ class TensorParallel:
             cut = STYLES.get(self._style(model, name, style))
             if cut is None:
                 raise ModelRefused(f"the tensor parallel plan of {model.config.model_type!r} cuts {name} by {style!r}")
-            cut(self, module)
+            if self._replicas > 1 and style == "colwise" and self._is_kv(model, name, module):
+                _cut_columns(self, module, self._kv_features * self._replicas // self.size)
+            else:
+                cut(self, module)
+            if self._scatters_rows and style == "rowwise":
+                block = model.get_submodule(name.rpartition(".")[0])
+                block.register_forward_pre_hook(self._with_all_rows, with_kwargs=True)
             num_cut += 1
         if not num_cut:
             raise ModelRefused(f"a {model.config.model_type!r} model has no tensor parallel plan; allowed is tp 1")
@@ -112,6 +157,16 @@ class TensorParallel:
             start, stop = self.share(embedding.weight.shape[0])
             head.weight = Parameter(embedding.weight[start:stop], requires_grad=False)
 
+    def _with_all_rows(self, _block: Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+        """Gather the rows of the states that attention, or the MLP, is called with."""
+        if inputs:
+            return (self.all_rows(inputs[0]), *inputs[1:]), named
+        return inputs, named | {HIDDEN_STATES: self.all_rows(named[HIDDEN_STATES])}
+
+    def _is_kv(self, model: PreTrainedModel, name: str, module: Module) -> bool:
+        """Return whether a module cut by columns makes keys or values: where KV heads are few, queries are wider."""
+        return _is_in_attention(model, name) and getattr(module, "out_features", 0) == self._kv_features
+
     def _style(self, model: PreTrainedModel, name: str, style: str) -> str:
         """Return the style of a module: in helix the embedding and what comes before attention stay whole.
 
@@ -119,17 +174,21 @@ class TensorParallel:
         """
         if self._shares_attention:
             return style
-        # Modules with a `layer_idx` call the attention hook.
-        is_in_attention = hasattr(model.get_submodule(name.rpartition(".")[0]), "layer_idx")
-        if style == "embedding_rowwise" or (style == "colwise" and is_in_attention):
+        if style == "embedding_rowwise" or (style == "colwise" and _is_in_attention(model, name)):
             return WHOLE
         return "colwise" if style == "colwise_gather_output" else style
 
 
-def _cut_columns(tensor: TensorParallel, module: Module) -> None:
-    """Cut the output features; the input is whole: y_r = x W_r^T + b_r."""
+def _is_in_attention(model: PreTrainedModel, name: str) -> bool:
+    # Modules with a `layer_idx` call the attention hook.
+    return hasattr(model.get_submodule(name.rpartition(".")[0]), "layer_idx")
+
+
+def _cut_columns(tensor: TensorParallel, module: Module, own: int | None = None) -> None:
+    """Cut the output features, `own` to a rank or evenly; the input is whole: y_r = x W_r^T + b_r."""
     assert isinstance(module, Linear)
-    start, stop = tensor.share(module.out_features)
+    total = module.out_features
+    start, stop = tensor.share(total) if own is None else tensor.share_of(total, own)
     module.weight = _piece(module.weight[start:stop])
     if module.bias is not None:
         module.bias = _piece(module.bias[start:stop])
@@ -169,6 +228,7 @@ def _cut_vocabulary(tensor: TensorParallel, module: Module) -> None:
     module.num_embeddings, module.padding_idx = stop - start, None
 
     def looked_up(input: Tensor) -> Tensor:
+        tensor.begin_rows(input.shape[-1])
         outside = (input < start) | (input >= stop)
         rows = torch.nn.functional.embedding((input - start).masked_fill(outside, 0), module.weight)
         return tensor.total(rows.masked_fill(outside.unsqueeze(-1), 0.0))
@@ -185,6 +245,7 @@ def _piece(part: Tensor) -> Parameter:
     return Parameter(part.detach().clone(), requires_grad=False)
 
 
+HIDDEN_STATES = "hidden_states"
 WHOLE = "replicated_with_grad_allreduce"
 WHOLE_BIAS = "whole_bias"
 """Name of the bias of a layer whose input features are cut."""

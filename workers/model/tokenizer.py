@@ -34,6 +34,19 @@ def _is_generic(model: Mapping[str, object], tokenizer: Mapping[str, object]) ->
     return is_plain and tokenizer.get("tokenizer_class") in GENERIC_CLASSES
 
 
+def plain_backend(tokenizer: Any) -> Any | None:
+    """Return the fast form of a tokenizer whose `decode` does nothing but call it; None for others.
+
+    A gateway decodes every message of tokens, and transformers' own part takes longer than the fast form itself.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    verbs = ("decode", "_decode")
+    is_plain = all(getattr(type(tokenizer), verb, None) is getattr(PreTrainedTokenizerFast, verb) for verb in verbs)
+    return backend if is_plain else None
+
+
 def tokenizer_json(tokenizer: Any) -> str:
     """Return a tokenizer as JSON, its added tokens included. Raises InvalidRequest for one that has no fast form."""
     backend = copy.copy(getattr(tokenizer, "backend_tokenizer", None))

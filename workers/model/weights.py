@@ -84,7 +84,7 @@ def _share_of(stored: Tensor, part: Tensor, tensor: TensorParallel) -> Tensor:
     share = stored
     for dim, (size, own) in enumerate(zip(stored.shape, part.shape, strict=True)):
         if size != own:
-            start, stop = tensor.share(size)
+            start, stop = tensor.share_of(size, own)
             share = share.narrow(dim, start, stop - start)
     assert share.shape == part.shape, f"{share.shape} read for {part.shape}"
     return share.to(part.dtype).contiguous()

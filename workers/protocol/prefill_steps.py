@@ -34,8 +34,9 @@ class Algorithm(StrEnum):
 
 RING_ALGORITHMS = tuple(map(Algorithm, PREFILL_ALGORITHMS))
 """Algorithms of a prefill step's attention. A prefill step on a decode ring uses pass-Q: the keys are there."""
-CALIBRATED_ALGORITHMS = (Algorithm.PASS_KV, Algorithm.PASS_Q)
-"""Algorithms whose measured times give the rates from which the times of all follow."""
+CALIBRATED_ALGORITHMS = (Algorithm.PASS_KV, Algorithm.PASS_Q, Algorithm.CHAIN)
+"""Algorithms whose measured times give the rates from which the times of all follow: the first two those of the ring,
+the chain what it alone has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,12 +25,16 @@ QUANTIZATIONS = (NO_QUANTIZATION, FP8_MLPS)
 class RankSettings:
     """Settings that all ranks of a ring share. A rank's cache has `num_blocks` blocks of `block_tokens` tokens a layer.
 
+    Where `kv_memory_fraction` is not 0, it has as many as fit in that part of the GPU memory that the weights leave.
     `tp` processes share the heads of the same tokens and use the same block table. `listen_host` is the address on
     which ranks listen; empty: the address of the rank's node. `tls` encrypts all traffic between ranks, as far as
     `ring_transport` can, and ranks then accept each other by certificate only. `packs_weights` orders the weights for
     the kernels of CPUs, once the ring is measured, `packs_head` those of the head as well, as decode steps gain by. On
-    "cuda" a process has `gpus_per_rank` of a GPU: with less than 1, several share it. `compile` is one of
-    COMPILE_POLICIES, `quantization` one of QUANTIZATIONS.
+    "cuda" a process has `gpus_per_rank` of a GPU: with less than 1, several share it. `kv_carrier` moves KV to other
+    rings: `sockets`, `nixl` by slots of `kv_slot_bytes`, or `auto`, which is NIXL on "cuda" where it is installed,
+    and sockets to ranks that it does not reach. `compile` is one of COMPILE_POLICIES, `quantization` one of
+    QUANTIZATIONS. Two are for comparisons, and such ranks hand over no KV: `replicates_kv` allows more processes
+    than KV heads, and with `scatters_rows` each process has its share of the rows between attention and MLP.
     """
 
     model_path: str
@@ -42,7 +46,10 @@ class RankSettings:
     tp: int = 1
     num_blocks: int
     block_tokens: int = 16
+    kv_memory_fraction: float = 0.0
     kv_checksums: bool = True
+    kv_carrier: str = "auto"
+    kv_slot_bytes: int = 16 << 20
     num_threads: int = 1
     listen_host: str = "127.0.0.1"
     tls: PeerTls | None = None
@@ -50,6 +57,8 @@ class RankSettings:
     decode_variant: str = "auto"
     packs_weights: bool = False
     packs_head: bool = False
+    replicates_kv: bool = False
+    scatters_rows: bool = False
     compile: str = "off"
     quantization: str = NO_QUANTIZATION
 
@@ -149,7 +158,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankInfo:
-    """Answer of a started rank. `kv_endpoint` is HOST:PORT of its KV receiver.
+    """Answer of a started rank. `kv_endpoint` is HOST:PORT of its KV receiver, `num_blocks` the size of its cache.
 
     `is_helix` tells that the rank has a share of the weights: the ring can only decode by helix.
     """
@@ -160,6 +169,7 @@ class RankInfo:
     ring_transport: str
     pid: int
     model: ModelInfo
+    num_blocks: int
     is_helix: bool = False
 
 
@@ -187,6 +197,15 @@ class RingSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GpuMemory:
+    """Memory of a rank's GPU in bytes: all of it, what the rank's process has reserved, and what its tensors take."""
+
+    total: int
+    reserved: int
+    allocated: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RankStatus:
     """Progress of a rank for watchdogs: a step counter and the seconds since it last moved.
 
@@ -195,6 +214,9 @@ class RankStatus:
     in steps and `wait_seconds` its part spent waiting for peers. `communication_seconds` is the part with messages of
     the ring under way; None: the transport cannot tell. `bytes_sent` counts what the rank sent to its ring.
     `step_counts` are steps by length, see `StepClock`. `stalled_seconds` is the longest time for which a transfer that
+    has begun, and is not complete, received no byte. `kv_nixl_bytes` and `kv_socket_bytes` count KV sent to other rings
+    by each carrier, `kv_fallbacks` connections to ranks that NIXL was to serve and does not reach.
+    `gpu` is None on a CPU.
     has begun, and is not complete, received no byte. `eager_steps` are decode steps that replayed no recorded one, by
     reason, where the model is to be compiled.
     """
@@ -211,4 +233,8 @@ class RankStatus:
     stalled_seconds: float = 0.0
     communication_seconds: float | None = None
     step_counts: tuple[int, ...] = ()
+    kv_nixl_bytes: int = 0
+    kv_socket_bytes: int = 0
+    kv_fallbacks: int = 0
+    gpu: GpuMemory | None = None
     eager_steps: tuple[tuple[str, int], ...] = ()

@@ -10,11 +10,13 @@ import torch
 
 from cp_core.attention.backends import select_backend
 from cp_core.attention.partial import AttentionBackend
-from cp_core.errors import ConfigError
+from cp_core.errors import ConfigError, Unavailable
 from workers.decode.graphs import CudaRecorder, Recorder
 from workers.decode.loop import DecodeChoice
 from workers.decode.messages import DecodeMailbox
 from workers.kv.cache import KvCache
+from workers.kv.nixl_agent import has_nixl
+from workers.kv.pulls import NUM_SLOTS, PullAgent
 from workers.kv.receiver import KvReceiver
 from workers.kv.sender import KvSender
 from workers.model.builtin import resolve_model_path
@@ -50,7 +52,15 @@ class RankParts:
     receiver: KvReceiver
     sender: KvSender
     mailbox: DecodeMailbox
+    agent: PullAgent | None
     compilation: Compilation | None
+
+    def close_kv(self) -> None:
+        """End all transfers of this incarnation. Idempotent."""
+        self.sender.close()
+        self.receiver.close()
+        if self.agent is not None:
+            self.agent.close()
 
     @property
     def info(self) -> RankInfo:
@@ -61,6 +71,7 @@ class RankParts:
             ring_transport=self.joining.backend,
             pid=os.getpid(),
             model=self.model.info,
+            num_blocks=self.cache.num_blocks,
             is_helix=self.model.is_helix,
         )
 
@@ -79,6 +90,8 @@ def load_parts(spec: RankSpec, *, poisoned: bool) -> RankParts:
         Path(settings.model_path).name,
         tp_rank=spec.tp_rank,
         tp=spec.tp,
+        replicates_kv=settings.replicates_kv,
+        scatters_rows=settings.scatters_rows,
         helix_rank=spec.cp_rank,
         helix=spec.helix,
     )
@@ -87,7 +100,7 @@ def load_parts(spec: RankSpec, *, poisoned: bool) -> RankParts:
     backend = select_backend(settings.attention_backend, settings.device, dtype)
     cache = KvCache(
         num_layers=model.info.num_layers,
-        num_blocks=settings.num_blocks,
+        num_blocks=num_blocks_of(settings, model.share) if settings.kv_memory_fraction else settings.num_blocks,
         block_tokens=settings.block_tokens,
         num_kv_heads=model.share.num_kv_heads,
         head_dim=model.info.head_dim,
@@ -121,6 +134,25 @@ FP8_CAPABILITY = (8, 9)
 """Least compute capability of GPUs that multiply 8-bit floats."""
 
 
+def num_blocks_of(settings: RankSettings, share: ModelInfo) -> int:
+    """Return how many blocks of KV fit in the part `kv_memory_fraction` of what the GPU has free now.
+
+    `share` is the model as this rank has it. Staging slots of NIXL are taken off. Raises ConfigError where none fits.
+    """
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(settings.device)
+    staging = 2 * NUM_SLOTS * settings.kv_slot_bytes if _is_by_nixl(settings) else 0
+    block_bytes = settings.block_tokens * share.kv_bytes_per_token
+    num_blocks = int(free * settings.kv_memory_fraction - staging) // block_bytes
+    if num_blocks < 1:
+        raise ConfigError(
+            f"kv_cache.memory_fraction: {settings.kv_memory_fraction:g} of the {free / 1e9:.1f} GB that the weights "
+            f"leave on {settings.device} holds no block of {block_bytes / 1e6:.1f} MB beside {staging / 1e9:.1f} GB of "
+            f"staging slots; choose a larger part, or fewer weights a rank"
+        )
+    return num_blocks
+
+
 def _indexed(device: str) -> str:
     """Return the device with its index: NCCL and torch's streams would each choose one for a bare "cuda"."""
     return f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device
@@ -136,6 +168,13 @@ def parts_of(
 ) -> RankParts:
     """Return the parts of an incarnation, whose KV receiver is open."""
     settings = spec.settings
+    agent = open_agent(spec, cache.device)
+    try:
+        receiver = KvReceiver(cache, spec.incarnation, listen_host=settings.listen_host, tls=settings.tls, agent=agent)
+    except Unavailable:
+        if agent is not None:
+            agent.close()
+        raise
     return RankParts(
         spec=spec,
         joining=joining,
@@ -143,8 +182,23 @@ def parts_of(
         backend=backend,
         choose_variant=DecodeChoice(settings.decode_variant, model.share.shape, spec.cp),
         cache=cache,
-        receiver=KvReceiver(cache, spec.incarnation, listen_host=settings.listen_host, tls=settings.tls),
-        sender=KvSender(cache, spec.incarnation, checksums=settings.kv_checksums, tls=settings.tls),
+        receiver=receiver,
+        sender=KvSender(cache, spec.incarnation, checksums=settings.kv_checksums, tls=settings.tls, agent=agent),
         mailbox=DecodeMailbox(settings.max_batch),
+        agent=agent,
         compilation=compilation,
     )
+
+
+def open_agent(spec: RankSpec, device: torch.device) -> PullAgent | None:
+    """Open the NIXL agent of a rank; None where KV goes by sockets. Raises ConfigError, Unavailable."""
+    settings = spec.settings
+    if not _is_by_nixl(settings):
+        return None
+    name, is_required = f"{spec.incarnation}:{spec.rank}", settings.kv_carrier == "nixl"
+    return PullAgent(name, device, slot_bytes=settings.kv_slot_bytes, is_required=is_required)
+
+
+def _is_by_nixl(settings: RankSettings) -> bool:
+    is_gpu = settings.device.startswith("cuda")
+    return settings.kv_carrier == "nixl" or (settings.kv_carrier == "auto" and is_gpu and has_nixl())

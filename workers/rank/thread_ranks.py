@@ -143,6 +143,9 @@ class ThreadRank:
     async def copy_blocks(self, pairs: Sequence[BlockPair], timeout: float) -> None:
         await self._run(self._others, timeout, lambda: self.worker.copy_blocks(pairs))
 
+    async def prepare_grammar(self, grammar: str, timeout: float) -> None:
+        await self._run(self._others, timeout, lambda: self.worker.prepare_grammar(grammar))
+
     async def submit(self, commands: Sequence[DecodeCommand], timeout: float) -> None:
         await self._run(self._others, timeout, lambda: self.worker.submit(commands))
 

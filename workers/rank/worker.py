@@ -25,11 +25,12 @@ from workers.decode.graphs import GraphRunner
 from workers.decode.loop import FollowingLoop, LeadingLoop, LoopWork
 from workers.decode.messages import LEADER, HeaderChannel
 from workers.decode.step import BatchState, DecodePass, DecodePrompts
+from workers.kv.lane import CarrierCounts
 from workers.prefill.step import PrefillPass, StepEnded, StepInbox, is_true_everywhere, run_prefill, score_rows
 from workers.progress import Progress, StepClock
 from workers.protocol.decode_commands import DecodeCommand, DecodeEvents
 from workers.protocol.prefill_steps import PrefillOutput, PrefillStep
-from workers.protocol.ranks import RankEndpoints, RankInfo, RankSpec, RankStatus, RingSpec
+from workers.protocol.ranks import GpuMemory, RankEndpoints, RankInfo, RankSpec, RankStatus, RingSpec
 from workers.protocol.transfers import BlockPair, KvEnds, KvExpect, KvSend, TransferKey, TransferReport
 from workers.rank.joining import RankRings, RingJoining
 from workers.rank.parts import RankParts, load_parts, parts_of
@@ -86,8 +87,7 @@ class RankWorker:
         if not self._computing.acquire(timeout=STOP_SECONDS):
             raise Unavailable(f"rank {spec.rank} still computes")
         self._computing.release()
-        parts.sender.close()
-        parts.receiver.close()
+        parts.close_kv()
         self._rings = self._runner = None
         self._progress, self._clock, self._inbox = Progress(), StepClock(), StepInbox()
         self._started = parts_of(spec, RingJoining(spec), parts.model, parts.backend, parts.cache, parts.compilation)
@@ -283,6 +283,11 @@ class RankWorker:
         """
         return self.parts.mailbox.poll(after, timeout)
 
+    def prepare_grammar(self, grammar: str) -> None:
+        """Compile a grammar of an answer to come, so that no step waits for it."""
+        if self.parts.model.samples:
+            self.parts.model.grammars.prepare(grammar)
+
     # --- KV transfer -------------------------------------------------------------------------------------------------
 
     def expect_kv(self, expect: KvExpect) -> None:
@@ -318,7 +323,11 @@ class RankWorker:
     # --- life --------------------------------------------------------------------------------------------------------
 
     def status(self) -> RankStatus:
+        """Return the progress. Raises Unavailable where this process has to be replaced."""
         receiver = self._started.receiver if self._started else None
+        counts = self._started.sender.counts if self._started else CarrierCounts()
+        if self._started and self._started.agent is not None:
+            self._started.agent.check_usable()
         return RankStatus(
             steps=self._progress.steps,
             seconds_since_step=self._progress.seconds_since_step,
@@ -332,6 +341,10 @@ class RankWorker:
             stalled_seconds=receiver.stalled_seconds if receiver else 0.0,
             communication_seconds=self._clock.communication_seconds,
             step_counts=tuple(self._clock.step_counts),
+            kv_nixl_bytes=counts.nixl_bytes,
+            kv_socket_bytes=counts.socket_bytes,
+            kv_fallbacks=counts.fallbacks,
+            gpu=gpu_memory(self._started.cache.device) if self._started else None,
             eager_steps=tuple(sorted(self._runner.eager_steps.items())) if self._runner else (),
         )
 
@@ -350,8 +363,7 @@ class RankWorker:
         for transport in self._transports:
             transport.close()
         if parts is not None:
-            parts.sender.close()
-            parts.receiver.close()
+            parts.close_kv()
 
     @contextmanager
     def _compute(self) -> Iterator[RingTransport]:
@@ -367,3 +379,14 @@ class RankWorker:
             raise
         finally:
             self._computing.release()
+
+
+def gpu_memory(device: torch.device) -> GpuMemory | None:
+    """Return the memory of a GPU as torch counts it; None for a CPU. It asks no driver, which may stand still."""
+    if device.type != "cuda":
+        return None
+    return GpuMemory(
+        total=torch.cuda.get_device_properties(device).total_memory,
+        reserved=torch.cuda.memory_reserved(device),
+        allocated=torch.cuda.memory_allocated(device),
+    )

@@ -94,6 +94,10 @@ class Grammars:
         ids = tokenizer.tokenize_str(text, parse_special=True)
         return ids[0] if len(ids) == 1 and tokenizer.is_special_token(ids[0]) else None
 
+    def prepare(self, grammar: str) -> None:
+        """Compile a grammar in the thread of the caller, and read the tokenizer where none was compiled before."""
+        self._compiled(grammar)
+
     def begin(self, grammar: str, answer: Sequence[int] = ()) -> AnswerGrammar:
         """Return the grammar of an answer that has these tokens already. Nothing is computed yet."""
         return AnswerGrammar(self, grammar, answer)

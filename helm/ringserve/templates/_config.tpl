@@ -5,6 +5,7 @@ key: /etc/ringserve-internal/tls.key
 ca: /etc/ringserve-internal/ca.crt
 server_name: {{ .Values.internalTls.serverName | quote }}
 allow_plain_ring: {{ .Values.internalTls.allowPlainRing }}
+allow_plain_kv: {{ .Values.internalTls.allowPlainKv }}
 insecure: {{ .Values.internalTls.insecure }}
 {{- end }}
 
@@ -14,6 +15,7 @@ insecure: {{ .Values.internalTls.insecure }}
 {{- $defaults := dict
     "gateway" (dict "max_seconds" .Values.gateway.maxSeconds)
     "timeouts" (dict "start" .Values.timeouts.start)
+    "logs" (dict "level" .Values.logs.level "levels" .Values.logs.levels "format" .Values.logs.format)
     "router" (ternary (dict "journal" "/var/lib/ringserve/journal") dict (not (empty .Values.head.journalVolume)))
     "prefill" (merge (deepCopy .Values.prefill.config) (dict "threads_per_rank" (int .Values.prefill.threadsPerRank)))
     "decode" (merge (deepCopy .Values.decode.config) (dict "threads_per_rank" (int .Values.decode.threadsPerRank)))

@@ -106,6 +106,12 @@ env:
   - {name: RINGSERVE_CACHE, value: /tmp/ringserve}
   - {name: RINGSERVE_STATE, value: /tmp/ringserve-state}
   - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
+  {{- if eq .component "head" }}
+  # Ray takes a silent node for dead after 3.6 s, and not after a minute: rings may then be rebuilt on others.
+  - {name: RAY_health_check_period_ms, value: "400"}
+  - {name: RAY_health_check_timeout_ms, value: "800"}
+  - {name: RAY_health_check_failure_threshold, value: "3"}
+  {{- end }}
   - name: POD_IP
     valueFrom: {fieldRef: {fieldPath: status.podIP}}
   {{- with .part.env }}

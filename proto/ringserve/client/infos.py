@@ -41,7 +41,7 @@ class RingRates:
     """Measured speed of a ring: FLOP/s of a rank, bytes/s of a link, seconds a message, hidden share of both.
 
     `step_seconds` are those that every step takes in addition. Where ranks are unlike, `speeds` says how many times as
-    fast as the slowest each is.
+    fast as the slowest each is; where ranks begin a step late, `lateness` has the seconds of each after the first.
     """
 
     gemm_flops: float = 0.0
@@ -51,6 +51,7 @@ class RingRates:
     overlap: float = 0.0
     speeds: tuple[float, ...] = ()
     step_seconds: float = 0.0
+    lateness: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +191,10 @@ class Sparsity:
 
 @dataclass(frozen=True, kw_only=True)
 class ConversationInfo:
-    """State of a conversation and the locations of its KV, which is approximate where there is a `sparsity`."""
+    """State of a conversation and the locations of its KV, which is approximate where there is a `sparsity`.
+
+    `turn_ends` are the numbers of tokens after each of its latest turns.
+    """
 
     conversation_id: str = ""
     num_tokens: int = 0
@@ -202,6 +206,8 @@ class ConversationInfo:
     ttl_seconds: float = 0.0
     num_waiting: int = 0
     sparsity: Sparsity | None = None
+    turn_ends: tuple[int, ...] = ()
+    last_token: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

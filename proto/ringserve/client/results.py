@@ -37,13 +37,15 @@ class CachedSource:
 class Chunk:
     """New tokens [start, stop) that one step computed by `algorithm`.
 
-    `num_turns` turns shared the step, this one included; 0 where the chunk is a prediction.
+    `num_turns` turns shared the step, this one included; 0 where the chunk is a prediction. `fallback` is empty, or the
+    layout that the tokens got for lack of room: "level_cuts" of a chain, "spread" of a short prompt.
     """
 
     start: int = 0
     stop: int = 0
     algorithm: str = ""
     num_turns: int = 0
+    fallback: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -428,7 +428,7 @@ class SamplingParams(_message.Message):
     temperature: _builtins.float
     """0 (the default) is greedy."""
     max_tokens: _builtins.int
-    """New tokens at most; 16 when unset."""
+    """New tokens at most. Unset: as many as the model, the rings and the tenant's quota have room for."""
     seed: _builtins.int
     """Same seed, same tokens, for any ring sizes and any batch. Drawn at random when unset."""
     ignore_eos: _builtins.bool
@@ -1124,11 +1124,16 @@ class Chunk(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     ALGORITHM_FIELD_NUMBER: _builtins.int
     NUM_TURNS_FIELD_NUMBER: _builtins.int
+    FALLBACK_FIELD_NUMBER: _builtins.int
     start: _builtins.int
     stop: _builtins.int
     algorithm: Global___Algorithm.ValueType
     num_turns: _builtins.int
     """Turns that shared the step, this one included; 0 where it is a prediction."""
+    fallback: _builtins.str
+    """Empty, or the layout that the tokens got for lack of room on single ranks: "level_cuts" of a chain, or "spread"
+    where a short prompt should lie whole on one rank. Predictions do not know of it.
+    """
     def __init__(
         self,
         *,
@@ -1136,10 +1141,11 @@ class Chunk(_message.Message):
         stop: _builtins.int = ...,
         algorithm: Global___Algorithm.ValueType = ...,
         num_turns: _builtins.int = ...,
+        fallback: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "num_turns", b"num_turns", "start", b"start", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "fallback", b"fallback", "num_turns", b"num_turns", "start", b"start", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1458,7 +1464,9 @@ Global___GetServerInfoResponse: _TypeAlias = GetServerInfoResponse  # noqa: Y015
 
 @_typing.final
 class ServerEvent(_message.Message):
-    """What happened `count` times, with no other of its kind between, the last time `at` seconds since the epoch."""
+    """What happened `count` times, the last time `at` seconds since the epoch. Evictions of a ring are one event; others
+    are counted together where none of their kind is between.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1470,7 +1478,7 @@ class ServerEvent(_message.Message):
     at: _builtins.float
     kind: _builtins.str
     """"ring" (one came, drains, left or returned), "lost", "rebuilt", "failover" (a turn lost a ring or its gateway and
-    went on), "refusal" (a turn got no rings).
+    went on), "refusal" (a turn got no rings), "eviction" (a ring made room by dropping retained KV).
     """
     ring: _builtins.str
     """Empty where it concerns no ring."""
@@ -1714,6 +1722,7 @@ class RingRates(_message.Message):
     OVERLAP_FIELD_NUMBER: _builtins.int
     SPEEDS_FIELD_NUMBER: _builtins.int
     STEP_SECONDS_FIELD_NUMBER: _builtins.int
+    LATENESS_FIELD_NUMBER: _builtins.int
     gemm_flops: _builtins.float
     attention_flops: _builtins.float
     link_bytes_per_second: _builtins.float
@@ -1723,6 +1732,10 @@ class RingRates(_message.Message):
     @_builtins.property
     def speeds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Where ranks are unlike: times that each is as fast as the slowest, whose rates these are."""
+
+    @_builtins.property
+    def lateness(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Where ranks begin a step late: seconds of each after the first."""
 
     def __init__(
         self,
@@ -1734,10 +1747,11 @@ class RingRates(_message.Message):
         overlap: _builtins.float = ...,
         speeds: _abc.Iterable[_builtins.float] | None = ...,
         step_seconds: _builtins.float = ...,
+        lateness: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_flops", b"attention_flops", "gemm_flops", b"gemm_flops", "link_bytes_per_second", b"link_bytes_per_second", "link_latency_seconds", b"link_latency_seconds", "overlap", b"overlap", "speeds", b"speeds", "step_seconds", b"step_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_flops", b"attention_flops", "gemm_flops", b"gemm_flops", "lateness", b"lateness", "link_bytes_per_second", b"link_bytes_per_second", "link_latency_seconds", b"link_latency_seconds", "overlap", b"overlap", "speeds", b"speeds", "step_seconds", b"step_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1839,6 +1853,8 @@ class GetConversationResponse(_message.Message):
     TTL_SECONDS_FIELD_NUMBER: _builtins.int
     NUM_WAITING_FIELD_NUMBER: _builtins.int
     SPARSITY_FIELD_NUMBER: _builtins.int
+    TURN_ENDS_FIELD_NUMBER: _builtins.int
+    LAST_TOKEN_FIELD_NUMBER: _builtins.int
     conversation_id: _builtins.str
     num_tokens: _builtins.int
     num_turns: _builtins.int
@@ -1851,11 +1867,19 @@ class GetConversationResponse(_message.Message):
     """0: it is never forgotten for its age."""
     num_waiting: _builtins.int
     """Turns that wait for the running one."""
+    last_token: _builtins.int
+    """The newest token; unset before the first turn has ended."""
     @_builtins.property
     def placements(self) -> _containers.RepeatedCompositeFieldContainer[Global___Placement]: ...
     @_builtins.property
     def sparsity(self) -> Global___Sparsity:
         """Its KV is approximate. Unset: exact. Turns of another sparsity compute all of it again."""
+
+    @_builtins.property
+    def turn_ends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens after each of its latest turns: those since the router began, of which each but the first was appended to
+        the one before. A fork at one of them begins with the turns up to there.
+        """
 
     def __init__(
         self,
@@ -1870,12 +1894,16 @@ class GetConversationResponse(_message.Message):
         ttl_seconds: _builtins.float = ...,
         num_waiting: _builtins.int = ...,
         sparsity: Global___Sparsity | None = ...,
+        turn_ends: _abc.Iterable[_builtins.int] | None = ...,
+        last_token: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sparsity", b"sparsity"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_last_token", b"_last_token", "last_token", b"last_token", "sparsity", b"sparsity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation_id", b"conversation_id", "epoch", b"epoch", "idle_seconds", b"idle_seconds", "num_tokens", b"num_tokens", "num_turns", b"num_turns", "num_waiting", b"num_waiting", "placements", b"placements", "running_request_id", b"running_request_id", "sparsity", b"sparsity", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_token", b"_last_token", "conversation_id", b"conversation_id", "epoch", b"epoch", "idle_seconds", b"idle_seconds", "last_token", b"last_token", "num_tokens", b"num_tokens", "num_turns", b"num_turns", "num_waiting", b"num_waiting", "placements", b"placements", "running_request_id", b"running_request_id", "sparsity", b"sparsity", "ttl_seconds", b"ttl_seconds", "turn_ends", b"turn_ends"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__last_token: _TypeAlias = _typing.Literal["last_token"]  # noqa: Y015
+    _WhichOneofArgType__last_token: _TypeAlias = _typing.Literal["_last_token", b"_last_token"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__last_token) -> _WhichOneofReturnType__last_token | None: ...
 
 Global___GetConversationResponse: _TypeAlias = GetConversationResponse  # noqa: Y015
 

@@ -78,6 +78,7 @@ class BeginTurnRequest(_message.Message):
     RESUME_FIELD_NUMBER: _builtins.int
     READER_FIELD_NUMBER: _builtins.int
     BOUND_FIELD_NUMBER: _builtins.int
+    IS_OPEN_ENDED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     conversation_id: _builtins.str
     prompt_mode: _inference_pb2.PromptMode.ValueType
@@ -99,6 +100,8 @@ class BeginTurnRequest(_message.Message):
     """W3C Trace Context of the turn's span; empty without tracing."""
     reader: _builtins.str
     """Names the gateway's reader of the turn."""
+    is_open_ended: _builtins.bool
+    """The answer may have as many tokens as there is room for; `sampling.max_tokens` is not looked at."""
     @_builtins.property
     def sampling(self) -> _rings_pb2.Sampling: ...
     @_builtins.property
@@ -135,10 +138,11 @@ class BeginTurnRequest(_message.Message):
         resume: Global___LostTurn | None = ...,
         reader: _builtins.str = ...,
         bound: Global___Bound | None = ...,
+        is_open_ended: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "_expected_tokens", b"_expected_tokens", "bound", b"bound", "conversation_ttl_seconds", b"conversation_ttl_seconds", "expected_tokens", b"expected_tokens", "kv_quota", b"kv_quota", "resume", b"resume", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "_expected_tokens", b"_expected_tokens", "algorithm", b"algorithm", "bound", b"bound", "cache_key", b"cache_key", "conversation_id", b"conversation_id", "conversation_ttl_seconds", b"conversation_ttl_seconds", "deadline_seconds", b"deadline_seconds", "expected_tokens", b"expected_tokens", "follows", b"follows", "kv_quota", b"kv_quota", "no_cache", b"no_cache", "priority", b"priority", "prompt_mode", b"prompt_mode", "reader", b"reader", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "token_ids", b"token_ids", "trace_parent", b"trace_parent", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "_expected_tokens", b"_expected_tokens", "algorithm", b"algorithm", "bound", b"bound", "cache_key", b"cache_key", "conversation_id", b"conversation_id", "conversation_ttl_seconds", b"conversation_ttl_seconds", "deadline_seconds", b"deadline_seconds", "expected_tokens", b"expected_tokens", "follows", b"follows", "is_open_ended", b"is_open_ended", "kv_quota", b"kv_quota", "no_cache", b"no_cache", "priority", b"priority", "prompt_mode", b"prompt_mode", "reader", b"reader", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "token_ids", b"token_ids", "trace_parent", b"trace_parent", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__conversation_ttl_seconds: _TypeAlias = _typing.Literal["conversation_ttl_seconds"]  # noqa: Y015
     _WhichOneofArgType__conversation_ttl_seconds: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds"]  # noqa: Y015
@@ -301,6 +305,7 @@ class BeginTurnResponse(_message.Message):
     REMEMBERED_TOKENS_FIELD_NUMBER: _builtins.int
     LOST_ROLE_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
     turn_id: _builtins.str
     decode_endpoint: _builtins.str
     prompt_tokens: _builtins.int
@@ -308,6 +313,8 @@ class BeginTurnResponse(_message.Message):
     remembered_tokens: _builtins.int
     lost_role: _builtins.str
     """Of a turn that was begun again: the role of the ring that it had lost."""
+    max_tokens: _builtins.int
+    """Tokens that the answer has at most; 0 where it has ended and they are not known any more."""
     @_builtins.property
     def plan(self) -> _inference_pb2.Plan: ...
     @_builtins.property
@@ -324,10 +331,11 @@ class BeginTurnResponse(_message.Message):
         remembered_tokens: _builtins.int = ...,
         lost_role: _builtins.str = ...,
         ended: Global___EndedAnswer | None = ...,
+        max_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_endpoint", b"decode_endpoint", "ended", b"ended", "lost_role", b"lost_role", "plan", b"plan", "prompt_tokens", b"prompt_tokens", "remembered_tokens", b"remembered_tokens", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_endpoint", b"decode_endpoint", "ended", b"ended", "lost_role", b"lost_role", "max_tokens", b"max_tokens", "plan", b"plan", "prompt_tokens", b"prompt_tokens", "remembered_tokens", b"remembered_tokens", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -483,6 +491,7 @@ class RegisterRingRequest(_message.Message):
     WORK_RATE_FIELD_NUMBER: _builtins.int
     FREE_TOKENS_FIELD_NUMBER: _builtins.int
     SPARE_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_EVICTIONS_FIELD_NUMBER: _builtins.int
     MAX_BATCH_FIELD_NUMBER: _builtins.int
     IS_DRAINING_FIELD_NUMBER: _builtins.int
     IS_LEAVING_FIELD_NUMBER: _builtins.int
@@ -511,6 +520,8 @@ class RegisterRingRequest(_message.Message):
     """KV room that no running turn holds."""
     spare_tokens: _builtins.int
     """Tokens of that room which hold no retained KV, and into which retained KV may be moved."""
+    num_evictions: _builtins.int
+    """Sequences of which this incarnation has dropped retained KV to make room, each time."""
     max_batch: _builtins.int
     """Turns that a decode ring takes into one batch; 0: not known."""
     is_draining: _builtins.bool
@@ -546,6 +557,7 @@ class RegisterRingRequest(_message.Message):
         work_rate: _builtins.float = ...,
         free_tokens: _builtins.int | None = ...,
         spare_tokens: _builtins.int = ...,
+        num_evictions: _builtins.int = ...,
         max_batch: _builtins.int = ...,
         is_draining: _builtins.bool = ...,
         is_leaving: _builtins.bool = ...,
@@ -557,7 +569,7 @@ class RegisterRingRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens", "free_tokens", b"free_tokens", "inventory", b"inventory", "rates", b"rates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens", "capacity_tokens", b"capacity_tokens", "chunk_tokens", b"chunk_tokens", "endpoint", b"endpoint", "epoch", b"epoch", "free_tokens", b"free_tokens", "incarnation", b"incarnation", "inventory", b"inventory", "is_draining", b"is_draining", "is_leaving", b"is_leaving", "is_rebuilding", b"is_rebuilding", "max_batch", b"max_batch", "max_direct_seconds", b"max_direct_seconds", "max_direct_tokens", b"max_direct_tokens", "min_chunk_tokens", b"min_chunk_tokens", "name", b"name", "num_ranks", b"num_ranks", "rates", b"rates", "role", b"role", "spare_tokens", b"spare_tokens", "step_budget", b"step_budget", "tp", b"tp", "waiting_work", b"waiting_work", "work_rate", b"work_rate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens", "capacity_tokens", b"capacity_tokens", "chunk_tokens", b"chunk_tokens", "endpoint", b"endpoint", "epoch", b"epoch", "free_tokens", b"free_tokens", "incarnation", b"incarnation", "inventory", b"inventory", "is_draining", b"is_draining", "is_leaving", b"is_leaving", "is_rebuilding", b"is_rebuilding", "max_batch", b"max_batch", "max_direct_seconds", b"max_direct_seconds", "max_direct_tokens", b"max_direct_tokens", "min_chunk_tokens", b"min_chunk_tokens", "name", b"name", "num_evictions", b"num_evictions", "num_ranks", b"num_ranks", "rates", b"rates", "role", b"role", "spare_tokens", b"spare_tokens", "step_budget", b"step_budget", "tp", b"tp", "waiting_work", b"waiting_work", "work_rate", b"work_rate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__free_tokens: _TypeAlias = _typing.Literal["free_tokens"]  # noqa: Y015
     _WhichOneofArgType__free_tokens: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens"]  # noqa: Y015

@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from cp_core.errors import RingserveError
+from cp_core.errors import NotFound, RingserveError
 from ringserve.channels import MAX_MESSAGE_BYTES
 from ringserve.v1 import inference_pb2
 from services.auth.authenticator import Authenticator
@@ -30,9 +30,9 @@ from services.config.service import HttpConfig
 from services.gateway.openai.calls import CallForm, form_of
 from services.gateway.openai.errors import BadHttpRequest, error_body, headers_of, status_of
 from services.gateway.openai.item_answers import ItemAnswer
-from services.gateway.openai.messages import Template, tokens_of
+from services.gateway.openai.messages import Template, following_tokens, tokens_of
 from services.gateway.openai.openapi import described_api
-from services.gateway.openai.prompts import PromptAnswers, events_of, side_by_side, whole_of
+from services.gateway.openai.prompts import Answer, Placed, PromptAnswers, events_of, side_by_side, whole_of
 from services.gateway.openai.requests import HttpRequestReader, HttpTurn
 from services.gateway.openai.responses import (
     ChatShape,
@@ -44,6 +44,7 @@ from services.gateway.openai.responses import (
     model_json,
 )
 from services.gateway.openai.server import EventStream, HeaderLimit, certificate_of, ended_by_hang_up
+from services.gateway.openai.stored import LinkedTurn, ResponseName, not_held
 from services.gateway.page.page import ServiceViews, ViewedService, page_routes
 from services.gateway.requests import RequestReader, identifier
 from services.gateway.text import TextCodec
@@ -97,9 +98,7 @@ class HttpApi:
         self._authenticator = authenticator or Authenticator()
         self._model_name = model_name
         self._max_positions = model.max_positions
-        self._reader = HttpRequestReader(
-            model_name, model.max_positions, ignores_unknown=self._config.unknown_fields == "ignore"
-        )
+        self._reader = HttpRequestReader(model_name, ignores_unknown=self._config.unknown_fields == "ignore")
         self._created = int(time.time())
         self._views = ServiceViews(service, model_name, model, self._authenticator, self._caller)
         self._has_page = has_page
@@ -127,6 +126,7 @@ class HttpApi:
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/completions", self._completion, methods=["POST"]),
             Route("/v1/responses", self._respond, methods=["POST"]),
+            Route("/v1/responses/{name}", self._forget_response, methods=["DELETE"]),
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{name:path}", self._model, methods=["GET"]),
             *self._views.routes(),
@@ -169,21 +169,43 @@ class HttpApi:
         return await self._turn(request, self._reader.chat, ChatShape())
 
     async def _respond(self, request: Request) -> ASGIApp:
-        return await self._turn(request, self._reader.response, None)
+        tenant = self._caller(request)
+        body = await _body(request)
+        given, turn = await asyncio.to_thread(lambda: (parsed := _parsed(body), self._reader.response(parsed)))
+        template, links, asked = turn.template, turn.links, turn.request
+        assert links is not None, "a request for a response has links"
+        form = await self._apply_template(tenant, turn, template) if template else None
+
+        async def fill(last_token: int) -> None:
+            assert template is not None, "what follows an answer is written by the template"
+            tokens = await self._service.read_tokens(
+                tenant, lambda reader, codec: following_tokens(reader, template, last_token)
+            )
+            asked.tokenized.CopyFrom(inference_pb2.TokenizedInput(input_ids=tokens.tolist()))
+            asked.prompt_mode = inference_pb2.PROMPT_MODE_APPEND
+
+        linked = LinkedTurn(links, self._service.router_for(tenant), asked, fill)
+        answer = ItemAnswer(given, self._model_name, form, lambda: linked.response_id)
+        trace_parent = request.headers.get("traceparent", "")
+        responses = linked.responses(lambda: self._service.generate(asked, tenant, None, trace_parent))
+        return await self._answered(request, turn, side_by_side([responses]), answer)
 
     async def _completion(self, request: Request) -> ASGIApp:
         return await self._turn(request, self._reader.completion, CompletionShape())
 
-    async def _turn(self, request: Request, read: Callable[[Any], HttpTurn], shape: Shape | None) -> ASGIApp:
-        """Serve turns; without a shape the answer is a response of items."""
+    async def _turn(self, request: Request, read: Callable[[Any], HttpTurn], shape: Shape) -> ASGIApp:
         tenant = self._caller(request)  # first: bodies of strangers are not read
         body = await _body(request)
-        given, turn = await asyncio.to_thread(lambda: (parsed := _parsed(body), read(parsed)))
+        turn = await asyncio.to_thread(lambda: read(_parsed(body)))
         form = await self._apply_template(tenant, turn, turn.template) if turn.template else None
         echoes = await self._echoes(tenant, turn) if turn.has_echo else [None] * len(turn.requests)
-        answer = self._answer(turn, shape, echoes, form) if shape else ItemAnswer(given, self._model_name, form)
+        answer = self._answer(turn, shape, echoes, form)
         trace_parent = request.headers.get("traceparent", "")
         responses = side_by_side([self._service.generate(each, tenant, None, trace_parent) for each in turn.requests])
+        return await self._answered(request, turn, responses, answer)
+
+    async def _answered(self, request: Request, turn: HttpTurn, responses: Placed, answer: Answer) -> ASGIApp:
+        """Return the answer of turns, whole or as a stream."""
         if not turn.stream:
             async with ended_by_hang_up(request.receive):
                 return JSONResponse(await whole_of(responses, answer))
@@ -209,9 +231,11 @@ class HttpApi:
 
         def read(reader: RequestReader, codec: TextCodec) -> CallForm | None:
             form = form_of(codec.chat_template(template.tools)) if turn.offer else None
-            tokens = tokens_of(reader, template)
             if turn.offer and form:
                 turn.offer.hold(turn.request.sampling_params, form, reader)
+            if turn.links and turn.links.previous:
+                return form  # its prompt is written where the answer before it is known
+            tokens = tokens_of(reader, template)
             turn.request.tokenized.input_ids.extend(tokens.tolist())
             turn.request.prompt_mode = inference_pb2.PROMPT_MODE_WHOLE_HISTORY
             return form
@@ -243,7 +267,7 @@ class HttpApi:
         def read(reader: RequestReader, codec: TextCodec) -> Response:
             asked = self._reader.tokenization(_parsed(body))
             if asked.template:
-                tokens = tokens_of(reader, asked.template, opens_answer=asked.opens_answer)
+                tokens = tokens_of(reader, asked.template)
             else:
                 tokens = reader.tokenize(
                     asked.request, adds_special=asked.adds_special, opens_answer=asked.opens_answer
@@ -299,6 +323,16 @@ class HttpApi:
         router = self._service.router_for(self._caller(request))
         view = await router.get_conversation(identifier("conversation_id", request.path_params["name"]))
         return JSONResponse(conversation_json(view))
+
+    async def _forget_response(self, request: Request) -> Response:
+        router, response_id = self._service.router_for(self._caller(request)), request.path_params["name"]
+        name = ResponseName.read(response_id)
+        assert name is not None, "a route's name is not empty"
+        try:
+            await router.delete_conversation(name.conversation)
+        except NotFound:
+            raise not_held(response_id) from None
+        return JSONResponse({"id": response_id, "object": "response.deleted", "deleted": True})
 
     async def _forget(self, request: Request) -> Response:
         router = self._service.router_for(self._caller(request))

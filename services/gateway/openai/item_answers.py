@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from cp_core.errors import Unavailable
@@ -31,8 +31,12 @@ ECHOED: Mapping[str, Any] = {
 class ItemAnswer:
     """Answer of a request for a response, whole or as events: one item for each text and each call."""
 
-    def __init__(self, body: Mapping[str, Any], model_name: str, form: CallForm | None) -> None:
-        """Read calls of tools from the text where they have a `form`."""
+    def __init__(
+        self, body: Mapping[str, Any], model_name: str, form: CallForm | None, response_id: Callable[[], str] = str
+    ) -> None:
+        """Read calls of tools from the text where they have a `form`. Others may follow one with a `response_id`."""
+        self._response_id = response_id
+        self._previous = body.get("previous_response_id") or None
         self._model_name = model_name
         self._echoed = {name: default if body.get(name) is None else body[name] for name, default in ECHOED.items()}
         self._reader = CallReader(form) if form else None
@@ -99,7 +103,7 @@ class ItemAnswer:
 
     def _response(self, status: str) -> Json:
         return {
-            "id": f"resp_{self._name}",
+            "id": self._response_id() or f"resp_{self._name}",
             "object": "response",
             "created_at": self._created,
             "status": status,
@@ -107,8 +111,8 @@ class ItemAnswer:
             "incomplete_details": None,
             "model": self._model_name,
             "output": list(self._items),
-            "previous_response_id": None,
-            "store": False,
+            "previous_response_id": self._previous,
+            "store": bool(self._response_id()),
             "usage": None,
             **self._echoed,
         }

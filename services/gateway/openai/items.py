@@ -1,15 +1,14 @@
-"""Requests for OpenAI's responses, whose input is a list of items, as requests of chats.
-
-Nothing is stored: the history is in each request, and its KV is shared as that of every prompt that begins alike.
-"""
+"""Requests for OpenAI's responses, whose input is a list of items, as requests of chats."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from cp_core.errors import InvalidRequest
-from services.gateway.openai.fields import CACHE_KEYS, INERT, OURS, SAMPLING, shown, text
+from services.gateway.openai.fields import CACHE_KEYS, INERT, OURS, SAMPLING, boolean, shown, text
+from services.gateway.openai.stored import Links, ResponseName, digest
 
 Json = dict[str, Any]
 RESPONSE_FIELDS = frozenset(
@@ -27,7 +26,6 @@ PLAIN: Mapping[str, tuple[Any, ...]] = {
     "background": (False,),
     "include": ([],),
     "reasoning": ({}, {"effort": "none"}),
-    "store": (False,),
     "truncation": ("disabled",),
 }
 """Fields of which only these values are served."""
@@ -44,8 +42,8 @@ def chat_of(body: Any, *, keeps_unknown: bool) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object")
     given = {name: value for name, value in body.items() if value is not None}
-    if given.get("previous_response_id"):
-        raise InvalidRequest("previous_response_id: nothing is stored; send the history in input, whose KV is shared")
+    for name in ("previous_response_id", "store"):
+        given.pop(name, None)
     for name in given.keys() - RESPONSE_FIELDS:
         if not keeps_unknown:
             raise InvalidRequest(f"{name[:60]}: there is no such field")
@@ -69,6 +67,18 @@ def chat_of(body: Any, *, keeps_unknown: bool) -> dict[str, Any]:
     if isinstance(choice, dict) and choice.get("type") == "function":
         chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
     return chat
+
+
+def links_of(body: Any) -> Links:
+    """Return the links of a request for a response to others. Raises InvalidRequest, NotFound."""
+    given = {name: value for name, value in body.items() if value is not None}
+    instructions, tools = given.get("instructions", ""), given.get("tools", [])
+    return Links(
+        previous=ResponseName.read(text("previous_response_id", given.get("previous_response_id", ""))),
+        is_stored=boolean("store", given.get("store", True)) and not given.get("conversation_id"),
+        instructions=digest(instructions) if instructions else "",
+        tools=digest(json.dumps(tools, sort_keys=True)) if tools else "",
+    )
 
 
 def renamed(error: InvalidRequest) -> InvalidRequest:

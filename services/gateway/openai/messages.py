@@ -23,11 +23,16 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Template:
-    """Input of the chat template of a chat for which the contract has no place: calls, tools, or own values."""
+    """Input of the chat template of a chat for which the contract has no place: calls, tools, or own values.
+
+    `opens_answer`: the template begins an answer. `continues_last`: the answer goes on in the last message.
+    """
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]]
     values: Mapping[str, Any]
+    opens_answer: bool = True
+    continues_last: bool = False
 
     @property
     def num_characters(self) -> int:
@@ -54,14 +59,22 @@ def put_messages(request: inference_pb2.GenerateRequest, messages: Sequence[Mess
     request.chat.SetInParent()  # none are refused by name later
 
 
-def tokens_of(reader: RequestReader, template: Template, *, opens_answer: bool = True) -> TokenIds:
+def tokens_of(reader: RequestReader, template: Template) -> TokenIds:
     """Return the tokens that the chat template makes. Raises InvalidRequest."""
     return reader.tokenize_template(
         template.messages,
         template.tools,
         template.num_characters,
-        opens_answer=opens_answer,
+        opens_answer=template.opens_answer,
+        continues_last=template.continues_last,
         values=template.values,
+    )
+
+
+def following_tokens(reader: RequestReader, template: Template, last_token: int) -> TokenIds:
+    """Return the tokens that the chat template makes of messages that follow an answer. Raises InvalidRequest."""
+    return reader.tokenize_following(
+        template.messages, template.tools, template.num_characters, last_token, template.values
     )
 
 

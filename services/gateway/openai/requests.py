@@ -23,22 +23,24 @@ from services.gateway.openai.fields import (
     unknown_names,
 )
 from services.gateway.openai.formats import FORMAT_FIELDS, put_constraint
-from services.gateway.openai.items import chat_of, renamed
+from services.gateway.openai.items import chat_of, links_of, renamed
 from services.gateway.openai.messages import Message, Template, has_calls, put_messages, read_messages
+from services.gateway.openai.stored import Links
 from services.gateway.openai.tools import TOOL_FIELDS, Offer, read_offer
 
 log = logging.getLogger(__name__)
 
 DEFAULT_TEMPERATURE = 1.0
 """Default temperature of OpenAI. Over gRPC it is 0."""
-CHAT_MAX_TOKENS = 1024
-"""Default `max_tokens` of a chat. OpenAI's is the model's limit; a ring has to reserve the room first."""
+COMPLETION_MAX_TOKENS = 16
+"""Default `max_tokens` of a completion, OpenAI's. Those of chats and responses go on as far as there is room."""
 
 COMMON = FORMAT_FIELDS | {"model", "stream", "stream_options"}
-CHAT = COMMON | TOOL_FIELDS | {"messages", "logprobs", "top_logprobs", "chat_template_kwargs"}
+TEMPLATE_FIELDS = frozenset({"chat_template_kwargs", "add_generation_prompt", "continue_final_message"})
+CHAT = COMMON | TOOL_FIELDS | TEMPLATE_FIELDS | {"messages", "logprobs", "top_logprobs"}
 COMPLETION = COMMON | {"prompt", "prompt_mode", "logprobs", "echo"}
 TOKENIZE_FLAGS = frozenset({"add_special_tokens", "add_generation_prompt", "return_token_strs"})
-TOKENIZE = TOKENIZE_FLAGS | {"model", "prompt", "messages", "tools", "chat_template_kwargs"}
+TOKENIZE = TOKENIZE_FLAGS | TEMPLATE_FIELDS | {"model", "prompt", "messages", "tools"}
 DETOKENIZE = frozenset({"model", "tokens"})
 MAX_PROMPTS = 128
 """Prompts of one request for completions."""
@@ -61,6 +63,7 @@ class HttpTurn:
     has_echo: bool = False
     template: Template | None = None
     offer: Offer | None = None
+    links: Links | None = None
 
     @property
     def request(self) -> inference_pb2.GenerateRequest:
@@ -80,13 +83,11 @@ class Tokenization:
 
 
 class HttpRequestReader:
-    """Reader of requests for one model, with its longest sequence."""
+    """Reader of requests for one model."""
 
-    def __init__(self, model_name: str, max_positions: int, *, ignores_unknown: bool = False) -> None:
+    def __init__(self, model_name: str, *, ignores_unknown: bool = False) -> None:
         self._model_name = model_name
         self._ignores_unknown = ignores_unknown
-        # a quarter: the rest is for the prompt
-        self._chat_max_tokens = min(CHAT_MAX_TOKENS, max(1, max_positions // 4))
 
     def chat(self, body: Any) -> HttpTurn:
         """Read a request. Raises InvalidRequest, and NotFound for another model."""
@@ -99,8 +100,6 @@ class HttpRequestReader:
             params.logprobs = num_top
         elif num_top:
             raise InvalidRequest("top_logprobs: only allowed where logprobs is true")
-        if not params.HasField("max_tokens"):
-            params.max_tokens = self._chat_max_tokens
         if offer is not None:
             params.skip_special_tokens = False  # some of them begin calls
         return replace(turn, template=_template(values, messages, offer), offer=offer)
@@ -108,9 +107,20 @@ class HttpRequestReader:
     def response(self, body: Any) -> HttpTurn:
         """Read a request for a response as that of a chat. Raises InvalidRequest, and NotFound for another model."""
         try:
-            return self.chat(chat_of(body, keeps_unknown=self._ignores_unknown))
+            chat = chat_of(body, keeps_unknown=self._ignores_unknown)
+            links, turn = links_of(body), self.chat(chat)
         except InvalidRequest as error:
             raise renamed(error) from None
+        if turn.offer is None:  # the model is shown no tools
+            links = replace(links, tools="")
+        if links.previous is None:
+            return replace(turn, links=links)
+        if turn.request.conversation_id:
+            raise InvalidRequest("previous_response_id: not allowed with a conversation_id; leave one out")
+        messages = read_messages(chat["messages"])[1 if links.instructions else 0 :]
+        described = turn.offer.described if turn.offer else ()
+        template = Template(messages=messages, tools=described, values=chat.get("chat_template_kwargs", {}))
+        return replace(turn, links=links, template=template)
 
     def completion(self, body: Any) -> HttpTurn:
         """Read a request. Raises InvalidRequest, and NotFound for another model."""
@@ -121,6 +131,8 @@ class HttpRequestReader:
         if mode not in PROMPT_MODES:
             raise InvalidRequest(f"prompt_mode: {shown(mode)} is not allowed; use one of {', '.join(PROMPT_MODES)}")
         turn.request.prompt_mode = PROMPT_MODES[mode]
+        if not turn.request.sampling_params.HasField("max_tokens"):
+            turn.request.sampling_params.max_tokens = COMPLETION_MAX_TOKENS
         if "logprobs" in values:
             turn.request.sampling_params.logprobs = integer(32)("logprobs", values["logprobs"])
         turn = replace(turn, has_echo=boolean("echo", values.get("echo", False)))
@@ -221,9 +233,21 @@ def _template(values: dict[str, Any], messages: list[Message], offer: Offer | No
     given = values.get("chat_template_kwargs", {})
     if not isinstance(given, dict):
         raise InvalidRequest(f"chat_template_kwargs: {shown(given)} is not allowed; give an object")
-    if not (given or offer or has_calls(messages)):
+    continues = boolean("continue_final_message", values.get("continue_final_message", False))
+    opens = boolean("add_generation_prompt", values.get("add_generation_prompt", not continues))
+    if continues and opens:
+        raise InvalidRequest("add_generation_prompt: true is not allowed with continue_final_message; leave one out")
+    if continues and messages[-1:] and messages[-1]["role"] != "assistant":
+        raise InvalidRequest("continue_final_message: only allowed where the last message is the assistant's")
+    if opens and not (given or offer or has_calls(messages)):
         return None
-    return Template(messages=messages, tools=offer.described if offer else (), values=given)
+    return Template(
+        messages=messages,
+        tools=offer.described if offer else (),
+        values=given,
+        opens_answer=opens,
+        continues_last=continues,
+    )
 
 
 def _sampling(values: dict[str, Any]) -> inference_pb2.SamplingParams:

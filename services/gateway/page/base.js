@@ -48,12 +48,14 @@ export const posted = (body) => ({
   body: JSON.stringify(body),
 });
 
-/** Add an event to the list, the newest first. */
+/** Add an event to the list, the newest first, and return its line. */
 export function note(words, kind = "", at = new Date()) {
   const shown = at.toDateString() === new Date().toDateString() ? at.toLocaleTimeString() : at.toLocaleString();
   const time = element("time", { datetime: at.toISOString() }, shown);
-  $("events").prepend(element("li", { class: kind }, time, words));
+  const line = element("li", { class: kind }, time, words);
+  $("events").prepend(line);
   while ($("events").children.length > MAX_EVENTS) $("events").lastChild.remove();
+  return line;
 }
 
 /** Do `work` on an event of an element, instead of what the browser would do. */

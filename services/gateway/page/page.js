@@ -9,7 +9,7 @@ const REFRESH_MS = 1000;
 
 let before = null;
 let shownUntil = 0;
-const KINDS = { lost: "bad", rebuilt: "good", failover: "warn", refusal: "bad" };
+const KINDS = { lost: "bad", rebuilt: "good", failover: "warn", refusal: "bad", eviction: "warn" };
 
 async function refresh() {
   try {
@@ -93,7 +93,10 @@ function rankBar(usage, rank, x, y, width) {
 /** Add the events of the service that are not in the list yet: its router keeps the latest hundred. */
 function showEvents(events) {
   for (const { at, kind, text, count: times } of events.filter((each) => each.at > shownUntil)) {
-    note(times > 1 ? `${text} (${times} times)` : text, KINDS[kind] ?? "", new Date(1000 * at));
+    const repeats = (line) => times > 1 && line.dataset.event === text;
+    [...$("events").children].filter(repeats).forEach((line) => line.remove());
+    const line = note(times > 1 ? `${text} (${times} times)` : text, KINDS[kind] ?? "", new Date(1000 * at));
+    line.dataset.event = text;
     shownUntil = at;
   }
 }

@@ -46,7 +46,7 @@ async function send(words) {
   try {
     const body = {
       model: served.model, messages: asked, stream: true, conversation_id: turn.id, temperature: 0,
-      max_tokens: Number($("max-tokens").value),
+      max_tokens: Number($("max-tokens").value) || undefined,  // empty: to the end of the model or of the context
     };
     let predicted = null;
     const answer = await call("/v1/chat/completions", { ...posted(body), signal: running.signal });

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 
 import psutil
 
@@ -30,27 +31,64 @@ LOOP_END_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class DecodeCase:
-    """Case of `batch` sequences of `context` tokens each, decoded for `steps` steps."""
+    """Case of `batch` sequences of `context` tokens each, decoded for `steps` steps.
+
+    With `short` tokens all sequences but the first have so many.
+    """
 
     context: int
     batch: int
     steps: int
+    short: int = 0
 
-    def blocks_per_sequence(self, num_ranks: int) -> int:
-        """Return the blocks of a sequence on each rank, with room for the decoded tokens."""
-        return blocks_for(self.context // num_ranks + 1 + self.steps + 1)
+    def tables(self, num_ranks: int, *, is_whole: bool = False) -> list[list[range]]:
+        """Return the blocks of each sequence on every rank, with room for the decoded tokens.
+
+        Where short sequences lie whole on a rank, the others have no block of them; the ranks take turns.
+        """
+        ends, tables = [0] * num_ranks, []
+        for row in range(self.batch):
+            tokens, on = self.tokens_of(row), self._rank_of(row, num_ranks) if is_whole else None
+            each = blocks_for((tokens if on is not None else tokens // num_ranks + 1) + self.steps + 1)
+            counts = [each if on in (None, rank) else 0 for rank in range(num_ranks)]
+            tables.append([range(end, end + count) for end, count in zip(ends, counts, strict=True)])
+            ends = [end + count for end, count in zip(ends, counts, strict=True)]
+        return tables
+
+    def held(self, row: int, num_ranks: int, *, is_whole: bool = False) -> tuple[int, ...]:
+        """Return the tokens of a sequence on every rank."""
+        on = self._rank_of(row, num_ranks) if is_whole else None
+        if on is None:
+            return tuple(level_counts((0,) * num_ranks, self.tokens_of(row)))
+        return tuple(self.tokens_of(row) if rank == on else 0 for rank in range(num_ranks))
+
+    def tokens_of(self, row: int) -> int:
+        """Return the tokens of a sequence."""
+        return self.short if self.short and row else self.context
+
+    def _rank_of(self, row: int, num_ranks: int) -> int | None:
+        return row % num_ranks if self.short and row else None
+
+    def num_blocks(self, num_ranks: int) -> int:
+        """Return the blocks of a rank for all its tables."""
+        layouts = [self.tables(num_ranks, is_whole=is_whole) for is_whole in (False, bool(self.short))]
+        return max(table.stop for tables in layouts for row in tables for table in row)
 
     def kv_tokens(self) -> int:
         """Return the KV slots of the whole ring, in tokens."""
-        return self.batch * BLOCK_TOKENS * self.blocks_per_sequence(1)
+        return BLOCK_TOKENS * self.num_blocks(1)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTask:
-    """Case decoded by one policy: a variant, or the variant that the ring's rule chooses for a step (`auto`)."""
+    """Case decoded by one policy: a variant, or the variant that the ring's rule chooses for a step (`auto`).
+
+    `is_whole` puts short sequences whole on a rank each.
+    """
 
     case: DecodeCase
     policy: str
+    is_whole: bool = False
 
 
 class DecodeRank:
@@ -61,7 +99,7 @@ class DecodeRank:
 
     def __init__(self, model: str, cases: tuple[DecodeCase, ...], variant: str, place: RankPlace) -> None:
         self._place = place
-        num_blocks = max(case.batch * case.blocks_per_sequence(place.num_ranks) for case in cases)
+        num_blocks = max(case.num_blocks(place.num_ranks) for case in cases)
         self._worker = start_worker(place, "decode", model, num_blocks, max(case.batch for case in cases), variant)
         self._worker.fill_kv(place.rank)
         self._cursor = 0
@@ -76,38 +114,46 @@ class DecodeRank:
         case = task.case
         self._burst += 1
         self._worker.follow_decode_variant(task.policy)
-        self._worker.submit([self._admission(case, row) for row in range(case.batch)])
+        self._worker.submit(self._admissions(task))
         times: list[float] = []
+        cpu_seconds: list[float] = []
         first_steps = 0
         num_running = case.batch
         while num_running:
             events = self._worker.poll(self._cursor, EVENT_SECONDS)
             assert events.events, f"no token in {EVENT_SECONDS:g} s"
             times.append(time.perf_counter())
+            cpu_seconds.append(time.process_time())
             self._cursor = events.stop
             num_running -= sum(event.finish_reason is not None for event in events.events)
             if len(times) == 1:
                 first_steps = len(events.events) // case.batch
         assert first_steps < case.steps, f"all {case.steps} tokens came at once"
-        seconds = (times[-1] - times[0]) / (case.steps - first_steps)
-        return Sample(seconds=seconds, peak_memory_bytes=peak_memory_bytes())
+        num_steps = case.steps - first_steps
+        return Sample(
+            seconds=(times[-1] - times[0]) / num_steps,
+            cpu_seconds=(cpu_seconds[-1] - cpu_seconds[0]) / num_steps,
+            peak_memory_bytes=peak_memory_bytes(),
+        )
 
     def close(self) -> None:
         self._worker.stop()
         self._loop.join(LOOP_END_SECONDS)
 
-    def _admission(self, case: DecodeCase, row: int) -> AdmitSequence:
-        """Return the admission of one sequence, whose blocks are contiguous."""
-        ranks = self._place.num_ranks
-        each = case.blocks_per_sequence(ranks)
-        return AdmitSequence(
-            sequence_id=f"bench-{self._burst}-{row}",
-            token_id=row,
-            position=case.context,
-            held=level_counts((0,) * ranks, case.context),
-            blocks=(tuple(range(row * each, (row + 1) * each)),) * ranks,
-            sampling=SamplingParameters(max_tokens=case.steps + 1),
-        )
+    def _admissions(self, task: DecodeTask) -> list[AdmitSequence]:
+        """Return the admission of every sequence; its blocks are contiguous."""
+        case, ranks = task.case, self._place.num_ranks
+        return [
+            AdmitSequence(
+                sequence_id=f"bench-{self._burst}-{row}",
+                token_id=row,
+                position=case.tokens_of(row),
+                held=case.held(row, ranks, is_whole=task.is_whole),
+                blocks=tuple(map(tuple, tables)),
+                sampling=SamplingParameters(max_tokens=case.steps + 1),
+            )
+            for row, tables in enumerate(case.tables(ranks, is_whole=task.is_whole))
+        ]
 
 
 # The KV of all rings is in memory at once, and swapping would measure the disk.
@@ -123,11 +169,23 @@ SHORT_LAYERS = 16
 AUTO = "auto"
 AUTO_OVER_BEST = 1.05
 
+WHOLE = ", whole"
+"""End of a contender's name whose short sequences lie whole on a rank each."""
+WHOLE_OVER_SPREAD = 0.95
+
 Measured = Mapping[tuple[str, int], Series]
 
 
 def num_measurements(ranks: Sequence[int], cases: Sequence[DecodeCase], num_rounds: int) -> int:
-    return len(cases) * (num_rounds + 1) * sum(len(_policies(size)) for size in ranks)
+    return (num_rounds + 1) * sum(len(_ways(case, size)) for case in cases for size in ranks)
+
+
+def _ways(case: DecodeCase, num_ranks: int) -> Sequence[tuple[str, bool]]:
+    """Return the policies of a case, each with short sequences spread, and whole where there are any."""
+    if not case.short:
+        return [(policy, False) for policy in _policies(num_ranks)]
+    policies = [policy for policy in _policies(num_ranks) if policy != HELIX]  # all its ranks attend shards of all rows
+    return [(policy, is_whole) for policy in policies for is_whole in ((False, True) if num_ranks > 1 else (False,))]
 
 
 def _policies(num_ranks: int) -> Sequence[str]:
@@ -161,16 +219,20 @@ def measure_decode(
         if not fitting:
             raise ConfigError(f"--context: the KV of no case fits in {SHARE_OF_MEMORY:.0%} of the free memory")
         made = partial(DecodeRank, str(path), tuple(fitting))
-        started = dict.fromkeys((size, _weights_of(policy)) for size in ranks for policy in _policies(size))
+        started = _rings_of(ranks, fitting)
         rings = {
             (size, weights): stack.enter_context(RingProcesses(size, partial(made, weights), transport))
             for size, weights in started
         }
         for case in fitting:
             contenders = [
-                Contender(policy, size, partial(rings[size, _weights_of(policy)].measure, DecodeTask(case, policy)))
+                Contender(
+                    policy + (WHOLE if is_whole else ""),
+                    size,
+                    partial(rings[size, _weights_of(policy)].measure, DecodeTask(case, policy, is_whole)),
+                )
                 for size in ranks
-                for policy in _policies(size)
+                for policy, is_whole in _ways(case, size)
             ]
             alternate(contenders, 1, tell)
             measured = alternate(contenders, num_rounds, tell)
@@ -182,6 +244,12 @@ def measure_decode(
     return Report(bench="decode", settings=settings, rows=tuple(rows), targets=tuple(targets), notes=notes)
 
 
+def _rings_of(ranks: Sequence[int], cases: Sequence[DecodeCase]) -> list[tuple[int, str]]:
+    """Return the size of every ring and the variant that it starts with."""
+    ways = ((size, policy) for case in cases for size in ranks for policy, _ in _ways(case, size))
+    return list(dict.fromkeys((size, _weights_of(policy)) for size, policy in ways))
+
+
 def fitting_cases(
     info: ModelInfo, ranks: Sequence[int], cases: Sequence[DecodeCase], free_bytes: int
 ) -> list[DecodeCase]:
@@ -189,8 +257,7 @@ def fitting_cases(
 
 
 def _kv_bytes(info: ModelInfo, ranks: Sequence[int], case: DecodeCase) -> int:
-    num_rings = len({(size, _weights_of(policy)) for size in ranks for policy in _policies(size)})
-    return num_rings * case.kv_tokens() * info.kv_bytes_per_token
+    return len(_rings_of(ranks, [case])) * case.kv_tokens() * info.kv_bytes_per_token
 
 
 def _exclusion_note(info: ModelInfo, ranks: Sequence[int], case: DecodeCase) -> str:
@@ -207,12 +274,27 @@ def _row(case: DecodeCase, series: Series, measured: Measured) -> Row:
         tokens=case.context,
         batch=case.batch,
         seconds=series.figures,
+        cpu_seconds=median(series.cpu_seconds),
         speedup=None if one is None else paired_ratio(one.seconds, series.seconds),
     )
 
 
 def _targets(info: ModelInfo, case: DecodeCase, measured: Measured) -> list[Target]:
-    return [*_rule_targets(case, measured), *_scaling_targets(info, case, measured)]
+    return [*_rule_targets(case, measured), *_scaling_targets(info, case, measured), *_whole_targets(case, measured)]
+
+
+def _whole_targets(case: DecodeCase, measured: Measured) -> list[Target]:
+    """Return the time of short sequences that lie whole on a rank each, over that of spread ones."""
+    return [
+        Target(
+            f"{name} over spread, {ranks} ranks, {case.context} tokens and {case.batch - 1} times {case.short}",
+            paired_ratio(series.seconds, measured[name.removesuffix(WHOLE), ranks].seconds),
+            WHOLE_OVER_SPREAD,
+            is_at_least=False,
+        )
+        for (name, ranks), series in measured.items()
+        if name.endswith(WHOLE)
+    ]
 
 
 def _rule_targets(case: DecodeCase, measured: Measured) -> list[Target]:

@@ -207,23 +207,22 @@ class _Clients:
             stub = inference_pb2_grpc.InferenceStub(channel)
             reading = [asyncio.create_task(self._read(stub, number, tell)) for number in range(self._load.streams)]
             try:
-                return await self._measure(asyncio.gather(*reading))
+                return await self._measure(reading)
             finally:
                 for task in reading:
                     task.cancel()
                 await asyncio.gather(*reading, return_exceptions=True)
 
-    async def _measure(self, reading: asyncio.Future[list[None]]) -> GatewayReport:
+    async def _measure(self, reading: Sequence[asyncio.Task[None]]) -> GatewayReport:
         starting = asyncio.create_task(self._all_run.wait())
-        either: list[asyncio.Future[Any]] = [reading, starting]
-        await asyncio.wait(either, timeout=START_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([*reading, starting], timeout=START_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         starting.cancel()
         if self._all_run.is_set():
             self._tokens = self._messages = 0
             began, before = time.perf_counter(), self._used()
-            await asyncio.wait([reading], timeout=self._load.seconds)
+            await asyncio.wait(reading, timeout=self._load.seconds, return_when=asyncio.FIRST_COMPLETED)
             ended, after = time.perf_counter(), self._used()
-            if not reading.done() and self._tokens and after > before:
+            if not any(task.done() for task in reading) and self._tokens and after > before:
                 return GatewayReport(
                     streams=self._load.streams,
                     seconds=ended - began,
@@ -231,7 +230,7 @@ class _Clients:
                     messages=self._messages,
                     processor_seconds=after - before,
                 )
-        error = reading.exception() if reading.done() else None
+        error = next((task.exception() for task in reading if task.done()), None)
         raise Unavailable(f"the streams of the benchmark did not run at the same time: {error or 'they are too many'}")
 
     def _used(self) -> float:

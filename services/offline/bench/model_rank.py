@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
 
 import torch
@@ -19,6 +20,8 @@ from cp_core.cost.chain_steps import chain_rates
 from cp_core.cost.decode import GATHER
 from cp_core.cost.model import ModelShape, PrefillRates, RingRates
 from cp_core.layout.shards import cut_layout, segment_layout, stored_on_chain
+from cp_core.transport.inprocess import InProcessRing
+from cp_core.transport.interface import RingTransport
 from services.offline.bench.ring_processes import RankPlace
 from workers.model.builtin import resolve_model_path
 from workers.model.info import read_model_info
@@ -33,10 +36,28 @@ def blocks_for(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_TOKENS)
 
 
+class Sharing(StrEnum):
+    """Shares of bench ranks: of the tokens; of weights and heads of all tokens; of rows between these as well."""
+
+    TOKENS = "ring"
+    HEADS = "tensor parallel"
+    HEADS_AND_ROWS = "SP-TP"
+
+
 def start_worker(
-    place: RankPlace, role: str, model: str, num_blocks: int, max_batch: int = 1, decode_variant: str = GATHER
+    place: RankPlace,
+    role: str,
+    model: str,
+    num_blocks: int,
+    max_batch: int = 1,
+    decode_variant: str = GATHER,
+    sharing: Sharing = Sharing.TOKENS,
 ) -> RankWorker:
-    """Start a worker at its place in the ring and measure its rates; collective. Raises ModelRefused, Unavailable."""
+    """Start a worker at its place in the ring and measure its rates; collective. Raises ModelRefused, Unavailable.
+
+    Ranks that share heads may be more than the KV heads.
+    """
+    shares_heads = sharing is not Sharing.TOKENS
     worker = RankWorker()
     worker.start(
         RankSpec(
@@ -52,12 +73,23 @@ def start_worker(
                 packs_weights=True,
                 packs_head=role == "decode",
                 decode_variant=decode_variant,
+                tp=place.num_ranks if shares_heads else 1,
+                replicates_kv=shares_heads,
+                scatters_rows=sharing is Sharing.HEADS_AND_ROWS,
             ),
         )
     )
-    worker.attach(place.transport)
+    attach(worker, place.transport, sharing)
     worker.probe()
     return worker
+
+
+def attach(worker: RankWorker, transport: RingTransport, sharing: Sharing) -> None:
+    """Let the worker use a connected ring, over which tokens are shared, or heads."""
+    if sharing is not Sharing.TOKENS and transport.size > 1:
+        worker.attach(InProcessRing(1).transports[0], transport)
+    else:
+        worker.attach(transport)
 
 
 def bench_step(

@@ -1,4 +1,4 @@
-"""`ringserve bench prefill`: TTFT of a whole model by ring size, beside transformers.
+"""`ringserve bench prefill`: TTFT of a whole model by ring size, beside transformers and tensor parallelism.
 
 The parent process runs `measure_prefill`; every rank process holds a `PrefillRank` or a `StockRank`.
 """
@@ -16,13 +16,13 @@ import torch
 
 from cp_core.layout.shards import balanced_layout
 from services.offline.bench.figures import GEMM, Target, gemm_flops, paired_ratio, prefill_flops
-from services.offline.bench.model_rank import bench_step, blocks_for, even_cuts, start_worker
+from services.offline.bench.model_rank import Sharing, bench_step, blocks_for, even_cuts, start_worker
 from services.offline.bench.report import Report, Row
 from services.offline.bench.ring_processes import RankPlace, RingProcesses
 from services.offline.bench.rounds import Contender, Sample, Series, alternate, timed, timed_gemm
 from services.offline.reference import StockModel
 from workers.model.builtin import resolve_model_path
-from workers.model.info import read_model_info
+from workers.model.info import read_model_info, tensor_share
 from workers.protocol.prefill_steps import Algorithm, SequencePrefill, TokenIds
 from workers.protocol.ranks import ModelInfo
 from workers.sampling.parameters import SamplingParameters
@@ -37,20 +37,25 @@ class PrefillTask:
 
 
 class PrefillRank:
-    """Rank of the prefill bench. A measurement ends with the sampled token: TTFT without the service."""
+    """Rank of the prefill bench. A measurement ends with the sampled token: TTFT without the service.
 
-    def __init__(self, model: str, max_tokens: int, algorithm: Algorithm, place: RankPlace) -> None:
+    Ranks that share heads have all tokens, and two sums a layer join them; `algorithm` is that of ranks that share the
+    tokens.
+    """
+
+    def __init__(self, model: str, max_tokens: int, algorithm: Algorithm, sharing: Sharing, place: RankPlace) -> None:
         self._place = place
         self._algorithm = algorithm
+        self._cp = place.num_ranks if sharing is Sharing.TOKENS else 1
         self._shape = read_model_info(resolve_model_path(model)).shape
         # The 2N-chunk layout gives no rank more than two tokens over its share, and the KV of a chain lies like it.
-        self._num_blocks = blocks_for(max_tokens // place.num_ranks + 2)
-        self._worker = start_worker(place, "prefill", model, self._num_blocks)
+        self._num_blocks = blocks_for(max_tokens // self._cp + 2)
+        self._worker = start_worker(place, "prefill", model, self._num_blocks, sharing=sharing)
 
     def measure(self, task: PrefillTask) -> Sample:
         if task.token_ids is None:
             return timed_gemm(self._place.transport)
-        held = (0,) * self._place.num_ranks
+        held = (0,) * self._cp
         sequence = SequencePrefill(
             sequence_id="bench",
             token_ids=task.token_ids,
@@ -59,9 +64,7 @@ class PrefillRank:
             blocks=tuple(range(self._num_blocks)),
             sample=SamplingParameters(),
         )
-        step = bench_step(
-            sequence, self._algorithm, even_cuts(self._shape, self._place.num_ranks, len(task.token_ids), 0)
-        )
+        step = bench_step(sequence, self._algorithm, even_cuts(self._shape, self._cp, len(task.token_ids), 0))
         return timed(self._place.transport, lambda: self._worker.prefill(step))
 
     def close(self) -> None:
@@ -90,7 +93,8 @@ def drawn_prompt(num_tokens: int, vocab_size: int) -> TokenIds:
     return np.random.default_rng(num_tokens).integers(vocab_size, size=num_tokens, dtype=np.int64)
 
 
-RING = "ring"
+RING = Sharing.TOKENS.value
+TENSOR = (Sharing.HEADS, Sharing.HEADS_AND_ROWS)
 STOCK = "transformers"
 # Tokens of the warm-up prompt: some memory is allocated on first use.
 WARM_UP_TOKENS = 512
@@ -104,8 +108,10 @@ SHARE_OF_GEMM_RATE = 0.60
 Measured = Mapping[tuple[str, int], Series]
 
 
-def num_measurements(ranks: Sequence[int], tokens: Sequence[int], num_rounds: int) -> int:
-    return len(tokens) * (num_rounds + 1) * 3 * len(ranks)
+def num_measurements(
+    ranks: Sequence[int], tokens: Sequence[int], num_rounds: int, tensor_ranks: Sequence[int] = ()
+) -> int:
+    return len(tokens) * (num_rounds + 1) * (3 * len(ranks) + len(TENSOR) * len(tensor_ranks))
 
 
 def measure_prefill(
@@ -116,18 +122,27 @@ def measure_prefill(
     algorithm: Algorithm = Algorithm.PASS_KV,
     transport: str = "auto",
     tell: Callable[[str], None] = lambda name: None,
+    tensor_ranks: Sequence[int] = (),
 ) -> Report:
     """Measure all rings and transformers in alternation for each number of tokens.
 
-    New processes run each number, so that peak memory is that of one prompt. Raises ModelRefused, Unavailable.
+    Beside them `tensor_ranks` processes share the weights, over the same transport. New processes run each number, so
+    that peak memory is that of one prompt. Raises ModelRefused, Unavailable, ConfigError for processes that cannot
+    share the heads.
     """
     info = read_model_info(resolve_model_path(model), "float32")
+    for size in tensor_ranks:
+        tensor_share(info, size, "--tp", replicates_kv=True)
     rows: list[Row] = []
     targets: list[Target] = []
     for count in tokens:
         with ExitStack() as stack:
             made = partial(PrefillRank, model, count, algorithm)
-            rings = {size: stack.enter_context(RingProcesses(size, made, transport)) for size in ranks}
+            rings = {
+                (name, size): stack.enter_context(RingProcesses(size, partial(made, name), transport))
+                for name, sizes in ((Sharing.TOKENS, ranks), *((each, tensor_ranks) for each in TENSOR))
+                for size in sizes
+            }
             # One process for each number of threads: a thread pool never shrinks.
             stocks = {size: stack.enter_context(RingProcesses(1, partial(StockRank, model))) for size in ranks}
             alternate(_contenders(rings, stocks, min(count, WARM_UP_TOKENS), info), 1, tell)
@@ -140,21 +155,26 @@ def measure_prefill(
 
 
 def _contenders(
-    rings: Mapping[int, RingProcesses], stocks: Mapping[int, RingProcesses], tokens: int, info: ModelInfo
+    rings: Mapping[tuple[Sharing, int], RingProcesses],
+    stocks: Mapping[int, RingProcesses],
+    tokens: int,
+    info: ModelInfo,
 ) -> list[Contender]:
     prompt = drawn_prompt(tokens, info.vocab_size)
     contenders = []
-    for size, ring in rings.items():
-        stock = PrefillTask(prompt, threads=size)
-        contenders.append(Contender(GEMM, size, partial(ring.measure, PrefillTask(None))))
-        contenders.append(Contender(RING, size, partial(ring.measure, PrefillTask(prompt))))
-        contenders.append(Contender(STOCK, size, partial(stocks[size].measure, stock)))
+    for (name, size), ring in rings.items():
+        if name is Sharing.TOKENS:
+            contenders.append(Contender(GEMM, size, partial(ring.measure, PrefillTask(None))))
+        contenders.append(Contender(name.value, size, partial(ring.measure, PrefillTask(prompt))))
+        if name is Sharing.TOKENS:
+            stock = PrefillTask(prompt, threads=size)
+            contenders.append(Contender(STOCK, size, partial(stocks[size].measure, stock)))
     return contenders
 
 
 def _row(info: ModelInfo, tokens: int, series: Series, measured: Measured) -> Row:
     name, ranks = series.contender.name, series.contender.ranks
-    if name != RING:
+    if name in (GEMM, STOCK):
         memory = series.peak_memory_bytes if name == STOCK else None
         return Row(
             name=name,
@@ -165,7 +185,7 @@ def _row(info: ModelInfo, tokens: int, series: Series, measured: Measured) -> Ro
             peak_memory_bytes=memory,
         )
     one = measured.get((RING, 1)) if ranks > 1 else None
-    flops = prefill_flops(info, tokens) / ranks
+    flops, gemm = prefill_flops(info, tokens) / ranks, measured.get((GEMM, ranks))
     return Row(
         name=name,
         ranks=ranks,
@@ -173,15 +193,26 @@ def _row(info: ModelInfo, tokens: int, series: Series, measured: Measured) -> Ro
         seconds=series.figures,
         cpu_seconds=median(series.cpu_seconds),
         wait_seconds=max(series.wait_seconds),
+        bytes_sent=series.bytes_sent if ranks > 1 else None,
         speedup=None if one is None else paired_ratio(one.seconds, series.seconds),
         cpu_speedup=None if one is None else paired_ratio(one.cpu_seconds, series.cpu_seconds),
-        share_of_gemm_rate=flops / gemm_flops() * paired_ratio(measured[GEMM, ranks].seconds, series.seconds),
+        share_of_gemm_rate=None if gemm is None else flops / gemm_flops() * paired_ratio(gemm.seconds, series.seconds),
         peak_memory_bytes=series.peak_memory_bytes,
     )
 
 
 def _targets(rows: Sequence[Row], tokens: int, measured: Measured) -> list[Target]:
-    targets = []
+    targets = [
+        # Published, of hosts of 8 GPUs: 1.42 on 2 (arXiv 2411.01783, table 7), 1.81 on 4.
+        Target(
+            f"TTFT of {name} over a ring, {size} ranks, {tokens} tokens",
+            paired_ratio(series.seconds, measured[RING, size].seconds),
+            1.0,
+            is_at_least=True,
+        )
+        for (name, size), series in measured.items()
+        if name in TENSOR and (RING, size) in measured
+    ]
     for row in (row for row in rows if row.name == RING):
         where = f"{row.ranks} ranks, {tokens} tokens"
         if row.ranks == 2:

@@ -27,7 +27,8 @@ class Row:
     """Row of one contender at one size. `tokens` are the new ones of a prefill, or the context of a decode step.
 
     `ranks` are those of a ring, or the threads of another contender. `cpu_seconds` is the processor time of the
-    busiest rank, which other programs disturb less. `speedup` and `cpu_speedup` are relative to one rank.
+    busiest rank, which other programs disturb less. `speedup` and `cpu_speedup` are relative to one rank. `bytes_sent`
+    are those of the rank that sends most.
 
     Of the whole service: `over_stock` is its time over that of transformers. The time of a prefill is spent in
     `queue_seconds`, in `num_steps` steps of `steps_seconds` together, and `outside_seconds`; that of a token in one
@@ -41,6 +42,7 @@ class Row:
     batch: int = 1
     cpu_seconds: float | None = None
     wait_seconds: float | None = None
+    bytes_sent: float | None = None
     speedup: float | None = None
     cpu_speedup: float | None = None
     share_of_gemm_rate: float | None = None
@@ -99,6 +101,7 @@ def to_table(report: Report) -> Table:
         "least": [_milliseconds(row.seconds.least) for row in report.rows],
         "most": [_milliseconds(row.seconds.most) for row in report.rows],
         "CPU ms": [_optional(row.cpu_seconds, "{:.2f}", 1e3) for row in report.rows],
+        "sent MB": [_optional(row.bytes_sent, "{:.2f}", 1e-6) for row in report.rows],
         "over 1": [_optional(row.speedup, "{:.2f}x") for row in report.rows],
         "in CPU": [_optional(row.cpu_speedup, "{:.2f}x") for row in report.rows],
         "GEMM": [_optional(row.share_of_gemm_rate, "{:.2f}") for row in report.rows],

@@ -18,19 +18,21 @@ class Sample:
     """Sample of one rank.
 
     `seconds` run from a common start to this rank's end; `cpu_seconds` are those of all its threads, `wait_seconds`
-    those spent waiting for messages, `peak_memory_bytes` the most memory since the process began.
+    those spent waiting for messages, `peak_memory_bytes` the most memory since the process began. It sent `bytes_sent`
+    to its peers.
     """
 
     seconds: float
     cpu_seconds: float = 0.0
     wait_seconds: float = 0.0
     peak_memory_bytes: int = 0
+    bytes_sent: float = 0.0
 
 
 def timed(transport: RingTransport, run: Callable[[], object], repeats: int = 1) -> Sample:
     """Wait for all ranks, then time the mean of `repeats` calls of `run`. Collective."""
     barrier(transport)
-    waited = transport.stats.seconds_waited
+    waited, sent = transport.stats.seconds_waited, transport.stats.bytes_sent
     cpu, start = time.process_time(), time.perf_counter()
     for _ in range(repeats):
         run()
@@ -39,6 +41,7 @@ def timed(transport: RingTransport, run: Callable[[], object], repeats: int = 1)
         cpu_seconds=(time.process_time() - cpu) / repeats,
         wait_seconds=(transport.stats.seconds_waited - waited) / repeats,
         peak_memory_bytes=peak_memory_bytes(),
+        bytes_sent=(transport.stats.bytes_sent - sent) / repeats,
     )
 
 
@@ -89,6 +92,11 @@ class Series:
     @property
     def wait_seconds(self) -> list[float]:
         return [max(sample.wait_seconds for sample in ranks) for ranks in self.rounds]
+
+    @property
+    def bytes_sent(self) -> float:
+        """Bytes of the rank that sends most; the same in every round."""
+        return max(sample.bytes_sent for ranks in self.rounds for sample in ranks)
 
     @property
     def figures(self) -> Figures:

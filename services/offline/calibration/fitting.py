@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from cp_core.cost.fit import PrefillRatio, StepSample, fit_decode, fit_prefill, predicted_prefill, predicted_step
-from cp_core.cost.fit_selector import Comparison, best_seconds, beyond_best, fit_empirical
+from cp_core.cost.fit import (
+    CHAIN_CONSTANTS,
+    PrefillRatio,
+    StepSample,
+    fit_chain,
+    fit_decode,
+    fit_prefill,
+    predicted_prefill,
+    predicted_step,
+)
+from cp_core.cost.fit_selector import Comparison, fit_empirical
 from cp_core.cost.memory import WeightBytes, weight_bytes
-from cp_core.cost.model import PASS_KV, PASS_Q, ModelShape, RingRates
+from cp_core.cost.model import CHAIN, PASS_KV, PASS_Q, ModelShape, RingRates
 from cp_core.cost.profile import DecodeConstants, HardwareProfile, PrefillConstants
-from cp_core.cost.selector import EmpiricalFit, Turn, empirical, is_clearly_less
+from cp_core.cost.selector import EmpiricalFit, Turn, empirical, least
 from cp_core.errors import ConfigError, Unavailable
 from ringserve.client import ModelInfo, RingInfo
 from services.offline.bench.figures import paired_ratio
@@ -125,8 +134,8 @@ OF_RANKS = (
 OF_CACHED = ("cached_overhead_seconds",)
 OF_SHARED_HEADS = ("host_sum_bytes_per_second",)
 DECODE_CONSTANTS = ("attention_seconds", "kv_bytes_per_second")
-LEAST_OVERLAP = 0.05
-"""Least start value of the fitted overlap; the fit would leave a 0 unchanged."""
+LEAST_OVERLAP, MOST_OVERLAP = 0.05, 0.9
+"""Least start value of a fitted overlap, and the most of a chain's; the fit would leave a 0, or a 1, unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,7 +164,7 @@ class Row:
 class Calibration:
     """Fitted profile with its errors.
 
-    `losses` are the shares of time by which each selection exceeds the faster algorithm of every cell; they are empty
+    `losses` are the shares of time by which each selection exceeds the fastest algorithm of every cell; they are empty
     where no ring has several ranks. `steps` are decode samples with their predicted seconds.
     """
 
@@ -174,9 +183,9 @@ def calibrate(
 
     Raises ConfigError for too few measurements.
     """
-    if len(measurements) < len(OF_EVERY_RING):
+    if (count := len(_without_chain(measurements))) < len(OF_EVERY_RING):
         raise ConfigError(
-            f"{len(measurements)} prefills cannot fit a profile; allowed are {len(OF_EVERY_RING)} or more: "
+            f"{count} prefills cannot fit a profile; allowed are {len(OF_EVERY_RING)} or more: "
             f"give more of --tokens and --cached"
         )
     fitted = _fitted(model, before, measurements)
@@ -190,9 +199,9 @@ def calibrate(
         )
         for place, each in enumerate(measurements)
     )
-    pairs = _pairs(rows)
-    # One pair cannot fix a selector.
-    selector = fit_empirical([_comparison(kv, q) for kv, q in pairs]) if len(pairs) > 1 else None
+    cells = _cells(rows)
+    # One cell cannot fix a selector.
+    selector = fit_empirical([_comparison(cell) for cell in cells]) if len(cells) > 1 else None
     weights = weight_bytes(model)
     profile = _with_decode(model, weights, replace(fitted, empirical=selector), steps)
     return Calibration(
@@ -204,13 +213,19 @@ def calibrate(
             if held_out is None
             else _errors([(seconds, each) for seconds, each in zip(held_out, measurements, strict=True)])
         ),
-        losses=_losses(pairs, selector),
+        losses=_losses(cells, selector),
         steps=tuple((each, predicted_step(model, weights, profile, each)) for each in steps),
     )
 
 
+def _without_chain(measurements: Sequence[Measurement]) -> list[Measurement]:
+    """Return the measurements that determine the rates of a ring."""
+    return [each for each in measurements if each.sample.algorithm != CHAIN]
+
+
 def _fitted(model: ModelShape, before: HardwareProfile, measurements: Sequence[Measurement]) -> HardwareProfile:
-    samples = [each.sample for each in measurements]
+    of_ring = _without_chain(measurements)
+    samples = [each.sample for each in of_ring]
     names: tuple[str, ...] = OF_EVERY_RING
     if any(sample.cp > 1 for sample in samples):
         names += OF_RANKS
@@ -222,21 +237,37 @@ def _fitted(model: ModelShape, before: HardwareProfile, measurements: Sequence[M
     overhead = min(sample.seconds / (1 + len(sample.cuts)) for sample in samples) / model.num_layers / 2
     overlap = max(LEAST_OVERLAP, before.prefill.overlap)
     start = replace(before, prefill=replace(before.prefill, layer_overhead_seconds=overhead, overlap=overlap))
-    return fit_prefill(model, start, samples, names[: len(samples)], TRUST, _ratios(measurements), is_robust=True)
+    ratios = _ratios(of_ring, PASS_Q)
+    found = fit_prefill(model, start, samples, names[: len(samples)], TRUST, ratios, is_robust=True)
+    return _with_chain(model, found, measurements)
 
 
-def _ratios(measurements: Sequence[Measurement]) -> list[PrefillRatio]:
-    """Return the ratios of pass-Q to pass-KV in cells that both measured with the same cuts."""
+def _with_chain(model: ModelShape, profile: HardwareProfile, measurements: Sequence[Measurement]) -> HardwareProfile:
+    """Fit what chains alone have, beside pass-KV, whose times the ring's rates explain; unchanged for too few chains.
+
+    The rates stay: a chain has the same products, attention and links.
+    """
+    beside = [each for each in measurements if each.sample.algorithm in (PASS_KV, CHAIN)]
+    samples, constants = [each.sample for each in beside], profile.prefill
+    if sum(sample.algorithm == CHAIN for sample in samples) < len(CHAIN_CONSTANTS):
+        return profile
+    overlap = min(MOST_OVERLAP, max(LEAST_OVERLAP, constants.overlap))
+    start = max(LEAST_SECONDS, constants.link_latency_seconds), overlap
+    return fit_chain(model, profile, samples, start, TRUST, _ratios(beside, CHAIN))
+
+
+def _ratios(measurements: Sequence[Measurement], name: str) -> list[PrefillRatio]:
+    """Return the ratios of an algorithm to pass-KV in cells that both measured with the same cuts."""
     places = {
         (each.ring, each.sample.cuts, each.cell, each.sample.algorithm): at for at, each in enumerate(measurements)
     }
     found = []
     for (ring, cuts, cell, algorithm), above in places.items():
         below = places.get((ring, cuts, cell, PASS_KV))
-        if algorithm == PASS_Q and below is not None:
-            q, kv = measurements[above].seconds, measurements[below].seconds
+        if algorithm == name and below is not None:
+            own, kv = measurements[above].seconds, measurements[below].seconds
             # Without equally many rounds there are no pairs.
-            value = paired_ratio(q, kv) if len(q) == len(kv) else median(q) / median(kv)
+            value = paired_ratio(own, kv) if len(own) == len(kv) else median(own) / median(kv)
             found.append(PrefillRatio(above=above, below=below, value=value))
     return found
 
@@ -246,7 +277,7 @@ def _held_out(model: ModelShape, before: HardwareProfile, measurements: Sequence
     cells = sorted({each.cell for each in measurements})
     half_of: dict[Cell, int] = {cell: place % 2 for place, cell in enumerate(cells)}
     halves = [[each for each in measurements if half_of[each.cell] == half] for half in (0, 1)]
-    if min(map(len, halves)) < len(OF_EVERY_RING):
+    if min(len(_without_chain(half)) for half in halves) < len(OF_EVERY_RING):
         return None
     profiles = [_fitted(model, before, half) for half in halves]
     return [predicted_prefill(model, profiles[1 - half_of[each.cell]], each.sample) for each in measurements]
@@ -263,41 +294,57 @@ def _with_decode(
     return fit_decode(model, weights, start, steps, DECODE_CONSTANTS)
 
 
-def _pairs(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
-    """Return (pass-KV, pass-Q) of every cell that one ring measured by both algorithms."""
+_Cell = Mapping[str, Row]
+"""Rows of one cell on one ring, by algorithm."""
+
+
+def _cells(rows: Sequence[Row]) -> list[_Cell]:
+    """Return the cells that one ring measured by several algorithms."""
     by_place: dict[tuple[str, Cell], dict[str, Row]] = {}
     for row in rows:
         place = (row.measurement.ring, row.measurement.cell)
         by_place.setdefault(place, {})[row.measurement.sample.algorithm] = row
-    return [(both[PASS_KV], both[PASS_Q]) for both in by_place.values() if len(both) > 1]
+    return [cell for cell in by_place.values() if len(cell) > 1]
 
 
-def _losses(pairs: Sequence[tuple[Row, Row]], selector: EmpiricalFit | None) -> tuple[tuple[str, float], ...]:
-    if not pairs:
+def _losses(cells: Sequence[_Cell], selector: EmpiricalFit | None) -> tuple[tuple[str, float], ...]:
+    if not cells:
         return ()
-    is_pass_kv: dict[str, list[bool]] = {
-        "auto, calibrated": [not is_clearly_less(q.fitted, kv.fitted) for kv, q in pairs],
-        "auto, by the rings' own rates": [not is_clearly_less(q.by_rates, kv.by_rates) for kv, q in pairs],
-        "always pass_kv": [True] * len(pairs),
-        "always pass_q": [False] * len(pairs),
+
+    def auto(predicted: Callable[[Row], float]) -> list[str]:
+        return [least({name: predicted(row) for name, row in cell.items()}, _num_tokens(cell)) for cell in cells]
+
+    chosen = {
+        "auto, calibrated": auto(lambda row: row.fitted),
+        "auto, by the rings' own rates": auto(lambda row: row.by_rates),
     }
-    if all(row.held_out is not None for pair in pairs for row in pair):
-        is_pass_kv["auto, calibrated on other cells"] = [
-            not is_clearly_less(q.held_out or 0.0, kv.held_out or 0.0) for kv, q in pairs
-        ]
-    comparisons = [_comparison(kv, q) for kv, q in pairs]
+    for name in dict.fromkeys(name for cell in cells for name in cell):
+        if all(name in cell for cell in cells):
+            chosen[f"always {name}"] = [name] * len(cells)
+    if all(row.held_out is not None for cell in cells for row in cell.values()):
+        chosen["auto, calibrated on other cells"] = auto(lambda row: row.held_out or 0.0)
     if selector is not None:
-        is_pass_kv["empirical, fitted"] = [empirical(each.turn, selector).algorithm == PASS_KV for each in comparisons]
-    best = best_seconds(comparisons)
-    return tuple((name, beyond_best(comparisons, taken) / best) for name, taken in is_pass_kv.items())
+        chosen["empirical, fitted"] = [empirical(_comparison(cell).turn, selector).algorithm for cell in cells]
+    best = sum(min(row.measurement.sample.seconds for row in cell.values()) for cell in cells)
+
+    def loss(names: Sequence[str]) -> float:
+        taken = (cell[name].measurement.sample.seconds for cell, name in zip(cells, names, strict=True))
+        return max(0.0, sum(taken) / best - 1.0)
+
+    return tuple((name, loss(names)) for name, names in chosen.items())
 
 
-def _comparison(kv: Row, q: Row) -> Comparison:
-    sample = kv.measurement.sample
+def _num_tokens(cell: _Cell) -> int:
+    sample = cell[PASS_KV].measurement.sample
+    return sample.new_tokens + sample.cached_tokens
+
+
+def _comparison(cell: _Cell) -> Comparison:
+    sample = cell[PASS_KV].measurement.sample
     return Comparison(
         turn=Turn(new_tokens=sample.new_tokens, cached_tokens=sample.cached_tokens, num_ranks=sample.cp),
         pass_kv_seconds=sample.seconds,
-        pass_q_seconds=q.measurement.sample.seconds,
+        pass_q_seconds=cell[PASS_Q].measurement.sample.seconds,
     )
 
 

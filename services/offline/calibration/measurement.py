@@ -1,4 +1,4 @@
-"""Measurements of serving rings: real prefills of a grid of cells by both algorithms, and some decode steps.
+"""Measurements of serving rings: real prefills of a grid of cells by CALIBRATED_ALGORITHMS, and some decode steps.
 
 Used by `ringserve calibrate` and, in parts, by `ringserve bench selection`. Rings are reached by a gateway's client.
 """
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from cp_core.cost.fit import PrefillSample, StepPart, StepSample
+from cp_core.cost.selector import GATHERED_TOKENS
 from cp_core.errors import Busy, ConfigError, NotFound, Unavailable
 from ringserve.client import Answer, Client, ModelInfo, Sampling, ServerInfo
 from workers.protocol.prefill_steps import CALIBRATED_ALGORITHMS, Algorithm
@@ -82,6 +83,12 @@ class _Run:
     cuts: tuple[int, ...]
 
 
+def _ways(cell: Cell) -> tuple[Algorithm, ...]:
+    """Return the algorithms by which a cell is measured."""
+    has_chain = cell.cached_tokens + cell.new_tokens <= GATHERED_TOKENS
+    return tuple(name for name in CALIBRATED_ALGORITHMS if has_chain or name is not Algorithm.CHAIN)
+
+
 class Calibrator:
     """Measurer of the rings behind one gateway.
 
@@ -94,16 +101,17 @@ class Calibrator:
         self._timeout = timeout
         self._draw = random.Random(seed)
         self._vocabulary = client.model_info().vocab_size
-        self._tp = {ring.name: ring.tp or 1 for ring in client.server_info().rings}
+        rings = client.server_info().rings
+        self._tp = {ring.name: ring.tp or 1 for ring in rings}
+        self._rates = {ring.name: ring.rates for ring in rings if ring.rates is not None}
 
     def prefills(self, cells: Sequence[Cell], tell: Callable[[str], None] = lambda name: None) -> list[Measurement]:
-        """Measure every cell in rounds, so that a slow machine slows both algorithms; `tell` is called for each run.
+        """Measure every cell in rounds, so that a slow machine slows all algorithms; `tell` is called for each run.
 
-        A ring of one rank is measured by pass-KV alone. Raises Busy where other turns always shared a cell's steps.
+        A ring of one rank is measured by pass-KV alone, and no chain where `auto` would take none. Raises Busy where
+        other turns always shared a cell's steps.
         """
-        runs: dict[tuple[Cell, Algorithm], list[_Run]] = {
-            (cell, name): [] for cell in cells for name in CALIBRATED_ALGORITHMS
-        }
+        runs: dict[tuple[Cell, Algorithm], list[_Run]] = {(cell, name): [] for cell in cells for name in _ways(cell)}
         for cached in sorted({cell.cached_tokens for cell in cells}):
             with self._conversation(cached) as (conversation, prefix):
                 cells_of_prefix = [cell for cell in cells if cell.cached_tokens == cached]
@@ -111,7 +119,7 @@ class Calibrator:
                 self._run(conversation, prefix, cells_of_prefix[0], Algorithm.PASS_KV)
                 for round_number in range(self._repeats):
                     for cell in cells_of_prefix:
-                        for name in CALIBRATED_ALGORITHMS[:: 1 if round_number % 2 else -1]:
+                        for name in _ways(cell)[:: 1 if round_number % 2 else -1]:
                             runs[cell, name].append(self._run_alone(conversation, prefix, cell, name))
                             tell(f"{name}, {cell.new_tokens} after {cell.cached_tokens}")
         return [found for (cell, name), taken in runs.items() for found in self._by_ring(cell, name, taken)]
@@ -160,10 +168,12 @@ class Calibrator:
         )
 
     def _run(self, conversation: str, prefix: list[int], cell: Cell, algorithm: Algorithm) -> _Run | None:
-        """Run one prefill; return None where it shared its steps or lost its cache."""
+        """Run one prefill; return None where it shared its steps, lost its cache, or had no room for its layout."""
         prompt = prefix + self._tokens(cell.new_tokens)
         plan = self._generate(prompt, conversation, 1, algorithm).plan
-        is_alone = all(chunk.num_turns == 1 and chunk.algorithm == algorithm for chunk in plan.chunks)
+        is_alone = all(
+            chunk.num_turns == 1 and chunk.algorithm == algorithm and not chunk.fallback for chunk in plan.chunks
+        )
         if not is_alone or (plan.new_tokens, plan.cached_tokens) != (cell.new_tokens, cell.cached_tokens):
             return None
         return _Run(
@@ -182,7 +192,7 @@ class Calibrator:
                 continue
             all_cuts = [run.cuts for run in of_ring]
             cuts = max(all_cuts, key=all_cuts.count)
-            seconds = tuple(run.seconds for run in of_ring if run.cuts == cuts)
+            seconds, rates = tuple(run.seconds for run in of_ring if run.cuts == cuts), self._rates.get(ring)
             sample = PrefillSample(
                 cp=ranks,
                 tp=self._tp.get(ring, 1),
@@ -191,6 +201,8 @@ class Calibrator:
                 cached_tokens=cell.cached_tokens,
                 seconds=median(seconds),
                 cuts=cuts,
+                speeds=() if rates is None else rates.speeds,
+                lateness=() if rates is None else rates.lateness,
             )
             yield Measurement(ring=ring, sample=sample, seconds=seconds)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from cp_core.cost.model import PASS_KV, PASS_Q
+from cp_core.cost.model import CHAIN, PASS_KV, PASS_Q
 from services.offline.bench.report import save_figure
 from services.offline.calibration.fitting import Calibration, Errors, Row
 from services.offline.terminal import simple_table
@@ -17,7 +17,7 @@ from services.offline.terminal import simple_table
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLORS = {PASS_KV: "C0", PASS_Q: "C1"}
+COLORS = {PASS_KV: "C0", PASS_Q: "C1", CHAIN: "C2"}
 
 
 def calibration_table(calibration: Calibration) -> Table:
@@ -45,10 +45,17 @@ def closing_lines(calibration: Calibration) -> list[str]:
     if calibration.held_out is not None:
         lines.append(f"each half of the cells by constants of the other: {_errors(calibration.held_out)}")
     lines += [
-        f"time beyond the faster algorithm of every cell, {name}: {loss:.1%}" for name, loss in calibration.losses
+        f"time beyond the fastest algorithm of every cell, {name}: {loss:.1%}" for name, loss in calibration.losses
     ]
     if (fit := calibration.profile.empirical) is not None:
         lines.append(f"empirical selector: alpha {fit.alpha:.4g}, beta {fit.beta:.4g}, gamma {fit.gamma:.4g}")
+    constants = calibration.profile.prefill
+    if constants.chain_start_seconds is not None and constants.chain_overlap is not None:
+        lines.append(
+            f"chain: {constants.chain_start_seconds * 1e6:.3g} us a hop and layer, "
+            f"overlap {constants.chain_overlap:.2f}; "
+            f"of the ring {constants.link_latency_seconds * 1e6:.3g} us, {constants.overlap:.2f}"
+        )
     lines += [
         f"decode step after {sample.context_tokens} tokens on {sample.cp} ranks: measured {sample.seconds * 1e3:.2f} "
         f"ms, predicted {seconds * 1e3:.2f} ms"

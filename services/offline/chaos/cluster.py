@@ -1,4 +1,7 @@
-"""Cluster of a chaos run: `ringserve up` in a process of its own, so that its supervisor works as it does for users."""
+"""Cluster of a chaos run: `ringserve up` in a process of its own, so that its supervisor works as it does for users.
+
+Its Ray is one that `up` starts for itself, or that of two nodes, which it joins.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from pathlib import Path
 
 from cp_core.errors import Unavailable
 from services.offline.chaos.faults import Processes
+from services.offline.chaos.nodes import Nodes, WorkerNode
 
 START_SECONDS = 400.0
 STOP_SECONDS = 60.0
@@ -23,31 +27,43 @@ POLL_SECONDS = 0.2
 class OwnCluster:
     """Cluster of one `ringserve up`: `start`, then `stop`, which leaves nothing running. Its log is `log`."""
 
-    def __init__(self, settings: Sequence[str], directory: Path, number: int) -> None:
-        """Take the options of `up`, and a directory for its files that no other cluster has."""
+    def __init__(self, settings: Sequence[str], directory: Path, number: int, nodes: Nodes | None = None) -> None:
+        """Take the options of `up`, a directory for its files that no other cluster has, and the nodes to join."""
         self._settings = settings
         self._ready = directory / f"ready-{number}.json"
         self.log = directory / f"up-{number}.log"
         self._state = directory / f"state-{number}"
+        self._nodes = nodes
         self._up: subprocess.Popen[bytes] | None = None
-        self.processes: Processes | None = None
+        self.processes = Processes()
         self.gateway = ""
+
+    @property
+    def worker(self) -> WorkerNode | None:
+        """Worker node of the cluster, if it has one."""
+        return self._nodes.worker if self._nodes else None
 
     async def start(self, progress: Callable[[str], None]) -> None:
         """Start the cluster and return when it serves. Raises Unavailable."""
         command = [sys.executable, "-P", "-m", "services.cli.main", "up", "--name", "chaos"]
-        command += ["--ready-file", str(self._ready)]
+        command += ["--ready-file", str(self._ready), *self._settings]
+        environment = os.environ | {"RINGSERVE_STATE": str(self._state)}
+        if self._nodes is not None:
+            progress("starting two nodes of a Ray cluster")
+            await asyncio.to_thread(self._nodes.start, self.processes)
+            command += ["--ray-address", self._nodes.ray_address]
+            environment |= self._nodes.environment
         # A session of its own: Ctrl-C reaches this process alone, which then ends the cluster in order.
         with self.log.open("wb") as log:
             self._up = subprocess.Popen(
-                [*command, *self._settings],
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env=os.environ | {"RINGSERVE_STATE": str(self._state)},
+                env=environment,
             )
-        self.processes = Processes(self._up.pid)
+        self.processes.add(self._up.pid)
         progress("starting a cluster")
         deadline = time.monotonic() + START_SECONDS
         while not self._ready.exists():
@@ -69,16 +85,17 @@ class OwnCluster:
 
     def stop(self) -> None:
         """End the cluster in order where that is possible, and every process of it in any case. Idempotent."""
-        if self._up is None or self.processes is None:
-            return
         self.processes.look()
         self.processes.resume()
-        if not self.has_ended:
+        if self._up is not None and not self.has_ended:
             self._up.send_signal(signal.SIGTERM)
             try:
                 self._up.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:
                 self._up.kill()
+        if self._nodes is not None:
+            self._nodes.stop()
         self.processes.kill_all()
-        self._up.wait(STOP_SECONDS)
-        self._up = None
+        if self._up is not None:
+            self._up.wait(STOP_SECONDS)
+            self._up = None

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+import numpy as np
+
 from cp_core.errors import NotFound, RingserveError, Unavailable
-from ringserve.client import AsyncClient, RingInfo, ServerInfo
-from services.offline.chaos.faults import Cell, How, Kind, Phase, Processes
+from ringserve.client import AsyncClient, ServerInfo
+from services.offline.chaos.faults import Cell, How, Phase, Processes
 from services.offline.chaos.load import FIRST, HIT, LAST, Expected, Stream, begin, play
+from services.offline.chaos.nodes import WorkerNode
 from services.offline.chaos.verdict import MAX_DETECT_SECONDS, Observation, Outcome, Result, judge, nothing_hit
 
 DECODING_TOKENS = 6
@@ -28,49 +31,73 @@ Info = ServerInfo
 
 @dataclass(slots=True)
 class _Target:
-    """Process to hit: its name, its id, its ring and the ring's incarnation at that time, and when it was hit."""
+    """Process or node that was hit: its name, the process's id, and when.
+
+    `rings` are its ring, or those with ranks on the node, and their incarnations at that time.
+    """
 
     name: str
-    ring: str
+    rings: Mapping[str, str]
     pid: int
-    incarnation: str
     hit_at: float
 
 
 class Experiment:
     """Experiments on one cluster, one after the other."""
 
-    def __init__(self, gateway: str, processes: Processes, expected: Sequence[Expected], stream_seconds: float) -> None:
-        """Take the gateway's address, the processes of the cluster, the load, and the deadline of each turn."""
+    def __init__(
+        self,
+        gateway: str,
+        processes: Processes,
+        expected: Sequence[Expected],
+        stream_seconds: float,
+        usual_gap_seconds: float | None = None,
+        worker: WorkerNode | None = None,
+    ) -> None:
+        """Take the gateway's address, the processes, the load, each turn's deadline, the usual gap, the worker node."""
         self._gateway = gateway
         self._processes = processes
         self._expected = expected
         self._stream_seconds = stream_seconds
+        self._worker = worker
+        self._may_return = True
+        self._usual_gap_seconds = usual_gap_seconds
         self._info = Info()
         self._num_rings = 0
         self._target: _Target | None = None
         self._sign: tuple[float, str] | None = None
 
+    async def usual_gap(self, prefix: str) -> float:
+        """Return the p99 of the times between two pieces of the second turns, in seconds, while nothing is hit."""
+        async with AsyncClient(self._gateway) as client:
+            await self._whole(client)
+            for number in (FIRST, HIT):
+                streams = begin(self._expected, number)
+                await play(client, streams, prefix, self._stream_seconds)
+            await self._forget(client, prefix)
+        return float(np.percentile([gap for stream in streams for gap in stream.gaps] or [0.0], 99))
+
     async def run(self, cell: Cell, prefix: str) -> Result:
         """Run one cell in conversations of its own. Raises RingserveError where the cluster did not serve before it."""
         self._target, self._sign = None, None
-        if cell.kind is Kind.RAYLET:
-            return nothing_hit(cell, Outcome.APART, "one node: its raylet is the cluster's head")
-        async with AsyncClient(self._gateway) as client, self._watching(cell):
-            before = await self._whole(client)
-            self._num_rings, free_before = len(before.rings), _num_free(before)
-            firsts = begin(self._expected, FIRST)
-            await play(client, firsts, prefix, self._stream_seconds)
-            if wrong := next((stream for stream in firsts if not stream.is_exact), None):
-                raise Unavailable(f"the load failed before the fault: {wrong.error or wrong.difference}")
-            streams = await self._play_and_hit(client, cell, prefix, firsts)
-            if not self._was_hit:
-                await self._forget(client, prefix)
-                return nothing_hit(cell, Outcome.UNSEEN, f"no stream was seen in the phase {cell.phase}")
-            try:
-                return judge(cell, await self._observe(client, cell, prefix, streams, free_before))
-            finally:
-                self._processes.resume()
+        try:
+            async with AsyncClient(self._gateway) as client, self._watching(cell):
+                return await self._run(client, cell, prefix)
+        finally:
+            self._end_fault()
+
+    async def _run(self, client: AsyncClient, cell: Cell, prefix: str) -> Result:
+        before = await self._whole(client)
+        self._num_rings, free_before = len(before.rings), _num_free(before)
+        firsts = begin(self._expected, FIRST)
+        await play(client, firsts, prefix, self._stream_seconds)
+        if wrong := next((stream for stream in firsts if not stream.is_exact), None):
+            raise Unavailable(f"the load failed before the fault: {wrong.error or wrong.difference}")
+        streams = await self._play_and_hit(client, cell, prefix, firsts)
+        if not self._was_hit:
+            await self._forget(client, prefix)
+            return nothing_hit(cell, Outcome.UNSEEN, f"no stream was seen in the phase {cell.phase}")
+        return judge(cell, await self._observe(client, cell, prefix, streams, free_before))
 
     async def _play_and_hit(
         self, client: AsyncClient, cell: Cell, prefix: str, firsts: Sequence[Stream]
@@ -81,7 +108,8 @@ class Experiment:
         streams = begin(self._expected, HIT)
 
         def look(_: Stream | None = None) -> None:
-            if not self._was_hit and (stream := in_phase(cell.phase, streams, self._info)):
+            rings = self._rings_on_worker() if cell.needs_worker else None
+            if not self._was_hit and (stream := in_phase(cell.phase, streams, self._info, rings)):
                 self._hit(cell, stream)
 
         playing = asyncio.create_task(play(client, streams, prefix, self._stream_seconds, look))
@@ -98,17 +126,36 @@ class Experiment:
     def _was_hit(self) -> bool:
         return self._target is not None
 
+    def _rings_on_worker(self) -> dict[str, str]:
+        """Return the rings with ranks on the worker node, with their incarnations."""
+        worker = self._worker
+        return {ring.name: ring.incarnation for ring in self._info.rings if worker and worker.address in ring.nodes}
+
     def _hit(self, cell: Cell, stream: Stream) -> None:
-        """Hit the process that has to do with a stream."""
-        ring = ""
-        if cell.role and stream.plan is not None:
-            ring = stream.plan.prefill_ring if cell.role == "prefill" else stream.plan.decode_ring
-        name = self._processes.name_of(cell.kind, ring)
+        """Hit the process that has to do with a stream, or the worker node."""
+        where, rings = "", dict[str, str]()
+        if cell.needs_worker and self._worker is not None:
+            where, rings = self._worker.address, self._rings_on_worker()
+        elif cell.role and stream.plan is not None:
+            where = stream.plan.prefill_ring if cell.role == "prefill" else stream.plan.decode_ring
+            rings = {ring.name: ring.incarnation for ring in self._info.rings if ring.name == where}
+        name = self._processes.name_of(cell.kind, where)
         if not name:
             return
-        info = next((each for each in self._info.rings if each.name == ring), RingInfo())
-        pid = self._processes.hit(name, cell.how)
-        self._target = _Target(name, ring, pid, info.incarnation, time.monotonic())
+        if cell.needs_worker and self._worker is not None:
+            self._may_return = False
+        if cell.how is How.CUT and self._worker is not None:
+            self._worker.cut()
+            self._target = _Target(f"link of {where}", rings, self._processes.pid_of(name), time.monotonic())
+        else:
+            self._target = _Target(name, rings, self._processes.hit(name, cell.how), time.monotonic())
+
+    def _end_fault(self) -> None:
+        """Let what was stopped or cut off go on, and a node that was lost come back."""
+        self._processes.resume()
+        if self._worker is not None:
+            self._worker.heal()
+        self._may_return = True
 
     async def _observe(
         self, client: AsyncClient, cell: Cell, prefix: str, streams: list[Stream], free_before: int
@@ -116,12 +163,12 @@ class Experiment:
         """Collect what is seen of the fault from the end of the streams to a cluster that is whole again."""
         target = self._target
         assert target is not None, "something was hit"
-        affected = [stream for stream in streams if not target.ring or stream.uses(target.ring)]
+        affected = [stream for stream in streams if not target.rings or stream.uses(target.rings)]
         affected = [stream for stream in affected if not stream.ended < target.hit_at]
         self._note_errors(affected)
         while self._sign is None and time.monotonic() < target.hit_at + 2 * MAX_DETECT_SECONDS:
             await asyncio.sleep(PAUSE_SECONDS)
-        self._processes.resume()  # a process that was given up must do no harm when it goes on
+        self._end_fault()  # what was given up must do no harm when it goes on
         recovered = None
         with contextlib.suppress(RingserveError):
             await self._whole(client)
@@ -143,6 +190,7 @@ class Experiment:
             free_after=free_after,
             lost=lost,
             is_alone=bool(cell.role) and len(role_rings) == 1,
+            usual_gap_seconds=self._usual_gap_seconds,
         )
 
     def _note_errors(self, affected: Sequence[Stream]) -> None:
@@ -209,7 +257,7 @@ class Experiment:
     @asynccontextmanager
     async def _watching(self, cell: Cell) -> AsyncIterator[None]:
         """Look at rings and processes all the time, and note the first sign that the service has noticed the fault."""
-        watching = [asyncio.create_task(self._watch_rings()), asyncio.create_task(self._watch_processes(cell.how))]
+        watching = [asyncio.create_task(self._watch_rings()), asyncio.create_task(self._watch_processes(cell))]
         try:
             yield
         finally:
@@ -223,29 +271,47 @@ class Experiment:
                 with contextlib.suppress(RingserveError, TimeoutError):
                     async with asyncio.timeout(STATUS_SECONDS):
                         self._info = await client.server_info()
-                    if (target := self._target) is not None and target.ring:
-                        ring = next((each for each in self._info.rings if each.name == target.ring), None)
-                        if ring is None or ring.state != "ready":
-                            self._note(time.monotonic(), f"the ring is {'gone' if ring is None else ring.state}")
-                        elif ring.incarnation != target.incarnation:
-                            self._note(time.monotonic(), "the ring was built again")
+                    if self._target is not None:
+                        self._look_at_rings(self._target.rings)
                 await asyncio.sleep(PAUSE_SECONDS)
 
-    async def _watch_processes(self, how: How) -> None:
+    def _look_at_rings(self, before: Mapping[str, str]) -> None:
+        """Note what has become of rings, given with their incarnations before the fault."""
+        now = {ring.name: ring for ring in self._info.rings}
+        for name, incarnation in before.items():
+            ring = now.get(name)
+            if ring is None or ring.state != "ready":
+                self._note(time.monotonic(), f"the ring is {'gone' if ring is None else ring.state}")
+            elif ring.incarnation != incarnation:
+                self._note(time.monotonic(), "the ring was built again")
+
+    async def _watch_processes(self, cell: Cell) -> None:
+        """Look at processes, and let a worker node come back, which is this experiment's own doing and no sign."""
         while True:
             pids = await asyncio.to_thread(self._processes.look)
-            if (target := self._target) is not None:
+            if cell.needs_worker:
+                if self._worker is not None and self._may_return:
+                    await asyncio.to_thread(self._worker.keep)
+            elif (target := self._target) is not None:
                 pid = pids.get(target.name, 0)
                 if pid and pid != target.pid:
                     self._note(time.monotonic(), "the process was replaced")
-                elif not pid and how is How.STOP:
+                elif not pid and cell.how is How.STOP:
                     self._note(time.monotonic(), "the stopped process was killed")
             await asyncio.sleep(10 * PAUSE_SECONDS)
 
 
-def in_phase(phase: Phase, streams: Sequence[Stream], info: Info) -> Stream | None:
-    """Return a stream in this phase, if one is. The phases' own docstring says what shows them."""
+def in_phase(
+    phase: Phase, streams: Sequence[Stream], info: Info, among: Collection[str] | None = None
+) -> Stream | None:
+    """Return a stream in this phase, if one is. The phases' own docstring says what shows them.
+
+    `among` are the only rings that count: the prefill ring before the first token, the decode ring after several, and
+    either in between. None: all count.
+    """
     running = [stream for stream in streams if stream.plan is not None and not stream.is_over]
+    if among is not None:
+        running = [stream for stream in running if not _rings_at_work(phase, stream).isdisjoint(among)]
     waiting = [stream for stream in running if not stream.token_ids]
     match phase:
         case Phase.QUEUED:
@@ -262,6 +328,20 @@ def in_phase(phase: Phase, streams: Sequence[Stream], info: Info) -> Stream | No
             return next((stream for stream in running if len(stream.token_ids) >= DECODING_TOKENS), None)
         case Phase.IDLE:
             return None
+
+
+def _rings_at_work(phase: Phase, stream: Stream) -> set[str]:
+    """Return the rings that work for a stream in a phase."""
+    plan = stream.plan
+    if plan is None:
+        return set()
+    match phase:
+        case Phase.QUEUED | Phase.PREFILL:
+            return {plan.prefill_ring}
+        case Phase.DECODING:
+            return {plan.decode_ring}
+        case _:
+            return {plan.prefill_ring, plan.decode_ring}
 
 
 def is_whole(info: Info) -> bool:

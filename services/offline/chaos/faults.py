@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import signal
 from collections.abc import Iterable, Iterator
@@ -19,9 +18,15 @@ GATEWAY_MODULE = "services.gateway.process"
 TITLE = re.compile(r"ray::(router|\S+ leader|\S+ rank \d+)(?:\.\w+)?")
 """Title of a process of ours as Ray sets it: its name, and the method that it runs."""
 
+RAYLET_PROGRAM = "/raylet"
+AT = "--node_ip_address="
+
 
 class Kind(StrEnum):
-    """Kinds of processes."""
+    """Kinds of what is hit: a process, or a NODE, which is a worker node of Ray with all ranks on it.
+
+    RAYLET is Ray's own process on that node.
+    """
 
     GATEWAY = "gateway"
     ROUTER = "router"
@@ -30,6 +35,7 @@ class Kind(StrEnum):
     DECODE_LEADER = "decode-leader"
     DECODE_RANK = "decode-rank"
     RAYLET = "raylet"
+    NODE = "node"
 
 
 class Phase(StrEnum):
@@ -49,10 +55,11 @@ class Phase(StrEnum):
 
 
 class How(StrEnum):
-    """Signals: SIGKILL and SIGSTOP."""
+    """Signals to a process, SIGKILL and SIGSTOP, and the cut of a node's link, whose processes live."""
 
     KILL = "kill"
     STOP = "stop"
+    CUT = "cut"
 
 
 SIGNALS = {How.KILL: signal.SIGKILL, How.STOP: signal.SIGSTOP}
@@ -62,6 +69,7 @@ ROLES = {
     Kind.DECODE_LEADER: "decode",
     Kind.DECODE_RANK: "decode",
 }
+ON_WORKER = (Kind.RAYLET, Kind.NODE)
 HIT_RANK = 1
 """Number of the rank that is hit, or 0 where the ring has one."""
 
@@ -86,10 +94,20 @@ class Cell:
         """Role of the ring that is hit; empty where the process belongs to none."""
         return ROLES.get(self.kind, "")
 
+    @property
+    def needs_worker(self) -> bool:
+        """True if the cluster must have a worker node beside its head."""
+        return self.kind in ON_WORKER
+
 
 def matrix() -> list[Cell]:
     """Return all cells, the phases of one process beside each other."""
-    return [Cell(kind, phase, how) for kind in Kind for how in How for phase in Phase]
+    return [Cell(kind, phase, how) for kind in Kind for how in hows_of(kind) for phase in Phase]
+
+
+def hows_of(kind: Kind) -> tuple[How, ...]:
+    """Return the ways to hit what is of this kind."""
+    return (How.CUT,) if kind is Kind.NODE else (How.KILL, How.STOP)
 
 
 def choose(patterns: Iterable[str]) -> list[Cell]:
@@ -99,23 +117,35 @@ def choose(patterns: Iterable[str]) -> list[Cell]:
 
 
 class Processes:
-    """Processes below one process, by what they show in `ps`. Every process that was ever seen is remembered."""
+    """Processes below some roots, by what they show in `ps`. Every process that was ever seen is remembered."""
 
-    def __init__(self, root: int) -> None:
-        self._root = psutil.Process(root)
-        self._seen: set[psutil.Process] = {self._root}
+    def __init__(self) -> None:
+        self._seen: dict[psutil.Process, int] = {}  # with its root's id
+        self._roots: list[psutil.Process] = []
         self._stopped: list[psutil.Process] = []
         self._pids: dict[str, int] = {}
 
+    def add(self, root: int) -> None:
+        """Watch a process and those below it too."""
+        process = psutil.Process(root)
+        self._roots.append(process)
+        self._seen[process] = root
+
+    @property
+    def roots(self) -> list[int]:
+        """Ids of the roots, in the order in which they were added."""
+        return [root.pid for root in self._roots]
+
     def look(self) -> dict[str, int]:
-        """Return the ids of the processes that run now, by name: "gateway", "router", "prefill-0 rank 1"."""
+        """Return the ids of the processes that run now, by name: "router", "prefill-0 rank 1", "raylet ADDRESS"."""
         found: dict[str, int] = {}
-        with contextlib.suppress(*GONE):
-            for process in self._root.children(recursive=True):
-                self._seen.add(process)
-                with contextlib.suppress(*GONE):
-                    if process.status() != psutil.STATUS_ZOMBIE and (name := _name(process.cmdline())):
-                        found[name] = process.pid
+        for root in self._roots:
+            with contextlib.suppress(*GONE):
+                for process in root.children(recursive=True):
+                    self._seen.setdefault(process, root.pid)
+                    with contextlib.suppress(*GONE):
+                        if process.status() != psutil.STATUS_ZOMBIE and (name := _name(process.cmdline())):
+                            found[name] = process.pid
         self._pids = found
         return found
 
@@ -123,13 +153,18 @@ class Processes:
         """Return the id of the process of a name at the last look; 0 where none ran."""
         return self._pids.get(name, 0)
 
-    def name_of(self, kind: Kind, ring: str) -> str:
-        """Return the name of the process of a kind, of this ring where it belongs to one; empty where none was seen."""
+    def name_of(self, kind: Kind, where: str) -> str:
+        """Return the name of the process of a kind; empty where none was seen.
+
+        `where` is its ring or the address of its node, where it belongs to one.
+        """
         pids = self._pids
         if kind in (Kind.PREFILL_RANK, Kind.DECODE_RANK):
-            names = [f"{ring} rank {HIT_RANK}", f"{ring} rank 0"]
+            names = [f"{where} rank {HIT_RANK}", f"{where} rank 0"]
         elif kind in (Kind.PREFILL_LEADER, Kind.DECODE_LEADER):
-            names = [f"{ring} leader"]
+            names = [f"{where} leader"]
+        elif kind in ON_WORKER:
+            names = [f"{Kind.RAYLET} {where}"]
         else:
             names = [kind.value]
         return next((name for name in names if name in pids), "")
@@ -152,23 +187,25 @@ class Processes:
                 resumed.append(process.pid)
         return resumed
 
-    def kill_all(self) -> None:
-        """End every process that was ever seen and still runs."""
+    def kill_all(self, root: int = 0) -> None:
+        """End every process that was ever seen and still runs, or those that were below one root."""
         self.look()
         self.resume()
-        for process in self._alive():
+        for process in self._alive(root):
             with contextlib.suppress(*GONE):
                 process.kill()
 
-    def _alive(self) -> Iterator[psutil.Process]:
-        for process in self._seen:
+    def _alive(self, root: int) -> Iterator[psutil.Process]:
+        for process, above in self._seen.items():
             with contextlib.suppress(*GONE):
-                if process.pid != os.getpid() and process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                if root in (0, above) and process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                     yield process
 
 
 def _name(command: list[str]) -> str:
     if GATEWAY_MODULE in command:
         return Kind.GATEWAY
+    if command and command[0].endswith(RAYLET_PROGRAM):
+        return next((f"{Kind.RAYLET} {word.removeprefix(AT)}" for word in command if word.startswith(AT)), "")
     matched = TITLE.fullmatch(command[0].strip()) if command else None
     return matched[1] if matched else ""

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from cp_core.errors import RingserveError
 from ringserve.client import Sampling
@@ -72,7 +73,8 @@ class Expected:
 class Stream:
     """Turn as its client sees it. Times are those of `time.monotonic`.
 
-    `arrivals` are the times of pieces with tokens, `token_ids` the tokens of all pieces.
+    `arrivals` are the times of pieces with tokens, `token_ids` the tokens of all pieces. `rings` are those of the
+    latest plan that the client knows, and of earlier ones.
     """
 
     expected: Expected
@@ -80,6 +82,7 @@ class Stream:
     began: float
     ended: float = 0.0
     plan: Plan | None = None
+    rings: set[str] = field(default_factory=set)
     arrivals: list[float] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     answer: Answer | None = None
@@ -116,9 +119,15 @@ class Stream:
             return f"its prompt had {answer.usage.prompt_tokens} tokens instead of {wanted}: history is lost"
         return ""
 
-    def uses(self, ring: str) -> bool:
-        """Return True if the latest plan that the client knows names a ring, or if it knows none."""
-        return self.plan is None or ring in (self.plan.prefill_ring, self.plan.decode_ring)
+    def note_plan(self, plan: Plan | None) -> None:
+        """Note the plan of the stream, which is another after a failover."""
+        self.plan = plan
+        if plan is not None:
+            self.rings |= {plan.prefill_ring, plan.decode_ring}
+
+    def uses(self, rings: Collection[str]) -> bool:
+        """Return True if a plan of the stream names one of the rings, or if the client knows none."""
+        return self.plan is None or not self.rings.isdisjoint(rings)
 
     def first_after(self, moment: float) -> float | None:
         """Return when the first tokens after a moment came, or the end of a stream that had them all; None: never."""
@@ -126,10 +135,9 @@ class Stream:
         return later[0] if later else self.ended if self.answer is not None and self.ended > moment else None
 
     @property
-    def longest_gap(self) -> float:
-        """Return the longest time between two pieces, in seconds."""
-        pairs = zip(self.arrivals, self.arrivals[1:], strict=False)
-        return max((after - before for before, after in pairs), default=0.0)
+    def gaps(self) -> list[float]:
+        """Times between two pieces, in seconds."""
+        return [after - before for before, after in pairwise(self.arrivals)]
 
 
 Listener = Callable[[Stream], None]
@@ -162,12 +170,12 @@ async def _play_one(client: AsyncClient, stream: Stream, prefix: str, seconds: f
             try:
                 async for piece in pieces:
                     if piece.token_ids:
-                        stream.plan = pieces.plan
+                        stream.note_plan(pieces.plan)
                         stream.arrivals.append(time.monotonic())
                         stream.token_ids.extend(piece.token_ids)
                     listener(stream)
                 stream.answer = await pieces.answer()
-                stream.plan = pieces.plan
+                stream.note_plan(pieces.plan)
             finally:
                 plans.cancel()
     except RingserveError as error:
@@ -182,7 +190,7 @@ async def _follow_plan(stream: Stream, plan: Callable[[], Plan | None]) -> None:
     """Note the plan of a stream before its first token: the client has it then, and passes on no piece."""
     while stream.plan is None:
         await asyncio.sleep(PLAN_POLL_SECONDS)
-        stream.plan = plan()
+        stream.note_plan(plan())
 
 
 def begin(expected: Sequence[Expected], number: int) -> list[Stream]:

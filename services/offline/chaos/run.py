@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cp_core.errors import RingserveError, Unavailable
@@ -13,8 +13,9 @@ from ringserve.client.async_client import AsyncClient
 from services.gateway.text import TextCodec
 from services.offline.chaos.cluster import OwnCluster
 from services.offline.chaos.experiment import Experiment
-from services.offline.chaos.faults import Cell
+from services.offline.chaos.faults import Cell, Kind
 from services.offline.chaos.load import Expected, answers_without_fault, write_scripts
+from services.offline.chaos.nodes import Nodes
 from services.offline.chaos.verdict import Outcome, Result, nothing_hit
 from services.offline.demo import document
 from workers.model.builtin import resolve_model_path
@@ -26,7 +27,9 @@ Progress = Callable[[str], None]
 class Plan:
     """Cells to run, `rounds` times, in clusters of `ringserve up` with these options, whose files go to `directory`.
 
-    No cell begins after `seconds`. Every turn has `stream_seconds`.
+    No cell begins after `seconds`. Every turn has `stream_seconds`. Cells that need a worker node run in a cluster of
+    two nodes, each for `num_threads` threads of ranks, whose options are `worker_settings`. With `has_link` this
+    process is in a hub, and the link between the nodes can be cut. `forbidden` has reasons against cells of a kind.
     """
 
     cells: Sequence[Cell]
@@ -36,6 +39,10 @@ class Plan:
     directory: Path
     seconds: float
     stream_seconds: float
+    worker_settings: Sequence[str] = ()
+    num_threads: int = 1
+    has_link: bool = False
+    forbidden: Mapping[Kind, str] = field(default_factory=dict)
 
 
 class Run:
@@ -48,12 +55,14 @@ class Run:
         self._num_clusters = 0
         self._expected: list[Expected] = []
         self.smallest_lead = 0.0
+        self.usual_gap_seconds = 0.0
         self.num_left = 0
 
     async def results(self) -> AsyncIterator[Result]:
         """Yield the line of every cell. Raises Unavailable where no cluster starts or it answers wrongly unharmed."""
         deadline = time.monotonic() + self._plan.seconds
         todo = [(number, cell) for number in range(1, self._plan.rounds + 1) for cell in self._plan.cells]
+        todo.sort(key=lambda each: each[1].needs_worker)  # a cluster takes half a minute to start
         for place, (number, cell) in enumerate(todo):
             if time.monotonic() > deadline:
                 self.num_left = len(todo) - place
@@ -62,9 +71,10 @@ class Run:
             yield replace(await self._cell(cell, f"chaos-{place}-"), round=number)
 
     async def _cell(self, cell: Cell, prefix: str) -> Result:
-        cluster = await self._running()
-        assert cluster.processes is not None, "the cluster has started"
-        experiment = Experiment(cluster.gateway, cluster.processes, self._expected, self._plan.stream_seconds)
+        if reason := self._plan.forbidden.get(cell.kind):
+            return nothing_hit(cell, Outcome.FORBIDDEN, reason)
+        cluster = await self._running(needs_worker=cell.needs_worker)
+        experiment = self._experiment(cluster)
         try:
             result = await experiment.run(cell, prefix)
         except RingserveError as error:
@@ -76,13 +86,15 @@ class Run:
             self.stop()
         return result
 
-    async def _running(self) -> OwnCluster:
-        """Return the cluster, started where none runs. The first one tells the answers without a fault."""
-        if self._cluster is None or self._cluster.has_ended:
+    async def _running(self, *, needs_worker: bool) -> OwnCluster:
+        """Return the cluster, started where no such one runs. The first one tells the answers without a fault."""
+        running = self._cluster
+        if running is None or running.has_ended or (running.worker is not None) != needs_worker:
             self.stop()
-            self._cluster = OwnCluster(self._plan.settings, self._plan.directory, self._num_clusters)
+            self._cluster = self._new_cluster(needs_worker=needs_worker)
             self._num_clusters += 1
             await self._cluster.start(self._progress)
+        assert self._cluster is not None, "just started"
         if not self._expected:
             path = resolve_model_path(self._plan.model)
             codec = TextCodec(path)
@@ -92,7 +104,21 @@ class Run:
                 self._expected = await answers_without_fault(client, scripts, self._plan.stream_seconds)
             self._progress("checking greedy answers against transformers")
             self.smallest_lead = await asyncio.to_thread(check_greedy, path, self._expected)
+            self._progress("measuring the usual time between tokens")
+            self.usual_gap_seconds = await self._experiment(self._cluster).usual_gap("usual-")
         return self._cluster
+
+    def _new_cluster(self, *, needs_worker: bool) -> OwnCluster:
+        plan, number = self._plan, self._num_clusters
+        if not needs_worker:
+            return OwnCluster(plan.settings, plan.directory, number)
+        nodes = Nodes(plan.directory, number, plan.num_threads, has_link=plan.has_link)
+        return OwnCluster(plan.worker_settings, plan.directory, number, nodes)
+
+    def _experiment(self, cluster: OwnCluster) -> Experiment:
+        assert cluster.processes is not None, "the cluster has started"
+        seconds, usual, worker = self._plan.stream_seconds, self.usual_gap_seconds, cluster.worker
+        return Experiment(cluster.gateway, cluster.processes, self._expected, seconds, usual, worker)
 
     def stop(self) -> None:
         """End the cluster. Idempotent."""

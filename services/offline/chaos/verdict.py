@@ -13,18 +13,21 @@ from services.offline.chaos.load import Stream
 
 MAX_DETECT_SECONDS = 5.0
 MAX_NEXT_TOKEN_SECONDS = 10.0
+MAX_GAP_RATIO = 2.0
+"""Longest gap of a running stream, in p99s of the usual gaps, up to which it has not seen a fault of the router."""
 
 
 class Outcome(StrEnum):
     """Outcome of a cell. Only BROKEN is a failure of the service.
 
-    UNSEEN: the phase was not observed while the load ran, so nothing was hit. APART: this cluster has no such process.
+    UNSEEN: the phase was not observed while the load ran, so nothing was hit. FORBIDDEN: this machine does not permit
+    what the cell needs, and the reason says what that is.
     """
 
     HELD = "held"
     BROKEN = "BROKEN"
     UNSEEN = "not observed"
-    APART = "not applicable"
+    FORBIDDEN = "not permitted here"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +36,8 @@ class Observation:
 
     `streams` ran when the fault came or began at once after it, `follow_ups` after it. `affected` are those streams
     that had to do with the process. `sign` is the first sign that the service has noticed, `lost` names conversations
-    whose history is gone. Blocks are the KV blocks of all ranks.
+    whose history is gone. Blocks are the KV blocks of all ranks. `usual_gap_seconds` is the p99 of the times between
+    two pieces under the same load without a fault.
     """
 
     victim: str
@@ -48,6 +52,7 @@ class Observation:
     free_after: int
     lost: Sequence[str]
     is_alone: bool
+    usual_gap_seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,15 +72,23 @@ class Result:
     sign: str = ""
     next_token_seconds: float | None = None
     longest_gap_seconds: float | None = None
+    usual_gap_seconds: float | None = None
     recover_seconds: float | None = None
     free_blocks_before: int = 0
     free_blocks_after: int = 0
     lost_conversations: tuple[str, ...] = ()
     reasons: tuple[str, ...] = field(default=())
 
+    @property
+    def gap_ratio(self) -> float | None:
+        """Longest gap over the usual p99: at most MAX_GAP_RATIO where no stream has seen the fault."""
+        if self.longest_gap_seconds is None or not self.usual_gap_seconds:
+            return None
+        return self.longest_gap_seconds / self.usual_gap_seconds
+
     def as_dict(self) -> dict[str, Any]:
         """Return the fields for JSON."""
-        return asdict(self)
+        return asdict(self) | {"gap_ratio": self.gap_ratio}
 
 
 def nothing_hit(cell: Cell, outcome: Outcome, reason: str) -> Result:
@@ -115,7 +128,8 @@ def judge(cell: Cell, seen: Observation) -> Result:
         detect_seconds=seen.detect_seconds,
         sign=seen.sign,
         next_token_seconds=next_token if 0 < next_token < math.inf else None,
-        longest_gap_seconds=max((stream.longest_gap for stream in seen.streams), default=None),
+        longest_gap_seconds=max((gap for stream in seen.streams for gap in stream.gaps), default=None),
+        usual_gap_seconds=seen.usual_gap_seconds,
         recover_seconds=seen.recover_seconds,
         free_blocks_before=seen.free_before,
         free_blocks_after=seen.free_after,

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import AsyncGenerator, Iterable
+from bisect import bisect_left
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing
-from itertools import product
+from itertools import accumulate, product
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from ringserve.mapping import name_of
 from ringserve.v1 import inference_pb2
@@ -96,7 +101,8 @@ class GatewayMetrics:
         self._ttft = _seconds(
             registry, "time_to_first_token", "Request received to first token sent.", TIME_TO_FIRST_TOKEN
         )
-        self._gap = _seconds(registry, "inter_token_latency", "Time from a token to the next of its turn.", INTER_TOKEN)
+        self._gap = _Gaps("inter_token_latency", "Time from a token to the next of its turn.", INTER_TOKEN)
+        registry.register(self._gap)
         self._ttit = _seconds(
             registry, "request_time_per_output_token", "Mean time between a turn's tokens.", INTER_TOKEN
         )
@@ -149,9 +155,9 @@ class GatewayMetrics:
             async for response in arriving:
                 if num_tokens := len(response.chunk.token_ids):
                     now = time.monotonic()
-                    waits = [now - last] if last else []
-                    for seconds in (*waits, *[0.0] * (num_tokens - 1)):
-                        self._gap.observe(seconds)
+                    if last:
+                        self._gap.observe(now - last)
+                    self._gap.observe(0.0, num_tokens - 1)
                     last = now
                 yield response
 
@@ -261,6 +267,27 @@ def _counter(registry: CollectorRegistry, name: str, help_text: str, label: str,
     for value in values:
         counter.labels(value)
     return counter
+
+
+class _Gaps(Collector):
+    """Histogram of the times between tokens. Tokens that come together are one observation: they are most of all."""
+
+    def __init__(self, name: str, help_text: str, bounds: tuple[float, ...]) -> None:
+        self._name, self._help_text = f"ringserve_{name}_seconds", help_text
+        self._bounds = (*bounds, math.inf)
+        self._counts = [0] * len(self._bounds)
+        self._sum = 0.0
+
+    def observe(self, seconds: float, times: int = 1) -> None:
+        """Count a time so many times."""
+        self._counts[bisect_left(self._bounds, seconds)] += times
+        self._sum += seconds * times
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the series."""
+        within = accumulate(self._counts.copy())  # scrapes come from another thread
+        buckets = [(floatToGoString(bound), count) for bound, count in zip(self._bounds, within, strict=True)]
+        yield HistogramMetricFamily(self._name, self._help_text, buckets=buckets, sum_value=self._sum)
 
 
 def _seconds(registry: CollectorRegistry, name: str, help_text: str, bounds: tuple[float, ...] = REQUEST) -> Histogram:

@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from cp_core.cost.decode import VARIANT_POLICIES
+from orchestration.protocol.plans import LayoutFallback
 from orchestration.protocol.rings import RingState
 from orchestration.protocol.views import RingStatus
 from orchestration.ring.eviction import PARTS
@@ -37,6 +38,7 @@ class RingView:
     status: RingStatus
     rank_statuses: tuple[RankStatus, ...]
     kv_evictions: Mapping[str, int]
+    layout_fallbacks: Mapping[str, int]
     kv_shared_tokens: int
     kv_bytes_per_token: int
     kv_block_tokens: int
@@ -49,6 +51,7 @@ async def view_of(leader: RingLeader) -> RingView:
         status=await leader.get_status(),
         rank_statuses=tuple(statuses[number] for number in sorted(statuses)),
         kv_evictions=leader.ring.pool.evictions,
+        layout_fallbacks=leader.layout_fallbacks,
         kv_shared_tokens=leader.ring.pool.shared_tokens,
         kv_bytes_per_token=leader.ring.model.kv_bytes_per_token,
         kv_block_tokens=leader.ring.pool.block_tokens,
@@ -112,6 +115,12 @@ class RingCollector(Collector):
         if status.role == "prefill":
             yield _gauge("prefill_waiting_work", "Work units that wait.", RING, [(own, status.waiting_work)])
             yield _gauge("prefill_max_waiting_work", "Work units at most.", RING, [(own, status.max_waiting_work)])
+            yield _counter(
+                "prefill_layout_fallbacks",
+                "Pieces of steps that single ranks had no room for, by the layout that they got.",
+                (*RING, "reason"),
+                [((*own, reason), view.layout_fallbacks.get(reason, 0)) for reason in LayoutFallback],
+            )
         if status.role == "decode":
             yield _counter("num_preemptions", "Turns preempted for older ones.", RING, [(own, status.num_preemptions)])
             served = [((*own, variant), float(variant == status.decode_variant)) for variant in DECODE_VARIANTS]
@@ -146,12 +155,36 @@ class RingCollector(Collector):
             RANK,
             [(rank, each.wait_seconds) for rank, each in ranks],
         )
+        memory = [
+            ((*rank, kind), size)
+            for rank, each in ranks
+            if each.gpu is not None
+            for kind, size in (
+                ("total", each.gpu.total),
+                ("reserved", each.gpu.reserved),
+                ("allocated", each.gpu.allocated),
+            )
+        ]
+        words = "Memory of the rank's GPU: all of it, what its process has reserved, and what its tensors take."
+        yield _gauge("rank_gpu_memory_bytes", words, (*RANK, "kind"), memory)
         told = [(rank, each.communication_seconds) for rank, each in ranks if each.communication_seconds is not None]
         yield _counter(
             "rank_communication_seconds",
             "The part of rank_step_seconds in which messages of the ring were under way, hidden by computation or not.",
             RANK,
             told,
+        )
+        carried = [
+            ((*rank, carrier), count)
+            for rank, each in ranks
+            for carrier, count in (("nixl", each.kv_nixl_bytes), ("sockets", each.kv_socket_bytes))
+        ]
+        yield _counter("rank_kv_bytes_sent", "KV sent to other rings.", (*RANK, "carrier"), carried)
+        yield _counter(
+            "rank_kv_fallbacks",
+            "Connections whose KV goes by sockets because NIXL does not reach the other rank.",
+            RANK,
+            [(rank, each.kv_fallbacks) for rank, each in ranks],
         )
         eager = [((*rank, reason), float(count)) for rank, each in ranks for reason, count in each.eager_steps]
         yield _counter(

@@ -6,8 +6,10 @@ from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from cp_core.cost.chain import chain_closed_form, chain_seconds
+from cp_core.cost.chain import ChainRates, Cuts, chain_closed_form, chain_seconds
 from cp_core.cost.chain_cuts import best_cuts
 from cp_core.cost.chain_steps import ChainPredictor, chain_order, chain_rates, quick_cuts
 from cp_core.cost.model import CHAIN, PASS_KV, PrefillRates, StepPredictor
@@ -32,6 +34,51 @@ def test_cuts_without_a_search_are_within_4_percent_of_the_best(link: float, num
         assert seconds <= 1.04 * least, (quick, best)
 
 
+def bisected(num_tokens: int, cached: int, rates: ChainRates, empty: int) -> Cuts:
+    """Return the cuts of `empty` idle positions and others that work equally long, found by halving an interval."""
+    num_ranks, byte_seconds = rates.num_ranks, rates.kv_bytes / rates.link_bytes_per_second
+
+    def filled(seconds: float) -> list[float]:
+        most, cuts = max(0.0, seconds / byte_seconds - cached * (num_ranks - empty - 1) / num_ranks), [0.0]
+        for place in range(empty, num_ranks):
+            work = max(0.0, seconds - rates.lateness[place] / rates.num_layers) * rates.speeds[place]
+            b = rates.token_seconds + rates.pair_seconds * (cached + cuts[-1])
+            cut = cuts[-1] + 2 * work / (b + (b * b + 2 * rates.pair_seconds * work) ** 0.5)
+            cuts.append(cut if place == num_ranks - 1 else max(cuts[-1], min(cut, most)))
+        return [0.0] * empty + cuts
+
+    low, high = (
+        0.0,
+        max(rates.lateness) + num_tokens * (rates.token_seconds + rates.pair_seconds * (cached + num_tokens)),
+    )
+    high /= min(rates.speeds)
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if filled(middle)[-1] < num_tokens else (low, middle)
+    return (0, *(min(num_tokens, round(cut)) for cut in filled(high)[1:-1]), num_tokens)
+
+
+@given(
+    speeds=st.lists(st.sampled_from([1.0, 1.0, 2.0, 0.5]), min_size=1, max_size=8),
+    link=st.sampled_from([1e8, 3e9, 20e9, 300e9]),
+    num_tokens=st.integers(1, 40_000),
+    cached=st.integers(0, 100_000),
+    late=st.sampled_from([0.0, 0.0, 0.01]),
+)
+def test_cuts_are_those_that_halving_an_interval_for_every_number_of_idle_ranks_finds(
+    speeds: list[float], link: float, num_tokens: int, cached: int, late: float
+) -> None:
+    lateness = (0.0,) * (len(speeds) - 1) + (late,)
+    rates = replace(chain(len(speeds), link), speeds=tuple(speeds), lateness=lateness)
+    found = chain_closed_form(quick_cuts(num_tokens, cached, rates), cached, rates)
+    thorough = (bisected(num_tokens, cached, rates, empty) for empty in range(len(speeds)))
+    least = min(chain_closed_form(cuts, cached, rates) for cuts in thorough)
+    # A cut may be rounded to the other side, by which a rank has a token more.
+    rounded = rates.num_layers * (rates.token_seconds + rates.pair_seconds * (cached + num_tokens)) / min(speeds)
+    rounded += rates.num_layers * rates.kv_bytes / link
+    assert abs(found - least) <= 2 * len(speeds) * rounded
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
 def test_cuts_of_any_number_of_tokens_ascend_from_0(num_ranks: int) -> None:
     for num_tokens, cached, link in product((1, 2, 7, 8, 9, 1000), (0, 3, 100_000), (1e6, 40e9)):
@@ -41,14 +88,37 @@ def test_cuts_of_any_number_of_tokens_ascend_from_0(num_ranks: int) -> None:
 
 
 def test_slow_ranks_stand_last_and_compute_less() -> None:
-    assert chain_order((2.0, 1.0, 2.0, 3.0), [(5, 0), (5, 0), (6, 0), (5, 0)]) == (3, 2, 0, 1)
-    assert chain_order((), [(0, 0)] * 3) == (0, 1, 2)
-    assert chain_order((), [(4, 2), (4, 9), (5, 0)]) == (2, 1, 0)
+    alike = prefill_rates(300e9).ring
+    slow = replace(alike, speeds=(2.0, 1.0, 2.0, 3.0))
+    assert chain_order(slow, [(5, 0), (5, 0), (6, 0), (5, 0)]) == (3, 2, 0, 1)
+    assert chain_order(alike, [(0, 0)] * 3) == (0, 1, 2)
+    assert chain_order(alike, [(4, 2), (4, 9), (5, 0)]) == (2, 1, 0)
+    assert chain_order(replace(slow, speeds=(1.0,) * 3), [(0, 0)] * 4) == (0, 1, 2, 3), "speeds of another ring"
     rates = chain_rates(LLAMA_8B, unlike(300e9), 4)
     assert rates.speeds == (2.0, 2.0, 2.0, 1.0)
     cuts = quick_cuts(16_000, 0, rates)
     counts = [stop - start for start, stop in pairwise(cuts)]
     assert counts[3] < 0.6 * counts[2]
+
+
+def test_a_late_rank_stands_last_and_computes_less() -> None:
+    quiet = prefill_rates(300e9)
+    late = replace(quiet, ring=replace(quiet.ring, lateness=(0.0, 0.2, 0.0, 0.0), step_seconds=0.25))
+    assert chain_order(late.ring, [(0, 0)] * 4) == (0, 2, 3, 1)
+    rates = chain_rates(LLAMA_8B, late, 4)
+    assert rates.lateness == (0.0, 0.0, 0.0, 0.2)
+    cuts = quick_cuts(24_000, 0, rates)
+    counts = [stop - start for start, stop in pairwise(cuts)]
+    assert counts[3] < 0.7 * counts[2]
+
+
+def test_a_ring_waits_for_its_late_rank_and_a_chain_hides_most_of_it() -> None:
+    """Every step's seconds have the lateness in them; a chain's prediction counts it once."""
+    quiet = prefill_rates(300e9)
+    late = replace(quiet, ring=replace(quiet.ring, lateness=(0.0, 0.2, 0.0, 0.0), step_seconds=0.2))
+    before, after = (StepPredictor(LLAMA_8B, rates, 4).seconds(24_000, 0) for rates in (quiet, late))
+    assert after[PASS_KV] - before[PASS_KV] == pytest.approx(0.2)
+    assert 0.0 < after[CHAIN] - before[CHAIN] < 0.1
 
 
 @pytest.mark.parametrize("link", [3e9, 40e9, 300e9])

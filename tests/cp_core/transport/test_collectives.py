@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import pytest
 import torch
 from torch import Tensor
 
-from cp_core.transport.collectives import ONE_ROUND_BYTES, all_reduce, join_last_dim
+from cp_core.layout.shards import even_share
+from cp_core.transport.collectives import ONE_ROUND_BYTES, all_reduce, gather_rows, join_last_dim, reduce_scatter_rows
 from cp_core.transport.inprocess import InProcessRing
 from cp_core.transport.interface import RingTransport
 
+Answer = TypeVar("Answer")
 LARGE = ONE_ROUND_BYTES // 4 + 7
 """Elements of fp32: more than one round's bytes, and a number that no ring size divides."""
 
 
-def on_all(size: int, call: Callable[[RingTransport], Tensor]) -> tuple[list[Tensor], list[RingTransport]]:
+def on_all(size: int, call: Callable[[RingTransport], Answer]) -> tuple[list[Answer], list[RingTransport]]:
     """Call on every rank at the same time. Return the results, and the transports for their counts."""
     transports = InProcessRing(size).transports
     with ThreadPoolExecutor(size) as threads:
@@ -69,3 +73,23 @@ def test_parts_are_joined_in_rank_order(widths: tuple[int, ...]) -> None:
     parts = whole.split(list(widths), dim=-1)
     joined, _ = on_all(len(widths), lambda transport: join_last_dim(parts[transport.rank], widths, transport))
     assert all(torch.equal(each, whole) for each in joined)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 10])
+def test_rows_of_a_sum_are_those_of_the_whole_sum_and_gathered_they_are_it(size: int, num_rows: int) -> None:
+    """Bit for bit, with uneven and empty shares; both together move the bytes of a sum in parts."""
+    parts = partials(size, (1, num_rows, 7))
+
+    def act(transport: RingTransport) -> tuple[Tensor, Tensor]:
+        rows = reduce_scatter_rows(parts[transport.rank], transport)
+        return rows, gather_rows(rows, num_rows, transport)
+
+    found, transports = on_all(size, act)
+    whole = functools.reduce(torch.add, parts)
+    for rank, (rows, gathered) in enumerate(found):
+        start, stop = even_share(num_rows, rank, size)
+        assert torch.equal(rows, whole[:, start:stop])
+        assert torch.equal(gathered, whole)
+    sent = sum(transport.stats.bytes_sent for transport in transports)
+    assert sent == 2 * (size - 1) * whole.nbytes

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from orchestration.conversations.rebalancing import FullRebalancing
+from orchestration.conversations.store import ConversationStore
+from orchestration.placement.registry import RegisteredRing, RingRegistry
 from orchestration.protocol.views import MoveReason, MoveTotals
+from orchestration.tasks import TaskSet
 from tests.orchestration.conversations.moving import Leader
 from tests.orchestration.conversations.test_drain_rebalancing import ANSWER, Draining
+from tests.rings import registration
 from tests.waiting import eventually
 from tests.workers.models import Oracle
 
@@ -90,3 +96,22 @@ async def test_nothing_moves_where_it_is_not_worth_it_or_no_ring_has_room(
         await eventually(lambda: not service.router._full_rebalancing._work)
         assert service.retained("decode-1", NAMES) == ""
         assert await totals(service) == []
+
+
+def test_where_all_rings_are_full_an_announcement_looks_at_none_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    rings, unused = RingRegistry(), cast(Any, None)
+    rebalancing = FullRebalancing(ConversationStore(1), rings, unused, unused, unused, TaskSet("the test"))
+    looked_at: list[RegisteredRing] = []
+
+    def spare_share(ring: RegisteredRing) -> float:
+        looked_at.append(ring)
+        return 0.0
+
+    monkeypatch.setattr("orchestration.conversations.rebalancing._spare_share", spare_share)
+    for number in range(20):
+        rings.register(registration("decode", f"decode-{number}", spare_tokens=0))
+        ring = rings.named("decode", f"decode-{number}")
+        assert ring is not None
+        rebalancing.note(ring)
+        assert {each.name for each in looked_at} == {ring.name}
+        looked_at.clear()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from cp_core.errors import InvalidRequest
 from orchestration.protocol.turns import LostTurn, TokensEvent
 from tests.orchestration.decode.test_sampling import OpenAiPenalties
 from tests.orchestration.service import Service, is_idle
+from tests.waiting import eventually
 from tests.workers.models import Oracle, add_text, random_tokens
 from workers.model.builtin import END_TOKEN_ID, EOS_TOKEN_ID
 from workers.protocol.decode_commands import FinishReason
@@ -128,6 +131,29 @@ async def test_a_resumed_turn_goes_on_after_the_tokens_that_its_client_has(path:
             async with aclosing(service.peers.decode(begun.decode_endpoint).stream_turn(begun.turn_id, count)) as read:
                 rest = [event.token_ids async for event in read if isinstance(event, TokensEvent)]
             assert [token for tokens in rest for token in tokens] == whole[count:]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_turn_waits_alone_while_its_ring_reads_the_tokenizer(
+    role: str, path: Path, oracles: Mapping[str, Oracle]
+) -> None:
+    prompt, oracle, may_read = random_tokens(30), oracles["llama_gqa"], threading.Event()
+
+    def held_up(read: Callable[[], str]) -> str:
+        assert may_read.wait(60.0), "the test lets it read"
+        return read()
+
+    async with Service(path, 1, 2) as service:
+        for rank in (service.prefill_ranks if role == "prefill" else service.decode_ranks).made:
+            grammars = rank.worker.parts.model.grammars
+            grammars._read_tokenizer = partial(held_up, grammars._read_tokenizer)
+        structured = asyncio.create_task(service.answer(service.request(prompt, sampling=SAMPLING)))
+        await eventually(lambda: bool(service.decode.num_turns))
+        plain = await service.answer(service.request(prompt, max_tokens=9))
+        assert plain.token_ids == oracle.greedy(prompt, 9)
+        assert not structured.done()
+        may_read.set()
+        assert (await structured).token_ids == expected(oracle, prompt)
 
 
 async def test_a_grammar_that_becomes_too_complex_fails_its_turn_alone(path: Path) -> None:

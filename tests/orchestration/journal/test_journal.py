@@ -13,6 +13,7 @@ from cp_core.errors import ConfigError, Unavailable
 from orchestration.journal import schema
 from orchestration.journal.journal import MAX_ENDED, SqliteJournal
 from tests.orchestration.journal.records import PLAN, SPARSE, begun, committed, fork
+from workers.protocol.decode_commands import FinishReason
 
 
 @pytest.fixture(autouse=True)
@@ -222,4 +223,17 @@ async def test_the_plan_of_an_ended_approximate_turn_says_so(tmp_path: Path) -> 
     answer = journal.answer_of("request of t1")
     assert answer is not None
     assert answer.plan.sparse == SPARSE
+    journal.close()
+
+
+@pytest.mark.parametrize(("reason", "expected"), [(FinishReason.LENGTH, 2), (FinishReason.STOP, 0)])
+async def test_an_ended_answer_tells_its_bound_where_it_ended_there(
+    tmp_path: Path, reason: FinishReason, expected: int
+) -> None:
+    journal = SqliteJournal(tmp_path)
+    await journal.begun(begun("t1", "c", [1, 2]))
+    await journal.committed(replace(committed("t1", [3, 4]), plan=PLAN, finish_reason=reason))
+    answer = journal.answer_of("request of t1")
+    assert answer is not None
+    assert answer.max_tokens == expected
     journal.close()

@@ -80,3 +80,16 @@ def test_a_ring_that_falls_silent_and_speaks_again_is_told() -> None:
         f"the leader of ring {registration().name} gives no sign of life",
         f"ring {registration().name} serves again",
     ]
+
+
+def test_the_evictions_of_each_ring_are_one_event_with_their_number() -> None:
+    registry = RingRegistry(lambda: 0.0, log())
+    first, second = registration(name="decode-0"), registration(name="decode-1")
+    for num_evictions in (0, 3, 3, 8):
+        for ring in (first, second):
+            registry.register(replace(ring, num_evictions=num_evictions))
+    registry.register(replace(first, incarnation="later", num_evictions=2))
+    events = [each for each in registry.events.latest() if each.kind is EventKind.EVICTION]
+    assert [(each.ring, each.text, each.count) for each in events] == [
+        (name, f"ring {name} dropped retained KV to make room", 8) for name in ("decode-0", "decode-1")
+    ]

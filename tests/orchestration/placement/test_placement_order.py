@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 
 from cp_core.cost.model import RingRates
 from cp_core.layout.shards import spread
+from orchestration.placement import placer
+from orchestration.placement.costs import RingCosts, StepSeconds
 from orchestration.placement.kv_locations import KvLocation, WantedTurn
 from orchestration.placement.placer import RingPlacer
 from orchestration.placement.planner import Planner, PlannerSettings
@@ -175,3 +178,37 @@ def test_keys_that_no_longer_count_take_no_room(num_moves: int) -> None:
         ordered.put("b", number)
     assert len(ordered._heap) < 100
     assert ordered.first(lambda item: True) == "a"
+
+
+def test_a_choice_among_many_rings_looks_at_no_more_of_them_than_among_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    predicted, accepted = RingCosts.seconds, placer._may_take
+
+    def seconds(costs: RingCosts, ring: RingRegistration, new_tokens: int, cached_tokens: int) -> StepSeconds:
+        asked.append(ring.name)
+        return predicted(costs, ring, new_tokens, cached_tokens)
+
+    def may_take(ring: RegisteredRing, *conditions: Any) -> bool:
+        asked.append(ring.name)
+        return accepted(ring, *conditions)
+
+    monkeypatch.setattr(RingCosts, "seconds", seconds)
+    monkeypatch.setattr(placer, "_may_take", may_take)
+    counts = []
+    for num_rings in (16, 400):
+        cluster = Happenings(3, 0)
+        for number in range(num_rings):
+            for role in ("prefill", "decode"):
+                ring = replace(cluster.registration(role, f"{role}-{number}"), num_ranks=2, max_batch=0)
+                idle = replace(ring, free_tokens=None, is_draining=False, rates=RATES, waiting_work=0.0)
+                cluster.rings.register(replace(idle, capacity_tokens=600_000, incarnation="first", work_rate=0.0))
+        cluster.draw.seed(3)
+        turn, steps = WantedTurn(num_tokens=1000, answer_tokens=50), []
+        for _ in range(30):
+            asked.clear()
+            cluster.place(0, turn, [])
+            steps.append(len(asked))
+            turn = replace(cluster.where[0], num_tokens=turn.num_tokens + 60, match_tokens=turn.num_tokens)
+        counts.append(steps)
+    assert counts[0] == counts[1]
+    assert max(counts[1]) < 20

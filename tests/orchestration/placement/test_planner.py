@@ -66,17 +66,30 @@ def test_a_long_prompt_is_planned_in_chunks_that_get_shorter_but_not_too_short()
     assert min(lengths[:-1]) == 100
 
 
+@pytest.mark.parametrize(("speeds", "lateness"), [((), ()), ((1.0, 2.0), (0.0, 0.01))])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_profile_predicts_in_place_of_what_the_ring_measured(tp: int) -> None:
+def test_a_profile_predicts_in_place_of_what_the_ring_measured(
+    tp: int, speeds: tuple[float, ...], lateness: tuple[float, ...]
+) -> None:
+    """Only how unlike the ranks are is each ring's own."""
     profile = read_profile("gtt")
     model = replace(MODEL, num_heads=8, num_kv_heads=4)
-    ring = registration(tp=tp, rates=RATES)
+    ring = registration(tp=tp, rates=replace(RATES, speeds=speeds, lateness=lateness))
     plan = Planner(model, PlannerSettings(profile=profile)).plan(
         PromptOnRings(num_tokens=4096, retained_on_prefill=96, retained_on_decode=96, prefill=ring, decode=ring),
         mode=PromptMode.NEW,
     )
     for name, seconds in plan.alternatives:
-        sample = PrefillSample(cp=2, tp=tp, algorithm=name, new_tokens=4000, cached_tokens=96, seconds=1.0)
+        sample = PrefillSample(
+            cp=2,
+            tp=tp,
+            algorithm=name,
+            new_tokens=4000,
+            cached_tokens=96,
+            seconds=1.0,
+            speeds=speeds,
+            lateness=lateness,
+        )
         assert seconds == pytest.approx(predicted_prefill(model.shape, profile, sample), rel=1e-6)
 
 

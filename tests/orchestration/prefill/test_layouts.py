@@ -8,6 +8,7 @@ from cp_core.cost.chain import ChainRates
 from cp_core.errors import CapacityExceeded
 from cp_core.layout.shards import ShardMap, TokenRange, balanced_layout
 from orchestration.prefill.layouts import PieceLayout, StepForm, lay_out
+from orchestration.protocol.plans import LayoutFallback
 from orchestration.ring.kv_pool import KvPool, SequenceKv
 
 BLOCK = 4
@@ -74,16 +75,26 @@ def test_on_a_slow_link_the_last_rank_takes_all_where_it_has_room() -> None:
     found = placed(pool, sequence, 300, chain(2, 10.0))
     assert (found.layout.tokens_on(1), found.layout.tokens_on(0)) == (0, 300)
     assert found.stored is None
+    assert found.fallback is None
     assert found.kv.held == (300, 0)
 
 
 @pytest.mark.parametrize(("room", "num_left"), [(160, 0), (400, 400)])
 def test_without_room_for_uneven_shares_the_cuts_are_level(room: int, num_left: int) -> None:
-    """Room for the rest of the turn counts too: later chunks never find less than was reserved."""
+    """Room for the rest of the turn counts too: later chunks never find less than was reserved. The layout says so."""
     pool, sequence = pool_with(2, room)
     found = placed(pool, sequence, 300, chain(2, 10.0), num_left=num_left)
     assert (found.layout.tokens_on(1), found.layout.tokens_on(0)) == (150, 150)
     assert found.kv.held == (150, 150)
+    assert found.fallback is LayoutFallback.LEVEL_CUTS
+
+
+@pytest.mark.parametrize("form", [StepForm(), StepForm(num_segments=4), chain(2, 1e9)])
+def test_a_short_prompt_that_does_not_fit_one_rank_is_spread_and_says_so(form: StepForm) -> None:
+    pool, sequence = pool_with(2, 160)
+    found = placed(pool, sequence, 300, form, whole_on=1)
+    assert found.kv.held == (150, 150)
+    assert found.fallback is LayoutFallback.SPREAD
 
 
 def test_a_piece_for_which_no_layout_has_room_is_refused() -> None:

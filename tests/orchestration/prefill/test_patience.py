@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,4 +34,4 @@ def test_a_step_has_five_times_its_prediction_where_that_is_known(
     )
     scheduler: Any = SimpleNamespace(is_measured=is_measured, rate=1000.0)
     step = ScheduledStep(number=1, algorithm=Algorithm.PASS_KV, pieces=(), work=work, yields=yields)
-    assert PrefillLoop(ring, scheduler)._patience(step, within) == seconds
+    assert PrefillLoop(ring, scheduler, Counter())._patience(step, within) == seconds

@@ -14,11 +14,12 @@ from cp_core.errors import CapacityExceeded, TurnCancelled, Unavailable
 from orchestration.prefill.loop import PrefillLoop
 from orchestration.protocol.plans import PromptMode
 from orchestration.protocol.rings import PrefillScheduling
-from orchestration.protocol.turns import TurnRequest
+from orchestration.protocol.turns import Reserve, TurnRequest
 from tests.orchestration.service import Answer, Service, is_idle
 from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens
 from workers.protocol.prefill_steps import PrefillOutput, PrefillStep
+from workers.sampling.parameters import SamplingParameters
 
 MAX_TOKENS = 4
 LENGTHS = (700, 3, 41, 1, 130, 17, 260)
@@ -235,6 +236,29 @@ async def test_a_ring_lost_in_a_shared_step_fails_all_its_turns_and_serves_again
         answer = await service.answer(service.request(prompt))
         assert answer.token_ids == oracles["llama_gqa"].greedy(prompt, 5)
         service.check_integrity()
+
+
+async def test_a_turn_of_a_lost_ring_that_nothing_settles_does_not_hold_its_place_until_its_deadline(
+    model_paths: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestration.prefill.leader.LEASE_SECONDS", 0.05)
+    async with Service(model_paths["llama_gqa"], 2, 2) as service:
+        free, ring = service.free_blocks(), service.prefill.ring
+        await service.prefill.reserve(
+            Reserve(
+                turn_id="lost",
+                attempt=1,
+                kv_id="c",
+                match_tokens=0,
+                num_tokens=20,
+                deadline_seconds=600.0,
+                source_incarnation="",
+                sampling=SamplingParameters(),
+            )
+        )
+        ring.report_lost(Unavailable("a rank is gone"), ring.incarnation)
+        await eventually(lambda: ring.state == "ready" and service.prefill.num_turns == 0)
+        await is_idle(service, free)
 
 
 async def test_a_full_queue_refuses_at_once_with_a_hint_and_takes_turns_again(

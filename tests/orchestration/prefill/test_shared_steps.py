@@ -57,6 +57,7 @@ async def test_short_prompts_that_share_a_step_lie_whole_on_a_rank_each_where_it
         shared = max(steps, key=lambda step: len(step.sequences)).sequences
         used = [sum(bool(each.layout.tokens_on(rank)) for rank in range(3)) for each in shared[:3]]
         assert (used == [1, 1, 1]) == lies_whole
+        assert bool(service.prefill.layout_fallbacks["spread"]) != lies_whole
         for prompt in prompts:
             history = prompt + oracle.greedy(prompt, MAX_TOKENS) + random_tokens(FOLLOW_UP)
             again = service.request(history, conversation=str(len(prompt)), max_tokens=MAX_TOKENS)

@@ -22,9 +22,11 @@ from tests.waiting import eventually
 from tests.workers.kv.kv_peers import hand_source
 from tests.workers.models import Oracle, random_tokens
 from workers.kv.cache import KvCache
-from workers.kv.frames import LayerFrame, OutgoingPart, checksum_of
+from workers.kv.cutting import OutgoingPart
+from workers.kv.frames import LayerFrame, checksum_of
+from workers.kv.lane import Lane
 from workers.kv.outgoing import OutgoingTransfer
-from workers.kv.sender import KvSender, Lane
+from workers.kv.sender import KvSender
 
 WAIT_SECONDS = 20.0
 PROMPT_TOKENS = 101
@@ -78,7 +80,7 @@ class TappedLane(Lane):
         if transfer.key.transfer_id not in self._tap.late or layer == 0:
             super()._send_layer(transfer, part, layer, ready)
             return
-        for layout in part.frames:
+        for layout in part.frames():
             payload = b"".join(layout.payload(layer, self._cache))
             frame = layout.of_layer(transfer.key, layer, self._cache, checksum_of([memoryview(payload)]))
             self._tap.held.append((self.endpoint, frame, payload))

@@ -11,7 +11,15 @@ import pytest
 from cp_core.cost.model import PrefillRates, StepPredictor
 from orchestration.protocol.ports import RankPort
 from orchestration.protocol.rings import RingSettings
-from orchestration.ring.step_probe import LONG_TOKENS, MAX_FACTOR, SHORT_TOKENS, correction_of, measure_steps
+from orchestration.ring.step_probe import (
+    LEAST_LATENESS,
+    LONG_TOKENS,
+    MAX_FACTOR,
+    SHORT_TOKENS,
+    correction_of,
+    lateness_of,
+    measure_steps,
+)
 from tests.rings import GPU_RATES, LLAMA_8B
 from workers.protocol.prefill_steps import PrefillOutput, PrefillStep
 from workers.protocol.ranks import RankSettings
@@ -22,10 +30,14 @@ SETTINGS = RingSettings(
 
 
 class Machine:
-    """Clock, and ranks whose steps take what `seconds` says; the first step of a length takes twice that."""
+    """Clock, and ranks whose steps take what `seconds` says; the first step of a length takes twice that.
 
-    def __init__(self, seconds: Callable[[int], float]) -> None:
+    Each rank begins `lateness` seconds after the first.
+    """
+
+    def __init__(self, seconds: Callable[[int], float], lateness: tuple[float, ...] = (0.0, 0.0)) -> None:
         self.now = 100.0
+        self.lateness = lateness
         self.steps: list[PrefillStep] = []
         self._seconds = seconds
         self._known: set[int] = set()
@@ -48,7 +60,7 @@ class _Rank:
     async def prefill(self, step: PrefillStep, timeout: float) -> PrefillOutput:
         if self._number == 0:
             self._machine.compute(step)
-        return PrefillOutput()
+        return PrefillOutput(seconds=1.0 - self._machine.lateness[self._number])
 
 
 def predicted(rates: PrefillRates, num_tokens: int) -> float:
@@ -67,6 +79,16 @@ async def test_corrected_rates_predict_what_was_measured(
         assert predicted(PrefillRates(ring=found), num_tokens) == pytest.approx(predicted(real, num_tokens), rel=1e-6)
 
 
+async def test_a_ring_tells_which_rank_begins_late_and_its_steps_have_the_lateness_in_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = Machine(lambda num_tokens: 0.02 + predicted(PrefillRates(ring=GPU_RATES), num_tokens), (0.02, 0.0))
+    monkeypatch.setattr("orchestration.ring.step_probe.time.monotonic", lambda: machine.now)
+    found = (await measure_steps(machine.ports(2), SETTINGS, LLAMA_8B, GPU_RATES)).applied(GPU_RATES)
+    assert found.lateness == pytest.approx((0.02, 0.0))
+    assert found.step_seconds == pytest.approx(0.02)
+
+
 async def test_steps_take_no_more_room_than_the_ring_has_and_end_with_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(lambda num_tokens: 0.01 * num_tokens)
     monkeypatch.setattr("orchestration.ring.step_probe.time.monotonic", lambda: machine.now)
@@ -76,8 +98,9 @@ async def test_steps_take_no_more_room_than_the_ring_has_and_end_with_a_token(mo
     for step in machine.steps:
         (sequence,) = step.sequences
         assert max(sequence.blocks) < 2
-        assert sequence.sample is not None, "the head is a part of a step"
         assert not sequence.sends
+    samples = [step.sequences[0].sample is not None for step in machine.steps]
+    assert samples.index(False) == 8, "the head is a part of a step"
 
 
 @pytest.mark.parametrize(
@@ -94,3 +117,15 @@ def test_a_step_that_was_disturbed_corrects_within_bounds(
     found = correction_of(measured, (0.01, 0.1), (0.01, 0.1))
     assert found.step_seconds == pytest.approx(step_seconds)
     assert found.products == pytest.approx(products)
+
+
+def test_a_rank_that_takes_less_time_than_another_has_begun_late() -> None:
+    """It counts by the least of all steps, so that no disturbance of single steps makes a rank late."""
+    steps = [(0.10, 0.08, 0.10), (0.13, 0.10, 0.12), (0.10, 0.07, 0.10)]
+    assert lateness_of(steps, 1) == pytest.approx((0.0, 0.02, 0.0))
+    assert lateness_of([*steps, (0.07, 0.1, 0.1)], 1) == ()
+    assert lateness_of([(0.1, 0.1 - LEAST_LATENESS / 2)], 1) == ()
+
+
+def test_a_rank_begins_with_the_last_of_its_processes() -> None:
+    assert lateness_of([(0.10, 0.10, 0.10, 0.05)], 2) == pytest.approx((0.0, 0.05))

@@ -61,6 +61,12 @@ HTTP: Mapping[str, Callable[[httpx2.AsyncClient, str], Awaitable[httpx2.Response
     "read": lambda http, name: http.get(f"/v1/conversations/{name}"),
     "delete": lambda http, name: http.delete(f"/v1/conversations/{name}"),
 }
+RESPONSES: Mapping[str, Callable[[httpx2.AsyncClient, str], Awaitable[httpx2.Response]]] = {
+    "follow a response": lambda http, name: http.post(
+        "/v1/responses", json={"model": MODEL, "input": "x", "previous_response_id": name}
+    ),
+    "delete a response": lambda http, name: http.delete(f"/v1/responses/{name}"),
+}
 
 
 async def begin(gateway: LocalGateway) -> None:
@@ -118,6 +124,20 @@ async def test_over_http_anothers_conversation_is_as_one_that_never_was(guarded:
         for name in (OWNED, f"acme/{OWNED}", f"beta/acme/{OWNED}"):
             assert await answer(name) == never
     await check_untouched(guarded)
+
+
+@pytest.mark.parametrize("verb", RESPONSES)
+async def test_anothers_response_is_as_one_that_never_was(guarded: LocalGateway, verb: str) -> None:
+    async with guarded.openai(api_key="a-token") as acme:
+        asked: dict[str, Any] = {"model": MODEL, "max_output_tokens": 3}
+        first = await acme.responses.create(**asked, input="x")
+        async with httpx2.AsyncClient(
+            base_url=guarded.url, headers={"authorization": "Bearer b-token"}, timeout=CALL_SECONDS
+        ) as http:
+            refused = [await RESPONSES[verb](http, name) for name in (first.id, "0".join(first.id.rsplit("1", 1)))]
+        assert [each.status_code for each in refused] == [404, 404]
+        assert "is not held" in refused[0].text
+        await acme.responses.create(**asked, input="y", previous_response_id=first.id)
 
 
 async def test_a_chat_over_http_begins_a_conversation_of_its_own(guarded: LocalGateway) -> None:

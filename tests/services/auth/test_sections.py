@@ -27,6 +27,18 @@ def test_endpoints_between_our_own_processes_are_refused_elsewhere_unless_asked_
     config_from(cluster | {"internal_tls": {"insecure": True}})
 
 
+def test_kv_by_nixl_is_refused_beside_tls_unless_asked_for_and_auto_takes_sockets() -> None:
+    by_name = {"kv_transfer": {"carrier": "nixl"}}
+    said = refusal(by_name | {"internal_tls": INSIDE})
+    assert said.startswith("kv_transfer.carrier: nixl does not encrypt KV between rings, and internal_tls is set")
+    assert said.endswith("use sockets, or say internal_tls.allow_plain_kv: true")
+    allowed = INSIDE | {"allow_plain_kv": True}
+    assert config_from(by_name | {"internal_tls": allowed}).kv_carrier == "nixl"
+    assert config_from({"internal_tls": INSIDE}).kv_carrier == "sockets"
+    assert config_from({"internal_tls": allowed}).kv_carrier == "auto"
+    assert config_from({}).kv_carrier == "auto"
+
+
 def test_a_ring_that_does_not_encrypt_is_refused_beside_tls_unless_asked_for() -> None:
     named = {"device": "cuda", "ring_transport": "nccl"}
     for model, name in ((named, "nccl"), ({"device": "cuda"}, "nccl")):

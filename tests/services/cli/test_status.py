@@ -57,6 +57,21 @@ def test_the_picture_shows_what_is_printed(
         assert part in printed
 
 
+@pytest.mark.parametrize("options", [(), ("--wide",)])
+def test_no_line_of_the_picture_leaves_its_frame(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    path = tmp_path / "status.svg"
+    assert shown(monkeypatch, *options, "--svg", str(path)) == 3
+    root = ElementTree.parse(path).getroot()
+    frame = next(each for each in root.iter() if each.tag.endswith("rect") and each.get("rx"))
+    lines = [each for each in root.iter() if each.tag.endswith("text") and each.get("textLength")]
+    assert lines
+    assert max(float(each.attrib["x"]) + float(each.attrib["textLength"]) for each in lines) <= float(
+        frame.attrib["width"]
+    )
+
+
 def test_a_picture_that_cannot_be_written_is_refused_by_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"--svg: /nowhere/at/all\.svg cannot be written: No such file"):
         shown(monkeypatch, "--svg", "/nowhere/at/all.svg")

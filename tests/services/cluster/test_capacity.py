@@ -89,6 +89,14 @@ def test_kv_that_does_not_fit_is_refused_with_the_number_of_tokens_that_fit(mode
         check_fits(config(model={"device": device}, kv_cache={"tokens_per_rank": fitting + 16}), model, machine)
 
 
+def test_where_memory_decides_the_tokens_only_the_weights_have_to_fit(model: ModelInfo) -> None:
+    sized = config(model={"device": "cuda"}, kv_cache={"memory_fraction": 0.9})
+    machine = Machine(cores=64, memory_bytes=1e12, gpus=4, gpu_bytes=1e9)
+    check_fits(sized, model, machine)
+    with pytest.raises(ConfigError, match=r"^kv_cache.memory_fraction: 16 tokens .* no KV fits beside the weights"):
+        check_fits(sized, model, replace(machine, gpu_bytes=1e8))
+
+
 def test_weights_that_leave_no_memory_are_refused(model: ModelInfo) -> None:
     with pytest.raises(ConfigError, match="no KV fits beside the weights, choose fewer ranks"):
         check_fits(Config(), model, Machine(cores=64, memory_bytes=1e9))

@@ -87,7 +87,7 @@ def test_a_bare_prompt_gets_every_default(reader: RequestReader) -> None:
     assert turn.conversation_id == ""
     assert turn.prompt_mode is PromptMode.AUTO
     assert turn.deadline_seconds == MAX_SECONDS
-    assert (turn.sampling.temperature, turn.sampling.max_tokens) == (0.0, 16)
+    assert (turn.sampling.temperature, turn.sampling.max_tokens, turn.is_open_ended) == (0.0, 1000, True)
     assert turn.sampling.stop_token_ids == (257, 260)
     assert turn.request_id.startswith("req-")
     assert turn.request_id != reader.read(text_request(), None, NOBODYS).request_id
@@ -167,7 +167,7 @@ def test_the_limits_themselves_are_allowed(reader: RequestReader, temperature: f
 def test_what_is_not_given_changes_nothing(reader: RequestReader) -> None:
     sampling = reader.read(sampled(seed=3), None, NOBODYS).sampling
     ends = sampling.stop_token_ids
-    assert sampling == SamplingParameters(seed=3, stop_token_ids=ends)
+    assert sampling == SamplingParameters(seed=3, stop_token_ids=ends, max_tokens=1000)
     assert not any([sampling.changes_logits, sampling.filters, sampling.ends_by_text])
 
 

@@ -9,16 +9,19 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from cp_core.errors import InvalidRequest, ModelRefused
 from services.gateway.text import REPLACEMENT, AnswerText, IncrementalText, StopRule, TextCodec
 from tests.workers.models import save_model
 from workers.model.builtin import BOS_TOKEN_ID, END_TOKEN_ID, EOS_TOKEN_ID, VOCAB_SIZE, write_tokenizer
+from workers.model.tokenizer import plain_backend
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=60).filter(lambda text: "<|" not in text)
 """Any Unicode text, characters of one to four bytes; but no special token spelt out, which is that token."""
@@ -90,6 +93,21 @@ def test_special_tokens_have_no_text_even_inside_a_character(byte_codec: TextCod
     assert text.push([first, END_TOKEN_ID]) == ""
     assert text.push([second, EOS_TOKEN_ID]) == "é"
     assert text.finish() == ""
+
+
+def test_a_tokenizer_that_decodes_in_its_own_way_is_asked_and_not_its_fast_form(tmp_path: Path) -> None:
+    class Loud(PreTrainedTokenizerFast):  # type: ignore[misc]
+        def _decode(self, *arguments: Any, **options: Any) -> str:
+            return str(super()._decode(*arguments, **options)).upper()
+
+    write_tokenizer(tmp_path)
+    plain, loud = (kind.from_pretrained(str(tmp_path)) for kind in (PreTrainedTokenizerFast, Loud))
+    codec, ids = TextCodec(tmp_path), list(b"ring")
+    assert plain_backend(plain) is not None
+    assert plain_backend(loud) is None
+    assert codec.decode(ids) == plain.decode(ids) == "ring"
+    codec._tokenizer, codec._backend = loud, plain_backend(loud)
+    assert codec.decode(ids) == "RING"
 
 
 def test_a_long_answer_decodes_a_few_tokens_at_a_time(byte_codec: TextCodec) -> None:

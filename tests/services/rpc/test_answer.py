@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 from ringserve.client import Answer, Plan, TokenLogprobs, Usage
-from ringserve.client.results import MAPPER, Alternative, CachedSource, Failover
+from ringserve.client.results import MAPPER, Alternative, CachedSource, Chunk, Failover
 from ringserve.v1 import inference_pb2
 from services.rpc.answer import answer_dict, answers_dict, message_dict, plan_line
 
@@ -72,6 +72,12 @@ def test_the_line_of_a_plan_says_which_rings_were_lost() -> None:
     assert plan_line(replace(complete(), plan=failed_over)) == (
         f"{plan_line(complete())}; lost its decode after 5 tokens (killed) and went on at p -> e after 1.50 s"
     )
+
+
+def test_the_line_of_a_plan_says_which_layouts_had_no_room() -> None:
+    chunks = tuple(Chunk(algorithm="chain", fallback=name) for name in ("level_cuts", "", "level_cuts"))
+    level = replace(complete().plan, chunks=chunks)
+    assert plan_line(replace(complete(), plan=level)) == f"{plan_line(complete())}; level_cuts for lack of room"
 
 
 def test_several_answers_are_numbered() -> None:

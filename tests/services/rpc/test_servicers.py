@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from typing import Any, cast
 
 import grpc
 import pytest
 
+from orchestration.protocol.inventory import KnownEpoch, Registered
+from orchestration.protocol.turns import RingRegistration
 from ringserve.v1 import router_pb2, router_pb2_grpc
 from services.rpc.server import GrpcServer
 from services.rpc.servicers import RouterServicer
+from services.rpc.wire.contract import to_message
+from tests.rings import registration
 
 
 class UnaskedRouter:
@@ -34,3 +39,21 @@ async def test_token_ids_that_cannot_be_read_are_an_invalid_argument(method: str
     await server.stop(0)
     assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert failure.value.details() == "token_ids: 7 bytes are no whole number of ids of 4 bytes"
+
+
+async def test_inventories_are_read_one_after_the_other_and_signs_of_life_come_between() -> None:
+    heard: list[str] = []
+
+    class HearingRouter:
+        async def register_ring(self, ring: RingRegistration, known: KnownEpoch) -> Registered:
+            heard.append(ring.name)
+            return Registered(running_turns=0, epoch=known.epoch)
+
+    router: Any = HearingRouter()
+    servicer, context = RouterServicer(router, router), cast(Any, None)
+    telling = [to_message(router_pb2.RegisterRingRequest, registration("decode", name)) for name in ("a", "b")]
+    for request in telling:
+        request.inventory.SetInParent()
+    living = to_message(router_pb2.RegisterRingRequest, registration("decode", "c"))
+    await asyncio.gather(*(servicer.RegisterRing(request, context) for request in (*telling, living)))
+    assert heard == ["c", "a", "b"]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 import sys
 
 import pytest
 
-from services.telemetry.logs import JsonFormatter, JsonLines, TurnRecord
+from cp_core.errors import ConfigError
+from services.telemetry.logs import JsonFormatter, JsonLines, TurnRecord, levels_by_module, set_up_logs
 
 
 def record(message: str, **extra: str) -> logging.LogRecord:
@@ -81,3 +83,46 @@ def test_the_line_that_ends_a_request_has_its_figures(
     assert fields.get("trace_id") == trace_id
     assert fields["message"].startswith("request r ended: outcome length, tenant acme, ")
     assert "\n" not in fields["message"]
+
+
+def test_single_modules_have_their_own_levels() -> None:
+    names = ("", "orchestration.router", "services.gateway", "ray")
+    before = {name: logging.getLogger(name).level for name in names}
+    handlers = logging.getLogger().handlers[:]
+    try:
+        set_up_logs("router", "warning", levels="orchestration.router=debug services.gateway=error")
+        found = [
+            logging.getLogger(name).getEffectiveLevel()
+            for name in ("orchestration.router.admission", "services.gateway.openai.app", "orchestration.decode.leader")
+        ]
+        assert found == [logging.DEBUG, logging.ERROR, logging.WARNING]
+    finally:
+        logging.getLogger().handlers[:] = handlers
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "orchestration.router",
+            "'orchestration.router' is not allowed; give MODULE=LEVEL, with a level of debug, info",
+        ),
+        ("orchestration.router=loud", "give MODULE=LEVEL"),
+        ("a b=info", "'a' is not allowed"),
+        (
+            "orchestration.routr=info",
+            "'orchestration.routr=info' is not allowed; there is no module orchestration.routr",
+        ),
+        ("orchestration.routr.turn=info", "there is no module orchestration.routr.turn"),
+    ],
+)
+def test_levels_that_would_do_nothing_are_refused(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        levels_by_module(text)
+
+
+def test_levels_of_libraries_are_taken() -> None:
+    assert levels_by_module("uvicorn.error=warning") == {"uvicorn.error": "warning"}
+    assert levels_by_module("") == {}

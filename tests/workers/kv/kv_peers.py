@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import socket
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +16,10 @@ from cp_core.layout.shards import ShardMap, TokenRange
 from cp_core.transport.peer_tls import PeerTls
 from workers.kv.cache import KvCache
 from workers.kv.frames import PREFIX, Frame, LayerFrame, RefusedFrame, decode_header, decode_prefix, encode
+from workers.kv.pulls import PullAgent
 from workers.kv.receiver import KvReceiver
 from workers.kv.sender import KvSender
+from workers.kv.staging import SlotPool
 from workers.protocol.transfers import KvExpect, KvPart, KvSend, TransferKey
 
 NUM_LAYERS, NUM_BLOCKS, BLOCK_TOKENS, NUM_KV_HEADS, HEAD_DIM = 3, 48, 4, 2, 8
@@ -215,13 +217,70 @@ class HandDestination:
 
 
 def receiving(
-    cache: KvCache, *, port: int = 0, tls: PeerTls | None = None, greeting_seconds: float = 10.0
+    cache: KvCache,
+    *,
+    port: int = 0,
+    tls: PeerTls | None = None,
+    greeting_seconds: float = 10.0,
+    agent: PullAgent | None = None,
+    stall_seconds: float = 30.0,
 ) -> closing[KvReceiver]:
-    return closing(KvReceiver(cache, DESTINATION, port=port, tls=tls, greeting_seconds=greeting_seconds))
+    return closing(
+        KvReceiver(
+            cache,
+            DESTINATION,
+            port=port,
+            tls=tls,
+            greeting_seconds=greeting_seconds,
+            agent=agent,
+            stall_seconds=stall_seconds,
+        )
+    )
 
 
-def sending(cache: KvCache, *, tls: PeerTls | None = None) -> closing[KvSender]:
-    return closing(KvSender(cache, SOURCE, tls=tls))
+def sending(
+    cache: KvCache, *, tls: PeerTls | None = None, agent: PullAgent | None = None, stall_seconds: float = 30.0
+) -> closing[KvSender]:
+    return closing(KvSender(cache, SOURCE, tls=tls, agent=agent, stall_seconds=stall_seconds))
+
+
+@dataclass(frozen=True)
+class Way:
+    """Way of KV between ranks: plain sockets, sockets with TLS, or NIXL on host memory, by slots of a few tokens."""
+
+    tls: PeerTls | None = None
+    is_nixl: bool = False
+
+    @contextmanager
+    def receiving(self, cache: KvCache) -> Iterator[KvReceiver]:
+        with ExitStack() as stack:
+            agent = self._agent(stack, DESTINATION)
+            yield stack.enter_context(receiving(cache, tls=self.tls, agent=agent))
+
+    @contextmanager
+    def sending(self, cache: KvCache) -> Iterator[KvSender]:
+        with ExitStack() as stack:
+            agent = self._agent(stack, SOURCE)
+            sender = stack.enter_context(sending(cache, tls=self.tls, agent=agent))
+            yield sender
+            if agent is not None:
+                assert sender.counts.socket_bytes == sender.counts.fallbacks == 0
+                wait_for_slots(agent.out, agent.out.num_slots)
+
+    def _agent(self, stack: ExitStack, name: str) -> PullAgent | None:
+        if not self.is_nixl:
+            return None
+        device = torch.device("cpu")
+        return stack.enter_context(closing(PullAgent(name, device, slot_bytes=SLOT_BYTES, is_required=True)))
+
+
+SLOT_BYTES = 4096
+
+
+def wait_for_slots(pool: SlotPool, num_slots: int) -> None:
+    """Wait until as many slots are free."""
+    with pool._changed:
+        assert pool._changed.wait_for(lambda: len(pool._free) == num_slots, WAIT_SECONDS), f"{pool._free} are free"
 
 
 def hand_source(endpoint: str) -> closing[HandSource]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import msgpack
@@ -19,14 +20,31 @@ from workers.kv.frames import (
     PREFIX,
     VERSION,
     AbandonFrame,
+    CardFrame,
     Frame,
     LayerFrame,
+    Reach,
+    ReachedFrame,
+    ReadFrame,
     RefusedFrame,
     SettledFrame,
     SettleFrame,
+    SlotRef,
     decode_header,
     decode_prefix,
     encode,
+)
+
+CARD = CardFrame(
+    destination="decode-0/1",
+    agent="prefill-0/1:0:9f",
+    metadata=b"\x00\xff" * 200,
+    device="cuda",
+    device_index=3,
+    slots_address=(1 << 64) - 1,
+    words_address=1 << 47,
+    slot_bytes=1 << 24,
+    num_slots=8,
 )
 
 
@@ -48,6 +66,9 @@ def header_of(**changes: Any) -> bytes:
         AbandonFrame(key_of(), "the turn was cancelled"),
         SettledFrame(key_of(), 1 << 33),
         RefusedFrame(key_of(attempt=2), True, "another life"),
+        CARD,
+        ReachedFrame(Reach.UNREACHED, "no way"),
+        ReadFrame(7),
     ],
 )
 def test_a_frame_without_payload_is_decoded_as_it_was(frame: Frame) -> None:
@@ -77,7 +98,7 @@ def test_a_layer_frame_is_decoded_as_it_was(gaps: list[tuple[int, int]], payload
     ("prefix", "fault"),
     [
         (PREFIX.pack(b"GET ", VERSION, 10, 0), "not a KV frame"),
-        (PREFIX.pack(MAGIC, VERSION + 1, 10, 0), "version 2"),
+        (PREFIX.pack(MAGIC, VERSION + 1, 10, 0), "version 3"),
         (PREFIX.pack(MAGIC, VERSION, 0, 0), "header of 0 bytes"),
         (PREFIX.pack(MAGIC, VERSION, MAX_HEADER_BYTES + 1, 0), "header of"),
         (PREFIX.pack(MAGIC, VERSION, 10, MAX_PAYLOAD_BYTES + 1), "payload of"),
@@ -109,6 +130,11 @@ def pairs(*numbers: int) -> bytes:
         ({"dtype": 7}, "'dtype' is no text"),
         ({"checksum": "0"}, "'checksum' is no number"),
         ({"checksum": -1}, "'checksum' is no number"),
+        ({"slot": [1, 2]}, "'slot' is not a list of 3"),
+        ({"slot": [1, -2, 64]}, "'slot' is no number"),
+        ({"slot": [1, 2, 0]}, "of 0 bytes in a slot"),
+        ({"slot": [1, 2, MAX_PAYLOAD_BYTES + 1]}, "bytes in a slot"),
+        ({"slot": [1, 2, 64]}, "with a slot and a payload of 64 bytes"),
         ({"heads": [3, 3]}, "heads"),
         ({"heads": [1]}, "'heads' is not a list of 2"),
         ({"pieces": b""}, "pairs"),
@@ -126,6 +152,34 @@ def pairs(*numbers: int) -> bytes:
 def test_a_field_of_the_wrong_kind_or_size_is_refused_by_name(changes: dict[str, Any], fault: str) -> None:
     with pytest.raises(TransferError, match=fault):
         decode_header(header_of(**changes), 64)
+
+
+def test_a_layer_frame_names_the_slot_of_its_payload() -> None:
+    frame = dataclasses.replace(layer([4], [5]), slot=SlotRef(7, 40, 1280))
+    encoded = encode(frame)
+    assert decode_prefix(encoded[: PREFIX.size])[1] == 0
+    decoded = decode_header(encoded[PREFIX.size :], 0)
+    assert isinstance(decoded, LayerFrame)
+    assert decoded.slot == SlotRef(7, 40, 1280)
+
+
+@pytest.mark.parametrize(
+    ("frame", "changes", "fault"),
+    [
+        (CARD, {"metadata": "text"}, "'metadata' are no"),
+        (CARD, {"metadata": b""}, "'metadata' are no"),
+        (CARD, {"metadata": bytes(1 << 17)}, "'metadata' are no"),
+        (CARD, {"agent": 5}, "'agent' is no text"),
+        (CARD, {"slots_address": -1}, "'slots_address' is no number"),
+        (CARD, {"num_slots": True}, "'num_slots' is no number"),
+        (ReachedFrame(Reach.OFF, ""), {"reach": "maybe"}, "'reach' is none of reached, stale"),
+        (ReadFrame(1), {"slot": None}, "'slot' is no number"),
+    ],
+)
+def test_a_field_of_a_card_or_of_its_answers_is_checked(frame: Frame, changes: dict[str, Any], fault: str) -> None:
+    header = msgpack.packb(msgpack.unpackb(encode(frame)[PREFIX.size :]) | changes)
+    with pytest.raises(TransferError, match=fault):
+        decode_header(header, 0)
 
 
 def test_a_frame_of_unknown_kind_is_refused() -> None:
@@ -146,7 +200,7 @@ anything = st.recursive(
 )
 
 
-@given(st.sampled_from(["kind", "key", "layer", "dtype", "heads", "pieces", "checksum"]), anything)
+@given(st.sampled_from(["kind", "key", "layer", "dtype", "heads", "pieces", "checksum", "slot"]), anything)
 def test_any_value_in_any_field_is_decoded_or_refused(name: str, value: object) -> None:
     try:
         frame = decode_header(header_of(**{name: value}), 64)

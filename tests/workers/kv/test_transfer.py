@@ -1,4 +1,4 @@
-"""KV transfers between rings through real sockets, checked bit for bit."""
+"""KV transfers between rings through real sockets and by NIXL on host memory, checked bit for bit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from cp_core.errors import TransferError
 from cp_core.layout.reshard import plan_reshard
 from cp_core.layout.shards import ShardMap, TokenRange, balanced_layout, spread
-from cp_core.transport.peer_tls import PeerTls
 from tests.cp_core.layout.decoded import decoded
 from tests.services.auth.certificates import Authority
 from tests.workers.kv.kv_peers import (
@@ -22,6 +21,7 @@ from tests.workers.kv.kv_peers import (
     NUM_LAYERS,
     WAIT_SECONDS,
     Truth,
+    Way,
     cache_of,
     expect_of,
     key_of,
@@ -37,11 +37,12 @@ from workers.kv.sender import KvSender
 from workers.protocol.transfers import KvExpect, KvPart, KvSend, TransferReport
 
 NUM_BLOCKS_USED = 40
+PLAIN = Way()
 
 
-@pytest.fixture(params=["plain", "tls"])
-def tls(request: pytest.FixtureRequest, authority: Authority) -> PeerTls | None:
-    return authority.peer() if request.param == "tls" else None
+@pytest.fixture(params=["plain", "tls", "nixl"])
+def way(request: pytest.FixtureRequest, authority: Authority) -> Way:
+    return Way(authority.peer() if request.param == "tls" else None, is_nixl=request.param == "nixl")
 
 
 class Rings:
@@ -57,7 +58,7 @@ class Rings:
         *,
         source_tp: int = 1,
         destination_tp: int = 1,
-        tls: PeerTls | None = None,
+        way: Way = PLAIN,
     ) -> None:
         self.source, self.destination, self.held = source, destination, held
         self.source_tp, self.destination_tp = source_tp, destination_tp
@@ -71,10 +72,8 @@ class Rings:
             shuffled_blocks(-(-(old + count) // BLOCK_TOKENS), seed + 10)
             for seed, (old, count) in enumerate(zip(held, destination.held, strict=True))
         ]
-        self.receivers: list[KvReceiver] = [
-            stack.enter_context(receiving(cache, tls=tls)) for cache in self.destinations
-        ]
-        self.senders: list[KvSender] = [stack.enter_context(sending(cache, tls=tls)) for cache in self.sources]
+        self.receivers: list[KvReceiver] = [stack.enter_context(way.receiving(cache)) for cache in self.destinations]
+        self.senders: list[KvSender] = [stack.enter_context(way.sending(cache)) for cache in self.sources]
         self.pool = stack.enter_context(ThreadPoolExecutor(8))
 
     @staticmethod
@@ -149,28 +148,28 @@ def conversation(num_ranks: int) -> ShardMap:
 @pytest.mark.parametrize("num_destinations", [1, 2, 3])
 @pytest.mark.parametrize("num_sources", [1, 2, 3])
 def test_a_conversation_moves_between_rings_of_any_size_bit_for_bit(
-    num_sources: int, num_destinations: int, tls: PeerTls | None
+    num_sources: int, num_destinations: int, way: Way
 ) -> None:
     source, held = conversation(num_sources), (5, 0, 3)[:num_destinations]
     with ExitStack() as stack:
-        rings = Rings(stack, source, spread(0, 68, held), held, torch.float32, tls=tls)
+        rings = Rings(stack, source, spread(0, 68, held), held, torch.float32, way=way)
         rings.move(TokenRange(0, 68))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_decoded_tokens_move_back_one_by_one_in_every_dtype(dtype: torch.dtype) -> None:
+def test_decoded_tokens_move_back_one_by_one_in_every_dtype(dtype: torch.dtype, way: Way) -> None:
     source = spread(0, 20, (0, 0)).extend(decoded(20, 60, (10, 10)))
     with ExitStack() as stack:
         destination = decoded(20, 60, (7, 9, 7))
-        rings = Rings(stack, source, destination, (7, 9, 7), dtype)
+        rings = Rings(stack, source, destination, (7, 9, 7), dtype, way=way)
         rings.move(TokenRange(20, 80))
 
 
-def test_ranks_that_hold_or_want_nothing_take_part(tls: PeerTls | None) -> None:
+def test_ranks_that_hold_or_want_nothing_take_part(way: Way) -> None:
     source = ShardMap.of(((), (TokenRange(0, 9),), ()))
     destination = ShardMap.of(((TokenRange(0, 9),), (), ()))
     with ExitStack() as stack:
-        Rings(stack, source, destination, (0, 0, 4), torch.float32, tls=tls).move(TokenRange(0, 9))
+        Rings(stack, source, destination, (0, 0, 4), torch.float32, way=way).move(TokenRange(0, 9))
 
 
 def test_an_empty_transfer_is_sealed_at_once() -> None:
@@ -182,7 +181,9 @@ def test_an_empty_transfer_is_sealed_at_once() -> None:
 
 
 @pytest.mark.parametrize(("source_tp", "destination_tp"), [(1, 2), (2, 1), (2, 2)])
-def test_heads_are_cut_anew_between_rings_of_different_tensor_parallelism(source_tp: int, destination_tp: int) -> None:
+def test_heads_are_cut_anew_between_rings_of_different_tensor_parallelism(
+    source_tp: int, destination_tp: int, way: Way
+) -> None:
     with ExitStack() as stack:
         rings = Rings(
             stack,
@@ -192,18 +193,19 @@ def test_heads_are_cut_anew_between_rings_of_different_tensor_parallelism(source
             torch.bfloat16,
             source_tp=source_tp,
             destination_tp=destination_tp,
+            way=way,
         )
         rings.move(TokenRange(0, 68))
 
 
-def test_chunks_stream_layer_by_layer_while_later_ones_are_not_computed_yet(tls: PeerTls | None) -> None:
+def test_chunks_stream_layer_by_layer_while_later_ones_are_not_computed_yet(way: Way) -> None:
     num_tokens, held = 60, (2, 0, 1)
     chunks = [TokenRange(0, 24), TokenRange(24, 41), TokenRange(41, 60)]
     source = ShardMap.empty(2)
     for chunk in chunks:
         source = source.extend(balanced_layout(chunk.start, len(chunk), source.held).shard_map())
     with ExitStack() as stack:
-        rings = Rings(stack, source, spread(0, num_tokens, held), held, torch.float32, tls=tls)
+        rings = Rings(stack, source, spread(0, num_tokens, held), held, torch.float32, way=way)
         rings.expect()
         stored = [0, 0]
         for chunk in chunks:
@@ -222,13 +224,13 @@ def test_chunks_stream_layer_by_layer_while_later_ones_are_not_computed_yet(tls:
         rings.check()
 
 
-def test_many_transfers_share_one_connection_and_do_not_mix(tls: PeerTls | None) -> None:
+def test_many_transfers_share_one_connection_and_do_not_mix(way: Way) -> None:
     blocks = shuffled_blocks(NUM_BLOCKS_USED, 3)
     truths = [Truth.random(BLOCK_TOKENS * 4, seed=number) for number in range(10)]
     source, destination = cache_of(), cache_of()
     with (
-        receiving(destination, tls=tls) as receiver,
-        sending(source, tls=tls) as sender,
+        way.receiving(destination) as receiver,
+        way.sending(source) as sender,
         ThreadPoolExecutor(10) as pool,
     ):
 
@@ -248,9 +250,7 @@ def test_many_transfers_share_one_connection_and_do_not_mix(tls: PeerTls | None)
 
 
 @pytest.mark.parametrize("layers_before_drop", range(NUM_LAYERS + 1))
-def test_blocks_of_a_dropped_transfer_belong_to_the_next_one_alone(
-    layers_before_drop: int, tls: PeerTls | None
-) -> None:
+def test_blocks_of_a_dropped_transfer_belong_to_the_next_one_alone(layers_before_drop: int, way: Way) -> None:
     num_tokens = NUM_BLOCKS_USED * BLOCK_TOKENS
     positions, blocks = range(num_tokens), shuffled_blocks(NUM_BLOCKS_USED, 4)
     first, second = Truth.random(num_tokens, seed=1), Truth.random(num_tokens, seed=2)
@@ -258,9 +258,9 @@ def test_blocks_of_a_dropped_transfer_belong_to_the_next_one_alone(
     first.store(source, blocks, positions)
     second.store(other_source, blocks, positions)
     with (
-        receiving(destination, tls=tls) as receiver,
-        sending(source, tls=tls) as sender,
-        sending(other_source, tls=tls) as other_sender,
+        way.receiving(destination) as receiver,
+        way.sending(source) as sender,
+        way.sending(other_source) as other_sender,
     ):
         receiver.expect(expect_of(key_of("first"), num_tokens + 1, (*blocks, *unused(blocks))))
         sender.begin(send_of(key_of("first"), receiver.endpoint, num_tokens, blocks))

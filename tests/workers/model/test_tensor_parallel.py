@@ -17,7 +17,7 @@ from tests.gloo import gloo_as_nccl
 from tests.workers.models import KINDS, VOCAB_SIZE, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn
 from workers.decode.loop import DecodeChoice
-from workers.model.info import tensor_share
+from workers.model.info import read_model_info, tensor_share
 from workers.model.loading import load_model
 from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
 from workers.protocol.ranks import RankSettings, RankSpec
@@ -106,6 +106,48 @@ def test_four_tensor_parallel_ranks_share_four_heads(
     with LocalRing(model_paths["llama_mha"], 1, tp=4) as ring:
         (logits,) = ring.prefill_logits([Turn(ring.open("c", 512), tokens)])
     assert (logits - oracles["llama_mha"].logits(tokens)).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "llama_mha"])
+def test_two_processes_for_each_kv_head_give_the_logits_of_transformers(
+    kind: str, num_ranks: int, model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
+) -> None:
+    """Four processes share two KV heads and four query heads, over cached tokens and new ones, biases and norms too."""
+    tokens, more = random_tokens(37), random_tokens(11, seed=1)
+    with LocalRing(model_paths[kind], num_ranks, tp=4, replicates_kv=True) as ring:
+        conversation = ring.open("c", 64)
+        (first,) = ring.prefill_logits([Turn(conversation, tokens)])
+        (second,) = ring.prefill_logits([Turn(conversation, more)])
+        assert [worker.parts.model.head_start for worker in ring.workers[:4]] == [0, 0, 1, 1]
+    expected = oracles[kind].logits([*tokens, *more])
+    assert (torch.cat([first, second]) - expected).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize(("num_ranks", "tp"), [(1, 2), (1, 4), (2, 2)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_cut_over_processes_that_share_the_weights_give_the_logits_of_transformers(
+    kind: str, num_ranks: int, tp: int, model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
+) -> None:
+    """Rows do not divide evenly, and of one token all processes but one have none."""
+    parts = [random_tokens(37), random_tokens(11, seed=1), random_tokens(1, seed=2)]
+    with LocalRing(model_paths[kind], num_ranks, tp=tp, replicates_kv=True, scatters_rows=True) as ring:
+        conversation = ring.open("c", 64)
+        logits = [ring.prefill_logits([Turn(conversation, tokens)])[0] for tokens in parts]
+    expected = oracles[kind].logits([token for tokens in parts for token in tokens])
+    assert (torch.cat(logits) - expected).abs().max() <= TOLERANCE
+
+
+def test_more_processes_than_kv_heads_are_refused_unless_replicas_are_wanted(
+    model_paths: Mapping[str, Path],
+) -> None:
+    info = read_model_info(model_paths["llama_gqa"])
+    with pytest.raises(ConfigError, match=r"tp: 4 does not divide the 2 KV heads of .*; allowed are 1, 2$"):
+        tensor_share(info, 4)
+    share = tensor_share(info, 4, replicates_kv=True)
+    assert (share.num_heads, share.num_kv_heads) == (1, 1)
+    with pytest.raises(ConfigError, match=r"allowed are 1, 2, 4$"):
+        tensor_share(info, 3, replicates_kv=True)
 
 
 def test_a_cp_rank_without_tokens_leaves_the_others_their_answer(

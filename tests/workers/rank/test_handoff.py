@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cp_core.cost.decode import HELIX, STEP_VARIANTS
-from cp_core.errors import ConfigError, TransferError
+from cp_core.errors import ConfigError, TransferError, Unavailable
 from cp_core.layout.reshard import plan_reshard
 from cp_core.layout.shards import ShardMap, TokenRange, balanced_layout, spread
 from tests.gloo import gloo_as_nccl
@@ -52,14 +52,20 @@ def arrived(source: LocalRing, destination: LocalRing, key: TransferKey) -> int:
     return sum(received)
 
 
-@pytest.mark.parametrize(("num_prefill", "num_decode"), [(1, 1), (2, 1), (1, 2), (2, 3), (3, 2)])
+@pytest.mark.parametrize(
+    ("num_prefill", "num_decode", "carrier"),
+    [(1, 1, "auto"), (2, 1, "auto"), (1, 2, "auto"), (2, 3, "nixl"), (3, 2, "sockets")],
+)
 def test_two_turns_over_two_rings_have_the_tokens_of_one_process(
-    num_prefill: int, num_decode: int, model_paths: Models, oracles: Oracles
+    num_prefill: int, num_decode: int, carrier: str, model_paths: Models, oracles: Oracles
 ) -> None:
     prompt, question = random_tokens(37), random_tokens(6, seed=3)
     sampling = SamplingParameters(max_tokens=11)
     path = model_paths["llama_gqa"]
-    with LocalRing(path, num_prefill) as prefill, LocalRing(path, num_decode) as decode:
+    with (
+        LocalRing(path, num_prefill, kv_carrier=carrier) as prefill,
+        LocalRing(path, num_decode, kv_carrier=carrier) as decode,
+    ):
         here, there = prefill.open("a", 128), decode.open("a", 128)
         coming = spread(0, len(prompt), there.held)
         key = TransferKey("turn-1", 1, prefill.incarnation, decode.incarnation)
@@ -89,7 +95,21 @@ def test_two_turns_over_two_rings_have_the_tokens_of_one_process(
         prefill.beside(lambda worker, _: worker.parts.receiver.wait_sealed(key, WAIT_SECONDS))
         here.shards = here.shards.extend(back)
         second = prefill.prefill([Turn(here, [answer[-1], *question], sampling)], Algorithm.PASS_Q)["a"]
+        told = [worker.status() for ring in (prefill, decode) for worker in ring.workers]
+        assert (sum(each.kv_nixl_bytes for each in told) > 0) == (carrier == "nixl")
+        assert (sum(each.kv_socket_bytes for each in told) > 0) == (carrier != "nixl")
     assert second == oracles["llama_gqa"].greedy([*prompt, *answer, *question], 1)[0]
+
+
+def test_a_rank_without_a_safe_landing_slot_reports_itself_lost_until_it_is_made_anew(model_paths: Models) -> None:
+    with LocalRing(model_paths["llama_gqa"], 1, kv_carrier="nixl") as ring:
+        agent = ring.workers[0].parts.agent
+        assert agent is not None
+        ring.workers[0].status()
+        for _ in range(agent.landings.num_free):
+            agent.landings.lose(agent.landings.take(ring, 0.0))
+        with pytest.raises(Unavailable, match="has no landing slot left that is safe to use"):
+            ring.workers[0].status()
 
 
 def test_a_hand_off_that_was_dropped_fails_its_sender_and_not_the_step(model_paths: Models) -> None:

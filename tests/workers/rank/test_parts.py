@@ -1,4 +1,4 @@
-"""Checks of a rank's parts: which device may have quantised weights, and which compiles."""
+"""What a rank decides when it starts: how much KV it has, which weights it may quantise, whether it compiles."""
 
 from __future__ import annotations
 
@@ -10,9 +10,49 @@ import pytest
 import torch
 
 from cp_core.errors import ConfigError
+from tests.rings import LLAMA_8B
 from workers.model.info import read_model_info
 from workers.protocol.ranks import RankSettings
-from workers.rank.parts import check_quantization, compilation_of
+from workers.rank import parts
+from workers.rank.parts import check_quantization, compilation_of, num_blocks_of
+
+GPU = RankSettings(
+    model_path="model", device="cuda:0", num_blocks=9, block_tokens=16, kv_memory_fraction=0.5, kv_slot_bytes=1 << 20
+)
+BLOCK_BYTES = 16 * LLAMA_8B.kv_bytes_per_token
+
+
+@pytest.fixture
+def freed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let a GPU have 1001 blocks free once torch has given back what it does not use."""
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
+    monkeypatch.setattr(
+        torch.cuda,
+        "mem_get_info",
+        lambda device: (1001 * BLOCK_BYTES if calls else 0, 10**12) if device == "cuda:0" else (),
+    )
+    return calls
+
+
+@pytest.mark.parametrize("has_nixl", [False, True])
+def test_kv_takes_its_part_of_the_memory_that_the_weights_leave_without_the_staging_slots(
+    freed: list[str], monkeypatch: pytest.MonkeyPatch, has_nixl: bool
+) -> None:
+    monkeypatch.setattr(parts, "has_nixl", lambda: has_nixl)
+    staging = 16 * (1 << 20) if has_nixl else 0
+    fitting = num_blocks_of(GPU, LLAMA_8B)
+    assert fitting == (1001 * BLOCK_BYTES // 2 - staging) // BLOCK_BYTES
+    assert fitting == (492 if has_nixl else 500)
+    assert freed == ["empty_cache"]
+
+
+def test_a_part_that_holds_no_block_is_refused_in_a_sentence(freed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "has_nixl", lambda: False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (BLOCK_BYTES, 10**12))
+    with pytest.raises(ConfigError, match=r"^kv_cache.memory_fraction: 0.5 of the 0.0 GB .* holds no block of 2.1 MB"):
+        num_blocks_of(GPU, LLAMA_8B)
+
 
 SETTINGS = RankSettings(model_path="", num_blocks=1, quantization="fp8", device="cuda:1")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import random
 import time
 import tracemalloc
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,27 +13,23 @@ from pathlib import Path
 
 import numpy as np
 
-from cp_core.cost.model import RingRates
 from orchestration.journal.journal import SqliteJournal
 from orchestration.placement.planner import Planner, PlannerSettings
 from orchestration.protocol.inventory import KnownEpoch
 from orchestration.protocol.journal import BegunRecord, CommittedRecord, NoJournal
 from orchestration.protocol.plans import PromptMode
-from orchestration.protocol.turns import RingRegistration, TurnOutcome, TurnRequest
+from orchestration.protocol.turns import TurnOutcome
 from orchestration.router.router import Router, RouterSettings
 from services.cluster.garbage import FrozenSurvivors
-from services.config.rings import DecodeConfig
 from services.offline.bench.figures import Figures
-from services.offline.bench.router.rings import InstantRings
+from services.offline.bench.router.records import turn_request
+from services.offline.bench.router.rings import InstantRings, registrations
 from workers.protocol.prefill_steps import Algorithm, TokenIds
 from workers.protocol.ranks import ModelInfo
-from workers.sampling.parameters import SamplingParameters
 
 VOCABULARY = 32_000
 MEMORY_SAMPLE = 100
 """Conversations in the measurement of memory, whose tracing is slow."""
-SIZES = (1, 2, 4, 8)
-"""Ranks of the rings, in rotation."""
 NUM_PARTS = 10
 """Parts of the run whose medians are compared, with a journal and without."""
 
@@ -87,7 +82,8 @@ class LoadReport:
     """Figures of the router under load.
 
     `decision` is a whole `begin_turn`: matching, placement, reservations and the plan. `processor` is its processor
-    time, which other work on the machine hardly lengthens. `placement` is the choice of rings alone. `turn` is
+    time, which other work on the machine hardly lengthens, and `uncollected` that without garbage collections.
+    `placement` is the choice of rings alone. `turn` is
     `begin_turn` and `end_turn` together. Turns with a journal are in `journal` alone. `announcement` is that of a ring;
     one comes after each turn.
     `kept_share` is the share of follow-ups on the rings of the turn before, `direct_share` the share that the decode
@@ -101,6 +97,7 @@ class LoadReport:
     decisions_per_second: float
     decision: Spread
     processor: Spread
+    uncollected: Spread
     placement: Spread
     turn: Spread
     announcement: Spread
@@ -147,7 +144,7 @@ def measure_load(model: ModelInfo, load: RouterLoad, journal: Path | None, tell:
     The journal of every second conversation lies in `journal`.
     """
     bench = LoadedRouter(model, load, None if journal is None else SqliteJournal(journal))
-    with _Pauses() as pauses, closing(FrozenSurvivors()):
+    with bench.pauses as pauses, closing(FrozenSurvivors()):
         asyncio.run(bench.run(load.conversations, tell))
     bench.close()
     num_bytes = _bytes_per_conversation(model, load)
@@ -160,6 +157,7 @@ def measure_load(model: ModelInfo, load: RouterLoad, journal: Path | None, tell:
         decisions_per_second=len(without) / sum(without),
         decision=Spread.of(without),
         processor=Spread.of(bench.processor_seconds),
+        uncollected=Spread.of(bench.uncollected_seconds),
         placement=Spread.of(bench.placement_seconds),
         turn=Spread.of(bench.turn_seconds[0]),
         announcement=Spread.of(bench.announcing_seconds),
@@ -199,11 +197,12 @@ def _bytes_per_conversation(model: ModelInfo, load: RouterLoad) -> float:
 
 
 class _Pauses:
-    """Durations of each garbage collection within the context, in seconds."""
+    """Durations of each garbage collection within the context, in seconds; `computed` is their processor time."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
-        self._began = 0.0
+        self.computed = 0.0
+        self._began = self._computing = 0.0
 
     def __enter__(self) -> _Pauses:
         gc.callbacks.append(self._note)
@@ -214,9 +213,10 @@ class _Pauses:
 
     def _note(self, phase: str, _: dict[str, int]) -> None:
         if phase == "start":
-            self._began = time.perf_counter()
+            self._began, self._computing = time.perf_counter(), time.thread_time()
         else:
             self.seconds.append(time.perf_counter() - self._began)
+            self.computed += time.thread_time() - self._computing
 
 
 class LoadedRouter:
@@ -224,9 +224,8 @@ class LoadedRouter:
 
     def __init__(self, model: ModelInfo, load: RouterLoad, journal: SqliteJournal | None) -> None:
         self._load = load
-        self._draw = random.Random(load.seed)
         self._ids = np.random.default_rng(load.seed)
-        self._registrations = [self._registration(number) for number in range(load.rings)]
+        self._registrations = registrations(load.rings, load.seed)
         self._peers = InstantRings(self._registrations)
         self._journal = journal
         self._known = KnownEpoch(epoch=journal.epoch if journal else 0)
@@ -236,12 +235,14 @@ class LoadedRouter:
         self._router = Router(settings, planner, self._peers, journal=_HalfJournal(journal) if journal else None)
         self._where: dict[str, tuple[str, str]] = {}
         self._num_announced = 0
+        self.pauses = _Pauses()
         self.forget_figures()
 
     def forget_figures(self) -> None:
         """Release the memory of the bench itself."""
         self.deciding_seconds: tuple[list[float], list[float]] = ([], [])
         self.processor_seconds: list[float] = []
+        self.uncollected_seconds: list[float] = []
         self.whole_seconds = 0.0
         self.placement_seconds: list[float] = []
         self.announcing_seconds: list[float] = []
@@ -251,34 +252,6 @@ class LoadedRouter:
         self._where.clear()
         for ring in self._peers.rings.values():
             ring.retained.clear()
-
-    def _registration(self, number: int) -> RingRegistration:
-        def about(value: float) -> float:
-            return value * self._draw.uniform(0.9, 1.1)
-
-        role = "decode" if number % 2 else "prefill"
-        decode = DecodeConfig()
-        return RingRegistration(
-            role=role,
-            name=f"{role}-{number // 2}",
-            endpoint=f"ring-{number}:1",
-            incarnation="first",
-            num_ranks=SIZES[number // 2 % len(SIZES)],
-            rates=RingRates(
-                gemm_flops=about(4e14),
-                attention_flops=about(3e14),
-                link_bytes_per_second=about(2e10),
-                link_latency_seconds=about(2e-5),
-            ),
-            capacity_tokens=1 << 28,
-            free_tokens=1 << 28,
-            spare_tokens=1 << 28,
-            chunk_tokens=65_536,
-            work_rate=1e6,
-            max_batch=decode.max_batch,
-            max_direct_tokens=decode.max_direct_tokens if role == "decode" else 0,
-            max_direct_seconds=decode.max_direct_seconds if role == "decode" else 0.0,
-        )
 
     async def run(self, count: int, tell: Callable[[str], None], *, first: int = 0) -> None:
         """Run all turns of `count` conversations, one turn of each a round; all conversations but one are idle."""
@@ -318,20 +291,15 @@ class LoadedRouter:
     async def _turn(self, name: str, turn: int) -> None:
         load = self._load
         new = self._tokens(load.follow_up if turn else load.tokens)
-        request = TurnRequest(
-            request_id=f"{name}/{turn}",
-            conversation_id=name,
-            prompt_mode=PromptMode.APPEND if turn else PromptMode.WHOLE_HISTORY,
-            token_ids=new,
-            sampling=SamplingParameters(temperature=0.0, seed=0, max_tokens=load.answer, stop_token_ids=()),
-            deadline_seconds=60.0,
-        )
-        began, computing = time.perf_counter(), time.thread_time()
+        mode = PromptMode.APPEND if turn else PromptMode.WHOLE_HISTORY
+        request = turn_request(f"{name}/{turn}", name, new, load.answer, mode)
+        began, computing, collected = time.perf_counter(), time.thread_time(), self.pauses.computed
         begun = await self._router.begin_turn(request)
-        deciding = time.perf_counter() - began
+        deciding, computing = time.perf_counter() - began, time.thread_time() - computing
         has_journal = self._journal is not None and is_odd(name)
         self.deciding_seconds[has_journal].append(deciding)
-        self.processor_seconds.append(time.thread_time() - computing)
+        self.processor_seconds.append(computing)
+        self.uncollected_seconds.append(computing - (self.pauses.computed - collected))
         plan = begun.plan
         self.rings_used.update((plan.prefill_ring, plan.decode_ring))
         is_direct = plan.algorithm is Algorithm.DECODE_RING

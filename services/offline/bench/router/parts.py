@@ -18,14 +18,10 @@ from orchestration.conversations.prefixes import PrefixIndex
 from orchestration.conversations.store import ConversationStore
 from orchestration.journal.journal import SqliteJournal
 from orchestration.placement.kv_locations import KvLocation, KvLocations
-from orchestration.protocol.journal import BegunRecord, CommittedRecord, RingIncarnation
-from orchestration.protocol.plans import PromptMode
-from orchestration.protocol.turns import TurnRequest
 from orchestration.ring.kv_pool import KvPool
 from services.offline.bench.router.load import VOCABULARY, Spread
-from workers.protocol.decode_commands import FinishReason
+from services.offline.bench.router.records import first_turn
 from workers.protocol.prefill_steps import TokenIds
-from workers.sampling.parameters import SamplingParameters
 
 LOOKED_UP = 1 << 17
 """Tokens of the prompt that the prefix index looks up."""
@@ -153,30 +149,9 @@ async def _record_seconds(directory: Path, rounds: int) -> tuple[Spread, Spread]
     """Return the times until the records of a turn are durable."""
     journal = SqliteJournal(directory)
     begun, committed = [], []
-    sampling = SamplingParameters(temperature=0.0, seed=0, max_tokens=ANSWER, stop_token_ids=())
     tokens = np.zeros(ANSWER, dtype=np.int64)
     for number in range(rounds):
-        name = f"turn-{number}"
-        request = TurnRequest(
-            request_id=name,
-            conversation_id=f"conversation-{number}",
-            prompt_mode=PromptMode.NEW,
-            token_ids=tokens,
-            sampling=sampling,
-            deadline_seconds=60.0,
-        )
-        record = BegunRecord(
-            turn_id=name,
-            request=request,
-            base_tokens=0,
-            prefill=None,
-            decode=RingIncarnation(ring="decode-0", incarnation="first"),
-            attempt=1,
-            begun_at=0.0,
-        )
-        end = CommittedRecord(
-            turn_id=name, answer=tokens, finish_reason=FinishReason.STOP, kv_tokens=ANSWER, ended_at=0.0
-        )
+        record, end = first_turn(f"turn-{number}", f"conversation-{number}", tokens, tokens)
         began = time.perf_counter()
         await journal.begun(record)
         begun.append(time.perf_counter() - began)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+import random
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import cache
 
+from cp_core.cost.model import RingRates
 from cp_core.errors import NotFound, RingserveError
 from cp_core.layout.shards import ShardMap, spread
 from orchestration.protocol.kv import ForkedKv, ForkKv, RetainedKv, SendKv, SentKv, TakeKv, TakenKv
@@ -19,6 +21,49 @@ from orchestration.protocol.turns import (
     TurnEvent,
 )
 from orchestration.protocol.views import RingStatus
+from services.config.rings import DecodeConfig
+
+SIZES = (1, 2, 4, 8)
+"""Ranks of the rings, in rotation."""
+
+
+def registrations(
+    num_rings: int, seed: int, endpoints: Mapping[tuple[str, int], str] | None = None
+) -> tuple[RingRegistration, ...]:
+    """Return what rings announce, every second one of which decodes; their rates differ by 10%.
+
+    Each has an endpoint of its own, unless `endpoints` has one for each role and number of ranks.
+    """
+    draw, decode = random.Random(seed), DecodeConfig()
+
+    def about(value: float) -> float:
+        return value * draw.uniform(0.9, 1.1)
+
+    def registration(number: int) -> RingRegistration:
+        role, num_ranks = "decode" if number % 2 else "prefill", SIZES[number // 2 % len(SIZES)]
+        return RingRegistration(
+            role=role,
+            name=f"{role}-{number // 2}",
+            endpoint=endpoints[role, num_ranks] if endpoints else f"ring-{number}:1",
+            incarnation="first",
+            num_ranks=num_ranks,
+            rates=RingRates(
+                gemm_flops=about(4e14),
+                attention_flops=about(3e14),
+                link_bytes_per_second=about(2e10),
+                link_latency_seconds=about(2e-5),
+            ),
+            capacity_tokens=1 << 28,
+            free_tokens=1 << 28,
+            spare_tokens=1 << 28,
+            chunk_tokens=65_536,
+            work_rate=1e6,
+            max_batch=decode.max_batch,
+            max_direct_tokens=decode.max_direct_tokens if role == "decode" else 0,
+            max_direct_seconds=decode.max_direct_seconds if role == "decode" else 0.0,
+        )
+
+    return tuple(map(registration, range(num_rings)))
 
 
 @cache

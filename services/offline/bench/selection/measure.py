@@ -26,10 +26,11 @@ from cp_core.cost.fit import PrefillSample
 from cp_core.cost.model import ModelShape, RingRates, StepPredictor
 from cp_core.cost.profile import HardwareProfile
 from cp_core.errors import RingserveError, Unavailable
+from services.offline.bench.figures import paired_ratio
 from services.offline.bench.model_rank import even_cuts
 from services.offline.bench.ring_processes import RingProcesses
 from services.offline.bench.rounds import Contender, Series, alternate
-from services.offline.bench.selection.links import LinkRate, Links, ShapedLinks, isolation
+from services.offline.bench.selection.links import LinkRate, Links, ShapedLinks
 from services.offline.bench.selection.rank import (
     Compare,
     Difference,
@@ -38,10 +39,19 @@ from services.offline.bench.selection.rank import (
     Probe,
     SelectionRank,
     Shape,
+    TensorPrefill,
 )
-from services.offline.bench.selection.results import RingResult, SelectionReport, judge, noise_loss, score_policies
+from services.offline.bench.selection.results import (
+    RingResult,
+    SelectionReport,
+    TensorCell,
+    judge,
+    noise_loss,
+    score_policies,
+)
 from services.offline.calibration.fitting import Calibration, calibrate, profile_from_rates
 from services.offline.calibration.measurement import Cell, Measurement
+from services.offline.namespaces import isolation
 from services.offline.terminal import Tell
 from workers.model.builtin import resolve_model_path
 from workers.model.info import read_model_info
@@ -51,7 +61,10 @@ from workers.protocol.ranks import ModelInfo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelectionSettings:
-    """Settings: `cells` are judged by a fit to `fit_cells`; each is measured `rounds` times by each algorithm."""
+    """Settings: `cells` are judged by a fit to `fit_cells`; each is measured `rounds` times by each algorithm.
+
+    With `has_tensor` those without cached tokens are also measured with the weights cut over the ranks.
+    """
 
     model: str
     ranks: tuple[int, ...]
@@ -59,11 +72,18 @@ class SelectionSettings:
     cells: tuple[Cell, ...]
     fit_cells: tuple[Cell, ...]
     rounds: int
+    has_tensor: bool = False
+
+    @property
+    def first_cells(self) -> tuple[Cell, ...]:
+        """Judged cells that are measured with the weights cut over the ranks."""
+        return tuple(cell for cell in self.cells if not cell.cached_tokens) if self.has_tensor else ()
 
     @property
     def num_measurements(self) -> int:
         fitted = len(CALIBRATED_ALGORITHMS) * len(self.fit_cells)
-        prefills = self.rounds * (fitted + len(RING_ALGORITHMS) * len(self.cells))
+        beside = (1 + len(BESIDE_TENSOR)) * len(self.first_cells)
+        prefills = self.rounds * (fitted + len(RING_ALGORITHMS) * len(self.cells) + beside)
         return len(self.ranks) * (len(self.all_cells) + len(self.rates) * prefills)
 
     @property
@@ -90,7 +110,8 @@ def measure_selection(
         links = links_of(size)
         cached = tuple(sorted({cell.cached_tokens for cell in settings.all_cells}))
         most_new = max(cell.new_tokens for cell in settings.all_cells)
-        made = partial(SelectionRank, settings.model, cached, most_new, links)
+        tensor_tokens = max((cell.new_tokens for cell in settings.first_cells), default=0)
+        made = partial(SelectionRank, settings.model, cached, most_new, links, tensor_tokens)
         with RingProcesses(size, made, network=links) as ring:
             # Before the links are shaped, since outputs do not depend on them; it warms up the ranks too.
             for cell in settings.all_cells:
@@ -128,7 +149,9 @@ def _measure_ring(
         measured, name=where, element_bytes=info.element_bytes, processes_per_host=1, memory_bytes=1.0
     )
     tell_fit, tell_judged = (lambda _, what=what: tell(f"{where}: {what}") for what in ("calibrating", "measuring"))
-    fit_series = _alternate(ring, size, settings.fit_cells, CALIBRATED_ALGORITHMS, settings.rounds, tell_fit)
+    # Cuts by the ring's own rates, as of a ring that serves; those that are judged are calibrated.
+    forms = {cell: _form(info.shape, before, size, cell) for cell in settings.fit_cells}
+    fit_series = _alternate(ring, size, settings.fit_cells, CALIBRATED_ALGORITHMS, settings.rounds, tell_fit, forms)
     calibration: Calibration = calibrate(info.shape, before, _measurements(where, size, fit_series), ())
     forms = {cell: _form(info.shape, calibration.profile, size, cell) for cell in settings.cells}
     series = _alternate(ring, size, settings.cells, RING_ALGORITHMS, settings.rounds, tell_judged, forms)
@@ -153,8 +176,37 @@ def _measure_ring(
         cells=cells,
         ways=score_policies(cells),
         noise=noise_loss(cells),
+        tensor=_beside_tensor(settings, ring, size, forms, tell_judged),
     )
     return result, [text for found in (fit_series, series) for text in _different_tokens(size, found)]
+
+
+BESIDE_TENSOR = (Algorithm.PASS_KV, Algorithm.SP_NTP)
+
+
+def _beside_tensor(
+    settings: SelectionSettings,
+    ring: RingProcesses,
+    size: int,
+    forms: Mapping[Cell, tuple[Cuts, int]],
+    tell: Tell,
+) -> tuple[TensorCell, ...]:
+    """Measure prefills by a share of the weights beside pass-KV and SP-NTP."""
+    found = []
+    for cell in settings.first_cells:
+        tasks: list[object] = [TensorPrefill(cell.new_tokens)]
+        tasks += [Prefill(cell, name, *forms[cell]) for name in BESIDE_TENSOR]
+        contenders = [Contender(str(place), size, partial(ring.measure, task)) for place, task in enumerate(tasks)]
+        tensor, kv, ntp = alternate(contenders, settings.rounds, tell).values()
+        found.append(
+            TensorCell(
+                new_tokens=cell.new_tokens,
+                over_pass_kv=paired_ratio(tensor.seconds, kv.seconds),
+                waits=paired_ratio(tensor.wait_seconds, tensor.seconds),
+                ntp_waits=paired_ratio(ntp.wait_seconds, ntp.seconds),
+            )
+        )
+    return tuple(found)
 
 
 def _form(shape: ModelShape, profile: HardwareProfile, size: int, cell: Cell) -> tuple[Cuts, int]:
@@ -174,14 +226,14 @@ def _alternate(
     algorithms: Sequence[Algorithm],
     num_rounds: int,
     tell: Tell,
-    forms: Mapping[Cell, tuple[Cuts, int]] | None = None,
+    forms: Mapping[Cell, tuple[Cuts, int]],
 ) -> MeasuredCells:
     """Measure all cells once a round, each by the algorithms in succession."""
     contenders = {
         (cell, name): Contender(
             f"{name} of {_name(size, cell)}",
             size,
-            partial(ring.measure, Prefill(cell, name, *(forms[cell] if forms is not None else ()))),
+            partial(ring.measure, Prefill(cell, name, *forms[cell])),
         )
         for cell, name in product(cells, algorithms)
     }

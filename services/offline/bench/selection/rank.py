@@ -14,7 +14,7 @@ from torch import Tensor
 from cp_core.cost.chain import Cuts
 from cp_core.cost.model import RingRates
 from cp_core.layout.shards import PrefillLayout, balanced_layout
-from services.offline.bench.model_rank import bench_step, blocks_for, start_worker
+from services.offline.bench.model_rank import Sharing, attach, bench_step, blocks_for, start_worker
 from services.offline.bench.prefill import drawn_prompt
 from services.offline.bench.ring_processes import RankPlace
 from services.offline.bench.rounds import Sample, timed
@@ -23,6 +23,7 @@ from services.offline.calibration.measurement import Cell
 from workers.model.builtin import resolve_model_path
 from workers.model.info import read_model_info
 from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm, PrefillStep, SequencePrefill
+from workers.rank.worker import RankWorker
 from workers.sampling.parameters import SamplingParameters
 
 # Tokens of one step of a prefix; bounds its memory.
@@ -52,6 +53,13 @@ class Prefill:
     algorithm: Algorithm
     cuts: Cuts = ()
     num_segments: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPrefill:
+    """Task of a prefill without cached tokens by ranks that share the weights; answered with Prefilled."""
+
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +102,14 @@ class _Prefix:
 
 
 class SelectionRank:
-    """Rank with a prefix of every length in `cached`; a prefill overwrites the new tokens of the last one."""
+    """Rank with a prefix of every length in `cached`; a prefill overwrites the new tokens of the last one.
 
-    def __init__(self, model: str, cached: tuple[int, ...], most_new: int, links: Links, place: RankPlace) -> None:
+    Of `tensor_tokens` above 0 it also prefills prompts by a share of the weights.
+    """
+
+    def __init__(
+        self, model: str, cached: tuple[int, ...], most_new: int, links: Links, tensor_tokens: int, place: RankPlace
+    ) -> None:
         self._links = links
         self._place = place
         self._transport = place.transport
@@ -107,6 +120,10 @@ class SelectionRank:
             for prefix in cached
         ]
         self._worker = start_worker(place, "prefill", model, sum(each))
+        self._tensor_blocks = tuple(range(blocks_for(tensor_tokens)))
+        self._tensor: RankWorker | None = None
+        if tensor_tokens:
+            self._tensor = start_worker(place, "prefill", model, len(self._tensor_blocks), sharing=Sharing.HEADS)
         self._prefixes: dict[int, _Prefix] = {}
         first = 0
         for prefix, count in zip(cached, each, strict=True):
@@ -118,21 +135,40 @@ class SelectionRank:
             case Shape(rate):
                 self._transport = self._links.shape(self._place.transport, rate)
                 self._worker.attach(self._transport)
+                if self._tensor is not None:
+                    attach(self._tensor, self._transport, Sharing.HEADS)
                 return None
             case Probe():
                 return self._worker.probe()
             case Prefill():
-                return self._prefill(task)
+                step = self._step(task.cell, task.algorithm, task.cuts, task.num_segments)
+                return self._prefilled(self._worker, step)
+            case TensorPrefill(num_tokens):
+                assert self._tensor is not None, "the rank has no share of the weights"
+                return self._prefilled(self._tensor, self._tensor_step(num_tokens))
             case Compare():
                 return self._compare(task)
         raise TypeError(f"no task of this bench: {task!r}")
 
     def close(self) -> None:
         self._worker.stop()
+        if self._tensor is not None:
+            self._tensor.stop()
 
-    def _prefill(self, task: Prefill) -> Prefilled:
-        step, tokens = self._step(task.cell, task.algorithm, task.cuts, task.num_segments), []
-        sample = timed(self._transport, lambda: tokens.append(self._worker.prefill(step).tokens.get(NAME)))
+    def _tensor_step(self, num_tokens: int) -> PrefillStep:
+        piece = SequencePrefill(
+            sequence_id=NAME,
+            token_ids=drawn_prompt(num_tokens, self._vocabulary),
+            layout=balanced_layout(0, num_tokens, (0,)),
+            cached=(0,),
+            blocks=self._tensor_blocks,
+            sample=SamplingParameters(),
+        )
+        return PrefillStep(algorithm=Algorithm.PASS_KV, sequences=(piece,))
+
+    def _prefilled(self, worker: RankWorker, step: PrefillStep) -> Prefilled:
+        tokens: list[int | None] = []
+        sample = timed(self._transport, lambda: tokens.append(worker.prefill(step).tokens.get(NAME)))
         return Prefilled(
             seconds=sample.seconds, cpu_seconds=sample.cpu_seconds, wait_seconds=sample.wait_seconds, token=tokens[0]
         )

@@ -67,6 +67,20 @@ class PolicyScore:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TensorCell:
+    """Prefill of `new_tokens` by ranks that share the weights, beside algorithms that share the tokens, round by round.
+
+    `over_pass_kv` are its seconds over those of pass-KV, `waits` its share of waiting for messages, and `ntp_waits`
+    that of SP-NTP.
+    """
+
+    new_tokens: int
+    over_pass_kv: float
+    waits: float
+    ntp_waits: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RingResult:
     """Result of one ring at one rate.
 
@@ -83,6 +97,7 @@ class RingResult:
     cells: tuple[JudgedCell, ...]
     ways: tuple[PolicyScore, ...]
     noise: float | None
+    tensor: tuple[TensorCell, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

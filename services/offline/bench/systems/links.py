@@ -37,9 +37,10 @@ def link_claims(ranks: Sequence[int], rounds: int, tell: Tell) -> list[Claim]:
         cells=CELLS,
         fit_cells=FIT_CELLS,
         rounds=rounds,
+        has_tensor=True,
     )
     report = measured_in_namespaces(settings, tell)
-    return [_gains(report.rings), _selector(report)]
+    return [_gains(report.rings), _selector(report), _tensor_parallel(report.rings), _waits(report.rings)]
 
 
 def _gains(rings: Sequence[RingResult]) -> Claim:
@@ -74,4 +75,38 @@ def _selector(report: SelectionReport) -> Claim:
         published="-",
         accepted=f"at most {WANTED:.0%}",
         figures=tuple(figures),
+    )
+
+
+def _tensor_parallel(rings: Sequence[RingResult]) -> Claim:
+    """Compare weights cut over the ranks with tokens cut over them, on the same links."""
+    return Claim(
+        source=Source.LINKS,
+        name=f"CP table 7: TP over pass-KV, T = {FIRST.new_tokens}",
+        published="1.42, 1.81",
+        accepted="1 or more",
+        figures=tuple(
+            Figure.at_least(f"{ring.ranks} ranks, {ring.rate}", each.over_pass_kv, 1.0)
+            for ring in rings
+            for each in ring.tensor
+        ),
+    )
+
+
+def _waits(rings: Sequence[RingResult]) -> Claim:
+    """Compare the shares of a step in which ranks wait for messages."""
+    return Claim(
+        source=Source.LINKS,
+        name="CSPS fig. 5: waits, NTP over TP",
+        published="13-34% / 39-62%",
+        accepted="NTP below TP always",
+        figures=tuple(
+            Figure.at_most(
+                f"{ring.ranks} ranks, {ring.rate}: {each.ntp_waits:.0%} / {each.waits:.0%}",
+                each.ntp_waits / each.waits,
+                1.0,
+            )
+            for ring in rings
+            for each in ring.tensor
+        ),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -20,13 +20,15 @@ from cp_core.cost.chain import ChainRates, Cuts, chain_seconds
 from cp_core.cost.chain_cuts import best_cuts
 from cp_core.cost.model import CHAIN, PASS_KV
 from cp_core.layout.shards import PrefillLayout, balanced_layout, cut_layout
+from cp_core.layout.sparsity import Sparsity
 from cp_core.layout.step_plans import PrefillPlan, SequencePlan
 from cp_core.ring.prefill import RingPrefill
+from cp_core.transport.collectives import all_reduce
 from cp_core.transport.delayed import ChangingRate, Clock, DelayedTransport, VirtualClock
 from cp_core.transport.inprocess import InProcessRing
 from cp_core.transport.interface import RingTransport
 from services.offline.bench.systems.claims import Claim, Figure, Source
-from services.offline.bench.systems.model import THIRD, K, chain_of
+from services.offline.bench.systems.model import GROUPED, THIRD, K, chain_of
 
 SCALE = 32
 LAYERS = 8
@@ -38,11 +40,12 @@ TIMEOUT_SECONDS = 1e6
 
 
 class TimedAttention:
-    """Attention that only takes its time, `pair_seconds` for each query with each key that it sees."""
+    """Attention that only takes its time, `pair_seconds` for each query with each key that it sees; it counts these."""
 
     name: ClassVar[str] = "timed"
 
     def __init__(self, clock: Clock, pair_seconds: float) -> None:
+        self.num_pairs = 0.0
         self._clock = clock
         self._pair_seconds = pair_seconds
 
@@ -51,6 +54,7 @@ class TimedAttention:
     ) -> Partial:
         """See AttentionBackend: zeros."""
         pairs = q.shape[0] * k.shape[0] * (0.5 if causal else 1.0)
+        self.num_pairs += pairs
         self._clock.wait_until(self._clock.now() + pairs * self._pair_seconds)
         return Partial(torch.zeros(q.shape), torch.zeros(q.shape[:2]))
 
@@ -69,27 +73,47 @@ def scaled(rates: ChainRates) -> ChainRates:
     )
 
 
-def messages_seconds(algorithm: str, layout: PrefillLayout, rates: ChainRates) -> float:
-    """Return the virtual seconds of a step of LAYERS layers on ranks of these rates, in the order of their numbers."""
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Virtual seconds of a rank's step, bytes that it sent, and pairs that it attended; of several ranks the most."""
+
+    seconds: float
+    num_bytes: int
+    num_pairs: float
+
+
+def step_by_messages(
+    algorithm: str, layout: PrefillLayout, rates: ChainRates, sparsity: Sparsity | None = None
+) -> Spent:
+    """Return what a step takes on ranks of these rates, in the order of their numbers."""
     num_ranks = rates.num_ranks
-    sequence = SequencePlan(layout, (0,) * num_ranks)
+    sequence = SequencePlan(layout, (0,) * num_ranks, sparsity=sparsity)
     plan = PrefillPlan((sequence,), tuple(range(num_ranks)) if algorithm == CHAIN else ())
+    return _on_ranks(num_ranks, partial(_rank_step, algorithm, plan, rates))
+
+
+def _on_ranks(num_ranks: int, act: Callable[[RingTransport], Spent]) -> Spent:
+    """Run `act` on every rank of a ring."""
     ring = InProcessRing(num_ranks)
     with ThreadPoolExecutor(num_ranks) as threads:
-        act = partial(_rank_seconds, algorithm, plan, rates)
         running = [threads.submit(act, transport) for transport in ring.transports]
         try:
-            return max(each.result(WAIT_SECONDS) for each in running)
+            ranks = [each.result(WAIT_SECONDS) for each in running]
         finally:
             for transport in ring.transports:
                 transport.close()
+    return Spent(*map(max, zip(*map(astuple, ranks), strict=True)))
 
 
-def _rank_seconds(algorithm: str, plan: PrefillPlan, rates: ChainRates, inner: RingTransport) -> float:
+def _delayed(inner: RingTransport, rates: ChainRates, clock: Clock) -> DelayedTransport:
+    rate = ChangingRate(((0.0, rates.link_bytes_per_second * rates.links[inner.rank]),))
+    return DelayedTransport(inner, rates.message_seconds, rate, TIMEOUT_SECONDS, clock)
+
+
+def _rank_step(algorithm: str, plan: PrefillPlan, rates: ChainRates, inner: RingTransport) -> Spent:
     rank, clock = inner.rank, VirtualClock()
     speed, count = rates.speeds[rank], plan.new_on(rank)
-    rate = ChangingRate(((0.0, rates.link_bytes_per_second * rates.links[rank]),))
-    transport = DelayedTransport(inner, rates.message_seconds, rate, TIMEOUT_SECONDS, clock)
+    transport = _delayed(inner, rates, clock)
     backend = TimedAttention(clock, rates.pair_seconds / speed)
     rows = torch.zeros(count, 1, 1)
     clock.wait_until(rates.lateness[rank])
@@ -104,21 +128,46 @@ def _rank_seconds(algorithm: str, plan: PrefillPlan, rates: ChainRates, inner: R
         compute(count * (rates.token_seconds - rates.projection_seconds) / speed + rates.layer_seconds)
     exchange.finish()
     # A rank without tokens has nothing to end.
-    return clock.now() if count else 0.0
+    return Spent(clock.now() if count else 0.0, transport.stats.bytes_sent, backend.num_pairs)
 
 
 def chain_by_messages(cuts: Cuts, rates: ChainRates) -> float:
-    return messages_seconds(CHAIN, cut_layout(0, cuts, range(rates.num_ranks)), rates)
+    return step_by_messages(CHAIN, cut_layout(0, cuts, range(rates.num_ranks)), rates).seconds
 
 
 def ring_by_messages(num_tokens: int, rates: ChainRates) -> float:
     """Return the virtual seconds of pass-KV, whose ranks have equal work."""
-    return messages_seconds(PASS_KV, balanced_layout(0, num_tokens, (0,) * rates.num_ranks), rates)
+    return step_by_messages(PASS_KV, _even(num_tokens, rates), rates).seconds
+
+
+def _even(num_tokens: int, rates: ChainRates) -> PrefillLayout:
+    return balanced_layout(0, num_tokens, (0,) * rates.num_ranks)
+
+
+def tensor_by_messages(num_tokens: int, width: int, rates: ChainRates) -> Spent:
+    """Return what a step takes whose ranks have all tokens and a share of the weights and heads.
+
+    Two sums a layer, of `width` float32 numbers a token, join them (arXiv 2411.01783, 4.2.2).
+    """
+    return _on_ranks(rates.num_ranks, partial(_rank_with_share, num_tokens, width, rates))
+
+
+def _rank_with_share(num_tokens: int, width: int, rates: ChainRates, inner: RingTransport) -> Spent:
+    clock, states = VirtualClock(), torch.zeros(num_tokens, width)
+    transport = _delayed(inner, rates, clock)
+    pairs = rates.square(num_tokens) / rates.num_ranks
+    attention = pairs * rates.pair_seconds + num_tokens * rates.projection_seconds / rates.num_ranks
+    rest = num_tokens * (rates.token_seconds - rates.projection_seconds) / rates.num_ranks + rates.layer_seconds
+    for _ in range(rates.num_layers):
+        for seconds in (attention, rest):
+            clock.wait_until(clock.now() + seconds)
+            all_reduce(states, transport)
+    return Spent(clock.now(), transport.stats.bytes_sent, rates.num_layers * pairs)
 
 
 def message_claims() -> list[Claim]:
     """Return all claims of this source; takes a few seconds."""
-    return [_recurrence(), _gains(), _noise(), _unlike()]
+    return [_recurrence(), _gains(), _noise(), _unlike(), _tensor_parallel(), _sparse()]
 
 
 def _step(link: float, num_ranks: int, num_tokens: int) -> tuple[ChainRates, Cuts]:
@@ -209,4 +258,59 @@ def _unlike() -> Claim:
         figures=tuple(
             Figure.at_most(f"{name}: {own:.1%} / {ring:.1%}", own / ring, THIRD) for name, own, ring in pairs
         ),
+    )
+
+
+LONG_TOKENS = 160 * K
+"""Tokens whose sums take two rounds of parts here, as they do in the model's size."""
+STATE_NUMBERS = KV_BYTES * GROUPED.hidden_size // (2 * GROUPED.num_kv_heads * GROUPED.head_dim) // 4
+"""float32 numbers of a token's states here, beside KV_BYTES of its keys and values."""
+
+
+def _tensor_parallel() -> Claim:
+    """Compare weights cut over ranks with tokens cut over them: by the bytes of a rank, and by time."""
+    figures = []
+    for link, num_ranks in ((40e9, 2), (40e9, 4), (300e9, 4)):
+        rates = scaled(chain_of(link, num_ranks))
+        ours = step_by_messages(PASS_KV, _even(LONG_TOKENS // SCALE, rates), rates)
+        theirs = tensor_by_messages(LONG_TOKENS // SCALE, STATE_NUMBERS, rates)
+        where, heads = f"{num_ranks} ranks, {link / 1e9:.0f} GB/s", GROUPED.num_heads / GROUPED.num_kv_heads
+        figures.append(Figure.at_least(f"seconds, {where}", theirs.seconds / ours.seconds, 1.0))
+        figures.append(Figure.near(f"bytes, {where}", theirs.num_bytes / ours.num_bytes, 2 * heads, 1e-6))
+    return Claim(
+        source=Source.MESSAGES,
+        name="CP 4.2.2: TP over pass-KV, 160K, s and bytes",
+        published="TP slower; bytes 2H/K",
+        accepted="1 or more; exact",
+        figures=tuple(figures),
+    )
+
+
+DROPPED = 0.22
+SPARSE_RANKS, SPARSE_TOKENS, SPARSE_LAYERS = 8, 32 * K, 32
+
+
+def _sparse() -> Claim:
+    """Compare bytes and pairs of a step that drops as many keys as CSPS with those of an exact one."""
+    rates = scaled(chain_of(40e9, SPARSE_RANKS))
+
+    def spent(keep: float, num_layers: int) -> Spent:
+        layered = replace(rates, num_layers=num_layers)
+        return step_by_messages(PASS_KV, _even(SPARSE_TOKENS, rates), layered, Sparsity(keep=keep))
+
+    # All layers of an exact step are alike.
+    exact, sparse = spent(1.0, 1), spent(1.0 - DROPPED, SPARSE_LAYERS)
+    saved = 1.0 - sparse.num_bytes / (SPARSE_LAYERS * exact.num_bytes)
+    attended = 1.0 - sparse.num_pairs / (SPARSE_LAYERS * exact.num_pairs)
+    return Claim(
+        source=Source.MESSAGES,
+        name="CSPS 5.3: 22% dropped, bytes and pairs saved",
+        published="19%, 28%",
+        accepted="as much",
+        figures=(
+            Figure.at_least("bytes", saved, 0.19, is_share=True),
+            Figure.at_least("pairs", attended, 0.28, is_share=True),
+        ),
+        why="CSPS drops queries with the keys. Here all queries stay, and a rank's own keys; pairs fall with the "
+        f"dropped share alone: a keep of {1.0 - DROPPED * 0.28 / attended:.2f} saves 28% of them.",
     )

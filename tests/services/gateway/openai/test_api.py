@@ -146,6 +146,32 @@ async def test_values_that_are_no_variables_of_the_template_are_refused(
         assert said(refused) == f"chat_template_kwargs: '{name}' is not allowed; give variables of the model's template"
 
 
+async def test_an_answer_goes_on_in_the_assistants_last_message(
+    http: httpx2.AsyncClient, gateway: LocalGateway, oracle: Oracle
+) -> None:
+    messages = [*CHAT, {"role": "assistant", "content": "I am"}]
+    ids = gateway.codec.encode("<|user|>Hello<|end|><|assistant|>I am", adds_special=False).tolist()
+    chat = {"model": MODEL, "messages": messages, "continue_final_message": True}
+    assert (await http.post("/tokenize", json=chat)).json()["tokens"] == ids
+    answer = (await http.post("/v1/chat/completions", json=chat | {"max_tokens": 4, "temperature": 0})).json()
+    assert answer["ringserve"]["token_ids"] == oracle.greedy(ids, 4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "continue_final_message: only allowed where the last message is the assistant's"),
+        ({"add_generation_prompt": True}, "add_generation_prompt: true is not allowed with continue_final_message"),
+    ],
+)
+async def test_an_answer_goes_on_in_no_other_message(
+    http: httpx2.AsyncClient, fields: dict[str, Any], words: str
+) -> None:
+    chat = {"model": MODEL, "messages": CHAT, "continue_final_message": True}
+    for path in ("/tokenize", "/v1/chat/completions"):
+        assert said(await http.post(path, json=chat | fields)).startswith(words)
+
+
 # --- the description -------------------------------------------------------------------------------------------------
 
 
@@ -178,13 +204,17 @@ READ: dict[str, tuple[Read, dict[str, Any]]] = {
     "/tokenize": (HttpRequestReader.tokenization, {"prompt": "x"}),
     "/detokenize": (HttpRequestReader.tokens, {"tokens": [1]}),
 }
-NEEDED: dict[str, dict[str, Any]] = {"stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}}
+NEEDED: dict[str, dict[str, Any]] = {
+    "stream_options": {"stream": True},
+    "top_logprobs": {"logprobs": True},
+    "continue_final_message": {"messages": [{"role": "assistant", "content": "x"}]},
+}
 """Fields that some fields are only taken with."""
 
 
 def is_read(read: Read, body: dict[str, Any]) -> bool:
     try:
-        read(HttpRequestReader(MODEL, 8192), body)
+        read(HttpRequestReader(MODEL), body)
     except NotFound:
         return True  # another model: a name all the same
     except InvalidRequest:
@@ -201,12 +231,12 @@ def test_the_description_takes_the_same_values_of_each_field_as_the_reader(path:
     assert is_read(read, least)
     for name, value in itertools.product(schema["properties"], SAMPLES):
         body = least | NEEDED.get(name, {}) | {name: value}
-        if name == "messages" and path == "/tokenize":
+        if "messages" in body and path == "/tokenize":
             del body["prompt"]
         has_input = path != "/tokenize" or body.get("prompt") is not None or body.get("messages") is not None
         assert is_read(read, body) == (validator.is_valid(body) and has_input), (name, value)
     with pytest.raises(InvalidRequest, match="magic: there is no such field"):
-        read(HttpRequestReader(MODEL, 8192), least | {"magic": 1})
+        read(HttpRequestReader(MODEL), least | {"magic": 1})
 
 
 # --- settings --------------------------------------------------------------------------------------------------------

@@ -120,8 +120,9 @@ async def test_a_call_and_its_output_are_items(gateway: LocalGateway) -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "nothing is stored; send the history in input"),
-        ({"store": True}, "store", "true is not supported; leave it out"),
+        ({"previous_response_id": 1}, "previous_response_id", "give a string"),
+        ({"store": "yes"}, "store", "give true or false"),
+        ({"background": True}, "background", "true is not supported; leave it out"),
         ({"input": 3}, "input", "give a string or a list of items"),
         ({"input": []}, "input", "none given; at least 1 item is needed"),
         ({"input": [{"type": "item_reference"}]}, "input[0].type", "is not supported; use message"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from services.cli.main import main
 from services.offline.bench.router import parts
+from services.offline.bench.router.restart import RestartLoad
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +29,7 @@ def test_it_counts_every_decision_and_the_memory_of_a_conversation(
     assert 0.0 < report["placement"]["p50"] <= report["decision"]["p50"] <= report["decision"]["p99"]
     assert report["decisions_per_second"] == pytest.approx(1e3 / report["decision"]["mean"], rel=1e-6)
     assert 0.0 < report["processor"]["p50"] <= report["processor"]["p99"] <= report["processor"]["most"]
+    assert 0.0 < report["uncollected"]["mean"] <= report["processor"]["mean"]
     assert report["turn"]["p50"] > report["decision"]["p50"], "the end of a turn takes time too"
     journal = report["journal"]
     assert journal["turn"]["mean"] > journal["decision"]["mean"], "and its answer is written"
@@ -59,6 +62,29 @@ def test_without_a_journal_the_table_has_no_rows_of_it(capsys: pytest.CaptureFix
     printed = capsys.readouterr().out
     assert "p99 of a decision (ms): " in printed
     assert "journal" not in printed
+
+
+def test_a_router_that_starts_again_decides_by_what_its_journal_and_its_rings_tell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.cli.bench_router.RestartLoad", partial(RestartLoad, decisions=5))
+    sizes = ["--conversations", "40", "--rings", "10", "--tokens", "64", "--journal", str(tmp_path)]
+    assert main(["bench", "router", "--restart", *sizes, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["first_decision_seconds"] > 0.0
+    assert 0.0 < report["serving_seconds"] <= report["told_seconds"]
+    assert report["processor_seconds"] > 0.0
+    assert report["cached_share"] == 1.0, "every turn finds the KV of its conversation on a ring"
+    assert report["decisions"]["p50"] > 0.0
+    ((target, is_met),) = report["targets"].items()
+    assert target.startswith("first decision after a restart (s)")
+    assert is_met == (report["first_decision_seconds"] <= 5.0)
+    assert not list(tmp_path.iterdir()), "the journal of a run does not outlive it"
+
+
+def test_a_restart_needs_a_journal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "router", "--restart", "--journal", "none"]) == 1
+    assert "--journal: 'none' is not allowed with --restart" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

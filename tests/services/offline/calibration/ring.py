@@ -45,13 +45,21 @@ def truth() -> HardwareProfile:
         layer_overhead_seconds=1e-4,
         rank_overhead_seconds=0.0,
         cached_overhead_seconds=5e-5,
+        chain_start_seconds=4e-4,
+        chain_overlap=0.5,
     )
     return replace(gtt, prefill=prefill)
 
 
-def server(num_ranks: int) -> ServerInfo:
+def server(num_ranks: int, speeds: tuple[float, ...] = (), lateness: tuple[float, ...] = ()) -> ServerInfo:
     rates = RingRates(
-        gemm_flops=5e14, attention_flops=4e14, link_bytes_per_second=1e10, link_latency_seconds=5e-5, overlap=1.0
+        gemm_flops=5e14,
+        attention_flops=4e14,
+        link_bytes_per_second=1e10,
+        link_latency_seconds=5e-5,
+        overlap=1.0,
+        speeds=speeds,
+        lateness=lateness,
     )
     return ServerInfo(
         rings=tuple(
@@ -65,14 +73,18 @@ def server(num_ranks: int) -> ServerInfo:
 class FakeClient:
     """Fake client that answers as a gateway does.
 
-    `shared` prefills are reported as computed together with another turn. Both algorithms of a cell are slower by the
-    same share, up to `drift`. Prefills of `disturbed` (new tokens, cached tokens, algorithm) take four times as long.
+    `shared` prefills are reported as computed together with another turn, and `level` chains as having had no room for
+    their cuts. All algorithms of a cell are slower by the same share, up to `drift`.
+    Prefills of `disturbed` (new tokens, cached tokens, algorithm) take four times as long.
     """
 
     num_ranks: int = 4
     noise: float = 0.0
     drift: float = 0.0
     shared: int = 0
+    level: int = 0
+    speeds: tuple[float, ...] = ()
+    lateness: tuple[float, ...] = ()
     disturbed: tuple[int, int, str] | None = None
     chunk_tokens: int = 8192
     conversations: dict[str, list[int]] = field(default_factory=dict)
@@ -86,7 +98,7 @@ class FakeClient:
         return INFO
 
     def server_info(self) -> ServerInfo:
-        return server(self.num_ranks)
+        return server(self.num_ranks, self.speeds, self.lateness)
 
     def delete_conversation(self, conversation_id: str) -> None:
         del self.conversations[conversation_id]
@@ -120,7 +132,11 @@ class FakeClient:
             cached_tokens=cached,
             seconds=1.0,
             cuts=tuple(bounds[1:-1]),
+            speeds=self.speeds,
+            lateness=self.lateness,
         )
+        is_level = self.level > 0 and algorithm == "chain"
+        self.level -= is_level
         num_turns, self.shared = (2, self.shared - 1) if self.shared and algorithm else (1, self.shared)
         seconds = predicted_prefill(shape_of(INFO), truth(), sample) * self._draw.uniform(
             1 - self.noise, 1 + self.noise
@@ -141,7 +157,13 @@ class FakeClient:
             decode_ranks=self.num_ranks,
             prefill_seconds=seconds,
             chunks=tuple(
-                Chunk(start=start, stop=stop, algorithm=sample.algorithm, num_turns=num_turns)
+                Chunk(
+                    start=start,
+                    stop=stop,
+                    algorithm=sample.algorithm,
+                    num_turns=num_turns,
+                    fallback="level_cuts" if is_level else "",
+                )
                 for start, stop in pairwise(bounds)
             ),
         )

@@ -8,14 +8,14 @@ from typing import cast
 
 import pytest
 
-from cp_core.cost.model import PASS_KV, PASS_Q
+from cp_core.cost.model import CHAIN, PASS_KV, PASS_Q
 from cp_core.cost.profile import format_profile, read_profile
 from cp_core.errors import Busy, ConfigError, Unavailable
 from ringserve.client import Client, RingInfo, ServerInfo
 from services.offline.calibration.fitting import Calibration, calibrate, profile_from_rings, shape_of
 from services.offline.calibration.measurement import ANSWER_TOKENS, Calibrator, Cell, grid, max_sequence_tokens
 from services.offline.calibration.report import calibration_json, closing_lines, write_calibration_plot
-from tests.services.offline.calibration.ring import INFO, FakeClient, server
+from tests.services.offline.calibration.ring import INFO, FakeClient, server, truth
 
 CELLS = grid([128, 512, 2048, 8192, 32768], [0, 4096, 60_000], 100_000)
 
@@ -73,12 +73,35 @@ def test_auto_by_what_was_fitted_loses_less_than_any_fixed_choice() -> None:
     assert min(losses.values()) >= 0.0
 
 
-def test_each_prefill_is_measured_by_both_algorithms_and_nothing_is_left_behind() -> None:
+def test_what_a_chain_takes_is_measured_and_not_assumed() -> None:
+    """Its starts and its overlap are others than the ring's, and the choice among three loses next to nothing."""
+    calibration = calibrated(FakeClient(noise=0.02))
+    found, true = calibration.profile.prefill, truth().prefill
+    assert true.chain_start_seconds is not None
+    assert true.chain_overlap is not None
+    assert found.chain_start_seconds is not None
+    # Of a layer's overhead and the starts of its hops only the sum is determined.
+    own, real = (each.layer_overhead_seconds + 3 * (each.chain_start_seconds or 0.0) for each in (found, true))
+    assert own == pytest.approx(real, rel=0.15)
+    assert found.chain_overlap == pytest.approx(true.chain_overlap, abs=0.15)
+    chains = [row for row in calibration.rows if row.measurement.sample.algorithm == CHAIN]
+    assert all(row.fitted == pytest.approx(row.measurement.sample.seconds, rel=0.06) for row in chains)
+    losses = dict(calibration.losses)
+    assert losses["auto, calibrated"] < 0.01 < losses["always chain"]
+
+
+def test_a_slow_and_a_late_rank_are_in_the_predictions_of_chains() -> None:
+    calibration = calibrated(FakeClient(speeds=(1.0, 2.0, 2.0, 2.0), lateness=(0.0, 0.02, 0.0, 0.0)))
+    chains = [row for row in calibration.rows if row.measurement.sample.algorithm == CHAIN]
+    assert all(row.fitted == pytest.approx(row.measurement.sample.seconds, rel=0.1) for row in chains)
+
+
+def test_each_prefill_is_measured_by_three_algorithms_and_nothing_is_left_behind() -> None:
     client = FakeClient()
     calibration = calibrated(client, repeats=2)
     assert client.conversations == {}
     assert len(client.deleted) == 2, "one for each number of cached tokens above 0"
-    assert {row.measurement.sample.algorithm for row in calibration.rows} == {PASS_KV, PASS_Q}
+    assert {row.measurement.sample.algorithm for row in calibration.rows} == {PASS_KV, PASS_Q, CHAIN}
     assert all(len(row.measurement.seconds) == 2 for row in calibration.rows)
     cells = {(row.measurement.sample.new_tokens, row.measurement.sample.cached_tokens) for row in calibration.rows}
     assert cells == {(cell.new_tokens, cell.cached_tokens) for cell in CELLS}
@@ -100,8 +123,14 @@ def test_a_ring_of_one_rank_has_nothing_to_choose() -> None:
 def test_a_prefill_that_shared_its_steps_is_measured_again() -> None:
     client = FakeClient(shared=3)
     assert calibrated(client).fitted.rms < 0.02
-    # Each cell by both in three rounds, once more a set to get ready; the three that were shared besides.
-    assert sum(bool(name) for name in client.asked) == 6 * len(CELLS) + 3 + 3 - 1
+    # Each cell by all in three rounds, once more a set to get ready; the three that were shared besides.
+    assert sum(bool(name) for name in client.asked) == 9 * len(CELLS) + 3 + 3 - 1
+
+
+def test_a_chain_that_had_no_room_for_its_cuts_is_measured_again() -> None:
+    client = FakeClient(level=2)
+    assert calibrated(client).fitted.rms < 0.02
+    assert client.asked.count(CHAIN) == 3 * len(CELLS) + 2
 
 
 def test_a_service_that_is_always_busy_is_not_measured() -> None:
@@ -128,10 +157,11 @@ def test_what_is_written_is_what_the_router_reads(exact: Calibration, tmp_path: 
 def test_the_report_has_every_prefill_beside_its_prediction(exact: Calibration, tmp_path: Path) -> None:
     calibration = exact
     report = json.loads(calibration_json(calibration))
-    assert len(report["prefills"]) == 2 * len(CELLS)
+    assert len(report["prefills"]) == 3 * len(CELLS)
     assert {"seconds", "predicted", "predicted_by_rates", "predicted_held_out", "runs"} <= report["prefills"][0].keys()
     assert report["profile"]["prefill"]["gemm_flops"] == calibration.profile.prefill.gemm_flops
     assert any("empirical selector: alpha" in line for line in closing_lines(calibration))
+    assert any("chain: " in line and "us a hop and layer" in line for line in closing_lines(calibration))
     write_calibration_plot(calibration, tmp_path / "calibration.png")
     assert (tmp_path / "calibration.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match="--plot: cannot write"):

@@ -65,7 +65,9 @@ async def test_a_rank_that_dies_between_turns_is_noticed_and_harms_no_answer(
     async with LocalGateway(model_path, codec, service=service) as gateway:
         expected = await answers(gateway, codec)
         assert check_greedy(model_path, expected) > 0.0
-        experiment = Experiment(gateway.target, RankThreads(service), expected, SECONDS)
+        ranks = RankThreads(service)
+        usual = await Experiment(gateway.target, ranks, expected, SECONDS).usual_gap("usual-")
+        experiment = Experiment(gateway.target, ranks, expected, SECONDS, usual)
         result = await experiment.run(Cell(Kind.DECODE_RANK, Phase.IDLE, How.KILL), "idle-")
         assert (result.outcome, result.reasons) == (Outcome.HELD, ())
         assert result.victim == "decode-0 rank 1"
@@ -73,6 +75,8 @@ async def test_a_rank_that_dies_between_turns_is_noticed_and_harms_no_answer(
         assert result.detect_seconds is not None
         assert result.sign
         assert result.free_blocks_before == result.free_blocks_after > 0
+        assert result.longest_gap_seconds
+        assert result.gap_ratio == pytest.approx(result.longest_gap_seconds / usual)
 
 
 async def test_only_the_very_tokens_and_text_of_an_answer_are_exact(

@@ -81,3 +81,11 @@ def test_tokens_that_were_streamed_and_are_not_the_answers_break_the_promise() -
     assert judge(CELL, seen([stream])).reasons == (
         "1 of 1 streams: tokens were streamed that are not those of the answer",
     )
+
+
+def test_the_longest_gap_is_told_in_usual_gaps_where_these_are_known() -> None:
+    gaps = [answered(6, 7, 8, at=(101.0, 101.5, 103.5)), answered(6, 7, 8)]
+    assert judge(CELL, seen(gaps)).gap_ratio is None
+    result = judge(CELL, seen(gaps, usual_gap_seconds=0.5))
+    assert result.gap_ratio == pytest.approx(4.0)
+    assert result.as_dict()["gap_ratio"] == pytest.approx(4.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,7 @@ from cp_core.errors import Unavailable
 from orchestration.protocol.views import RankKvUsage, RingStatus
 from services.telemetry.metrics.registry import RING_NAMES, WithVllmNames
 from services.telemetry.metrics.ring import RingCollector, RingView
-from workers.protocol.ranks import STEP_BOUNDS, RankStatus
+from workers.protocol.ranks import STEP_BOUNDS, GpuMemory, RankStatus
 
 
 def status(state: str = "ready", role: str = "decode") -> RingStatus:
@@ -47,6 +48,9 @@ def view(state: str = "ready", role: str = "decode") -> RingView:
         step_seconds=4.0,
         wait_seconds=1.0,
         communication_seconds=2.5,
+        kv_nixl_bytes=70,
+        kv_socket_bytes=30,
+        kv_fallbacks=2,
         step_counts=tuple(counts),
         eager_steps=(("recording", 3),),
     )
@@ -57,6 +61,7 @@ def view(state: str = "ready", role: str = "decode") -> RingView:
         status=status(state, role),
         rank_statuses=(busy, other),
         kv_evictions={"end": 7},
+        layout_fallbacks={"level_cuts": 3},
         kv_shared_tokens=3,
         kv_bytes_per_token=5,
         kv_block_tokens=16,
@@ -104,6 +109,10 @@ async def test_a_ring_tells_of_itself_and_of_every_rank() -> None:
     assert found[f"ringserve_rank_step_seconds_total{rank}"] == 4
     assert found[f"ringserve_rank_exposed_communication_seconds_total{rank}"] == 1
     assert found["ringserve_rank_bytes_sent_total{rank=1,ring=decode-1,role=decode}"] == 99
+    for carrier, count in (("nixl", 70), ("sockets", 30)):
+        carried = f"{{carrier={carrier},rank=0,ring=decode-1,role=decode}}"
+        assert found[f"ringserve_rank_kv_bytes_sent_total{carried}"] == count
+    assert found[f"ringserve_rank_kv_fallbacks_total{rank}"] == 2
     eager = {key: value for key, value in found.items() if key.startswith("ringserve_rank_eager_steps_total")}
     assert eager == {"ringserve_rank_eager_steps_total{rank=0,reason=recording,ring=decode-1,role=decode}": 3}
 
@@ -130,6 +139,7 @@ async def test_a_ring_whose_ranks_have_said_nothing_yet_has_no_steps() -> None:
             status=status(),
             rank_statuses=(),
             kv_evictions={},
+            layout_fallbacks={},
             kv_shared_tokens=0,
             kv_bytes_per_token=5,
             kv_block_tokens=16,
@@ -148,6 +158,11 @@ async def test_a_prefill_ring_tells_how_much_work_waits_and_how_much_may() -> No
     ring = "{ring=prefill-1,role=prefill}"
     assert found[f"ringserve_prefill_waiting_work{ring}"] == 12.5
     assert found[f"ringserve_prefill_max_waiting_work{ring}"] == 100
+    fallbacks = {
+        reason: found[f"ringserve_prefill_layout_fallbacks_total{{reason={reason},ring=prefill-1,role=prefill}}"]
+        for reason in ("level_cuts", "spread")
+    }
+    assert fallbacks == {"level_cuts": 3, "spread": 0}
     assert not [name for name in found if "preemptions" in name or "decode_variant" in name]
 
 
@@ -177,3 +192,17 @@ async def test_the_names_of_vllm_stand_beside_ours_with_the_same_values() -> Non
     assert found["vllm:num_requests_waiting{model_name=llama,ring=decode-1,role=decode}"] == 4
     assert found["ringserve_num_requests_waiting{ring=decode-1,role=decode}"] == 4
     assert len([name for name in found if name.startswith("vllm:")]) == len(RING_NAMES)
+
+
+async def test_ranks_on_gpus_tell_of_their_memory() -> None:
+    async def get_view() -> RingView:
+        first, second = view().rank_statuses
+        gpu = GpuMemory(total=80, reserved=60, allocated=50)
+        return replace(view(), rank_statuses=(replace(first, gpu=gpu), second))
+
+    found = await samples(RingCollector("decode", "decode-1", get_view, asyncio.get_running_loop()))
+    told = {name: value for name, value in found.items() if "gpu_memory" in name}
+    assert told == {
+        f"ringserve_rank_gpu_memory_bytes{{kind={kind},rank=0,ring=decode-1,role=decode}}": value
+        for kind, value in (("total", 80), ("reserved", 60), ("allocated", 50))
+    }

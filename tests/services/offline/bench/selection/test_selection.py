@@ -19,7 +19,7 @@ from cp_core.transport.interface import RingTransport, Work
 from services.cli.main import main
 from services.offline.bench.model_rank import with_layers
 from services.offline.bench.ring_processes import Loopback
-from services.offline.bench.selection.links import LinkRate, isolation, parse_rate
+from services.offline.bench.selection.links import LinkRate, parse_rate
 from services.offline.bench.selection.measure import (
     SelectionSettings,
     measure_selection,
@@ -36,6 +36,7 @@ from services.offline.bench.selection.results import (
     wrong_table,
 )
 from services.offline.calibration.measurement import Cell
+from services.offline.namespaces import isolation
 
 # A ring of processes starts, and prefills over slow links.
 pytestmark = pytest.mark.timeout(240)
@@ -77,7 +78,13 @@ def settings() -> Iterator[SelectionSettings]:
     torch.manual_seed(0)
     with with_layers("builtin:tiny", 1) as model:
         yield SelectionSettings(
-            model=str(model), ranks=(2,), rates=(SLOW,), cells=(SHORT, LONG), fit_cells=FIT_CELLS, rounds=1
+            model=str(model),
+            ranks=(2,),
+            rates=(SLOW,),
+            cells=(SHORT, LONG),
+            fit_cells=FIT_CELLS,
+            rounds=1,
+            has_tensor=True,
         )
 
 
@@ -103,6 +110,13 @@ def test_on_slow_links_auto_takes_the_algorithm_that_sends_less(report: Selectio
     assert losses["pass_q"] > 0.0
     # Load on the machine only slows a link.
     assert 0 < ring.measured.link_bytes_per_second < 1.05 * SLOW.bytes_per_second
+
+
+def test_ranks_that_share_the_weights_send_more_and_wait_longer(report: SelectionReport) -> None:
+    ((cell,),) = (ring.tensor for ring in report.rings)
+    assert cell.new_tokens == SHORT.new_tokens
+    assert cell.over_pass_kv > 1.0
+    assert 0.0 < cell.ntp_waits < cell.waits < 1.0
 
 
 def test_both_algorithms_gave_the_same_outputs(report: SelectionReport) -> None:

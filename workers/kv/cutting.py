@@ -1,0 +1,128 @@
+"""Cutting of KV into frames: their tokens and slots, the same for every layer, and the packing of a layer's payload.
+
+T tokens of a frame, K its KV heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cp_core.errors import TransferError
+from cp_core.layout.reshard import KvPiece
+from workers.kv.cache import KvCache, SlotRun, runs_of, slots_of
+from workers.kv.frames import MAX_PIECES, Column, LayerFrame, SlotRef
+from workers.protocol.transfers import TransferKey
+
+# Payload bytes of one frame: large enough that its fixed cost is negligible, small enough to stay in a CPU cache in the
+# receiver's staging buffer (docs/decisions/0003-kv-carrier.md).
+FRAME_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class FrameLayout:
+    """Content of one frame and its slots here, the same for every layer. `heads` counts this rank's heads from 0.
+
+    `index` has every slot of `runs`, int64[T] on the cache's device, where these are too many to copy one by one.
+    """
+
+    starts: Column
+    counts: Column
+    head_start: int
+    head_stop: int
+    heads: slice
+    runs: tuple[SlotRun, ...]
+    index: torch.Tensor | None
+
+    def of_layer(
+        self, key: TransferKey, layer: int, cache: KvCache, checksum: int | None = None, slot: SlotRef | None = None
+    ) -> LayerFrame:
+        """Return the frame of one layer."""
+        heads = (self.head_start, self.head_stop)
+        return LayerFrame(key, layer, cache.dtype_name, *heads, self.starts, self.counts, checksum, slot)
+
+    def payload(self, layer: int, cache: KvCache) -> list[memoryview]:
+        """Return K, then V of the frame's tokens: the cache's own memory where possible, else one packed copy.
+
+        On a GPU the copies are queued on the current stream: the bytes are there when it has done them.
+        """
+        is_whole = self.heads == slice(0, cache.num_kv_heads)
+        if is_whole and cache.device.type == "cpu" and self.index is None:
+            views = cache.views(layer, self.runs)
+            return [*(_bytes(view.k) for view in views), *(_bytes(view.v) for view in views)]
+        packed = self.pack(layer, cache, torch.empty(self.num_bytes(cache), dtype=torch.uint8, device=cache.device))
+        if cache.device.type == "cuda":
+            packed = torch.empty(packed.shape, dtype=torch.uint8, pin_memory=True).copy_(packed, non_blocking=True)
+        return [packed.numpy().data]
+
+    def pack(self, layer: int, cache: KvCache, out: torch.Tensor) -> torch.Tensor:
+        """Copy K[T,K,D], then V[T,K,D] to the start of `out` (bytes, on the cache's device) -> the bytes written."""
+        packed = out[: self.num_bytes(cache)]
+        k, v = packed.view(cache.dtype).view(2, -1, self.head_stop - self.head_start, cache.head_dim)
+        cache.copy_runs(layer, self.runs, k, v, heads=self.heads, index=self.index)
+        return packed
+
+    def num_bytes(self, cache: KvCache) -> int:
+        """Return the bytes of the payload of a layer."""
+        return int(self.counts.sum()) * _token_bytes(cache, self.head_start, self.head_stop)
+
+
+def _token_bytes(cache: KvCache, head_start: int, head_stop: int) -> int:
+    return 2 * (head_stop - head_start) * cache.head_dim * cache.dtype.itemsize
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    # As bytes, because numpy knows no bfloat16.
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+class OutgoingPart:
+    """Share of one source rank for one destination: pieces cut into frames."""
+
+    def __init__(self, pieces: tuple[KvPiece, ...], blocks: tuple[int, ...], cache: KvCache) -> None:
+        self._pieces = pieces
+        self._blocks = blocks
+        self._cache = cache
+        self._cut_to = 0
+        self._frames: tuple[FrameLayout, ...] = ()
+
+    def frames(self, frame_bytes: int = FRAME_BYTES) -> tuple[FrameLayout, ...]:
+        """Return the pieces cut to frames of at most `frame_bytes`, or of one token.
+
+        The thread that sends the first layer cuts them for all: decode shards have a piece a token. Raises
+        TransferError where a piece is not in this rank's blocks and heads, or pieces do not ascend.
+        """
+        if frame_bytes != self._cut_to:
+            heads = sorted({(piece.head_start, piece.head_stop) for piece in self._pieces})
+            self._frames = tuple(frame for start, stop in heads for frame in self._cut(start, stop, frame_bytes))
+            self._cut_to = frame_bytes
+        return self._frames
+
+    def _cut(self, head_start: int, head_stop: int, frame_bytes: int) -> Iterator[FrameLayout]:
+        cache = self._cache
+        pieces = [piece for piece in self._pieces if (piece.head_start, piece.head_stop) == (head_start, head_stop)]
+        counts = np.array([len(piece.tokens) for piece in pieces], dtype=np.int64)
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        positions = np.repeat(np.array([piece.tokens.start for piece in pieces], dtype=np.int64), counts) + within
+        stored = np.repeat(np.array([piece.source_stored for piece in pieces], dtype=np.int64), counts) + within
+        if (np.diff(positions) <= 0).any():
+            raise TransferError(f"the pieces to send do not ascend from position {positions[0]} on")
+        if stored.min() < 0 or stored.max() >= len(self._blocks) * cache.block_tokens:
+            raise TransferError(
+                f"{len(self._blocks)} blocks do not hold the stored indices {stored.min()} to {stored.max()}"
+            )
+        if head_start < cache.heads.start or head_stop > cache.heads.stop or head_start >= head_stop:
+            raise TransferError(f"KV heads [{head_start}, {head_stop}) are not on this rank")
+        slots = slots_of(self._blocks, stored, cache.block_tokens)
+        heads = slice(head_start - cache.head_start, head_stop - cache.head_start)
+        step = max(1, min(frame_bytes // _token_bytes(cache, head_start, head_stop), MAX_PIECES))
+        for first in range(0, len(positions), step):
+            # Runs of positions are pieces on the wire, runs of slots are views of memory: they need not coincide.
+            spans = runs_of(positions[first : first + step])
+            starts = np.array([span.start for span in spans], dtype=np.int64)
+            lengths = np.array([len(span) for span in spans], dtype=np.int64)
+            runs = runs_of(slots[first : first + step])
+            yield FrameLayout(starts, lengths, head_start, head_stop, heads, runs, cache.copy_index(runs))

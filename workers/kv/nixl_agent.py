@@ -1,0 +1,168 @@
+"""Agent of NIXL for READs of one descriptor. The only file that imports NIXL; one thread makes an agent and calls it.
+
+NIXL has no calls to cancel a READ: its end alone tells that nothing lands any more.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from cp_core.errors import ConfigError
+
+RDMA_DEVICES = Path("/sys/class/infiniband")
+
+
+def engine_of(rdma_devices: Path = RDMA_DEVICES) -> str:
+    """Return UCX's settings; UCX_... in the environment wins.
+
+    Emulated RMA is forbidden, since a reader's death can end the process that it reads. An agent listens on every
+    interface, and who reaches it may read and write the whole process: so TCP is off where there is RDMA, and otherwise
+    on loopback alone, where processes of this host find each other. Data go by cma, cuda_ipc and RDMA.
+    """
+    has_rdma = rdma_devices.is_dir() and any(rdma_devices.iterdir())
+    return "PROTO_EMULATION_ENABLE=n," + ("TLS=^tcp" if has_rdma else "NET_DEVICES=lo")
+
+
+class Disconnected(ConnectionError):
+    """End of a READ by the loss of its peer, or before it began: nothing lands any more."""
+
+
+class NixlRead:
+    """READ under way. Its handle must live until the READ is over: what drops it tries to cancel the READ."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+        self.is_done = False
+
+
+class Unfinished(Exception):
+    """Error of a READ that tells nothing about its end: bytes may still land."""
+
+    def __init__(self, reason: str, read: NixlRead) -> None:
+        super().__init__(reason)
+        self.read = read
+
+
+def has_nixl() -> bool:
+    """Return True if a package of NIXL is installed."""
+    return bool(_packages())
+
+
+def load_nixl() -> Any:
+    """Import NIXL's Python interface. Raises ConfigError."""
+    packages = _packages()
+    if not packages:
+        raise ConfigError("kv_transfer.carrier: 'nixl' needs a package that is not here: pip install 'ringserve[nixl]'")
+    raises = logging.raiseExceptions
+    try:
+        api = importlib.import_module(f"{packages[0]}._api")
+    except Exception as error:
+        raise ConfigError(f"kv_transfer.carrier: 'nixl' needs {packages[0]}, which does not load: {error}") from error
+    finally:
+        # Its import changes how all of this process's logging fails, and logs to stdout.
+        logging.raiseExceptions = raises
+    told = logging.getLogger("nixl")
+    told.handlers.clear()
+    told.propagate = True
+    told.setLevel(logging.WARNING)
+    return api
+
+
+def _packages() -> list[str]:
+    """Return the packages of NIXL that are installed, that of torch's version of CUDA first."""
+    own = (torch.version.cuda or "12").partition(".")[0]
+    names = [f"nixl_cu{major}" for major in sorted(("12", "13"), key=lambda major: major != own)]
+    return [name for name in names if importlib.util.find_spec(name) is not None]
+
+
+class NixlAgent:
+    """Agent with registered memory. `close` destroys it, which ends its READs."""
+
+    def __init__(self, name: str, device: torch.device, engine: str | None = None) -> None:
+        """Make the agent; `engine` replaces `engine_of`. Raises ConfigError, and what NIXL raises."""
+        api = load_nixl()
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        self._device = device
+        self._agent: Any = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
+        self._agent.create_backend("UCX", {"engine_config": engine or engine_of()})
+
+    def register(self, memory: torch.Tensor) -> None:
+        """Let READs use this memory, at both ends."""
+        row = _row(memory.data_ptr(), memory.nbytes, memory.device.index or 0)
+        self._agent.register_memory(row, _kind(memory.device.type))
+
+    def metadata(self) -> bytes:
+        """Return what peers need to read the registered memory."""
+        metadata: bytes = self._agent.get_agent_metadata()
+        return metadata
+
+    def add(self, name: str, metadata: bytes) -> None:
+        """Add a peer that is not known. Raises Disconnected where the metadata are not its own."""
+        try:
+            told = self._agent.add_remote_agent(metadata)
+        except Exception as error:
+            raise Disconnected(f"its metadata are refused: {_reason(error)}") from error
+        told = told.decode() if isinstance(told, bytes) else told
+        if told != name:
+            self._agent.remove_remote_agent(told)
+            raise Disconnected(f"its metadata are those of {told!r}")
+
+    def remove(self, name: str) -> None:
+        """Forget a peer, of which no READ is under way."""
+        self._agent.remove_remote_agent(name)
+
+    def read(self, peer: str, here: torch.Tensor, address: int, device: str, device_index: int) -> NixlRead:
+        """Begin to read as many bytes of a peer as `here` takes. Raises Disconnected, Unfinished."""
+        agent = self._agent
+        own = _row(here.data_ptr(), here.nbytes, here.device.index or 0)
+        try:
+            there = agent.get_xfer_descs(_row(address, here.nbytes, device_index), _kind(device))
+            handle = agent.initialize_xfer("READ", agent.get_xfer_descs(own, _kind(here.device.type)), there, peer)
+        except Exception as error:
+            raise Disconnected(_reason(error)) from error
+        read = NixlRead(handle)
+        self._follow(read, agent.transfer)
+        return read
+
+    def look(self, read: NixlRead) -> None:
+        """Set `is_done` of a READ if it is over. Raises Disconnected, Unfinished."""
+        self._follow(read, self._agent.check_xfer_state)
+
+    def progress(self) -> None:
+        """Serve peers: they connect, and read by transports whose target has to help."""
+        self._agent.get_new_notifs()
+
+    def close(self) -> None:
+        """Destroy the agent; its READs are over afterwards, unless the caller holds one. Idempotent."""
+        self._agent = None
+
+    def _follow(self, read: NixlRead, call: Any) -> None:
+        try:
+            read.is_done = call(read.handle) == "DONE"
+        except Exception as error:
+            if type(error).__name__ != "nixlRemoteDisconnectError":
+                raise Unfinished(_reason(error), read) from error
+            self._agent.release_xfer_handle(read.handle)
+            raise Disconnected(_reason(error)) from error
+        if read.is_done:
+            self._agent.release_xfer_handle(read.handle)
+
+
+def _kind(device: str) -> str:
+    return "VRAM" if device == "cuda" else "DRAM"
+
+
+def _row(address: int, num_bytes: int, device_index: int) -> Any:
+    return np.array([[address, num_bytes, device_index]], np.uint64)
+
+
+def _reason(error: Exception) -> str:
+    return f"NIXL says {error or type(error).__name__}"

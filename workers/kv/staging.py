@@ -1,0 +1,169 @@
+"""Slots of staging memory, and the copies between them and the cache.
+
+A source packs the payload of a frame into an out slot, and a destination reads it into a landing slot of its own. So a
+peer never reads or writes the cache.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from cp_core.errors import Unavailable
+from workers.kv.cache import KvCache
+from workers.kv.cutting import FrameLayout
+from workers.kv.frames import SlotRef, checksum_of
+
+# An odd number with bits all over, so that neighbours have very different weights.
+WEIGHT = 0x3C6EF35F
+
+
+def digest_of(payload: torch.Tensor) -> int:
+    """Return the checksum of a payload (bytes): its CRC-32 on the host, its `weighted_sum` on a GPU."""
+    return checksum_of([payload.numpy().data]) if payload.device.type == "cpu" else weighted_sum(payload)
+
+
+def weighted_sum(payload: torch.Tensor) -> int:
+    """Return the sum of 4-byte words, each times an odd number of its position, modulo 2**32.
+
+    An odd factor lets no change of one word vanish, and words that change places have other factors there.
+    """
+    words = payload.view(torch.int32)
+    weights = torch.arange(len(words), dtype=torch.int32, device=payload.device).mul_(WEIGHT).bitwise_or_(1)
+    return int(weights.mul_(words).sum(dtype=torch.int64)) & 0xFFFF_FFFF
+
+
+class CopyStream:
+    """Stream of one thread's copies on a GPU, beside its computation. On a CPU, copies are done when calls return."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def copying(self, ready: torch.Event | None = None) -> Iterator[None]:
+        """Queue the block's copies behind `ready`, and wait for them at its end."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            if ready is not None:
+                self._stream.wait_event(ready)
+            yield
+            self._stream.synchronize()
+
+
+class SlotPool:
+    """Pool of the slots 0 to `num_slots` - 1, each lent to one holder until `release`. Thread-safe.
+
+    One holder has at most `max_held`. The lowest free slot is lent first, so that the least memory is touched.
+    """
+
+    def __init__(self, num_slots: int, max_held: int) -> None:
+        self._free = list(range(num_slots))
+        self._num_usable = num_slots
+        self._max_held = max_held
+        self._holders: dict[int, object] = {}
+        self._held: Counter[object] = Counter()
+        self._changed = threading.Condition()
+        self._is_closed = False
+
+    @property
+    def num_free(self) -> int:
+        with self._changed:
+            return len(self._free)
+
+    @property
+    def is_used_up(self) -> bool:
+        """True where every slot was lost."""
+        with self._changed:
+            return not self._num_usable
+
+    def take(self, holder: object, seconds: float, is_stopped: Callable[[], bool] = lambda: False) -> int:
+        """Lend a slot. Raises Unavailable after `seconds`, or where `is_stopped` (see `wake`)."""
+
+        def is_over() -> bool:
+            return self._is_closed or not self._num_usable or is_stopped()
+
+        with self._changed:
+            self._changed.wait_for(lambda: is_over() or self._has_one(holder), seconds)
+            if self._is_closed or is_stopped():
+                raise Unavailable("no staging slot for KV: its connection has ended")
+            if not self._has_one(holder):
+                raise Unavailable(f"no staging slot for KV: none of {self._num_usable} is free after {seconds:g} s")
+            slot = heapq.heappop(self._free)
+            self._holders[slot] = holder
+            self._held[holder] += 1
+            self._changed.notify_all()
+            return slot
+
+    def release(self, slot: int) -> None:
+        """Take a slot back; it may be lent again."""
+        with self._changed:
+            self._forget(slot)
+            heapq.heappush(self._free, slot)
+            self._changed.notify_all()
+
+    def lose(self, slot: int) -> None:
+        """Never lend a slot again: bytes may still arrive there."""
+        with self._changed:
+            self._forget(slot)
+            self._num_usable -= 1
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Let waits look at their `is_stopped` again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End all waits. Idempotent."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def _has_one(self, holder: object) -> bool:
+        return bool(self._free) and self._held[holder] < self._max_held
+
+    def _forget(self, slot: int) -> None:
+        holder = self._holders.pop(slot)
+        self._held[holder] -= 1
+        if not self._held[holder]:
+            del self._held[holder]
+
+
+class OutSlots(SlotPool):
+    """Out slots of a source: `memory` (bytes, on the cache's device) and `words`, one int64 a slot on the host.
+
+    A slot's word is its generation: odd while the slot is written, even and larger afterwards. A peer that has read a
+    slot reads the word next, and so notices a slot that was used again. Each destination holds half of the slots at
+    most, so that one that does not read stops no other.
+    """
+
+    def __init__(self, num_slots: int, slot_bytes: int, device: torch.device) -> None:
+        super().__init__(num_slots, max(1, num_slots // 2))
+        self.num_slots = num_slots
+        self.slot_bytes = slot_bytes
+        self.memory = torch.empty(num_slots * slot_bytes, dtype=torch.uint8, device=device)
+        self.words = torch.zeros(num_slots, dtype=torch.int64)
+
+    def fill(self, slot: int, layout: FrameLayout, layer: int, cache: KvCache) -> torch.Tensor:
+        """Pack the payload of a layer's frame into a slot, inside `CopyStream.copying` -> its bytes."""
+        begin = slot * self.slot_bytes
+        return layout.pack(layer, cache, self.memory[begin : begin + self.slot_bytes])
+
+    @contextmanager
+    def writing(self, slot: int) -> Iterator[None]:
+        """Mark a slot as being written, from before the first byte until after the last."""
+        # A slot whose last writing failed is odd already.
+        self.words[slot] += 1 + self.words[slot] % 2
+        yield
+        self.words[slot] += 1
+
+    def ref(self, slot: int, num_bytes: int) -> SlotRef:
+        """Return the place of `num_bytes` that were written to a slot."""
+        return SlotRef(slot, int(self.words[slot]), num_bytes)
