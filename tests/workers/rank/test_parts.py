@@ -1,4 +1,4 @@
-"""What a rank decides when it starts: how much KV it has, which weights it may quantise, whether it compiles."""
+"""Decisions of a rank at its start: how much KV it has, which weights it may quantise, whether it compiles."""
 
 from __future__ import annotations
 
