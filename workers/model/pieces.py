@@ -268,9 +268,20 @@ def _cut(graph: fx.GraphModule, values: Sequence[Any], inputs: tuple[Tensor, Ten
                     compiled[key] = torch.compile(part, backend=backend, fullgraph=True, dynamic=True)
                 stages.append(Piece(compiled[key], reads, node.name))
             case "output":
-                (result,) = node.args[0] if isinstance(node.args[0], tuple | list) else (node.args[0],)
-                output = result.name
+                output = node.args[0][_place_of_states(graph.graph)].name
     return Pieces(stages, weights, names, output)
+
+
+def _place_of_states(graph: fx.Graph) -> int:
+    """Return the place of the only tensor among a traced graph's results: numbers of rows may be beside it."""
+    results = next(node for node in graph.nodes if node.op == "output").args[0]
+    assert isinstance(results, tuple | list)
+    (place,) = (
+        place
+        for place, each in enumerate(results)
+        if isinstance(each, fx.Node) and isinstance(each.meta.get("example_value"), Tensor)
+    )
+    return place
 
 
 def _partitions(graph: fx.Graph) -> dict[fx.Node, int]:

@@ -207,8 +207,6 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(key: str, value: object, k
         ("model.dtype", "fp32", "float32, bfloat16, float16"),
         ("model.device", "gpu", "cpu, cuda"),
         ("kv_transfer.carrier", "rdma", "auto, nixl, sockets"),
-        ("model.compile", "on", "auto, off"),
-        ("model.quantization", "int8", "none, fp8"),
         ("decode.variant", "pass_kv", "auto, gather, pass_q, helix"),
         ("router.missing_kv", "fetch", "auto, pull, recompute"),
         ("router.selector", "best", "auto, alg1, alg5, empirical, pass_kv, pass_q, gather_kv, chain, sp_ntp"),

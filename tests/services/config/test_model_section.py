@@ -23,3 +23,9 @@ def test_quantised_weights_need_a_gpu_and_bfloat16(device: str, dtype: str) -> N
     )
     fitting = {"model": model | {"device": "cuda", "dtype": "bfloat16"}}
     assert config_from(fitting).model.quantization == "fp8"
+
+
+def test_words_that_are_not_allowed_are_refused_with_those_that_are() -> None:
+    assert refusal({"model": {"compile": "on"}}) == "model.compile: 'on' is not allowed; use one of auto, off"
+    said = refusal({"model": {"quantization": "int8"}})
+    assert said == "model.quantization: 'int8' is not allowed; use one of none, fp8"

@@ -1,4 +1,4 @@
-"""Decisions of a starting rank: how much KV it has, which weights it may quantise, whether it compiles."""
+"""Decisions of a rank at its start: how much KV it has, which weights it may quantise, whether it compiles."""
 
 from __future__ import annotations
 
