@@ -17,6 +17,7 @@ OWN_CHILDREN = {
     "services/cli/simulate.py",
     "services/offline/bench/gateway.py",
     "services/offline/bench/ring_processes.py",
+    "services/offline/bench/router/restart.py",
     "services/offline/bench/selection/measure.py",
 }
 """Files of commands that talk to their own child processes by pipes."""

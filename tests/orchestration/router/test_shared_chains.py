@@ -57,7 +57,7 @@ def fill_unused(leader: Leader) -> None:
         used = [slots_of(table, np.arange(held), BLOCK_TOKENS) for table, held in tables]
         for port in leader.ring.ranks[rank * tp : (rank + 1) * tp]:
             cache = port.worker.parts.cache  # type: ignore[attr-defined]
-            is_unused = torch.ones(cache.num_blocks * BLOCK_TOKENS, dtype=torch.bool)
+            is_unused = torch.ones(len(cache.k_layers[0]), dtype=torch.bool)
             is_unused[np.concatenate([np.empty(0, dtype=np.int64), *used])] = False
             for layer in (*cache.k_layers, *cache.v_layers):
                 layer[is_unused] = torch.nan
