@@ -295,6 +295,12 @@ class GrpcRouter(_Peer):
         return await self._ask(self._stub.GetServerInfo, inference_pb2.GetServerInfoRequest(), ServerView)
 
 
+def peer_metadata(secret: str | None = None) -> Metadata:
+    """Return the metadata of a process's calls to others of its cluster; the secret is by default the environment's."""
+    secret = os.environ.get(SECRET_VARIABLE, "") if secret is None else secret
+    return ((VERSION_KEY, PEER_VERSION), *([(SECRET_KEY, secret)] if secret else []))
+
+
 class GrpcPeers:
     """`Peers` over gRPC: one channel an endpoint, opened on first use; `close` closes all.
 
@@ -316,8 +322,7 @@ class GrpcPeers:
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._lost_seconds = lost_seconds
         self._router_patience = router_patience
-        secret = os.environ.get(SECRET_VARIABLE, "") if secret is None else secret
-        self._metadata: Metadata = ((VERSION_KEY, PEER_VERSION), *([(SECRET_KEY, secret)] if secret else []))
+        self._metadata = peer_metadata(secret)
         self._credentials, options = peer_channel(tls)
         alive = keepalive(lost_seconds / SILENT_TICKS, lost_seconds, is_always_on=True)
         self._options = (*CHANNEL_OPTIONS, *alive, *options)

@@ -36,7 +36,7 @@ from services.gateway.failover import begun_in_time
 from services.offline.bench.router.load import VOCABULARY, Spread
 from services.offline.bench.router.records import first_turn, turn_request
 from services.offline.bench.router.rings import SIZES, InstantRing, registrations
-from services.rpc.peers import GrpcPeers
+from services.rpc.peers import GrpcPeers, peer_metadata
 from services.rpc.server import GrpcServer
 from services.rpc.servicers import RingServicer
 from services.rpc.wire.contract import to_message
@@ -104,6 +104,7 @@ class _AnnouncedRing:
         # Made once: in service each leader tells its own.
         self._inventory.inventory.CopyFrom(to_message(router_pb2.RingInventory, inventory))
         self._told = told
+        self._metadata = peer_metadata()
         self._epoch = 0
 
     async def run(self, stub: Any) -> None:
@@ -121,7 +122,9 @@ class _AnnouncedRing:
 
     async def _announce(self, stub: Any, message: router_pb2.RegisterRingRequest, epoch: int) -> int:
         message.epoch = epoch
-        answer: router_pb2.RegisterRingResponse = await stub.RegisterRing(message)
+        answer: router_pb2.RegisterRingResponse = await stub.RegisterRing(
+            message, timeout=START_SECONDS, metadata=self._metadata
+        )
         return answer.epoch
 
 
