@@ -117,8 +117,8 @@ class LinkedTurn:
 
         Another turn may follow the same response just now, and is in the way: then this one begins in a fork.
         """
+        is_begun = is_whole = False
         try:
-            is_begun = False
             for is_forked in (False, True):
                 is_forked = await self._place(is_forked=is_forked)
                 try:
@@ -126,12 +126,14 @@ class LinkedTurn:
                         async for response in responses:
                             is_begun = True
                             yield response
+                    is_whole = True
                     return
                 except (Busy, ConversationLost):
                     if is_begun or is_forked or self._links.previous is None:
                         raise
         finally:
-            if self._fork and not self._links.is_stored:
+            # A fork stays for those that follow its answer, and nobody follows one that did not end well.
+            if self._fork and not (is_whole and self._links.is_stored):
                 with suppress(RingserveError):  # an answer that was cut is still ending: it expires
                     await self._router.delete_conversation(self._fork)
 

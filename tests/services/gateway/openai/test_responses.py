@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict
 
 from services.gateway.text import TextCodec
-from tests.services.gateway.openai.test_tools import Paint, model_of
+from tests.services.gateway.openai.test_tools import Paint
 from tests.services.local_gateway import MODEL, LocalGateway
 from tests.workers.models import Oracle
 
@@ -28,11 +28,6 @@ class Seat(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     row: Literal["front", "back"]
-
-
-@pytest.fixture(scope="module")
-def hermes_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_of("hermes", tmp_path_factory.mktemp("hermes"))
 
 
 @pytest.fixture

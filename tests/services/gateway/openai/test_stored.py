@@ -13,18 +13,12 @@ import pytest
 
 from services.gateway.text import TextCodec
 from tests.services.gateway.openai.test_responses import TOOLS
-from tests.services.gateway.openai.test_tools import model_of
 from tests.services.local_gateway import MODEL, LocalGateway
 from tests.workers.models import Oracle
 from workers.model.builtin import END_TOKEN_ID
 
 LENGTH = 7
 ASKED: dict[str, Any] = {"model": MODEL, "max_output_tokens": LENGTH, "temperature": 0}
-
-
-@pytest.fixture(scope="module")
-def hermes_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_of("hermes", tmp_path_factory.mktemp("hermes"))
 
 
 @pytest.fixture
@@ -115,6 +109,15 @@ async def test_an_answer_that_did_not_end_is_followed_by_none(gateway: LocalGate
         unborn = first.id.removesuffix("1") + "2"
         with pytest.raises(openai.NotFoundError, match=f"'{unborn}' is not held"):
             await client.responses.create(**ASKED, input="And?", previous_response_id=unborn)
+
+
+async def test_a_fork_that_gets_no_answer_is_not_left_behind(gateway: LocalGateway) -> None:
+    async with gateway.openai() as client:
+        first = await client.responses.create(**ASKED, input="Hi")
+        await client.responses.create(**ASKED, input="And?", previous_response_id=first.id)
+        with pytest.raises(openai.BadRequestError, match="at most"):
+            await client.responses.create(**ASKED, input="x" * 1_000_000, previous_response_id=first.id)
+        assert gateway.service.router.num_conversations == 1
 
 
 async def test_an_earlier_response_is_told_so_where_the_router_has_forgotten_its_end(gateway: LocalGateway) -> None:
