@@ -1,11 +1,13 @@
-"""A KV receiver over an empty cache, and a source that speaks the protocol by hand."""
+"""A KV receiver over an empty cache, a source that speaks the protocol by hand, and two ranks on a fake NIXL."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
+from tests.workers.kv.fake_nixl import FakeNetwork, Pair
 from tests.workers.kv.kv_peers import HandSource, cache_of, hand_source, receiving
 from workers.kv.cache import KvCache
 from workers.kv.receiver import KvReceiver
@@ -26,3 +28,14 @@ def receiver(cache: KvCache) -> Iterator[KvReceiver]:
 def source(receiver: KvReceiver) -> Iterator[HandSource]:
     with hand_source(receiver.endpoint) as source:
         yield source
+
+
+@pytest.fixture
+def network() -> FakeNetwork:
+    return FakeNetwork()
+
+
+@pytest.fixture
+def pair(network: FakeNetwork) -> Iterator[Pair]:
+    with ExitStack() as stack:
+        yield Pair(stack, network)

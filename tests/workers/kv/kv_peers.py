@@ -95,6 +95,7 @@ class Truth:
 TOKENS = 10
 BLOCKS = (7, 3, 30)
 TRUTH = Truth.random(TOKENS)
+LAYER_BYTES = len(TRUTH.payload(0, range(TOKENS)))
 
 
 def is_untouched(cache: KvCache) -> bool:

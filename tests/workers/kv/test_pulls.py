@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from tests.workers.kv.fake_nixl import FakeNetwork, Pair
 from tests.workers.kv.kv_peers import (
     BLOCKS,
     DESTINATION,
+    LAYER_BYTES,
     NUM_LAYERS,
     SLOT_BYTES,
     SOURCE,
@@ -34,19 +34,6 @@ from workers.kv.cutting import weighted_sum
 from workers.kv.frames import Reach, ReachedFrame, ReadFrame, RefusedFrame, SettledFrame, SettleFrame, SlotRef
 from workers.kv.pulls import PullAgent
 from workers.kv.receiver import KvReceiver
-
-LAYER_BYTES = len(TRUTH.payload(0, range(TOKENS)))
-
-
-@pytest.fixture
-def network() -> FakeNetwork:
-    return FakeNetwork()
-
-
-@pytest.fixture
-def pair(network: FakeNetwork) -> Iterator[Pair]:
-    with ExitStack() as stack:
-        yield Pair(stack, network)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ from cp_core.layout.shards import TokenRange
 from tests.workers.kv.kv_peers import (
     BLOCK_TOKENS,
     BLOCKS,
+    LAYER_BYTES,
     NUM_KV_HEADS,
     NUM_LAYERS,
     SOURCE,
@@ -35,8 +36,6 @@ from workers.kv.cache import KvCache
 from workers.kv.frames import AbandonFrame, LayerFrame, RefusedFrame, SettledFrame, SettleFrame
 from workers.kv.sender import KvSender
 from workers.protocol.transfers import KvPart, KvSend, TransferReport
-
-LAYER_BYTES = len(TRUTH.payload(0, range(TOKENS)))
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -17,6 +17,7 @@ from tests.workers.kv.fake_nixl import FakeNetwork, Pair
 from tests.workers.kv.kv_peers import (
     BLOCKS,
     DESTINATION,
+    LAYER_BYTES,
     NUM_LAYERS,
     SLOT_BYTES,
     SOURCE,
@@ -38,20 +39,6 @@ from workers.kv.frames import SlotRef
 from workers.kv.nixl_agent import Disconnected, engine_of
 from workers.kv.pulls import PullAgent
 from workers.kv.staging import SlotPool
-
-LAYER_BYTES = len(TRUTH.payload(0, range(TOKENS)))
-
-
-@pytest.fixture
-def network() -> FakeNetwork:
-    return FakeNetwork()
-
-
-@pytest.fixture
-def pair(network: FakeNetwork) -> Iterator[Pair]:
-    with ExitStack() as stack:
-        yield Pair(stack, network)
-
 
 # --- slots run out and come back -------------------------------------------------------------------------------------
 
