@@ -10,10 +10,11 @@ Rows of padding fill a bucket. No row of a step depends on another, so they may 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -50,17 +51,34 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Recorder of CUDA graphs, which share one pool of memory: they are replayed in the order of their recording."""
+    """Recorder of CUDA graphs, which share one pool of memory: they are replayed in the order of their recording.
 
-    def __init__(self) -> None:
-        self._pool: Any = None
+    A process records one graph at a time, on a stream of high priority. torch hands out its streams in turn, and those
+    of each priority apart: among the others a copy of KV could get the recorder's stream, and be recorded with it.
+    """
+
+    _recording: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, device: torch.device) -> None:
+        """Record on `device`; it is not touched before the first recording."""
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        # It lives as long as the recorder: torch refuses a pool whose graphs are all gone while memory of it is used,
+        # and the workspace of matrix products is.
+        self._first: torch.cuda.CUDAGraph | None = None
 
     def record(self, compute: Callable[[], Any]) -> Recorded:
         """See Recorder. Other threads go on meanwhile: KV of other turns comes and goes."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            results = compute()
-        self._pool = self._pool or graph.pool()
+        with self._recording:
+            self._stream = self._stream or torch.cuda.Stream(self._device, priority=-1)
+            graph, pool = torch.cuda.CUDAGraph(), None if self._first is None else self._first.pool()
+            # After a failure torch leaves the recorder's stream as the current one: the first block brings back the other.
+            with (
+                torch.cuda.stream(torch.cuda.current_stream(self._device)),
+                torch.cuda.graph(graph, pool, stream=self._stream, capture_error_mode="thread_local"),
+            ):
+                results = compute()
+            self._first = self._first or graph
         return Recorded(graph.replay, results)
 
 

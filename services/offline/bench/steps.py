@@ -161,7 +161,7 @@ class StepBench:
         self._model = model
         self._cases = cases
         self._num_rounds = num_rounds
-        self._recorder = recorder or CudaRecorder()
+        self._recorder = recorder or CudaRecorder(device)
         self._compiler = compiler
         self._runner: GraphRunner | None = None
         self._backend: AttentionBackend = select_backend(attention_backend, device, dtype)
