@@ -72,7 +72,7 @@ class CudaRecorder:
         with self._recording:
             self._stream = self._stream or torch.cuda.Stream(self._device, priority=-1)
             graph, pool = torch.cuda.CUDAGraph(), None if self._first is None else self._first.pool()
-            # After a failure torch leaves the recorder's stream as the current one: the first block brings back the other.
+            # After a failure torch leaves its stream as the current one: the first block brings back the steps'.
             with (
                 torch.cuda.stream(torch.cuda.current_stream(self._device)),
                 torch.cuda.graph(graph, pool, stream=self._stream, capture_error_mode="thread_local"),
