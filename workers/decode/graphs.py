@@ -202,7 +202,7 @@ class GraphRunner:
         self._device = device
         self._pieces: dict[int, RecordedPieces] = {}
         self._steps: dict[int, RecordedStep] = {}
-        self._allocation = -1
+        self._allocation: object = None
         self._broken: set[int] = set()
         self.eager_steps: Counter[str] = Counter()
 
@@ -229,14 +229,14 @@ class GraphRunner:
             self._give_up(bucket, recorded.fault)
         return states
 
-    def run_step(self, inputs: StepInputs, allocation: int, step: AttentionStep) -> Tensor:
+    def run_step(self, inputs: StepInputs, allocation: object, step: AttentionStep) -> Tensor:
         """Return hidden states [bucket, hidden_size] of a whole step with its rows of padding.
 
-        `allocation` numbers the memory of the inputs: what was recorded for another one is forgotten.
+        `allocation` is the sign of the inputs' memory: what was recorded for another one is forgotten.
         """
         pieces, bucket = self._model.pieces, inputs.token_ids.shape[0]
         assert pieces is not None
-        if allocation != self._allocation:
+        if allocation is not self._allocation:
             self._steps.clear()
             self._allocation = allocation
         if bucket in self._steps:

@@ -21,6 +21,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.utils.logging import disable_progress_bar
 
 from cp_core.attention.backends import select_backend
 from cp_core.attention.partial import AttentionBackend
@@ -142,15 +143,22 @@ def bench_model(path: Path | None, num_layers: int | None, dtype: str, device: s
     if path is not None:
         yield load_model(path, dtype, device)
         return
+    with bench_shape(LLAMA_3_8B | ({"num_hidden_layers": num_layers} if num_layers else {}), dtype, device) as model:
+        yield model
+
+
+@contextmanager
+def bench_shape(shape: Mapping[str, Any], dtype: str, device: str) -> Iterator[LoadedModel]:
+    """Draw a model of a shape. Raises ModelRefused."""
     with tempfile.TemporaryDirectory(prefix="ringserve-bench-") as folder:
-        shape = LLAMA_3_8B | ({"num_hidden_layers": num_layers} if num_layers else {})
-        (Path(folder) / "config.json").write_text(json.dumps(shape))
+        (Path(folder) / "config.json").write_text(json.dumps(dict(shape)))
         yield draw_model(Path(folder), dtype, device)
 
 
 def write_drawn_model(folder: Path, shape: Mapping[str, Any], dtype: str, device: str) -> None:
     """Write a model directory of a shape with random weights, drawn on `device`, and a tokenizer of bytes."""
     (folder / "config.json").write_text(json.dumps(dict(shape)))
+    disable_progress_bar()
     model: Any = draw_model(folder, dtype, device).model
     model.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({**shape, "dtype": dtype}))
