@@ -13,6 +13,7 @@ import pytest
 
 from bench import gpu, kv_carrier
 from services.cluster.capacity import Machine, check_fits
+from services.config.checks import check
 from services.offline.bench.gpu import rank, service
 from services.offline.bench.gpu.table import GPU, TOY, TTFT_SECONDS, TTIT_SECONDS, Line
 from services.offline.bench.kernels import KernelFigure
@@ -152,6 +153,7 @@ def test_both_rings_of_the_service_fit_on_one_h100(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(GPU.shape))
     config = service.config_of(GPU, GPU.dtype, ranks=1)
     info = read_model_info(tmp_path, GPU.dtype, device="cuda")
+    check(config)
     check_fits(config, info, H100)
     rows, held = max(TTIT_SECONDS, key=lambda case: case[0] * case[1])
     assert config.kv_cache.tokens_per_rank > rows * held
