@@ -13,12 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 
@@ -27,6 +29,7 @@ from services.offline.bench.gpu import rank
 from services.offline.bench.gpu.table import GPU, KV_GIGABYTES, TOY, Line, Place
 
 NO_GPU = "no GPU here: torch finds no CUDA device"
+ROOT = Path(__file__).parents[1]
 CASES = ("tests/gpu_cases.py", "tests/cp_core/attention/triton_cases.py")
 # Limit of a part: weights of 16 GB are written, loaded, and compiled where no disk has their code yet.
 PART_SECONDS = 900.0
@@ -37,9 +40,19 @@ Answer = list[Line] | str
 
 
 def cases(place: Place) -> Iterator[Line]:
-    """Run the tests that only a GPU can run, in a process of their own: Triton compiles its kernels there."""
-    files = CASES if place.is_gpu else ("--version",)
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "--noconftest", *files], check=False)
+    """Run the tests that only a GPU can run, in a process of their own: Triton compiles its kernels there.
+
+    They need pytest alone: the project's configuration of it names plugins that a GPU's machine may lack.
+    """
+    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-c", os.devnull, "--rootdir", str(ROOT), *CASES]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "proto"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        command if place.is_gpu else [*command, "--collect-only"],
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=sys.stderr,
+    )
     yield Line(part="cases", text="tests of the GPU: exit status", value=done.returncode, limit=0.0)
 
 

@@ -116,9 +116,7 @@ def check_programs(config: Config, torch_version: str = "", environment: Mapping
     ]
     if config.model.device == "cuda":
         if "+cpu" in (torch_version := torch_version or version("torch")):
-            lacking.append(
-                f"torch for CUDA, not {torch_version}, for model.device 'cuda' (install it from another index)"
-            )
+            lacking.append(f"torch for CUDA, not {torch_version} (install it from another index)")
         if not environment.get("CC") and not any(map(shutil.which, ("gcc", "clang"))):
             lacking.append("a C compiler, by which Triton starts its kernels (gcc or clang)")
     if lacking:
