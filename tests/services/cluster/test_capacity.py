@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -177,7 +178,7 @@ def test_what_ranks_need_and_this_machine_lacks_is_named_in_a_sentence(
     sections: Mapping[str, Mapping[str, object]], torch_version: str, missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(capacity, "find_spec", lambda _: None)
-    monkeypatch.setattr(capacity.shutil, "which", lambda _: None)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
     if not sections:
         check_programs(config(), torch_version, {})
         return

@@ -32,8 +32,10 @@ from workers.model.loading import DTYPES
 BLOCK_TOKENS = 16
 # Tokens of each sequence behind its context: those of its answers.
 SPARE_TOKENS = 512
-# Steps of a batch for each of a lone row: the rows of a batch begin one after the other.
-BATCH_STEPS = 8
+# Rounds of TTIT, and how often they have the steps of a rank's own bench: several tokens may come in one message, and
+# the rows of a batch begin one after the other.
+LONE_ROUNDS, LONE_STEPS = 3, 4
+BATCH_ROUNDS, BATCH_STEPS = 1, 8
 # Both rings compile the layers when they start, where the disk has no code of them yet.
 START_SECONDS = 600.0
 
@@ -134,7 +136,7 @@ def _ttit(place: Place, turns: Turns, rows: int, held: int) -> float:
     The first turn makes the context. Those that are measured add one token, so all of them decode together.
     """
     drawn = [DrawnTurns(place.shape["vocab_size"], f"d{rows}x{held}-{row}") for row in range(rows)]
-    steps, rounds = (place.steps, place.rounds) if rows == 1 else (BATCH_STEPS * place.steps, 1)
+    rounds, times = (LONE_ROUNDS, LONE_STEPS) if rows == 1 else (BATCH_ROUNDS, BATCH_STEPS)
 
     def together(num_tokens: int, max_tokens: int) -> float:
         asked = [each.turn(num_tokens, max_tokens, is_new=False) for each in drawn]
@@ -142,7 +144,7 @@ def _ttit(place: Place, turns: Turns, rows: int, held: int) -> float:
 
     with ThreadPoolExecutor(rows) as pool:
         together(held, TTFT_TOKENS + 1)
-        seconds = [together(1, TTFT_TOKENS + steps) for _ in range(1 + rounds)][1:]
+        seconds = [together(1, TTFT_TOKENS + times * place.steps) for _ in range(1 + rounds)][1:]
     for row in range(rows):
         turns.forget(f"d{rows}x{held}-{row}")
     return median(seconds)

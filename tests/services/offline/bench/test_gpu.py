@@ -156,7 +156,12 @@ def test_both_rings_of_the_service_fit_on_one_h100(tmp_path: Path) -> None:
     check(config)
     check_fits(config, info, H100)
     rows, held = max(TTIT_SECONDS, key=lambda case: case[0] * case[1])
-    assert config.kv_cache.tokens_per_rank > rows * held
+    answers = [
+        (1 + rounds) * (1 + service.TTFT_TOKENS + times * GPU.steps) + 3
+        for rounds, times in ((service.LONE_ROUNDS, service.LONE_STEPS), (service.BATCH_ROUNDS, service.BATCH_STEPS))
+    ]
+    assert max(answers) <= service.SPARE_TOKENS
+    assert config.kv_cache.tokens_per_rank >= rows * (held + max(answers))
     assert config.prefill.chunk_tokens == max(TTFT_SECONDS), "a prompt is one step, as transformers computes it"
     check_fits(service.config_of(GPU, "float32", ranks=2), read_model_info(resolve_model_path("builtin:tiny")), H100)
 
