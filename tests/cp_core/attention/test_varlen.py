@@ -21,7 +21,7 @@ from tests.oracles import fp32_bound, largest, oracle_causal
 @given(
     step=steps(), algorithm=st.sampled_from([PASS_KV, PASS_Q, GATHER_KV, SP_NTP]), num_segments=st.sampled_from([1, 3])
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_any_sequences_together_match_the_oracle(
     step: tuple[int, list[PlacedSequence]], algorithm: str, num_segments: int
 ) -> None:
@@ -34,7 +34,7 @@ def test_any_sequences_together_match_the_oracle(
 
 
 @given(chain=chains(), few=st.sampled_from([0, 40]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_any_chain_of_sequences_together_matches_the_oracle(
     chain: tuple[int, tuple[int, ...], list[PlacedSequence]], few: int
 ) -> None:

@@ -136,15 +136,15 @@ def _ttit(place: Place, turns: Turns, rows: int, held: int) -> float:
     The first turn makes the context. Those that are measured add one token, so all of them decode together.
     """
     drawn = [DrawnTurns(place.shape["vocab_size"], f"d{rows}x{held}-{row}") for row in range(rows)]
-    rounds, times = (LONE_ROUNDS, LONE_STEPS) if rows == 1 else (BATCH_ROUNDS, BATCH_STEPS)
+    rounds, more = (LONE_ROUNDS, LONE_STEPS) if rows == 1 else (BATCH_ROUNDS, BATCH_STEPS)
 
     def together(num_tokens: int, max_tokens: int) -> float:
         asked = [each.turn(num_tokens, max_tokens, is_new=False) for each in drawn]
-        return mean(times.ttit for times in pool.map(turns.measure, asked))
+        return mean(seen.ttit for seen in pool.map(turns.measure, asked))
 
     with ThreadPoolExecutor(rows) as pool:
         together(held, TTFT_TOKENS + 1)
-        seconds = [together(1, TTFT_TOKENS + times * place.steps) for _ in range(1 + rounds)][1:]
+        seconds = [together(1, TTFT_TOKENS + more * place.steps) for _ in range(1 + rounds)][1:]
     for row in range(rows):
         turns.forget(f"d{rows}x{held}-{row}")
     return median(seconds)

@@ -17,7 +17,7 @@ from services.config.checks import check
 from services.offline.bench.gpu import rank, service
 from services.offline.bench.gpu.table import GPU, TOY, TTFT_SECONDS, TTIT_SECONDS, Line
 from services.offline.bench.kernels import KernelFigure
-from services.offline.bench.served import Turn, TurnTimes
+from services.offline.bench.served import TTFT_TOKENS, Turn, TurnTimes
 from services.offline.reference import StockModel
 from workers.model.builtin import resolve_model_path
 from workers.model.info import read_model_info
@@ -157,7 +157,7 @@ def test_both_rings_of_the_service_fit_on_one_h100(tmp_path: Path) -> None:
     check_fits(config, info, H100)
     rows, held = max(TTIT_SECONDS, key=lambda case: case[0] * case[1])
     answers = [
-        (1 + rounds) * (1 + service.TTFT_TOKENS + times * GPU.steps) + 3
+        (1 + rounds) * (1 + TTFT_TOKENS + times * GPU.steps) + 3
         for rounds, times in ((service.LONE_ROUNDS, service.LONE_STEPS), (service.BATCH_ROUNDS, service.BATCH_STEPS))
     ]
     assert max(answers) <= service.SPARE_TOKENS
