@@ -27,9 +27,10 @@ from cp_core.layout.shards import balanced_layout
 from cp_core.transport.inprocess import InProcessRing
 from services.offline.bench.model_rank import BLOCK_TOKENS, blocks_for
 from services.offline.terminal import Tell, simple_table
+from workers.decode.batch import BatchState
 from workers.decode.graphs import CudaRecorder, GraphRunner, Recorder
 from workers.decode.messages import BatchChange
-from workers.decode.step import BatchState, DecodePass
+from workers.decode.step import DecodePass
 from workers.kv.cache import KvCache
 from workers.model.layers import ATTENTION_LAYERS, MLP_LAYERS, join_layers, quantize_mlps
 from workers.model.loading import DTYPES, LoadedModel, draw_model, load_model
@@ -38,7 +39,7 @@ from workers.protocol.decode_commands import AdmitSequence
 from workers.protocol.prefill_steps import Algorithm, PrefillStep, SequencePrefill
 from workers.protocol.ranks import FP8_MLPS
 from workers.protocol.transfers import TransferKey
-from workers.sampling.parameters import SamplingParameters
+from workers.sampling.parameters import Sampled, SamplingParameters
 
 RING_SECONDS = 600.0
 # Steps before those that count: kernels are chosen, compiled and recorded in them.
@@ -49,7 +50,8 @@ STOCK = "stock"
 JOINED = "joined"
 COMPILED = "compiled"
 RECORDED = "recorded"
-FORMS = (STOCK, JOINED, COMPILED, RECORDED, FP8_MLPS)
+AHEAD = "ahead"
+FORMS = (STOCK, JOINED, COMPILED, RECORDED, AHEAD, FP8_MLPS)
 FORMS_OF_CPUS = (STOCK, JOINED, FP8_MLPS)
 """On a CPU nothing is recorded, and its layers of 8-bit floats show their numbers, not their time."""
 
@@ -206,10 +208,11 @@ class StepBench:
             self._runner = GraphRunner(self._model, self._recorder, self._cache.device)
 
     def _figures(self, form: str) -> Iterator[StepFigure]:
-        for tokens in self._cases.prefill if form != RECORDED else ():
+        for tokens in self._cases.prefill if form not in (RECORDED, AHEAD) else ():
             yield StepFigure("prefill", f"{tokens:,}", form, self._prefill_seconds(tokens))
         for batch, context in self._cases.decode:
-            yield StepFigure("decode", f"{batch} x {context:,}", form, self._decode_seconds(batch, context))
+            seconds = self._decode_seconds(batch, context, is_ahead=form == AHEAD)
+            yield StepFigure("decode", f"{batch} x {context:,}", form, seconds)
 
     def _prefill_seconds(self, tokens: int) -> float:
         """Return the median seconds of a prompt, with its first token."""
@@ -220,8 +223,8 @@ class StepBench:
             times.append(time.perf_counter() - began)
         return median(times[1:])
 
-    def _decode_seconds(self, batch: int, context: int) -> float:
-        """Return the median seconds of a step, with its tokens."""
+    def _decode_seconds(self, batch: int, context: int, *, is_ahead: bool) -> float:
+        """Return the median seconds of a step, with its tokens; those of a step `is_ahead` are read in the next."""
         state = BatchState(0, 1, BLOCK_TOKENS)
         each = blocks_for(context + WARM_STEPS + self._cases.num_steps)
         admitted = tuple(
@@ -236,12 +239,23 @@ class StepBench:
             for row in range(batch)
         )
         state.advance((), BatchChange(admitted=admitted))
-        step = DecodePass(self._model, self._ring, self._cache, self._backend, state, runner=self._runner)
-        times = []
-        for _ in range(WARM_STEPS + self._cases.num_steps):
+        step = DecodePass(
+            self._model,
+            self._ring,
+            self._cache,
+            self._backend,
+            state,
+            runner=self._runner,
+            is_asynchronous=True if is_ahead else None,
+        )
+        times, sampled = list[float](), list[Sampled]()
+        num_steps = WARM_STEPS + self._cases.num_steps
+        while len(times) < num_steps:
             began = time.perf_counter()
-            sampled = step.run(GATHER)
-            times.append(time.perf_counter() - began)
+            for done in step.run(GATHER, lambda: is_ahead and len(times) < num_steps - 1):
+                ended = time.perf_counter()
+                times.append(ended - began)
+                began, sampled = ended, done.sampled
             state.advance([drawn.token_id or 0 for drawn in sampled], BatchChange())
         return median(times[WARM_STEPS:])
 

@@ -10,7 +10,7 @@ import pytest
 from cp_core.errors import Unavailable
 from tests.workers.decode.admissions import admission
 from tests.workers.rings import run_in_thread
-from workers.decode.messages import DecodeMailbox
+from workers.decode.mailbox import DecodeMailbox
 from workers.protocol.decode_commands import DecodeEvent, FinishReason, RemoveSequence
 from workers.sampling.parameters import TokenHistory
 
