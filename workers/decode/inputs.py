@@ -25,6 +25,7 @@ class StepInputs:
 
     `token_ids` and `positions` int64[R] are the model's, `slots` int64[A] where new KV goes, `stored` int64[A] the
     places of those rows among the computed ones. `table` int32[B, M] and `lengths` int32[B] are this rank's shards.
+    `allocation` numbers the buffers' memory: recorded steps read one of them.
     """
 
     token_ids: Tensor
@@ -33,6 +34,7 @@ class StepInputs:
     stored: Tensor
     lengths: Tensor
     table: Tensor
+    allocation: int
 
 
 class _HostBuffer:
@@ -71,8 +73,7 @@ class InputBuffers:
     def __init__(self, device: torch.device, *, is_staged: bool = False) -> None:
         self._device = device
         self._is_staged = is_staged or device.type == "cuda"
-        # Number of the buffers' memory: recorded steps read one of them.
-        self.allocation = 0
+        self._allocation = 0
         self._allocate(LEAST_ROWS, LEAST_WIDTH)
 
     def fill(
@@ -113,11 +114,12 @@ class InputBuffers:
             stored=places[:appended],
             lengths=narrow[:batch],
             table=narrow[self._rows :].view(self._rows, self._width)[:batch],
+            allocation=self._allocation,
         )
 
     def _allocate(self, rows: int, width: int) -> None:
         """Make buffers of powers of two of rows and blocks, so that they are seldom made anew."""
-        self.allocation += 1
+        self._allocation += 1
         self._rows, self._width = (1 << (size - 1).bit_length() for size in (rows, width))
         is_pinned = self._device.type == "cuda"
         count = 2 if self._is_staged else 1

@@ -174,9 +174,7 @@ class LeadingLoop:
                 left += self._drop_prompt(name)
             elif isinstance(command, GrowSequence):
                 growing.append(command)
-                room = self._generations[name].room
-                for rank, blocks in enumerate(command.blocks):
-                    room[rank] += self._batch.block_tokens * len(blocks)
+                self._grow(command)
             else:
                 left.append(self._take_out(name, FinishReason.ABORT, joining, removed))
         for name in self._full(joining):
@@ -189,6 +187,11 @@ class LeadingLoop:
             tuple(growth for growth in growing if growth.sequence_id in self._generations),
             self._waiting.popleft() if self._waiting else None,
         )
+
+    def _grow(self, command: GrowSequence) -> None:
+        room = self._generations[command.sequence_id].room
+        for rank, blocks in enumerate(command.blocks):
+            room[rank] += self._batch.block_tokens * len(blocks)
 
     def _drop_prompt(self, name: str) -> list[DecodeEvent]:
         """Drop a waiting prompt -> its event; none if the prompt was computed already."""
@@ -236,17 +239,23 @@ class LeadingLoop:
     def _is_followed(self) -> bool:
         """Return True if the next step of the batch may be issued before the tokens of the last are read."""
         reason = self._work.step.reason_to_wait()
-        if reason is None and not self._stays:
+        if reason is None and not self._stays():
             reason = BATCH_CHANGES
         if reason:
             self._progress.waited_steps[reason] += 1
         return reason is None
 
-    @property
     def _stays(self) -> bool:
-        """True if the batch stays as it is for another step, as far as is known before its tokens are read."""
-        if self._finished or self._waiting or not self._mailbox.is_quiet:
+        """Return True if the next step has the same rows, as far as is known before the tokens of the last are read.
+
+        Tables grow at once, by no header: a rank that runs ahead is alone, and the step under way has its own tables.
+        """
+        if self._finished or self._waiting or (commands := self._mailbox.take_growth()) is None:
             return False
+        growing = tuple(command for command in commands if command.sequence_id in self._generations)
+        for command in growing:
+            self._grow(command)
+        self._batch.advance((), BatchChange(grown=growing))
         running = [(row, self._generations[row.sequence_id]) for row in self._batch.rows]
         return all(
             each.num_generated + 1 < each.sampling.max_tokens and not each.is_full(row.held) for row, each in running

@@ -14,6 +14,7 @@ from workers.protocol.decode_commands import (
     DecodeCommand,
     DecodeEvent,
     DecodeEvents,
+    GrowSequence,
     RemoveSequence,
 )
 
@@ -86,6 +87,15 @@ class DecodeMailbox:
             taken, self._commands = self._commands, []
             return taken
 
+    def take_growth(self) -> list[GrowSequence] | None:
+        """Take all commands if each lets a table grow; None if a step boundary has anything else to do."""
+        with self._changed:
+            growth = [command for command in self._commands if isinstance(command, GrowSequence)]
+            if len(growth) < len(self._commands) or self._wants_rates or self._closed is not None:
+                return None
+            self._commands = []
+            return growth
+
     def post(self, events: Sequence[DecodeEvent]) -> None:
         """Queue events for the leader."""
         with self._changed:
@@ -123,11 +133,6 @@ class DecodeMailbox:
         with self._changed:
             self._closed = self._closed or reason
             self._changed.notify_all()
-
-    @property
-    def is_quiet(self) -> bool:
-        """True if a step boundary has nothing to do: no command, no question and no end."""
-        return not self._commands and not self._wants_rates and self._closed is None
 
     @property
     def is_closed(self) -> bool:

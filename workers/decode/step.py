@@ -269,7 +269,7 @@ class DecodePass:
             return self._model.hidden_states(inputs.token_ids, inputs.positions, self)
         if self._num_padding is None:
             return self._runner.run_pieces(inputs.token_ids, inputs.positions, self)
-        return self._runner.run_step(inputs, self._buffers.allocation, self)[: len(computed)]
+        return self._runner.run_step(inputs, self)[: len(computed)]
 
     def _sample(self, computed: Sequence[int], states: Tensor) -> list[Sampled]:
         """Sample the token after each of these rows from states[R, hidden_size]; [] where another process samples."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from tests.workers.decode.test_variants import ENDS, PROMPTS, greedy, serve_all
 from tests.workers.models import Oracle, random_tokens
 from tests.workers.rings import BLOCK_TOKENS, LocalRing, Turn
 from workers.decode.loop import BATCH_CHANGES
+from workers.decode.mailbox import DecodeMailbox
 from workers.decode.step import SAMPLED_ON_HOST, SEVERAL_RANKS, DecodePass
 from workers.protocol.decode_commands import DecodeEvent, FinishReason, GrowSequence
 from workers.rank import parts as rank_parts
@@ -130,6 +131,36 @@ def test_a_sequence_without_room_leaves_before_the_step_that_would_not_fit(
     with lazy_device(monkeypatch) as stream:
         assert events_of(model_paths["llama_gqa"], samplings, room=28) == expected
     assert max(stream.left) == 2
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_tables_grow_while_a_step_is_under_way(
+    is_recorded: bool, model_paths: Models, oracles: Oracles, stream: LazyStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block for every four tokens, which come just in time; the inputs outgrow their memory on the way."""
+    path, prompt, sampling = model_paths["llama_gqa"], random_tokens(50), SamplingParameters(max_tokens=31)
+    post = DecodeMailbox.post
+
+    with recording(KeptFunctions(), monkeypatch, is_whole=True) as patch, LocalRing(path, 1) as ring:
+        if is_recorded:
+            compile_ranks(ring)
+        conversation = ring.open("a", 84)
+        first = ring.prefill([Turn(conversation, prompt, sampling)])["a"]
+        (table,) = conversation.blocks
+
+        def post_and_grow(self: DecodeMailbox, events: Sequence[DecodeEvent]) -> None:
+            post(self, events)
+            (event,) = events
+            count, rest = divmod(event.kv_tokens + 1, BLOCK_TOKENS)
+            if rest == 0:
+                self.submit([GrowSequence(sequence_id="a", blocks=(table[count : count + 1],))])
+
+        patch.setattr(DecodeMailbox, "post", post_and_grow)
+        conversation.blocks = (table[:13],)
+        ring.start_decode()
+        assert [first, *ring.decode(conversation, first, sampling)] == oracles["llama_gqa"].greedy(prompt, 31)
+        assert dict(ring.workers[0].status().waited_steps) == {BATCH_CHANGES: 1}, "the last step has no other behind it"
+    assert stream.left.count(2) == 29
 
 
 def test_steps_with_rows_that_the_host_samples_are_waited_for_and_counted(
