@@ -23,6 +23,8 @@ DECODING_TOKENS = 6
 STATUS_SECONDS = 1.0
 """Deadline of one question about the state of the rings."""
 PAUSE_SECONDS = 0.05
+LOOK_SECONDS = 0.01
+"""Seconds between two looks at the rings until the fault: turns may wait for a few steps alone."""
 TRIGGER_SECONDS = 0.002
 RECOVER_SECONDS = 90.0
 FREE_SECONDS = 20.0
@@ -75,7 +77,7 @@ class Experiment:
                 streams = begin(self._expected, number)
                 await play(client, streams, prefix, self._stream_seconds)
             await self._forget(client, prefix)
-        return float(np.percentile([gap for stream in streams for gap in stream.gaps] or [0.0], 99))
+        return float(np.percentile([gap.seconds for stream in streams for gap in stream.gaps()] or [0.0], 99))
 
     async def run(self, cell: Cell, prefix: str) -> Result:
         """Run one cell in conversations of its own. Raises RingserveError where the cluster did not serve before it."""
@@ -273,7 +275,7 @@ class Experiment:
                         self._info = await client.server_info()
                     if self._target is not None:
                         self._look_at_rings(self._target.rings)
-                await asyncio.sleep(PAUSE_SECONDS)
+                await asyncio.sleep(PAUSE_SECONDS if self._was_hit else LOOK_SECONDS)
 
     def _look_at_rings(self, before: Mapping[str, str]) -> None:
         """Note what has become of rings, given with their incarnations before the fault."""

@@ -21,6 +21,8 @@ from services.offline.demo import document
 from workers.model.builtin import resolve_model_path
 
 Progress = Callable[[str], None]
+MAX_LOOKS = 3
+"""Times that a cell is run at most until a stream is seen in its phase: where turns go is the router's choice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,11 @@ class Run:
                 self.num_left = len(todo) - place
                 return
             self._progress(f"{cell} ({place + 1} of {len(todo)})")
-            yield replace(await self._cell(cell, f"chaos-{place}-"), round=number)
+            for look in range(MAX_LOOKS):
+                result = await self._cell(cell, f"chaos-{place}-{look}-")
+                if result.outcome is not Outcome.UNSEEN:
+                    break
+            yield replace(result, round=number)
 
     async def _cell(self, cell: Cell, prefix: str) -> Result:
         if reason := self._plan.forbidden.get(cell.kind):

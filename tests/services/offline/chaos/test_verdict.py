@@ -83,6 +83,14 @@ def test_tokens_that_were_streamed_and_are_not_the_answers_break_the_promise() -
     )
 
 
+def test_a_gap_that_ended_before_the_fault_is_none_of_its_doing() -> None:
+    stream = answered(6, 7, 8, at=(90.0, 101.0, 102.0))
+    result = judge(CELL, seen([stream]))
+    assert result.longest_gap_seconds == pytest.approx(1.0)
+    assert result.longest_gap_at_seconds == pytest.approx(-0.5)
+    assert result.longest_gap_after_pieces == 2
+
+
 def test_the_longest_gap_is_told_in_usual_gaps_where_these_are_known() -> None:
     gaps = [answered(6, 7, 8, at=(101.0, 101.5, 103.5)), answered(6, 7, 8)]
     assert judge(CELL, seen(gaps)).gap_ratio is None
