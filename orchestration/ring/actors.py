@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 START_NICENESS = 5
-"""Nice value of a rank's imports: they get a third of what each process that computes gets."""
+"""What a rank's imports add to its nice value: they get a third of what each process that computes gets."""
 
 
 class Hosted(Protocol):
@@ -153,8 +153,9 @@ def beside_others(work: Callable[[], T]) -> T:
 
 
 def _lower_priority() -> None:
-    with suppress(OSError):  # of this thread alone: Linux knows a thread by an id like a process's
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), START_NICENESS)
+    thread = threading.get_native_id()  # Linux knows a thread by an id like a process's
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + START_NICENESS)
 
 
 def _remote(kind: type, title: str, **options: Any) -> Any:

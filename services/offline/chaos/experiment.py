@@ -23,8 +23,10 @@ DECODING_TOKENS = 6
 STATUS_SECONDS = 1.0
 """Deadline of one question about the state of the rings."""
 PAUSE_SECONDS = 0.05
-LOOK_SECONDS = 0.01
+LOOK_SECONDS = 0.02
 """Seconds between two looks at the rings until the fault: turns may wait for a few steps alone."""
+REST_SECONDS = 2.0
+"""Seconds between two looks once the fault was noticed: who looks takes processors from those who recover."""
 TRIGGER_SECONDS = 0.002
 RECOVER_SECONDS = 90.0
 FREE_SECONDS = 20.0
@@ -171,14 +173,14 @@ class Experiment:
         while self._sign is None and time.monotonic() < target.hit_at + 2 * MAX_DETECT_SECONDS:
             await asyncio.sleep(PAUSE_SECONDS)
         self._end_fault()  # what was given up must do no harm when it goes on
-        recovered = None
+        recovered, info = None, self._info
         with contextlib.suppress(RingserveError):
-            await self._whole(client)
+            info = await self._whole(client)
             recovered = time.monotonic() - target.hit_at
         lost, follow_ups = ([], []) if recovered is None else await self._follow_up(client, prefix, streams)
         free_after = await self._forget(client, prefix) if recovered is not None else 0
         sign = self._sign
-        role_rings = [ring for ring in self._info.rings if ring.role == cell.role]
+        role_rings = [ring for ring in info.rings if ring.role == cell.role]
         return Observation(
             victim=target.name,
             streams=streams,
@@ -275,7 +277,8 @@ class Experiment:
                         self._info = await client.server_info()
                     if self._target is not None:
                         self._look_at_rings(self._target.rings)
-                await asyncio.sleep(PAUSE_SECONDS if self._was_hit else LOOK_SECONDS)
+                rest = LOOK_SECONDS if not self._was_hit else PAUSE_SECONDS if self._sign is None else REST_SECONDS
+                await asyncio.sleep(rest)
 
     def _look_at_rings(self, before: Mapping[str, str]) -> None:
         """Note what has become of rings, given with their incarnations before the fault."""
@@ -300,7 +303,7 @@ class Experiment:
                     self._note(time.monotonic(), "the process was replaced")
                 elif not pid and cell.how is How.STOP:
                     self._note(time.monotonic(), "the stopped process was killed")
-            await asyncio.sleep(10 * PAUSE_SECONDS)
+            await asyncio.sleep(10 * PAUSE_SECONDS if self._sign is None or cell.needs_worker else REST_SECONDS)
 
 
 def in_phase(
