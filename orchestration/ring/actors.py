@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 START_NICENESS = 5
-"""What a rank's imports add to its nice value: they get a third of what each process that computes gets."""
+"""Addition to a rank's nice value while it imports: the imports get a third of what each process that computes gets."""
 
 
 class Hosted(Protocol):
@@ -194,8 +194,9 @@ class RayRank:
             raise Unavailable(f"{self._name} died") from error
 
     async def start(self, spec: RankSpec, timeout: float) -> RankInfo:
-        info: RankInfo = await self._answer(self._actor.start.remote(spec), "start", timeout)
-        node, pid = await self._answer(self._actor.home.remote(), "home", timeout)
+        actor: Any = self._actor  # for Ray's stubs, a method of a class that they do not know never returns
+        info: RankInfo = await self._answer(actor.start.remote(spec), "start", timeout)
+        node, pid = await self._answer(actor.home.remote(), "home", timeout)
         if node == ray.get_runtime_context().get_node_id():
             with suppress(psutil.NoSuchProcess):
                 self._process = psutil.Process(pid)

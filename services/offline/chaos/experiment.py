@@ -9,14 +9,12 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-import numpy as np
-
 from cp_core.errors import NotFound, RingserveError, Unavailable
 from ringserve.client import AsyncClient, ServerInfo
 from services.offline.chaos.faults import Cell, How, Phase, Processes
 from services.offline.chaos.load import FIRST, HIT, LAST, Expected, Stream, begin, play
 from services.offline.chaos.nodes import WorkerNode
-from services.offline.chaos.verdict import MAX_DETECT_SECONDS, Observation, Outcome, Result, judge, nothing_hit
+from services.offline.chaos.verdict import MAX_DETECT_SECONDS, Observation, Outcome, Result, Usual, judge, nothing_hit
 
 DECODING_TOKENS = 6
 """Tokens after which a stream counts as decoding."""
@@ -71,15 +69,15 @@ class Experiment:
         self._target: _Target | None = None
         self._sign: tuple[float, str] | None = None
 
-    async def usual_gap(self, prefix: str) -> float:
-        """Return the p99 of the times between two pieces of the second turns, in seconds, while nothing is hit."""
+    async def usual(self, prefix: str) -> Usual:
+        """Return what is seen of the second turns while nothing is hit."""
         async with AsyncClient(self._gateway) as client:
             await self._whole(client)
             for number in (FIRST, HIT):
                 streams = begin(self._expected, number)
                 await play(client, streams, prefix, self._stream_seconds)
             await self._forget(client, prefix)
-        return float(np.percentile([gap.seconds for stream in streams for gap in stream.gaps()] or [0.0], 99))
+        return Usual.of(streams)
 
     async def run(self, cell: Cell, prefix: str) -> Result:
         """Run one cell in conversations of its own. Raises RingserveError where the cluster did not serve before it."""

@@ -16,7 +16,7 @@ from services.offline.chaos.experiment import Experiment
 from services.offline.chaos.faults import Cell, Kind
 from services.offline.chaos.load import Expected, answers_without_fault, write_scripts
 from services.offline.chaos.nodes import Nodes
-from services.offline.chaos.verdict import Outcome, Result, nothing_hit
+from services.offline.chaos.verdict import Outcome, Result, Usual, nothing_hit
 from services.offline.demo import document
 from workers.model.builtin import resolve_model_path
 
@@ -57,7 +57,7 @@ class Run:
         self._num_clusters = 0
         self._expected: list[Expected] = []
         self.smallest_lead = 0.0
-        self.usual_gap_seconds = 0.0
+        self.usual = Usual()
         self.num_left = 0
 
     async def results(self) -> AsyncIterator[Result]:
@@ -111,7 +111,7 @@ class Run:
             self._progress("checking greedy answers against transformers")
             self.smallest_lead = await asyncio.to_thread(check_greedy, path, self._expected)
             self._progress("measuring the usual time between tokens")
-            self.usual_gap_seconds = await self._experiment(self._cluster).usual_gap("usual-")
+            self.usual = await self._experiment(self._cluster).usual("usual-")
         return self._cluster
 
     def _new_cluster(self, *, needs_worker: bool) -> OwnCluster:
@@ -123,7 +123,7 @@ class Run:
 
     def _experiment(self, cluster: OwnCluster) -> Experiment:
         assert cluster.processes is not None, "the cluster has started"
-        seconds, usual, worker = self._plan.stream_seconds, self.usual_gap_seconds, cluster.worker
+        seconds, usual, worker = self._plan.stream_seconds, self.usual.gap_p99, cluster.worker
         return Experiment(cluster.gateway, cluster.processes, self._expected, seconds, usual, worker)
 
     def stop(self) -> None:

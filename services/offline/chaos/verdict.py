@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import numpy as np
+
 from services.offline.chaos.faults import Cell
 from services.offline.chaos.load import Stream
 
@@ -28,6 +30,27 @@ class Outcome(StrEnum):
     BROKEN = "BROKEN"
     UNSEEN = "not observed"
     FORBIDDEN = "not permitted here"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usual:
+    """Record of second turns without a fault, in seconds.
+
+    The p99 of the gaps between two pieces, the longest of them, and the longest time to a stream's first token.
+    """
+
+    gap_p99: float = 0.0
+    longest_gap: float = 0.0
+    last_first_token: float = 0.0
+
+    @classmethod
+    def of(cls, streams: Sequence[Stream]) -> Usual:
+        """Measure streams that have ended."""
+        gaps = [gap.seconds for stream in streams for gap in stream.gaps()] or [0.0]
+        firsts = [stream.arrivals[0] - stream.began for stream in streams if stream.arrivals]
+        return cls(
+            gap_p99=float(np.percentile(gaps, 99)), longest_gap=max(gaps), last_first_token=max(firsts, default=0.0)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

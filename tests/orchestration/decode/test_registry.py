@@ -177,7 +177,7 @@ async def test_a_send_outlives_the_answer_of_its_turn() -> None:
 
         turn.tasks.sends[asyncio.create_task(send())] = turn.attempt.key
         made.turns.end_soon(turn, FinishReason.LENGTH)
-        await eventually(lambda: made.router.heard)
+        await eventually(lambda: bool(made.router.heard))
         assert turn.end is None
         sending.set_result(SentKv(payload_bytes=1, seconds=1.0))
         assert isinstance(await over(turn), FinishedEvent)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import ray
 
 from orchestration.ring import actors
 from orchestration.ring.actors import RayRank, RayRanks
@@ -86,8 +87,8 @@ async def test_a_rank_that_stands_still_is_ended_at_once_on_this_node_and_by_ray
 ) -> None:
     told: list[object] = []
     context = SimpleNamespace(get_node_id=lambda: "here")
-    monkeypatch.setattr(actors.ray, "get_runtime_context", lambda: context)
-    monkeypatch.setattr(actors.ray, "kill", lambda actor, no_restart: told.append(actor))
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(ray, "kill", lambda actor, no_restart: told.append(actor))
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
         os.kill(process.pid, signal.SIGSTOP)
         actor = _Actor(node, process.pid)

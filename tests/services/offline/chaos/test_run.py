@@ -11,7 +11,7 @@ import pytest
 from services.offline.chaos import run
 from services.offline.chaos.faults import Cell, Kind, Processes, choose
 from services.offline.chaos.run import Plan, Run
-from services.offline.chaos.verdict import Outcome, Result
+from services.offline.chaos.verdict import Outcome, Result, Usual
 
 
 class FakeCluster:
@@ -39,8 +39,8 @@ class FakeExperiment:
     def __init__(self, *arguments: object) -> None:
         self._worker = arguments[-1]
 
-    async def usual_gap(self, prefix: str) -> float:
-        return 0.1
+    async def usual(self, prefix: str) -> Usual:
+        return Usual(gap_p99=0.1)
 
     async def run(self, cell: Cell, prefix: str) -> Result:
         assert cell.needs_worker == (self._worker is not None)
