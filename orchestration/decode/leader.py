@@ -303,8 +303,8 @@ class DecodeLeader(RingLeader):
         if turn is None:
             raise NotFound(f"turn {request.turn_id} holds no KV on decode ring {self.settings.name}")
         sending = begin_joined(f"a move of KV of turn {turn.turn_id}", send(self.ring, turn.sequence, request))
-        turn.tasks.sends.add(sending)
-        sending.add_done_callback(turn.tasks.sends.discard)
+        turn.tasks.sends[sending] = request.key
+        sending.add_done_callback(turn.tasks.sends.pop)
         return await asyncio.shield(sending)
 
     async def abort_turn(self, turn_id: str, error: RingserveError) -> None:

@@ -15,7 +15,7 @@ from orchestration.protocol.ports import RouterPort
 from orchestration.protocol.turns import EndingEvent, FinishedEvent, TokensEvent, TurnEvent, TurnOutcome
 from orchestration.ring.kv_transfers import drop
 from orchestration.ring.life import Ring
-from orchestration.tasks import until_reached
+from orchestration.tasks import gather_all, until_reached
 from workers.protocol.decode_commands import FinishReason
 
 log = logging.getLogger(__name__)
@@ -240,6 +240,8 @@ class DecodeTurns:
             if has_failed:
                 await self._stop_writers(turn)
             num_retained = await self._tell_router(turn, self._outcome(turn, how))
+            if has_failed:
+                await self._give_up_sends(turn)
             await turn.tasks.until_idle()
         finally:
             self._remove(turn, DecodeTurnState.ABORTED if has_failed else DecodeTurnState.DONE)
@@ -283,6 +285,16 @@ class DecodeTurns:
             self._ring.report_lost(error, turn.reservation.incarnation)  # as in `_cut`
             return
         await drop(self._ring, turn.attempt.key)
+
+    async def _give_up_sends(self, turn: DecodeTurn) -> None:
+        """End what the turn sends to other rings: a destination that stands still would hold the turn for seconds."""
+        keys, timeout = list(turn.tasks.sends.values()), self._settings.control_timeout
+        if not self._ring.is_serving(turn.reservation.incarnation):
+            return  # those ranks are dead
+        try:
+            await gather_all(rank.abandon_send(key, timeout) for key in keys for rank in self._ring.ranks)
+        except RingserveError as error:
+            log.info("sends of turn %s end by themselves: %s", turn.turn_id, error)
 
     async def _tell_router(self, turn: DecodeTurn, outcome: TurnOutcome) -> int:
         """Return how many tokens to retain.

@@ -138,7 +138,7 @@ class TurnTasks:
     sealing: asyncio.Task[None] | None = None
     prefilling: asyncio.Task[PrefillDone] | None = None
     copying: asyncio.Task[None] | None = None
-    sends: set[asyncio.Task[SentKv]] = field(default_factory=set)
+    sends: dict[asyncio.Task[SentKv], TransferKey] = field(default_factory=dict)
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
 
     def stop_timers(self) -> None:

@@ -148,7 +148,8 @@ class PrefillLeader(RingLeader):
         retained = sequence.shards.num_tokens
         try:
             new = TokenRange(retained, request.num_tokens)  # at most: tokens on the decode ring are pulled
-            loop.scheduler.reserve(request.turn_id, tokens=new, priority=request.priority, now=time.monotonic())
+            began = time.monotonic() - request.waited_seconds
+            loop.scheduler.reserve(request.turn_id, tokens=new, priority=request.priority, now=began)
             pool.make_room(sequence, worst_case_held(sequence.shards.held, len(new)))
         except CapacityExceeded:
             loop.scheduler.remove(request.turn_id)

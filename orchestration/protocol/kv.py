@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cp_core.layout.shards import ShardMap, TokenRange
+from workers.protocol.transfers import TransferKey
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +26,11 @@ class SendKv:
     kv_endpoints: tuple[str, ...]
     deadline_seconds: float
     tp: int = 1
+
+    @property
+    def key(self) -> TransferKey:
+        """Key of the transfer on the ranks of both rings."""
+        return TransferKey(self.transfer_id, self.attempt, self.source_incarnation, self.destination_incarnation)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ LOST = "lost"
 """State that operators see of a ring whose leader cannot be reached."""
 HEARTBEAT_SECONDS = 1.0
 """Seconds between two signs of life, unless settings say otherwise."""
-LOST_SECONDS = 4.0
+LOST_SECONDS = 3.0
 """Seconds without a sign of life after which its sender counts as lost, unless settings say otherwise."""
 
 

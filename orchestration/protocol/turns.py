@@ -115,7 +115,8 @@ class Reserve:
     computes what it does not retain, so no KV comes. `shares`: the sequence is new and begins with KV of that one,
     whose blocks it shares. `is_spare`: once retained, its KV is evicted before that of others, as a ring of the other
     role retains it too. The answer goes on after the tokens of `answer`, whose KV but that of the newest is among
-    the `num_tokens`.
+    the `num_tokens`. `waited_seconds` is the time since the router took the turn, which is its age in a prefill ring's
+    order: a turn that lost a ring does not queue behind all that came since.
     """
 
     turn_id: str
@@ -134,6 +135,7 @@ class Reserve:
     shares: str = ""
     is_spare: bool = False
     answer: tuple[int, ...] = ()
+    waited_seconds: float = 0.0
 
     @property
     def log_fields(self) -> dict[str, str]:

@@ -9,11 +9,15 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import threading
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import psutil
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -34,6 +38,14 @@ from workers.protocol.decode_commands import DecodeCommand, DecodeEvents
 from workers.protocol.prefill_steps import PrefillOutput, PrefillStep
 from workers.protocol.ranks import RankEndpoints, RankInfo, RankSpec, RankStatus, RingSpec
 from workers.protocol.transfers import BlockPair, KvEnds, KvExpect, KvSend, TransferKey, TransferReport
+
+if TYPE_CHECKING:
+    from workers.rank.worker import RankWorker
+
+T = TypeVar("T")
+
+START_NICENESS = 5
+"""Addition to a rank's nice value while it imports: the imports get a third of what each process that computes gets."""
 
 
 class Hosted(Protocol):
@@ -83,15 +95,7 @@ class RankActor:
     """
 
     def __init__(self) -> None:
-        # The import is here because leaders import this file and must stay free of torch. Garbage collections during
-        # the import would find nothing and take a sixth of its time; the frozen modules speed up later collections.
-        gc.disable()
-        from workers.rank.worker import RankWorker
-
-        gc.freeze()
-        gc.enable()
-
-        self._worker = RankWorker()
+        self._worker = beside_others(_make_worker)
 
     @ray.method(concurrency_group="control")
     def start(self, spec: RankSpec) -> RankInfo:
@@ -103,6 +107,11 @@ class RankActor:
     def renew(self, spec: RankSpec) -> RankInfo:
         """Begin another incarnation, at the address of before."""
         return self._worker.renew(replace(spec, settings=self._worker.parts.spec.settings))
+
+    @ray.method(concurrency_group="watch")
+    def home(self) -> tuple[str, int]:
+        """Return the id of this process's node, and its own there."""
+        return ray.get_runtime_context().get_node_id(), os.getpid()
 
     @ray.method(concurrency_group="watch")
     def status(self) -> RankStatus:
@@ -121,6 +130,34 @@ class RankActor:
         return getattr(self._worker, method)(*arguments)
 
 
+def _make_worker() -> RankWorker:
+    # The import is here because leaders import this file and must stay free of torch. Garbage collections during it
+    # would find nothing and take a sixth of its time; the frozen modules speed up later collections.
+    gc.disable()
+    from workers.rank.worker import RankWorker
+
+    gc.freeze()
+    gc.enable()
+    return RankWorker()
+
+
+def beside_others(work: Callable[[], T]) -> T:
+    """Return what `work` returns, done in a thread that leaves busy processors to others, as far as they are short.
+
+    A rank that takes a lost one's place imports for a second of processor time and more, just when those that live
+    compute the lost turns. On Linux each thread has a priority of its own, which none may raise: so the thread ends,
+    and must begin no other that stays.
+    """
+    with ThreadPoolExecutor(1, "ringserve-start", initializer=_lower_priority) as threads:
+        return threads.submit(work).result()
+
+
+def _lower_priority() -> None:
+    thread = threading.get_native_id()  # Linux knows a thread by an id like a process's
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + START_NICENESS)
+
+
 def _remote(kind: type, title: str, **options: Any) -> Any:
     """Make an actor class of `kind` whose processes are called `title`.
 
@@ -136,6 +173,7 @@ class RayRank:
     def __init__(self, name: str, actor: ActorHandle[Any]) -> None:
         self._name = name
         self._actor = actor
+        self._process: psutil.Process | None = None  # where it is on this node
         self._arrivals = Arrivals(self._poll_kv)
 
     async def _call(self, lane: str, method: str, timeout: float | None, *arguments: Any) -> Any:
@@ -156,7 +194,13 @@ class RayRank:
             raise Unavailable(f"{self._name} died") from error
 
     async def start(self, spec: RankSpec, timeout: float) -> RankInfo:
-        return await self._answer(self._actor.start.remote(spec), "start", timeout)
+        actor: Any = self._actor  # for Ray's stubs, a method of a class that they do not know never returns
+        info: RankInfo = await self._answer(actor.start.remote(spec), "start", timeout)
+        node, pid = await self._answer(actor.home.remote(), "home", timeout)
+        if node == ray.get_runtime_context().get_node_id():
+            with suppress(psutil.NoSuchProcess):
+                self._process = psutil.Process(pid)
+        return info
 
     async def renew(self, spec: RankSpec, timeout: float) -> RankInfo:
         return await self._answer(self._actor.renew.remote(spec), "renew", timeout)
@@ -225,8 +269,15 @@ class RayRank:
         await self._call("compute", "run_decode", None)
 
     async def kill(self) -> None:
-        """End the process at once, and free everything it holds."""
+        """End the process at once, and free everything it holds.
+
+        Ray asks a process to end, and kills it 5 s later: one that stands still would hold its memory, and its peers'
+        transfers, until then. On other nodes it does.
+        """
         self._arrivals.close(f"{self._name} died")
+        if self._process is not None:
+            with suppress(psutil.NoSuchProcess):
+                self._process.kill()  # psutil refuses an id that is another process's by now
         try:
             ray.kill(self._actor, no_restart=True)
         except (RayError, ValueError):

@@ -104,7 +104,7 @@ async def send(ring: Ring, sequence: SequenceKv, request: SendKv) -> SentKv:
     started = time.monotonic()
     settings = ring.settings
     sends = sends_for(
-        TransferKey(request.transfer_id, request.attempt, request.source_incarnation, request.destination_incarnation),
+        request.key,
         sequence.shards,
         request.shards,
         request.tokens,
@@ -193,10 +193,9 @@ class KvMoves:
 
         Raises NotFound where the tokens are not here, Busy while a turn has them, TransferError, Unavailable.
         """
-        incarnation = request.source_incarnation
-        key = TransferKey(request.transfer_id, request.attempt, incarnation, request.destination_incarnation)
+        key = request.key
         if key not in self._sends:
-            self._ring.require_ready(incarnation)
+            self._ring.require_ready(request.source_incarnation)
             pool = self._ring.pool
             sequence = pool.hold(request.kv_id, key.transfer_id, request.tokens.stop)
             retained = sequence.shards.num_tokens

@@ -158,6 +158,8 @@ class Ring:
                 log.info("rank %d of ring %s is made anew: %s", spec.rank, settings.name, error)
                 return None
 
+        # What others send to a rank that stands still fails when its process is dead, and not before.
+        await gather_all(self.ranks[number].kill() for number in self._gone)
         kept = await gather_all(renewed(rank, spec) for rank, spec in zip(self.ranks, specs, strict=True))
         lost = [number for number, info in enumerate(kept) if info is None]
         if len(lost) == len(kept):

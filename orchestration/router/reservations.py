@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -228,4 +229,5 @@ def _reserve_request(turn: RunningTurn) -> Reserve:
         request_id=turn.request.request_id,
         trace_parent=turn.request.trace_parent,
         answer=turn.emitted,
+        waited_seconds=time.monotonic() - turn.taken_at,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -93,9 +94,9 @@ class RunningTurn:
 
     With `sparse` every attempt of the turn is approximate, and all KV that it makes.
 
-    `first_wanted` is what the first attempt wanted. `emitted` are the answer's tokens that the client had when a ring
-    was lost, whose role is `lost_role`. `earlier` are rings on which the turn was before; they may hold KV under
-    `lone_kv_id`, the turn's first id, or its conversation's.
+    `first_wanted` is what the first attempt wanted, `taken_at` when the router took the turn. `emitted` are the tokens
+    of the answer that the client had when a ring was lost, whose role is `lost_role`. `earlier` are rings on which the
+    turn was before; they may hold KV under `lone_kv_id`, the turn's first id, or its conversation's.
     """
 
     turn_id: str
@@ -128,6 +129,7 @@ class RunningTurn:
     earlier: list[RegisteredRing] = field(default_factory=list)
     under_way: PromptUnderWay | None = None
     sparse: SparsePlan | None = None
+    taken_at: float = field(default_factory=time.monotonic)
     first_wanted: WantedTurn = field(init=False)
 
     def __post_init__(self) -> None:

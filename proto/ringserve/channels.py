@@ -20,9 +20,9 @@ OPTIONS = (
 CHANNEL_OPTIONS = (
     *OPTIONS,
     # The defaults wait up to two minutes before they try again, and 20 s for each attempt.
-    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 5000),
-    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.max_reconnect_backoff_ms", 250),
     # Pings while nothing else is sent, as often as needed.
     ("grpc.http2.max_pings_without_data", 0),
 )

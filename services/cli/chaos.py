@@ -27,6 +27,7 @@ from services.offline.chaos.verdict import (
     MAX_NEXT_TOKEN_SECONDS,
     Outcome,
     Result,
+    Usual,
 )
 from services.offline.namespaces import isolation
 from services.offline.terminal import console, listing, print_lines, print_table
@@ -194,7 +195,9 @@ def _run(options: argparse.Namespace, plan: Plan) -> int:
             "cells_left": chaos.num_left,
             "failure": failure,
             "smallest_lead": chaos.smallest_lead,
-            "usual_gap_seconds": chaos.usual_gap_seconds,
+            "usual_gap_seconds": chaos.usual.gap_p99,
+            "usual_longest_gap_seconds": chaos.usual.longest_gap,
+            "usual_last_first_token_seconds": chaos.usual.last_first_token,
             "cells": [result.as_dict() for result in results],
         }
         print(json.dumps(report))
@@ -225,7 +228,7 @@ def _show(results: list[Result], chaos: Run) -> None:
     forbidden = {reason: None for result in results if result.outcome is Outcome.FORBIDDEN for reason in result.reasons}
     print_lines(
         "notice, next token and longest gap in seconds; KV: blocks that are not free again",
-        *_gap_lines(results, chaos.usual_gap_seconds),
+        *_gap_lines(results, chaos.usual),
         *(line for line, result in zip(broken, results, strict=True) if result.outcome is Outcome.BROKEN),
         *(f"{Outcome.FORBIDDEN}: {reason}" for reason in forbidden),
         ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count) or "no cell was run",
@@ -244,15 +247,22 @@ def _gap(result: Result) -> str:
     return _seconds(result.longest_gap_seconds) + (f" ({ratio:.1f}x)" if ratio is not None else "")
 
 
-def _gap_lines(results: list[Result], usual: float) -> list[str]:
-    """Say what the gaps of cells of the router compare with."""
+def _gap_lines(results: list[Result], usual: Usual) -> list[str]:
+    """Say what the cells compare with, those of the router apart."""
     ratios = [each.gap_ratio for each in results if each.process == Kind.ROUTER and each.gap_ratio is not None]
-    if not ratios:
-        return []
-    return [
+    of_router = (
         f"a running stream should not see the router's restart: its longest gap is at most {max(ratios):.1f} times the "
-        f"usual p99 of {usual:.3f} s ({MAX_GAP_RATIO:g} is the target)"
-    ]
+        f"usual p99 of {usual.gap_p99:.3f} s ({MAX_GAP_RATIO:g} is the target)"
+        if ratios
+        else ""
+    )
+    without = (
+        f"without a fault the last first token came after {usual.last_first_token:.1f} s, and the longest gap was "
+        f"{usual.longest_gap:.3f} s"
+        if usual.gap_p99
+        else ""
+    )
+    return [line for line in (without, of_router) if line]
 
 
 def _seconds(seconds: float | None) -> str:

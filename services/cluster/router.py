@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 ROUTER_NAME = "router"
 RESTART_WAITS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds before each attempt to start a router again, after the last one that served."""
-PROBE_SECONDS = 0.5
+PROBE_SECONDS = 0.25
 """Seconds between two questions whether the router answers."""
 MAX_TICK_SECONDS = 1.0
 """Silence that one question counts at most: this process may have stood still itself."""

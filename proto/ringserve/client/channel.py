@@ -12,8 +12,8 @@ from ringserve.errors import ConfigError
 
 Metadata = tuple[tuple[str, str], ...]
 
-OPTIONS = (*CHANNEL_OPTIONS, *keepalive(4.0, 4.0, is_always_on=False))
-"""Options of a client's channel: a gateway that is gone, or frozen, ends the client's streams within 8 s."""
+OPTIONS = (*CHANNEL_OPTIONS, *keepalive(1.5, 3.0, is_always_on=False))
+"""Options of a client's channel: a gateway that is gone, or frozen, ends the client's streams within 4.5 s."""
 
 
 @dataclass(frozen=True, kw_only=True)

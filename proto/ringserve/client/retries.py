@@ -39,8 +39,9 @@ NO_RETRIES = RetryPolicy(max_attempts=1, resume_seconds=0.0, connect_seconds=0.0
 MAX_RESUMPTIONS = 1000
 """Resumptions of one turn: a gateway that ends its streams again and again is no way to read an answer."""
 
-MAX_LOST_DELAY_SECONDS = 1.0
-"""Seconds between two attempts to find a gateway that is started again."""
+MAX_LOST_DELAY_SECONDS = 0.25
+"""Seconds between two attempts to find a gateway that is started again. Most of them end here: gRPC itself bounds how
+often it knocks at an address."""
 
 
 def is_lost(error: RingserveError) -> bool:

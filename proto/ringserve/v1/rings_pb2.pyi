@@ -39,6 +39,7 @@ class ReserveRequest(_message.Message):
     SHARES_FIELD_NUMBER: _builtins.int
     IS_SPARE_FIELD_NUMBER: _builtins.int
     ANSWER_FIELD_NUMBER: _builtins.int
+    WAITED_SECONDS_FIELD_NUMBER: _builtins.int
     turn_id: _builtins.str
     attempt: _builtins.int
     kv_id: _builtins.str
@@ -65,6 +66,8 @@ class ReserveRequest(_message.Message):
     """Once retained, its KV is evicted before that of others: a ring of the other role retains it too."""
     answer: _builtins.bytes
     """Decode only: tokens of the answer so far, after which it goes on; `num_tokens` count all of them but the newest."""
+    waited_seconds: _builtins.float
+    """Prefill only: seconds since the router took the turn. One that lost a ring is as old among turns as it was there."""
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
     def __init__(
@@ -86,10 +89,11 @@ class ReserveRequest(_message.Message):
         shares: _builtins.str = ...,
         is_spare: _builtins.bool = ...,
         answer: _builtins.bytes = ...,
+        waited_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "attempt", b"attempt", "deadline_seconds", b"deadline_seconds", "is_direct", b"is_direct", "is_spare", b"is_spare", "kv_id", b"kv_id", "match_tokens", b"match_tokens", "num_tokens", b"num_tokens", "penalized_ids", b"penalized_ids", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "shares", b"shares", "source_incarnation", b"source_incarnation", "trace_parent", b"trace_parent", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "attempt", b"attempt", "deadline_seconds", b"deadline_seconds", "is_direct", b"is_direct", "is_spare", b"is_spare", "kv_id", b"kv_id", "match_tokens", b"match_tokens", "num_tokens", b"num_tokens", "penalized_ids", b"penalized_ids", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "shares", b"shares", "source_incarnation", b"source_incarnation", "trace_parent", b"trace_parent", "turn_id", b"turn_id", "waited_seconds", b"waited_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

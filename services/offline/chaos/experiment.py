@@ -9,20 +9,22 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-import numpy as np
-
 from cp_core.errors import NotFound, RingserveError, Unavailable
 from ringserve.client import AsyncClient, ServerInfo
 from services.offline.chaos.faults import Cell, How, Phase, Processes
 from services.offline.chaos.load import FIRST, HIT, LAST, Expected, Stream, begin, play
 from services.offline.chaos.nodes import WorkerNode
-from services.offline.chaos.verdict import MAX_DETECT_SECONDS, Observation, Outcome, Result, judge, nothing_hit
+from services.offline.chaos.verdict import MAX_DETECT_SECONDS, Observation, Outcome, Result, Usual, judge, nothing_hit
 
 DECODING_TOKENS = 6
 """Tokens after which a stream counts as decoding."""
 STATUS_SECONDS = 1.0
 """Deadline of one question about the state of the rings."""
 PAUSE_SECONDS = 0.05
+LOOK_SECONDS = 0.02
+"""Seconds between two looks at the rings until the fault: turns may wait for a few steps alone."""
+REST_SECONDS = 2.0
+"""Seconds between two looks once the fault was noticed: who looks takes processors from those who recover."""
 TRIGGER_SECONDS = 0.002
 RECOVER_SECONDS = 90.0
 FREE_SECONDS = 20.0
@@ -67,15 +69,15 @@ class Experiment:
         self._target: _Target | None = None
         self._sign: tuple[float, str] | None = None
 
-    async def usual_gap(self, prefix: str) -> float:
-        """Return the p99 of the times between two pieces of the second turns, in seconds, while nothing is hit."""
+    async def usual(self, prefix: str) -> Usual:
+        """Return what is seen of the second turns while nothing is hit."""
         async with AsyncClient(self._gateway) as client:
             await self._whole(client)
             for number in (FIRST, HIT):
                 streams = begin(self._expected, number)
                 await play(client, streams, prefix, self._stream_seconds)
             await self._forget(client, prefix)
-        return float(np.percentile([gap for stream in streams for gap in stream.gaps] or [0.0], 99))
+        return Usual.of(streams)
 
     async def run(self, cell: Cell, prefix: str) -> Result:
         """Run one cell in conversations of its own. Raises RingserveError where the cluster did not serve before it."""
@@ -169,14 +171,14 @@ class Experiment:
         while self._sign is None and time.monotonic() < target.hit_at + 2 * MAX_DETECT_SECONDS:
             await asyncio.sleep(PAUSE_SECONDS)
         self._end_fault()  # what was given up must do no harm when it goes on
-        recovered = None
+        recovered, info = None, self._info
         with contextlib.suppress(RingserveError):
-            await self._whole(client)
+            info = await self._whole(client)
             recovered = time.monotonic() - target.hit_at
         lost, follow_ups = ([], []) if recovered is None else await self._follow_up(client, prefix, streams)
         free_after = await self._forget(client, prefix) if recovered is not None else 0
         sign = self._sign
-        role_rings = [ring for ring in self._info.rings if ring.role == cell.role]
+        role_rings = [ring for ring in info.rings if ring.role == cell.role]
         return Observation(
             victim=target.name,
             streams=streams,
@@ -273,7 +275,8 @@ class Experiment:
                         self._info = await client.server_info()
                     if self._target is not None:
                         self._look_at_rings(self._target.rings)
-                await asyncio.sleep(PAUSE_SECONDS)
+                rest = LOOK_SECONDS if not self._was_hit else PAUSE_SECONDS if self._sign is None else REST_SECONDS
+                await asyncio.sleep(rest)
 
     def _look_at_rings(self, before: Mapping[str, str]) -> None:
         """Note what has become of rings, given with their incarnations before the fault."""
@@ -298,7 +301,7 @@ class Experiment:
                     self._note(time.monotonic(), "the process was replaced")
                 elif not pid and cell.how is How.STOP:
                     self._note(time.monotonic(), "the stopped process was killed")
-            await asyncio.sleep(10 * PAUSE_SECONDS)
+            await asyncio.sleep(10 * PAUSE_SECONDS if self._sign is None or cell.needs_worker else REST_SECONDS)
 
 
 def in_phase(

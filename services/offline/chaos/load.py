@@ -69,6 +69,15 @@ class Expected:
         return (*self.history(number), *new) if self.script.repeats_history else new
 
 
+@dataclass(frozen=True, order=True, slots=True)
+class Gap:
+    """Time between two pieces of a stream: its seconds, when it began, and the number of pieces before it."""
+
+    seconds: float
+    began: float
+    num_pieces: int
+
+
 @dataclass(slots=True)
 class Stream:
     """Turn as its client sees it. Times are those of `time.monotonic`.
@@ -134,10 +143,10 @@ class Stream:
         later = [at for at in self.arrivals if at > moment]
         return later[0] if later else self.ended if self.answer is not None and self.ended > moment else None
 
-    @property
-    def gaps(self) -> list[float]:
-        """Times between two pieces, in seconds."""
-        return [after - before for before, after in pairwise(self.arrivals)]
+    def gaps(self, moment: float = 0.0) -> list[Gap]:
+        """Return the gaps that ended after a moment."""
+        pieces = enumerate(pairwise(self.arrivals), start=1)
+        return [Gap(after - before, before, number) for number, (before, after) in pieces if after > moment]
 
 
 Listener = Callable[[Stream], None]

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import numpy as np
+
 from services.offline.chaos.faults import Cell
 from services.offline.chaos.load import Stream
 
@@ -28,6 +30,27 @@ class Outcome(StrEnum):
     BROKEN = "BROKEN"
     UNSEEN = "not observed"
     FORBIDDEN = "not permitted here"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usual:
+    """Record of second turns without a fault, in seconds.
+
+    The p99 of the gaps between two pieces, the longest of them, and the longest time to a stream's first token.
+    """
+
+    gap_p99: float = 0.0
+    longest_gap: float = 0.0
+    last_first_token: float = 0.0
+
+    @classmethod
+    def of(cls, streams: Sequence[Stream]) -> Usual:
+        """Measure streams that have ended."""
+        gaps = [gap.seconds for stream in streams for gap in stream.gaps()] or [0.0]
+        firsts = [stream.arrivals[0] - stream.began for stream in streams if stream.arrivals]
+        return cls(
+            gap_p99=float(np.percentile(gaps, 99)), longest_gap=max(gaps), last_first_token=max(firsts, default=0.0)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +80,7 @@ class Observation:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Line of the report."""
+    """Line of the report. The longest gap is that of a stream after the fault; it began at a time from the fault."""
 
     process: str
     phase: str
@@ -72,6 +95,8 @@ class Result:
     sign: str = ""
     next_token_seconds: float | None = None
     longest_gap_seconds: float | None = None
+    longest_gap_at_seconds: float | None = None
+    longest_gap_after_pieces: int | None = None
     usual_gap_seconds: float | None = None
     recover_seconds: float | None = None
     free_blocks_before: int = 0
@@ -100,6 +125,7 @@ def judge(cell: Cell, seen: Observation) -> Result:
     """Return the line of a cell: the promise is that of docs/operating.md."""
     everything = [*seen.streams, *seen.follow_ups]
     next_token = _next_token(seen)
+    longest = max((gap for stream in seen.streams for gap in stream.gaps(seen.hit_at)), default=None)
     reasons = [*_stream_reasons("stream", seen.streams), *_stream_reasons("follow-up", seen.follow_ups)]
     if seen.detect_seconds is None or seen.detect_seconds > MAX_DETECT_SECONDS:
         late = (
@@ -128,7 +154,9 @@ def judge(cell: Cell, seen: Observation) -> Result:
         detect_seconds=seen.detect_seconds,
         sign=seen.sign,
         next_token_seconds=next_token if 0 < next_token < math.inf else None,
-        longest_gap_seconds=max((gap for stream in seen.streams for gap in stream.gaps), default=None),
+        longest_gap_seconds=longest.seconds if longest else None,
+        longest_gap_at_seconds=longest.began - seen.hit_at if longest else None,
+        longest_gap_after_pieces=longest.num_pieces if longest else None,
         usual_gap_seconds=seen.usual_gap_seconds,
         recover_seconds=seen.recover_seconds,
         free_blocks_before=seen.free_before,

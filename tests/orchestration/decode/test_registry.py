@@ -15,6 +15,7 @@ from orchestration.decode import registry
 from orchestration.decode.engine import DecodeEngine
 from orchestration.decode.registry import DecodeTurns
 from orchestration.decode.turn import Attempt, DecodeTurn, DecodeTurnState
+from orchestration.protocol.kv import SentKv
 from orchestration.protocol.rings import RingSettings
 from orchestration.protocol.turns import FinishedEvent, TokensEvent, TurnEvent, TurnOutcome
 from orchestration.ring.life import Ring
@@ -23,6 +24,7 @@ from tests.orchestration.fake_ranks import FakeRanks
 from tests.waiting import eventually
 from workers.protocol.decode_commands import DecodeEvent, FinishReason
 from workers.protocol.ranks import RankSettings
+from workers.protocol.transfers import TransferKey
 
 WAIT_SECONDS = 10.0
 
@@ -140,6 +142,45 @@ async def test_the_first_to_end_a_turn_decides_how_and_the_router_hears_it_once(
         assert turn.pool.num_retained("turn") == PROMPT_TOKENS
         assert len(made.turns) == 0
         assert made.settled == [turn]
+
+
+async def test_a_turn_that_fails_waits_for_no_ring_that_stands_still_and_was_to_have_its_kv() -> None:
+    async with ring() as made:
+        turn, key = made.turn(), TransferKey("pull", 1, made.ring.incarnation, "another")
+        given_up: list[TransferKey] = []
+        sending: asyncio.Future[SentKv] = asyncio.get_running_loop().create_future()
+
+        async def abandon(key: TransferKey, timeout: float) -> None:
+            given_up.append(key)
+            sending.cancel()
+
+        async def send() -> SentKv:
+            return await sending
+
+        task = asyncio.create_task(send())
+        turn.tasks.sends[task] = key
+        for rank in made.ranks.latest:
+            rank.abandon_send = abandon  # type: ignore[method-assign]
+        await made.turns.end("turn", Unavailable("the prefill ring is lost"))
+        assert await over(turn) is turn.error
+        assert given_up == [key, key], "every rank"
+        assert task.cancelled()
+
+
+async def test_a_send_outlives_the_answer_of_its_turn() -> None:
+    async with ring() as made:
+        turn = made.turn()
+        sending: asyncio.Future[SentKv] = asyncio.get_running_loop().create_future()
+
+        async def send() -> SentKv:
+            return await sending
+
+        turn.tasks.sends[asyncio.create_task(send())] = turn.attempt.key
+        made.turns.end_soon(turn, FinishReason.LENGTH)
+        await eventually(lambda: bool(made.router.heard))
+        assert turn.end is None
+        sending.set_result(SentKv(payload_bytes=1, seconds=1.0))
+        assert isinstance(await over(turn), FinishedEvent)
 
 
 async def test_the_end_of_a_turn_that_fails_is_reported_too_and_once() -> None:

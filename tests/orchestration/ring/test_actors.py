@@ -1,15 +1,20 @@
-"""Places of ranks in a Ray cluster that several deployments share."""
+"""Ranks as actors: their places in a Ray cluster that several deployments share, their starts, and their ends."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import ray
 
 from orchestration.ring import actors
-from orchestration.ring.actors import RayRanks
+from orchestration.ring.actors import RayRank, RayRanks
 
 
 def test_places_of_a_dead_leader_are_freed_and_those_of_another_deployment_are_left(
@@ -60,3 +65,50 @@ async def test_the_processes_that_share_heads_are_on_one_host(
     await RayRanks("decode-0", {"CPU": 1.0, "GPU": 0.5}, tp).create(4, 5.0)
     assert asked == [{"CPU": 1.0 * tp, "GPU": 0.5 * tp}] * places
     assert taken == [rank // tp for rank in range(4)]
+
+
+class _Actor:
+    """Actor of a rank whose process has this id on a node."""
+
+    def __init__(self, node: str, pid: int) -> None:
+        self.start = SimpleNamespace(remote=lambda spec: _done(SimpleNamespace(rank=0)))
+        self.home = SimpleNamespace(remote=lambda: _done((node, pid)))
+
+
+def _done(value: object) -> Any:
+    future: Future[object] = Future()
+    future.set_result(value)
+    return SimpleNamespace(future=lambda: future)
+
+
+@pytest.mark.parametrize(("node", "is_ended"), [("here", True), ("elsewhere", False)])
+async def test_a_rank_that_stands_still_is_ended_at_once_on_this_node_and_by_ray_on_others(
+    node: str, is_ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[object] = []
+    context = SimpleNamespace(get_node_id=lambda: "here")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(ray, "kill", lambda actor, no_restart: told.append(actor))
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        os.kill(process.pid, signal.SIGSTOP)
+        actor = _Actor(node, process.pid)
+        rank = RayRank("rank 0", cast(Any, actor))
+        await rank.start(cast(Any, None), 5.0)
+        await rank.kill()
+        if not is_ended:
+            assert process.poll() is None
+            process.kill()
+        assert process.wait(10.0) == -signal.SIGKILL
+        await rank.kill()  # there is nobody of that id, or somebody else
+    assert told == [actor, actor], "Ray frees the place"
+
+
+def test_what_is_done_beside_others_leaves_the_caller_its_priority_and_raises_its_errors() -> None:
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    before = priority()
+    assert actors.beside_others(priority) == min(before + actors.START_NICENESS, 19)
+    assert priority() == before
+    with pytest.raises(ZeroDivisionError):
+        actors.beside_others(lambda: 1 // 0)

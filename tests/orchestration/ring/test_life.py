@@ -17,7 +17,7 @@ from orchestration.ring import life
 from orchestration.ring.life import Ring
 from tests.orchestration.fake_ranks import RATES, FakeRanks
 from tests.waiting import eventually
-from workers.protocol.ranks import RankSettings, RankStatus
+from workers.protocol.ranks import RankInfo, RankSettings, RankSpec, RankStatus
 
 WAIT_SECONDS = 10.0
 DEAD = Unavailable("rank 1 died")
@@ -214,6 +214,23 @@ async def test_ranks_that_live_stay_in_the_rebuilt_ring_with_their_models(
         assert {rank.specs[-1].incarnation for rank in after} == {rings.ring.incarnation} != {first}
         assert {rank.rendezvous.name for rank in after if rank.rendezvous} == {rings.ring.incarnation}
         assert rings.ring.kv_endpoints == tuple(f"kv:{100 + n if n in made_anew else n}" for n in range(3))
+
+
+async def test_a_rank_that_stands_still_is_dead_before_the_others_are_asked_to_leave_it() -> None:
+    async with started() as rings:
+        before, killed = list(rings.ranks.latest), list[bool]()
+        for rank in before:
+            rank.renews = True
+        renew = before[0].renew
+
+        async def noted(spec: RankSpec, timeout: float) -> RankInfo:
+            killed.append(before[1].is_killed)
+            return await renew(spec, timeout)
+
+        before[0].renew = noted  # type: ignore[method-assign]
+        before[1].fail(DEAD)
+        await rings.until_told("ready", "lost", "ready")
+        assert killed == [True]
 
 
 @pytest.mark.parametrize("is_helix", [False, True])

@@ -11,6 +11,7 @@ import pytest
 
 from cp_core.errors import Unavailable
 from orchestration.placement.registry import LEASE_TICKS
+from orchestration.protocol.turns import Reservation, Reserve
 from tests.orchestration.service import Service
 from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens
@@ -46,6 +47,14 @@ async def test_a_turn_that_a_silent_ring_was_to_reserve_goes_to_another(
 ) -> None:
     async with Losing(model_paths["llama_gqa"]) as service:
         monkeypatch.setattr(service.prefill, "reserve", service.hang)
+        other, waited = service.peers.leaders["prefill-1"], list[float]()
+        reserve = other.reserve
+
+        async def noted(request: Reserve) -> Reservation:
+            waited.append(request.waited_seconds)
+            return await reserve(request)
+
+        monkeypatch.setattr(other, "reserve", noted)
         prompt = random_tokens(30)
         answering = asyncio.create_task(service.answer(service.request(prompt)))
         async with asyncio.timeout(WAIT_SECONDS):
@@ -54,6 +63,7 @@ async def test_a_turn_that_a_silent_ring_was_to_reserve_goes_to_another(
             answer = await answering
         assert answer.token_ids == oracles["llama_gqa"].greedy(prompt, 5)
         assert answer.begun.plan.prefill_ring == "prefill-1"
+        assert waited[0] > 0.0, "it keeps its age there"
 
 
 async def test_a_turn_that_a_silent_ring_prefills_ends_and_names_the_ring(

@@ -66,7 +66,7 @@ async def test_a_rank_that_dies_between_turns_is_noticed_and_harms_no_answer(
         expected = await answers(gateway, codec)
         assert check_greedy(model_path, expected) > 0.0
         ranks = RankThreads(service)
-        usual = await Experiment(gateway.target, ranks, expected, SECONDS).usual_gap("usual-")
+        usual = (await Experiment(gateway.target, ranks, expected, SECONDS).usual("usual-")).gap_p99
         experiment = Experiment(gateway.target, ranks, expected, SECONDS, usual)
         result = await experiment.run(Cell(Kind.DECODE_RANK, Phase.IDLE, How.KILL), "idle-")
         assert (result.outcome, result.reasons) == (Outcome.HELD, ())

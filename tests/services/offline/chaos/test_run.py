@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from services.offline.chaos import run
 from services.offline.chaos.faults import Cell, Kind, Processes, choose
 from services.offline.chaos.run import Plan, Run
-from services.offline.chaos.verdict import Outcome, Result
+from services.offline.chaos.verdict import Outcome, Result, Usual
 
 
 class FakeCluster:
@@ -38,8 +39,8 @@ class FakeExperiment:
     def __init__(self, *arguments: object) -> None:
         self._worker = arguments[-1]
 
-    async def usual_gap(self, prefix: str) -> float:
-        return 0.1
+    async def usual(self, prefix: str) -> Usual:
+        return Usual(gap_p99=0.1)
 
     async def run(self, cell: Cell, prefix: str) -> Result:
         assert cell.needs_worker == (self._worker is not None)
@@ -93,6 +94,24 @@ async def test_cells_of_a_worker_run_together_in_a_cluster_of_two_nodes(
     assert [result.process for result in ran] == 4 * ["router"] + 2 * ["raylet", "node"]
     assert {result.outcome for result in ran} == {Outcome.HELD}
     assert clusters == [(["plain"], False), (["two nodes"], True)]
+
+
+@pytest.mark.parametrize(("num_unseen", "outcome"), [(1, Outcome.HELD), (run.MAX_LOOKS, Outcome.UNSEEN)])
+async def test_a_phase_that_no_stream_was_seen_in_is_looked_for_again_in_other_conversations(
+    num_unseen: int, outcome: Outcome, clusters: list[tuple[list[str], bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefixes: list[str] = []
+
+    class Unlucky(FakeExperiment):
+        async def run(self, cell: Cell, prefix: str) -> Result:
+            prefixes.append(prefix)
+            found = await super().run(cell, prefix)
+            return found if len(prefixes) > num_unseen else replace(found, outcome=Outcome.UNSEEN)
+
+    monkeypatch.setattr(run, "Experiment", Unlucky)
+    (result,) = await results(plan(choose(["router/queued/kill"])))
+    assert result.outcome is outcome
+    assert len(set(prefixes)) == len(prefixes) == min(num_unseen + 1, run.MAX_LOOKS)
 
 
 async def test_cells_that_are_not_permitted_are_told_and_start_no_cluster(

@@ -9,7 +9,7 @@ import pytest
 
 from services.offline.chaos.faults import Cell, How, Kind, Phase
 from services.offline.chaos.load import Stream
-from services.offline.chaos.verdict import Observation, Outcome, judge
+from services.offline.chaos.verdict import Observation, Outcome, Usual, judge
 from tests.services.offline.chaos.streams import answered, failed
 
 CELL = Cell(Kind.DECODE_RANK, Phase.DECODING, How.KILL)
@@ -81,6 +81,22 @@ def test_tokens_that_were_streamed_and_are_not_the_answers_break_the_promise() -
     assert judge(CELL, seen([stream])).reasons == (
         "1 of 1 streams: tokens were streamed that are not those of the answer",
     )
+
+
+def test_what_is_usual_are_gaps_and_first_tokens_of_all_streams() -> None:
+    usual = Usual.of([answered(6, 7, 8, at=(101.0, 101.5, 103.5)), answered(6, 7, 8, at=(104.0, 104.5, 105.0))])
+    assert usual.longest_gap == pytest.approx(2.0)
+    assert usual.last_first_token == pytest.approx(4.0)
+    assert 0.5 < usual.gap_p99 <= 2.0
+    assert Usual.of([failed("Unavailable: it died")]) == Usual()
+
+
+def test_a_gap_that_ended_before_the_fault_is_none_of_its_doing() -> None:
+    stream = answered(6, 7, 8, at=(90.0, 101.0, 102.0))
+    result = judge(CELL, seen([stream]))
+    assert result.longest_gap_seconds == pytest.approx(1.0)
+    assert result.longest_gap_at_seconds == pytest.approx(-0.5)
+    assert result.longest_gap_after_pieces == 2
 
 
 def test_the_longest_gap_is_told_in_usual_gaps_where_these_are_known() -> None:
