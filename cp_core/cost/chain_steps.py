@@ -82,24 +82,30 @@ def quick_cuts(num_tokens: int, cached: int, rates: ChainRates) -> Cuts:
     meanwhile; of these the prediction chooses. The seconds are within 4% of those of `best_cuts` over the grid of
     `tests/cp_core/cost/test_chain_steps.py`, in less than a hundredth of its time.
     """
-    chosen: Cuts = ()
-    least, pairs = math.inf, num_tokens * (num_tokens / 2 + cached)
-    work = num_tokens * rates.token_seconds + pairs * rates.pair_seconds
-    for empty in range(rates.num_ranks):
-        # The ranks that take part share what all do.
-        together = min(rates.lone_speed, rates.num_ranks / (rates.num_ranks - empty))
-        even = work / sum(rates.speeds[empty:])
+    num_ranks, speeds, hops = rates.num_ranks, rates.speeds, rates.num_layers - 1
+    work = num_tokens * rates.token_seconds + num_tokens * (num_tokens / 2 + cached) * rates.pair_seconds
+    # The ranks that take part share what all do.
+    shares = [min(rates.lone_speed, num_ranks / (num_ranks - empty)) for empty in range(num_ranks)]
+    evens = [work / sum(speeds[empty:]) / shares[empty] for empty in range(num_ranks)]
+    # Cached KV of a rank goes to all that take part: where that takes longer than the work, few ranks are best.
+    links = [cached * rates.byte_seconds(0) * (num_ranks - empty - 1) / num_ranks for empty in range(num_ranks)]
+    likely = min(range(num_ranks), key=lambda empty: max(evens[empty], links[empty]))
+    known: dict[Cuts, float] = {}
+    least = math.inf
+    for empty in (likely, *range(likely), *range(likely + 1, num_ranks)):
         # The slowest stage takes at least as long as all do on average, which grows with the ranks that are left out.
-        if (rates.num_layers - 1) * even / together + rates.head_seconds >= least:
-            break
+        if hops * evens[empty] + rates.head_seconds >= least:
+            if empty > likely:
+                break
+            continue
         # Where links hold them up, fewer compute at a time, each faster.
-        for faster in dict.fromkeys((together, rates.lone_speed)):
-            sped = replace(rates, speeds=tuple(faster * each for each in rates.speeds)) if faster > 1.0 else rates
-            cuts = _balanced(num_tokens, cached, sped, empty, even / faster)
-            seconds = ChainParts.of(cuts, cached, rates).seconds(rates.overlap)
-            if seconds < least:
-                chosen, least = cuts, seconds
-    return chosen
+        for faster in dict.fromkeys((shares[empty], rates.lone_speed)):
+            sped = replace(rates, speeds=tuple(faster * each for each in speeds)) if faster > 1.0 else rates
+            cuts = _balanced(num_tokens, cached, sped, empty, evens[empty] * shares[empty] / faster)
+            if cuts not in known:
+                known[cuts] = ChainParts.of(cuts, cached, rates).seconds(rates.overlap)
+                least = min(least, known[cuts])
+    return min(known, key=known.__getitem__)
 
 
 def _balanced(num_tokens: int, cached: int, rates: ChainRates, empty: int, even: float) -> Cuts:
@@ -107,9 +113,16 @@ def _balanced(num_tokens: int, cached: int, rates: ChainRates, empty: int, even:
 
     That is `even` seconds where no link holds them up and none is late, and otherwise more.
     """
+    num_ranks = rates.num_ranks
     pairs = rates.square(num_tokens) + num_tokens * cached
     work = num_tokens * rates.token_seconds + pairs * rates.pair_seconds
     low, high = even, max(rates.lateness) / rates.num_layers + work / min(rates.speeds)
+    # In less than this, links carry cached KV alone: then the last rank computes all, or it takes longer.
+    cached_alone = rates.byte_seconds(0) * cached * (num_ranks - empty - 1) / num_ranks
+    if cached_alone > low:
+        if work / rates.speeds[-1] + rates.lateness[-1] / rates.num_layers <= cached_alone:
+            return (*(0,) * num_ranks, num_tokens)
+        low = cached_alone
     cuts = _filled(low, cached, rates, empty)
     under = num_tokens - cuts[-1]
     if under > TOLERANCE:
