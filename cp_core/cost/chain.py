@@ -41,8 +41,11 @@ class ChainRates:
     `token_seconds` are all matrix products of one token in one layer, `projection_seconds` those of its q, k and v
     among them, `pair_seconds` one query with one key in one layer, `layer_seconds` what else a layer takes. `kv_bytes`
     are K and V of one token in one layer. A rank of speed 2 computes twice as fast; one that is late begins so many
-    seconds after the others. `links` are shares of `link_bytes_per_second` that the links of its positions have; none
-    given: all of it.
+    seconds after the others. Where ranks share cores, a GPU or its memory, a rank computes `lone_speed` times as fast
+    while the others wait; the other rates are those of ranks that compute together. `overhead_seconds` are the part of
+    a layer behind which nothing hides, `overlap` is the share of messages that hides behind the rest: predictions and
+    choices of cuts count both, the time of given cuts neither. `links` are shares of
+    `link_bytes_per_second` that the links of its positions have; none given: all of it.
 
     Two options compare with KV-Runahead: `is_masked` computes a rank's square of pairs whole, `is_one_message` sends a
     rank's KV with what it received, when both are there.
@@ -60,6 +63,9 @@ class ChainRates:
     speeds: tuple[float, ...]
     lateness: tuple[float, ...] = ()
     links: tuple[float, ...] = ()
+    lone_speed: float = 1.0
+    overhead_seconds: float = 0.0
+    overlap: float = 1.0
     is_masked: bool = False
     is_one_message: bool = False
 
@@ -78,6 +84,8 @@ class ChainRates:
             raise ConfigError(
                 f"links of a chain of {len(self.speeds)} are {self.links}; allowed is a share above 0 for each"
             )
+        if not 1.0 <= self.lone_speed < math.inf:
+            raise ConfigError(f"lone_speed of a chain is {self.lone_speed}; allowed is 1 or more")
         if not self.link_bytes_per_second > 0.0:
             raise ConfigError(f"link_bytes_per_second is {self.link_bytes_per_second}; allowed is any rate above 0")
 
@@ -104,11 +112,28 @@ class ChainRates:
             message_seconds=ring.link_latency_seconds,
             speeds=tuple(speeds),
             lateness=tuple(lateness),
+            # Ranks that share one core are N times as fast alone as together, and none is faster.
+            lone_speed=min(rates.lone_speed, float(len(speeds))),
         )
 
     @property
     def num_ranks(self) -> int:
         return len(self.speeds)
+
+    def busy_share(self, cuts: Sequence[int]) -> float:
+        """Return the share of a layer's time with all ranks that its fixed parts take with those that have tokens."""
+        num_busy = sum(1 for start, stop in pairwise(cuts) if stop > start)
+        return max(1.0 / self.lone_speed, num_busy / self.num_ranks) if self.lone_speed > 1.0 else 1.0
+
+    def shared(self, work: Sequence[float]) -> list[float]:
+        """Return the seconds of a layer's `work` on each position, that of ranks which all compute together.
+
+        What the ranks share can do as much as all of them together, and one rank at most `lone_speed` times its part.
+        """
+        if self.lone_speed == 1.0:
+            return list(work)
+        mean = math.fsum(work) / self.num_ranks
+        return [max(each / self.lone_speed, min(each, mean)) for each in work]
 
     def byte_seconds(self, place: int) -> float:
         """Return the seconds that the link of a position takes for K and V of one token."""
@@ -122,8 +147,8 @@ class ChainRates:
 def chain_seconds(cuts: Sequence[int], cached: int, rates: ChainRates) -> float:
     """Return the seconds of a step of c_N tokens after `cached` ones that lie evenly over the ranks.
 
-    Cached KV goes straight to the ranks with new tokens, LAYERS_AHEAD layers ahead. Raises ConfigError where the cuts
-    do not ascend from 0 or are not one more than the ranks.
+    Cached KV goes straight to the ranks with new tokens, LAYERS_AHEAD layers ahead. `lone_speed` counts
+    as 1. Raises ConfigError where the cuts do not ascend from 0 or are not one more than the ranks.
     """
     stages = _stages(cuts, cached, rates)
     ends, links = list(rates.lateness), list(rates.lateness)
@@ -257,15 +282,19 @@ def chain_closed_form(cuts: Sequence[int], cached: int, rates: ChainRates) -> fl
     many ranks, where starts of messages count.
     """
     stages = _stages(cuts, cached, rates)
-    num_ranks = rates.num_ranks
+    num_ranks, lone_speed = rates.num_ranks, rates.lone_speed
     work = [each.projection + each.square + each.rest for each in stages]
     links = [each.own_link + each.past_link + each.cached_link for each in stages]
-    first, last, busiest = _first(cuts), _last(cuts), [max(each) for each in zip(work, links, strict=True)]
+    first, last, busiest = (
+        _first(cuts),
+        _last(cuts),
+        [max(each) for each in zip(rates.shared(work), links, strict=True)],
+    )
     if cached and num_ranks > 1:
         # From the first rank's KV to the last one's cached KV for a later layer.
         way = _way(cuts, first, rates) if first < last else 0.0
         way += (num_ranks - first) * rates.message_seconds + max(each.cached_link for each in stages)
-        busiest[last] = max(busiest[last], (way + stages[first].projection) / LAYERS_AHEAD)
+        busiest[last] = max(busiest[last], (way + stages[first].projection / lone_speed) / LAYERS_AHEAD)
 
     # In the first layer, cached KV leaves before the new KV.
     first_cached = max(each.cached_link for each in stages)
@@ -274,17 +303,21 @@ def chain_closed_form(cuts: Sequence[int], cached: int, rates: ChainRates) -> fl
         """Return the seconds of what the position at `place` sends in one layer, until the last one has attended it."""
         own = (
             rates.lateness[place]
-            + max(stages[place].projection, first_cached)
+            + max(stages[place].projection / lone_speed, first_cached)
             + (rates.num_layers - 1) * max(busiest[place if place > first else 0 :])
         )
         if place == last:
-            return own + work[last] - stages[last].projection
+            return own + (work[last] - stages[last].projection) / lone_speed
         way = _way(cuts, place, rates) + (last - place) * rates.message_seconds
-        return own + way + work[last] - stages[last].projection - stages[last].square
+        return own + way + (work[last] - stages[last].projection - stages[last].square) / lone_speed
 
     # The last position ends no earlier than it would alone.
     late = [place for place in range(first + 1, last + 1) if rates.lateness[place] or place == last]
-    return max(through(place) for place in (first, *late)) + rates.head_seconds
+    seconds = max(through(place) for place in (first, *late))
+    if lone_speed > 1.0:
+        # What the ranks share has all of the work to do.
+        seconds = max(seconds, rates.num_layers * math.fsum(work) / num_ranks)
+    return seconds + rates.head_seconds
 
 
 def _way(cuts: Sequence[int], place: int, rates: ChainRates) -> float:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from cp_core.cost.chain import ChainRates, Cuts, chain_closed_form
 
@@ -35,13 +34,17 @@ def chain_order(rates: RingRates, held: Sequence[tuple[int, ...]]) -> tuple[int,
 
 
 def chain_rates(model: ModelShape, rates: PrefillRates, num_ranks: int) -> ChainRates:
-    """Return the rates of a ring's ranks in the order of `chain_order`, without the overhead of layers.
-
-    No message hides behind that overhead.
-    """
+    """Return the rates of a ring's ranks in the order of `chain_order`. No message hides behind a layer's overhead."""
     places = sorted(_places(rates.ring, num_ranks))
     lateness = tuple(late for late, _ in places)
-    return replace(ChainRates.of(model, rates, [-slow for _, slow in places], lateness), layer_seconds=0.0)
+    overhead = rates.layer_overhead_seconds + (num_ranks - 1) * rates.ring.link_latency_seconds
+    found = ChainRates.of(model, rates, [-slow for _, slow in places], lateness)
+    return replace(
+        found,
+        layer_seconds=0.0,
+        overhead_seconds=rates.chain_overhead * overhead,
+        overlap=rates.ring.overlap if rates.chain_overlap is None else rates.chain_overlap,
+    )
 
 
 def _places(rates: RingRates, num_ranks: int) -> list[tuple[float, float]]:
@@ -51,21 +54,39 @@ def _places(rates: RingRates, num_ranks: int) -> list[tuple[float, float]]:
     return [(late, -speed) for late, speed in zip(lateness, speeds, strict=True)]
 
 
+class ChainParts(NamedTuple):
+    """Seconds of a chain's step with all messages hidden that may be, those of these messages, and its overhead."""
+
+    hidden: float
+    may_hide: float
+    overhead: float
+
+    @classmethod
+    def of(cls, cuts: Cuts, cached: int, rates: ChainRates) -> ChainParts:
+        """Return the parts of a step by given cuts."""
+        return cls(
+            hidden=chain_closed_form(cuts, cached, rates),
+            may_hide=hidden_seconds(cuts, cached, rates),
+            overhead=rates.num_layers * rates.overhead_seconds * rates.busy_share(cuts),
+        )
+
+    def seconds(self, overlap: float) -> float:
+        """Return the seconds where a share of the messages hides."""
+        return self.hidden + (1.0 - overlap) * self.may_hide + self.overhead
+
+
 def quick_cuts(num_tokens: int, cached: int, rates: ChainRates) -> Cuts:
     """Return cuts by which the busiest processor or link of a layer is least busy, with hardly a search.
 
     For each number of ranks that take part, all compute equally long, but none sends more than its link carries
-    meanwhile; of these the closed form chooses. The seconds are within 4% of those of `best_cuts` over the grid of
+    meanwhile; of these the prediction chooses. The seconds are within 4% of those of `best_cuts` over the grid of
     `tests/cp_core/cost/test_chain_steps.py`, in less than a hundredth of its time.
     """
-    return _quickest(num_tokens, cached, rates)[0]
-
-
-def _quickest(num_tokens: int, cached: int, rates: ChainRates) -> tuple[Cuts, float]:
-    """Return the quick cuts with the seconds of their closed form."""
     num_ranks, speeds, hops = rates.num_ranks, rates.speeds, rates.num_layers - 1
     work = num_tokens * rates.token_seconds + num_tokens * (num_tokens / 2 + cached) * rates.pair_seconds
-    evens = [work / sum(speeds[empty:]) for empty in range(num_ranks)]
+    # The ranks that take part share what all do.
+    shares = [min(rates.lone_speed, num_ranks / (num_ranks - empty)) for empty in range(num_ranks)]
+    evens = [work / sum(speeds[empty:]) / shares[empty] for empty in range(num_ranks)]
     # Cached KV of a rank goes to all that take part: where that takes longer than the work, few ranks are best.
     links = [cached * rates.byte_seconds(0) * (num_ranks - empty - 1) / num_ranks for empty in range(num_ranks)]
     likely = min(range(num_ranks), key=lambda empty: max(evens[empty], links[empty]))
@@ -77,12 +98,14 @@ def _quickest(num_tokens: int, cached: int, rates: ChainRates) -> tuple[Cuts, fl
             if empty > likely:
                 break
             continue
-        cuts = _balanced(num_tokens, cached, rates, empty, evens[empty])
-        if cuts not in known:
-            known[cuts] = chain_closed_form(cuts, cached, rates)
-            least = min(least, known[cuts])
-    chosen = min(known, key=known.__getitem__)
-    return chosen, least
+        # Where links hold them up, fewer compute at a time, each faster.
+        for faster in dict.fromkeys((shares[empty], rates.lone_speed)):
+            sped = replace(rates, speeds=tuple(faster * each for each in speeds)) if faster > 1.0 else rates
+            cuts = _balanced(num_tokens, cached, sped, empty, evens[empty] * shares[empty] / faster)
+            if cuts not in known:
+                known[cuts] = ChainParts.of(cuts, cached, rates).seconds(rates.overlap)
+                least = min(least, known[cuts])
+    return min(known, key=known.__getitem__)
 
 
 def _balanced(num_tokens: int, cached: int, rates: ChainRates, empty: int, even: float) -> Cuts:
@@ -139,30 +162,31 @@ def _filled(seconds: float, cached: int, rates: ChainRates, empty: int) -> list[
     return cuts
 
 
+_Entry = tuple[float, float]
+"""Seconds of a length over those of its computation on one rank; share of the overhead of all ranks."""
+
+
 class ChainPredictor:
     """Predictions of a model's chain steps on rings of one size and speed.
 
     The closed form is computed for T = 2^(i/2) and 1 + P / T = 2^(j/2), as a multiple of what the matrix products and
     the attention take on one rank. Between these the multiple is linear: a router asks for many steps while it places
-    one turn. Of messages that hide behind a layer, the share that the overlap leaves is added. So are the starts of the
-    hops of pass-KV in each layer: a profile's hold what a rank waits for late ones, and a gain that rests on starts
-    alone is not to be claimed. A calibration measures overlap and starts of chains; else they are those of the ring.
-    Late ranks are in the closed form, and not once more in the seconds that every step takes.
+    one turn. Of messages that hide behind a layer, the share that the overlap leaves is added. So are the overhead of
+    a layer and the starts of the hops of pass-KV in each: a profile's starts hold what a rank waits for late ones, and
+    a gain that rests on starts alone is not to be claimed. A calibration measures overlap and overhead of chains; else
+    they are those of the ring. Late ranks are in the closed form, and not once more in the seconds of every step.
     """
 
-    __slots__ = ("_entries", "_model", "_num_ranks", "_overhead", "_overlap", "_prefill_rates", "_rates")
+    __slots__ = ("_entries", "_model", "_num_ranks", "_prefill_rates", "_rates", "_step_seconds")
 
     def __init__(self, model: ModelShape, rates: PrefillRates, num_ranks: int) -> None:
         self._model = model
         self._prefill_rates = rates
         self._num_ranks = num_ranks
         ring = rates.ring
-        self._overlap = ring.overlap if rates.chain_overlap is None else rates.chain_overlap
-        start = ring.link_latency_seconds if rates.chain_start_seconds is None else rates.chain_start_seconds
-        self._overhead = model.num_layers * (rates.layer_overhead_seconds + (num_ranks - 1) * start)
-        self._overhead += max(0.0, ring.step_seconds - max(ring.lateness, default=0.0))
+        self._step_seconds = max(0.0, ring.step_seconds - max(ring.lateness, default=0.0))
         self._rates: ChainRates | None = None  # made when first needed: a fit makes a million predictors for others
-        self._entries: dict[tuple[int, int], float] = {}
+        self._entries: dict[tuple[int, int], _Entry] = {}
 
     @property
     def rates(self) -> ChainRates:
@@ -176,40 +200,45 @@ class ChainPredictor:
         along, across = 2 * math.log2(new_tokens), 2 * math.log2(1 + cached_tokens / new_tokens)
         i, j = int(along), int(across)
         right, below = along - i, across - j
-        multiple = (1 - right) * self._between(i, j, below) + (right and right * self._between(i + 1, j, below))
-        return multiple * self._alone(new_tokens, cached_tokens) + self._overhead
+        (multiple, share), after = self._between(i, j, below), right and self._between(i + 1, j, below)
+        if after:
+            multiple += right * (after[0] - multiple)
+            share += right * (after[1] - share)
+        rates = self.rates
+        overhead = rates.num_layers * rates.overhead_seconds * share
+        return multiple * self._alone(new_tokens, cached_tokens) + overhead + self._step_seconds
 
-    def _between(self, i: int, j: int, below: float) -> float:
+    def of_cuts(self, cuts: Cuts, cached_tokens: int) -> ChainParts:
+        """Return the parts of a step by given cuts."""
+        parts = ChainParts.of(cuts, cached_tokens, self.rates)
+        return parts._replace(hidden=parts.hidden + self._step_seconds)
+
+    def _between(self, i: int, j: int, below: float) -> _Entry:
         entry = self._entry(i, j)
-        return entry + below * (self._entry(i, j + 1) - entry) if below else entry
+        if not below:
+            return entry
+        after = self._entry(i, j + 1)
+        return entry[0] + below * (after[0] - entry[0]), entry[1] + below * (after[1] - entry[1])
 
-    def _entry(self, i: int, j: int) -> float:
-        multiple = self._entries.get((i, j))
-        if multiple is None:
+    def _entry(self, i: int, j: int) -> _Entry:
+        entry = self._entries.get((i, j))
+        if entry is None:
             new_tokens = round(2 ** (i / 2))
             cached = round(new_tokens * (2 ** (j / 2) - 1))
             if len(self._entries) >= MAX_ENTRIES:
                 self._entries.clear()
-            multiple = self._computed(new_tokens, cached) / self._alone(new_tokens, cached)
-            self._entries[i, j] = multiple
-        return multiple
-
-    def _computed(self, new_tokens: int, cached: int) -> float:
-        seconds, hidden = _closed_form(new_tokens, cached, self.rates)
-        return seconds + (1.0 - self._overlap) * hidden
+            cuts = quick_cuts(new_tokens, cached, self.rates)
+            parts = ChainParts.of(cuts, cached, self.rates)
+            computed = parts.seconds(self.rates.overlap) - parts.overhead
+            multiple = computed / self._alone(new_tokens, cached)
+            entry = self._entries[i, j] = multiple, self.rates.busy_share(cuts)
+        return entry
 
     def _alone(self, new_tokens: int, cached_tokens: int) -> float:
         rates = self.rates
         pairs = new_tokens * cached_tokens + new_tokens * (new_tokens + 1) / 2
         layer = new_tokens * rates.token_seconds + pairs * rates.pair_seconds
         return rates.num_layers * layer + rates.head_seconds
-
-
-@lru_cache(MAX_ENTRIES)
-def _closed_form(new_tokens: int, cached: int, rates: ChainRates) -> tuple[float, float]:
-    """Return the closed form of the quick cuts and its hidden seconds; a fit of overlap and starts asks for few."""
-    cuts, seconds = _quickest(new_tokens, cached, rates)
-    return seconds, hidden_seconds(cuts, cached, rates)
 
 
 def hidden_seconds(cuts: Cuts, cached: int, rates: ChainRates) -> float:

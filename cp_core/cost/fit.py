@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -11,10 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cp_core.cost.chain import Cuts
+from cp_core.cost.chain_steps import ChainParts, ChainPredictor, chain_rates, quick_cuts
 from cp_core.cost.decode import StepCost, predict_profiled_step
 from cp_core.cost.memory import WeightBytes
-from cp_core.cost.model import ModelShape
-from cp_core.cost.prefill import predict_turn
+from cp_core.cost.model import CHAIN, ModelShape, PrefillRates
+from cp_core.cost.prefill import predict_turn, sum_seconds
 from cp_core.cost.profile import HardwareProfile
 from cp_core.errors import ConfigError
 
@@ -36,8 +39,10 @@ PREFILL_CONSTANTS = (
     "cached_overhead_seconds",
     "sum_bytes_per_second",
 )
-CHAIN_CONSTANTS = ("chain_start_seconds", "chain_overlap")
-"""Constants that chains alone have."""
+LONE_SPEEDS = 13
+"""Speeds of a lone rank, from 1 to the number of ranks, for which a fit computes the times of chains."""
+CHAIN_CONSTANTS = ("chain_overhead", "chain_overlap", "lone_speed")
+"""Constants that chains alone have: the others' ranks all compute at the same time."""
 RATIO_WEIGHT = 2.0
 """Weight of a ratio's residual beside 1 of a sample's: a disturbed machine spoils samples first."""
 DISTURBED = 2.385
@@ -62,7 +67,8 @@ DECODE_CONSTANTS = (
 class PrefillSample:
     """Prefill and the seconds it took. `cuts` are the positions where one step of it ended and the next began.
 
-    `speeds` and `lateness` are those of the ring's ranks, as in RingRates.
+    `speeds` and `lateness` are those of the ring's ranks, as in RingRates. `chain_cuts` are those of a chain in each
+    step; without, they follow from the rates.
     """
 
     cp: int
@@ -74,6 +80,17 @@ class PrefillSample:
     cuts: tuple[int, ...] = ()
     speeds: tuple[float, ...] = ()
     lateness: tuple[float, ...] = ()
+    chain_cuts: tuple[Cuts, ...] = ()
+
+    @property
+    def steps(self) -> list[tuple[int, int]]:
+        """Positions where each step starts and stops."""
+        return list(pairwise((self.cached_tokens, *self.cuts, self.cached_tokens + self.new_tokens)))
+
+    def rates(self, profile: HardwareProfile, start: int) -> PrefillRates:
+        """Return a profile's rates of the step that begins at `start`."""
+        rates = profile.prefill.rates(self.cp, is_cached=start > 0)
+        return replace(rates, ring=replace(rates.ring, speeds=self.speeds, lateness=self.lateness))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +131,10 @@ class StepSample:
 
 def predicted_prefill(model: ModelShape, profile: HardwareProfile, sample: PrefillSample) -> float:
     """Return the seconds that the profile predicts for a sample, step by step."""
-    bounds = (sample.cached_tokens, *sample.cuts, sample.cached_tokens + sample.new_tokens)
+    if sample.chain_cuts:
+        constants = profile.prefill
+        overlap = constants.overlap if constants.chain_overlap is None else constants.chain_overlap
+        return _chain_parts(model, profile, sample).seconds(overlap)
     return sum(
         predict_turn(
             model,
@@ -127,8 +147,30 @@ def predicted_prefill(model: ModelShape, profile: HardwareProfile, sample: Prefi
             speeds=sample.speeds,
             lateness=sample.lateness,
         ).total_seconds
-        for start, stop in pairwise(bounds)
+        for start, stop in sample.steps
     )
+
+
+def _chain_parts(model: ModelShape, profile: HardwareProfile, sample: PrefillSample) -> ChainParts:
+    """Return the parts of all steps of a chain by its cuts."""
+    share, steps = model.share(sample.tp), []
+    predictors = [ChainPredictor(share, sample.rates(profile, start), sample.cp) for start in (0, 1)]
+    for cuts, (start, stop) in zip(sample.chain_cuts, sample.steps, strict=True):
+        parts = predictors[start > 0].of_cuts(cuts, start)
+        sums = sum_seconds(model, profile, sample.tp, -(-(stop - start) // sample.cp))
+        steps.append(parts._replace(hidden=parts.hidden + sums))
+    return ChainParts(*map(math.fsum, zip(*steps, strict=True)))
+
+
+def with_chain_cuts(model: ModelShape, profile: HardwareProfile, sample: PrefillSample) -> PrefillSample:
+    """Return a sample of a chain with the cuts of ranks that know themselves by `profile`; another one unchanged."""
+    if sample.algorithm != CHAIN:
+        return sample
+    cuts = [
+        quick_cuts(stop - start, start, chain_rates(model.share(sample.tp), sample.rates(profile, start), sample.cp))
+        for start, stop in sample.steps
+    ]
+    return replace(sample, chain_cuts=tuple(cuts))
 
 
 def predicted_step(model: ModelShape, weights: WeightBytes, profile: HardwareProfile, sample: StepSample) -> float:
@@ -176,28 +218,37 @@ def fit_chain(
     model: ModelShape,
     profile: HardwareProfile,
     samples: Sequence[PrefillSample],
-    start: tuple[float, float],
+    overlap: float,
     trust: float = 0.0,
     ratios: Sequence[PrefillRatio] = (),
 ) -> HardwareProfile:
-    """Return `profile` with the CHAIN_CONSTANTS that fit the samples best, from `start` on; robust, as `fit_prefill`.
+    """Return `profile` with the CHAIN_CONSTANTS that fit the samples best; robust, as `fit_prefill`.
 
-    Seconds are linear in both, so that three predictions of each sample suffice. Raises ConfigError as that does.
+    They begin at the overhead of the ring, this overlap, and ranks that share nothing. Raises ConfigError as that does.
     """
     _require(samples, CHAIN_CONSTANTS)
+    others = np.array([predicted_prefill(model, profile, each) for each in samples])
+    chains = [place for place, each in enumerate(samples) if each.algorithm == CHAIN]
+    most = float(max(each.cp for each in samples))
+    grid = np.log(most) * np.linspace(0.0, 1.0, LONE_SPEEDS)
 
-    def at(start_seconds: float, overlap: float) -> Vector:
-        moved = _with_prefill(profile, CHAIN_CONSTANTS, np.array([start_seconds, overlap]))
-        return np.array([predicted_prefill(model, moved, each) for each in samples])
+    def parts(lone_speed: float) -> list[ChainParts]:
+        constants = replace(profile.prefill, chain_overhead=1.0, lone_speed=lone_speed)
+        return [_chain_parts(model, replace(profile, prefill=constants), samples[place]) for place in chains]
 
-    hidden = at(0.0, 1.0)
-    of_starts, exposed = at(1.0, 1.0) - hidden, at(0.0, 0.0) - hidden
+    # [lone speed, chain, part]; between the speeds of the grid the parts are linear.
+    known = np.array([parts(float(speed)) for speed in np.exp(grid)])
 
     def predict(values: Vector) -> Vector:
-        start_seconds, overlap = map(float, values)
-        return np.asarray(hidden + start_seconds * of_starts + (1.0 - min(1.0, overlap)) * exposed)
+        overhead, overlap, lone_speed = map(float, values)
+        place = min(abs(math.log(lone_speed)), grid[-1]) / max(grid[1], 1e-9)
+        low = min(int(place), LONE_SPEEDS - 2)
+        hidden, may_hide, fixed = (known[low] + (place - low) * (known[low + 1] - known[low])).T
+        seconds = others.copy()
+        seconds[chains] = hidden + (1.0 - _share(overlap)) * may_hide + overhead * fixed
+        return seconds
 
-    found = _fitted(predict, np.array(start), samples, trust, ratios, is_robust=True)
+    found = _fitted(predict, np.array([1.0, overlap, 1.0]), samples, trust, ratios, is_robust=True)
     return _with_prefill(profile, CHAIN_CONSTANTS, found)
 
 
@@ -272,9 +323,18 @@ def _require(samples: Sequence[object], names: Sequence[str]) -> None:
 def _with_prefill(profile: HardwareProfile, names: Sequence[str], values: Vector) -> HardwareProfile:
     moved: dict[str, Any] = dict(zip(names, map(float, values), strict=True))
     for name in moved.keys() & {"overlap", "chain_overlap"}:
-        # A share: a value beyond 1 predicts the same, so no fit goes there.
-        moved[name] = min(1.0, moved[name])
+        moved[name] = _share(moved[name])
+    if "lone_speed" in moved:
+        moved["lone_speed"] = 1.0 / _share(moved["lone_speed"])
     return replace(profile, prefill=replace(profile.prefill, **moved))
+
+
+def _share(value: float) -> float:
+    """Return the share that a fitted number above 0 stands for: beyond 1, its inverse.
+
+    A fit that starts at 1 sees a slope there, which a limit would hide, and leaves it to either side.
+    """
+    return value if value <= 1.0 else 1.0 / value
 
 
 def _with_decode(profile: HardwareProfile, names: Sequence[str], values: Vector) -> HardwareProfile:

@@ -118,16 +118,18 @@ class RingRates:
 class PrefillRates:
     """Rates of one rank in prefill steps: those of its ring, and seconds a layer that nothing else explains.
 
-    An all-to-all has the link's rate and start unless its own are given. So have a chain's layers the ring's overlap
-    and the starts of its hops.
+    An all-to-all has the link's rate and start unless its own are given, and a chain the ring's overlap.
+    `chain_overhead` is the share of a ring's overhead and starts that a chain's layers have. Where ranks share cores, a
+    GPU or its memory, one computes up to `lone_speed` times as fast while the others wait.
     """
 
     ring: RingRates
     layer_overhead_seconds: float = 0.0
     all_to_all_bytes_per_second: float | None = None
     all_to_all_latency_seconds: float | None = None
-    chain_start_seconds: float | None = None
+    chain_overhead: float = 1.0
     chain_overlap: float | None = None
+    lone_speed: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("gemm_flops", "attention_flops", "link_bytes_per_second"):

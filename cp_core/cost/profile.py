@@ -28,8 +28,8 @@ class PrefillConstants:
 
     A hop's latency is its whole start, with the wait for a late peer. Overheads are a layer's: always, for each rank
     after the first, and where there are cached tokens. Sums are those of tensor parallelism: bytes/s of a ring
-    all-reduce inside one host, and over several. A chain has the latency and the overlap of a hop unless its own were
-    measured.
+    all-reduce inside one host, and over several. A chain has the overlap of a ring unless its own was measured;
+    `chain_overhead` and `lone_speed` are those of PrefillRates.
     """
 
     gemm_flops: float
@@ -44,8 +44,9 @@ class PrefillConstants:
     layer_overhead_seconds: float = 0.0
     rank_overhead_seconds: float = 0.0
     cached_overhead_seconds: float = 0.0
-    chain_start_seconds: float | None = None
+    chain_overhead: float = 1.0
     chain_overlap: float | None = None
+    lone_speed: float = 1.0
 
     def rates(self, num_ranks: int, *, is_cached: bool) -> PrefillRates:
         """Return the rates of a rank in a ring of `num_ranks`."""
@@ -61,8 +62,9 @@ class PrefillConstants:
             layer_overhead_seconds=overhead + (self.cached_overhead_seconds if is_cached else 0.0),
             all_to_all_bytes_per_second=self.all_to_all_bytes_per_second,
             all_to_all_latency_seconds=self.all_to_all_latency_seconds,
-            chain_start_seconds=self.chain_start_seconds,
+            chain_overhead=self.chain_overhead,
             chain_overlap=self.chain_overlap,
+            lone_speed=self.lone_speed,
         )
 
 
@@ -188,6 +190,8 @@ def _checked(name: str, annotation: object, value: object, where: str) -> object
         raise ConfigError(f"{where} is {value!r}; a whole number is needed")
     if name.endswith("overlap") and not 0.0 <= value <= 1.0:
         raise ConfigError(f"{where} is {value}; allowed are 0 to 1")
+    if name == "lone_speed" and value < 1.0:
+        raise ConfigError(f"{where} is {value}; allowed is 1 or more")
     if name in MAY_BE_NEGATIVE:
         return value
     # Rates end in "_per_second".

@@ -5,15 +5,19 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cp_core.errors import ConfigError
 from services.cli.options import Subcommands
 from services.offline.bench.report import load_now, require_matplotlib
 from services.offline.calibration.measurement import Cell
-from services.offline.terminal import console, print_table, progress_bar
+from services.offline.terminal import console, interrupted_by_sigterm, print_table, progress_lines
 from services.offline.units import parse_token_counts
 from workers.model.builtin import resolve_model_path
 from workers.model.info import read_model_info
+
+if TYPE_CHECKING:
+    from services.offline.bench.selection.results import SelectionReport
 
 EXAMPLE = """example:
   ringserve bench selection
@@ -67,15 +71,7 @@ def run(options: argparse.Namespace) -> int:
     # These import torch, which slows the start of other commands.
     from services.offline.bench.selection.links import parse_rate
     from services.offline.bench.selection.measure import SelectionSettings, measured_in_namespaces
-    from services.offline.bench.selection.results import (
-        closing_lines,
-        gains_table,
-        judged_cells,
-        losses_table,
-        selection_json,
-        write_selection_plot,
-        wrong_table,
-    )
+    from services.offline.bench.selection.results import judged_cells, write_selection_plot
 
     new, fit_new = (parse_token_counts(*_given(options, name)) for name in ("--new", "--fit-new"))
     cached, fit_cached = (parse_token_counts(*_given(options, name), least=0) for name in ("--cached", "--fit-cached"))
@@ -90,20 +86,47 @@ def run(options: argparse.Namespace) -> int:
     )
     _check(options, settings.most_tokens)
     before = load_now()
-    with progress_bar(settings.num_measurements) as tell:
-        report = measured_in_namespaces(settings, tell)
-    report = replace(report, load=(before, load_now()))
-    if options.json:
-        print(selection_json(report))
-    else:
-        for table in (losses_table(report), gains_table(report), wrong_table(report)):
-            if table is not None:
-                print_table(console(pipe_width=PIPE_WIDTH), table)
-        print(*closing_lines(report), sep="\n")
+    done: SelectionReport | None = None
+
+    def show(report: SelectionReport) -> None:
+        nonlocal done
+        done = replace(report, load=(before, load_now()))
+        if not options.json:
+            _print_latest(report)
+
+    try:
+        with interrupted_by_sigterm(), progress_lines(settings.num_measurements) as tell:
+            measured_in_namespaces(settings, tell, show)
+    finally:
+        # An interrupted measurement reports the rates that it has finished.
+        if done is not None:
+            _print_whole(done, is_json=options.json)
+    assert done is not None, "there is a rate"
     # Last, since a failure must not hide the report.
     if options.plot is not None:
-        write_selection_plot(report, options.plot)
-    return 1 if report.disagreements else 0
+        write_selection_plot(done, options.plot)
+    return 1 if done.disagreements else 0
+
+
+def _print_latest(report: SelectionReport) -> None:
+    """Print the rate that was measured last."""
+    from services.offline.bench.selection.results import losses_table, predictions_table, ring_lines, wrong_table
+
+    latest = replace(report, rings=report.rings[-1:])
+    for table in (losses_table(latest), predictions_table(latest), wrong_table(latest)):
+        if table is not None:
+            print_table(console(pipe_width=PIPE_WIDTH), table, num_keys=4)
+    print(*ring_lines(latest), sep="\n", flush=True)
+
+
+def _print_whole(report: SelectionReport, *, is_json: bool) -> None:
+    from services.offline.bench.selection.results import closing_lines, gains_table, selection_json
+
+    if is_json:
+        print(selection_json(report))
+        return
+    print_table(console(pipe_width=PIPE_WIDTH), gains_table(report), num_keys=2)
+    print(*closing_lines(report), sep="\n")
 
 
 def _given(options: argparse.Namespace, name: str) -> tuple[str, str]:

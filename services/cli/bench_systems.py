@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from cp_core.errors import ConfigError
@@ -17,7 +18,7 @@ from services.offline.bench.systems.claims import (
     closing_lines,
     write_claims_plot,
 )
-from services.offline.terminal import Tell, console, print_table, progress_bar
+from services.offline.terminal import console, interrupted_by_sigterm, print_table, progress_lines
 
 EXAMPLE = """example:
   ringserve bench systems
@@ -31,6 +32,7 @@ from three sources:
 The exit status is 1 where a figure of m or v is out of its range and nothing explains it."""
 PIPE_WIDTH = 170
 DEFAULT = "m,v"
+RATES = "20mbit,50mbit,200mbit,1gbit"
 MOST_RANKS = 16
 
 
@@ -48,6 +50,9 @@ def add(kinds: Subcommands) -> None:
     parser.add_argument(
         "--ranks", type=_count_list, default=[2, 4], metavar="N,...", help="ring sizes of source s (default: 2,4)"
     )
+    parser.add_argument(
+        "--rates", default=RATES, metavar="RATE,...", help=f"rates of each rank's link of source s (default: {RATES})"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="rounds of every prefill of source s (default: 3)")
     parser.add_argument("--json", action="store_true", help="print the claims as one JSON object")
     parser.add_argument(
@@ -63,10 +68,8 @@ def run(options: argparse.Namespace) -> int:
     if options.plot is not None:
         require_matplotlib()
     before, claims = load_now(), []
-    with progress_bar(len(sources)) as tell:
-        for source in sources:
-            claims += _measure(source, options, tell)
-            tell(SOURCES[source])
+    for source in sources:
+        claims += _measure(source, options)
     load = before, load_now()
     if options.plot is not None:
         write_claims_plot(claims, options.plot)
@@ -95,7 +98,7 @@ def _count_list(text: str) -> list[int]:
     return list(map(int, counts))
 
 
-def _measure(source: Source, options: argparse.Namespace, tell: Tell) -> list[Claim]:
+def _measure(source: Source, options: argparse.Namespace) -> list[Claim]:
     # These import torch, which slows the start of other commands.
     if source is Source.MODEL:
         from services.offline.bench.systems.model import model_claims
@@ -105,6 +108,22 @@ def _measure(source: Source, options: argparse.Namespace, tell: Tell) -> list[Cl
         from services.offline.bench.systems.messages import message_claims
 
         return message_claims()
-    from services.offline.bench.systems.links import link_claims
+    return _measure_links(options)
 
-    return link_claims(options.ranks, options.rounds, tell)
+
+def _measure_links(options: argparse.Namespace) -> list[Claim]:
+    """Measure rings on links; an interrupted measurement has the claims on the rates that it has finished."""
+    from services.offline.bench.selection.measure import measured_in_namespaces
+    from services.offline.bench.selection.results import SelectionReport
+    from services.offline.bench.systems.links import link_claims, link_settings
+
+    settings = link_settings(options.ranks, options.rates.split(","), options.rounds)
+    done: list[SelectionReport] = []
+    try:
+        with interrupted_by_sigterm(), progress_lines(settings.num_measurements) as tell:
+            measured_in_namespaces(settings, tell, done.append)
+    except KeyboardInterrupt:
+        print(f"interrupted after {len(done)} of {len(settings.ranks) * len(settings.rates)} rings", file=sys.stderr)
+        if not done:
+            raise
+    return link_claims(done[-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -93,7 +94,9 @@ def console(*, stderr: bool = False, pipe_width: int = PIPE_WIDTH) -> Console:
 def bar() -> Progress:
     """Return a progress bar on standard error, which vanishes at its end; standard output is the report's."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+    # What is printed meanwhile stands above the bar, but in a file or a pipe of its own where output has one.
+    redirects = sys.stdout.isatty()
+    return Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=redirects)
 
 
 @contextmanager
@@ -102,3 +105,35 @@ def progress_bar(total: int, description: str = "starting") -> Iterator[Tell]:
     with bar() as progress:
         task = progress.add_task(description, total=total)
         yield lambda what: progress.update(task, advance=1, description=what)
+
+
+LINES = 20
+"""Lines that a measurement of minutes writes where standard error is no terminal."""
+
+
+@contextmanager
+def progress_lines(total: int) -> Iterator[Tell]:
+    """Show progress as `progress_bar`; where standard error is no terminal, by a line after each of LINES parts."""
+    if sys.stderr.isatty():
+        with progress_bar(total) as tell:
+            yield tell
+        return
+    done = 0
+
+    def write(what: str) -> None:
+        nonlocal done
+        done += 1
+        if done * LINES // total > (done - 1) * LINES // total:
+            print(f"{done} of {total}: {what}", file=sys.stderr, flush=True)
+
+    yield write
+
+
+@contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """Raise KeyboardInterrupt in the context on SIGTERM too; only in the main thread."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -16,6 +16,7 @@ from cp_core.cost.fit import (
     fit_prefill,
     predicted_prefill,
     predicted_step,
+    with_chain_cuts,
 )
 from cp_core.cost.fit_selector import Comparison, fit_empirical
 from cp_core.cost.memory import WeightBytes, weight_bytes
@@ -134,8 +135,8 @@ OF_RANKS = (
 OF_CACHED = ("cached_overhead_seconds",)
 OF_SHARED_HEADS = ("host_sum_bytes_per_second",)
 DECODE_CONSTANTS = ("attention_seconds", "kv_bytes_per_second")
-LEAST_OVERLAP, MOST_OVERLAP = 0.05, 0.9
-"""Least start value of a fitted overlap, and the most of a chain's; the fit would leave a 0, or a 1, unchanged."""
+LEAST_OVERLAP = 0.05
+"""Least start value of a fitted overlap; the fit would leave a 0 unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,6 +189,8 @@ def calibrate(
             f"{count} prefills cannot fit a profile; allowed are {len(OF_EVERY_RING)} or more: "
             f"give more of --tokens and --cached"
         )
+    # The ranks had their cuts by their own rates, and not by those that are fitted here.
+    measurements = [replace(each, sample=with_chain_cuts(model, before, each.sample)) for each in measurements]
     fitted = _fitted(model, before, measurements)
     held_out = _held_out(model, before, measurements)
     rows = tuple(
@@ -248,12 +251,11 @@ def _with_chain(model: ModelShape, profile: HardwareProfile, measurements: Seque
     The rates stay: a chain has the same products, attention and links.
     """
     beside = [each for each in measurements if each.sample.algorithm in (PASS_KV, CHAIN)]
-    samples, constants = [each.sample for each in beside], profile.prefill
+    samples = [each.sample for each in beside]
     if sum(sample.algorithm == CHAIN for sample in samples) < len(CHAIN_CONSTANTS):
         return profile
-    overlap = min(MOST_OVERLAP, max(LEAST_OVERLAP, constants.overlap))
-    start = max(LEAST_SECONDS, constants.link_latency_seconds), overlap
-    return fit_chain(model, profile, samples, start, TRUST, _ratios(beside, CHAIN))
+    overlap = max(LEAST_OVERLAP, profile.prefill.overlap)
+    return fit_chain(model, profile, samples, overlap, TRUST, _ratios(beside, CHAIN))
 
 
 def _ratios(measurements: Sequence[Measurement], name: str) -> list[PrefillRatio]:

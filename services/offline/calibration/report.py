@@ -50,11 +50,11 @@ def closing_lines(calibration: Calibration) -> list[str]:
     if (fit := calibration.profile.empirical) is not None:
         lines.append(f"empirical selector: alpha {fit.alpha:.4g}, beta {fit.beta:.4g}, gamma {fit.gamma:.4g}")
     constants = calibration.profile.prefill
-    if constants.chain_start_seconds is not None and constants.chain_overlap is not None:
+    if constants.chain_overlap is not None:
         lines.append(
-            f"chain: {constants.chain_start_seconds * 1e6:.3g} us a hop and layer, "
-            f"overlap {constants.chain_overlap:.2f}; "
-            f"of the ring {constants.link_latency_seconds * 1e6:.3g} us, {constants.overlap:.2f}"
+            f"chain: overlap {constants.chain_overlap:.2f}, of the ring {constants.overlap:.2f}; "
+            f"{constants.chain_overhead:.2f} of the ring's overhead a layer; "
+            f"a rank alone computes {constants.lone_speed:.2f} times as fast as all together"
         )
     lines += [
         f"decode step after {sample.context_tokens} tokens on {sample.cp} ranks: measured {sample.seconds * 1e3:.2f} "

@@ -153,3 +153,31 @@ def test_messages_that_do_not_overlap_add_their_time() -> None:
     half = replace(rates, ring=replace(rates.ring, overlap=0.5))
     with_overlap, without = (StepPredictor(LLAMA_8B, each, 4).seconds(8192, 0)[CHAIN] for each in (rates, half))
     assert 1.1 * with_overlap < without < 1.6 * with_overlap
+
+
+def test_ranks_that_share_one_core_gain_nothing_by_being_several() -> None:
+    """One rank computes four times as fast alone; so it does, where messages and overhead would only add."""
+    alone = replace(chain(4, 40e9), lone_speed=4.0, overhead_seconds=1e-4)
+    assert quick_cuts(8192, 0, alone) == (0, 0, 0, 0, 8192)
+    assert len(set(quick_cuts(8192, 0, replace(alone, lone_speed=1.0)))) == 5
+
+
+@pytest.mark.parametrize("lone_speed", [1.5, 2.0, 4.0])
+def test_shared_cores_do_as_much_as_all_ranks_together(lone_speed: float) -> None:
+    """Messages cost nothing: no cuts beat the work of all ranks that share, and even ones take as long."""
+    rates = replace(chain(4, 1e15), lone_speed=lone_speed, message_seconds=0.0)
+    tokens = 16_384
+    work = tokens * rates.token_seconds + tokens * tokens / 2 * rates.pair_seconds
+    floor = rates.num_layers * work / 4 + rates.head_seconds
+    seconds = [chain_closed_form(cuts, 0, rates) for cuts in ((0, 0, 0, 0, tokens), quick_cuts(tokens, 0, rates))]
+    assert min(seconds) == seconds[1] >= floor * (1.0 - 1e-9)
+    lone = work * rates.num_layers / lone_speed + rates.head_seconds
+    assert seconds[0] == pytest.approx(lone, rel=1e-6)
+
+
+def test_the_overhead_of_a_layer_is_that_of_the_ranks_that_take_part() -> None:
+    rates = replace(chain(4, 40e9), lone_speed=2.0)
+    assert rates.busy_share((0, 10, 20, 30, 40)) == 1.0
+    assert rates.busy_share((0, 0, 0, 30, 40)) == 0.5
+    assert rates.busy_share((0, 0, 0, 0, 40)) == 0.5, "a rank has a core at most"
+    assert replace(rates, lone_speed=1.0).busy_share((0, 0, 0, 0, 40)) == 1.0

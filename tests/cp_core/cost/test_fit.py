@@ -106,9 +106,9 @@ def test_overlap_is_found_and_is_never_more_than_all() -> None:
     gtt = read_profile("gtt")
     # Messages take about as long as the attention that they can hide behind.
     prefill = replace(gtt.prefill, link_bytes_per_second=1e9)
-    for overlap in (0.4, 1.0):
+    for overlap, begin in ((0.4, 0.7), (1.0, 0.7), (0.4, 1.0), (1.0, 1.0)):
         samples, _ = pairs(replace(gtt, prefill=replace(prefill, overlap=overlap)), slowed=1.0)
-        start = replace(gtt, prefill=replace(prefill, overlap=0.7))
+        start = replace(gtt, prefill=replace(prefill, overlap=begin))
         found = fit_prefill(MODEL.shape, start, samples, ("overlap", "gemm_flops")).prefill
         assert found.overlap == pytest.approx(overlap, abs=1e-3)
         assert found.overlap <= 1.0

@@ -58,6 +58,7 @@ def test_overheads_of_a_ring_grow_with_its_ranks_and_with_cached_tokens() -> Non
         ("prefill", "gemm_flops", True, "prefill.gemm_flops is True; a number is needed"),
         ("prefill", "gemm_flops", float("nan"), "prefill.gemm_flops is nan; a number is needed"),
         ("prefill", "overlap", 1.5, "prefill.overlap is 1.5; allowed are 0 to 1"),
+        ("prefill", "lone_speed", 0.5, "prefill.lone_speed is 0.5; allowed is 1 or more"),
         ("prefill", "speed", 1.0, "prefill.speed is unknown; allowed are gemm_flops"),
         ("decode", "free_rows", 1.5, "decode.free_rows is 1.5; a whole number is needed"),
         ("decode", "hop_seconds", None, "decode.hop_seconds is None; a number is needed"),

@@ -13,8 +13,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from statistics import median
@@ -58,6 +58,9 @@ from workers.model.info import read_model_info
 from workers.protocol.prefill_steps import CALIBRATED_ALGORITHMS, RING_ALGORITHMS, Algorithm
 from workers.protocol.ranks import ModelInfo
 
+Show = Callable[[SelectionReport], None]
+"""Callback that gets the report of what is measured so far."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelectionSettings:
@@ -97,15 +100,20 @@ class SelectionSettings:
 
 
 def measure_selection(
-    settings: SelectionSettings, links_of: Callable[[int], Links], tell: Tell = lambda what: None
+    settings: SelectionSettings,
+    links_of: Callable[[int], Links],
+    tell: Tell = lambda what: None,
+    show: Show = lambda report: None,
 ) -> SelectionReport:
     """Measure the rings one after the other, each at every rate; `links_of(num_ranks)` makes a ring's links.
 
-    Raises ModelRefused, Unavailable, ConfigError for too few cells to fit a profile.
+    `show` gets the report so far after each rate, the last time the whole one. Raises ModelRefused, Unavailable,
+    ConfigError for too few cells to fit a profile.
     """
     info = read_model_info(resolve_model_path(settings.model), "float32", settings.model)
-    rings: list[RingResult] = []
-    disagreements: list[str] = []
+    about = f"{info.name}, {info.num_layers} layers, H{info.num_heads}/K{info.num_kv_heads}/D{info.head_dim}, "
+    about += f"{info.dtype}, one thread a rank, medians of {settings.rounds} rounds"
+    report = SelectionReport(settings=about, rings=(), disagreements=())
     for size in settings.ranks:
         links = links_of(size)
         cached = tuple(sorted({cell.cached_tokens for cell in settings.all_cells}))
@@ -116,16 +124,14 @@ def measure_selection(
             # Before the links are shaped, since outputs do not depend on them; it warms up the ranks too.
             for cell in settings.all_cells:
                 cuts = even_cuts(info.shape, size, cell.new_tokens, cell.cached_tokens)
-                disagreements += _compare(ring, size, cell, cuts)
+                report = report.and_disagreements(_compare(ring, size, cell, cuts))
                 tell(f"{size} ranks: comparing outputs")
             for rate in settings.rates:
                 ring.ask(Shape(rate))
                 result, wrong = _measure_ring(settings, info, ring, size, rate, tell)
-                rings.append(result)
-                disagreements += wrong
-    about = f"{info.name}, {info.num_layers} layers, H{info.num_heads}/K{info.num_kv_heads}/D{info.head_dim}, "
-    about += f"{info.dtype}, one thread a rank, medians of {settings.rounds} rounds"
-    return SelectionReport(settings=about, rings=tuple(rings), disagreements=tuple(disagreements))
+                report = replace(report.and_disagreements(wrong), rings=(*report.rings, result))
+                show(report)
+    return report
 
 
 def _compare(ring: RingProcesses, size: int, cell: Cell, cuts: Cuts) -> list[str]:
@@ -171,6 +177,7 @@ def _measure_ring(
         rate=rate,
         measured=measured,
         profile=calibration.profile,
+        rows=calibration.rows,
         fitted=calibration.fitted,
         held_out=calibration.held_out,
         cells=cells,
@@ -298,24 +305,40 @@ class Failed:
     why: str
 
 
-def measured_in_namespaces(settings: SelectionSettings, tell: Tell) -> SelectionReport:
-    """Measure in a process with its own network. Raises Unavailable if it ends without a report."""
+def measured_in_namespaces(
+    settings: SelectionSettings, tell: Tell, show: Show = lambda report: None
+) -> SelectionReport:
+    """Measure in a process with its own network, as `measure_selection`.
+
+    Raises Unavailable if the process ends without a report.
+    """
+    num_rings = len(settings.ranks) * len(settings.rates)
     command = [*isolation(), sys.executable, "-m", "services.offline.bench.selection.measure"]
     # torch warns of addresses without names there.
     environment = os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
     started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
     with _ended(started) as hub:
         assert hub.stdin is not None and hub.stdout is not None
-        try:
+        with suppress(BrokenPipeError):  # a process that has ended sends nothing either
             pickle.dump(settings, hub.stdin)
             hub.stdin.close()
-            while not isinstance(news := pickle.load(hub.stdout), SelectionReport):
-                if isinstance(news, Failed):
-                    raise Unavailable(news.why)
-                tell(news.what)
-        except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
-            raise Unavailable("the measuring process ended unexpectedly") from error
-    return news
+        while True:
+            match _received(hub.stdout):
+                case Progress(what):
+                    tell(what)
+                case Failed(why):
+                    raise Unavailable(why)
+                case SelectionReport() as report:
+                    show(report)
+                    if len(report.rings) == num_rings:
+                        return report
+
+
+def _received(pipe: IO[bytes]) -> object:
+    try:
+        return pickle.load(pipe)
+    except (EOFError, pickle.UnpicklingError) as error:
+        raise Unavailable("the measuring process ended unexpectedly") from error
 
 
 @contextmanager
@@ -356,9 +379,7 @@ def main() -> int:
 
     try:
         settings = pickle.load(sys.stdin.buffer)
-        report = measure_selection(settings, _shaped, lambda what: send(Progress(what)))
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        send(report)
+        measure_selection(settings, _shaped, lambda what: send(Progress(what)), send)
     except RingserveError as error:
         send(Failed(str(error)))
     except (KeyboardInterrupt, EOFError, BrokenPipeError):

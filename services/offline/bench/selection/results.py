@@ -18,7 +18,7 @@ from cp_core.cost.selector import NAMES, POLICIES, Turn, select
 from cp_core.errors import ConfigError
 from services.offline.bench.report import save_figure
 from services.offline.bench.selection.links import LinkRate
-from services.offline.calibration.fitting import Errors
+from services.offline.calibration.fitting import Errors, Row
 from services.offline.calibration.measurement import Cell
 from services.offline.terminal import simple_table
 
@@ -84,14 +84,15 @@ class TensorCell:
 class RingResult:
     """Result of one ring at one rate.
 
-    `measured` are the rates of its own probe, `profile` the fit to its prefills, `fitted` and `held_out` the errors of
-    the fit. `noise` is the loss of a choice by an earlier measurement of the same cells.
+    `measured` are the rates of its own probe, `profile` the fit to its prefills `rows`, `fitted` and `held_out` the
+    errors of the fit. `noise` is the loss of a choice by an earlier measurement of the same cells.
     """
 
     ranks: int
     rate: LinkRate
     measured: RingRates
     profile: HardwareProfile
+    rows: tuple[Row, ...]
     fitted: Errors
     held_out: Errors | None
     cells: tuple[JudgedCell, ...]
@@ -108,6 +109,10 @@ class SelectionReport:
     rings: tuple[RingResult, ...]
     disagreements: tuple[str, ...]
     load: tuple[float, float] = (0.0, 0.0)
+
+    def and_disagreements(self, found: Sequence[str]) -> SelectionReport:
+        """Return the report with further disagreements."""
+        return replace(self, disagreements=(*self.disagreements, *found))
 
 
 def judged_cells(new_tokens: Sequence[int], cached_tokens: Sequence[int], fitted: Sequence[Cell]) -> tuple[Cell, ...]:
@@ -186,6 +191,27 @@ def losses_table(report: SelectionReport) -> Table:
     return table
 
 
+def predictions_table(report: SelectionReport) -> Table:
+    """Return a table of every cell's milliseconds by algorithm, and how far the fitted prediction is off."""
+    headers = ("ranks", "rate", "T", "P", *(f"{NAMES[name]} ms" for name in PREFILL_ALGORITHMS), "auto", "best")
+    table = simple_table(*headers, left_aligned=("auto", "best"), title="medians, and predicted over measured")
+    for ring in report.rings:
+        for number, cell in enumerate(ring.cells):
+            lead = ("", "") if number else (str(ring.ranks), str(ring.rate))
+            table.add_row(
+                *lead,
+                str(cell.cell.new_tokens),
+                str(cell.cell.cached_tokens),
+                *(
+                    f"{cell.medians[name] * 1e3:.1f} {cell.predicted[name] / cell.medians[name] - 1:+.0%}"
+                    for name in PREFILL_ALGORITHMS
+                ),
+                NAMES[cell.chosen["auto"]],
+                NAMES[cell.best],
+            )
+    return table
+
+
 def wrong_table(report: SelectionReport) -> Table | None:
     """Return a table of the cells where calibrated `auto` chose a slower algorithm; None without any.
 
@@ -229,8 +255,8 @@ def gains_table(report: SelectionReport) -> Table:
     return table
 
 
-def closing_lines(report: SelectionReport) -> list[str]:
-    """Return the rates, the fit, the loss of `auto`, and any disagreement."""
+def ring_lines(report: SelectionReport) -> list[str]:
+    """Return the rates, the fit and the noise of each ring."""
     lines = []
     for ring in report.rings:
         own, fitted = ring.measured, ring.profile.prefill
@@ -241,6 +267,12 @@ def closing_lines(report: SelectionReport) -> list[str]:
             f"{fitted.link_bytes_per_second * 8e-6:.0f} fitted, overlap {own.overlap:.2f}; "
             f"fit {ring.fitted.rms:.1%} rms{held_out}{noise}"
         )
+    return lines
+
+
+def closing_lines(report: SelectionReport) -> list[str]:
+    """Return the loss of `auto`, any disagreement and the machine's load."""
+    lines = []
     auto = [way.loss for ring in report.rings for way in ring.ways if way.name == "auto"]
     lines.append(f"auto loses {max(auto):.1%} at worst; at most {WANTED:.0%} is wanted")
     lines += [f"the algorithms DISAGREE: {text}" for text in report.disagreements]

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cp_core.cost.model import CHAIN, PASS_KV
+from cp_core.cost.model import CHAIN, PASS_KV, PASS_Q
+from cp_core.cost.selector import TIE
+from cp_core.errors import ConfigError
 from services.offline.bench.selection.links import parse_rate
-from services.offline.bench.selection.measure import SelectionSettings, measured_in_namespaces
-from services.offline.bench.selection.results import WANTED, RingResult, SelectionReport
+from services.offline.bench.selection.measure import SelectionSettings
+from services.offline.bench.selection.results import WANTED, JudgedCell, RingResult, SelectionReport
 from services.offline.bench.systems.claims import Claim, Figure, Source
 from services.offline.calibration.measurement import Cell
-from services.offline.terminal import Tell
 
 MODEL = "builtin:tiny"
-RATES = ("20mbit", "50mbit", "200mbit", "1gbit")
 FIRST = Cell(cached_tokens=0, new_tokens=768)
 CELLS = (
     FIRST,
@@ -26,21 +26,32 @@ CELLS = (
 )
 FIT_CELLS = tuple(Cell(cached_tokens=cached, new_tokens=new) for cached in (0, 2000) for new in (32, 160, 512))
 SHARE_OF_PREDICTED = 0.85
+LEAST_ROUNDS = 3
+"""Least rounds of a measurement: one disturbed prefill of a single round would judge `auto`."""
 
 
-def link_claims(ranks: Sequence[int], rounds: int, tell: Tell) -> list[Claim]:
-    """Measure rings of these sizes; takes about ten minutes. Raises Unavailable without namespaces."""
-    settings = SelectionSettings(
+def link_settings(ranks: Sequence[int], rates: Sequence[str], rounds: int) -> SelectionSettings:
+    """Return the settings of rings of these sizes at rates in the notation of `tc`.
+
+    Raises ConfigError for a rate that is none, and for too few rounds: `auto` is judged by medians.
+    """
+    if rounds < LEAST_ROUNDS:
+        raise ConfigError(f"--rounds: {rounds} is out of range; allowed are {LEAST_ROUNDS} or more with source s")
+    return SelectionSettings(
         model=MODEL,
         ranks=tuple(ranks),
-        rates=tuple(map(parse_rate, RATES)),
+        rates=tuple(dict.fromkeys(map(parse_rate, rates))),
         cells=CELLS,
         fit_cells=FIT_CELLS,
         rounds=rounds,
         has_tensor=True,
     )
-    report = measured_in_namespaces(settings, tell)
-    return [_gains(report.rings), _selector(report), _tensor_parallel(report.rings), _waits(report.rings)]
+
+
+def link_claims(report: SelectionReport) -> list[Claim]:
+    """Return the claims on the rings of a report, which may be of the rates that an interrupted measurement reached."""
+    rings = report.rings
+    return [_gains(rings), _selector(rings), _beside_two(rings), _tensor_parallel(rings), _waits(rings)]
 
 
 def _gains(rings: Sequence[RingResult]) -> Claim:
@@ -61,20 +72,35 @@ def _gains(rings: Sequence[RingResult]) -> Claim:
     )
 
 
-def _selector(report: SelectionReport) -> Claim:
+def _selector(rings: Sequence[RingResult]) -> Claim:
     """Compare the loss of `auto` over all cells with the wanted one."""
-    figures = [
-        Figure.at_most(f"{ring.ranks} ranks, {ring.rate}", way.loss, WANTED)
-        for ring in report.rings
-        for way in ring.ways
-        if way.name == "auto"
-    ]
+    losses = [(ring, way.loss) for ring in rings for way in ring.ways if way.name == "auto"]
+    missed = [(ring, loss) for ring, loss in losses if loss > WANTED]
+    is_noise = all(ring.noise is not None and loss <= ring.noise for ring, loss in missed)
     return Claim(
         source=Source.LINKS,
         name="auto, loss over the best of each cell",
         published="-",
         accepted=f"at most {WANTED:.0%}",
-        figures=tuple(figures),
+        figures=tuple(Figure.at_most(f"{ring.ranks} ranks, {ring.rate}", loss, WANTED) for ring, loss in losses),
+        why="the algorithm that was best in every other round would lose as much: noise" if missed and is_noise else "",
+    )
+
+
+def _beside_two(rings: Sequence[RingResult]) -> Claim:
+    """Compare the choices of `auto` with the better of pass-KV and pass-Q, in the cell where it is the slowest."""
+
+    def excess(cell: JudgedCell) -> float:
+        return cell.medians[cell.chosen["auto"]] / min(cell.medians[PASS_KV], cell.medians[PASS_Q]) - 1.0
+
+    return Claim(
+        source=Source.LINKS,
+        name="auto over the better of pass-KV, pass-Q",
+        published="-",
+        accepted=f"{TIE:.0%} at most, any cell",
+        figures=tuple(
+            Figure.at_most(f"{ring.ranks} ranks, {ring.rate}", max(map(excess, ring.cells)), TIE) for ring in rings
+        ),
     )
 
 

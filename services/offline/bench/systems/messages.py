@@ -312,5 +312,6 @@ def _sparse() -> Claim:
             Figure.at_least("pairs", attended, 0.28, is_share=True),
         ),
         why="CSPS drops queries with the keys. Here all queries stay, and a rank's own keys; pairs fall with the "
-        f"dropped share alone: a keep of {1.0 - DROPPED * 0.28 / attended:.2f} saves 28% of them.",
+        f"dropped share alone: a keep of {1.0 - DROPPED * 0.28 / attended:.2f} saves 28% of them, for 0.002 nats "
+        "(decision 0032).",
     )

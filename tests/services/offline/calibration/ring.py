@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from cp_core.cost.fit import PrefillSample, StepPart, StepSample, predicted_prefill, predicted_step
+from cp_core.cost.fit import PrefillSample, StepPart, StepSample, predicted_prefill, predicted_step, with_chain_cuts
 from cp_core.cost.memory import weight_bytes
 from cp_core.cost.profile import HardwareProfile, read_profile
 from ringserve.client import Answer, ModelInfo, Plan, RingInfo, Sampling, ServerInfo
 from ringserve.client.infos import RingRates
 from ringserve.client.results import Chunk
-from services.offline.calibration.fitting import shape_of
+from services.offline.calibration.fitting import profile_from_rings, shape_of
 
 INFO = ModelInfo(
     model_path="model",
@@ -45,8 +45,9 @@ def truth() -> HardwareProfile:
         layer_overhead_seconds=1e-4,
         rank_overhead_seconds=0.0,
         cached_overhead_seconds=5e-5,
-        chain_start_seconds=4e-4,
+        chain_overhead=1.5,
         chain_overlap=0.5,
+        lone_speed=2.0,
     )
     return replace(gtt, prefill=prefill)
 
@@ -135,6 +136,8 @@ class FakeClient:
             speeds=self.speeds,
             lateness=self.lateness,
         )
+        # Ranks cut a chain by their own rates.
+        sample = with_chain_cuts(shape_of(INFO), profile_from_rings(INFO, self.server_info().rings, "rings"), sample)
         is_level = self.level > 0 and algorithm == "chain"
         self.level -= is_level
         num_turns, self.shared = (2, self.shared - 1) if self.shared and algorithm else (1, self.shared)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,12 +17,13 @@ import torch
 from cp_core.errors import ConfigError, Unavailable
 from cp_core.transport.delayed import DelayedTransport
 from cp_core.transport.interface import RingTransport, Work
-from services.cli.main import main
+from services.cli.main import EXIT_INTERRUPTED, main
 from services.offline.bench.model_rank import with_layers
 from services.offline.bench.ring_processes import Loopback
 from services.offline.bench.selection.links import LinkRate, parse_rate
 from services.offline.bench.selection.measure import (
     SelectionSettings,
+    Show,
     measure_selection,
     measured_in_namespaces,
 )
@@ -31,12 +33,15 @@ from services.offline.bench.selection.results import (
     closing_lines,
     gains_table,
     losses_table,
+    predictions_table,
+    ring_lines,
     selection_json,
     write_selection_plot,
     wrong_table,
 )
 from services.offline.calibration.measurement import Cell
 from services.offline.namespaces import isolation
+from services.offline.terminal import Tell
 
 # A ring of processes starts, and prefills over slow links.
 pytestmark = pytest.mark.timeout(240)
@@ -91,8 +96,10 @@ def settings() -> Iterator[SelectionSettings]:
 @pytest.fixture(scope="module")
 def report(settings: SelectionSettings) -> SelectionReport:
     names: list[str] = []
-    report = measure_selection(settings, lambda num_ranks: DelayedLinks(), names.append)
+    shown: list[SelectionReport] = []
+    report = measure_selection(settings, lambda num_ranks: DelayedLinks(), names.append, shown.append)
     assert len(names) == settings.num_measurements
+    assert shown == [report], "one rate"
     return report
 
 
@@ -140,6 +147,8 @@ def test_logits_may_differ_by_rounding_and_never_be_nan(most: float, largest: fl
 
 def test_the_report_is_a_table_json_and_a_picture(report: SelectionReport, tmp_path: Path) -> None:
     assert losses_table(report).row_count == len(report.rings[0].ways)
+    assert predictions_table(report).row_count == 2
+    assert "fit " in ring_lines(report)[0]
     assert gains_table(report).row_count == 2
     (ring,) = report.rings
     short, long = (replace(cell, chosen={"auto": cell.best}) for cell in ring.cells)
@@ -150,10 +159,33 @@ def test_the_report_is_a_table_json_and_a_picture(report: SelectionReport, tmp_p
     assert table.row_count == 1, "the long one"
     found = json.loads(selection_json(report))["rings"][0]
     assert (found["rate"], len(found["cells"]), found["cells"][0]["cell"]["new_tokens"]) == ("8mbit", 2, 96)
+    assert len(found["rows"]) == 3 * len(FIT_CELLS), "what was fitted is there to be fitted anew"
     write_selection_plot(report, tmp_path / "selection.png")
     assert (tmp_path / "selection.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match="--plot: cannot write"):
         write_selection_plot(report, tmp_path / "nowhere" / "selection.png")
+
+
+@pytest.mark.parametrize("arguments", [(), ("--json",)])
+def test_an_interrupted_bench_has_printed_the_rates_that_it_finished(
+    report: SelectionReport,
+    arguments: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def measured(settings: SelectionSettings, tell: Tell, show: Show) -> SelectionReport:
+        show(report)
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("SIGTERM interrupts")
+
+    monkeypatch.setattr("services.offline.bench.selection.measure.measured_in_namespaces", measured)
+    assert main(["bench", "selection", *arguments]) == EXIT_INTERRUPTED
+    printed = capsys.readouterr().out
+    if arguments:
+        assert len(json.loads(printed)["rings"]) == 1
+    else:
+        assert "way to choose" in printed
+        assert "auto loses" in printed
 
 
 # --- in namespaces ---------------------------------------------------------------------------------------------------
@@ -187,7 +219,9 @@ def test_ranks_in_namespaces_meet_on_links_of_the_rate_or_the_refusal_names_root
     names: list[str] = []
     if is_refused(settings):
         return
-    report = measured_in_namespaces(settings, names.append)
+    shown: list[SelectionReport] = []
+    report = measured_in_namespaces(settings, names.append, shown.append)
+    assert shown == [report]
     assert len(names) == settings.num_measurements
     assert report.disagreements == ()
     (ring,) = report.rings

@@ -9,11 +9,19 @@ import pytest
 
 from cp_core.cost.chain import chain_seconds
 from cp_core.cost.chain_cuts import equal_work_cuts
+from cp_core.cost.model import CHAIN, PASS_KV, PASS_Q
+from cp_core.cost.profile import read_profile
 from services.cli import bench_systems
 from services.cli.main import main
+from services.offline.bench.selection.links import parse_rate
+from services.offline.bench.selection.measure import SelectionSettings, Show
+from services.offline.bench.selection.results import JudgedCell, RingResult, SelectionReport, score_policies
 from services.offline.bench.systems.claims import Claim, Figure, Source, closing_lines
+from services.offline.bench.systems.links import CELLS, link_claims
 from services.offline.bench.systems.messages import chain_by_messages, ring_by_messages, scaled
 from services.offline.bench.systems.model import chain_of, kv_runahead_rates, tsp_seconds
+from services.offline.calibration.fitting import Errors
+from services.offline.terminal import Tell
 
 
 def claim(source: Source = Source.MODEL, ours: float = 2.0, why: str = "") -> Claim:
@@ -64,6 +72,8 @@ def test_a_miss_that_nothing_explains_is_the_exit_status(
     [
         (("--source", "m,x"), "--source: 'x' is no source; allowed are m, v, s"),
         (("--rounds", "0"), "--rounds: 0 is out of range"),
+        (("--source", "s", "--rounds", "2"), "--rounds: 2 is out of range; allowed are 3 or more with source s"),
+        (("--source", "s", "--rates", "fast"), "--rates: 'fast' is no rate"),
     ],
 )
 def test_what_it_cannot_measure_is_refused(
@@ -71,6 +81,60 @@ def test_what_it_cannot_measure_is_refused(
 ) -> None:
     assert main(["bench", "systems", *arguments]) != 0
     assert sentence in capsys.readouterr().err
+
+
+def ring_of(rate: str, chosen: str, noise: float) -> RingResult:
+    """Return a ring of two ranks where pass-KV takes 2 s, pass-Q 3 s, chain 1 s, and `auto` chooses one of them."""
+    cells = tuple(
+        JudgedCell(
+            cell=cell,
+            seconds={PASS_KV: (2.0,), PASS_Q: (3.0,), CHAIN: (1.0,)},
+            predicted={PASS_KV: 2.0, PASS_Q: 3.0, CHAIN: 1.0},
+            chosen={"auto": chosen},
+        )
+        for cell in CELLS
+    )
+    profile = read_profile("gtt")
+    return RingResult(
+        ranks=2,
+        rate=parse_rate(rate),
+        measured=profile.prefill.rates(2, is_cached=False).ring,
+        profile=profile,
+        rows=(),
+        fitted=Errors(rms=0.0, worst=0.0),
+        held_out=None,
+        cells=cells,
+        ways=score_policies(cells),
+        noise=noise,
+    )
+
+
+@pytest.mark.parametrize(
+    ("chosen", "noise", "verdict"),
+    [(CHAIN, 0.0, "met"), (PASS_KV, 0.5, "MISSED"), (PASS_KV, 1.0, "MISSED, explained")],
+)
+def test_a_loss_of_auto_is_explained_where_noise_is_as_large(chosen: str, noise: float, verdict: str) -> None:
+    rings = ring_of("50mbit", CHAIN, 0.0), ring_of("1gbit", chosen, noise)
+    claims = link_claims(SelectionReport(settings="", rings=rings, disagreements=()))
+    auto, beside = (claim for claim in claims if claim.name.startswith("auto"))
+    assert auto.verdict == verdict
+    assert [figure.ours for figure in beside.figures] == [-0.5, 0.0 if chosen == PASS_KV else -0.5]
+    assert [figure.ours for figure in auto.figures] == [0.0, 1.0 if chosen == PASS_KV else 0.0]
+
+
+def test_interrupted_links_have_the_claims_on_the_rates_that_were_finished(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(settings: SelectionSettings, tell: Tell, show: Show) -> SelectionReport:
+        show(SelectionReport(settings="", rings=(ring_of("20mbit", CHAIN, 0.0),), disagreements=()))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("services.offline.bench.selection.measure.measured_in_namespaces", measured)
+    assert main(["bench", "systems", "--source", "s", "--json"]) == 0
+    told = capsys.readouterr()
+    figures = [figure["name"] for claim in json.loads(told.out)["claims"] for figure in claim["figures"]]
+    assert figures == ["2 ranks, 20mbit: 2.00, predicted 2.00", "2 ranks, 20mbit", "2 ranks, 20mbit"]
+    assert "interrupted after 1 of 8 rings" in told.err
 
 
 @pytest.mark.parametrize("cuts", [(0, 40, 70, 96), (0, 0, 50, 96), (0, 96, 96, 96), (0, 0, 0, 96)])
