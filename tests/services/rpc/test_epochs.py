@@ -117,7 +117,7 @@ async def test_a_process_of_another_version_is_refused_with_a_sentence(
     await server.stop(0)
 
 
-DIGESTS = {"2": "310f95f811e2e1ee104bdf3f111c9b76d5a861551fae18e83e45f5653c42c9da"}
+DIGESTS = {"2": "cfc549ae10742eb64634a1efaf83fedab4613a934c8bed5b0823524071cc66bc"}
 """SHA-256 of the calls between processes, by PEER_VERSION."""
 
 
