@@ -19,7 +19,8 @@ function words(schema) {
 
 function fields(schema) {
   const rows = Object.entries(schema.properties ?? {}).map(([name, each]) => {
-    const kind = [schema.required?.includes(name) ? "required" : "", words(each), each.anyOf?.[0].description ?? each.description ?? ""];
+    const told = each.anyOf?.[0].description ?? each.description ?? "";
+    const kind = [schema.required?.includes(name) ? "required" : "", words(each), told];
     return element(
       "tr",
       {},

@@ -189,9 +189,9 @@ async def test_what_other_services_have_and_this_one_has_not_is_said_in_one_sent
     others = "is not served: this service answers chats, completions and responses"
     for path in ("/v1/embeddings", "/v1/audio/speech", "/rerank"):
         assert refusal(await http.post(path, json={"model": MODEL, "input": "Once"}), 404) == f"{path} {others}"
-    again = "a response is remembered as tokens for those that follow it (previous_response_id) and cannot be shown again; "
+    told = "a response is remembered as tokens for those that follow it (previous_response_id) and cannot be shown "
     for path, status in (("/v1/responses/resp_1", 405), ("/v1/responses/resp_1/input_items", 404)):
-        assert refusal(await http.get(path), status) == f"{again}keep its answer"
+        assert refusal(await http.get(path), status) == f"{told}again; keep its answer"
 
 
 async def test_an_error_of_our_own_shows_nothing_of_its_inside(
