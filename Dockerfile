@@ -44,7 +44,9 @@ COPY workers workers
 COPY orchestration orchestration
 COPY services services
 COPY proto proto
-RUN --mount=type=cache,target=/root/.cache/pip pip install ".[otel]" "ray[default]" -c constraints.txt && pip check
+# NIXL has a package for each version of CUDA: that of torch's own is taken.
+RUN --mount=type=cache,target=/root/.cache/pip pip install ".[otel,gpu]" "ray[default]" \
+    "nixl-cu$(python -c 'import torch; print(torch.version.cuda.partition(".")[0])')" -c constraints.txt && pip check
 
 # This stage takes only the environment from the build. KubeRay's probes call wget.
 FROM base AS runtime
@@ -63,7 +65,11 @@ ENV HOME=/tmp
 WORKDIR /tmp
 ENTRYPOINT ["ringserve"]
 
+# Triton compiles what starts its kernels, with the headers of Python that the base image has.
 FROM runtime AS cuda
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*
 COPY --from=install-cuda /venv /venv
 USER 10001:10001
 

@@ -1,18 +1,21 @@
 # Every target makes .venv if needed, from a clean clone, and leaves it alone while it is up to date.
 #   PYTHON       interpreter of .venv (3.11 or newer)
+#   ONLY         parts of gpu, with commas (default: all)
 #   DEVICE       device of the demo: cpu (default), or cuda for all its ranks on one GPU
 #   TORCH_INDEX  package index for torch, e.g. https://download.pytorch.org/whl/cpu (default: pip's own)
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 DEVICE ?=
+ONLY ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 USER_READY := $(VENV)/ready-user
 DEV_READY := $(VENV)/ready-dev
-BENCHES := $(wildcard bench/*.py)
+# That of a GPU is a target of its own.
+BENCHES := $(filter-out bench/gpu.py,$(wildcard bench/*.py))
 
 # Tests start many processes: where bytecode is not written, each of them compiles all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
@@ -50,13 +53,8 @@ bench: $(DEV_READY) ## run every measurement: rings, then the studies in bench/
 	$(BIN)/ringserve bench decode --rings-only
 	@set -e; for bench in $(BENCHES); do echo "== $$bench"; $(BIN)/python $$bench; done
 
-# Triton compiles its kernels here, so no other test of the same process may have them interpreted.
-gpu: $(DEV_READY) ## test and measure the kernels of this machine's GPU; says so where there is none
-	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
-	    $(BIN)/pytest --noconftest tests/gpu_cases.py tests/cp_core/attention/triton_cases.py && \
-	    $(BIN)/ringserve bench attention --device cuda && \
-	    $(BIN)/ringserve bench steps --device cuda; \
-	else echo "no GPU here: torch finds no CUDA device"; fi
+gpu: $(DEV_READY) ## test and measure this machine's GPU, each figure beside its target; ONLY=kernels,steps for parts
+	$(BIN)/python -m bench.gpu $(if $(ONLY),--only $(ONLY))
 
 proto: $(DEV_READY) ## generate the stubs of proto/ringserve/v1/*.proto
 	$(BIN)/python proto/generate.py

@@ -111,6 +111,18 @@ def test_recorded_steps_give_the_tokens_of_the_same_kernels_when_they_are_launch
     assert set(counts[1]) == {RECORDING, RECORDING_FAILED}
 
 
+def test_a_recorder_records_again_after_all_its_graphs_are_gone() -> None:
+    """The workspace of products stays in their pool, which torch refuses where no graph uses it."""
+    recorder = CudaRecorder(GPU)
+    left = torch.randn(64, 64, device=GPU)
+    for _ in range(3):
+        expected = left @ left
+        recorded = recorder.record(lambda: left @ left)
+        recorded.replay()
+        torch.testing.assert_close(recorded.results, expected)
+        del recorded
+
+
 def test_layers_of_8_bit_floats_multiply_as_those_of_the_host_do_or_the_gpu_is_refused(tmp_path: Path) -> None:
     if torch.cuda.get_device_capability(GPU) < FP8_CAPABILITY:
         settings = RankSettings(model_path="", num_blocks=1, device="cuda:0", quantization="fp8")

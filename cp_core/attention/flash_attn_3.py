@@ -17,15 +17,11 @@ import torch
 
 from cp_core.attention.paged import PagedShards, cumulative
 from cp_core.attention.partial import Partial, empty_partial
-from cp_core.attention.torch_cuda import check_head_dim
+from cp_core.attention.torch_cuda import check_head_dim, fills_gpu
 from cp_core.attention.triton_decode import TritonDecode
 from cp_core.errors import ConfigError
 
 HOPPER = 9
-# Query tokens of one tile of the kernel, and processors of a GPU. With fewer tiles some would be idle, and torch's
-# kernel, which splits the keys, is faster (128 queries over 128K keys: 282 TFLOP/s for 200).
-TILE_TOKENS = 128
-PROCESSORS = 132
 
 
 class FlashAttention3:
@@ -35,6 +31,7 @@ class FlashAttention3:
     is_fast: ClassVar[bool] = True
     page_multiple: ClassVar[int] = TritonDecode.page_multiple
     skips_empty: ClassVar[bool] = TritonDecode.skips_empty
+    fills = staticmethod(fills_gpu)
 
     def __init__(self, kernels: Any = None, few: TritonDecode | None = None) -> None:
         """`kernels` stand in for the package's functions in tests, `few` for the backend of few queries.
@@ -60,7 +57,7 @@ class FlashAttention3:
         """See AttentionBackend."""
         num_tokens, num_stored = q.shape[0], k.shape[0]
         check_head_dim(q.shape[-1])
-        if not causal and -(-num_tokens // TILE_TOKENS) * q.shape[1] < PROCESSORS:
+        if not causal and not fills_gpu((num_tokens,), q.shape[1]):
             return self._few.partial_attention(q, k, v, causal=causal, scale=scale)
         assert not causal or num_tokens == num_stored, f"causal needs T == S, not {num_tokens} and {num_stored}"
         if not num_tokens or not num_stored:

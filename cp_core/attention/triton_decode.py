@@ -14,7 +14,7 @@ import torch
 
 from cp_core.attention.paged import PagedShards
 from cp_core.attention.partial import Partial
-from cp_core.attention.torch_cuda import TorchCudaFlash, check_head_dim
+from cp_core.attention.torch_cuda import TorchCudaFlash, check_head_dim, fills_gpu
 
 
 class TritonDecode:
@@ -27,6 +27,7 @@ class TritonDecode:
     is_fast: ClassVar[bool] = True
     page_multiple: ClassVar[int] = 1
     skips_empty: ClassVar[bool] = True
+    fills = staticmethod(fills_gpu)
 
     def __init__(self, prefill: TorchCudaFlash | None = None, kernels: Any = None) -> None:
         """`prefill` attends many queries, torch's flash kernel if None; `kernels` stand in for Triton's in tests."""

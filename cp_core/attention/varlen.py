@@ -6,12 +6,15 @@ Shapes: T query tokens, S stored tokens, H query heads, K key/value heads, D hea
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, TypeGuard
+from typing import Protocol, TypeGuard, TypeVar
 
 import torch
 
-from cp_core.attention.partial import AttentionBackend, KeyShard, Partial, RowPartial, attend_pair, merge
+from cp_core.attention.partial import Accumulator, AttentionBackend, KeyShard, Partial, RowPartial, attend_pair, merge
 from cp_core.layout.step_plans import KvRun, Rows, Shard, seen_keys
+
+Key = TypeVar("Key")
+"""Name of one sequence, or of a part of it, among those that are attended together."""
 
 
 class VarlenAttention(AttentionBackend, Protocol):
@@ -32,6 +35,10 @@ class VarlenAttention(AttentionBackend, Protocol):
 
         All numbers are 1 or more. `causal` needs as many keys as queries.
         """
+        ...
+
+    def fills(self, queries: Sequence[int], num_heads: int) -> bool:
+        """Return whether one call for so many queries keeps the device busy, though it does not split the keys."""
         ...
 
 
@@ -64,15 +71,14 @@ def attend_pairs(
         else []
         for index, shard in enumerate(shards)
     ]
-    cached = _attend_together(
+    cached = attend_runs(
         backend,
         {
-            index: (q_of_sequence[index], _joined(each.cached))
+            index: (q_of_sequence[index], each.cached)
             for index, each in keys.items()
             if seen[index] and each.shard.cached
         },
-        causal=False,
-        scale=scale,
+        scale,
     )
     answers: list[list[RowPartial]] = [[] for _ in shards]
     for place in range(max(map(len, seen), default=0)):
@@ -85,7 +91,7 @@ def attend_pairs(
                 if count:
                     new = KvRun(each.new.k[:count], each.new.v[:count])
                     calls[index] = q_of_sequence[index][rows.start : rows.stop], new
-            new_parts = _attend_together(backend, calls, causal=causal, scale=scale)
+            new_parts = attend_together(backend, calls, causal=causal, scale=scale)
             for index, part in new_parts.items():
                 answers[index].append(RowPartial(seen[index][place].rows, part))
     for index, part in cached.items():
@@ -109,17 +115,44 @@ def _joined(runs: Sequence[KvRun]) -> KvRun:
     return KvRun(torch.cat([run.k for run in filled]), torch.cat([run.v for run in filled]))
 
 
-def _attend_together(
-    backend: VarlenAttention, calls: dict[int, tuple[torch.Tensor, KvRun]], *, causal: bool, scale: float
-) -> dict[int, Partial]:
-    """Attend queries over keys of several sequences, in one call, and return each sequence's part."""
-    if not calls:
-        return {}
+def attend_runs(
+    backend: AttentionBackend, calls: Mapping[Key, tuple[torch.Tensor, Sequence[KvRun]]], scale: float
+) -> dict[Key, Partial]:
+    """Return the part of each call's queries q[T, H, D] over all its runs of keys, of which one has a token at least.
+
+    A backend that takes several sequences in a call attends all runs of all calls in one; any other attends run by run,
+    and merges as the parts come.
+    """
+    if attends_many(backend):
+        joined = {key: (q, _joined(runs)) for key, (q, runs) in calls.items()}
+        return attend_together(backend, joined, causal=False, scale=scale)
+    parts = {}
+    for key, (q, runs) in calls.items():
+        merged = Accumulator()
+        for run in runs:
+            if run.k.shape[0]:
+                merged.add(backend.partial_attention(q, run.k, run.v, causal=False, scale=scale))
+        parts[key] = merged.result()
+    return parts
+
+
+def attend_together(
+    backend: AttentionBackend, calls: Mapping[Key, tuple[torch.Tensor, KvRun]], *, causal: bool, scale: float
+) -> dict[Key, Partial]:
+    """Return the part of each call's queries q[T, H, D] over its keys; neither is empty.
+
+    They are one call of a backend that takes several sequences. Few queries are not, unless each sees its own keys
+    alone: one call for each lets the kernel split the keys.
+    """
     queries, runs = [q for q, _ in calls.values()], [run for _, run in calls.values()]
-    if len(calls) == 1:
-        part = backend.partial_attention(queries[0], runs[0].k, runs[0].v, causal=causal, scale=scale)
-        return dict.fromkeys(calls, part)
     lengths = [q.shape[0] for q in queries]
+    is_one = len(calls) > 1 and attends_many(backend) and (causal or backend.fills(lengths, queries[0].shape[1]))
+    if not is_one:
+        return {
+            key: backend.partial_attention(q, run.k, run.v, causal=causal, scale=scale)
+            for key, (q, run) in calls.items()
+        }
+    assert attends_many(backend)
     part = backend.attend_many(
         torch.cat(queries),
         torch.cat([run.k for run in runs]),
@@ -130,4 +163,4 @@ def _attend_together(
         scale=scale,
     )
     outs, lses = part.out.split(lengths), part.lse.split(lengths)
-    return {index: Partial(out, lse) for index, out, lse in zip(calls, outs, lses, strict=True)}
+    return {key: Partial(out, lse) for key, out, lse in zip(calls, outs, lses, strict=True)}

@@ -58,19 +58,31 @@ def quick_cuts(num_tokens: int, cached: int, rates: ChainRates) -> Cuts:
     meanwhile; of these the closed form chooses. The seconds are within 4% of those of `best_cuts` over the grid of
     `tests/cp_core/cost/test_chain_steps.py`, in less than a hundredth of its time.
     """
-    chosen: Cuts = ()
-    least, pairs = math.inf, num_tokens * (num_tokens / 2 + cached)
-    work = num_tokens * rates.token_seconds + pairs * rates.pair_seconds
-    for empty in range(rates.num_ranks):
-        even = work / sum(rates.speeds[empty:])
+    return _quickest(num_tokens, cached, rates)[0]
+
+
+def _quickest(num_tokens: int, cached: int, rates: ChainRates) -> tuple[Cuts, float]:
+    """Return the quick cuts with the seconds of their closed form."""
+    num_ranks, speeds, hops = rates.num_ranks, rates.speeds, rates.num_layers - 1
+    work = num_tokens * rates.token_seconds + num_tokens * (num_tokens / 2 + cached) * rates.pair_seconds
+    evens = [work / sum(speeds[empty:]) for empty in range(num_ranks)]
+    # Cached KV of a rank goes to all that take part: where that takes longer than the work, few ranks are best.
+    links = [cached * rates.byte_seconds(0) * (num_ranks - empty - 1) / num_ranks for empty in range(num_ranks)]
+    likely = min(range(num_ranks), key=lambda empty: max(evens[empty], links[empty]))
+    known: dict[Cuts, float] = {}
+    least = math.inf
+    for empty in (likely, *range(likely), *range(likely + 1, num_ranks)):
         # The slowest stage takes at least as long as all do on average, which grows with the ranks that are left out.
-        if (rates.num_layers - 1) * even + rates.head_seconds >= least:
-            break
-        cuts = _balanced(num_tokens, cached, rates, empty, even)
-        seconds = chain_closed_form(cuts, cached, rates)
-        if seconds < least:
-            chosen, least = cuts, seconds
-    return chosen
+        if hops * evens[empty] + rates.head_seconds >= least:
+            if empty > likely:
+                break
+            continue
+        cuts = _balanced(num_tokens, cached, rates, empty, evens[empty])
+        if cuts not in known:
+            known[cuts] = chain_closed_form(cuts, cached, rates)
+            least = min(least, known[cuts])
+    chosen = min(known, key=known.__getitem__)
+    return chosen, least
 
 
 def _balanced(num_tokens: int, cached: int, rates: ChainRates, empty: int, even: float) -> Cuts:
@@ -78,9 +90,16 @@ def _balanced(num_tokens: int, cached: int, rates: ChainRates, empty: int, even:
 
     That is `even` seconds where no link holds them up and none is late, and otherwise more.
     """
+    num_ranks = rates.num_ranks
     pairs = rates.square(num_tokens) + num_tokens * cached
     work = num_tokens * rates.token_seconds + pairs * rates.pair_seconds
     low, high = even, max(rates.lateness) / rates.num_layers + work / min(rates.speeds)
+    # In less than this, links carry cached KV alone: then the last rank computes all, or it takes longer.
+    cached_alone = rates.byte_seconds(0) * cached * (num_ranks - empty - 1) / num_ranks
+    if cached_alone > low:
+        if work / rates.speeds[-1] + rates.lateness[-1] / rates.num_layers <= cached_alone:
+            return (*(0,) * num_ranks, num_tokens)
+        low = cached_alone
     cuts = _filled(low, cached, rates, empty)
     under = num_tokens - cuts[-1]
     if under > TOLERANCE:
@@ -189,8 +208,8 @@ class ChainPredictor:
 @lru_cache(MAX_ENTRIES)
 def _closed_form(new_tokens: int, cached: int, rates: ChainRates) -> tuple[float, float]:
     """Return the closed form of the quick cuts and its hidden seconds; a fit of overlap and starts asks for few."""
-    cuts = quick_cuts(new_tokens, cached, rates)
-    return chain_closed_form(cuts, cached, rates), hidden_seconds(cuts, cached, rates)
+    cuts, seconds = _quickest(new_tokens, cached, rates)
+    return seconds, hidden_seconds(cuts, cached, rates)
 
 
 def hidden_seconds(cuts: Cuts, cached: int, rates: ChainRates) -> float:

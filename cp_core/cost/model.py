@@ -193,10 +193,12 @@ class StepPredictor:
 
     __slots__ = (
         "_chain",
+        "_collective",
         "_head_imbalance",
         "_head_seconds",
         "_hop_bytes",
         "_layers",
+        "_message",
         "_num_ranks",
         "_overhead",
         "_pair_seconds",
@@ -210,6 +212,10 @@ class StepPredictor:
         self._rates = rates
         self._num_ranks = num_ranks
         self._layers = model.num_layers
+        ring = rates.ring
+        self._message = ring.link_latency_seconds, ring.link_bytes_per_second
+        start, rate = rates.all_to_all_latency_seconds, rates.all_to_all_bytes_per_second
+        self._collective = self._message[0] if start is None else start, self._message[1] if rate is None else rate
         self._chain = ChainPredictor(model, rates, num_ranks)
         self._head_seconds = model.head_flops / rates.ring.gemm_flops
         self._token_seconds = model.linear_flops_per_token / rates.ring.gemm_flops
@@ -274,13 +280,15 @@ class StepPredictor:
         if num_ranks == 1:
             return dict.fromkeys(PREFILL_ALGORITHMS, same)
         hops, own_tokens = num_ranks - 1, -(-new_tokens // num_ranks)
-        message = self._rates.message_seconds(-(-(new_tokens + cached_tokens) // num_ranks) * self._hop_bytes[PASS_KV])
+        start, rate = self._message
+        local_bytes = -(-(new_tokens + cached_tokens) // num_ranks) * self._hop_bytes[PASS_KV]
+        message = start + local_bytes / rate
         exposed = message - overlap * (message if message < iteration else iteration)
         pass_kv = same + layers * (hops * exposed)
-        message = self._rates.message_seconds(own_tokens * self._hop_bytes[PASS_Q])
+        message = start + own_tokens * self._hop_bytes[PASS_Q] / rate
         exposed = message - overlap * (message if message < iteration else iteration)
-        all_to_all = self._rates.all_to_all_seconds(own_tokens * self._return_bytes)
-        gathered = self._gather_seconds(new_tokens, cached_tokens)
+        all_to_all = self._collective[0] + own_tokens * self._return_bytes / self._collective[1]
+        gathered = self._collective_seconds(hops * local_bytes)
         by_heads, _ = self._by_heads(new_tokens, cached_tokens)
         return {
             PASS_KV: pass_kv,
@@ -318,14 +326,19 @@ class StepPredictor:
         """Return the seconds of a layer's all-to-alls and attention in so many segments, all hidden that can be."""
         queries, keys, back = self._share_bytes
         own, stored = -(-new_tokens // self._num_ranks), -(-cached_tokens // self._num_ranks)
-        each, length = own * (queries + keys) / number, new_tokens / number
-        coming, returning = self._collective_seconds(each), self._collective_seconds(own * back / number)
+        each = own * (queries + keys) / number
+        returning = self._collective_seconds(own * back / number)
+        arrived = self._collective_seconds(each + stored * keys)
+        attention *= self._head_imbalance
+        if number == 1:
+            return arrived + attention + returning
+        coming, length = self._collective_seconds(each), new_tokens / number
         pairs = new_tokens * cached_tokens + new_tokens * (new_tokens + 1) / 2
-        arrived, attended = self._collective_seconds(each + stored * keys), 0.0
+        attended = 0.0
         ends = []
         for segment in range(number):
             share = length * (cached_tokens + segment * length + (length + 1 / number) / 2) / pairs
-            attended = max(attended, arrived + segment * coming) + share * attention * self._head_imbalance
+            attended = max(attended, arrived + segment * coming) + share * attention
             ends.append(attended)
         returned = arrived + (number - 1) * coming
         for end in ends:
@@ -334,7 +347,13 @@ class StepPredictor:
 
     def _collective_seconds(self, num_bytes: float) -> float:
         # The rate of an all-to-all was fitted to the small messages of pass-Q: none is faster than the link.
-        return max(self._rates.all_to_all_seconds(num_bytes), self._rates.message_seconds(num_bytes))
+        if not num_bytes:
+            return 0.0
+        message = self._message[0] + num_bytes / self._message[1]
+        if self._collective == self._message:
+            return message
+        all_to_all = self._collective[0] + num_bytes / self._collective[1]
+        return all_to_all if all_to_all > message else message
 
     def _linear(self, new_tokens: int) -> float:
         # The fullest rank, whose chunks hold the remainder, takes longest.

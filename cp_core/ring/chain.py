@@ -22,11 +22,12 @@ from itertools import pairwise
 
 import torch
 
-from cp_core.attention.partial import AttentionBackend, KeyShard, attend_pair
+from cp_core.attention.partial import AttentionBackend, KeyShard
+from cp_core.attention.varlen import attend_pairs
 from cp_core.cost.chain import LAYERS_AHEAD
 from cp_core.errors import InvalidRequest
 from cp_core.layout.step_plans import KvRun, PrefillPlan, Shard
-from cp_core.ring.pass_kv import SequenceParts
+from cp_core.ring.pass_kv import SequenceParts, merge_all_held
 from cp_core.transport.interface import RingTransport, Work
 
 MAX_LAYERS_UNDER_WAY = 2
@@ -143,8 +144,7 @@ class Chain:
 
         queries = self._plan.of_rank(rank)
         parts: list[SequenceParts] = [[[] for _ in queries] for _ in range(size)]
-        for index, (q_thd, shard) in enumerate(zip(q_of_sequence, queries, strict=True)):
-            parts[rank][index] = attend_pair(self._backend, q_thd, shard, keys_of_sequence[index], scale)
+        parts[rank] = attend_pairs(self._backend, q_of_sequence, queries, dict(enumerate(keys_of_sequence)), scale)
 
         buffer, works = self._coming or (like, [])
         for work in works:
@@ -165,10 +165,10 @@ class Chain:
         for source in range(size):
             if source == rank:
                 continue
-            for index, (q_thd, shard) in enumerate(zip(q_of_sequence, queries, strict=True)):
-                keys = self._keys(source, index, cached, like)
-                if shard.new and keys.shard.stored:
-                    parts[source][index] = attend_pair(self._backend, q_thd, shard, keys, scale)
+            came = {index: self._keys(source, index, cached, like) for index, shard in enumerate(queries) if shard.new}
+            keys = {index: each for index, each in came.items() if each.shard.stored}
+            parts[source] = attend_pairs(self._backend, q_of_sequence, queries, keys, scale)
+            merge_all_held(parts, q_of_sequence)
         return parts
 
     def stored(self, index: int) -> KvRun:

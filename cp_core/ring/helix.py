@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from cp_core.attention.partial import Accumulator, AttentionBackend, Partial, empty_partial
+from cp_core.attention.varlen import attend_runs, attend_together
 from cp_core.layout.shards import TokenRange, even_share
 from cp_core.layout.step_plans import DecodePlan, KvRun, RowIndices
 from cp_core.ring.decode import Shards, attend_rows, merged_out
@@ -110,44 +111,36 @@ def helix_prefill(
     Every rank has all new keys, and attends those that it stores: a token sees all cached ones and, of the new ones,
     those up to itself. Raises as `helix_decode` does.
     """
+    # Of each sequence: all its rows over cached keys, and of each stored chunk its own rows, then all rows behind it.
+    cached, same, later = {}, {}, {}
+    for index, sequence in enumerate(sequences):
+        rows = sequence.rows
+        if len(rows) and any(run.k.shape[0] for run in sequence.cached):
+            cached[index] = q[rows.start : rows.stop], sequence.cached
+        for chunk in filter(len, sequence.stored):
+            keys = KvRun(k[chunk.start : chunk.stop], v[chunk.start : chunk.stop])
+            same[index, chunk] = q[chunk.start : chunk.stop], keys
+            if chunk.stop < rows.stop:
+                later[index, chunk] = q[chunk.stop : rows.stop], keys
+    over_cached = attend_runs(backend, cached, scale)
+    own_rows = attend_together(backend, same, causal=True, scale=scale)
+    rows_behind = attend_together(backend, later, causal=False, scale=scale)
     own = empty_partial(q)
-    for sequence in sequences:
+    for index, sequence in enumerate(sequences):
         start, stop = sequence.rows.start, sequence.rows.stop
-        found = _attend_new_rows(q, k, v, sequence, backend, scale)
-        own.out[start:stop], own.lse[start:stop] = found.out, found.lse
+        merged = Accumulator()
+        merged.add(own.rows(start, stop))
+        if index in over_cached:
+            merged.add(over_cached[index])
+        for chunk in filter(len, sequence.stored):
+            found = [own_rows[index, chunk], *([rows_behind[index, chunk]] if chunk.stop < stop else [])]
+            part = empty_partial(q[start:stop])
+            part.out[chunk.start - start :] = torch.cat([each.out for each in found])
+            part.lse[chunk.start - start :] = torch.cat([each.lse for each in found])
+            merged.add(part)
+        whole = merged.result()
+        own.out[start:stop], own.lse[start:stop] = whole.out, whole.lse
     return _merged_columns(q, own, [range(q.shape[0])] * transport.size, columns, transport, RowIndices())
-
-
-def _attend_new_rows(
-    q_thd: torch.Tensor,
-    k_tkd: torch.Tensor,
-    v_tkd: torch.Tensor,
-    sequence: NewRows,
-    backend: AttentionBackend,
-    scale: float,
-) -> Partial:
-    """Return the part of one sequence's rows over the tokens that this rank stores."""
-    rows = sequence.rows
-    queries = q_thd[rows.start : rows.stop]
-    merged = Accumulator()
-    merged.add(empty_partial(queries))
-    if not len(rows):
-        return merged.result()
-    for run in sequence.cached:
-        if run.k.shape[0]:
-            merged.add(backend.partial_attention(queries, run.k, run.v, causal=False, scale=scale))
-    for chunk in sequence.stored:
-        if not len(chunk):
-            continue
-        keys, values = k_tkd[chunk.start : chunk.stop], v_tkd[chunk.start : chunk.stop]
-        part, begin, end = empty_partial(queries), chunk.start - rows.start, chunk.stop - rows.start
-        same = backend.partial_attention(queries[begin:end], keys, values, causal=True, scale=scale)
-        part.out[begin:end], part.lse[begin:end] = same.out, same.lse
-        if end < len(rows):
-            later = backend.partial_attention(queries[end:], keys, values, causal=False, scale=scale)
-            part.out[end:], part.lse[end:] = later.out, later.lse
-        merged.add(part)
-    return merged.result()
 
 
 def _stacked(q_bhd: torch.Tensor, parts: Sequence[Partial]) -> Partial:

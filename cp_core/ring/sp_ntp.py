@@ -20,7 +20,8 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from cp_core.attention.partial import Accumulator, AttentionBackend, KeyShard, attend_pair, merge_rows
+from cp_core.attention.partial import AttentionBackend, KeyShard, merge, merge_rows
+from cp_core.attention.varlen import attend_pairs, attend_runs, attend_together
 from cp_core.layout.head_shares import HeadShare, head_shares
 from cp_core.layout.shards import TokenRange, even_share
 from cp_core.layout.step_plans import KvRun, PrefillPlan, Shard
@@ -126,9 +127,9 @@ def sp_ntp(
         counts = [[each.pieces[peer][segment].num_sent(shares[rank]) for each in served] for peer in range(size)]
         arrived = [nothing.new_empty(0 if peer == rank else sum(each), head_dim) for peer, each in enumerate(counts)]
         arriving.append((transport.all_to_all(sends, arrived), arrived, counts))
-    for index in sorted(set(range(len(plan.sequences))) - set(spread)):
-        whole = attend_pair(backend, q_of_sequence[index], plan.of_rank(rank)[index], keys_of_sequence[index], scale)
-        merge_rows(whole, out_of_sequence[index])
+    whole = {index: keys for index, keys in enumerate(keys_of_sequence) if index not in spread}
+    for index, found in enumerate(attend_pairs(backend, q_of_sequence, plan.of_rank(rank), whole, scale)):
+        merge_rows(found, out_of_sequence[index])
 
     returning = []
     for segment, (work, arrived, counts) in zip(segments, arriving, strict=True):
@@ -138,14 +139,20 @@ def sp_ntp(
             for peer, (rows, each) in enumerate(zip(arrived, counts, strict=True))
         ]
         answers: list[list[torch.Tensor]] = [[] for _ in range(size)]
-        for place, each in enumerate(served):
-            parts = [
+        parts_of = [
+            [
                 each.own(rank, segment, shares[rank])
                 if peer == rank
                 else SharePart.of_message(messages[peer][place], each.pieces[peer][segment], shares[rank])
                 for peer in range(size)
             ]
-            for peer, rows in enumerate(each.attend(segment, parts, backend, scale)):
+            for place, each in enumerate(served)
+        ]
+        for parts, each in zip(parts_of, served, strict=True):
+            each.take(segment, parts)
+        outs = _attend(served, shares[rank], backend, scale)
+        for parts, each, out in zip(parts_of, served, outs, strict=True):
+            for peer, rows in enumerate(each.given_back(parts, out)):
                 answers[peer].append(rows)
         backs = [
             nothing if peer == rank else torch.cat([nothing, *(each.reshape(-1, head_dim) for each in rows)])
@@ -169,7 +176,10 @@ def sp_ntp(
 
 
 class _ServedSequence:
-    """One sequence on the rank that serves a share of its heads: pieces[r][m] are rank r's of segment m."""
+    """One sequence on the rank that serves a share of its heads: pieces[r][m] are rank r's of segment m.
+
+    `queries` are those of the segment taken last, whose tokens are [start, stop) of the new ones.
+    """
 
     def __init__(self, plan: PrefillPlan, index: int, share: HeadShare, q_thd: torch.Tensor, keys: KeyShard) -> None:
         layout = plan.sequences[index].layout
@@ -185,46 +195,69 @@ class _ServedSequence:
         self._cached: list[KvRun] = []
         shape = (layout.num_tokens, len(share.kv_heads), q_thd.shape[2])
         self._new = KvRun(q_thd.new_empty(shape), q_thd.new_empty(shape))
+        self._places: list[tuple[int, int, int, int]] = []
+        self.queries, self.start, self.stop = q_thd[:0], 0, 0
 
     def own(self, rank: int, segment: int, share: HeadShare) -> SharePart:
         """Return this rank's own piece for a share."""
         return SharePart.of_own(self._q, self._keys, self.pieces[rank][segment], share)
 
-    def attend(
-        self, segment: int, parts: Sequence[SharePart], backend: AttentionBackend, scale: float
-    ) -> list[torch.Tensor]:
-        """Return out[T, h, D] of each rank's queries of a segment, in q's dtype; parts[r] are those of rank r."""
+    def take(self, segment: int, parts: Sequence[SharePart]) -> None:
+        """Put the queries and keys of a segment in the order of their positions; parts[r] are those of rank r."""
         tokens = TokenRange(self._borders[segment], self._borders[segment + 1])
         # Places of every range of positions: (first position, rank, first row of the part, rows).
-        places = []
+        self._places = []
         for peer, shard in enumerate(self._shards):
             here = [each.intersect(tokens) for each in shard.ranges]
             rows = accumulate(map(len, here), initial=0)
-            places += [(each.start, peer, row, len(each)) for each, row in zip(here, rows, strict=False) if len(each)]
-        places.sort()
+            self._places += [
+                (each.start, peer, row, len(each)) for each, row in zip(here, rows, strict=False) if len(each)
+            ]
+        self._places.sort()
 
         def by_position(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-            return torch.cat([tensors[0][:0], *(tensors[peer][row : row + count] for _, peer, row, count in places)])
+            rows = (tensors[peer][row : row + count] for _, peer, row, count in self._places)
+            return torch.cat([tensors[0][:0], *rows])
 
-        start, stop = (border - self._borders[0] for border in (tokens.start, tokens.stop))
-        q = by_position([each.q for each in parts])
-        self._new.k[start:stop] = by_position([each.new.k for each in parts])
-        self._new.v[start:stop] = by_position([each.new.v for each in parts])
+        self.start, self.stop = (border - self._borders[0] for border in (tokens.start, tokens.stop))
+        self.queries = by_position([each.q for each in parts])
+        self._new.k[self.start : self.stop] = by_position([each.new.k for each in parts])
+        self._new.v[self.start : self.stop] = by_position([each.new.v for each in parts])
         self._cached += [run for each in parts for run in each.cached if run.k.shape[0]]
-        out = torch.empty_like(q)
-        for heads, kv_heads in self._share.runs() if len(tokens) else ():
-            q_run, kv = q[:, heads.start : heads.stop], slice(kv_heads.start, kv_heads.stop)
-            k, v = self._new.k[:stop, kv], self._new.v[:stop, kv]
-            merged = Accumulator()
-            for run in self._cached:
-                merged.add(backend.partial_attention(q_run, run.k[:, kv], run.v[:, kv], causal=False, scale=scale))
-            if start:
-                merged.add(backend.partial_attention(q_run, k[:start], v[:start], causal=False, scale=scale))
-            merged.add(backend.partial_attention(q_run, k[start:], v[start:], causal=True, scale=scale))
-            out[:, heads.start : heads.stop] = merged.result().out
+
+    def earlier(self, heads: slice) -> list[KvRun]:
+        """Return the keys before the segment, of some KV heads: cached ones, and those of the segments before it."""
+        before = [KvRun(self._new.k[: self.start], self._new.v[: self.start])] if self.start else []
+        return [KvRun(run.k[:, heads], run.v[:, heads]) for run in (*self._cached, *before)]
+
+    def same(self, heads: slice) -> KvRun:
+        """Return the keys of the segment itself, of some KV heads."""
+        return KvRun(self._new.k[self.start : self.stop, heads], self._new.v[self.start : self.stop, heads])
+
+    def given_back(self, parts: Sequence[SharePart], out: torch.Tensor) -> list[torch.Tensor]:
+        """Return the rows of the segment's out[T, h, D] that go to each rank, in the order of its queries."""
         outs = [torch.empty_like(each.q, memory_format=torch.contiguous_format) for each in parts]
         at = 0
-        for _, peer, row, count in places:
+        for _, peer, row, count in self._places:
             outs[peer][row : row + count] = out[at : at + count]
             at += count
         return outs
+
+
+def _attend(
+    served: Sequence[_ServedSequence], share: HeadShare, backend: AttentionBackend, scale: float
+) -> list[torch.Tensor]:
+    """Return out[T, h, D] of each sequence's queries of a segment, in q's dtype."""
+    outs = [torch.empty_like(each.queries) for each in served]
+    for heads, kv_heads in share.runs():
+        kv = slice(kv_heads.start, kv_heads.stop)
+        queries = {
+            index: each.queries[:, heads.start : heads.stop] for index, each in enumerate(served) if len(each.queries)
+        }
+        before = {index: (q, served[index].earlier(kv)) for index, q in queries.items()}
+        parts = attend_runs(backend, {index: each for index, each in before.items() if each[1]}, scale)
+        same = {index: (q, served[index].same(kv)) for index, q in queries.items()}
+        for index, part in attend_together(backend, same, causal=True, scale=scale).items():
+            merged = merge([parts[index], part] if index in parts else [part])
+            outs[index][:, heads.start : heads.stop] = merged.out
+    return outs

@@ -15,9 +15,10 @@ EXAMPLE = """example:
   ringserve bench steps --device cuda --model DIR --json
   ringserve bench steps --model builtin:smollm2 --prefill 512 --decode 1x512
 """
-HELP = """Prefill and decode of one rank in this process, without a service. Its layers take these forms one by one:
-as transformers has them (stock), projections with the same input as one layer (joined), compiled by torch (compiled),
-decode steps replayed from recordings (recorded), MLPs of 8-bit floats (fp8). On a CPU nothing is compiled.
+HELP = """Prefill and decode of one rank in this process, without a service. transformers runs the model first, with
+attention and cache of its own (transformers). The rank's layers then take these forms one by one: the stock modules
+with the rank's attention (stock), projections with the same input as one layer (joined), compiled by torch
+(compiled), decode steps replayed from recordings (recorded), MLPs of 8-bit floats (fp8). On a CPU nothing is compiled.
 At the end it says what 8-bit floats change in the logits and the most likely tokens of a prompt."""
 PIPE_WIDTH = 120
 

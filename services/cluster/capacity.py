@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -90,6 +93,34 @@ def check_fits(config: Config, model: ModelInfo, machine: Machine) -> None:
     else:
         counts = [(pool, pool.rings * pool.cp * pool.tp) for pool in config.pools]
         _check_memory(config, model, counts, machine.memory_bytes, "free")
+
+
+PACKAGES = {
+    ("model.attention_backend", "flash_attn_3"): (("fa3_fwd_interface",), "pip install 'ringserve[gpu]'"),
+    ("model.attention_backend", "flash_attn"): (("flash_attn",), "pip install 'ringserve[flash-attn]'"),
+    ("kv_transfer.carrier", "nixl"): (("nixl_cu12", "nixl_cu13"), "pip install 'ringserve[nixl]'"),
+}
+"""Modules that values of the configuration need, any one of them, and what installs it."""
+
+
+def check_programs(config: Config, torch_version: str = "", environment: Mapping[str, str] = os.environ) -> None:
+    """Check that this machine has the programs that its ranks need. Raises ConfigError, which names all that lack."""
+    chosen = {
+        ("model.attention_backend", config.model.attention_backend),
+        ("kv_transfer.carrier", config.kv_carrier),
+    }
+    lacking = [
+        f"{modules[0]} for {key} {value!r} ({remedy})"
+        for (key, value), (modules, remedy) in PACKAGES.items()
+        if (key, value) in chosen and not any(map(find_spec, modules))
+    ]
+    if config.model.device == "cuda":
+        if "+cpu" in (torch_version := torch_version or version("torch")):
+            lacking.append(f"torch for CUDA, not {torch_version} (install it from another index)")
+        if not environment.get("CC") and not any(map(shutil.which, ("gcc", "clang"))):
+            lacking.append("a C compiler, by which Triton starts its kernels (gcc or clang)")
+    if lacking:
+        raise ConfigError(f"this machine lacks what the configuration needs: {'; '.join(lacking)}")
 
 
 def ranks_of_gpu(model: ModelConfig) -> int:

@@ -23,7 +23,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from cp_core.errors import ConfigError, RingserveError, Unavailable
 from services.auth.sections import check_files
-from services.cluster.capacity import check_fits, dtype_advice, this_machine
+from services.cluster.capacity import check_fits, check_programs, dtype_advice, this_machine
 from services.cluster.gateway import GatewayKeeper
 from services.cluster.hosts import LeaderHost, RouterHost
 from services.cluster.leaders import RayLeader, RingKeeper, is_node_alive
@@ -114,6 +114,7 @@ class LocalCluster:
             tensor_share(model, pool.tp, f"{pool.key}.tp")
         if not config.ray.address:
             check_fits(config, model, this_machine())
+            check_programs(config)
             if advice := dtype_advice(config.model, model, can_multiply=multiplies_bfloat16()):
                 self._progress(advice)
         profile, losses = router_profile(config.router), router_losses(config)

@@ -34,8 +34,8 @@ Responses = AsyncGenerator[inference_pb2.GenerateResponse, None]
 UNGUARDED = nullcontext()
 QUEUED_RESPONSES = 64
 """Responses that wait for a slow client before the turns' streams wait too."""
-MESSAGE_SECONDS = 150e-6
-"""A gateway's time for one message of tokens from a ring to a client, a fifth of it for all else (decision 0037)."""
+MESSAGE_SECONDS = 100e-6
+"""A gateway's time for one message of tokens from a ring to a client, a third of it for all else (decision 0037)."""
 LEAST_INTERVAL_SECONDS = 0.01  # steps of rings take longer
 DEADLINE_GRACE_SECONDS = 2.0
 """Seconds that the rings have to end a turn whose deadline has passed; then its gateway does."""

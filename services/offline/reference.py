@@ -25,13 +25,15 @@ class Reference:
 
 
 class StockModel:
-    """Model directory that transformers runs in float32 on the CPU."""
+    """Model directory that transformers runs, in float32 on the CPU unless told otherwise."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         disable_progress_bar()
         self._known: list[int] = []
         self._known_cache: Cache | None = None
-        self._model = AutoModelForCausalLM.from_pretrained(str(path), local_files_only=True, dtype=torch.float32).eval()
+        self._device = device
+        loaded = AutoModelForCausalLM.from_pretrained(str(path), local_files_only=True, dtype=dtype)
+        self._model = loaded.to(device).eval()
 
     @torch.inference_mode()
     def greedy(
@@ -50,7 +52,7 @@ class StockModel:
         seconds: list[float] = []
         lead = float("inf")
         began = time.perf_counter()
-        inputs = torch.tensor([list(prompt)])
+        inputs = torch.tensor([list(prompt)], device=self._device)
         while len(tokens) < max_tokens and not (tokens and tokens[-1] in stop_token_ids):
             output = self._model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
             cache = output.past_key_values
@@ -58,7 +60,7 @@ class StockModel:
             lead = min(lead, float(best.values[0] - best.values[1]))
             tokens.append(int(best.indices[0]))
             seconds.append(time.perf_counter() - began)
-            inputs = torch.tensor([[tokens[-1]]])
+            inputs = torch.tensor([[tokens[-1]]], device=self._device)
         return Reference(tokens, lead, tuple(seconds))
 
     @torch.inference_mode()
@@ -78,7 +80,7 @@ class StockModel:
         if self._known_cache is not None:
             self._known_cache.crop(shared - len(self._known))
         output = self._model(
-            torch.tensor([tokens[shared:]]),
+            torch.tensor([tokens[shared:]], device=self._device),
             past_key_values=self._known_cache,
             use_cache=True,
             logits_to_keep=len(answer),

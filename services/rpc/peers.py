@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from cp_core.errors import NotFound, RingserveError, Unavailable, Unreachable
+from cp_core.errors import NotFound, RingserveError, Unreachable
 from cp_core.transport.peer_tls import PeerTls
 from orchestration.protocol.inventory import UNKNOWN_EPOCH, KnownEpoch, Registered
 from orchestration.protocol.kv import ForkedKv, ForkKv, RetainedKv, SendKv, SentKv, TakeKv, TakenKv
@@ -37,7 +37,8 @@ from services.auth.sections import SECRET_VARIABLE
 from services.auth.tls import peer_channel
 from services.rpc.errors import error_from
 from services.rpc.server import EPOCH_KEY, PEER_VERSION, SECRET_KEY, VERSION_KEY
-from services.rpc.wire.contract import event_from, from_message, to_message
+from services.rpc.turn_streams import SILENT_TICKS, TurnsStream
+from services.rpc.wire.contract import from_message, to_message
 
 T = TypeVar("T")
 Metadata = tuple[tuple[str, str], ...]
@@ -49,43 +50,6 @@ ABORT_SECONDS = 330.0
 """Deadline of an abort: a ring finishes the prefill step under way first."""
 FAULT_SECONDS = 4.0
 """Deadline of a gateway's question whether the service is ready."""
-SILENT_TICKS = 4
-"""Parts of the time without events after which a stream counts as lost; see `_Silence`."""
-
-
-class _Silence:
-    """Watch over a stream of events, whose call it cancels when none has come for `seconds`.
-
-    A process that stands still itself for longer counts one tick for it, and then reads the events that wait.
-    """
-
-    def __init__(self, call: Any, seconds: float) -> None:
-        self.is_over = False
-        self._call = call
-        self._ticks = 0
-        self._loop = asyncio.get_running_loop()
-        self._tick_seconds = seconds / SILENT_TICKS
-        self._timer = self._loop.call_later(self._tick_seconds, self._tick)
-
-    @property
-    def is_long(self) -> bool:
-        """True if no event has come for half the time: the peer stands still, or the way to it is cut."""
-        return self._ticks > SILENT_TICKS // 2
-
-    def end(self) -> None:
-        """Note an event."""
-        self._ticks = 0
-
-    def _tick(self) -> None:
-        self._ticks += 1
-        if self._ticks > SILENT_TICKS:
-            self.is_over = True
-            self._call.cancel()
-        else:
-            self._timer = self._loop.call_later(self._tick_seconds, self._tick)
-
-    def close(self) -> None:
-        self._timer.cancel()
 
 
 class _Peer:
@@ -116,10 +80,10 @@ class GrpcRing(_Peer):
     """`RingPort` over a channel."""
 
     def __init__(
-        self, role: str, endpoint: str, channel: grpc.aio.Channel, lost_seconds: float, metadata: Metadata
+        self, role: str, endpoint: str, channel: grpc.aio.Channel, turns: TurnsStream, metadata: Metadata
     ) -> None:
         super().__init__(f"the {role} leader at {endpoint}", metadata)
-        self._lost_seconds = lost_seconds
+        self._turns = turns
         self._stub = rings_pb2_grpc.RingServiceStub(channel)
         # A prefill ring finishes the step under way before it unpins a sequence.
         self._settle_seconds = ABORT_SECONDS if role == "prefill" else CONTROL_SECONDS
@@ -136,33 +100,13 @@ class GrpcRing(_Peer):
         request = to_message(rings_pb2.AdmitRequest, admit)
         await self._tell(self._stub.Admit, request)
 
-    async def stream_turn(self, turn_id: str, after: int = 0, interval: float = 0.0) -> AsyncGenerator[TurnEvent, None]:
-        """Yield a turn's events. Leaving the iterator cancels the call.
+    def stream_turn(self, turn_id: str, after: int = 0, interval: float = 0.0) -> AsyncGenerator[TurnEvent, None]:
+        """Yield a turn's events; they share one stream with other turns of the leader. Leaving the iterator leaves it.
 
         Raises Unavailable also where neither events nor heartbeats come, and Unreachable where the connection breaks
         while they do.
         """
-        request = rings_pb2.StreamTurnRequest(turn_id=turn_id, after=after, interval_seconds=interval)
-        call = self._stub.StreamTurn(request, metadata=self._metadata)
-        silence = _Silence(call, self._lost_seconds)
-        try:
-            async for event in call:
-                silence.end()
-                if event.WhichOneof("event") != "heartbeat":
-                    yield event_from(event)
-        except grpc.aio.AioRpcError as failure:
-            error = error_from(failure, self._name)
-            if isinstance(error, Unreachable) and silence.is_long:
-                error = Unavailable(str(error))
-            raise error from None
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if not silence.is_over or (task is not None and task.cancelling()):
-                raise
-            raise Unavailable(f"{self._name} gave no sign of life for {self._lost_seconds:g} s") from None
-        finally:
-            silence.close()
-            call.cancel()
+        return self._turns.read(turn_id, after, interval)
 
     async def finish_turn(self, turn_id: str, num_tokens: int) -> None:
         request = rings_pb2.FinishTurnRequest(turn_id=turn_id, num_tokens=num_tokens)
@@ -320,6 +264,7 @@ class GrpcPeers:
         """Raise ConfigError for TLS files that cannot be used. `GrpcRouter` explains `router_patience`."""
         self.epoch = 0
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._turns: dict[str, TurnsStream] = {}
         self._lost_seconds = lost_seconds
         self._router_patience = router_patience
         self._metadata = peer_metadata(secret)
@@ -329,7 +274,11 @@ class GrpcPeers:
 
     def leader(self, role: str, endpoint: str) -> GrpcRing:
         epoch = ((EPOCH_KEY, str(self.epoch)),) if self.epoch else ()
-        return GrpcRing(role, endpoint, self._channel(endpoint), self._lost_seconds, (*self._metadata, *epoch))
+        metadata, channel = (*self._metadata, *epoch), self._channel(endpoint)
+        if endpoint not in self._turns:
+            stub, name = rings_pb2_grpc.RingServiceStub(channel), f"the {role} leader at {endpoint}"
+            self._turns[endpoint] = TurnsStream(stub, metadata, name, self._lost_seconds)
+        return GrpcRing(role, endpoint, channel, self._turns[endpoint], metadata)
 
     def router(self, endpoint: str) -> GrpcRouter:
         return GrpcRouter(endpoint, self._channel(endpoint), self._router_patience, self._metadata)
@@ -345,6 +294,9 @@ class GrpcPeers:
         return grpc.aio.secure_channel(endpoint, self._credentials, options=self._options)
 
     async def close(self) -> None:
+        for turns in self._turns.values():
+            await turns.close()
+        self._turns.clear()
         for channel in self._channels.values():
             await channel.close()
         self._channels.clear()

@@ -30,6 +30,7 @@ from orchestration.protocol.turns import (
 from ringserve.v1 import inference_pb2, rings_pb2, rings_pb2_grpc, router_pb2, router_pb2_grpc
 from services.rpc.errors import answer, answering, error_named
 from services.rpc.server import GrpcServer
+from services.rpc.turn_streams import TurnsWriter
 from services.rpc.wire.contract import event_to, from_message, to_message
 from services.telemetry.metrics.router import RouterMetrics
 
@@ -113,6 +114,13 @@ class RingServicer(rings_pb2_grpc.RingServiceServicer):
             async with aclosing(turn) as events:
                 async for event in events:
                     yield HEARTBEAT if event is None else event_to(event)
+
+    async def StreamTurns(
+        self, asked: AsyncIterator[rings_pb2.TurnReading], context: Context
+    ) -> AsyncIterator[rings_pb2.TurnsEvents]:
+        async with answering(context), aclosing(TurnsWriter(self._leader, self._heartbeat).messages(asked)) as messages:
+            async for message in messages:
+                yield message
 
     async def FinishTurn(self, request: rings_pb2.FinishTurnRequest, context: Context) -> rings_pb2.FinishTurnResponse:
         await answer(context, self._leader.finish_turn(request.turn_id, request.num_tokens))

@@ -50,6 +50,22 @@ def test_all_packages_of_the_project_are_copied_and_installed_with_the_pinned_ve
     assert ("whl/cpu" in installs[0]) == (device == "cpu")
 
 
+def test_the_image_for_gpus_has_their_kernels_nixl_and_a_compiler_and_the_other_has_none() -> None:
+    """Triton compiles what starts its kernels where they run; NIXL has a package for each version of CUDA."""
+    gpu, cpu = ("\n".join(stage(f"install-{device}")) for device in ("cuda", "cpu"))
+    extras = PROJECT["project"]["optional-dependencies"]
+    assert {"gpu", "nixl", "otel"} <= set(extras)
+    assert '".[otel,gpu]"' in gpu
+    assert '"nixl-cu$(python -c' in gpu
+    assert '".[otel]"' in cpu
+    assert "nixl" not in cpu
+    assert any("g++" in line for line in stage("cuda"))
+    assert not any("g++" in line for line in stage("cpu"))
+    pins = (ROOT / "constraints.txt").read_text()
+    versions = {pin.partition("==")[2] for pin in pins.splitlines() if pin.startswith("nixl-cu")}
+    assert len(versions) == 1, "both versions of CUDA have the same NIXL"
+
+
 def test_what_is_copied_is_let_into_the_build() -> None:
     let_in = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     copied = {

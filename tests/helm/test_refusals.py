@@ -76,6 +76,10 @@ CASES: dict[str, tuple[Mapping[str, Any], str]] = {
         merged(CUDA, {"internalTls": {"secretName": "inside"}}),
         "internalTls.allowPlainRing: true is required with model.device cuda, since NCCL does not encrypt",
     ),
+    "KV without encryption and without allowPlainKv": (
+        {"internalTls": {"secretName": "inside"}, "kvTransfer": {"carrier": "nixl"}},
+        "internalTls.allowPlainKv: true is required with kvTransfer.carrier nixl, since NIXL does not encrypt",
+    ),
     "a maximum below the minimum": (
         {"gateway": {"autoscaling": {"minReplicas": 5}}},
         "gateway.autoscaling: maxReplicas 4 is less than minReplicas 5",

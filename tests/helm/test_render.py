@@ -15,6 +15,7 @@ from helm_python import lint
 
 from services.auth.sections import InternalTlsConfig, TlsConfig
 from services.config import Config, config_from
+from services.config.rings import KvTransferConfig
 from services.telemetry.tracing.tracer import TracingConfig
 from tests.helm.charts import (
     ALL_OPTIONS,
@@ -68,6 +69,13 @@ def test_the_rendered_configuration_is_one_that_ringserve_takes() -> None:
     assert config.ray.address == "auto"
     assert config.router.listen == "0.0.0.0:50050"
     assert config.timeouts.start == 1800
+    assert config.kv_transfer == KvTransferConfig()
+
+
+def test_the_carrier_of_kv_and_its_slots_are_those_of_the_values() -> None:
+    plain = {"secretName": "inside", "insecure": False, "allowPlainRing": True, "allowPlainKv": True}
+    chosen = configuration(CUDA, {"internalTls": plain, "kvTransfer": {"carrier": "nixl", "slotBytes": 4 << 20}})
+    assert chosen.kv_transfer == KvTransferConfig(carrier="nixl", slot_bytes=4 << 20)
 
 
 def test_further_configuration_is_passed_on_but_not_what_the_chart_must_know() -> None:

@@ -10,10 +10,11 @@ Rows of padding fill a bucket. No row of a step depends on another, so they may 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -50,17 +51,34 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Recorder of CUDA graphs, which share one pool of memory: they are replayed in the order of their recording."""
+    """Recorder of CUDA graphs, which share one pool of memory: they are replayed in the order of their recording.
 
-    def __init__(self) -> None:
-        self._pool: Any = None
+    A process records one graph at a time, on a stream of high priority. torch hands out its streams in turn, and those
+    of each priority apart: among the others a copy of KV could get the recorder's stream, and be recorded with it.
+    """
+
+    _recording: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, device: torch.device) -> None:
+        """Record on `device`; it is not touched before the first recording."""
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        # It lives as long as the recorder: torch refuses a pool whose graphs are all gone while memory of it is used,
+        # and the workspace of matrix products is.
+        self._first: torch.cuda.CUDAGraph | None = None
 
     def record(self, compute: Callable[[], Any]) -> Recorded:
         """See Recorder. Other threads go on meanwhile: KV of other turns comes and goes."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            results = compute()
-        self._pool = self._pool or graph.pool()
+        with self._recording:
+            self._stream = self._stream or torch.cuda.Stream(self._device, priority=-1)
+            graph, pool = torch.cuda.CUDAGraph(), None if self._first is None else self._first.pool()
+            # After a failure torch leaves its stream as the current one: the first block brings back the steps'.
+            with (
+                torch.cuda.stream(torch.cuda.current_stream(self._device)),
+                torch.cuda.graph(graph, pool, stream=self._stream, capture_error_mode="thread_local"),
+            ):
+                results = compute()
+            self._first = self._first or graph
         return Recorded(graph.replay, results)
 
 
@@ -184,7 +202,7 @@ class GraphRunner:
         self._device = device
         self._pieces: dict[int, RecordedPieces] = {}
         self._steps: dict[int, RecordedStep] = {}
-        self._allocation = -1
+        self._allocation: object = None
         self._broken: set[int] = set()
         self.eager_steps: Counter[str] = Counter()
 
@@ -211,14 +229,14 @@ class GraphRunner:
             self._give_up(bucket, recorded.fault)
         return states
 
-    def run_step(self, inputs: StepInputs, allocation: int, step: AttentionStep) -> Tensor:
+    def run_step(self, inputs: StepInputs, allocation: object, step: AttentionStep) -> Tensor:
         """Return hidden states [bucket, hidden_size] of a whole step with its rows of padding.
 
-        `allocation` numbers the memory of the inputs: what was recorded for another one is forgotten.
+        `allocation` is the sign of the inputs' memory: what was recorded for another one is forgotten.
         """
         pieces, bucket = self._model.pieces, inputs.token_ids.shape[0]
         assert pieces is not None
-        if allocation != self._allocation:
+        if allocation is not self._allocation:
             self._steps.clear()
             self._allocation = allocation
         if bucket in self._steps:

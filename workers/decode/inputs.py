@@ -45,8 +45,8 @@ class InputBuffers:
         self._device = device
         self._is_staged = is_staged or device.type == "cuda"
         self._copied: torch.Event | None = None
-        # Number of the buffers' memory: recorded steps read one of them.
-        self.allocation = 0
+        # Sign of the buffers' memory, which no other memory ever has: recorded steps read one of them.
+        self.allocation = object()
         self._allocate(LEAST_ROWS, LEAST_WIDTH)
 
     def fill(
@@ -90,7 +90,7 @@ class InputBuffers:
 
     def _allocate(self, rows: int, width: int) -> None:
         """Make buffers of powers of two of rows and blocks, so that they are seldom made anew."""
-        self.allocation += 1
+        self.allocation = object()
         self._rows, self._width = (1 << (size - 1).bit_length() for size in (rows, width))
         words = WORD_ARRAYS * self._rows
         size = words + (self._rows * (1 + self._width)) // 2

@@ -24,10 +24,12 @@ def engine_of(rdma_devices: Path = RDMA_DEVICES) -> str:
 
     Emulated RMA is forbidden, since a reader's death can end the process that it reads. An agent listens on every
     interface, and who reaches it may read and write the whole process: so TCP is off where there is RDMA, and otherwise
-    on loopback alone, where processes of this host find each other. Data go by cma, cuda_ipc and RDMA.
+    on loopback alone, where processes of this host find each other. Data go by cma, cuda_ipc and RDMA. READs by
+    cuda_ipc are asked for: UCX allows WRITEs alone on a GPU that has no link to another one.
     """
     has_rdma = rdma_devices.is_dir() and any(rdma_devices.iterdir())
-    return "PROTO_EMULATION_ENABLE=n," + ("TLS=^tcp" if has_rdma else "NET_DEVICES=lo")
+    forced = "PROTO_EMULATION_ENABLE=n,CUDA_IPC_ENABLE_GET_ZCOPY=on,"
+    return forced + ("TLS=^tcp" if has_rdma else "NET_DEVICES=lo")
 
 
 class Disconnected(ConnectionError):

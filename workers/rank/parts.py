@@ -36,7 +36,7 @@ class Compilation:
 
 def compilation_of(settings: RankSettings) -> Compilation | None:
     """Return how ranks compile their model; None where they do not."""
-    return Compilation("inductor", CudaRecorder()) if settings.compiles else None
+    return Compilation("inductor", CudaRecorder(torch.device(settings.device))) if settings.compiles else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,24 +8,46 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch.nn import Linear
 
+from cp_core.attention.paged import PagedBackend, PagedShards, attend_pages, takes_pages
 from cp_core.attention.partial import AttentionBackend
+from cp_core.attention.reference import ReferenceAttention
 from cp_core.cost.decode import DecodeRates
 from cp_core.cost.model import RingRates
+from cp_core.layout.step_plans import RowIndices
 from cp_core.transport.interface import RingTransport
 from workers.model.layers import pack
 from workers.model.loading import DTYPES
 from workers.protocol.ranks import ModelInfo
 
 SECONDS_PER_RATE: Final = 0.06
-GEMM_TOKENS: Final = 512
-# Queries of one chunk against a prefix: far from the sizes where overheads or caches dominate.
-QUERY_TOKENS: Final = 512
-STORED_TOKENS: Final = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProbeSizes:
+    """Tokens of a product of matrices, and queries of one chunk against a prefix of `stored_tokens`.
+
+    One query of a decode step attends at least `decode_tokens`, and `decode_bytes` of K and V. All are far from the
+    sizes where the start of a call or a cache dominates.
+    """
+
+    gemm_tokens: int
+    query_tokens: int
+    stored_tokens: int
+    decode_tokens: int
+    decode_bytes: int
+
+
+CPU_SIZES: Final = ProbeSizes(gemm_tokens=512, query_tokens=512, stored_tokens=1024, decode_tokens=1024, decode_bytes=0)
+# A call takes some 20 us to start and to be waited for, and a cache of an H100 holds 50 MB.
+GPU_SIZES: Final = ProbeSizes(
+    gemm_tokens=4096, query_tokens=4096, stored_tokens=8192, decode_tokens=1024, decode_bytes=256 << 20
+)
 # Size of one message: the bytes that a link carries in LINK_SECONDS, between LEAST and MOST.
 LINK_SECONDS: Final = 0.1
 MOST_LINK_BYTES: Final = 4 << 20
@@ -44,14 +66,20 @@ BUSY_MESSAGES: Final = 40
 BUSY_MESSAGE_BYTES: Final = 64
 
 
+def sizes_on(device: torch.device, backend: AttentionBackend) -> ProbeSizes:
+    """Return the sizes of a device's measurements. The reference holds the scores of all queries and keys at once."""
+    return GPU_SIZES if device.type == "cuda" and backend.name != ReferenceAttention.name else CPU_SIZES
+
+
 def probe_rates(
     info: ModelInfo, device: torch.device, backend: AttentionBackend, transport: RingTransport
 ) -> RingRates:
     """Measure prefill on this rank, and its link to the next rank."""
-    gemm = _gemm_flops(info, device)
-    attend = _attention(info, device, backend, QUERY_TOKENS)
+    sizes = sizes_on(device, backend)
+    gemm = _gemm_flops(info, device, sizes.gemm_tokens)
+    attend = _attention(info, device, backend, sizes.query_tokens, sizes.stored_tokens)
     attention_seconds = min(_times_within(SECONDS_PER_RATE, attend, device))
-    attention = 4.0 * QUERY_TOKENS * STORED_TOKENS * info.num_heads * info.head_dim / attention_seconds
+    attention = 4.0 * sizes.query_tokens * sizes.stored_tokens * info.num_heads * info.head_dim / attention_seconds
     if transport.size == 1:
         bandwidth, latency, overlap = NO_LINK_BYTES_PER_SECOND, 0.0, 1.0
     else:
@@ -68,9 +96,14 @@ def probe_rates(
 
 
 def probe_decode_rates(
-    rates: RingRates, info: ModelInfo, device: torch.device, backend: AttentionBackend, transport: RingTransport
+    rates: RingRates,
+    info: ModelInfo,
+    device: torch.device,
+    backend: AttentionBackend,
+    transport: RingTransport,
+    block_tokens: int,
 ) -> DecodeRates:
-    """Measure decode on this rank with one row, and messages between busy ranks."""
+    """Measure decode on this rank with one row, by the kernel that serves it, and messages between busy ranks."""
     row = torch.ones(1, info.hidden_size, dtype=DTYPES[info.dtype], device=device)
     layer_bytes = info.intermediate_size * info.hidden_size * info.element_bytes
     weights_bytes = min(WEIGHTS_BYTES, info.num_parameters * info.element_bytes)
@@ -81,15 +114,22 @@ def probe_decode_rates(
             layer(row)
 
     multiply_seconds = _decode_seconds(multiply, device)
-    attend_seconds = _decode_seconds(_attention(info, device, backend, 1), device)
+    token_bytes = 2 * info.num_kv_heads * info.head_dim * info.kv_element_bytes
+    sizes = sizes_on(device, backend)
+    # Whole blocks, as a table has them.
+    stored_tokens = -(-max(sizes.decode_tokens, sizes.decode_bytes // token_bytes) // block_tokens) * block_tokens
+    if takes_pages(backend, block_tokens):
+        attend = _paged_attention(info, device, backend, stored_tokens, block_tokens)
+    else:
+        attend = _attention(info, device, backend, 1, stored_tokens)
+    attend_seconds = _decode_seconds(attend, device)
     lone_seconds = _lone_seconds(multiply, multiply_seconds, transport, device)
     weight_bytes = len(layers) * layer_bytes
-    kv_bytes = 2 * STORED_TOKENS * info.num_kv_heads * info.head_dim * info.kv_element_bytes
     return DecodeRates(
         ring=rates,
         weight_bytes_per_second=weight_bytes / multiply_seconds,
         lone_weight_bytes_per_second=weight_bytes / lone_seconds,
-        kv_bytes_per_second=kv_bytes / attend_seconds,
+        kv_bytes_per_second=stored_tokens * token_bytes / attend_seconds,
         busy_message_seconds=_busy_message_seconds(lambda: layers[0](row), transport, device),
     )
 
@@ -97,12 +137,12 @@ def probe_decode_rates(
 # --- computation -----------------------------------------------------------------------------------------------------
 
 
-def _gemm_flops(info: ModelInfo, device: torch.device) -> float:
+def _gemm_flops(info: ModelInfo, device: torch.device, num_tokens: int) -> float:
     """Measure FLOP/s of the model's widest linear layer."""
-    tokens = torch.ones(GEMM_TOKENS, info.hidden_size, dtype=DTYPES[info.dtype], device=device)
+    tokens = torch.ones(num_tokens, info.hidden_size, dtype=DTYPES[info.dtype], device=device)
     layer = _linear(info, device)
     seconds = min(_times_within(SECONDS_PER_RATE, lambda: layer(tokens), device))
-    return 2.0 * GEMM_TOKENS * info.hidden_size * info.intermediate_size / seconds
+    return 2.0 * num_tokens * info.hidden_size * info.intermediate_size / seconds
 
 
 def _linear(info: ModelInfo, device: torch.device) -> Linear:
@@ -114,13 +154,28 @@ def _linear(info: ModelInfo, device: torch.device) -> Linear:
     return layer
 
 
-def _attention(info: ModelInfo, device: torch.device, backend: AttentionBackend, tokens: int) -> Callable[[], object]:
-    """Return unmasked partial attention of T `tokens` to S STORED_TOKENS: 4 * T * S * H * D operations."""
+def _attention(
+    info: ModelInfo, device: torch.device, backend: AttentionBackend, tokens: int, stored_tokens: int
+) -> Callable[[], object]:
+    """Return unmasked partial attention of T `tokens` to S `stored_tokens`: 4 * T * S * H * D operations."""
     dtype = DTYPES[info.kv_dtype]
     q = torch.ones(tokens, info.num_heads, info.head_dim, dtype=dtype, device=device)
-    k = torch.ones(STORED_TOKENS, info.num_kv_heads, info.head_dim, dtype=dtype, device=device)
+    k = torch.ones(stored_tokens, info.num_kv_heads, info.head_dim, dtype=dtype, device=device)
     scale = info.head_dim**-0.5
     return lambda: backend.partial_attention(q, k, k, causal=False, scale=scale)
+
+
+def _paged_attention(
+    info: ModelInfo, device: torch.device, backend: PagedBackend, stored_tokens: int, block_tokens: int
+) -> Callable[[], object]:
+    """Return attention of one query to S `stored_tokens` in whole blocks, by a kernel that follows block tables."""
+    dtype, num_blocks = DTYPES[info.kv_dtype], stored_tokens // block_tokens
+    q = torch.ones(1, info.num_heads, info.head_dim, dtype=dtype, device=device)
+    k, v = torch.ones(2, num_blocks, block_tokens, info.num_kv_heads, info.head_dim, dtype=dtype, device=device)
+    table = torch.randperm(num_blocks, device=device).to(torch.int32)[None]
+    lengths = torch.full((1,), stored_tokens, dtype=torch.int32, device=device)
+    shards, scale, indices = PagedShards(k, v, table, (stored_tokens,), lengths), info.head_dim**-0.5, RowIndices()
+    return lambda: attend_pages(backend, q, shards, scale, indices)
 
 
 def _decode_seconds(run: Callable[[], object], device: torch.device) -> float:

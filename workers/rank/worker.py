@@ -143,7 +143,8 @@ class RankWorker:
         parts = self.parts
         share, device = parts.model.share, parts.cache.device
         rates = probe_rates(share, device, parts.backend, ring)
-        parts.choose_variant.measured(probe_decode_rates(rates, share, device, parts.backend, ring))
+        block_tokens = parts.cache.block_tokens
+        parts.choose_variant.measured(probe_decode_rates(rates, share, device, parts.backend, ring, block_tokens))
         return rates
 
     def follow_decode_variant(self, policy: str) -> None:

@@ -15,6 +15,7 @@ insecure: {{ .Values.internalTls.insecure }}
 {{- $defaults := dict
     "gateway" (dict "max_seconds" .Values.gateway.maxSeconds)
     "timeouts" (dict "start" .Values.timeouts.start)
+    "kv_transfer" (dict "carrier" .Values.kvTransfer.carrier "slot_bytes" (int .Values.kvTransfer.slotBytes))
     "logs" (dict "level" .Values.logs.level "levels" .Values.logs.levels "format" .Values.logs.format)
     "router" (ternary (dict "journal" "/var/lib/ringserve/journal") dict (not (empty .Values.head.journalVolume)))
     "prefill" (merge (deepCopy .Values.prefill.config) (dict "threads_per_rank" (int .Values.prefill.threadsPerRank)))

@@ -56,6 +56,10 @@
     $role (int $pool.maxReplicas) (int $pool.replicas) $role) }}
 {{- end }}
 {{- end }}
+{{- $nixl := eq .Values.kvTransfer.carrier "nixl" }}
+{{- if and $nixl .Values.internalTls.secretName (not .Values.internalTls.allowPlainKv) }}
+{{- fail "internalTls.allowPlainKv: true is required with kvTransfer.carrier nixl, since NIXL does not encrypt" }}
+{{- end }}
 {{- if and (not (hasPrefix "builtin:" .Values.model.path)) (empty .Values.model.volume) }}
 {{- fail (printf "model.volume: required because model.path is %s, a directory; name the volume that holds it"
     .Values.model.path) }}

@@ -517,6 +517,156 @@ class TurnEvent(_message.Message):
 Global___TurnEvent: _TypeAlias = TurnEvent  # noqa: Y015
 
 @_typing.final
+class TurnReading(_message.Message):
+    """What a reader of many turns asks of one of them. `number` is its own of this reading, which it uses for no other."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    READ_FIELD_NUMBER: _builtins.int
+    IS_HELD_FIELD_NUMBER: _builtins.int
+    LEFT_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    is_held: _builtins.bool
+    """The reader's client is slow: nothing comes while true."""
+    @_builtins.property
+    def read(self) -> Global___StreamTurnRequest:
+        """Begins the reading, as a StreamTurn of its own would."""
+
+    @_builtins.property
+    def left(self) -> Global___Left:
+        """Ends the reading, as the end of its StreamTurn would."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        read: Global___StreamTurnRequest | None = ...,
+        is_held: _builtins.bool = ...,
+        left: Global___Left | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["asked", b"asked", "is_held", b"is_held", "left", b"left", "read", b"read"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked", b"asked", "is_held", b"is_held", "left", b"left", "number", b"number", "read", b"read"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_asked: _TypeAlias = _typing.Literal["read", "is_held", "left"]  # noqa: Y015
+    _WhichOneofArgType_asked: _TypeAlias = _typing.Literal["asked", b"asked"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_asked) -> _WhichOneofReturnType_asked | None: ...
+
+Global___TurnReading: _TypeAlias = TurnReading  # noqa: Y015
+
+@_typing.final
+class Left(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Left: _TypeAlias = Left  # noqa: Y015
+
+@_typing.final
+class TurnsEvents(_message.Message):
+    """Events of many turns. An empty one is a heartbeat."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBERS_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    OTHERS_FIELD_NUMBER: _builtins.int
+    numbers: _builtins.bytes
+    """Readings that have tokens alone, and how many each has here: little-endian uint32. Their tokens, one reading after
+    the other: little-endian int32.
+    """
+    counts: _builtins.bytes
+    token_ids: _builtins.bytes
+    @_builtins.property
+    def others(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReadingEvent]:
+        """Events of all other readings, each in its order."""
+
+    def __init__(
+        self,
+        *,
+        numbers: _builtins.bytes = ...,
+        counts: _builtins.bytes = ...,
+        token_ids: _builtins.bytes = ...,
+        others: _abc.Iterable[Global___ReadingEvent] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "numbers", b"numbers", "others", b"others", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TurnsEvents: _TypeAlias = TurnsEvents  # noqa: Y015
+
+@_typing.final
+class ReadingEvent(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    EVENT_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    @_builtins.property
+    def event(self) -> Global___TurnEvent: ...
+    @_builtins.property
+    def failure(self) -> Global___ReadingFailure:
+        """The reading has ended so."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        event: Global___TurnEvent | None = ...,
+        failure: Global___ReadingFailure | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failure", b"failure", "told", b"told"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failure", b"failure", "number", b"number", "told", b"told"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_told: _TypeAlias = _typing.Literal["event", "failure"]  # noqa: Y015
+    _WhichOneofArgType_told: _TypeAlias = _typing.Literal["told", b"told"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_told) -> _WhichOneofReturnType_told | None: ...
+
+Global___ReadingEvent: _TypeAlias = ReadingEvent  # noqa: Y015
+
+@_typing.final
+class ReadingFailure(_message.Message):
+    """Error by the name of its class."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ERROR_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    RETRY_AFTER_SECONDS_FIELD_NUMBER: _builtins.int
+    error: _builtins.str
+    message: _builtins.str
+    retry_after_seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        error: _builtins.str = ...,
+        message: _builtins.str = ...,
+        retry_after_seconds: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_retry_after_seconds", b"_retry_after_seconds", "retry_after_seconds", b"retry_after_seconds"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retry_after_seconds", b"_retry_after_seconds", "error", b"error", "message", b"message", "retry_after_seconds", b"retry_after_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__retry_after_seconds: _TypeAlias = _typing.Literal["retry_after_seconds"]  # noqa: Y015
+    _WhichOneofArgType__retry_after_seconds: _TypeAlias = _typing.Literal["_retry_after_seconds", b"_retry_after_seconds"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__retry_after_seconds) -> _WhichOneofReturnType__retry_after_seconds | None: ...
+
+Global___ReadingFailure: _TypeAlias = ReadingFailure  # noqa: Y015
+
+@_typing.final
 class Heartbeat(_message.Message):
     """The leader lives: one comes each second, whatever else does."""
 

@@ -28,7 +28,7 @@ if _version_not_supported:
 
 class RingServiceStub:
     """Leader of one ring, of either role. A prefill leader answers INVALID_ARGUMENT to what only decode rings do: Admit,
-    StreamTurn and FinishTurn.
+    StreamTurn and FinishTurn, and each turn of StreamTurns.
     """
 
     def __init__(self, channel):
@@ -102,11 +102,16 @@ class RingServiceStub:
                 request_serializer=ringserve_dot_v1_dot_rings__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=ringserve_dot_v1_dot_inference__pb2.RingInfo.FromString,
                 _registered_method=True)
+        self.StreamTurns = channel.stream_stream(
+                '/ringserve.v1.RingService/StreamTurns',
+                request_serializer=ringserve_dot_v1_dot_rings__pb2.TurnReading.SerializeToString,
+                response_deserializer=ringserve_dot_v1_dot_rings__pb2.TurnsEvents.FromString,
+                _registered_method=True)
 
 
 class RingServiceServicer:
     """Leader of one ring, of either role. A prefill leader answers INVALID_ARGUMENT to what only decode rings do: Admit,
-    StreamTurn and FinishTurn.
+    StreamTurn and FinishTurn, and each turn of StreamTurns.
     """
 
     def Reserve(self, request, context):
@@ -205,6 +210,14 @@ class RingServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StreamTurns(self, request_iterator, context):
+        """Decode ring only: as StreamTurn, for a reader of many turns. All that they have to tell goes into one message. It
+        ends when the reader has asked for its last turn and each of them has ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RingServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -273,6 +286,11 @@ def add_RingServiceServicer_to_server(servicer, server):
                     request_deserializer=ringserve_dot_v1_dot_rings__pb2.GetStatusRequest.FromString,
                     response_serializer=ringserve_dot_v1_dot_inference__pb2.RingInfo.SerializeToString,
             ),
+            'StreamTurns': grpc.stream_stream_rpc_method_handler(
+                    servicer.StreamTurns,
+                    request_deserializer=ringserve_dot_v1_dot_rings__pb2.TurnReading.FromString,
+                    response_serializer=ringserve_dot_v1_dot_rings__pb2.TurnsEvents.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'ringserve.v1.RingService', rpc_method_handlers)
@@ -283,7 +301,7 @@ def add_RingServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class RingService:
     """Leader of one ring, of either role. A prefill leader answers INVALID_ARGUMENT to what only decode rings do: Admit,
-    StreamTurn and FinishTurn.
+    StreamTurn and FinishTurn, and each turn of StreamTurns.
     """
 
     @staticmethod
@@ -627,6 +645,33 @@ class RingService:
             '/ringserve.v1.RingService/GetStatus',
             ringserve_dot_v1_dot_rings__pb2.GetStatusRequest.SerializeToString,
             ringserve_dot_v1_dot_inference__pb2.RingInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamTurns(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/ringserve.v1.RingService/StreamTurns',
+            ringserve_dot_v1_dot_rings__pb2.TurnReading.SerializeToString,
+            ringserve_dot_v1_dot_rings__pb2.TurnsEvents.FromString,
             options,
             channel_credentials,
             insecure,

@@ -29,7 +29,7 @@ GRPC_VERSION: str
 
 class RingServiceStub:
     """Leader of one ring, of either role. A prefill leader answers INVALID_ARGUMENT to what only decode rings do: Admit,
-    StreamTurn and FinishTurn.
+    StreamTurn and FinishTurn, and each turn of StreamTurns.
     """
 
     @_typing.overload
@@ -72,11 +72,15 @@ class RingServiceStub:
     Drain: _grpc.UnaryUnaryMultiCallable[_rings_pb2.DrainRequest, _rings_pb2.DrainResponse]
     """Takes no new turns, and leaves when the running turns have ended; or, with `undo`, takes turns again. Idempotent."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_rings_pb2.GetStatusRequest, _inference_pb2.RingInfo]
+    StreamTurns: _grpc.StreamStreamMultiCallable[_rings_pb2.TurnReading, _rings_pb2.TurnsEvents]
+    """Decode ring only: as StreamTurn, for a reader of many turns. All that they have to tell goes into one message. It
+    ends when the reader has asked for its last turn and each of them has ended.
+    """
 
 @_typing.type_check_only
 class RingServiceAsyncStub(RingServiceStub):
     """Leader of one ring, of either role. A prefill leader answers INVALID_ARGUMENT to what only decode rings do: Admit,
-    StreamTurn and FinishTurn.
+    StreamTurn and FinishTurn, and each turn of StreamTurns.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -116,10 +120,14 @@ class RingServiceAsyncStub(RingServiceStub):
     Drain: _aio.UnaryUnaryMultiCallable[_rings_pb2.DrainRequest, _rings_pb2.DrainResponse]  # type: ignore[assignment]
     """Takes no new turns, and leaves when the running turns have ended; or, with `undo`, takes turns again. Idempotent."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_rings_pb2.GetStatusRequest, _inference_pb2.RingInfo]  # type: ignore[assignment]
+    StreamTurns: _aio.StreamStreamMultiCallable[_rings_pb2.TurnReading, _rings_pb2.TurnsEvents]  # type: ignore[assignment]
+    """Decode ring only: as StreamTurn, for a reader of many turns. All that they have to tell goes into one message. It
+    ends when the reader has asked for its last turn and each of them has ended.
+    """
 
 class RingServiceServicer(metaclass=_abc_1.ABCMeta):
     """Leader of one ring, of either role. A prefill leader answers INVALID_ARGUMENT to what only decode rings do: Admit,
-    StreamTurn and FinishTurn.
+    StreamTurn and FinishTurn, and each turn of StreamTurns.
     """
 
     @_abc_1.abstractmethod
@@ -235,5 +243,15 @@ class RingServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rings_pb2.GetStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.RingInfo, _abc.Awaitable[_inference_pb2.RingInfo]]: ...
+
+    @_abc_1.abstractmethod
+    def StreamTurns(
+        self,
+        request_iterator: _MaybeAsyncIterator[_rings_pb2.TurnReading],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_rings_pb2.TurnsEvents], _abc.AsyncIterator[_rings_pb2.TurnsEvents]]:
+        """Decode ring only: as StreamTurn, for a reader of many turns. All that they have to tell goes into one message. It
+        ends when the reader has asked for its last turn and each of them has ended.
+        """
 
 def add_RingServiceServicer_to_server(servicer: RingServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -70,6 +70,7 @@ class TurnTimes:
     """
 
     tokens: tuple[float, ...]
+    token_ids: tuple[int, ...] = ()
     queue_seconds: float = 0.0
     steps_seconds: float = 0.0
     num_steps: int = 0
@@ -129,19 +130,21 @@ class ServedTurns:
             conversation_id=turn.name,
             prompt_mode=inference_pb2.PROMPT_MODE_WHOLE_HISTORY if turn.is_first else inference_pb2.PROMPT_MODE_APPEND,
         )
-        tokens: list[float] = []
+        tokens, token_ids = list[float](), list[int]()
         plan = inference_pb2.Plan()
         began = time.perf_counter()
         try:
             for response in self._stub.Generate(request, timeout=TURN_SECONDS):
                 if response.HasField("chunk"):
                     tokens += [time.perf_counter() - began] * len(response.chunk.token_ids)
+                    token_ids += response.chunk.token_ids
                 elif response.HasField("complete"):
                     plan = response.complete.plan
         except grpc.RpcError as failure:
             raise Unavailable(f"a turn of {len(turn.token_ids)} tokens failed: {failure}") from None
         return TurnTimes(
             tokens=tuple(tokens),
+            token_ids=tuple(token_ids),
             queue_seconds=plan.queue_seconds,
             steps_seconds=plan.prefill_seconds,
             num_steps=len(plan.chunks),

@@ -9,16 +9,19 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
 from rich.table import Table
 from torch import Tensor
+from transformers import DynamicCache
+from transformers.utils.logging import disable_progress_bar
 
 from cp_core.attention.backends import select_backend
 from cp_core.attention.partial import AttentionBackend
@@ -31,11 +34,12 @@ from workers.decode.graphs import CudaRecorder, GraphRunner, Recorder
 from workers.decode.messages import BatchChange
 from workers.decode.step import BatchState, DecodePass
 from workers.kv.cache import KvCache
+from workers.model.builtin import write_tokenizer
 from workers.model.layers import ATTENTION_LAYERS, MLP_LAYERS, join_layers, quantize_mlps
-from workers.model.loading import DTYPES, LoadedModel, draw_model, load_model
+from workers.model.loading import DTYPES, IMPLEMENTATION, LoadedModel, draw_model, load_model
 from workers.prefill.step import run_prefill
 from workers.protocol.decode_commands import AdmitSequence
-from workers.protocol.prefill_steps import Algorithm, PrefillStep, SequencePrefill
+from workers.protocol.prefill_steps import Algorithm, PrefillStep, SequencePrefill, TokenIds
 from workers.protocol.ranks import FP8_MLPS
 from workers.protocol.transfers import TransferKey
 from workers.sampling.parameters import SamplingParameters
@@ -45,13 +49,17 @@ RING_SECONDS = 600.0
 WARM_STEPS = 4
 COMPARED_TOKENS = 512
 
+TRANSFORMERS = "transformers"
 STOCK = "stock"
 JOINED = "joined"
 COMPILED = "compiled"
 RECORDED = "recorded"
-FORMS = (STOCK, JOINED, COMPILED, RECORDED, FP8_MLPS)
-FORMS_OF_CPUS = (STOCK, JOINED, FP8_MLPS)
-"""On a CPU nothing is recorded, and its layers of 8-bit floats show their numbers, not their time."""
+FORMS = (TRANSFORMERS, STOCK, JOINED, COMPILED, RECORDED, FP8_MLPS)
+FORMS_OF_CPUS = (TRANSFORMERS, STOCK, JOINED, FP8_MLPS)
+"""`transformers` has attention and cache of its own, `stock` the modules alone.
+
+On a CPU nothing is recorded, and its layers of 8-bit floats show their numbers, not their time.
+"""
 
 LLAMA_3_8B = {
     "model_type": "llama",
@@ -135,10 +143,26 @@ def bench_model(path: Path | None, num_layers: int | None, dtype: str, device: s
     if path is not None:
         yield load_model(path, dtype, device)
         return
+    with bench_shape(LLAMA_3_8B | ({"num_hidden_layers": num_layers} if num_layers else {}), dtype, device) as model:
+        yield model
+
+
+@contextmanager
+def bench_shape(shape: Mapping[str, Any], dtype: str, device: str) -> Iterator[LoadedModel]:
+    """Draw a model of a shape. Raises ModelRefused."""
     with tempfile.TemporaryDirectory(prefix="ringserve-bench-") as folder:
-        shape = LLAMA_3_8B | ({"num_hidden_layers": num_layers} if num_layers else {})
-        (Path(folder) / "config.json").write_text(json.dumps(shape))
+        (Path(folder) / "config.json").write_text(json.dumps(dict(shape)))
         yield draw_model(Path(folder), dtype, device)
+
+
+def write_drawn_model(folder: Path, shape: Mapping[str, Any], dtype: str, device: str) -> None:
+    """Write a model directory of a shape with random weights, drawn on `device`, and a tokenizer of bytes."""
+    (folder / "config.json").write_text(json.dumps(dict(shape)))
+    disable_progress_bar()
+    model: Any = draw_model(folder, dtype, device).model
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({**shape, "dtype": dtype}))
+    write_tokenizer(folder, shape["max_position_embeddings"])
 
 
 class StepBench:
@@ -161,7 +185,7 @@ class StepBench:
         self._model = model
         self._cases = cases
         self._num_rounds = num_rounds
-        self._recorder = recorder or CudaRecorder()
+        self._recorder = recorder or CudaRecorder(device)
         self._compiler = compiler
         self._runner: GraphRunner | None = None
         self._backend: AttentionBackend = select_backend(attention_backend, device, dtype)
@@ -206,19 +230,53 @@ class StepBench:
             self._runner = GraphRunner(self._model, self._recorder, self._cache.device)
 
     def _figures(self, form: str) -> Iterator[StepFigure]:
+        if form == TRANSFORMERS:
+            yield from self._figures_of_transformers()
+            return
         for tokens in self._cases.prefill if form != RECORDED else ():
             yield StepFigure("prefill", f"{tokens:,}", form, self._prefill_seconds(tokens))
         for batch, context in self._cases.decode:
             yield StepFigure("decode", f"{batch} x {context:,}", form, self._decode_seconds(batch, context))
 
-    def _prefill_seconds(self, tokens: int) -> float:
-        """Return the median seconds of a prompt, with its first token."""
+    def _figures_of_transformers(self) -> Iterator[StepFigure]:
+        """Measure the same modules as transformers runs them: its attention for the device, a cache that it grows."""
+        model: Any = self._model.model
+        model.set_attn_implementation("sdpa")
+        for tokens in self._cases.prefill:
+            ids = torch.from_numpy(self._prompt(tokens))[None].to(model.device)
+
+            def prefill(ids: Tensor = ids) -> None:
+                model(input_ids=ids, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(dim=-1).tolist()
+
+            yield StepFigure("prefill", f"{tokens:,}", TRANSFORMERS, self._median_seconds(prefill))
+        for batch, context in self._cases.decode:
+            share, cache = self._model.share, DynamicCache()
+            for layer in range(share.num_layers):
+                shape = (batch, share.num_kv_heads, context, share.head_dim)
+                cache.update(*(torch.rand(shape, dtype=model.dtype, device=model.device) for _ in range(2)), layer)
+            ids, times = torch.zeros(batch, 1, dtype=torch.int64, device=model.device), []
+            for _ in range(WARM_STEPS + self._cases.num_steps):
+                began = time.perf_counter()
+                ids = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(dim=-1)
+                ids.tolist()
+                times.append(time.perf_counter() - began)
+            yield StepFigure("decode", f"{batch} x {context:,}", TRANSFORMERS, median(times[WARM_STEPS:]))
+        model.set_attn_implementation(IMPLEMENTATION)
+
+    def _median_seconds(self, run: Callable[[], object]) -> float:
         times = []
         for _ in range(1 + self._num_rounds):
             began = time.perf_counter()
-            self._logits(tokens, last_row=True).argmax(dim=-1).tolist()
+            run()
             times.append(time.perf_counter() - began)
         return median(times[1:])
+
+    def _prefill_seconds(self, tokens: int) -> float:
+        """Return the median seconds of a prompt, with its first token."""
+        return self._median_seconds(lambda: self._logits(tokens, last_row=True).argmax(dim=-1).tolist())
+
+    def _prompt(self, tokens: int) -> TokenIds:
+        return np.random.default_rng(0).integers(self._model.info.vocab_size, size=tokens)
 
     def _decode_seconds(self, batch: int, context: int) -> float:
         """Return the median seconds of a step, with its tokens."""
@@ -247,10 +305,9 @@ class StepBench:
 
     def _logits(self, tokens: int = COMPARED_TOKENS, *, last_row: bool = False) -> Tensor:
         """Compute a prompt of random tokens -> logits [T, vocabulary] on the host, or those of the last token alone."""
-        ids = np.random.default_rng(0).integers(self._model.info.vocab_size, size=tokens)
         sequence = SequencePrefill(
             sequence_id="prompt",
-            token_ids=ids,
+            token_ids=self._prompt(tokens),
             layout=balanced_layout(0, tokens, (0,)),
             cached=(0,),
             blocks=tuple(self._blocks[: blocks_for(tokens)]),

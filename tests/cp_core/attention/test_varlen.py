@@ -2,64 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_core.attention.partial import Partial
-from cp_core.attention.torch_cpu import TorchCpuFlash
-from cp_core.cost.model import GATHER_KV, PASS_KV, PASS_Q
+from cp_core.attention.torch_cuda import fills_gpu
+from cp_core.cost.model import CHAIN, GATHER_KV, PASS_KV, PASS_Q, SP_NTP
+from cp_core.layout.shards import cut_layout
+from tests.cp_core.ring.test_chain import chains
 from tests.cp_core.ring.test_prefill import SCALE, placed, steps
 from tests.cp_core.rings import PlacedSequence, prefill_on_threads
+from tests.cp_core.together import Together
 from tests.oracles import fp32_bound, largest, oracle_causal
 
 
-class Together(TorchCpuFlash):
-    """Backend that takes several sequences in a call, and counts its calls."""
-
-    def __init__(self) -> None:
-        self.num_together = self.num_alone = 0
-
-    def partial_attention(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
-    ) -> Partial:
-        self.num_alone += 1
-        return super().partial_attention(q, k, v, causal=causal, scale=scale)
-
-    def attend_many(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        queries: Sequence[int],
-        keys: Sequence[int],
-        *,
-        causal: bool,
-        scale: float,
-    ) -> Partial:
-        self.num_together += 1
-        assert min(*queries, *keys) > 0
-        assert (sum(queries), sum(keys), sum(keys)) == (q.shape[0], k.shape[0], v.shape[0])
-        parts = [
-            TorchCpuFlash().partial_attention(q_thd, k_skd, v_skd, causal=causal, scale=scale)
-            for q_thd, k_skd, v_skd in zip(
-                q.split(list(queries)), k.split(list(keys)), v.split(list(keys)), strict=True
-            )
-        ]
-        return Partial(torch.cat([part.out for part in parts]), torch.cat([part.lse for part in parts]))
-
-
-@given(step=steps(), algorithm=st.sampled_from([PASS_KV, PASS_Q, GATHER_KV]))
+@given(
+    step=steps(), algorithm=st.sampled_from([PASS_KV, PASS_Q, GATHER_KV, SP_NTP]), num_segments=st.sampled_from([1, 3])
+)
 @settings(max_examples=60, deadline=None)
-def test_any_sequences_together_match_the_oracle(step: tuple[int, list[PlacedSequence]], algorithm: str) -> None:
+def test_any_sequences_together_match_the_oracle(
+    step: tuple[int, list[PlacedSequence]], algorithm: str, num_segments: int
+) -> None:
     size, sequences = step
-    outs = prefill_on_threads(sequences, size, algorithm, SCALE, Together()).outs
+    segments = num_segments if algorithm == SP_NTP else 1
+    outs = prefill_on_threads(sequences, size, algorithm, SCALE, Together(), num_segments=segments).outs
     for sequence, out in zip(sequences, outs, strict=True):
         right = oracle_causal(sequence.tokens, SCALE)[sequence.layout.start :]
         assert largest(out.double() - right) <= fp32_bound(sequence.tokens, SCALE)
+
+
+@given(chain=chains(), few=st.sampled_from([0, 40]))
+@settings(max_examples=25, deadline=None)
+def test_any_chain_of_sequences_together_matches_the_oracle(
+    chain: tuple[int, tuple[int, ...], list[PlacedSequence]], few: int
+) -> None:
+    size, order, sequences = chain
+    outs = prefill_on_threads(sequences, size, CHAIN, SCALE, Together(few), order=order).outs
+    for sequence, out in zip(sequences, outs, strict=True):
+        right = oracle_causal(sequence.tokens, SCALE)[sequence.layout.start :]
+        assert largest(out.double() - right) <= fp32_bound(sequence.tokens, SCALE)
+
+
+@pytest.mark.parametrize(("algorithm", "calls"), [(SP_NTP, 6), (CHAIN, 15)])
+def test_eight_sequences_take_a_few_calls_by_every_algorithm(algorithm: str, calls: int) -> None:
+    """Three ranks: by SP-NTP two calls each; in a chain two for a rank's own keys, and two for each before it."""
+    sequences = []
+    for seed in range(8):
+        each = placed(30 + seed, [0, 1, 2] * 5, [0, 1, 2], seed=seed)
+        layout = cut_layout(15, (0, 9, 20, 30 + seed), range(3)) if algorithm == CHAIN else each.layout
+        sequences.append(replace(each, layout=layout))
+    backend = Together()
+    outs = prefill_on_threads(sequences, 3, algorithm, SCALE, backend).outs
+    for sequence, out in zip(sequences, outs, strict=True):
+        right = oracle_causal(sequence.tokens, SCALE)[sequence.layout.start :]
+        assert largest(out.double() - right) <= fp32_bound(sequence.tokens, SCALE)
+    assert backend.num_alone == 0
+    assert backend.num_together <= calls
+
+
+def test_few_queries_are_a_call_for_each_sequence_unless_they_see_their_own_keys_alone() -> None:
+    """Kernels for one sequence split its keys; in the causal call of a rank's own tokens there are few keys, too."""
+    sequences = [placed(4, [0] * 50, [0], seed=seed) for seed in range(3)]
+    backend = Together(few=12)
+    prefill_on_threads(sequences, 1, PASS_KV, SCALE, backend)
+    assert (backend.num_together, backend.num_alone) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("queries", "num_heads", "is_full"), [([128] * 5, 32, True), ([1] * 4, 32, False), ([500], 33, True)]
+)
+def test_a_gpu_is_full_with_a_tile_of_queries_for_each_processor(
+    queries: list[int], num_heads: int, is_full: bool
+) -> None:
+    assert fills_gpu(queries, num_heads) is is_full
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cp_core.attention.partial import AttentionBackend
 from cp_core.attention.torch_cpu import TorchCpuFlash
 from cp_core.layout.shards import TokenRange, balanced_layout
 from cp_core.layout.step_plans import KvRun
@@ -14,12 +15,15 @@ from cp_core.ring.helix import HelixColumns, NewRows, helix_prefill
 from cp_core.transport.inprocess import InProcessRing
 from cp_core.transport.interface import RingTransport
 from tests.cp_core.rings import PoisoningTransport, on_every_rank
+from tests.cp_core.together import Together
 from tests.oracles import Tokens, fp32_bound, largest, oracle_causal, random_tokens
 
 SCALE = 0.125
 
 
-def prefill_on_threads(sequences: list[tuple[Tokens, tuple[int, ...]]], size: int) -> list[torch.Tensor]:
+def prefill_on_threads(
+    sequences: list[tuple[Tokens, tuple[int, ...]]], size: int, backend: AttentionBackend | None = None
+) -> list[torch.Tensor]:
     """Attend the tokens of each sequence behind those that are cached, `cached[r]` on rank r -> [T, H, D] of each.
 
     Cached tokens lie on the ranks in order of position, each shard in two runs with NaN around them.
@@ -42,7 +46,7 @@ def prefill_on_threads(sequences: list[tuple[Tokens, tuple[int, ...]]], size: in
             placed.append(NewRows(TokenRange(begin, begin + new), tuple(stored), runs))
             begin += new
         columns = HelixColumns(q_thd.shape[1], q_thd.shape[2], transport.rank, size, q_thd.device)
-        return helix_prefill(q_thd, k_tkd, v_tkd, placed, columns, transport, TorchCpuFlash(), SCALE)
+        return helix_prefill(q_thd, k_tkd, v_tkd, placed, columns, transport, backend or TorchCpuFlash(), SCALE)
 
     out = torch.cat(on_every_rank(transports, act), dim=1).view(q_thd.shape)
     return list(out.split([tokens.q.shape[0] - sum(cached) for tokens, cached in sequences]))
@@ -56,8 +60,8 @@ def poisoned_run(tokens: Tokens, start: int, stop: int) -> KvRun:
     return KvRun(memory[0][2:-2], memory[1][2:-2])
 
 
-def check(sequences: list[tuple[Tokens, tuple[int, ...]]], size: int) -> None:
-    for out, (tokens, cached) in zip(prefill_on_threads(sequences, size), sequences, strict=True):
+def check(sequences: list[tuple[Tokens, tuple[int, ...]]], size: int, backend: AttentionBackend | None = None) -> None:
+    for out, (tokens, cached) in zip(prefill_on_threads(sequences, size, backend), sequences, strict=True):
         right = oracle_causal(tokens, SCALE)[sum(cached) :]
         assert largest(out.double() - right) <= fp32_bound(tokens, SCALE)
 
@@ -79,9 +83,20 @@ def test_columns_are_cut_through_heads_of_every_shape(head_dim: int, num_heads: 
         check([(tokens, cached)], size)
 
 
-@given(size=st.sampled_from([1, 2, 3, 4]), data=st.data())
+@given(size=st.sampled_from([1, 2, 3, 4]), few=st.sampled_from([None, 0, 20]), data=st.data())
 @settings(max_examples=40, deadline=None)
-def test_any_batch_of_prompts_matches_the_oracle(size: int, data: st.DataObject) -> None:
+def test_any_batch_of_prompts_matches_the_oracle(size: int, few: int | None, data: st.DataObject) -> None:
+    """Also where a backend takes several sequences in a call, all of them or those of more than `few` queries."""
     counts = st.lists(st.integers(0, 20), min_size=size, max_size=size).map(tuple)
     prompts = data.draw(st.lists(st.tuples(st.integers(0, 30), counts), min_size=1, max_size=4))
-    check([(random_tokens(new + sum(cached), seed=new), cached) for new, cached in prompts], size)
+    backend = None if few is None else Together(few)
+    check([(random_tokens(new + sum(cached), seed=new), cached) for new, cached in prompts], size, backend)
+
+
+@pytest.mark.parametrize(("size", "calls"), [(1, 2), (3, 8)])
+def test_a_rank_calls_once_for_cached_keys_and_twice_for_the_new_ones_that_it_stores(size: int, calls: int) -> None:
+    """Eight sequences, their caches in two runs: rows beside the keys are one call, all rows behind them another."""
+    backend = Together()
+    check([(random_tokens(20 + 8 * size, seed=seed), (8,) * size) for seed in range(8)], size, backend)
+    assert backend.num_alone == 0
+    assert backend.num_together in (calls, 3 * size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from cp_core.errors import ConfigError
-from services.cluster import local
-from services.cluster.capacity import Machine, check_fits, dtype_advice, this_machine
+from services.cluster import capacity, local
+from services.cluster.capacity import Machine, check_fits, check_programs, dtype_advice, this_machine
 from services.cluster.local import LocalCluster
 from services.config import Config, config_from
 from workers.model.builtin import resolve_model_path
@@ -161,3 +163,29 @@ def test_the_parameters_of_a_tied_head_are_those_of_the_embedding(model: ModelIn
     assert model.tied_parameters in (0, model.vocab_size * model.hidden_size)
     tied = replace(model, tied_parameters=model.vocab_size * model.hidden_size)
     assert tensor_share(tied, 2).tied_parameters == tied.tied_parameters // 2
+
+
+@pytest.mark.parametrize(
+    ("sections", "torch_version", "missing"),
+    [
+        ({}, "2.13.0", "nothing: the ranks are on a CPU"),
+        ({"model": {"device": "cuda"}}, "2.13.0+cpu", "torch for CUDA, not 2.13.0+cpu"),
+        ({"model": {"device": "cuda", "attention_backend": "flash_attn_3"}}, "2.13.0", "fa3_fwd_interface for model"),
+        ({"kv_transfer": {"carrier": "nixl"}}, "2.13.0", "nixl_cu12 for kv_transfer.carrier 'nixl'"),
+    ],
+)
+def test_what_ranks_need_and_this_machine_lacks_is_named_in_a_sentence(
+    sections: Mapping[str, Mapping[str, object]], torch_version: str, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capacity, "find_spec", lambda _: None)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    if not sections:
+        check_programs(config(), torch_version, {})
+        return
+    with pytest.raises(ConfigError, match=re.escape(missing)) as raised:
+        check_programs(config(**sections), torch_version, {})
+    is_gpu = "model" in sections
+    assert ("a C compiler, by which Triton starts its kernels" in str(raised.value)) == is_gpu
+    with pytest.raises(ConfigError, match=re.escape(missing)) as raised:
+        check_programs(config(**sections), torch_version, {"CC": "cc"})
+    assert "a C compiler" not in str(raised.value)

@@ -28,6 +28,10 @@ from workers.protocol.prefill_steps import Algorithm, TokenIds
 from workers.protocol.ranks import ModelInfo
 
 VOCABULARY = 32_000
+MAX_FOLLOWED = 20_000
+"""Conversations that have further turns; all others are idle after their first."""
+MAX_JOURNALED = 5_000
+"""Conversations that are in the journal."""
 MEMORY_SAMPLE = 100
 """Conversations in the measurement of memory, whose tracing is slow."""
 NUM_PARTS = 10
@@ -38,7 +42,8 @@ NUM_PARTS = 10
 class RouterLoad:
     """Load of the router: `turns` turns in each conversation, the first of `tokens` tokens, the others of `follow_up`.
 
-    Half of the `rings` are prefill rings; their sizes and rates differ.
+    Half of the `rings` are prefill rings; their sizes and rates differ. Of many conversations the first MAX_FOLLOWED
+    have further turns, and every few are in the journal.
     """
 
     conversations: int = 10_000
@@ -48,6 +53,15 @@ class RouterLoad:
     follow_up: int = 50
     answer: int = 20
     seed: int = 0
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of all conversations."""
+        return self.conversations + (self.turns - 1) * min(self.conversations, MAX_FOLLOWED)
+
+    def is_journaled(self, name: str) -> bool:
+        """Return whether a conversation is in the journal: every second one, or fewer so that they are not too many."""
+        return int(name.rpartition("-")[2]) % max(2, -(-self.conversations // MAX_JOURNALED)) == 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +81,7 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JournalCost:
-    """Cost of the journal, which every second conversation has: milliseconds of its decisions and whole turns.
+    """Cost of the journal, which some conversations have: milliseconds of its decisions and whole turns.
 
     `added` are the differences from the turns without it, of the medians in parts of the run.
     """
@@ -81,7 +95,8 @@ class JournalCost:
 class LoadReport:
     """Figures of the router under load.
 
-    `decision` is a whole `begin_turn`: matching, placement, reservations and the plan. `processor` is its processor
+    `decision` is a whole `begin_turn`: matching, placement, reservations and the plan; `following` are those of further
+    turns, which have more to compare. `processor` is its processor
     time, which other work on the machine hardly lengthens, and `uncollected` that without garbage collections.
     `placement` is the choice of rings alone. `turn` is
     `begin_turn` and `end_turn` together. Turns with a journal are in `journal` alone. `announcement` is that of a ring;
@@ -96,6 +111,7 @@ class LoadReport:
     conversations: int
     decisions_per_second: float
     decision: Spread
+    following: Spread | None
     processor: Spread
     uncollected: Spread
     placement: Spread
@@ -112,16 +128,17 @@ class LoadReport:
     token_bytes_per_conversation: float
 
 
-class _HalfJournal(NoJournal):
-    """Journal of the conversations with an odd number alone, so that one run has turns with it and without."""
+class _SomeJournal(NoJournal):
+    """Journal of some conversations alone, so that one run has turns with it and without."""
 
-    def __init__(self, journal: SqliteJournal) -> None:
+    def __init__(self, journal: SqliteJournal, is_journaled: Callable[[str], bool]) -> None:
         self.epoch = journal.epoch
         self._journal = journal
+        self._is_journaled = is_journaled
         self._taken: set[str] = set()
 
     def begun(self, record: BegunRecord) -> Awaitable[None]:
-        if not is_odd(record.request.conversation_id):
+        if not self._is_journaled(record.request.conversation_id):
             return super().begun(record)
         self._taken.add(record.turn_id)
         return self._journal.begun(record)
@@ -133,15 +150,10 @@ class _HalfJournal(NoJournal):
         return self._journal.committed(record)
 
 
-def is_odd(name: str) -> bool:
-    """Return whether a conversation of the load has an odd number."""
-    return int(name.rpartition("-")[2]) % 2 == 1
-
-
 def measure_load(model: ModelInfo, load: RouterLoad, journal: Path | None, tell: Callable[[str], None]) -> LoadReport:
     """Run the load, then a part of it with its memory traced; `tell` is called for every turn.
 
-    The journal of every second conversation lies in `journal`.
+    The journal lies in `journal`.
     """
     bench = LoadedRouter(model, load, None if journal is None else SqliteJournal(journal))
     with bench.pauses as pauses, closing(FrozenSurvivors()):
@@ -156,6 +168,7 @@ def measure_load(model: ModelInfo, load: RouterLoad, journal: Path | None, tell:
         conversations=load.conversations,
         decisions_per_second=len(without) / sum(without),
         decision=Spread.of(without),
+        following=Spread.of(bench.following_seconds) if bench.following_seconds else None,
         processor=Spread.of(bench.processor_seconds),
         uncollected=Spread.of(bench.uncollected_seconds),
         placement=Spread.of(bench.placement_seconds),
@@ -232,7 +245,8 @@ class LoadedRouter:
         # Turns come as fast as the router takes them, so announcements come by turns and not by the clock.
         settings = RouterSettings(max_conversations=load.conversations + 1, max_positions=1 << 30, ring_lease=0.0)
         planner = Planner(model, PlannerSettings())
-        self._router = Router(settings, planner, self._peers, journal=_HalfJournal(journal) if journal else None)
+        some = _SomeJournal(journal, load.is_journaled) if journal else None
+        self._router = Router(settings, planner, self._peers, journal=some)
         self._where: dict[str, tuple[str, str]] = {}
         self._num_announced = 0
         self.pauses = _Pauses()
@@ -241,6 +255,7 @@ class LoadedRouter:
     def forget_figures(self) -> None:
         """Release the memory of the bench itself."""
         self.deciding_seconds: tuple[list[float], list[float]] = ([], [])
+        self.following_seconds: list[float] = []
         self.processor_seconds: list[float] = []
         self.uncollected_seconds: list[float] = []
         self.whole_seconds = 0.0
@@ -268,7 +283,7 @@ class LoadedRouter:
         self._router.placer.choose = timed  # type: ignore[method-assign, assignment]
         started = time.perf_counter()
         for turn in range(self._load.turns):
-            for number in range(first, first + count):
+            for number in range(first, first + (min(count, MAX_FOLLOWED) if turn else count)):
                 await self._turn(f"conversation-{number}", turn)
                 await self._announce_next()
                 tell(f"turn {turn + 1} of each conversation")
@@ -296,8 +311,10 @@ class LoadedRouter:
         began, computing, collected = time.perf_counter(), time.thread_time(), self.pauses.computed
         begun = await self._router.begin_turn(request)
         deciding, computing = time.perf_counter() - began, time.thread_time() - computing
-        has_journal = self._journal is not None and is_odd(name)
+        has_journal = self._journal is not None and load.is_journaled(name)
         self.deciding_seconds[has_journal].append(deciding)
+        if turn and not has_journal:
+            self.following_seconds.append(deciding)
         self.processor_seconds.append(computing)
         self.uncollected_seconds.append(computing - (self.pauses.computed - collected))
         plan = begun.plan

@@ -9,16 +9,21 @@ import pytest
 import torch
 
 from services.cli.main import main
+from services.offline.bench import steps
 from services.offline.bench.steps import (
+    COMPILED,
     FORMS,
     FORMS_OF_CPUS,
+    JOINED,
+    RECORDED,
+    WARM_STEPS,
     LogitsChange,
     StepBench,
     StepCases,
     bench_model,
     table_of,
 )
-from tests.workers.decode.recording import KeptFunctions
+from tests.workers.decode.recording import KeptFunctions, TabledAttention
 from tests.workers.models import save_model
 
 CASES = StepCases(prefill=(40,), decode=((1, 20), (3, 33)), num_steps=2)
@@ -31,7 +36,7 @@ def test_every_form_is_measured_and_the_change_by_8_bit_floats_is_told(tmp_path:
         figures, changes = bench.measure(FORMS, told.append)
     assert told == list(FORMS)
     decode = [("decode", "1 x 20"), ("decode", "3 x 33")]
-    assert [(each.what, each.case) for each in figures] == 3 * [("prefill", "40"), *decode] + decode + [
+    assert [(each.what, each.case) for each in figures] == 4 * [("prefill", "40"), *decode] + decode + [
         ("prefill", "40"),
         *decode,
     ]
@@ -42,6 +47,19 @@ def test_every_form_is_measured_and_the_change_by_8_bit_floats_is_told(tmp_path:
     assert 0.0 < change.mean < change.largest
     assert change.loss > 0.0
     assert "% of the most likely tokens are the same" in str(change)
+
+
+def test_each_case_is_recorded_anew_since_its_inputs_lie_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole steps of two cases with one row each: a recording of the first would read memory that is gone."""
+    recorder = KeptFunctions()
+    monkeypatch.setattr(steps, "select_backend", lambda *_: TabledAttention())
+    with bench_model(save_model("qwen3", tmp_path), None, "bfloat16", "cpu") as model:
+        cases = StepCases(prefill=(), decode=((1, 20), (1, 33)), num_steps=2)
+        StepBench(model, cases, 1, "reference", recorder, "eager").measure((JOINED, COMPILED, RECORDED), print)
+    assert recorder.num_recorded == 2
+    assert recorder.num_replayed == 2 * (WARM_STEPS + 2 - 1)
 
 
 def test_the_change_of_logits_is_that_of_their_probabilities() -> None:

@@ -184,7 +184,9 @@ CLIENT_PAIRS: list[tuple[type, type[Message]]] = [
     (infos.Aborted, inference_pb2.AbortResponse),
 ]
 
-HAND_WRITTEN = {"BeginForkRequest", "Heartbeat", "Alternative", "RankShard", "Range", "TurnEvent"}
+HAND_WRITTEN = {"BeginForkRequest", "Heartbeat", "Alternative", "RankShard", "Range", "TurnEvent"} | {
+    *("TurnReading", "Left", "TurnsEvents", "ReadingEvent", "ReadingFailure"),
+}
 """Messages that a hand-written pair of functions converts, or a call reads field by field."""
 
 PUBLIC = {

@@ -1,0 +1,95 @@
+"""Probe of a rank's rates: it times the kernels that serve, at sizes that keep the device busy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from cp_core.attention.paged import PagedShards
+from cp_core.attention.partial import AttentionBackend, Partial
+from cp_core.attention.reference import ReferenceAttention
+from cp_core.attention.torch_cpu import TorchCpuFlash
+from cp_core.cost.model import RingRates
+from cp_core.transport.inprocess import InProcessRing
+from tests.workers.models import save_model
+from workers.model.info import read_model_info
+from workers.protocol.ranks import ModelInfo
+from workers.rank import probe
+from workers.rank.probe import GPU_SIZES, ProbeSizes, probe_decode_rates, probe_rates, sizes_on
+
+CPU = torch.device("cpu")
+SMALL = ProbeSizes(gemm_tokens=4, query_tokens=6, stored_tokens=9, decode_tokens=10, decode_bytes=0)
+RATES = RingRates(gemm_flops=1e9, attention_flops=1e9, link_bytes_per_second=1e9, link_latency_seconds=0.0)
+
+
+class Tables(ReferenceAttention):
+    """Kernel over block tables that notes the shapes of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paged: set[tuple[int, ...]] = set()
+        self.unpaged: set[tuple[int, int]] = set()
+
+    def paged_attention(self, q: torch.Tensor, shards: PagedShards, *, scale: float) -> Partial:
+        assert sorted(shards.table[0].tolist()) == list(range(shards.table.shape[1])), "each block is there once"
+        assert shards.lengths.tolist() == list(shards.stored)
+        self.paged.add((*q.shape, shards.k.shape[1], *shards.stored))
+        return super().paged_attention(q, shards, scale=scale)
+
+    def partial_attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
+    ) -> Partial:
+        self.unpaged.add((q.shape[0], k.shape[0]))
+        return super().partial_attention(q, k, v, causal=causal, scale=scale)
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelInfo:
+    monkeypatch.setattr(probe, "sizes_on", lambda *_: SMALL)
+    monkeypatch.setattr(probe, "DECODE_SECONDS_PER_RATE", 0.0)
+    monkeypatch.setattr(probe, "SECONDS_PER_RATE", 0.0)
+    return read_model_info(save_model("llama_gqa", tmp_path))
+
+
+def decode_rate(backend: AttentionBackend, info: ModelInfo, block_tokens: int) -> float:
+    (ring,) = InProcessRing(1).transports
+    return probe_decode_rates(RATES, info, CPU, backend, ring, block_tokens).kv_bytes_per_second
+
+
+def test_decode_is_measured_over_block_tables_where_these_serve(small: ModelInfo) -> None:
+    """Ten tokens are three blocks of four: the probe counts what it reads, twelve tokens."""
+    backend = Tables()
+    assert decode_rate(backend, small, 4) > 0.0
+    assert backend.paged == {(1, small.num_heads, small.head_dim, 4, 12)}
+
+
+def test_decode_is_measured_over_one_run_where_no_kernel_follows_tables(
+    small: ModelInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: set[tuple[int, int]] = set()
+
+    class Runs(TorchCpuFlash):
+        def partial_attention(
+            self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
+        ) -> Partial:
+            calls.add((q.shape[0], k.shape[0]))
+            return super().partial_attention(q, k, v, causal=causal, scale=scale)
+
+    assert decode_rate(Runs(), small, 4) > 0.0
+    assert calls == {(1, 12)}
+
+
+def test_prefill_is_measured_with_many_queries(small: ModelInfo) -> None:
+    backend = Tables()
+    (ring,) = InProcessRing(1).transports
+    assert probe_rates(small, CPU, backend, ring).attention_flops > 0.0
+    assert backend.unpaged == {(6, 9)}
+
+
+def test_a_gpu_reads_more_than_its_cache_holds() -> None:
+    gpu = torch.device("cuda", 0)
+    assert sizes_on(gpu, TorchCpuFlash()) is GPU_SIZES
+    assert GPU_SIZES.decode_bytes > 4 * 50e6
+    assert sizes_on(gpu, ReferenceAttention()) is sizes_on(CPU, TorchCpuFlash()), "its scores would take gigabytes"
