@@ -6,6 +6,8 @@ copied, sampling, a ring of one rank, recorded decode steps, and 8-bit floats.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,9 +27,12 @@ from tests.workers.rings import LocalRing
 from tests.workers.sampling.one_row import Row
 from workers.decode.graphs import RECORDING, RECORDING_FAILED, CudaRecorder
 from workers.decode.inputs import InputBuffers
+from workers.decode.loop import BATCH_CHANGES
+from workers.decode.step import DecodePass
 from workers.model.info import read_model_info
 from workers.model.layers import Fp8Linear
 from workers.protocol.ranks import RankSettings
+from workers.rank import worker as rank_worker
 from workers.rank.parts import FP8_CAPABILITY, check_quantization
 from workers.sampling.parameters import SamplingParameters
 from workers.sampling.sampler import RowSampler, sample_rows
@@ -121,6 +126,25 @@ def test_a_recorder_records_again_after_all_its_graphs_are_gone() -> None:
         recorded.replay()
         torch.testing.assert_close(recorded.results, expected)
         del recorded
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_steps_that_are_issued_ahead_give_the_tokens_of_steps_that_wait(
+    temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recorded steps of sequences that join and leave."""
+    torch.manual_seed(7)
+    LlamaForCausalLM(LlamaConfig(**SHAPE | {"head_dim": 64})).save_pretrained(tmp_path)
+    samplings = {name: replace(each, temperature=temperature, seed=5) for name, each in greedy().items()}
+    answers, counts = [], []
+    for is_asynchronous in (None, False):
+        monkeypatch.setattr(rank_worker, "DecodePass", partial(DecodePass, is_asynchronous=is_asynchronous))
+        with LocalRing(tmp_path, 1, dtype="bfloat16", device="cuda", compile="auto", packs_weights=True) as ring:
+            answers.append(serve_all(ring, samplings))
+            counts.append(dict(ring.workers[0].status().waited_steps))
+    assert answers[0] == answers[1]
+    assert 0 < counts[0][BATCH_CHANGES] < 20, "most steps are issued ahead"
+    assert counts[1] == {}
 
 
 def test_layers_of_8_bit_floats_multiply_as_those_of_the_host_do_or_the_gpu_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,13 +17,15 @@ class Progress:
 
     `steps` counts forward passes. `running` is the number of sequences in the current step, or in the batch.
     `decode_variant` served the latest decode step. Every heartbeat of an idle loop resets the time since the last
-    step: a rank that waits for work is not stuck.
+    step: a rank that waits for work is not stuck. `waited_steps` counts decode steps of a GPU whose tokens were read
+    before the next was issued, by the reason.
     """
 
     def __init__(self) -> None:
         self.steps = 0
         self.running = 0
         self.decode_variant = ""
+        self.waited_steps: Counter[str] = Counter()
         self._moved = time.monotonic()
 
     def alive(self, running: int) -> None:

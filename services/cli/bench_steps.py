@@ -18,7 +18,8 @@ EXAMPLE = """example:
 HELP = """Prefill and decode of one rank in this process, without a service. transformers runs the model first, with
 attention and cache of its own (transformers). The rank's layers then take these forms one by one: the stock modules
 with the rank's attention (stock), projections with the same input as one layer (joined), compiled by torch
-(compiled), decode steps replayed from recordings (recorded), MLPs of 8-bit floats (fp8). On a CPU nothing is compiled.
+(compiled), decode steps replayed from recordings (recorded), each of them issued before the tokens of the last are read
+(ahead), MLPs of 8-bit floats (fp8). On a CPU nothing is compiled.
 At the end it says what 8-bit floats change in the logits and the most likely tokens of a prompt."""
 PIPE_WIDTH = 120
 

@@ -229,20 +229,21 @@ class GraphRunner:
             self._give_up(bucket, recorded.fault)
         return states
 
-    def run_step(self, inputs: StepInputs, allocation: object, step: AttentionStep) -> Tensor:
+    def run_step(self, inputs: StepInputs, step: AttentionStep) -> Tensor:
         """Return hidden states [bucket, hidden_size] of a whole step with its rows of padding.
 
-        `allocation` is the sign of the inputs' memory: what was recorded for another one is forgotten.
+        What was recorded for another memory of the inputs is forgotten.
         """
         pieces, bucket = self._model.pieces, inputs.token_ids.shape[0]
         assert pieces is not None
-        if allocation is not self._allocation:
-            self._steps.clear()
-            self._allocation = allocation
-        if bucket in self._steps:
+        if inputs.allocation is self._allocation and bucket in self._steps:
             return self._steps[bucket].run()
         self.eager_steps[RECORDING] += 1
         recorded = RecordedStep(pieces, self._recorder, inputs, step)
+        if inputs.allocation is not self._allocation:
+            # Not before: one of them may be under way until the device is waited for, as it is to record another.
+            self._steps.clear()
+            self._allocation = inputs.allocation
         if recorded.fault is None:
             self._steps[bucket] = recorded
         else:

@@ -25,6 +25,7 @@ class StepInputs:
 
     `token_ids` and `positions` int64[R] are the model's, `slots` int64[A] where new KV goes, `stored` int64[A] the
     places of those rows among the computed ones. `table` int32[B, M] and `lengths` int32[B] are this rank's shards.
+    `allocation` is the sign of the buffers' memory, which no other memory has: recorded steps read one of them.
     """
 
     token_ids: Tensor
@@ -33,20 +34,45 @@ class StepInputs:
     stored: Tensor
     lengths: Tensor
     table: Tensor
+    allocation: object
+
+
+class _HostBuffer:
+    """Inputs of a step on the host: `words` int64[WORD_ARRAYS, rows], then `lengths` int32[rows] and the table.
+
+    It knows which table lies in each row and how many blocks of it: what is in its place is not written again.
+    """
+
+    def __init__(self, rows: int, width: int, *, is_pinned: bool) -> None:
+        words = WORD_ARRAYS * rows
+        self.memory = torch.zeros(words + (rows * (1 + width)) // 2, dtype=torch.int64, pin_memory=is_pinned)
+        self.words = self.memory[:words].numpy().reshape(WORD_ARRAYS, rows)
+        narrow = self.memory[words:].numpy().view(np.int32)
+        self.lengths, self.table = narrow[:rows], narrow[rows:].reshape(rows, width)
+        # Event behind the copy of this memory, which is not written before.
+        self.copied: torch.Event | None = None
+        self._placed: list[list[int] | None] = [None] * rows
+        self._num_placed = [0] * rows
+
+    def place(self, tables: Sequence[list[int]]) -> None:
+        """Write the block tables of all rows."""
+        for row, table in enumerate(tables):
+            if self._placed[row] is not table or self._num_placed[row] != len(table):
+                self.table[row, : len(table)] = table
+                self._placed[row], self._num_placed[row] = table, len(table)
 
 
 class InputBuffers:
     """Persistent buffers of a loop's steps. Their addresses change only when a batch or a table outgrows them.
 
-    On a CPU the host's memory is the device's, and nothing is copied unless `is_staged`, as in tests of the copy.
+    On a CPU the host's memory is the device's, and nothing is copied unless `is_staged`, as in tests of the copy. A
+    device is filled from two buffers of the host in turn: the inputs of a step may be written while it has yet to copy
+    those of the step before.
     """
 
     def __init__(self, device: torch.device, *, is_staged: bool = False) -> None:
         self._device = device
         self._is_staged = is_staged or device.type == "cuda"
-        self._copied: torch.Event | None = None
-        # Sign of the buffers' memory, which no other memory ever has: recorded steps read one of them.
-        self.allocation = object()
         self._allocate(LEAST_ROWS, LEAST_WIDTH)
 
     def fill(
@@ -64,18 +90,19 @@ class InputBuffers:
         is in its place already is not written again.
         """
         rows, width = max(len(token_ids), len(slots), len(lengths)), max(map(len, blocks), default=0)
-        if self._copied is not None:
-            self._copied.synchronize()
         if rows > self._rows or width > self._width:
             self._allocate(max(rows, self._rows), max(width, self._width))
-        for array, values in zip(self._words, (token_ids, positions, slots, stored), strict=True):
+        self._hosts.reverse()
+        host = self._hosts[0]
+        if host.copied is not None:
+            host.copied.synchronize()
+        for array, values in zip(host.words, (token_ids, positions, slots, stored), strict=True):
             array[: len(values)] = values
-        self._lengths[: len(lengths)] = lengths
-        for row, table in enumerate(blocks):
-            if self._placed[row] is not table or self._num_placed[row] != len(table):
-                self._table[row, : len(table)] = table
-                self._placed[row], self._num_placed[row] = table, len(table)
-        self._copy(len(blocks))
+        host.lengths[: len(lengths)] = lengths
+        host.place(blocks)
+        if self._is_staged:
+            used = WORD_ARRAYS * self._rows + (self._rows + len(blocks) * self._width + 1) // 2
+            host.copied = self._copy(self._on_device[:used], host.memory[:used])
         computed, appended, batch = len(token_ids), len(slots), len(lengths)
         ids, at, to, places = self._on_device[: WORD_ARRAYS * self._rows].view(WORD_ARRAYS, self._rows)
         narrow = self._on_device[WORD_ARRAYS * self._rows :].view(torch.int32)
@@ -86,29 +113,20 @@ class InputBuffers:
             stored=places[:appended],
             lengths=narrow[:batch],
             table=narrow[self._rows :].view(self._rows, self._width)[:batch],
+            allocation=self._allocation,
         )
 
     def _allocate(self, rows: int, width: int) -> None:
         """Make buffers of powers of two of rows and blocks, so that they are seldom made anew."""
-        self.allocation = object()
+        self._allocation = object()
         self._rows, self._width = (1 << (size - 1).bit_length() for size in (rows, width))
-        words = WORD_ARRAYS * self._rows
-        size = words + (self._rows * (1 + self._width)) // 2
-        self._on_host = torch.zeros(size, dtype=torch.int64, pin_memory=self._device.type == "cuda")
-        self._on_device = torch.zeros_like(self._on_host, device=self._device) if self._is_staged else self._on_host
-        host = self._on_host.numpy()
-        self._words = host[:words].reshape(WORD_ARRAYS, self._rows)
-        narrow = host[words:].view(np.int32)
-        self._lengths, self._table = narrow[: self._rows], narrow[self._rows :].reshape(self._rows, self._width)
-        # Table that each row holds, and how many of its blocks: a list that is in its place is not written again.
-        self._placed: list[list[int] | None] = [None] * self._rows
-        self._num_placed = [0] * self._rows
+        is_pinned = self._device.type == "cuda"
+        count = 2 if self._is_staged else 1
+        self._hosts = [_HostBuffer(self._rows, self._width, is_pinned=is_pinned) for _ in range(count)]
+        memory = self._hosts[0].memory
+        self._on_device = torch.zeros_like(memory, device=self._device) if self._is_staged else memory
 
-    def _copy(self, num_tables: int) -> None:
-        """Copy the words, the lengths and the tables of the batch."""
-        if not self._is_staged:
-            return
-        used = WORD_ARRAYS * self._rows + (self._rows + num_tables * self._width + 1) // 2
-        self._on_device[:used].copy_(self._on_host[:used], non_blocking=True)
-        if self._device.type == "cuda":
-            self._copied = torch.cuda.current_stream(self._device).record_event()
+    def _copy(self, on_device: Tensor, on_host: Tensor) -> torch.Event | None:
+        """Start a copy to the device. Return the event behind it; None where it is done."""
+        on_device.copy_(on_host, non_blocking=True)
+        return torch.cuda.current_stream(self._device).record_event() if on_device.is_cuda else None

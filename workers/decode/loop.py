@@ -13,32 +13,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from cp_core.cost.decode import (
-    HELIX,
-    STEP_VARIANTS,
-    VARIANT_POLICIES,
-    DecodeLoad,
-    DecodeRates,
-    choose_at_start,
-    choose_variant,
-    predict_step,
-)
-from cp_core.cost.model import ModelShape, RingRates
-from cp_core.errors import ConfigError
-from cp_core.transport.interface import RingTransport
+from cp_core.cost.model import RingRates
+from workers.decode.batch import BatchState
+from workers.decode.mailbox import DecodeMailbox
 from workers.decode.messages import (
     HEARTBEAT_SECONDS,
-    LEADER,
     BatchChange,
-    DecodeMailbox,
     Header,
     HeaderChannel,
     HeaderKind,
 )
-from workers.decode.step import BatchState, DecodePass, DecodePrompts
-from workers.model.loading import LoadedModel
+from workers.decode.prompts import DecodePrompts
+from workers.decode.step import DecodePass, DoneStep
+from workers.decode.variants import VariantChoice
 from workers.progress import Progress
 from workers.protocol.decode_commands import (
     AdmitSequence,
@@ -48,75 +35,10 @@ from workers.protocol.decode_commands import (
     FinishReason,
     GrowSequence,
 )
-from workers.sampling.parameters import Sampled, SamplingParameters
+from workers.sampling.parameters import SamplingParameters
 
-# (sequences, stored tokens of all) of the next step -> the variant that serves it.
-VariantChoice = Callable[[int, int], str]
-
-
-class DecodeChoice:
-    """Variant choice by a policy of VARIANT_POLICIES, called with (sequences, stored tokens of all) before a step."""
-
-    def __init__(self, policy: str, shape: ModelShape, num_ranks: int) -> None:
-        """Choose by `policy`, without rates yet. Raises ConfigError for an unknown policy."""
-        self._is_helix = policy == HELIX
-        self.reason = ""
-        self._num_ranks = num_ranks
-        self.follow(policy)
-        self._shape = shape
-        self._rates: DecodeRates | None = None
-
-    def follow(self, policy: str) -> None:
-        """Choose by this policy from the next step on.
-
-        Raises ConfigError for an unknown policy, and for one that the ring's weights do not allow: a ring decodes by
-        helix from its start or never.
-        """
-        if policy not in VARIANT_POLICIES:
-            raise ConfigError(f"decode.variant: {policy!r} is not allowed; use one of {', '.join(VARIANT_POLICIES)}")
-        if self._num_ranks > 1 and (policy == HELIX) != self._is_helix:
-            raise ConfigError(f"decode.variant: {policy!r} is not allowed on a ring that started with other weights")
-        self._policy = policy
-
-    def measured(self, rates: DecodeRates) -> None:
-        """Use these rates from now on; before them, "auto" means gather."""
-        self._rates = rates
-
-    def __call__(self, num_sequences: int, stored_tokens: int) -> str:
-        return choose_variant(self._policy, self._load(num_sequences, stored_tokens), self._shape, self._rates)
-
-    def share_weights(self, model: LoadedModel, ring: RingTransport) -> LoadedModel:
-        """Return the model with this rank's share of its weights, if helix is chosen; collective, once rates are known.
-
-        By "auto" the first rank chooses for all, as every rank has rates of its own, and the first call is for good.
-        With tensor parallelism nothing is chosen. Ranks that outlive their ring have packed weights, which stay whole.
-        Raises ModelRefused, Unavailable.
-        """
-        if self._policy != "auto" or self.reason or ring.size == 1 or model.tensor.size > 1 or self._rates is None:
-            return model
-        choice = choose_at_start(self._shape, self._rates, ring.size)
-        self.reason = choice.reason
-        own = torch.tensor([choice.is_helix, not model.is_packed], dtype=torch.int64, device=model.model.device)
-        words = [torch.empty_like(own) for _ in range(ring.size)]
-        ring.gather_all(own, words).wait()
-        if not words[LEADER][0] or not all(word[1] for word in words):
-            return model
-        self._policy, self._is_helix = HELIX, True
-        share = model.cut_over_ring(ring.rank, ring.size)
-        share.helix.connect(ring)
-        return share
-
-    def predicted(self, num_sequences: int, stored_tokens: int) -> list[tuple[str, float]]:
-        """Return (variant, predicted seconds of a step) for every variant; nothing before rates are measured."""
-        if self._rates is None:
-            return []
-        load = self._load(num_sequences, stored_tokens)
-        return [
-            (variant, predict_step(variant, load, self._shape, self._rates).total_seconds) for variant in STEP_VARIANTS
-        ]
-
-    def _load(self, num_sequences: int, stored_tokens: int) -> DecodeLoad:
-        return DecodeLoad(batch=num_sequences, stored_tokens=stored_tokens, num_ranks=self._num_ranks)
+# Why a step whose tokens could stay on the device was waited for; the pass has the other reasons.
+BATCH_CHANGES = "batch_changes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +85,9 @@ class FollowingLoop:
             if header.change.prompt is not None:
                 self._work.prompts.run(header.change.prompt)
                 self._progress.stepped(len(self._batch))
-            if len(self._batch):
-                self._work.step.run(header.variant)
+            for _ in self._work.step.run(header.variant) if len(self._batch) else ():
                 self._progress.decoded(len(self._batch), header.variant)
-            else:
+            if not len(self._batch):
                 self._progress.alive(running=0)
 
 
@@ -191,6 +112,8 @@ class LeadingLoop:
         self._generations: dict[str, Generation] = {}
         self._sampled: tuple[int, ...] = ()
         self._finished: list[str] = []
+        # Ends that are told when the step under way is done.
+        self._ended: list[DecodeEvent] = []
 
     def run(self) -> None:
         """Lead steps until the mailbox is closed. Raises Unavailable if the ring breaks."""
@@ -206,10 +129,10 @@ class LeadingLoop:
             if header.change.prompt is not None:
                 self._compute(header.change.prompt)
                 self._progress.stepped(len(self._batch))
-            if len(self._batch):
-                self._commit(self._work.step.run(header.variant))
+            for done in self._work.step.run(header.variant, self._is_followed) if len(self._batch) else ():
+                self._commit(done)
                 self._progress.decoded(len(self._batch), header.variant)
-            else:
+            if not len(self._batch):
                 self._progress.alive(running=0)
         self._channel.send(header)
 
@@ -251,9 +174,7 @@ class LeadingLoop:
                 left += self._drop_prompt(name)
             elif isinstance(command, GrowSequence):
                 growing.append(command)
-                room = self._generations[name].room
-                for rank, blocks in enumerate(command.blocks):
-                    room[rank] += self._batch.block_tokens * len(blocks)
+                self._grow(command)
             else:
                 left.append(self._take_out(name, FinishReason.ABORT, joining, removed))
         for name in self._full(joining):
@@ -266,6 +187,11 @@ class LeadingLoop:
             tuple(growth for growth in growing if growth.sequence_id in self._generations),
             self._waiting.popleft() if self._waiting else None,
         )
+
+    def _grow(self, command: GrowSequence) -> None:
+        room = self._generations[command.sequence_id].room
+        for rank, blocks in enumerate(command.blocks):
+            room[rank] += self._batch.block_tokens * len(blocks)
 
     def _drop_prompt(self, name: str) -> list[DecodeEvent]:
         """Drop a waiting prompt -> its event; none if the prompt was computed already."""
@@ -310,12 +236,42 @@ class LeadingLoop:
         )
         self._mailbox.post([event])
 
-    def _commit(self, sampled: Sequence[Sampled]) -> None:
-        """Report the tokens of all rows, and the sequences that end with them or have none."""
+    def _is_followed(self) -> bool:
+        """Return True if the next step of the batch may be issued before the tokens of the last are read."""
+        reason = self._work.step.reason_to_wait()
+        if reason is None and not self._stays():
+            reason = BATCH_CHANGES
+        if reason:
+            self._progress.waited_steps[reason] += 1
+        return reason is None
+
+    def _stays(self) -> bool:
+        """Return True if the next step has the same rows, as far as is known before the tokens of the last are read.
+
+        Tables grow at once, by no header: a rank that runs ahead is alone, and the step under way has its own tables.
+        """
+        if self._finished or self._waiting or (commands := self._mailbox.take_growth()) is None:
+            return False
+        growing = tuple(command for command in commands if command.sequence_id in self._generations)
+        for command in growing:
+            self._grow(command)
+        self._batch.advance((), BatchChange(grown=growing))
+        running = [(row, self._generations[row.sequence_id]) for row in self._batch.rows]
+        return all(
+            each.num_generated + 1 < each.sampling.max_tokens and not each.is_full(row.held) for row, each in running
+        )
+
+    def _commit(self, done: DoneStep) -> None:
+        """Report the tokens of all rows, and the sequences that end with them or have none.
+
+        A sequence that ends while another step is under way is in that step: its end is told when that is done, so that
+        nothing writes to its blocks any more, and the token of that step is dropped.
+        """
         events = []
-        for row, drawn in zip(self._batch.rows, sampled, strict=True):
+        for row, drawn in zip(done.rows, done.sampled, strict=True):
             token_id = drawn.token_id
-            generation = self._generations[row.sequence_id]
+            if (generation := self._generations.get(row.sequence_id)) is None:
+                continue
             generation.num_generated += 1
             reason = None if token_id is None else _finish_reason(token_id, generation)
             if reason is not None or token_id is None:
@@ -326,7 +282,7 @@ class LeadingLoop:
                     sequence_id=row.sequence_id,
                     token_id=token_id,
                     finish_reason=reason,
-                    kv_tokens=row.position + 1,
+                    kv_tokens=row.kv_tokens,
                     owner=row.owner,
                     is_broken=token_id is None,
                     is_outside_grammar=drawn.is_outside_grammar,
@@ -334,8 +290,13 @@ class LeadingLoop:
                 )
             )
         # A row without a token leaves with the next header, so any number stands for its token.
-        self._sampled = tuple(drawn.token_id or 0 for drawn in sampled)
-        self._mailbox.post(events)
+        self._sampled = tuple(drawn.token_id or 0 for drawn in done.sampled)
+        if not done.is_last:
+            self._ended += [event for event in events if event.has_left]
+            self._mailbox.post([event for event in events if not event.has_left])
+            return
+        self._mailbox.post([*self._ended, *events])
+        self._ended.clear()
 
 
 def _finish_reason(token_id: int, generation: Generation) -> FinishReason | None:

@@ -1,14 +1,13 @@
-"""Decode batch of a ring and its steps, as one rank runs them: over the newest tokens, or over one prompt.
+"""Decode steps of a ring, as one rank runs them over the newest tokens of its batch.
 
-`workers.decode.loop` calls it. Every rank derives the same batch from the same headers: its sequences, and which rank
-stores each sequence's next token in which slot. So a step exchanges nothing but attention and the sampled tokens.
+`workers.decode.loop` calls it. A step exchanges nothing but attention and the sampled tokens.
 
 Shapes: B sequences (rows), R rows that this rank computes, H query heads, K KV heads, D head dimension.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -16,137 +15,68 @@ from torch import Tensor
 from cp_core.attention.paged import PagedShards, takes_pages
 from cp_core.attention.partial import AttentionBackend
 from cp_core.cost.model import PASS_Q
-from cp_core.layout.shards import assign_owners, balanced_layout
 from cp_core.layout.step_plans import DecodePlan, KvRun, PassQRoute
 from cp_core.ring.decode import ring_decode, sharded_decode
 from cp_core.ring.helix import helix_decode
 from cp_core.transport.interface import RingTransport
+from workers.decode.batch import BatchState
 from workers.decode.graphs import GraphRunner
 from workers.decode.inputs import InputBuffers, StepInputs
-from workers.decode.messages import LEADER, BatchChange, gather_sampled
-from workers.kv.cache import KvCache, SlotRun, runs
+from workers.decode.messages import LEADER, gather_sampled
+from workers.kv.cache import KvCache, SlotRun
 from workers.model.loading import LoadedModel
-from workers.prefill.step import run_prefill
 from workers.progress import StepClock
-from workers.protocol.decode_commands import ComputePrompt
-from workers.protocol.prefill_steps import Algorithm, PrefillStep, SequencePrefill
-from workers.protocol.transfers import TransferKey
-from workers.sampling.grammar import Grammars
+from workers.sampling.on_device import ChosenRows
 from workers.sampling.parameters import Sampled
-from workers.sampling.sampler import RowSampler, are_greedy, prepare_masks, sample_greedy_rows, sample_rows
+from workers.sampling.sampler import (
+    are_chosen_on_device,
+    are_greedy,
+    choose_rows,
+    prepare_masks,
+    sample_greedy_rows,
+    sample_rows,
+)
 
-
-@dataclass(slots=True)
-class BatchRow:
-    """Running sequence. `token_id` at `position` is its newest token; the next step computes that token's KV.
-
-    `held` counts the stored tokens of every rank, `room` the slots in every rank's table. `owner` is the rank that
-    stores the newest token, from the step's start on. `blocks` and `runs` are this rank's: its block table, and the
-    slots of its shard in stored order. `sampler` draws tokens; the leading loop decides when the sequence ends.
-    """
-
-    sequence_id: str
-    token_id: int
-    position: int
-    held: list[int]
-    room: list[int]
-    blocks: list[int]
-    runs: list[SlotRun]
-    sampler: RowSampler
-    owner: int = 0
-
-    @property
-    def next_position(self) -> int:
-        """Position of the token that the next step samples."""
-        return self.position + 1
-
-
-@dataclass(frozen=True, slots=True)
-class Appended:
-    """Rows whose newest token this rank stores, and the slots of those tokens."""
-
-    rows: list[int]
-    slots: list[int]
-
-
-class BatchState:
-    """Running rows in order of admission, with this rank's blocks and slots. Every rank holds one."""
-
-    def __init__(self, rank: int, num_ranks: int, block_tokens: int, grammars: Grammars | None = None) -> None:
-        """Begin without rows; a rank that samples has `grammars`."""
-        self._rank = rank
-        self._grammars = grammars
-        self._num_ranks = num_ranks
-        self.block_tokens = block_tokens
-        self.rows: list[BatchRow] = []
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def advance(self, token_ids: Sequence[int], change: BatchChange) -> None:
-        """Append the tokens sampled from the last step, in the order of its rows, then apply `change`."""
-        if token_ids:
-            for row, token_id in zip(self.rows, token_ids, strict=True):
-                row.token_id = token_id
-                row.position += 1
-                row.sampler.push(token_id)
-        if change.removed:
-            self.rows = [row for row in self.rows if row.sequence_id not in change.removed]
-        for admission in change.admitted:
-            blocks, held = list(admission.blocks[self._rank]), list(admission.held)
-            assert sum(held) == admission.position, "tokens before the newest one must all be stored"
-            row = BatchRow(
-                sequence_id=admission.sequence_id,
-                token_id=admission.token_id,
-                position=admission.position,
-                held=held,
-                room=[self.block_tokens * len(table) for table in admission.blocks],
-                blocks=blocks,
-                runs=list(runs(blocks, held[self._rank], self.block_tokens)),
-                sampler=RowSampler(admission.sampling, admission.history, self._grammars),
-            )
-            self.rows.append(row)
-        for growth in change.grown:
-            row = next(row for row in self.rows if row.sequence_id == growth.sequence_id)
-            row.blocks += growth.blocks[self._rank]
-            row.room = [
-                slots + self.block_tokens * len(blocks) for slots, blocks in zip(row.room, growth.blocks, strict=True)
-            ]
-
-    def append(self) -> Appended:
-        """Assign every row's newest token to a rank by `assign_owners`, and take the slots of this rank's."""
-        appended = Appended([], [])
-        owners = assign_owners([row.held for row in self.rows], [row.room for row in self.rows])
-        for number, (row, owner) in enumerate(zip(self.rows, owners, strict=True)):
-            row.owner = owner
-            if owner == self._rank:
-                appended.rows.append(number)
-                appended.slots.append(self._take_slot(row))
-            row.held[owner] += 1
-        return appended
-
-    def plan(self) -> DecodePlan:
-        """Plan the step whose tokens were just appended: the rank that computes each row, and every rank's tokens.
-
-        The rank that stores a row's new token computes the row, so its KV never travels. Owners rotate over the ranks,
-        and the work rotates with them (arXiv 2411.01783, 3.6). In each step the rows lie evenly over the ranks.
-        """
-        owners = tuple(row.owner for row in self.rows)
-        return DecodePlan(self._num_ranks, owners, tuple(tuple(row.held) for row in self.rows))
-
-    def _take_slot(self, row: BatchRow) -> int:
-        """Return the slot of this rank's next token of the row, and add it to the row's runs."""
-        block, offset = divmod(row.held[self._rank], self.block_tokens)
-        slot = row.blocks[block] * self.block_tokens + offset
-        if row.runs and row.runs[-1].stop == slot:
-            row.runs[-1] = SlotRun(row.runs[-1].start, slot + 1)
-        else:
-            row.runs.append(SlotRun(slot, slot + 1))
-        return slot
-
+# Why a device that works beside its host waited for it: the labels of a metric.
+SEVERAL_RANKS = "several_ranks"
+SAMPLED_ON_HOST = "sampled_on_host"
 
 NO_BLOCKS: list[int] = []
 """Block table of a row of padding."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """Row of a step: `kv_tokens` are stored once the step is done, the newest of them on rank `owner`."""
+
+    sequence_id: str
+    kv_tokens: int
+    owner: int
+
+
+@dataclass(frozen=True, slots=True)
+class IssuedStep:
+    """Step whose work the device has, done or not, with its tokens: read already, or chosen by the device."""
+
+    rows: tuple[StepRow, ...]
+    tokens: ChosenRows | list[Sampled]
+
+
+@dataclass(frozen=True, slots=True)
+class DoneStep:
+    """Step whose tokens have been read: one after each row in the ring's first process, none elsewhere.
+
+    Unless it `is_last`, the next step is under way, with the same rows: it writes to a slot of each.
+    """
+
+    rows: tuple[StepRow, ...]
+    sampled: list[Sampled]
+    is_last: bool
+
+
+def never() -> bool:
+    """Let no step follow before the tokens of the last are read."""
+    return False
 
 
 class DecodePass:
@@ -169,10 +99,13 @@ class DecodePass:
         clock: StepClock | None = None,
         control: RingTransport | None = None,
         runner: GraphRunner | None = None,
+        *,
+        is_asynchronous: bool | None = None,
     ) -> None:
         """`clock` measures the steps; `control` carries tensors of the host, `transport` itself if None.
 
-        `runner` records steps and replays them; without one each is computed as it is.
+        `runner` records steps and replays them; without one each is computed as it is. A device that `is_asynchronous`
+        returns from a launch before it has done it; by default GPUs do.
         """
         self._model = model
         self._transport = transport
@@ -197,27 +130,73 @@ class DecodePass:
         self._stored_tokens: tuple[int, ...] = ()
         # Rows behind those of the batch, in a step that is recorded with its attention; None in any other.
         self._num_padding: int | None = None
+        self._is_asynchronous = cache.device.type == "cuda" if is_asynchronous is None else is_asynchronous
+        self._is_alone = transport.size == 1 and model.tensor.size == 1
         # A device records attention that sends nothing and reads tables and lengths where they change.
         self._records_attention = (
             transport.size == 1 and takes_pages(backend, cache.block_tokens) and backend.skips_empty
         )
 
-    def run(self, variant: str) -> list[Sampled]:
-        """Run one step of the whole batch. Return the token after each row in the first process, [] elsewhere.
+    def run(self, variant: str, is_followed: Callable[[], bool] = never) -> Iterator[DoneStep]:
+        """Run one step of the whole batch, and another of the same batch before its tokens are read if `is_followed`.
 
-        A ring of one rank runs every variant as `gather`, with the same results.
-        Raises Unavailable when a peer is lost.
+        `is_followed` is asked before each step is read; where it says yes, `reason_to_wait` must be None. Tokens of
+        such a step go to the batch when it is done, those of the last by its `advance`. A ring of one rank runs every
+        variant as `gather`, with the same results. Raises Unavailable when a peer is lost.
         """
-        with self._clock.step():
-            sampled = self._run(variant)
-            # Where tokens were read, nothing is left to wait for.
-            self._cache.settle()
-            return sampled
+        issued: IssuedStep | None = None
+        is_last = False
+        while not is_last:
+            with self._clock.step():
+                issued, following = issued or self._issue(variant), None
+                if is_followed():
+                    self._batch.advance_untold()
+                    following = self._issue(variant, issued)
+                sampled = issued.tokens if isinstance(issued.tokens, list) else issued.tokens.read()
+            is_last = following is None
+            if not is_last:
+                self._batch.tell([drawn.token_id or 0 for drawn in sampled])
+            yield DoneStep(issued.rows, sampled, is_last)
+            issued = following
 
-    def _run(self, variant: str) -> list[Sampled]:
+    def reason_to_wait(self) -> str | None:
+        """Return why the next step is issued after the tokens of this one are read; None where that need not be.
+
+        Empty on devices that do their work when it is launched: there is nothing to gain.
+        """
+        if not self._is_asynchronous:
+            return ""
+        if not self._is_alone:
+            return SEVERAL_RANKS
+        return None if are_chosen_on_device(self._batch.rows) else SAMPLED_ON_HOST
+
+    def _issue(self, variant: str, before: IssuedStep | None = None) -> IssuedStep:
+        """Issue a step; with `before`, its newest tokens are those of that step, which the device alone may have."""
+        computed = self._begin(variant)
+        rows = tuple(StepRow(row.sequence_id, row.next_position, row.owner) for row in self._batch.rows)
+        if self.reason_to_wait() is None:
+            tokens = None if before is None else before.tokens
+            assert not isinstance(tokens, list), "tokens of a step that is followed unread are on the device"
+            return IssuedStep(rows, self._launch(tokens))
+        sampled = self._compute(computed)
+        # Where tokens were read, nothing is left to wait for.
+        self._cache.settle()
+        return IssuedStep(rows, sampled)
+
+    def _launch(self, before: ChosenRows | None) -> ChosenRows:
+        """Let the device compute the step that has begun, and choose its tokens, without waiting for it."""
+        num_rows = len(self._batch)
+        if before is not None:
+            self._inputs.token_ids[:num_rows].copy_(before.token_ids)
+        states = self._hidden_states(range(num_rows))
+        return choose_rows(self._batch.rows, self._model.logits(states))
+
+    def _begin(self, variant: str) -> Sequence[int]:
+        """Take slots for the newest tokens, plan the step, fill its inputs. Return the rows that this rank computes."""
         appended, rows = self._batch.append(), self._batch.rows
         self._plan = self._batch.plan()
-        self._route = PassQRoute(self._plan, self._transport.rank) if variant == PASS_Q else None
+        is_routed = variant == PASS_Q and self._transport.size > 1
+        self._route = PassQRoute(self._plan, self._transport.rank) if is_routed else None
         computed = range(len(self._batch)) if self._route is None else self._route.own
         if self._samples_alone or self._route is not None:
             prepare_masks([rows[number] for number in computed])
@@ -239,6 +218,10 @@ class DecodePass:
             self._stored_tokens,
         )
         self._stored = None if len(appended.rows) == len(computed) else inputs.stored
+        return computed
+
+    def _compute(self, computed: Sequence[int]) -> list[Sampled]:
+        """Compute the step that has begun. Return the token after each row in the first process, [] elsewhere."""
         states = self._hidden_states(computed)
         if self._model.is_helix:
             return self._sample_together(states)
@@ -286,7 +269,7 @@ class DecodePass:
             return self._model.hidden_states(inputs.token_ids, inputs.positions, self)
         if self._num_padding is None:
             return self._runner.run_pieces(inputs.token_ids, inputs.positions, self)
-        return self._runner.run_step(inputs, self._buffers.allocation, self)[: len(computed)]
+        return self._runner.run_step(inputs, self)[: len(computed)]
 
     def _sample(self, computed: Sequence[int], states: Tensor) -> list[Sampled]:
         """Sample the token after each of these rows from states[R, hidden_size]; [] where another process samples."""
@@ -319,69 +302,3 @@ class DecodePass:
             for row, drawn in zip(rows, drawn_there, strict=True)
         }
         return [by_row[row] for row in range(len(self._batch))]
-
-
-class DecodePrompts:
-    """Prompts that a decode ring computes itself, one at a time between two steps of the batch.
-
-    New tokens follow retained KV. A prompt is an ordinary prefill step by pass-Q: the keys stay on their ranks and the
-    queries circulate, or, in helix, every rank has all of them. Its KV goes to this ring's own shards, so nothing is
-    sent elsewhere. Collective: every process of the ring runs the same prompts in the same order.
-    """
-
-    def __init__(
-        self,
-        model: LoadedModel,
-        transport: RingTransport,
-        cache: KvCache,
-        backend: AttentionBackend,
-        clock: StepClock | None = None,
-        control: RingTransport | None = None,
-    ) -> None:
-        """`clock` measures the steps; `control` carries tensors of the host, `transport` itself if None."""
-        self._model = model
-        self._transport = transport
-        self._control = control or transport
-        self._cache = cache
-        self._backend = backend
-        self._clock = clock or StepClock()
-
-    def run(self, prompt: ComputePrompt) -> Sampled | None:
-        """Compute the prompt's tokens and store their KV. Return the next token in the ring's first process, else None.
-
-        Raises Unavailable when a peer is lost.
-        """
-        with self._clock.step():
-            drawn = self._run(prompt)
-            self._cache.settle()
-            return drawn
-
-    def _run(self, prompt: ComputePrompt) -> Sampled | None:
-        transport = self._transport
-        layout = balanced_layout(sum(prompt.held), len(prompt.token_ids), prompt.held)
-        sequence = SequencePrefill(
-            sequence_id=prompt.sequence_id,
-            token_ids=prompt.token_ids,
-            layout=layout,
-            cached=prompt.held,
-            blocks=prompt.blocks[transport.rank],
-            sample=prompt.sampling,
-            history=prompt.history,
-        )
-        step = PrefillStep(algorithm=Algorithm.PASS_Q, sequences=(sequence,))
-        forward, states = run_prefill(step, self._model, transport, self._cache, self._backend, _send_nothing)
-        # All processes of a rank compute the logits together, also of no rows; the first of them samples.
-        logits = self._model.logits(states[[last.row for last in forward.last_rows]])
-        if not self._model.samples:
-            return None
-        owner, _ = layout.owner_of(layout.tokens.stop - 1)
-        sampled = sample_rows(forward.last_rows, logits)
-        if owner == LEADER or self._model.is_helix:
-            return sampled[0] if sampled else None
-        tops_of = [[prompt.sampling.logprobs] if rank == owner else [] for rank in range(transport.size)]
-        arrived = gather_sampled(sampled, tops_of, self._control)
-        return arrived[owner][0] if arrived else None
-
-
-def _send_nothing(key: TransferKey, layer: int) -> None:
-    raise AssertionError("a prompt on a decode ring sends no KV")

@@ -216,9 +216,8 @@ class RankStatus:
     `step_counts` are steps by length, see `StepClock`. `stalled_seconds` is the longest time for which a transfer that
     has begun, and is not complete, received no byte. `kv_nixl_bytes` and `kv_socket_bytes` count KV sent to other rings
     by each carrier, `kv_fallbacks` connections to ranks that NIXL was to serve and does not reach.
-    `gpu` is None on a CPU.
-    has begun, and is not complete, received no byte. `eager_steps` are decode steps that replayed no recorded one, by
-    reason, where the model is to be compiled.
+    `gpu` is None on a CPU. `eager_steps` are decode steps that replayed no recorded one, by reason, where the model is
+    to be compiled. `waited_steps` are those of a GPU whose tokens were read before the next was issued, by reason.
     """
 
     steps: int
@@ -238,3 +237,4 @@ class RankStatus:
     kv_fallbacks: int = 0
     gpu: GpuMemory | None = None
     eager_steps: tuple[tuple[str, int], ...] = ()
+    waited_steps: tuple[tuple[str, int], ...] = ()

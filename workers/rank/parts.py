@@ -12,8 +12,8 @@ from cp_core.attention.backends import select_backend
 from cp_core.attention.partial import AttentionBackend
 from cp_core.errors import ConfigError, Unavailable
 from workers.decode.graphs import CudaRecorder, Recorder
-from workers.decode.loop import DecodeChoice
-from workers.decode.messages import DecodeMailbox
+from workers.decode.mailbox import DecodeMailbox
+from workers.decode.variants import DecodeChoice
 from workers.kv.cache import KvCache
 from workers.kv.nixl_agent import has_nixl
 from workers.kv.pulls import NUM_SLOTS, PullAgent

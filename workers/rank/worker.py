@@ -21,10 +21,12 @@ from torch import Tensor
 from cp_core.cost.model import RingRates
 from cp_core.errors import Unavailable
 from cp_core.transport.interface import RingTransport
+from workers.decode.batch import BatchState
 from workers.decode.graphs import GraphRunner
 from workers.decode.loop import FollowingLoop, LeadingLoop, LoopWork
 from workers.decode.messages import LEADER, HeaderChannel
-from workers.decode.step import BatchState, DecodePass, DecodePrompts
+from workers.decode.prompts import DecodePrompts
+from workers.decode.step import DecodePass
 from workers.kv.lane import CarrierCounts
 from workers.prefill.step import PrefillPass, StepEnded, StepInbox, is_true_everywhere, run_prefill, score_rows
 from workers.progress import Progress, StepClock
@@ -87,6 +89,7 @@ class RankWorker:
         if not self._computing.acquire(timeout=STOP_SECONDS):
             raise Unavailable(f"rank {spec.rank} still computes")
         self._computing.release()
+        parts.cache.settle()  # a step may have been issued that was not read
         parts.close_kv()
         self._rings = self._runner = None
         self._progress, self._clock, self._inbox = Progress(), StepClock(), StepInbox()
@@ -347,6 +350,7 @@ class RankWorker:
             kv_fallbacks=counts.fallbacks,
             gpu=gpu_memory(self._started.cache.device) if self._started else None,
             eager_steps=tuple(sorted(self._runner.eager_steps.items())) if self._runner else (),
+            waited_steps=tuple(sorted(self._progress.waited_steps.items())),
         )
 
     def stop(self) -> None:

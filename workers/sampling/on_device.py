@@ -13,14 +13,45 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from workers.sampling.parameters import SamplingParameters
+from workers.sampling.parameters import NO_TOKEN, Sampled, SamplingParameters
+
+BROKEN = -1
+"""Word of a row whose logits are not finite, in place of its token."""
+
+
+class ChosenRows:
+    """Tokens that a device chooses, and their copy on its way to the host. The device may go on meanwhile."""
+
+    def __init__(self, words: Tensor) -> None:
+        """Take int64[R] of the device: the token of each row, or BROKEN."""
+        self._words = self._on_host = words
+        self._arrived: torch.Event | None = None
+        if words.is_cuda:
+            self._on_host = torch.empty_like(words, device="cpu", pin_memory=True).copy_(words, non_blocking=True)
+            self._arrived = torch.cuda.current_stream(words.device).record_event()
+
+    @property
+    def token_ids(self) -> Tensor:
+        """Tokens int64[R] on the device; 0 for a broken row, which the next step may look up."""
+        return self._words.clamp(min=0)
+
+    def read(self) -> list[Sampled]:
+        """Wait for the tokens, and for nothing that the device was given after them. The only read of a step."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return [NO_TOKEN if word == BROKEN else Sampled(word) for word in self._on_host.tolist()]
+
+
+def words_of(largest: Tensor, tokens: Tensor) -> Tensor:
+    """Return the words of rows with these largest logits [R], NaN or infinite where a row is broken, and tokens [R]."""
+    return torch.where(largest.isfinite(), tokens, BROKEN)
 
 
 def choose(logits: Tensor, samplings: Sequence[SamplingParameters], uniforms: Sequence[float]) -> Tensor:
-    """Return fp64[2, R] on the device: the largest of logits[R, V], NaN if any is, and the token of each row.
+    """Return int64[R] on the device: the token of each row of logits[R, V], or BROKEN where they are not finite.
 
-    `uniforms` are the rows' random numbers in [0, 1). The token of a row whose largest logit is not finite means
-    nothing. Rows are drawn from their logits as they are: bias, penalties and masks are the caller's.
+    `uniforms` are the rows' random numbers in [0, 1). Rows are drawn from their logits as they are: bias, penalties and
+    masks are the caller's.
     """
     largest, tokens = logits.max(dim=-1)
     drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0.0]
@@ -36,7 +67,8 @@ def choose(logits: Tensor, samplings: Sequence[SamplingParameters], uniforms: Se
             some = _upload(filtered, torch.int64, index.device)
             weights[some] = _filtered(scaled[some], top_k[some], top_p[some], min_p[some])
         tokens[index] = _drawn(weights, uniform)
-    return torch.stack([largest.double(), tokens.double()])
+    # max treats NaN as the largest value.
+    return words_of(largest, tokens)
 
 
 def _filtered(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from workers.sampling.grammar import Grammars
-from workers.sampling.on_device import choose
+from workers.sampling.on_device import ChosenRows, choose, words_of
 from workers.sampling.parameters import (
     NO_HISTORY,
     NO_TOKEN,
@@ -101,10 +101,8 @@ def sample_rows_on_device(rows: Sequence[SampledRow], logits: Tensor) -> list[Sa
 
     Rows whose logits are changed, or whose log-probabilities are wanted, are sampled on the host from a copy of theirs.
     """
-    samplings = [row.sampler.sampling for row in rows]
-    others = [number for number, each in enumerate(samplings) if each.changes_logits or each.logprobs is not None]
-    uniforms = [_uniform(each.seed, row.next_position) for each, row in zip(samplings, rows, strict=True)]
-    sampled = _read(choose(logits, samplings, uniforms))
+    others = [number for number, row in enumerate(rows) if not are_chosen_on_device([row])]
+    sampled = choose_rows(rows, logits).read()
     if others:
         on_host = sample_rows([rows[number] for number in others], logits[others].cpu())
         for number, drawn in zip(others, on_host, strict=True):
@@ -112,12 +110,17 @@ def sample_rows_on_device(rows: Sequence[SampledRow], logits: Tensor) -> list[Sa
     return sampled
 
 
-def _read(chosen: Tensor) -> list[Sampled]:
-    """Return the sampled tokens of fp64[2, R]: the largest logit and the token of each row. The only read of a step."""
-    largest, tokens = chosen.tolist()
-    return [
-        Sampled(int(token)) if math.isfinite(value) else NO_TOKEN for value, token in zip(largest, tokens, strict=True)
-    ]
+def are_chosen_on_device(rows: Sequence[SampledRow]) -> bool:
+    """Return whether a device samples all of these rows: none has its logits changed, or log-probabilities."""
+    samplings = [row.sampler.sampling for row in rows]
+    return not any(each.changes_logits or each.logprobs is not None for each in samplings)
+
+
+def choose_rows(rows: Sequence[SampledRow], logits: Tensor) -> ChosenRows:
+    """Begin to sample rows from logits[R, V], where these are, as if they all `are_chosen_on_device`."""
+    samplings = [row.sampler.sampling for row in rows]
+    uniforms = [_uniform(each.seed, row.next_position) for each, row in zip(samplings, rows, strict=True)]
+    return ChosenRows(choose(logits, samplings, uniforms))
 
 
 def are_greedy(rows: Sequence[SampledRow]) -> bool:
@@ -130,7 +133,7 @@ def are_greedy(rows: Sequence[SampledRow]) -> bool:
 
 def sample_greedy_rows(largest: Tensor, tokens: Tensor) -> list[Sampled]:
     """Sample rows that `are_greedy` from the largest logit [R] of each and its token [R], as `sample_rows` does."""
-    return _read(torch.stack([largest.double(), tokens.double()]))
+    return ChosenRows(words_of(largest, tokens)).read()
 
 
 def _draw_plain_rows(rows: Sequence[SampledRow], logits: Tensor, tokens: list[int | None]) -> None:

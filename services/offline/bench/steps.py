@@ -30,9 +30,10 @@ from cp_core.layout.shards import balanced_layout
 from cp_core.transport.inprocess import InProcessRing
 from services.offline.bench.model_rank import BLOCK_TOKENS, blocks_for
 from services.offline.terminal import Tell, simple_table
+from workers.decode.batch import BatchState
 from workers.decode.graphs import CudaRecorder, GraphRunner, Recorder
 from workers.decode.messages import BatchChange
-from workers.decode.step import BatchState, DecodePass
+from workers.decode.step import DecodePass
 from workers.kv.cache import KvCache
 from workers.model.builtin import write_tokenizer
 from workers.model.layers import ATTENTION_LAYERS, MLP_LAYERS, join_layers, quantize_mlps
@@ -42,7 +43,7 @@ from workers.protocol.decode_commands import AdmitSequence
 from workers.protocol.prefill_steps import Algorithm, PrefillStep, SequencePrefill, TokenIds
 from workers.protocol.ranks import FP8_MLPS
 from workers.protocol.transfers import TransferKey
-from workers.sampling.parameters import SamplingParameters
+from workers.sampling.parameters import Sampled, SamplingParameters
 
 RING_SECONDS = 600.0
 # Steps before those that count: kernels are chosen, compiled and recorded in them.
@@ -54,7 +55,8 @@ STOCK = "stock"
 JOINED = "joined"
 COMPILED = "compiled"
 RECORDED = "recorded"
-FORMS = (TRANSFORMERS, STOCK, JOINED, COMPILED, RECORDED, FP8_MLPS)
+AHEAD = "ahead"
+FORMS = (TRANSFORMERS, STOCK, JOINED, COMPILED, RECORDED, AHEAD, FP8_MLPS)
 FORMS_OF_CPUS = (TRANSFORMERS, STOCK, JOINED, FP8_MLPS)
 """`transformers` has attention and cache of its own, `stock` the modules alone.
 
@@ -233,10 +235,11 @@ class StepBench:
         if form == TRANSFORMERS:
             yield from self._figures_of_transformers()
             return
-        for tokens in self._cases.prefill if form != RECORDED else ():
+        for tokens in self._cases.prefill if form not in (RECORDED, AHEAD) else ():
             yield StepFigure("prefill", f"{tokens:,}", form, self._prefill_seconds(tokens))
         for batch, context in self._cases.decode:
-            yield StepFigure("decode", f"{batch} x {context:,}", form, self._decode_seconds(batch, context))
+            seconds = self._decode_seconds(batch, context, is_ahead=form == AHEAD)
+            yield StepFigure("decode", f"{batch} x {context:,}", form, seconds)
 
     def _figures_of_transformers(self) -> Iterator[StepFigure]:
         """Measure the same modules as transformers runs them: its attention for the device, a cache that it grows."""
@@ -278,8 +281,8 @@ class StepBench:
     def _prompt(self, tokens: int) -> TokenIds:
         return np.random.default_rng(0).integers(self._model.info.vocab_size, size=tokens)
 
-    def _decode_seconds(self, batch: int, context: int) -> float:
-        """Return the median seconds of a step, with its tokens."""
+    def _decode_seconds(self, batch: int, context: int, *, is_ahead: bool) -> float:
+        """Return the median seconds of a step, with its tokens; those of a step `is_ahead` are read in the next."""
         state = BatchState(0, 1, BLOCK_TOKENS)
         each = blocks_for(context + WARM_STEPS + self._cases.num_steps)
         admitted = tuple(
@@ -294,12 +297,23 @@ class StepBench:
             for row in range(batch)
         )
         state.advance((), BatchChange(admitted=admitted))
-        step = DecodePass(self._model, self._ring, self._cache, self._backend, state, runner=self._runner)
-        times = []
-        for _ in range(WARM_STEPS + self._cases.num_steps):
+        step = DecodePass(
+            self._model,
+            self._ring,
+            self._cache,
+            self._backend,
+            state,
+            runner=self._runner,
+            is_asynchronous=True if is_ahead else None,
+        )
+        times, sampled = list[float](), list[Sampled]()
+        num_steps = WARM_STEPS + self._cases.num_steps
+        while len(times) < num_steps:
             began = time.perf_counter()
-            sampled = step.run(GATHER)
-            times.append(time.perf_counter() - began)
+            for done in step.run(GATHER, lambda: is_ahead and len(times) < num_steps - 1):
+                ended = time.perf_counter()
+                times.append(ended - began)
+                began, sampled = ended, done.sampled
             state.advance([drawn.token_id or 0 for drawn in sampled], BatchChange())
         return median(times[WARM_STEPS:])
 

@@ -193,6 +193,13 @@ class RingCollector(Collector):
             (*RANK, "reason"),
             eager,
         )
+        waited = [((*rank, reason), float(count)) for rank, each in ranks for reason, count in each.waited_steps]
+        yield _counter(
+            "rank_waited_steps",
+            "Decode steps of a GPU whose tokens were read before the next was issued, by the reason.",
+            (*RANK, "reason"),
+            waited,
+        )
         yield self._step_times(view.rank_statuses)
         yield _counter(
             "rank_bytes_sent",

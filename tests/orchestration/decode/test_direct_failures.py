@@ -24,7 +24,7 @@ from orchestration.protocol.turns import TurnRequest
 from tests.orchestration.service import Answer, Service
 from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens
-from workers.decode.step import DecodePrompts
+from workers.decode.prompts import DecodePrompts
 from workers.protocol.decode_commands import ComputePrompt
 from workers.protocol.prefill_steps import Algorithm
 from workers.sampling.parameters import Sampled

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.workers.decode.lazy_device import LazyBuffers, LazyStream
 from workers.decode.inputs import LEAST_ROWS, LEAST_WIDTH, InputBuffers, StepInputs
 
 CPU = torch.device("cpu")
@@ -54,6 +57,22 @@ def test_addresses_stay_while_the_batch_fits_so_that_a_captured_graph_may_read_t
     ]
     third = buffers.fill([1] * (LEAST_ROWS + 1), [2] * (LEAST_ROWS + 1), [], [])
     assert third.token_ids.tolist() == [1] * (LEAST_ROWS + 1)
+
+
+def test_what_the_device_has_yet_to_copy_is_not_overwritten() -> None:
+    """Five steps are written; the last has the memory of the third, whose copy comes after two steps."""
+    stream, read = LazyStream(), list[tuple[int, int]]()
+    buffers = LazyBuffers(CPU, stream)
+
+    def look_at(inputs: StepInputs) -> None:
+        read.append((int(inputs.token_ids[0]), int(inputs.table[0, 0])))
+
+    for number in range(5):
+        inputs = buffers.fill([number], [number], [number], [0], [[number]], [number])
+        stream.launch(partial(look_at, inputs))
+    assert read == [(0, 0), (1, 1)]
+    stream.launch(lambda: None).synchronize()
+    assert read == [(number, number) for number in range(5)]
 
 
 @pytest.mark.parametrize("is_staged", [False, True])

@@ -10,8 +10,8 @@ import pytest
 from cp_core.errors import Unavailable
 from tests.workers.decode.admissions import admission
 from tests.workers.rings import run_in_thread
-from workers.decode.messages import DecodeMailbox
-from workers.protocol.decode_commands import DecodeEvent, FinishReason, RemoveSequence
+from workers.decode.mailbox import DecodeMailbox
+from workers.protocol.decode_commands import DecodeEvent, FinishReason, GrowSequence, RemoveSequence
 from workers.sampling.parameters import TokenHistory
 
 
@@ -69,6 +69,20 @@ def test_a_closed_mailbox_gives_its_last_events_and_then_says_why() -> None:
 def test_an_admission_that_could_not_run_fails_its_caller(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         DecodeMailbox(max_batch=4).submit([admission("a", **wrong)])
+
+
+def test_growth_is_taken_alone_and_left_where_there_is_more_to_do() -> None:
+    mailbox = DecodeMailbox(max_batch=4)
+    growth = [GrowSequence(sequence_id=name, blocks=((1,),)) for name in "ab"]
+    assert mailbox.take_growth() == []
+    mailbox.submit(growth)
+    assert mailbox.take_growth() == growth
+    assert mailbox.take(0.0) == []
+    mailbox.submit([growth[0], RemoveSequence(sequence_id="c")])
+    assert mailbox.take_growth() is None
+    assert len(mailbox.take(0.0)) == 2
+    mailbox.close("the end")
+    assert mailbox.take_growth() is None
 
 
 def test_a_batch_is_never_overfilled_and_no_sequence_is_in_it_twice() -> None:

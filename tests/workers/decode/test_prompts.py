@@ -11,7 +11,7 @@ from cp_core.cost.decode import GATHER, HELIX, VARIANTS
 from cp_core.errors import Unavailable
 from tests.workers.models import KINDS, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn
-from workers.decode.messages import DecodeMailbox
+from workers.decode.mailbox import DecodeMailbox
 from workers.protocol.decode_commands import DecodeEvent, FinishReason
 from workers.sampling.parameters import SamplingParameters, TokenHistory
 

@@ -18,9 +18,8 @@ from cp_core.transport.inprocess import InProcessRing
 from tests.gloo import gloo_as_nccl
 from tests.workers.models import KINDS, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn
-from workers.decode import loop
-from workers.decode.loop import DecodeChoice
 from workers.decode.messages import Header, HeaderChannel, HeaderKind
+from workers.decode.variants import DecodeChoice
 from workers.model.loading import DTYPES, load_model
 from workers.protocol.prefill_steps import Algorithm
 from workers.rank import parts as rank_parts
@@ -29,6 +28,7 @@ from workers.sampling.parameters import SamplingParameters
 Models = Mapping[str, Path]
 Oracles = Mapping[str, Oracle]
 
+CHOOSE_AT_START = "workers.decode.variants.choose_at_start"
 ENDS = {"a": 24, "b": 3, "c": 12, "d": 19, "e": 2}
 PROMPTS = {name: random_tokens(count, seed=count) for name, count in zip(ENDS, (5, 40, 1, 17, 64), strict=True)}
 
@@ -279,7 +279,7 @@ def test_a_ring_that_chooses_helix_at_its_start_shares_its_weights_and_says_why(
 ) -> None:
     """Cut weights that are in place already, then pack them; a later measurement changes nothing."""
     monkeypatch.setattr(rank_parts, "load_model", load_model)
-    monkeypatch.setattr(loop, "choose_at_start", lambda *_: StartChoice(is_helix=True, reason="as it is faster"))
+    monkeypatch.setattr(CHOOSE_AT_START, lambda *_: StartChoice(is_helix=True, reason="as it is faster"))
     oracle = Oracle(model_paths["llama_gqa"], DTYPES[dtype])
     prompt, sampling = random_tokens(21), SamplingParameters(max_tokens=8)
     with LocalRing(model_paths["llama_gqa"], 3, dtype=dtype, packs_weights=packs) as ring:
@@ -302,7 +302,7 @@ def test_a_ring_that_shares_its_weights_is_formed_anew_with_the_shares_of_those_
     model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_parts, "load_model", load_model)
-    monkeypatch.setattr(loop, "choose_at_start", lambda *_: StartChoice(is_helix=True, reason="as it is faster"))
+    monkeypatch.setattr(CHOOSE_AT_START, lambda *_: StartChoice(is_helix=True, reason="as it is faster"))
     prompt, sampling = random_tokens(21), SamplingParameters(max_tokens=8)
     with LocalRing(model_paths["llama_gqa"], 3, packs_weights=True) as ring:
         before = [worker.parts.model.model for worker in ring.workers]
@@ -325,7 +325,7 @@ def test_a_ring_with_a_rank_that_outlived_another_one_decodes_with_whole_weights
 ) -> None:
     """The last rank's weights are packed whole, the others' are new: all ranks agree that none is cut."""
     monkeypatch.setattr(rank_parts, "load_model", load_model)
-    monkeypatch.setattr(loop, "choose_at_start", lambda *_: StartChoice(is_helix=True, reason="as it is faster"))
+    monkeypatch.setattr(CHOOSE_AT_START, lambda *_: StartChoice(is_helix=True, reason="as it is faster"))
     prompt, sampling = random_tokens(21), SamplingParameters(max_tokens=8)
     with LocalRing(model_paths["llama_gqa"], 3) as ring:
         ring.workers[2].parts.model.pack_weights(with_head=True)

@@ -16,7 +16,7 @@ from cp_core.errors import ConfigError, Unavailable
 from tests.gloo import gloo_as_nccl
 from tests.workers.models import KINDS, VOCAB_SIZE, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn
-from workers.decode.loop import DecodeChoice
+from workers.decode.variants import DecodeChoice
 from workers.model.info import read_model_info, tensor_share
 from workers.model.loading import load_model
 from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.workers.sampling.one_row import Row
-from workers.sampling.parameters import SamplingParameters, TokenBias, TokenHistory
-from workers.sampling.sampler import RowSampler, sample_rows, sample_rows_on_device
+from workers.sampling.parameters import NO_TOKEN, Sampled, SamplingParameters, TokenBias, TokenHistory
+from workers.sampling.sampler import RowSampler, choose_rows, sample_rows, sample_rows_on_device
 
 LOGITS = st.lists(
     st.floats(-9, 9, width=32) | st.sampled_from([0.0, 3.0, 1e-30, 2e-30, -math.inf]), min_size=24, max_size=24
@@ -45,6 +45,18 @@ def test_any_rows_get_the_tokens_and_log_probabilities_that_the_host_gives_them(
     history = TokenHistory(num_generated=3, answer_ids=(1, 1, 2))
     sampled = [[Row(RowSampler(sampling, history), position) for _, sampling, position in rows] for _ in range(2)]
     assert sample_rows_on_device(sampled[0], logits) == sample_rows(sampled[1], logits)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+def test_the_next_step_may_look_up_the_token_of_a_broken_row(broken: float, temperature: float) -> None:
+    logits = torch.full((3, 40), 1.0)
+    logits[1, 39] = broken
+    chosen = choose_rows([Row(RowSampler(SamplingParameters(temperature=temperature)), 7)] * 3, logits)
+    assert chosen.token_ids.tolist()[1] == 0
+    first, second, third = chosen.read()
+    assert second == NO_TOKEN
+    assert first == third == Sampled(int(chosen.token_ids[0]))
 
 
 @pytest.mark.parametrize("top_p", [0.1, 0.5, 0.95])

@@ -31,11 +31,11 @@ from services.offline.bench.gpu.table import (
 from services.offline.bench.kernels import KernelFigure, measure_kernels
 from services.offline.bench.rounds import peak_memory_bytes
 from services.offline.bench.steps import (
+    AHEAD,
     COMPILED,
     FORMS,
     FORMS_OF_CPUS,
     JOINED,
-    RECORDED,
     TRANSFORMERS,
     StepBench,
     StepCases,
@@ -90,7 +90,7 @@ def steps(place: Place) -> Iterator[Line]:
         figures, changes = StepBench(model, cases, place.rounds).measure(forms, lambda _: None)
     theirs = {(each.what, each.case): each.seconds for each in figures if each.form == TRANSFORMERS}
     limits = {("prefill", f"{tokens:,}", COMPILED): limit for tokens, limit in TTFT_SECONDS.items()}
-    limits |= {("decode", f"{rows} x {held:,}", RECORDED): limit for (rows, held), limit in TTIT_SECONDS.items()}
+    limits |= {("decode", f"{rows} x {held:,}", AHEAD): limit for (rows, held), limit in TTIT_SECONDS.items()}
     serving = COMPILED if place.is_gpu else JOINED
     for each in figures:
         yield Line(

@@ -36,7 +36,7 @@ def test_every_form_is_measured_and_the_change_by_8_bit_floats_is_told(tmp_path:
         figures, changes = bench.measure(FORMS, told.append)
     assert told == list(FORMS)
     decode = [("decode", "1 x 20"), ("decode", "3 x 33")]
-    assert [(each.what, each.case) for each in figures] == 4 * [("prefill", "40"), *decode] + decode + [
+    assert [(each.what, each.case) for each in figures] == 4 * [("prefill", "40"), *decode] + 2 * decode + [
         ("prefill", "40"),
         *decode,
     ]

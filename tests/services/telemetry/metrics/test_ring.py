@@ -53,6 +53,7 @@ def view(state: str = "ready", role: str = "decode") -> RingView:
         kv_fallbacks=2,
         step_counts=tuple(counts),
         eager_steps=(("recording", 3),),
+        waited_steps=(("sampled_on_host", 4),),
     )
     other = RankStatus(
         steps=8, seconds_since_step=0.25, running=1, open_transfers=0, bytes_sent=99, step_counts=tuple(counts)
@@ -115,6 +116,8 @@ async def test_a_ring_tells_of_itself_and_of_every_rank() -> None:
     assert found[f"ringserve_rank_kv_fallbacks_total{rank}"] == 2
     eager = {key: value for key, value in found.items() if key.startswith("ringserve_rank_eager_steps_total")}
     assert eager == {"ringserve_rank_eager_steps_total{rank=0,reason=recording,ring=decode-1,role=decode}": 3}
+    waited = "ringserve_rank_waited_steps_total{rank=0,reason=sampled_on_host,ring=decode-1,role=decode}"
+    assert found[waited] == 4
 
 
 async def test_steps_of_all_ranks_are_one_histogram_and_only_those_that_can_tell_count_communication() -> None:

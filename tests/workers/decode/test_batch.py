@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from tests.cp_core.layout.decoded import decoded
 from tests.workers.decode.admissions import admission
+from workers.decode.batch import BatchState
 from workers.decode.messages import BatchChange
-from workers.decode.step import BatchState
 from workers.kv.cache import runs
 from workers.protocol.decode_commands import GrowSequence
 

@@ -1,0 +1,343 @@
+"""Steps that are issued before the tokens of the last are read: the events are those of steps that wait."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from cp_core.errors import Unavailable
+from tests.workers.decode.lazy_device import LazyStream, lazy_device
+from tests.workers.decode.recording import KeptFunctions, TabledAttention, compile_ranks, recording
+from tests.workers.decode.test_variants import ENDS, PROMPTS, greedy, serve_all
+from tests.workers.models import Oracle, random_tokens
+from tests.workers.rings import BLOCK_TOKENS, LocalRing, Turn
+from workers.decode.loop import BATCH_CHANGES
+from workers.decode.mailbox import DecodeMailbox
+from workers.decode.step import SAMPLED_ON_HOST, SEVERAL_RANKS, DecodePass
+from workers.protocol.decode_commands import DecodeEvent, FinishReason, GrowSequence
+from workers.rank import parts as rank_parts
+from workers.rank import worker as rank_worker
+from workers.sampling.parameters import SamplingParameters, TokenBias
+
+Models = Mapping[str, Path]
+Oracles = Mapping[str, Oracle]
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[LazyStream]:
+    """Let the ranks of a test decode on a lazy device, whose attention follows the tables that it has."""
+    monkeypatch.setattr(rank_parts, "select_backend", lambda *_: TabledAttention())
+    with lazy_device(monkeypatch) as stream:
+        yield stream
+
+
+def events_of(
+    path: Path, samplings: Mapping[str, SamplingParameters], room: int = 64, broken: str = ""
+) -> dict[str, list[DecodeEvent]]:
+    """Decode a sequence for each of these samplings together, to the end of all."""
+    with LocalRing(path, 1, attention_backend="reference") as ring:
+        conversations = {name: ring.open(name, room) for name in samplings}
+        turns = [
+            Turn(conversations[name], random_tokens(20, seed=seed), sampling)
+            for seed, (name, sampling) in enumerate(samplings.items())
+        ]
+        firsts = ring.prefill(turns)
+        if broken:
+            slot = 4 * conversations[broken].blocks[0][0]
+            ring.workers[0].parts.cache.k_layers[0][slot] = torch.nan
+        for name, sampling in samplings.items():
+            ring.admit(conversations[name], firsts[name], sampling)
+        ring.start_decode()
+        events: dict[str, list[DecodeEvent]] = {name: [] for name in samplings}
+        left = set(samplings)
+        while left:
+            for event in ring.next_events():
+                events[event.sequence_id].append(event)
+                if event.has_left:
+                    left.discard(event.sequence_id)
+        return events
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_sequences_that_join_and_leave_get_the_tokens_of_one_process(
+    is_recorded: bool, model_paths: Models, oracles: Oracles, stream: LazyStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recorded steps are whole ones with NaN in their padding."""
+    recorder, path = KeptFunctions(), model_paths["llama_gqa"]
+    if is_recorded:
+        with recording(recorder, monkeypatch, is_whole=True), LocalRing(path, 1) as ring:
+            compile_ranks(ring)
+            answers = serve_all(ring, greedy())
+        assert recorder.num_replayed > 10
+    else:
+        with LocalRing(path, 1) as ring:
+            answers = serve_all(ring, greedy())
+    assert answers == {name: oracles["llama_gqa"].greedy(PROMPTS[name], end) for name, end in ENDS.items()}
+    assert stream.num_steps > 20
+    assert stream.is_idle
+
+
+def test_the_host_waits_once_a_step_for_that_step_alone(model_paths: Models, stream: LazyStream) -> None:
+    """Twelve steps: while each but the last is read, the next one's copy and its work are under way."""
+    (events,) = events_of(model_paths["llama_gqa"], {"a": SamplingParameters(max_tokens=13)}).values()
+    assert len(events) == stream.num_steps == 12
+    assert stream.left == [2] * 11 + [0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("stop_after", [1, 2, 7])
+def test_an_end_that_is_found_a_step_late_is_told_as_one_found_in_time(
+    stop_after: int, temperature: float, model_paths: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other sequence goes on to its last token; both have the KV and the reasons of steps that wait."""
+    path, sampling = model_paths["llama_gqa"], SamplingParameters(max_tokens=14, temperature=temperature, seed=5)
+    samplings = {"a": sampling, "b": sampling}
+    token = events_of(path, samplings)["a"][stop_after - 1].token_id
+    assert token is not None
+    samplings["a"] = replace(sampling, stop_token_ids=(token,))
+    expected = events_of(path, samplings)
+    assert expected["a"][-1].finish_reason is FinishReason.STOP
+    with lazy_device(monkeypatch) as stream:
+        assert events_of(path, samplings) == expected
+    assert max(stream.left) == 2
+
+
+def test_a_row_that_is_not_finite_fails_alone_though_it_is_in_one_more_step(
+    model_paths: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drawn row, too: a draw from NaN gives no token of the vocabulary, and the next step looks it up."""
+    plain = SamplingParameters(max_tokens=9)
+    samplings = {"a": replace(plain, temperature=0.7, seed=3), "b": plain}
+    expected = events_of(model_paths["llama_gqa"], samplings, broken="a")
+    assert [event.is_broken for event in expected["a"]] == [True]
+    with lazy_device(monkeypatch) as stream:
+        assert events_of(model_paths["llama_gqa"], samplings, broken="a") == expected
+    assert stream.num_steps > 2
+
+
+def test_a_sequence_without_room_leaves_before_the_step_that_would_not_fit(
+    model_paths: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samplings = {"a": SamplingParameters(max_tokens=30), "b": SamplingParameters(max_tokens=4)}
+    expected = events_of(model_paths["llama_gqa"], samplings, room=28)
+    assert expected["a"][-1].is_starved
+    with lazy_device(monkeypatch) as stream:
+        assert events_of(model_paths["llama_gqa"], samplings, room=28) == expected
+    assert max(stream.left) == 2
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_tables_grow_while_a_step_is_under_way(
+    is_recorded: bool, model_paths: Models, oracles: Oracles, stream: LazyStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block for every four tokens, which come just in time; the inputs outgrow their memory on the way."""
+    path, prompt, sampling = model_paths["llama_gqa"], random_tokens(50), SamplingParameters(max_tokens=31)
+    post = DecodeMailbox.post
+
+    with recording(KeptFunctions(), monkeypatch, is_whole=True) as patch, LocalRing(path, 1) as ring:
+        if is_recorded:
+            compile_ranks(ring)
+        conversation = ring.open("a", 84)
+        first = ring.prefill([Turn(conversation, prompt, sampling)])["a"]
+        (table,) = conversation.blocks
+
+        def post_and_grow(self: DecodeMailbox, events: Sequence[DecodeEvent]) -> None:
+            post(self, events)
+            (event,) = events
+            count, rest = divmod(event.kv_tokens + 1, BLOCK_TOKENS)
+            if rest == 0:
+                self.submit([GrowSequence(sequence_id="a", blocks=(table[count : count + 1],))])
+
+        patch.setattr(DecodeMailbox, "post", post_and_grow)
+        conversation.blocks = (table[:13],)
+        ring.start_decode()
+        assert [first, *ring.decode(conversation, first, sampling)] == oracles["llama_gqa"].greedy(prompt, 31)
+        assert dict(ring.workers[0].status().waited_steps) == {BATCH_CHANGES: 1}, "the last step has no other behind it"
+    assert stream.left.count(2) == 29
+
+
+def test_steps_with_rows_that_the_host_samples_are_waited_for_and_counted(
+    model_paths: Models, stream: LazyStream
+) -> None:
+    samplings = {
+        "a": SamplingParameters(max_tokens=4, logprobs=2),
+        "b": SamplingParameters(max_tokens=6, logit_bias=(TokenBias(3, 1.0),)),
+        "c": SamplingParameters(max_tokens=9),
+    }
+    with LocalRing(model_paths["llama_gqa"], 1) as ring:
+        conversations = {name: ring.open(name, 64) for name in samplings}
+        firsts = ring.prefill([Turn(each, random_tokens(9), samplings[name]) for name, each in conversations.items()])
+        for name, conversation in conversations.items():
+            ring.admit(conversation, firsts[name], samplings[name])
+        ring.start_decode()
+        ring.events_until_finished(list(samplings))
+        assert dict(ring.workers[0].status().waited_steps) == {SAMPLED_ON_HOST: 5, BATCH_CHANGES: 1}
+    assert stream.num_steps == 3, "the last sequence is alone from its sixth step on"
+
+
+def test_rings_of_several_ranks_wait_and_count_it(
+    model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling, prompt = SamplingParameters(max_tokens=5), random_tokens(9)
+    monkeypatch.setattr(rank_worker, "DecodePass", partial(DecodePass, is_asynchronous=True))
+    with LocalRing(model_paths["llama_gqa"], 2) as ring:
+        conversation = ring.open("a", 64)
+        first = ring.prefill([Turn(conversation, prompt, sampling)])["a"]
+        ring.start_decode()
+        assert [first, *ring.decode(conversation, first, sampling)] == oracles["llama_gqa"].greedy(prompt, 5)
+        assert [dict(worker.status().waited_steps) for worker in ring.workers] == [{SEVERAL_RANKS: 4}, {}]
+
+
+def tokens_of(ring: LocalRing) -> list[int | None]:
+    return [event.token_id for event in ring.next_events()]
+
+
+def test_a_device_that_fails_breaks_the_ring_after_the_tokens_that_it_gave(
+    model_paths: Models, oracles: Oracles, stream: LazyStream
+) -> None:
+    sampling, prompt = SamplingParameters(max_tokens=1000), random_tokens(9)
+    with LocalRing(model_paths["llama_gqa"], 1) as ring:
+        conversation = ring.open("a", 1024)
+        first = ring.prefill([Turn(conversation, prompt, sampling)])["a"]
+        ring.start_decode()
+        ring.admit(conversation, first, sampling)
+        told = tokens_of(ring)
+        stream.fault = RuntimeError("an illegal address")
+        (fault,) = ring.decode_ended()
+        assert fault is stream.fault
+        with pytest.raises(Unavailable, match="the decode loop of test-0 broke: an illegal address"):
+            told += itertools.chain.from_iterable(iter(partial(tokens_of, ring), []))
+        assert [type(error) for error in ring.decode_ended()] == [RuntimeError]
+    assert [first, *told] == oracles["llama_gqa"].greedy(prompt, 1 + len(told))
+
+
+@dataclass
+class Plan:
+    """Sequence of a random play: it leaves by its tokens or, after so many of them, by an order."""
+
+    prompt: list[int]
+    sampling: SamplingParameters
+    removed_after: int
+
+
+def plans_of(draws: random.Random) -> dict[str, Plan]:
+    return {
+        name: Plan(
+            random_tokens(draws.randint(1, 20), seed=draws.randint(0, 99)),
+            SamplingParameters(
+                max_tokens=draws.randint(2, 50),
+                temperature=draws.choice([0.0, 0.0, 0.8]),
+                top_p=draws.choice([1.0, 0.9]),
+                seed=draws.randint(0, 99),
+                logprobs=1 if draws.random() < 0.1 else None,
+            ),
+            draws.choice([99, 99, 99, 12]),
+        )
+        for name in "abcdefgh"
+    }
+
+
+def stop_somewhere(ring: LocalRing, plans: Mapping[str, Plan], draws: random.Random) -> dict[str, list[int]]:
+    """Decode each sequence alone, and let half of them stop at a token that comes -> all tokens of each."""
+    answers = {}
+    conversations = {name: ring.open(name, 80) for name in plans}
+    firsts = ring.prefill([Turn(conversations[name], plan.prompt, plan.sampling) for name, plan in plans.items()])
+    ring.start_decode()
+    for name, plan in plans.items():
+        answer = [firsts[name], *ring.decode(conversations[name], firsts[name], plan.sampling)]
+        later = [token for token in answer[1:] if token != answer[0]]
+        if later and draws.random() < 0.5:
+            stop = draws.choice(later)
+            plan.sampling = replace(plan.sampling, stop_token_ids=(stop,))
+            answer = answer[: answer.index(stop) + 1]
+        answers[name] = answer
+    return answers
+
+
+class Play:
+    """Leader of one ring that admits, grows, removes and admits again in random order."""
+
+    def __init__(self, ring: LocalRing, plans: Mapping[str, Plan], draws: random.Random) -> None:
+        self._ring, self._plans, self._draws = ring, plans, draws
+        self.conversations = {name: ring.open(name, 80) for name in plans}
+        self.told: dict[str, list[int]] = {}
+        self._events: dict[str, list[DecodeEvent]] = {}
+        self._num_blocks: dict[str, int] = {}
+        self._waiting, self._running, self.removed = list(plans), set[str](), set[str]()
+
+    def run(self) -> None:
+        """Play until all sequences have left."""
+        turns = [Turn(self.conversations[name], plan.prompt, plan.sampling) for name, plan in self._plans.items()]
+        self.told = {name: [first] for name, first in self._ring.prefill(turns).items()}
+        self._ring.start_decode()
+        self._join()
+        while self._running:
+            for event in self._ring.next_events():
+                self._follow(event)
+                if not self._running or self._draws.random() < 0.1:
+                    self._join()
+        self._ring.stop_decode()
+
+    def _join(self) -> None:
+        if self._waiting:
+            self._admit(self._waiting.pop())
+
+    def _admit(self, name: str) -> None:
+        conversation, told = self.conversations[name], self.told[name]
+        self._num_blocks[name] = count = sum(conversation.held) // BLOCK_TOKENS + self._draws.randint(1, 9)
+        admitted = replace(conversation, blocks=tuple(table[:count] for table in conversation.blocks))
+        self._ring.admit(admitted, told[-1], self._plans[name].sampling, num_generated=len(told))
+        self._events[name] = []
+        self._running.add(name)
+
+    def _follow(self, event: DecodeEvent) -> None:
+        name = event.sequence_id
+        events, told, conversation = self._events[name], self.told[name], self.conversations[name]
+        events.append(event)
+        if event.token_id is not None:
+            told.append(event.token_id)
+        if event.has_left:
+            self._running.remove(name)
+            num_tokens = sum(each.token_id is not None for each in events)
+            self._ring.note_decoded(conversation, told[-1 - num_tokens], events)
+            if event.is_starved and name not in self.removed:
+                self._admit(name)
+        elif len(told) >= self._plans[name].removed_after and name not in self.removed:
+            self.removed.add(name)
+            self._ring.remove(name)
+        elif self._num_blocks[name] * BLOCK_TOKENS < event.kv_tokens + 3 and self._draws.random() < 0.6:
+            count = self._num_blocks[name]
+            self._num_blocks[name] += 1
+            blocks = tuple(table[count : count + 1] for table in conversation.blocks)
+            self._ring.workers[0].submit([GrowSequence(sequence_id=name, blocks=blocks)])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_admissions_growths_and_ends_leave_the_tokens_and_the_kv_of_steps_that_wait(
+    seed: int, model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight sequences, and the token after a question upon the KV that each of them has left."""
+    draws, path = random.Random(seed), model_paths["llama_gqa"]
+    plans = plans_of(draws)
+    with LocalRing(path, 1, attention_backend="reference") as ring:
+        answers = stop_somewhere(ring, plans, draws)
+    question, sampling = random_tokens(5, seed=77), SamplingParameters()
+    with lazy_device(monkeypatch) as stream, LocalRing(path, 1, attention_backend="reference") as ring:
+        play = Play(ring, plans, draws)
+        play.run()
+        turns = [Turn(each, question, sampling) for each in play.conversations.values()]
+        following = ring.prefill(turns)
+    assert 2 in stream.left, "some steps were read while the next was under way"
+    for name, told in play.told.items():
+        assert told == answers[name][: len(told)], name
+        assert len(told) == len(answers[name]) or name in play.removed, name
+        tokens = play.conversations[name].tokens
+        assert tokens == [*plans[name].prompt, *answers[name], *question][: len(tokens) - 5] + question
+        assert following[name] == oracles["llama_gqa"].greedy(tokens, 1)[0], name
