@@ -196,7 +196,9 @@ class RingPlacer:
         if not left:
             drained = self._rings.drained(role)  # none comes back by itself
             if drained:
-                raise Unavailable(f"no {role} ring is ready: {', '.join(drained)} drained; retry when one is back")
+                raise Unavailable(
+                    f"no {role} ring is ready: an operator drained {', '.join(drained)}; retry when one is back"
+                )
             raise Unavailable(f"no {'other ' if ready else ''}{role} ring is ready; retry in a few seconds")
         return max(left, key=lambda ring: ring.registration.capacity_tokens)
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import re
+import shutil
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TextIO
+
+from rich.cells import cell_len
 
 from cp_core.errors import InvalidRequest, NotFound, RingserveError
 from ringserve.client import Answer, Client, Message, Sampling
@@ -199,6 +204,7 @@ class Chat:
 
     def _stream(self, messages: Sequence[Message], sampling: Sampling, pieces: list[str]) -> Answer:
         """Run a turn, and print and note its pieces."""
+        terminal = AnswerWriter(sys.stdout)
         with self._client.stream(
             messages,
             sampling=sampling,
@@ -207,8 +213,44 @@ class Chat:
         ) as stream:
             for piece in stream:
                 pieces.append(piece.text)
-                print(piece.text, end="", flush=True)
+                terminal.write(piece.text)
             return stream.answer()
+
+
+class AnswerWriter:
+    """Writer of an answer as it comes. On a terminal it breaks lines between words; elsewhere it writes them as is."""
+
+    PARTS = re.compile(r"\n|[^\S\n]+|\S+")
+
+    def __init__(self, output: TextIO, width: int | None = None) -> None:
+        """`width` is that of the terminal in columns, of which the last stays free; None asks it."""
+        self._output = output
+        columns = width or shutil.get_terminal_size().columns
+        self._width = columns - 1 if output.isatty() else 0
+        self._column = 0
+        self._word = ""
+
+    def write(self, text: str) -> None:
+        """Write a piece. A word that turns out too long for its line moves to the next, with what is there of it."""
+        shown = "".join(map(self._placed, self.PARTS.findall(text))) if self._width else text
+        print(shown, end="", flush=True, file=self._output)
+
+    def _placed(self, part: str) -> str:
+        cells = cell_len(part)
+        if part == "\n":
+            self._word, self._column = "", 0
+            return part
+        if part.isspace():
+            self._word, fits = "", self._column + cells < self._width
+            self._column = self._column + cells if fits else 0
+            return part if fits else "\n"
+        there, self._word = cell_len(self._word), self._word + part
+        if self._column + cells > self._width and self._column > there and there + cells <= self._width:
+            self._column = there + cells
+            erased = f"\x1b[{there}D\x1b[K" if there else ""
+            return f"{erased}\n{self._word}"
+        self._column = (self._column + cells) % (self._width + 1)
+        return part
 
 
 def figures(answer: Answer) -> str:

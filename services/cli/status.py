@@ -200,7 +200,8 @@ def _ring_table(ring: RingInfo) -> Table:
     for number, rank in enumerate(ring.kv_usage):
         table.add_row(f"KV blocks of rank {number}", f"{_usage(rank)} (free/active/retained)")
     for each in ring.corrections:
-        table.add_row(f"measured/predicted, {each.algorithm}", f"{each.factor:.2f}")
+        told = f"{each.factor:.2f} ({each.num_turns} turns of {each.min_work:,} work units and more)"
+        table.add_row(f"measured/predicted, {each.algorithm}", told)
     return table
 
 

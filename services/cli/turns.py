@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -138,7 +140,10 @@ def _bias(item: str) -> tuple[int, float]:
 
 def show_plan(answer: Answer) -> None:
     """Print the plan in a line, and a table of the compared prefill rings, on standard error."""
-    print(plan_line(answer), file=sys.stderr, flush=True)
+    line = plan_line(answer)
+    if sys.stderr.isatty():
+        line = textwrap.fill(line, shutil.get_terminal_size().columns, break_on_hyphens=False)
+    print(line, file=sys.stderr, flush=True)
     if answer.plan.ring_alternatives:
         print_table(console(stderr=True), ring_table(answer.plan), num_keys=2)
 

@@ -64,8 +64,20 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "--tensor-parallel-size": ("prefill.tp", "decode.tp"),
     "--max-num-seqs": ("decode.max_batch",),
     "--block-size": ("kv_cache.block_tokens",),
+    "--max-num-batched-tokens": ("prefill.chunk_tokens",),
+    "--quantization": ("model.quantization",),
 }
 """Options of `vllm serve`, and the keys that they stand for."""
+ELSEWHERE: Mapping[str, str] = {
+    "--api-key": "command lines are public; 'ringserve token' makes a token, auth.tokens names the file",
+    "--max-model-len": "a context ends where the model's or the KV does; kv_cache.tokens_per_rank is the KV of a rank",
+    "--gpu-memory-utilization": "KV is given in tokens; kv_cache.tokens_per_rank",
+    "--pipeline-parallel-size": "long prompts go to rings; prefill.cp and decode.cp",
+    "--enforce-eager": "leave it out, or set model.compile=off",
+    "--enable-prefix-caching": "leave it out: prefixes are shared unless router.retain_prompts is false",
+    "--trust-remote-code": "leave it out: no code of a model is run",
+}
+"""Options of `vllm serve` without a key of the same meaning -> what is there instead."""
 
 
 def add(commands: Subcommands) -> None:
@@ -75,6 +87,11 @@ def add(commands: Subcommands) -> None:
     serve.add_argument("model", help="Hugging Face model directory, or the name of a built-in model")
     for name, keys in ALIASES.items():
         serve.add_argument(name, metavar="VALUE", help=f"as in vLLM: {' and '.join(keys)}")
+    for name in ELSEWHERE:
+        if ELSEWHERE[name].startswith("leave it out"):
+            serve.add_argument(name, action="store_true", default=None, help=argparse.SUPPRESS)
+        else:
+            serve.add_argument(name, help=argparse.SUPPRESS)
     serve.add_argument("--host", help="as in vLLM: address of gateway.http (default: 127.0.0.1)")
     serve.add_argument("--port", type=int, help="as in vLLM: port of gateway.http (default: 8000)")
 
@@ -104,8 +121,12 @@ def _add(commands: Subcommands, name: str, summary: str, example: str) -> argpar
 
 
 def _values_of(options: argparse.Namespace) -> list[str]:
-    """Return the values that vLLM's options stand for, as those of --set."""
-    given = {keys: getattr(options, name.removeprefix("--").replace("-", "_")) for name, keys in ALIASES.items()}
+    """Return the values that vLLM's options stand for, as those of --set. Raises ConfigError for those without one."""
+    of_vllm = {name: getattr(options, name.removeprefix("--").replace("-", "_")) for name in (*ALIASES, *ELSEWHERE)}
+    for name, instead in ELSEWHERE.items():
+        if of_vllm[name] is not None:
+            raise ConfigError(f"{name}: there is no such option: {instead}")
+    given = {keys: of_vllm[name] for name, keys in ALIASES.items()}
     values = [f"{key}={value}" for keys, value in given.items() if value is not None for key in keys]
     if options.host is not None or options.port is not None:
         port = 8000 if options.port is None else options.port

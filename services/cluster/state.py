@@ -15,6 +15,8 @@ import psutil
 from cp_core.errors import ConfigError, NotFound, Unavailable
 
 START_TOLERANCE_SECONDS = 2.0
+GRACE_SECONDS = 2.0
+"""Seconds for processes that outlive the one of `ringserve up` to end by themselves."""
 KILL_SECONDS = 10.0
 """Seconds for killed processes to disappear."""
 OR_TARGET = " or give --target HOST:PORT"
@@ -84,7 +86,7 @@ def find_process(pid: int, started: float) -> psutil.Process | None:
 
 
 def end_cluster(state: ClusterState, seconds: float) -> bool:
-    """End the processes of a cluster; return True where they had to be killed after `seconds`.
+    """End the processes of a cluster; return True where its own process had to be killed after `seconds`.
 
     A process that ends by itself meanwhile is an ended process. Raises Unavailable for processes that do not end.
     """
@@ -96,7 +98,9 @@ def end_cluster(state: ClusterState, seconds: float) -> bool:
         _unless_gone(lambda: family.extend(process.children(recursive=True)))
         _unless_gone(process.terminate)
         _, alive = psutil.wait_procs([process], timeout=seconds)
-        for member in family if alive else ():
+        if not alive:  # its orderly end takes all of them along, but for agents of a Ray that was just starting
+            _, family = psutil.wait_procs(family, timeout=GRACE_SECONDS)
+        for member in family:
             _unless_gone(member.kill)
         _, left = psutil.wait_procs(family, timeout=KILL_SECONDS)
     except psutil.AccessDenied as error:

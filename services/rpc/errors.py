@@ -91,6 +91,8 @@ def error_from(failure: grpc.aio.AioRpcError, peer: str) -> RingserveError:
         return error
     if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return Unavailable(f"{peer} did not answer in time")
+    if failure.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return Unavailable(f"{peer} does not know this call (unimplemented): another process or release listens there")
     kind = Unreachable if failure.code() is grpc.StatusCode.UNAVAILABLE else Unavailable
     return kind(f"{peer} cannot be reached ({failure.code().name.lower()})")
 

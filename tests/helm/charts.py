@@ -130,7 +130,7 @@ def pod_templates(objects: Sequence[Object]) -> dict[str, Object]:
 def released_rules(release: str) -> Any:
     """Return the chart's rules as a release installs them: it misses its own processes and has limits of its own."""
     text = (CHART / "files/rules.yaml").read_text()
-    assert text.count("absent(") == text.count("absent(ringserve_build_info{") == 2
+    assert text.count("absent_over_time(") == text.count("absent_over_time(ringserve_build_info{") == 2
     return yaml.safe_load(
         text.replace("ringserve_build_info{", f'ringserve_build_info{{ringserve_cluster="{release}", ')
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,6 +35,8 @@ SMOLLM2 = "smollm2"
 # Part of a directory's name: increase it with every change of weights, tokenizer or configuration.
 VERSIONS: Final[Mapping[str, int]] = {TINY: 1, NEEDLE: 1, SMOLLM2: 1}
 WRITTEN: Final = (TINY, NEEDLE)
+HUB_NAME: Final = re.compile(r"[\w-]+/[\w.-]+", re.ASCII)
+"""Name of a model on Hugging Face's hub."""
 ALLOWED: Final = f"{PREFIX}{TINY}, {PREFIX}{NEEDLE} or {PREFIX}{SMOLLM2}"
 
 
@@ -45,7 +48,10 @@ def resolve_model_path(model: str, environment: Mapping[str, str] = os.environ) 
     if not model.startswith(PREFIX):
         path = Path(model).expanduser()
         if not path.is_dir():
-            raise ModelRefused(f"model path {model!r} is not a directory; give one, or {ALLOWED}")
+            fetch = (
+                f"'hf download {model} --local-dir DIR' fetches one of that name, " if HUB_NAME.fullmatch(model) else ""
+            )
+            raise ModelRefused(f"model path {model!r} is not a directory; {fetch}give one, or {ALLOWED}")
         return path
     name = model.removeprefix(PREFIX)
     if name not in VERSIONS:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
 import google.protobuf.message
+from google.protobuf.descriptor import FieldDescriptor
 
 from ringserve.errors import InvalidRequest
 from ringserve.mapping import enum_numbers
@@ -149,6 +150,15 @@ class RequestOptions(TurnOptions, total=False):
 
 
 OPTIONS = frozenset(RequestOptions.__annotations__)
+KINDS = {
+    FieldDescriptor.CPPTYPE_STRING: "text",
+    FieldDescriptor.CPPTYPE_BOOL: "truth value",
+    FieldDescriptor.CPPTYPE_FLOAT: "number",
+    FieldDescriptor.CPPTYPE_DOUBLE: "number",
+    FieldDescriptor.CPPTYPE_INT32: "whole number",
+    FieldDescriptor.CPPTYPE_INT64: "whole number",
+}
+"""Words for the types of fields."""
 RENAMED = {"mode": "prompt_mode", "sampling": "sampling_params"}
 """Fields of the contract for options of other names."""
 
@@ -193,15 +203,19 @@ def count_of(prompt: Prompt, model: str = "") -> inference_pb2.CountTokensReques
 
 
 def _fill_prompt(request: inference_pb2.GenerateRequest | inference_pb2.CountTokensRequest, prompt: Prompt) -> None:
-    if isinstance(prompt, str):
-        request.text = prompt
-        return
-    if is_chat(prompt):
-        items: Any = [prompt] if isinstance(prompt, Message | Mapping) else prompt
-        for place, item in enumerate(items):
-            message = Message.of(item, f"prompt[{place}]")
-            request.chat.messages.add(role=message.role, content=message.content)
-        return
+    try:
+        if isinstance(prompt, str):
+            request.text = prompt
+            return
+        if is_chat(prompt):
+            items: Any = [prompt] if isinstance(prompt, Message | Mapping) else prompt
+            for place, item in enumerate(items):
+                message = Message.of(item, f"prompt[{place}]")
+                request.chat.messages.add(role=message.role, content=message.content)
+            return
+    except UnicodeEncodeError as error:
+        shown = error.object[error.start]
+        raise InvalidRequest(f"prompt: {shown!r} is no character; read the text as UTF-8") from None
     to_list = getattr(prompt, "tolist", None)  # of arrays and tensors
     ids: Any = to_list() if to_list else prompt
     try:
@@ -230,7 +244,7 @@ def _fill(message: google.protobuf.message.Message, name: str, value: Any, shown
         else:
             getattr(message, name).extend([value] if isinstance(value, str | int) else value)
     except (TypeError, ValueError, AttributeError):
-        raise InvalidRequest(f"{shown}: {value!r:.100} is not allowed{_choices(field)}") from None
+        raise InvalidRequest(f"{shown}: {value!r:.100} is not allowed; {_allowed(field)}") from None
 
 
 def _number(enum: Any, name: str) -> int:
@@ -240,5 +254,11 @@ def _number(enum: Any, name: str) -> int:
     return enum_numbers(enum)[name]
 
 
-def _choices(field: Any) -> str:
-    return f"; use one of {', '.join(filter(None, enum_numbers(field.enum_type)))}" if field.enum_type else ""
+def _allowed(field: Any) -> str:
+    """Return what a field of a message takes, in words."""
+    if field.enum_type is not None:
+        return f"use one of {', '.join(filter(None, enum_numbers(field.enum_type)))}"
+    if field.message_type is not None:
+        return "give a list of texts" if field.name == "choice" else "give a mapping of token ids to numbers"
+    kind = KINDS.get(field.cpp_type, "whole number from 0")
+    return f"give a {kind} or a list of them" if field.is_repeated else f"give a {kind}"

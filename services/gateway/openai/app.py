@@ -18,7 +18,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
 from cp_core.errors import NotFound, RingserveError
@@ -28,7 +28,7 @@ from services.auth.authenticator import Authenticator
 from services.auth.tenants import Tenant
 from services.config.service import HttpConfig
 from services.gateway.openai.calls import CallForm, form_of
-from services.gateway.openai.errors import BadHttpRequest, error_body, headers_of, status_of
+from services.gateway.openai.errors import BadHttpRequest, error_body, headers_of, refused_route, status_of
 from services.gateway.openai.item_answers import ItemAnswer
 from services.gateway.openai.messages import Template, following_tokens, tokens_of
 from services.gateway.openai.openapi import described_api
@@ -380,12 +380,10 @@ def _error_response(error: BaseException) -> Response:
 async def _refuse_route(request: Request, error: Exception) -> Response:
     """Answer a request for an unknown path or method."""
     assert isinstance(error, HTTPException)
-    words = {
-        404: f"there is no {request.url.path[:200]}",
-        405: f"{request.url.path[:200]} does not know the method {request.method[:20]}",
-    }
-    refusal = BadHttpRequest(error.status_code, words.get(error.status_code, error.detail))
-    return JSONResponse(error_body(refusal), error.status_code, error.headers)
+    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is Match.PARTIAL]
+    methods = sorted({method for route in routes for method in route.methods} - {"HEAD"})
+    refusal = refused_route(error.status_code, request.method, request.url.path, methods, error.detail)
+    return JSONResponse(error_body(refusal), error.status_code, {"allow": ", ".join(methods)} if methods else None)
 
 
 async def _refuse_internal(request: Request, error: Exception) -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -38,6 +39,13 @@ _NAMES = (
     (re.compile(r"^input\.tokenized\.input_ids"), "prompt"),
     (re.compile(r"^input\.(text|tokenized)\b"), "prompt"),
 )
+# First parts of paths of other APIs that OpenAI's and vLLM's clients look for.
+_OTHERS = frozenset(
+    {
+        *("assistants", "audio", "batches", "classify", "embeddings", "files", "fine_tuning", "images", "moderations"),
+        *("pooling", "realtime", "rerank", "score", "threads", "uploads", "vector_stores", "videos"),
+    }
+)
 _PARAMETER = re.compile(r"^([a-z_]+(?:\[\d+\]|\.[a-z_]+)*): ")
 
 
@@ -69,6 +77,23 @@ def headers_of(error: BaseException) -> dict[str, str]:
         return {}
     hint = error.retry_after_seconds if isinstance(error, CapacityExceeded) else None
     return {"Retry-After": str(max(1, math.ceil(hint or RETRY_SECONDS)))}
+
+
+def refused_route(status: int, method: str, path: str, allowed: Sequence[str], detail: str) -> BadHttpRequest:
+    """Return the refusal of a path that is not served, or not by this method; `allowed` are those that are."""
+    shown, parts = path[:200], path.removeprefix("/v1").strip("/").split("/")
+    if parts[0] in _OTHERS:
+        words = f"{shown} is not served: this service answers chats, completions and responses"
+    elif parts[0] == "responses" and len(parts) > 1:
+        words = (
+            "a response is remembered as tokens for those that follow it (previous_response_id) and cannot be shown "
+            "again; keep its answer"
+        )
+    elif status == 405:
+        words = f"{shown} does not know the method {method[:20]}; allowed is {' or '.join(allowed)}"
+    else:
+        words = f"there is no {shown}; /openapi.json lists all paths" if status == 404 else detail
+    return BadHttpRequest(status, words)
 
 
 def error_body(error: BaseException) -> dict[str, Any]:

@@ -216,6 +216,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/v1/models"): Operation("List the served model."),
     ("GET", "/v1/models/{name}"): Operation("Show the served model."),
     ("GET", "/health"): Operation("Say whether a turn can be served.", is_open=True),
+    ("GET", "/ping"): Operation("Say the same as /health, where other servers' probes ask.", is_open=True),
     ("GET", "/v1/service"): Operation("Show the service: rings, drains, queues."),
     ("GET", "/v1/conversations"): Operation("List the caller's conversations."),
     ("POST", "/v1/conversations"): Operation("Fork a conversation."),

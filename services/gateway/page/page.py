@@ -1,6 +1,7 @@
-"""Static page at `/`, with the views of service and conversations that it reads. Others may read them too.
+"""Static pages at `/` and `/docs`, with the views of service and conversations that the first one reads.
 
-An operator sees the whole service; another tenant sees whether it serves, and its own conversations.
+Others may read the views too. An operator sees the whole service; another tenant sees whether it serves, and its own
+conversations.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ MAX_LIMIT = 1000
 FILES = {
     "/": ("page.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
-    **{f"/{name}.js": (f"{name}.js", "text/javascript") for name in ("page", "base", "turns")},
+    "/docs": ("docs.html", "text/html"),
+    **{f"/{name}.js": (f"{name}.js", "text/javascript") for name in ("page", "base", "turns", "docs")},
 }
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -89,6 +91,7 @@ class ServiceViews:
     def routes(self) -> list[Route]:
         return [
             Route("/health", self._health, methods=["GET"]),
+            Route("/ping", self._health, methods=["GET"]),
             Route("/v1/service", self._show_service, methods=["GET"]),
             Route("/v1/conversations", self._list, methods=["GET"]),
         ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import io
+import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +16,7 @@ from cp_core.errors import InvalidRequest
 from ringserve.client import Answer, Client, Piece, Sampling, Usage
 from ringserve.client.sync_client import AnswerStream
 from services.cli import chat as chat_module
-from services.cli.chat import Chat, figures
+from services.cli.chat import AnswerWriter, Chat, figures
 from services.cli.transcripts import read_transcript
 from tests.services.local_gateway import LocalGateway, codec, gateway, model_path
 from tests.waiting import eventually
@@ -223,3 +225,42 @@ def test_figures_of_an_answer_that_ended_by_itself_fit_one_short_line() -> None:
     usage = Usage(prompt_tokens=70, cached_tokens=36, completion_tokens=9)
     answer = Answer(usage=usage, ttft_seconds=0.31, ttit_seconds=0.053, finish_reason="stop")
     assert figures(answer) == "0.3 s to first token, 53 ms a token, 36 of 70 cached"
+
+
+class Screen(io.StringIO):
+    """Terminal that knows the two sequences which an answer has: back by columns, and erase to the end of the line."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def lines(self) -> list[str]:
+        lines = [""]
+        for back, end, character in re.findall(r"\x1b\[(\d+)D(\x1b\[K)|(.|\n)", self.getvalue()):
+            if end:
+                lines[-1] = lines[-1][: -int(back)]
+            elif character == "\n":
+                lines.append("")
+            else:
+                lines[-1] += character
+        return lines
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_an_answer_on_a_terminal_breaks_between_words_however_its_pieces_are_cut(size: int) -> None:
+    text = "A ring of ranks  computes one long prompt.\n\n- exactly, and without hyphens-that-break\nend " + "x" * 45
+    screen = Screen()
+    writer = AnswerWriter(screen, 20)
+    for start in range(0, len(text), size):
+        writer.write(text[start : start + size])
+    lines = screen.lines()
+    assert [line.rstrip() for line in lines[:7]] == [
+        *("A ring of ranks", "computes one long", "prompt.", "", "- exactly, and", "without", "hyphens-that-break"),
+    ]
+    # The last word is longer than a line: the terminal breaks it.
+    assert "".join(lines[7:]) == "end " + "x" * 45
+
+
+def test_an_answer_that_is_piped_stays_as_it_is() -> None:
+    output = io.StringIO()
+    AnswerWriter(output, 10).write("more words than ten columns have")
+    assert output.getvalue() == "more words than ten columns have"

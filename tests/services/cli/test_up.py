@@ -160,6 +160,16 @@ def test_serve_takes_the_commonest_options_of_vllm(monkeypatch: pytest.MonkeyPat
     assert (config.kv_cache.block_tokens, config.model.path) == (32, str(tmp_path))
 
 
+@pytest.mark.parametrize("given", [["--api-key", "secret"], ["--enforce-eager"], ["--max-model-len", "4096"]])
+def test_an_option_of_vllm_without_a_key_of_its_own_says_what_is_there_instead(
+    given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", str(tmp_path), *given]) == 1
+    told = capsys.readouterr().err
+    assert told == f"ringserve: {given[0]}: there is no such option: {up.ELSEWHERE[given[0]]}\n"
+    assert "secret" not in told
+
+
 def test_a_cluster_whose_router_dies_is_reported_with_the_reason_and_the_log(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from cp_core.errors import ConfigError, NotFound, Unavailable
+from services.cluster import state as cluster_state
 from services.cluster.state import (
     ClusterStage,
     ClusterState,
@@ -215,6 +216,20 @@ def test_a_cluster_that_ignores_its_end_is_killed(child: subprocess.Popen[bytes]
     state = state_of(psutil.Process(child.pid))
     assert end_cluster(state, 0.05) is True
     assert not state.is_running
+
+
+def test_what_outlives_the_process_of_a_cluster_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As agents of Ray do that are starting when their cluster is told to end.
+    monkeypatch.setattr(cluster_state, "GRACE_SECONDS", 0.05)
+    child = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); input()"
+    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program], **pipes) as parent:  # type: ignore[call-overload]
+        parent.stdout.readline()
+        process = psutil.Process(parent.pid)
+        (left,) = process.children()
+        assert end_cluster(state_of(process), 30.0) is False
+        assert not left.is_running()
 
 
 def test_a_process_of_another_user_is_named(child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,6 +252,6 @@ async def test_what_grpc_itself_reports_is_unavailable() -> None:
     said = [str(error_from(caught.value, "the router")) for caught in (late, missing, gone)]
     assert said == [
         "the router did not answer in time",
-        "the router cannot be reached (unimplemented)",
+        "the router does not know this call (unimplemented): another process or release listens there",
         "the router cannot be reached (unavailable)",
     ]

@@ -136,6 +136,9 @@ def test_an_unknown_name_and_a_missing_directory_are_refused(tmp_path: Path) -> 
         resolve_model_path("builtin:large")
     with pytest.raises(ModelRefused, match="is not a directory"):
         resolve_model_path(str(tmp_path / "nowhere"))
+    fetched = "is not a directory; 'hf download Qwen/Qwen3-8B --local-dir DIR' fetches one of that name, give one"
+    with pytest.raises(ModelRefused, match=fetched):
+        resolve_model_path("Qwen/Qwen3-8B")
 
 
 def test_a_model_that_must_be_fetched_is_refused_with_the_command_that_fetches_it(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ async def test_the_last_ring_of_a_role_drains_only_by_force(service: TwoOfEach) 
         await service.router.drain_ring("prefill-0", WAIT_SECONDS)
     await service.router.drain_ring("prefill-0", WAIT_SECONDS, force=True)
     with pytest.raises(
-        Unavailable, match="no prefill ring is ready: prefill-0, prefill-1 drained; retry when one is back"
+        Unavailable, match="no prefill ring is ready: an operator drained prefill-0, prefill-1; retry when one is back"
     ):
         await service.answer(service.request(random_tokens(5)))
 

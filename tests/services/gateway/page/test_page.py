@@ -86,6 +86,23 @@ async def test_a_chat_streams_and_its_plan_and_tokens_are_shown(gateway: LocalGa
     assert page.faults == []
 
 
+async def test_the_contract_is_a_page_with_every_path_and_field_and_nothing_from_elsewhere(
+    gateway: LocalGateway, http: httpx2.AsyncClient, page: Browser
+) -> None:
+    described = (await http.get("/openapi.json")).json()["paths"]
+    await page.open(f"{gateway.url}/docs")
+    await page.until("document.querySelectorAll('section').length > 0")
+    titles = await page.value("[...document.querySelectorAll('section h2')].map(e => e.innerText)")
+    assert titles == [f"{method.upper()} {path}" for path, methods in described.items() for method in methods]
+    shown = await page.value(text_of("main"))
+    chat = described["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    for name in chat["properties"]:
+        assert name in shown
+    assert "undefined" not in shown
+    assert all(url.startswith((gateway.url, "data:,")) for url in page.requested), page.requested
+    assert page.faults == []
+
+
 async def test_a_conversation_is_forked_and_deleted(gateway: LocalGateway, page: Browser) -> None:
     await page.open(gateway.url)
     await page.until("document.querySelectorAll('.ring').length === 2")
