@@ -57,8 +57,8 @@ or in a user namespace; where they are refused, these cells are shown as not per
 Exit status: 0 where every cell held, 1 where one was broken or the run was cut short, 130 after Ctrl-C."""
 EXIT_BROKEN = 1
 EXIT_INTERRUPTED = 130
-PIPE_WIDTH = 80
-CHUNK_TOKENS = 128
+PIPE_WIDTH = 100
+CHUNK_TOKENS = 256
 TOKENS_PER_RANK = 16384
 
 
@@ -145,7 +145,7 @@ def _set_up(options: argparse.Namespace) -> Config:
         "model.path": options.model,
         "prefill.rings": options.prefill_rings,
         "decode.rings": options.decode_rings,
-        # Many short steps: each phase lasts long enough to be seen.
+        # Short steps: each phase lasts long enough to be seen. Of shorter ones the load alone takes half the limit.
         "prefill.chunk_tokens": CHUNK_TOKENS,
         "kv_cache.tokens_per_rank": TOKENS_PER_RANK,
         "router.retain_prompts": "false",  # all KV is free again once the conversations are deleted
