@@ -16,6 +16,7 @@ CODE_IN_DATA = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal"
 OWN_CHILDREN = {
     "services/cli/simulate.py",
     "services/offline/bench/gateway.py",
+    "services/offline/bench/gpu/rank.py",
     "services/offline/bench/ring_processes.py",
     "services/offline/bench/router/restart.py",
     "services/offline/bench/selection/measure.py",
