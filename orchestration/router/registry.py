@@ -238,6 +238,7 @@ class TurnRegistry:
     def _start_ending(self, turn: RunningTurn, outcome: TurnOutcome) -> None:
         turn.to(TurnState.ENDING)
         if not outcome.ok:
+            turn.give_up_prompt()
             self._journal.failed(turn.turn_id)  # nothing waits for it: the record of an ended turn does no harm
         answered = outcome.kv_tokens if turn.is_retained else 0
         turn.retain_tokens = answered if outcome.ok else turn.retained_on_decode
@@ -353,12 +354,11 @@ class TurnRegistry:
     async def _leave_other_rings(self, turn: RunningTurn) -> None:
         """Release the conversation's KV on the rings that it has moved away from."""
         old = turn.conversation
-        left = KvLocations(
+        freed = Conversation(old.conversation_id)
+        freed.places = KvLocations(
             prefill=old.prefill if old.prefill and turn.prefill and old.prefill.ring != turn.prefill.name else None,
             decode=old.decode if old.decode and old.decode.ring != turn.decode.name else None,
         )
-        freed = Conversation(old.conversation_id)
-        freed.places = left
         await self.free(freed)
 
     async def free(self, conversation: Conversation) -> None:

@@ -139,10 +139,16 @@ class RunningTurn:
         """Take the next state. A transition that the diagram lacks is a bug."""
         assert following in ALLOWED[self.state], f"no turn goes from {self.state.name} to {following.name}"
         self.state = following
-        if self.under_way is not None and (
-            following in (TurnState.RESUMING, TurnState.LOST, TurnState.ENDED)
-            or (following is TurnState.ENDING and self.under_way.places is None)
-        ):
+        if self.under_way is not None and following in (TurnState.RESUMING, TurnState.LOST, TurnState.ENDED):
+            self.under_way.end()
+
+    def give_up_prompt(self) -> None:
+        """Let others wait no longer for a prompt that was not computed.
+
+        Where the turn ends well they wait until it has ended: the end of a short answer may be known before its
+        prompt's, and then they share the whole.
+        """
+        if self.under_way is not None and self.under_way.places is None:
             self.under_way.end()
 
     @property

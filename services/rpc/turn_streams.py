@@ -236,7 +236,7 @@ class TurnsStream:
             error = self._error_of(failure, silence)
             if error is failure:
                 raise
-        except Exception:
+        except Exception:  # nobody awaits this task: its readers get the error, and the log the whole
             log.exception("the stream of turns met an internal error")
         finally:
             silence.close()

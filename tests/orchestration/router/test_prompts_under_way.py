@@ -15,7 +15,7 @@ import pytest
 from cp_core.cost.profile import HardwareProfile, read_profile
 from cp_core.errors import TurnCancelled
 from orchestration.protocol.turns import TurnRequest
-from orchestration.router import admission
+from orchestration.router import admission, attempts
 from tests.orchestration.service import Answer, Service
 from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens
@@ -84,6 +84,18 @@ async def test_prompts_that_arrive_together_compute_what_they_share_once(
 ) -> None:
     prompts = [DOCUMENT + random_tokens(3 + number, 10 + number) for number in range(5)]
     async with serving(model_paths, num_prefill, num_decode, chunk_tokens=32) as service:
+        answers = await asyncio.gather(*(service.answer(service.request(prompt)) for prompt in prompts))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.token_ids == oracles[MODEL].greedy(prompt, MAX_TOKENS)
+    assert computed(answers) == len(DOCUMENT) + sum(len(prompt) - len(DOCUMENT) for prompt in prompts)
+
+
+async def test_a_prompt_is_shared_though_its_turn_ended_before_the_router_heard_that_it_was_computed(
+    model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempts, "_note_computed", lambda turn, task: None)
+    prompts = [DOCUMENT + random_tokens(3 + number, 10 + number) for number in range(2)]
+    async with serving(model_paths, chunk_tokens=32) as service:
         answers = await asyncio.gather(*(service.answer(service.request(prompt)) for prompt in prompts))
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.token_ids == oracles[MODEL].greedy(prompt, MAX_TOKENS)
