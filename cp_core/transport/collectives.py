@@ -31,6 +31,8 @@ class Message:
 class PointToPointRing(ABC):
     """Base of a RingTransport whose subclass moves one batch of messages: `_start`."""
 
+    is_on_stream = False
+
     def __init__(self, rank: int, size: int, timeout_seconds: float) -> None:
         assert 0 <= rank < size, f"rank {rank} in a ring of {size}"
         self.rank = rank
@@ -49,6 +51,10 @@ class PointToPointRing(ABC):
     @abstractmethod
     def close(self) -> None:
         """See RingTransport."""
+
+    def await_event(self, event: torch.Event) -> None:
+        """See RingTransport."""
+        event.synchronize()
 
     def exchange(self, send: torch.Tensor, dst: int, recv: torch.Tensor, src: int) -> Work:
         """See RingTransport."""

@@ -4,6 +4,9 @@ All operations start at once and return a `Work`. Between the start and the end 
 read but not written, and a received one neither. Tensors are contiguous. Both sides know every size beforehand, so
 lengths are exact and a tensor without elements puts no byte on the wire. Messages of a pair of ranks arrive in the
 order in which they were issued; every rank issues its operations in the same order.
+
+Messages of a ring that `is_on_stream` are work of the device's stream: what the device is given after a wait comes
+after the messages, and the host goes on. Of any other ring a wait returns when they have come.
 """
 
 from __future__ import annotations
@@ -56,6 +59,9 @@ class RingTransport(Protocol):
     @property
     def stats(self) -> TransportStats: ...
 
+    @property
+    def is_on_stream(self) -> bool: ...
+
     def exchange(self, send: torch.Tensor, dst: int, recv: torch.Tensor, src: int) -> Work:
         """Send `send` to rank `dst` while receiving `recv` from rank `src`."""
         ...
@@ -70,6 +76,13 @@ class RingTransport(Protocol):
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
         """Send `tensor` of rank `source` to every other rank, which receives it into its own `tensor`."""
+        ...
+
+    def await_event(self, event: torch.Event) -> None:
+        """Wait until the device has passed `event`, and with it the messages of its stream before that.
+
+        Raises Unavailable as the wait for these messages would.
+        """
         ...
 
     def close(self) -> None:

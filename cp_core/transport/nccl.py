@@ -23,6 +23,8 @@ from cp_core.transport.interface import TransportStats
 
 # Messages of one tag and pair of ranks keep the order in which they were issued.
 DATA_TAG = 0
+# Time between two questions whether a device has passed an event.
+POLL_SECONDS = 50e-6
 
 
 class ProcessGroupLike(Protocol):
@@ -70,6 +72,19 @@ class ProcessGroupRing(PointToPointRing):
     @abstractmethod
     def _break_connections(self) -> None:
         """End every wait of this rank and of its peers."""
+
+    def await_event(self, event: torch.Event) -> None:
+        """See RingTransport. A broken ring ends the wait: its messages end without data, and work behind them is void.
+
+        The deadline is that of any wait. Nothing else has one for messages of a recording that is replayed.
+        """
+        deadline = time.monotonic() + self.timeout_seconds
+        while not event.query() and self._closed_because is None:
+            if time.monotonic() >= deadline:
+                raise self.fail(f"rank {self.rank} waited {self.timeout_seconds:g} s for its device and its peers")
+            time.sleep(POLL_SECONDS)
+        if self._closed_because is not None:
+            raise Unavailable(self._closed_because)
 
     def fail(self, reason: str) -> Unavailable:
         """Close the ring and return the error to raise."""
@@ -133,10 +148,12 @@ class StreamWaits:
 
 
 class NcclRing(ProcessGroupRing):
-    """One rank's end of an NCCL ring. Waits are the CUDA stream's; NCCL's watchdog keeps the deadline.
+    """One rank's end of an NCCL ring. Waits are the CUDA stream's; NCCL's watchdog keeps their deadline.
 
     `stats.seconds_waited` are those of the stream that has waited when they are read.
     """
+
+    is_on_stream = True
 
     def __init__(
         self, process_group: ProcessGroup, device: torch.device, timeout_seconds: float, store: object

@@ -80,6 +80,8 @@ class _Arrival:
 class StagedRing:
     """`RingTransport` over another one, which moves host memory."""
 
+    is_on_stream = False
+
     def __init__(self, inner: RingTransport, staging: Staging) -> None:
         self._inner = inner
         self._staging = staging
@@ -120,6 +122,10 @@ class StagedRing:
             return self._inner.broadcast(sent, source)
         (room,) = self._rooms([tensor])
         return self._arrival(self._inner.broadcast(room, source), [room], [tensor])
+
+    def await_event(self, event: torch.Event) -> None:
+        """See `RingTransport.await_event`."""
+        event.synchronize()
 
     def close(self) -> None:
         """See `RingTransport.close`."""

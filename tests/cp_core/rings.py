@@ -47,6 +47,7 @@ class PoisoningTransport:
         self.rank = inner.rank
         self.size = inner.size
         self.stats = inner.stats
+        self.is_on_stream = inner.is_on_stream
 
     def exchange(self, send: torch.Tensor, dst: int, recv: torch.Tensor, src: int) -> Work:
         return self._inner.exchange(send, dst, recv.fill_(torch.nan), src)
@@ -59,6 +60,9 @@ class PoisoningTransport:
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
         return self._inner.broadcast(tensor if source == self.rank else tensor.fill_(torch.nan), source)
+
+    def await_event(self, event: torch.Event) -> None:
+        self._inner.await_event(event)
 
     def close(self) -> None:
         self._inner.close()

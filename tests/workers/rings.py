@@ -90,10 +90,12 @@ class LocalRing:
         scatters_rows: bool = False,
         device: str = "cpu",
         compile: str = "off",
+        is_on_stream: bool = False,
     ) -> None:
         """Start `num_ranks` ranks that share the tokens, each of `tp` workers that share the heads.
 
         Where the ring `is_staged`, its messages are copied as those of ranks on a GPU are that go through host memory.
+        Where it `is_on_stream`, headers go by a ring of their own, as beside NCCL.
         """
         self.num_ranks = num_ranks
         self.tp = tp
@@ -106,6 +108,11 @@ class LocalRing:
         rings = [InProcessRing(num_ranks, timeout_seconds=WAIT_SECONDS).transports for _ in range(tp)]
         heads = [InProcessRing(tp, timeout_seconds=WAIT_SECONDS).transports for _ in range(num_ranks)]
         self.transports: list[RingTransport] = [rings[rank % tp][rank // tp] for rank in range(num_ranks * tp)]
+        controls: Sequence[RingTransport | None] = [None] * num_ranks
+        if is_on_stream:
+            controls = InProcessRing(num_ranks, timeout_seconds=WAIT_SECONDS).transports
+            for transport in rings[0]:
+                transport.is_on_stream = True
         if is_staged:
             self.transports = [StagedRing(transport, PoisonedStaging()) for transport in self.transports]
 
@@ -136,7 +143,8 @@ class LocalRing:
             )
             info = worker.start(spec, poisoned=True)
             if ring_transport is None:
-                worker.attach(self.transports[rank], heads[rank // tp][rank % tp] if tp > 1 else None)
+                head = heads[rank // tp][rank % tp] if tp > 1 else None
+                worker.attach(self.transports[rank], head, controls[rank // tp])
             return info
 
         self.infos = [start(worker, rank) for rank, worker in enumerate(self.workers)]

@@ -4,6 +4,9 @@ In each step rank 0 sends a header, all ranks compute the batch, and rank 0 repo
 also carry one prompt, which is computed before the batch. So a sequence waits for at most one prompt between two of its
 tokens. While the batch is empty rank 0 sends a heartbeat about once a second: a follower without one knows that its
 leader is gone.
+
+A step whose tokens stay on the devices has a second header, once it is issued and before any rank waits for it: all
+follow it by the next step of the same batch, or read it first.
 """
 
 from __future__ import annotations
@@ -12,12 +15,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from cp_core.cost.model import RingRates
 from workers.decode.batch import BatchState
 from workers.decode.mailbox import DecodeMailbox
 from workers.decode.messages import (
     HEARTBEAT_SECONDS,
+    UNCHANGED,
     BatchChange,
     Header,
     HeaderChannel,
@@ -39,6 +44,7 @@ from workers.sampling.parameters import SamplingParameters
 
 # Why a step whose tokens could stay on the device was waited for; the pass has the other reasons.
 BATCH_CHANGES = "batch_changes"
+VARIANT_CHANGES = "variant_changes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +91,19 @@ class FollowingLoop:
             if header.change.prompt is not None:
                 self._work.prompts.run(header.change.prompt)
                 self._progress.stepped(len(self._batch))
-            for _ in self._work.step.run(header.variant) if len(self._batch) else ():
+            is_followed = partial(self._is_followed, header.variant)
+            for _ in self._work.step.run(header.variant, is_followed) if len(self._batch) else ():
                 self._progress.decoded(len(self._batch), header.variant)
             if not len(self._batch):
                 self._progress.alive(running=0)
+
+    def _is_followed(self, variant: str) -> bool:
+        """Return what the first rank says of the step under way, once tables have grown with its own."""
+        if self._work.step.reason_to_wait(variant) is not None:
+            return False
+        header = self._channel.receive()
+        self._batch.advance((), header.change)
+        return header.kind is HeaderKind.FOLLOW
 
 
 class LeadingLoop:
@@ -129,7 +144,8 @@ class LeadingLoop:
             if header.change.prompt is not None:
                 self._compute(header.change.prompt)
                 self._progress.stepped(len(self._batch))
-            for done in self._work.step.run(header.variant, self._is_followed) if len(self._batch) else ():
+            is_followed = partial(self._is_followed, header.variant)
+            for done in self._work.step.run(header.variant, is_followed) if len(self._batch) else ():
                 self._commit(done)
                 self._progress.decoded(len(self._batch), header.variant)
             if not len(self._batch):
@@ -236,26 +252,30 @@ class LeadingLoop:
         )
         self._mailbox.post([event])
 
-    def _is_followed(self) -> bool:
-        """Return True if the next step of the batch may be issued before the tokens of the last are read."""
-        reason = self._work.step.reason_to_wait()
-        if reason is None and not self._stays():
-            reason = BATCH_CHANGES
+    def _is_followed(self, variant: str) -> bool:
+        """Return True if the next step of the batch is issued before the tokens of the last are read; tell the others.
+
+        Tables grow at once: the step under way has its own.
+        """
+        reason = self._work.step.reason_to_wait(variant)
+        if reason is None:
+            growth = None if self._finished or self._waiting else self._mailbox.take_growth()
+            growing = tuple(each for each in growth or () if each.sequence_id in self._generations)
+            for command in growing:
+                self._grow(command)
+            change = BatchChange(grown=growing)
+            self._batch.advance((), change)
+            if growth is None or not self._stays():
+                reason = BATCH_CHANGES
+            elif self._choose_variant(*self._load(UNCHANGED)) != variant:
+                reason = VARIANT_CHANGES
+            self._channel.send(Header(HeaderKind.FOLLOW if reason is None else HeaderKind.READ, change=change))
         if reason:
             self._progress.waited_steps[reason] += 1
         return reason is None
 
     def _stays(self) -> bool:
-        """Return True if the next step has the same rows, as far as is known before the tokens of the last are read.
-
-        Tables grow at once, by no header: a rank that runs ahead is alone, and the step under way has its own tables.
-        """
-        if self._finished or self._waiting or (commands := self._mailbox.take_growth()) is None:
-            return False
-        growing = tuple(command for command in commands if command.sequence_id in self._generations)
-        for command in growing:
-            self._grow(command)
-        self._batch.advance((), BatchChange(grown=growing))
+        """Return True if the next step has the same rows, as far as is known before the tokens of the last are read."""
         running = [(row, self._generations[row.sequence_id]) for row in self._batch.rows]
         return all(
             each.num_generated + 1 < each.sampling.max_tokens and not each.is_full(row.held) for row, each in running

@@ -66,12 +66,17 @@ UNCHANGED = BatchChange()
 
 
 class HeaderKind(IntEnum):
-    """Kind of a header: a step boundary, a heartbeat, the end of the loop, or a measurement between two steps."""
+    """Kind of a header: a step boundary, a heartbeat, the end of the loop, or a measurement between two steps.
+
+    The last two come while a step is under way: all ranks FOLLOW it by the next one, or READ its tokens first.
+    """
 
     STEP = 0
     IDLE = 1
     STOP = 2
     PROBE = 3
+    FOLLOW = 4
+    READ = 5
 
 
 @dataclass(frozen=True, slots=True)

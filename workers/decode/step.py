@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from cp_core.attention.paged import PagedShards, takes_pages
 from cp_core.attention.partial import AttentionBackend
+from cp_core.cost.decode import HELIX
 from cp_core.cost.model import PASS_Q
 from cp_core.layout.step_plans import DecodePlan, KvRun, PassQRoute
 from cp_core.ring.decode import ring_decode, sharded_decode
@@ -37,8 +39,9 @@ from workers.sampling.sampler import (
     sample_rows,
 )
 
-# Why a device that works beside its host waited for it: the labels of a metric.
-SEVERAL_RANKS = "several_ranks"
+# Why a device that works beside its host waited for it: the labels of a metric, beside the variants that wait.
+HOST_MESSAGES = "host_messages"
+TENSOR_PARALLEL = "tensor_parallel"
 SAMPLED_ON_HOST = "sampled_on_host"
 
 NO_BLOCKS: list[int] = []
@@ -64,7 +67,7 @@ class IssuedStep:
 
 @dataclass(frozen=True, slots=True)
 class DoneStep:
-    """Step whose tokens have been read: one after each row in the ring's first process, none elsewhere.
+    """Step whose tokens have been read: one after each row in the ring's first process, elsewhere the same or none.
 
     Unless it `is_last`, the next step is under way, with the same rows: it writes to a slot of each.
     """
@@ -131,7 +134,6 @@ class DecodePass:
         # Rows behind those of the batch, in a step that is recorded with its attention; None in any other.
         self._num_padding: int | None = None
         self._is_asynchronous = cache.device.type == "cuda" if is_asynchronous is None else is_asynchronous
-        self._is_alone = transport.size == 1 and model.tensor.size == 1
         # A device records attention that sends nothing and reads tables and lengths where they change.
         self._records_attention = (
             transport.size == 1 and takes_pages(backend, cache.block_tokens) and backend.skips_empty
@@ -140,9 +142,10 @@ class DecodePass:
     def run(self, variant: str, is_followed: Callable[[], bool] = never) -> Iterator[DoneStep]:
         """Run one step of the whole batch, and another of the same batch before its tokens are read if `is_followed`.
 
-        `is_followed` is asked before each step is read; where it says yes, `reason_to_wait` must be None. Tokens of
-        such a step go to the batch when it is done, those of the last by its `advance`. A ring of one rank runs every
-        variant as `gather`, with the same results. Raises Unavailable when a peer is lost.
+        `is_followed` is asked before each step is read, and says the same on every rank; where it says yes,
+        `reason_to_wait` must be None. Tokens of such a step go to the batch when it is done, those of the last by its
+        `advance`. A ring of one rank runs every variant as `gather`, with the same results. Raises Unavailable when a
+        peer is lost.
         """
         issued: IssuedStep | None = None
         is_last = False
@@ -152,29 +155,36 @@ class DecodePass:
                 if is_followed():
                     self._batch.advance_untold()
                     following = self._issue(variant, issued)
-                sampled = issued.tokens if isinstance(issued.tokens, list) else issued.tokens.read()
+                tokens = issued.tokens
+                sampled = tokens if isinstance(tokens, list) else tokens.read(self._transport.await_event)
             is_last = following is None
             if not is_last:
                 self._batch.tell([drawn.token_id or 0 for drawn in sampled])
             yield DoneStep(issued.rows, sampled, is_last)
             issued = following
 
-    def reason_to_wait(self) -> str | None:
+    def reason_to_wait(self, variant: str) -> str | None:
         """Return why the next step is issued after the tokens of this one are read; None where that need not be.
 
-        Empty on devices that do their work when it is launched: there is nothing to gain.
+        The same on every rank. Empty on devices that do their work when it is launched: there is nothing to gain.
         """
         if not self._is_asynchronous:
             return ""
-        if not self._is_alone:
-            return SEVERAL_RANKS
+        if self._model.tensor.size > 1:
+            return TENSOR_PARALLEL
+        if self._transport.size > 1 and not self._transport.is_on_stream:
+            return HOST_MESSAGES
+        if self._model.is_helix:
+            return HELIX
+        if self._transport.size > 1 and variant == PASS_Q:
+            return PASS_Q
         return None if are_chosen_on_device(self._batch.rows) else SAMPLED_ON_HOST
 
     def _issue(self, variant: str, before: IssuedStep | None = None) -> IssuedStep:
         """Issue a step; with `before`, its newest tokens are those of that step, which the device alone may have."""
         computed = self._begin(variant)
         rows = tuple(StepRow(row.sequence_id, row.next_position, row.owner) for row in self._batch.rows)
-        if self.reason_to_wait() is None:
+        if self.reason_to_wait(variant) is None:
             tokens = None if before is None else before.tokens
             assert not isinstance(tokens, list), "tokens of a step that is followed unread are on the device"
             return IssuedStep(rows, self._launch(tokens))
@@ -184,12 +194,21 @@ class DecodePass:
         return IssuedStep(rows, sampled)
 
     def _launch(self, before: ChosenRows | None) -> ChosenRows:
-        """Let the device compute the step that has begun, and choose its tokens, without waiting for it."""
+        """Let the device compute the step that has begun, and choose its tokens, without waiting for it.
+
+        The first rank's choice goes to the others' devices, which have it as inputs of the next step.
+        """
         num_rows = len(self._batch)
         if before is not None:
             self._inputs.token_ids[:num_rows].copy_(before.token_ids)
         states = self._hidden_states(range(num_rows))
-        return choose_rows(self._batch.rows, self._model.logits(states))
+        if self._samples_alone:
+            words = choose_rows(self._batch.rows, self._model.logits(states))
+        else:
+            words = torch.empty(num_rows, dtype=torch.int64, device=self._cache.device)
+        if self._transport.size > 1:
+            self._transport.broadcast(words, LEADER).wait()
+        return ChosenRows(words)
 
     def _begin(self, variant: str) -> Sequence[int]:
         """Take slots for the newest tokens, plan the step, fill its inputs. Return the rows that this rank computes."""

@@ -104,9 +104,15 @@ class RankWorker:
         """Join the ring; collective. Raises Unavailable if other ranks do not connect within the ring's timeout."""
         self._use(self.parts.joining.join(ring))
 
-    def attach(self, transport: RingTransport, tensor: RingTransport | None = None) -> None:
-        """Use connected rings: the in-process ones of tests. `tensor` joins the tp ranks of this cp rank."""
-        self._use(RankRings.of(transport, tensor))
+    def attach(
+        self, transport: RingTransport, tensor: RingTransport | None = None, control: RingTransport | None = None
+    ) -> None:
+        """Use connected rings: the in-process ones of tests. `tensor` joins the tp ranks of this cp rank.
+
+        `control` carries headers where `transport` does not.
+        """
+        rings = RankRings.of(transport, tensor)
+        self._use(rings if control is None else replace(rings, control=control))
 
     def _use(self, rings: RankRings) -> None:
         spec, model = self.parts.spec, self.parts.model

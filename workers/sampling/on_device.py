@@ -8,7 +8,8 @@ Shapes: R rows, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import methodcaller
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ BROKEN = -1
 
 
 class ChosenRows:
-    """Tokens that a device chooses, and their copy on its way to the host. The device may go on meanwhile."""
+    """Tokens that a device has chosen or was sent, and their copy on its way to the host. The device may go on."""
 
     def __init__(self, words: Tensor) -> None:
         """Take int64[R] of the device: the token of each row, or BROKEN."""
@@ -35,10 +36,10 @@ class ChosenRows:
         """Tokens int64[R] on the device; 0 for a broken row, which the next step may look up."""
         return self._words.clamp(min=0)
 
-    def read(self) -> list[Sampled]:
+    def read(self, wait: Callable[[torch.Event], None] = methodcaller("synchronize")) -> list[Sampled]:
         """Wait for the tokens, and for nothing that the device was given after them. The only read of a step."""
         if self._arrived is not None:
-            self._arrived.synchronize()
+            wait(self._arrived)
         return [NO_TOKEN if word == BROKEN else Sampled(word) for word in self._on_host.tolist()]
 
 

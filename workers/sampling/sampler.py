@@ -102,7 +102,7 @@ def sample_rows_on_device(rows: Sequence[SampledRow], logits: Tensor) -> list[Sa
     Rows whose logits are changed, or whose log-probabilities are wanted, are sampled on the host from a copy of theirs.
     """
     others = [number for number, row in enumerate(rows) if not are_chosen_on_device([row])]
-    sampled = choose_rows(rows, logits).read()
+    sampled = ChosenRows(choose_rows(rows, logits)).read()
     if others:
         on_host = sample_rows([rows[number] for number in others], logits[others].cpu())
         for number, drawn in zip(others, on_host, strict=True):
@@ -116,11 +116,11 @@ def are_chosen_on_device(rows: Sequence[SampledRow]) -> bool:
     return not any(each.changes_logits or each.logprobs is not None for each in samplings)
 
 
-def choose_rows(rows: Sequence[SampledRow], logits: Tensor) -> ChosenRows:
-    """Begin to sample rows from logits[R, V], where these are, as if they all `are_chosen_on_device`."""
+def choose_rows(rows: Sequence[SampledRow], logits: Tensor) -> Tensor:
+    """Choose the words int64[R] of rows from logits[R, V], where these are, as if all `are_chosen_on_device`."""
     samplings = [row.sampler.sampling for row in rows]
     uniforms = [_uniform(each.seed, row.next_position) for each, row in zip(samplings, rows, strict=True)]
-    return ChosenRows(choose(logits, samplings, uniforms))
+    return choose(logits, samplings, uniforms)
 
 
 def are_greedy(rows: Sequence[SampledRow]) -> bool:

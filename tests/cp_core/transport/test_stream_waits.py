@@ -1,11 +1,18 @@
-"""Waits of a stream are counted by its events: when they have passed, once, and without waiting for others."""
+"""Waits of a stream are counted by its events; waits of a host for one have a deadline and end with the ring."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, cast
 
-from cp_core.transport.nccl import StreamWaits
+import pytest
+import torch
+from torch.distributed import Work
+
+from cp_core.errors import Unavailable
+from cp_core.transport.nccl import ProcessGroupLike, ProcessGroupRing, StreamWaits
 
 
 @dataclass
@@ -38,3 +45,64 @@ def test_a_wait_counts_when_its_stream_has_waited_and_only_once() -> None:
     assert waits.take() == 0.0
     events[3].has_passed = True
     assert waits.take() == 1.0
+
+
+class Pair:
+    """Process group of two ranks without messages."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+
+class RingOfTwo(ProcessGroupRing):
+    """Ring that notes whether its connections are broken."""
+
+    is_broken = False
+
+    def wait_for(self, work: Work, deadline: float) -> None:
+        raise AssertionError("no message is sent")
+
+    def _break_connections(self) -> None:
+        self.is_broken = True
+
+
+def ring_of_two(timeout_seconds: float) -> RingOfTwo:
+    return RingOfTwo(cast("ProcessGroupLike", Pair()), timeout_seconds, None)
+
+
+def event_asked(query: Callable[[], bool]) -> torch.Event:
+    event: Any = Event(0.0)
+    event.query = query
+    return cast("torch.Event", event)
+
+
+def test_a_host_waits_until_its_device_has_passed_an_event() -> None:
+    answers = iter([False, False, True])
+    ring = ring_of_two(60.0)
+    ring.await_event(event_asked(lambda: next(answers)))
+    assert list(answers) == []
+    assert not ring.is_broken
+
+
+def test_a_step_that_does_not_end_breaks_the_ring_at_its_deadline() -> None:
+    ring = ring_of_two(0.01)
+    with pytest.raises(Unavailable, match=r"rank 0 waited 0\.01 s for its device and its peers"):
+        ring.await_event(event_asked(lambda: False))
+    assert ring.is_broken
+
+
+@pytest.mark.parametrize("has_passed", [False, True])
+def test_a_ring_that_is_closed_ends_the_wait_and_what_its_device_has_is_void(has_passed: bool) -> None:
+    """Messages of a ring that is given up end without data, so the event behind them may pass."""
+    ring = ring_of_two(60.0)
+
+    def query() -> bool:
+        ring.close()
+        return has_passed
+
+    with pytest.raises(Unavailable, match="rank 0 left the ring of 2"):
+        ring.await_event(event_asked(query))
+    assert ring.is_broken

@@ -1,6 +1,6 @@
 """Device that does nothing before its host waits for it: ranks issue steps to it as to a GPU that is far behind.
 
-Work that it has not done shows: tokens are not there yet, inputs not copied, KV not stored.
+Work that it has not done shows: tokens are not there yet, inputs not copied, KV not stored, messages not sent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from workers.decode import step as decode_step
+from cp_core.transport.collectives import Message, PointToPointRing
 from workers.decode.inputs import InputBuffers
 from workers.decode.mailbox import DecodeMailbox
 from workers.decode.prompts import DecodePrompts
@@ -35,6 +35,7 @@ class LazyStream:
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], object]] = deque()
         self._num_launched = 0
+        self._is_working = False
         self.left: list[int] = []
         self.num_steps = 0
         self.fault: Exception | None = None
@@ -54,9 +55,21 @@ class LazyStream:
         count = number - (self._num_launched - len(self._waiting))
         if count <= 0:
             return
+        self._is_working = True
         for _ in range(count):
             self._waiting.popleft()()
+        self._is_working = False
         self.left.append(len(self._waiting))
+
+    def carries(self, transport: PointToPointRing) -> None:
+        """Let messages be work of this stream: the host sends none beside what waits."""
+        begin = transport._begin
+
+        def checked(sends: Sequence[Message], recvs: Sequence[Message]) -> Any:
+            assert self._is_working or self.is_idle, "a message overtakes the work before it"
+            return begin(sends, recvs)
+
+        transport._begin = checked  # type: ignore[method-assign]
 
 
 class LazyEvent:
@@ -88,14 +101,20 @@ class LazyBuffers(InputBuffers):
         return self._stream.launch(lambda: on_device.copy_(on_host))
 
 
-def lazy_pass(stream: LazyStream) -> type[DecodePass]:
-    """Return the class of passes whose steps go to the stream. What the host samples is computed at once."""
+def lazy_pass(streams: Sequence[LazyStream]) -> type[DecodePass]:
+    """Return the class of passes whose steps go to their rank's stream. What the host samples is computed at once."""
 
     class LazyPass(DecodePass):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs, is_asynchronous=True)
+            self._stream = streams[self._transport.rank]
+            self._buffers = LazyBuffers(self._cache.device, self._stream)
+            if self._transport.is_on_stream:
+                assert isinstance(self._transport, PointToPointRing)
+                self._stream.carries(self._transport)
 
         def _launch(self, before: ChosenRows | None) -> ChosenRows:
+            stream = self._stream
             stream.num_steps += 1
             # A launch has what the host knows now: its batch goes on before the work is done.
             now = copy.copy(self)
@@ -110,29 +129,35 @@ def lazy_pass(stream: LazyStream) -> type[DecodePass]:
             return LazyRows(len(self._batch)).chosen_by(stream, choose)
 
         def _compute(self, computed: Sequence[int]) -> list[Sampled]:
-            stream.launch(lambda: None).synchronize()
+            self._stream.launch(lambda: None).synchronize()
             return super()._compute(computed)
 
     return LazyPass
 
 
 @contextmanager
-def lazy_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[LazyStream]:
-    """Let ranks decode on a lazy device; no sequence may be said to leave while its blocks may be written to."""
-    stream = LazyStream()
+def lazy_devices(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> Iterator[list[LazyStream]]:
+    """Let each rank decode on a lazy device; no sequence may be said to leave while its blocks may be written to."""
+    streams = [LazyStream() for _ in range(num_ranks)]
     post, run_prompt = DecodeMailbox.post, DecodePrompts.run
 
     def checked_post(self: DecodeMailbox, events: Sequence[DecodeEvent]) -> None:
-        assert stream.is_idle or not any(event.has_left for event in events), "a step still writes to its blocks"
+        assert streams[0].is_idle or not any(event.has_left for event in events), "a step still writes to its blocks"
         post(self, events)
 
     def checked_run(self: DecodePrompts, prompt: ComputePrompt) -> Sampled | None:
-        assert stream.is_idle, "a prompt is computed after the steps before it"
+        assert streams[self._transport.rank].is_idle, "a prompt is computed after the steps before it"
         return run_prompt(self, prompt)
 
     with monkeypatch.context() as patch:
-        patch.setattr(decode_step, "InputBuffers", lambda device: LazyBuffers(device, stream))
-        patch.setattr(rank_worker, "DecodePass", lazy_pass(stream))
+        patch.setattr(rank_worker, "DecodePass", lazy_pass(streams))
         patch.setattr(DecodeMailbox, "post", checked_post)
         patch.setattr(DecodePrompts, "run", checked_run)
+        yield streams
+
+
+@contextmanager
+def lazy_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[LazyStream]:
+    """Let a rank that is alone decode on a lazy device."""
+    with lazy_devices(monkeypatch, 1) as (stream,):
         yield stream

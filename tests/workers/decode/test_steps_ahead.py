@@ -1,4 +1,7 @@
-"""Steps that are issued before the tokens of the last are read: the events are those of steps that wait."""
+"""Steps that are issued before the tokens of the last are read: the events are those of steps that wait.
+
+Rings of several ranks have messages on the streams of their devices, as NCCL's are, and headers beside them.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +11,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from cp_core.cost.decode import GATHER, HELIX
+from cp_core.cost.model import PASS_Q, RingRates
 from cp_core.errors import Unavailable
-from tests.workers.decode.lazy_device import LazyStream, lazy_device
+from cp_core.transport.interface import RingTransport
+from tests.workers.decode.lazy_device import LazyStream, lazy_devices
 from tests.workers.decode.recording import KeptFunctions, TabledAttention, compile_ranks, recording
 from tests.workers.decode.test_variants import ENDS, PROMPTS, greedy, serve_all
 from tests.workers.models import Oracle, random_tokens
-from tests.workers.rings import BLOCK_TOKENS, LocalRing, Turn
-from workers.decode.loop import BATCH_CHANGES
+from tests.workers.rings import BLOCK_TOKENS, WAIT_SECONDS, LocalRing, Turn
+from workers.decode.loop import BATCH_CHANGES, VARIANT_CHANGES
 from workers.decode.mailbox import DecodeMailbox
-from workers.decode.step import SAMPLED_ON_HOST, SEVERAL_RANKS, DecodePass
+from workers.decode.step import HOST_MESSAGES, SAMPLED_ON_HOST, TENSOR_PARALLEL, DecodePass
+from workers.decode.variants import DecodeChoice
 from workers.protocol.decode_commands import DecodeEvent, FinishReason, GrowSequence
 from workers.rank import parts as rank_parts
 from workers.rank import worker as rank_worker
+from workers.rank.worker import RankWorker
 from workers.sampling.parameters import SamplingParameters, TokenBias
 
 Models = Mapping[str, Path]
@@ -31,18 +40,31 @@ Oracles = Mapping[str, Oracle]
 
 
 @pytest.fixture
-def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[LazyStream]:
-    """Let the ranks of a test decode on a lazy device, whose attention follows the tables that it has."""
+def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LazyStream]]:
+    """Let up to three ranks of a test decode on lazy devices, whose attention follows the tables that they have."""
     monkeypatch.setattr(rank_parts, "select_backend", lambda *_: TabledAttention())
-    with lazy_device(monkeypatch) as stream:
-        yield stream
+    with lazy_devices(monkeypatch, 3) as streams:
+        yield streams
+
+
+@pytest.fixture
+def stream(streams: list[LazyStream]) -> LazyStream:
+    """Return the device of the first rank."""
+    return streams[0]
+
+
+def ring_of(path: Path, num_ranks: int, **settings: Any) -> LocalRing:
+    return LocalRing(path, num_ranks, decode_variant=GATHER, is_on_stream=num_ranks > 1, **settings)
 
 
 def events_of(
-    path: Path, samplings: Mapping[str, SamplingParameters], room: int = 64, broken: str = ""
+    path: Path, samplings: Mapping[str, SamplingParameters], num_ranks: int = 1, room: int = 64, broken: str = ""
 ) -> dict[str, list[DecodeEvent]]:
-    """Decode a sequence for each of these samplings together, to the end of all."""
-    with LocalRing(path, 1, attention_backend="reference") as ring:
+    """Decode a sequence for each of these samplings together, to the end of all. `room` is that of each table.
+
+    A row that is in one more step may change which rank stores another's token: owners are left out.
+    """
+    with ring_of(path, num_ranks, attention_backend="reference") as ring:
         conversations = {name: ring.open(name, room) for name in samplings}
         turns = [
             Turn(conversations[name], random_tokens(20, seed=seed), sampling)
@@ -59,29 +81,36 @@ def events_of(
         left = set(samplings)
         while left:
             for event in ring.next_events():
-                events[event.sequence_id].append(event)
+                events[event.sequence_id].append(replace(event, owner=None))
                 if event.has_left:
                     left.discard(event.sequence_id)
         return events
 
 
-@pytest.mark.parametrize("is_recorded", [False, True])
+@pytest.mark.parametrize(("is_recorded", "num_ranks"), [(False, 1), (True, 1), (False, 2), (False, 3)])
 def test_sequences_that_join_and_leave_get_the_tokens_of_one_process(
-    is_recorded: bool, model_paths: Models, oracles: Oracles, stream: LazyStream, monkeypatch: pytest.MonkeyPatch
+    is_recorded: bool,
+    num_ranks: int,
+    model_paths: Models,
+    oracles: Oracles,
+    streams: list[LazyStream],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Recorded steps are whole ones with NaN in their padding."""
+    """Recorded steps are whole ones with NaN in their padding. A prompt of one token leaves ranks without KV."""
     recorder, path = KeptFunctions(), model_paths["llama_gqa"]
     if is_recorded:
-        with recording(recorder, monkeypatch, is_whole=True), LocalRing(path, 1) as ring:
+        with recording(recorder, monkeypatch, is_whole=True), ring_of(path, num_ranks) as ring:
             compile_ranks(ring)
             answers = serve_all(ring, greedy())
         assert recorder.num_replayed > 10
     else:
-        with LocalRing(path, 1) as ring:
+        with ring_of(path, num_ranks) as ring:
             answers = serve_all(ring, greedy())
     assert answers == {name: oracles["llama_gqa"].greedy(PROMPTS[name], end) for name, end in ENDS.items()}
-    assert stream.num_steps > 20
-    assert stream.is_idle
+    for stream in streams[:num_ranks]:
+        assert stream.num_steps > 20
+        assert stream.left.count(2) > 10, "the next step's copy and its work were under way"
+        assert stream.is_idle
 
 
 def test_the_host_waits_once_a_step_for_that_step_alone(model_paths: Models, stream: LazyStream) -> None:
@@ -91,46 +120,50 @@ def test_the_host_waits_once_a_step_for_that_step_alone(model_paths: Models, str
     assert stream.left == [2] * 11 + [0]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("stop_after", [1, 2, 7])
+@pytest.mark.parametrize(
+    ("stop_after", "temperature", "num_ranks"),
+    [*itertools.product([1, 2, 7], [0.0, 0.9], [1]), (1, 0.0, 2), (2, 0.9, 2), (7, 0.0, 3)],
+)
 def test_an_end_that_is_found_a_step_late_is_told_as_one_found_in_time(
-    stop_after: int, temperature: float, model_paths: Models, monkeypatch: pytest.MonkeyPatch
+    stop_after: int, temperature: float, num_ranks: int, model_paths: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other sequence goes on to its last token; both have the KV and the reasons of steps that wait."""
     path, sampling = model_paths["llama_gqa"], SamplingParameters(max_tokens=14, temperature=temperature, seed=5)
     samplings = {"a": sampling, "b": sampling}
-    token = events_of(path, samplings)["a"][stop_after - 1].token_id
+    token = events_of(path, samplings, num_ranks)["a"][stop_after - 1].token_id
     assert token is not None
     samplings["a"] = replace(sampling, stop_token_ids=(token,))
-    expected = events_of(path, samplings)
+    expected = events_of(path, samplings, num_ranks)
     assert expected["a"][-1].finish_reason is FinishReason.STOP
-    with lazy_device(monkeypatch) as stream:
-        assert events_of(path, samplings) == expected
-    assert max(stream.left) == 2
+    with lazy_devices(monkeypatch, num_ranks) as streams:
+        assert events_of(path, samplings, num_ranks) == expected
+    assert [max(stream.left) for stream in streams] == [2] * num_ranks
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_row_that_is_not_finite_fails_alone_though_it_is_in_one_more_step(
-    model_paths: Models, monkeypatch: pytest.MonkeyPatch
+    num_ranks: int, model_paths: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A drawn row, too: a draw from NaN gives no token of the vocabulary, and the next step looks it up."""
     plain = SamplingParameters(max_tokens=9)
     samplings = {"a": replace(plain, temperature=0.7, seed=3), "b": plain}
-    expected = events_of(model_paths["llama_gqa"], samplings, broken="a")
+    expected = events_of(model_paths["llama_gqa"], samplings, num_ranks, broken="a")
     assert [event.is_broken for event in expected["a"]] == [True]
-    with lazy_device(monkeypatch) as stream:
-        assert events_of(model_paths["llama_gqa"], samplings, broken="a") == expected
-    assert stream.num_steps > 2
+    with lazy_devices(monkeypatch, num_ranks) as streams:
+        assert events_of(model_paths["llama_gqa"], samplings, num_ranks, broken="a") == expected
+    assert streams[0].num_steps > 2
 
 
+@pytest.mark.parametrize(("num_ranks", "room"), [(1, 28), (3, 12)])
 def test_a_sequence_without_room_leaves_before_the_step_that_would_not_fit(
-    model_paths: Models, monkeypatch: pytest.MonkeyPatch
+    num_ranks: int, room: int, model_paths: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samplings = {"a": SamplingParameters(max_tokens=30), "b": SamplingParameters(max_tokens=4)}
-    expected = events_of(model_paths["llama_gqa"], samplings, room=28)
+    expected = events_of(model_paths["llama_gqa"], samplings, num_ranks, room)
     assert expected["a"][-1].is_starved
-    with lazy_device(monkeypatch) as stream:
-        assert events_of(model_paths["llama_gqa"], samplings, room=28) == expected
-    assert max(stream.left) == 2
+    with lazy_devices(monkeypatch, num_ranks) as streams:
+        assert events_of(model_paths["llama_gqa"], samplings, num_ranks, room) == expected
+    assert [max(stream.left) for stream in streams] == [2] * num_ranks
 
 
 @pytest.mark.parametrize("is_recorded", [False, True])
@@ -182,39 +215,99 @@ def test_steps_with_rows_that_the_host_samples_are_waited_for_and_counted(
     assert stream.num_steps == 3, "the last sequence is alone from its sixth step on"
 
 
-def test_rings_of_several_ranks_wait_and_count_it(
-    model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({}, HOST_MESSAGES),
+        ({"is_on_stream": True, "decode_variant": PASS_Q}, PASS_Q),
+        ({"is_on_stream": True, "decode_variant": HELIX}, HELIX),
+        ({"tp": 2}, TENSOR_PARALLEL),
+    ],
+)
+def test_rings_whose_next_step_cannot_be_issued_ahead_wait_and_count_why(
+    settings: dict[str, Any], reason: str, model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampling, prompt = SamplingParameters(max_tokens=5), random_tokens(9)
     monkeypatch.setattr(rank_worker, "DecodePass", partial(DecodePass, is_asynchronous=True))
-    with LocalRing(model_paths["llama_gqa"], 2) as ring:
+    with LocalRing(model_paths["llama_gqa"], 3 - settings.get("tp", 1), **settings) as ring:
         conversation = ring.open("a", 64)
         first = ring.prefill([Turn(conversation, prompt, sampling)])["a"]
         ring.start_decode()
         assert [first, *ring.decode(conversation, first, sampling)] == oracles["llama_gqa"].greedy(prompt, 5)
-        assert [dict(worker.status().waited_steps) for worker in ring.workers] == [{SEVERAL_RANKS: 4}, {}]
+        assert [dict(worker.status().waited_steps) for worker in ring.workers] == [{reason: 4}, {}]
+
+
+def test_a_step_of_another_variant_waits_for_the_tokens_before_it(
+    model_paths: Models, oracles: Oracles, streams: list[LazyStream], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten steps of one sequence: two by pass-Q, in the place of the fourth and the fifth."""
+
+    def choose(_: DecodeChoice, num_sequences: int, stored_tokens: int) -> str:
+        return PASS_Q if stored_tokens in (12, 13) else GATHER
+
+    monkeypatch.setattr(DecodeChoice, "__call__", choose)
+    sampling, prompt = SamplingParameters(max_tokens=11), random_tokens(8)
+    with LocalRing(model_paths["llama_gqa"], 2, is_on_stream=True) as ring:
+        conversation = ring.open("a", 64)
+        first = ring.prefill([Turn(conversation, prompt, sampling)])["a"]
+        ring.start_decode()
+        assert [first, *ring.decode(conversation, first, sampling)] == oracles["llama_gqa"].greedy(prompt, 11)
+        waited = dict(ring.workers[0].status().waited_steps)
+    assert waited == {VARIANT_CHANGES: 1, PASS_Q: 2, BATCH_CHANGES: 1}
+    assert [stream.num_steps for stream in streams] == [8, 8, 0]
+
+
+def test_prompts_and_measurements_of_a_ring_come_between_steps_that_are_done(
+    model_paths: Models, oracles: Oracles, streams: list[LazyStream], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = RingRates(gemm_flops=1.0, attention_flops=1.0, link_bytes_per_second=1.0, link_latency_seconds=1.0)
+
+    def measured(_: RankWorker, ring: RingTransport) -> RingRates:
+        assert streams[ring.rank].is_idle
+        return rates
+
+    monkeypatch.setattr(RankWorker, "_probe", measured)
+    prompts = {"a": random_tokens(9), "b": random_tokens(14, seed=3)}
+    sampling = SamplingParameters(max_tokens=30)
+    with ring_of(model_paths["llama_gqa"], 2) as ring:
+        conversations = {name: ring.open(name, 64) for name in prompts}
+        told = {"a": [ring.prefill([Turn(conversations["a"], prompts["a"], sampling)])["a"]], "b": list[int]()}
+        ring.start_decode()
+        ring.admit(conversations["a"], told["a"][0], sampling)
+        ring.compute(conversations["b"], prompts["b"], sampling)
+        while any(len(tokens) < 30 for tokens in told.values()):
+            for event in ring.next_events():
+                assert event.token_id is not None
+                told[event.sequence_id].append(event.token_id)
+                if event.prompt_seconds is not None:
+                    ring.admit(conversations["b"], event.token_id, sampling)
+                    assert ring.workers[0].probe_between_steps(WAIT_SECONDS) == rates
+    assert told == {name: oracles["llama_gqa"].greedy(prompt, 30) for name, prompt in prompts.items()}
+    assert all(stream.left.count(2) > 10 for stream in streams[:2])
 
 
 def tokens_of(ring: LocalRing) -> list[int | None]:
     return [event.token_id for event in ring.next_events()]
 
 
+@pytest.mark.parametrize(("num_ranks", "failing"), [(1, 0), (2, 0), (3, 2)])
 def test_a_device_that_fails_breaks_the_ring_after_the_tokens_that_it_gave(
-    model_paths: Models, oracles: Oracles, stream: LazyStream
+    num_ranks: int, failing: int, model_paths: Models, oracles: Oracles, streams: list[LazyStream]
 ) -> None:
+    """No rank waits for what does not come: each has issued a step, and the leader perhaps one more."""
     sampling, prompt = SamplingParameters(max_tokens=1000), random_tokens(9)
-    with LocalRing(model_paths["llama_gqa"], 1) as ring:
+    with ring_of(model_paths["llama_gqa"], num_ranks) as ring:
         conversation = ring.open("a", 1024)
         first = ring.prefill([Turn(conversation, prompt, sampling)])["a"]
         ring.start_decode()
         ring.admit(conversation, first, sampling)
         told = tokens_of(ring)
-        stream.fault = RuntimeError("an illegal address")
-        (fault,) = ring.decode_ended()
-        assert fault is stream.fault
-        with pytest.raises(Unavailable, match="the decode loop of test-0 broke: an illegal address"):
+        streams[failing].fault = RuntimeError("an illegal address")
+        faults = ring.decode_ended()
+        assert faults.pop(failing) is streams[failing].fault
+        assert [type(fault) for fault in faults] == [Unavailable] * (num_ranks - 1)
+        with pytest.raises(Unavailable, match=r"the decode loop of test-0 broke: (an illegal address|rank \d left)"):
             told += itertools.chain.from_iterable(iter(partial(tokens_of, ring), []))
-        assert [type(error) for error in ring.decode_ended()] == [RuntimeError]
     assert [first, *told] == oracles["llama_gqa"].greedy(prompt, 1 + len(told))
 
 
@@ -291,7 +384,8 @@ class Play:
 
     def _admit(self, name: str) -> None:
         conversation, told = self.conversations[name], self.told[name]
-        self._num_blocks[name] = count = sum(conversation.held) // BLOCK_TOKENS + self._draws.randint(1, 9)
+        num_ranks = self._ring.num_ranks
+        self._num_blocks[name] = count = max(conversation.held) // BLOCK_TOKENS + self._draws.randint(1, 9 // num_ranks)
         admitted = replace(conversation, blocks=tuple(table[:count] for table in conversation.blocks))
         self._ring.admit(admitted, told[-1], self._plans[name].sampling, num_generated=len(told))
         self._events[name] = []
@@ -312,16 +406,19 @@ class Play:
         elif len(told) >= self._plans[name].removed_after and name not in self.removed:
             self.removed.add(name)
             self._ring.remove(name)
-        elif self._num_blocks[name] * BLOCK_TOKENS < event.kv_tokens + 3 and self._draws.random() < 0.6:
+        elif (
+            self._num_blocks[name] * BLOCK_TOKENS < event.kv_tokens / self._ring.num_ranks + 3
+            and self._draws.random() < 0.6
+        ):
             count = self._num_blocks[name]
             self._num_blocks[name] += 1
             blocks = tuple(table[count : count + 1] for table in conversation.blocks)
             self._ring.workers[0].submit([GrowSequence(sequence_id=name, blocks=blocks)])
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed", "num_ranks"), [(0, 1), (1, 1), (2, 1), (3, 2), (4, 2), (5, 2), (6, 3), (7, 3)])
 def test_any_admissions_growths_and_ends_leave_the_tokens_and_the_kv_of_steps_that_wait(
-    seed: int, model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
+    seed: int, num_ranks: int, model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eight sequences, and the token after a question upon the KV that each of them has left."""
     draws, path = random.Random(seed), model_paths["llama_gqa"]
@@ -329,12 +426,15 @@ def test_any_admissions_growths_and_ends_leave_the_tokens_and_the_kv_of_steps_th
     with LocalRing(path, 1, attention_backend="reference") as ring:
         answers = stop_somewhere(ring, plans, draws)
     question, sampling = random_tokens(5, seed=77), SamplingParameters()
-    with lazy_device(monkeypatch) as stream, LocalRing(path, 1, attention_backend="reference") as ring:
+    with (
+        lazy_devices(monkeypatch, num_ranks) as streams,
+        ring_of(path, num_ranks, attention_backend="reference") as ring,
+    ):
         play = Play(ring, plans, draws)
         play.run()
         turns = [Turn(each, question, sampling) for each in play.conversations.values()]
         following = ring.prefill(turns)
-    assert 2 in stream.left, "some steps were read while the next was under way"
+    assert all(2 in stream.left for stream in streams), "some steps were read while the next was under way"
     for name, told in play.told.items():
         assert told == answers[name][: len(told)], name
         assert len(told) == len(answers[name]) or name in play.removed, name

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.workers.sampling.one_row import Row
+from workers.sampling.on_device import ChosenRows
 from workers.sampling.parameters import NO_TOKEN, Sampled, SamplingParameters, TokenBias, TokenHistory
 from workers.sampling.sampler import RowSampler, choose_rows, sample_rows, sample_rows_on_device
 
@@ -52,7 +53,7 @@ def test_any_rows_get_the_tokens_and_log_probabilities_that_the_host_gives_them(
 def test_the_next_step_may_look_up_the_token_of_a_broken_row(broken: float, temperature: float) -> None:
     logits = torch.full((3, 40), 1.0)
     logits[1, 39] = broken
-    chosen = choose_rows([Row(RowSampler(SamplingParameters(temperature=temperature)), 7)] * 3, logits)
+    chosen = ChosenRows(choose_rows([Row(RowSampler(SamplingParameters(temperature=temperature)), 7)] * 3, logits))
     assert chosen.token_ids.tolist()[1] == 0
     first, second, third = chosen.read()
     assert second == NO_TOKEN
