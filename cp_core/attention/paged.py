@@ -72,11 +72,16 @@ def takes_pages(backend: AttentionBackend, page_tokens: int) -> TypeGuard[PagedB
 def attend_pages(
     backend: PagedBackend, q_bhd: torch.Tensor, shards: PagedShards, scale: float, indices: RowIndices
 ) -> Partial:
-    """Return the part of q[B, H, D] over the shards; (0, -inf) where nothing is stored."""
+    """Return the part of q[B, H, D] over the shards; where nothing is stored the LSE is -inf.
+
+    A backend that `skips_empty` decides on the device alone, so that a recording serves all lengths.
+    """
+    if backend.skips_empty and len(shards):
+        return backend.paged_attention(q_bhd, shards, scale=scale)
     filled = [row for row, stored in enumerate(shards.stored) if stored]
     if not filled:
         return empty_partial(q_bhd)
-    if backend.skips_empty or len(filled) == len(shards):
+    if len(filled) == len(shards):
         return backend.paged_attention(q_bhd, shards, scale=scale)
     part, index = empty_partial(q_bhd), indices.of(filled, q_bhd.device)
     some = backend.paged_attention(q_bhd[index], shards.of(filled, indices), scale=scale)

@@ -6,12 +6,13 @@ lengths are exact and a tensor without elements puts no byte on the wire. Messag
 order in which they were issued; every rank issues its operations in the same order.
 
 Messages of a ring that `is_on_stream` are work of the device's stream: what the device is given after a wait comes
-after the messages, and the host goes on. Of any other ring a wait returns when they have come.
+after the messages, and the host goes on. A recording of the stream's work has them. Of any other ring a wait returns
+when they have come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,7 +35,8 @@ class Work(Protocol):
 class TransportStats:
     """Counters of a transport since it was made.
 
-    `seconds_waited` is the time that its user spent in waits. `seconds_under_way` is the time in which any message was
+    `seconds_waited` is the time that its user spent in waits; messages of a recording that a device replays have none.
+    `seconds_under_way` is the time in which any message was
     under way, waited for or not; None for a transport that does not see when a message is done.
     """
 
@@ -45,6 +47,19 @@ class TransportStats:
     bytes_sent: int = 0
     seconds_waited: float = 0.0
     seconds_under_way: float | None = None
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Return how many operations were issued by their kind, and the bytes sent."""
+        return {name: value for name in COUNTERS if isinstance(value := getattr(self, name), int)}
+
+    def add(self, counts: Mapping[str, int], times: int = 1) -> None:
+        """Count operations that a device did again without their issue."""
+        for name, count in counts.items():
+            setattr(self, name, getattr(self, name) + times * count)
+
+
+COUNTERS = ("exchanges", "all_to_alls", "gathers", "broadcasts", "bytes_sent")
 
 
 class RingTransport(Protocol):

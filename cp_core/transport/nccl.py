@@ -6,6 +6,7 @@ process, and one of them can be torn down and rebuilt.
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import abstractmethod
 from collections import deque
@@ -125,15 +126,22 @@ class StreamEvent(Protocol):
 
 
 class StreamWaits:
-    """Seconds for which a stream waited for messages, by events before and after each wait."""
+    """Seconds for which a stream waited for messages, by events before and after each wait.
 
-    def __init__(self, record: Callable[[], StreamEvent]) -> None:
-        """`record` records an event on the stream."""
+    Waits of a stream that is being recorded are not known: its replays record no events with times.
+    """
+
+    def __init__(self, record: Callable[[], StreamEvent], is_recorded: Callable[[], bool]) -> None:
+        """`record` records an event on the stream; `is_recorded` tells whether the stream's work is."""
         self._record = record
+        self._is_recorded = is_recorded
         self._open: deque[tuple[StreamEvent, StreamEvent]] = deque()
 
     def around(self, wait: Callable[[], object]) -> None:
         """Let the stream wait by `wait`, which returns at once."""
+        if self._is_recorded():
+            wait()
+            return
         began = self._record()
         wait()
         self._open.append((began, self._record()))
@@ -150,7 +158,9 @@ class StreamWaits:
 class NcclRing(ProcessGroupRing):
     """One rank's end of an NCCL ring. Waits are the CUDA stream's; NCCL's watchdog keeps their deadline.
 
-    `stats.seconds_waited` are those of the stream that has waited when they are read.
+    `stats.seconds_waited` are those of the stream that has waited when they are read. The watchdog is not told of
+    messages that are recorded: `await_event` has the deadline of their replays. NCCL allows a recording only where all
+    ranks record the same messages, and replay that together.
     """
 
     is_on_stream = True
@@ -161,7 +171,7 @@ class NcclRing(ProcessGroupRing):
         super().__init__(process_group, timeout_seconds, store)
         self._nccl = process_group
         self._device = device
-        self._waits = StreamWaits(self._record)
+        self._waits = StreamWaits(self._record, torch.cuda.is_current_stream_capturing)
 
     @property
     def stats(self) -> TransportStats:
@@ -187,7 +197,9 @@ class NcclRing(ProcessGroupRing):
         self._waits.around(work.wait)
 
     def _break_connections(self) -> None:
-        self._nccl.abort()
+        # It ends NCCL's kernels at once, but returns only when all recordings of messages are gone: some may be those
+        # of the thread that breaks the ring.
+        threading.Thread(target=self._nccl.abort, daemon=True, name=f"abort of rank {self.rank}").start()
 
 
 def join_nccl(

@@ -1,10 +1,14 @@
 """Decode steps that a device replays: one launch for what was recorded, in place of one for each of its kernels.
 
-Steps are recorded by the number of their rows, in buckets of powers of two, at their first use. A ring of one rank,
-whose attention follows block tables, records the whole step. Any other records the pieces between two attentions and
-sends its messages between them. What a replayed step reads lies at the same addresses, and so do its results.
+Steps are recorded by the number of their rows, in buckets of powers of two, at their first use. Where attention follows
+block tables, a ring whose messages are work of the stream, or that has none, records the whole step. Any other records
+the pieces between two attentions and sends its messages between them. What a replayed step reads lies at the same
+addresses, and so do its results.
 
 Rows of padding fill a bucket. No row of a step depends on another, so they may hold anything.
+
+Messages must be recorded and replayed by all their ranks together (NCCL's user guide, "Using NCCL with CUDA Graphs").
+So whether a step is computed, recorded or replayed follows from what all ranks know, and from a vote after a recording.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import torch
 from torch import Tensor
 
 from cp_core.errors import RingserveError
+from cp_core.transport.interface import TransportStats
 from workers.decode.inputs import StepInputs
 from workers.model.loading import AttentionStep, LoadedModel
 
@@ -34,7 +39,7 @@ RECORDING = "recording"
 RECORDING_FAILED = "recording_failed"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Recorded:
     """Recorded computation. `replay` computes it again from the same memory into `results`."""
 
@@ -64,22 +69,27 @@ class CudaRecorder:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         # It lives as long as the recorder: torch refuses a pool whose graphs are all gone while memory of it is used,
-        # and the workspace of matrix products is.
+        # and the workspace of matrix products is. It has no messages: NCCL's rings end only when their graphs are gone.
         self._first: torch.cuda.CUDAGraph | None = None
 
     def record(self, compute: Callable[[], Any]) -> Recorded:
         """See Recorder. Other threads go on meanwhile: KV of other turns comes and goes."""
         with self._recording:
             self._stream = self._stream or torch.cuda.Stream(self._device, priority=-1)
-            graph, pool = torch.cuda.CUDAGraph(), None if self._first is None else self._first.pool()
-            # After a failure torch leaves its stream as the current one: the first block brings back the steps'.
-            with (
-                torch.cuda.stream(torch.cuda.current_stream(self._device)),
-                torch.cuda.graph(graph, pool, stream=self._stream, capture_error_mode="thread_local"),
-            ):
-                results = compute()
-            self._first = self._first or graph
+            if self._first is None:
+                self._first, _ = self._capture(lambda: torch.zeros(1, device=self._device))
+            graph, results = self._capture(compute)
         return Recorded(graph.replay, results)
+
+    def _capture(self, compute: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+        graph, pool = torch.cuda.CUDAGraph(), None if self._first is None else self._first.pool()
+        # After a failure torch leaves its stream as the current one: the first block brings back the steps'.
+        with (
+            torch.cuda.stream(torch.cuda.current_stream(self._device)),
+            torch.cuda.graph(graph, pool, stream=self._stream, capture_error_mode="thread_local"),
+        ):
+            results = compute()
+        return graph, results
 
 
 def bucket_of(num_rows: int) -> int:
@@ -154,16 +164,24 @@ class RecordedPieces:
 
 
 class RecordedStep:
-    """Forward pass of one bucket that is recorded with its attention, whose inputs lie in the loop's buffers."""
+    """Forward pass of one bucket that is recorded with attention and messages; its inputs lie in the loop's buffers."""
 
-    def __init__(self, pieces: Pieces, recorder: Recorder, inputs: StepInputs, step: AttentionStep) -> None:
-        """Compute the pass, then record it; `states` are those of the first step. `fault` tells why it could not."""
+    def __init__(
+        self, model: LoadedModel, recorder: Recorder, inputs: StepInputs, step: AttentionStep, stats: TransportStats
+    ) -> None:
+        """Compute the pass, then record it; `states` are those of the first step. `fault` tells why it could not.
+
+        `stats` are the ring's, which sees messages when they are issued: those of replays are counted here.
+        """
 
         def compute() -> Tensor:
-            return pieces.run(inputs.token_ids, inputs.positions, step.attend, _unshared)
+            return model.hidden_states(inputs.token_ids, inputs.positions, step)
 
         self.states = compute()
-        recorded = try_record(recorder, compute)
+        self._stats, before = stats, stats.counts
+        recorded = try_record(recorder, compute) if model.pieces else RuntimeError("its layers are not compiled")
+        self._sent = {name: count - before[name] for name, count in stats.counts.items()}
+        stats.add(self._sent, -1)
         self.fault = recorded if isinstance(recorded, Exception) else None
         self._recorded = None if isinstance(recorded, Exception) else recorded
 
@@ -171,13 +189,10 @@ class RecordedStep:
         """Return hidden states [bucket, hidden_size], valid until the next run."""
         assert self._recorded is not None, "the pass could not be recorded"
         self._recorded.replay()
+        self._stats.add(self._sent)
         states = self._recorded.results
         assert isinstance(states, Tensor)
         return states
-
-
-def _unshared(part: Tensor) -> Tensor:
-    raise AssertionError("a step is recorded whole where no ranks share its weights")
 
 
 def try_record(recorder: Recorder, compute: Callable[[], Any]) -> Recorded | Exception:
@@ -193,24 +208,40 @@ def try_record(recorder: Recorder, compute: Callable[[], Any]) -> Recorded | Exc
 class GraphRunner:
     """Forward passes of a decode loop: replayed where they are recorded, else computed as they are and counted.
 
-    `eager_steps` counts steps by the reason for which nothing was replayed.
+    `eager_steps` counts steps by the reason for which nothing was replayed. A bucket whose whole step cannot be
+    recorded on some rank is recorded in pieces on all of them.
     """
 
-    def __init__(self, model: LoadedModel, recorder: Recorder, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        recorder: Recorder,
+        device: torch.device,
+        stats: TransportStats | None = None,
+        agrees: Callable[[bool], bool] = bool,
+    ) -> None:
+        """`stats` are the ring's. `agrees` tells whether all ranks of the ring are told True, each by a call."""
         self._model = model
         self._recorder = recorder
         self._device = device
+        self._stats = stats or TransportStats()
+        self._agrees = agrees
         self._pieces: dict[int, RecordedPieces] = {}
         self._steps: dict[int, RecordedStep] = {}
         self._allocation: object = None
+        self._in_pieces: set[int] = set()
         self._broken: set[int] = set()
         self.eager_steps: Counter[str] = Counter()
 
     def num_padding(self, num_rows: int) -> int | None:
-        """Return the rows of padding with which a whole step of so many rows is recorded; None where it is not."""
+        """Return the rows of padding with which a whole step of so many rows runs, on all ranks; None: in pieces."""
         bucket = bucket_of(num_rows)
-        is_recorded = self._model.pieces is not None and bucket not in self._broken and self._model.tensor.size == 1
-        return bucket - num_rows if is_recorded else None
+        return None if bucket in self._in_pieces else bucket - num_rows
+
+    def forget(self) -> None:
+        """Drop all recordings: their ring can end only then."""
+        self._steps.clear()
+        self._pieces.clear()
 
     def run_pieces(self, token_ids: Tensor, positions: Tensor, step: AttentionStep) -> Tensor:
         """Return hidden states [T, hidden_size] of a step whose attention is not recorded."""
@@ -226,7 +257,8 @@ class GraphRunner:
         if recorded.fault is None:
             self._pieces[bucket] = recorded
         else:
-            self._give_up(bucket, recorded.fault)
+            logger.warning("steps of up to %d rows are not recorded: %s", bucket, recorded.fault)
+            self._broken.add(bucket)
         return states
 
     def run_step(self, inputs: StepInputs, step: AttentionStep) -> Tensor:
@@ -234,22 +266,20 @@ class GraphRunner:
 
         What was recorded for another memory of the inputs is forgotten.
         """
-        pieces, bucket = self._model.pieces, inputs.token_ids.shape[0]
-        assert pieces is not None
+        bucket = inputs.token_ids.shape[0]
         if inputs.allocation is self._allocation and bucket in self._steps:
             return self._steps[bucket].run()
-        self.eager_steps[RECORDING] += 1
-        recorded = RecordedStep(pieces, self._recorder, inputs, step)
+        recorded = RecordedStep(self._model, self._recorder, inputs, step, self._stats)
         if inputs.allocation is not self._allocation:
             # Not before: one of them may be under way until the device is waited for, as it is to record another.
             self._steps.clear()
             self._allocation = inputs.allocation
-        if recorded.fault is None:
+        if self._agrees(recorded.fault is None):
+            self.eager_steps[RECORDING] += 1
             self._steps[bucket] = recorded
         else:
-            self._give_up(bucket, recorded.fault)
+            self.eager_steps[NOT_COMPILED if self._model.pieces is None else RECORDING_FAILED] += 1
+            fault = recorded.fault or "another rank could not"
+            logger.warning("steps of up to %d rows are not recorded whole: %s", bucket, fault)
+            self._in_pieces.add(bucket)
         return recorded.states
-
-    def _give_up(self, bucket: int, fault: Exception) -> None:
-        logger.warning("steps of up to %d rows are not recorded: %s", bucket, fault)
-        self._broken.add(bucket)

@@ -83,13 +83,15 @@ class InputBuffers:
         stored: Sequence[int],
         blocks: Sequence[list[int]] = (),
         lengths: Sequence[int] = (),
+        widest: int = 0,
     ) -> StepInputs:
         """Fill the buffers and start their copy to the device.
 
         `blocks` are the block tables of all rows, lists that only grow while a sequence is in the batch: a table that
-        is in its place already is not written again.
+        is in its place already is not written again. `widest` counts the blocks of the longest table on any rank: so
+        the buffers of all ranks are made anew in the same step.
         """
-        rows, width = max(len(token_ids), len(slots), len(lengths)), max(map(len, blocks), default=0)
+        rows, width = max(len(token_ids), len(slots), len(lengths)), max(widest, *map(len, blocks), 0)
         if rows > self._rows or width > self._width:
             self._allocate(max(rows, self._rows), max(width, self._width))
         self._hosts.reverse()

@@ -131,12 +131,16 @@ class DecodePass:
         # For kernels that follow block tables: how many tokens of each row this rank stores.
         self._follows_tables = takes_pages(backend, cache.block_tokens)
         self._stored_tokens: tuple[int, ...] = ()
-        # Rows behind those of the batch, in a step that is recorded with its attention; None in any other.
+        # Rows behind those of the batch, in a step that is to be recorded whole; None in any other.
         self._num_padding: int | None = None
         self._is_asynchronous = cache.device.type == "cuda" if is_asynchronous is None else is_asynchronous
-        # A device records attention that sends nothing and reads tables and lengths where they change.
-        self._records_attention = (
-            transport.size == 1 and takes_pages(backend, cache.block_tokens) and backend.skips_empty
+        # A device records attention that reads tables and lengths where they change, and messages that are its own.
+        self._records_whole = (
+            model.tensor.size == 1
+            and not model.is_helix
+            and (transport.size == 1 or transport.is_on_stream)
+            and takes_pages(backend, cache.block_tokens)
+            and backend.skips_empty
         )
 
     def run(self, variant: str, is_followed: Callable[[], bool] = never) -> Iterator[DoneStep]:
@@ -190,8 +194,13 @@ class DecodePass:
             return IssuedStep(rows, self._launch(tokens))
         sampled = self._compute(computed)
         # Where tokens were read, nothing is left to wait for.
-        self._cache.settle()
+        self._settle()
         return IssuedStep(rows, sampled)
+
+    def _settle(self) -> None:
+        """Wait until the device has done all that it was given. Raises Unavailable."""
+        if (done := self._cache.fence()) is not None:
+            self._transport.await_event(done)
 
     def _launch(self, before: ChosenRows | None) -> ChosenRows:
         """Let the device compute the step that has begun, and choose its tokens, without waiting for it.
@@ -220,7 +229,7 @@ class DecodePass:
         if self._samples_alone or self._route is not None:
             prepare_masks([rows[number] for number in computed])
         self._num_padding = None
-        if self._runner is not None and self._records_attention:
+        if self._runner is not None and self._records_whole and self._route is None:
             self._num_padding = self._runner.num_padding(len(rows))
         padding = self._num_padding or 0
         if self._follows_tables:
@@ -228,20 +237,30 @@ class DecodePass:
         else:
             self._pieces = [self._cache.pieces(row.runs) for row in rows]
         places = {row: place for place, row in enumerate(computed)}
+        stored, slots = [places[number] for number in appended.rows], appended.slots
+        if self._num_padding is not None:
+            # All rows are written in every step; what another rank stores, or none, goes where no one reads it.
+            slots_of = dict(zip(appended.rows, appended.slots, strict=True))
+            stored, slots = [], [slots_of.get(row, self._cache.spare_slot) for row in range(len(rows) + padding)]
         self._inputs = inputs = self._buffers.fill(
             [rows[number].token_id for number in computed] + [0] * padding,
             [rows[number].position for number in computed] + [0] * padding,
-            appended.slots + [self._cache.spare_slot] * padding,
-            [places[number] for number in appended.rows],
+            slots,
+            stored,
             [row.blocks for row in rows] + [NO_BLOCKS] * padding if self._follows_tables else (),
             self._stored_tokens,
+            max(max(row.room) for row in rows) // self._cache.block_tokens if self._follows_tables else 0,
         )
-        self._stored = None if len(appended.rows) == len(computed) else inputs.stored
+        writes_all = self._num_padding is not None or len(appended.rows) == len(computed)
+        self._stored = None if writes_all else inputs.stored
         return computed
 
     def _compute(self, computed: Sequence[int]) -> list[Sampled]:
         """Compute the step that has begun. Return the token after each row in the first process, [] elsewhere."""
         states = self._hidden_states(computed)
+        if self._num_padding is not None and self._transport.size > 1:
+            # Messages of a recording have no deadline but this one.
+            self._settle()
         if self._model.is_helix:
             return self._sample_together(states)
         if self._route is None:
@@ -269,7 +288,7 @@ class DecodePass:
             return helix_decode(q, shards, self._plan, self._columns, self._transport, self._backend, scale)
         if self._route is not None:
             return ring_decode(q, shards, self._route, self._transport, self._backend, scale)
-        # Rows of padding are in no plan: a rank that is alone has all rows.
+        # Rows of padding are in no plan, and messages of a recording have one size: each rank answers for all rows.
         plan = self._plan if self._num_padding is None else None
         return sharded_decode(q, shards, self._transport, self._backend, scale, plan)
 

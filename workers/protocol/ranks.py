@@ -211,11 +211,12 @@ class RankStatus:
 
     `decode_variant` served the latest decode step: `gather`, `pass_q` or `helix`, empty before the first.
     `decode_reason` says why the ring shares its weights (helix) or not, if it chose itself. `step_seconds` is the time
-    in steps and `wait_seconds` its part spent waiting for peers. `communication_seconds` is the part with messages of
-    the ring under way; None: the transport cannot tell. `bytes_sent` counts what the rank sent to its ring.
-    `step_counts` are steps by length, see `StepClock`. `stalled_seconds` is the longest time for which a transfer that
-    has begun, and is not complete, received no byte. `kv_nixl_bytes` and `kv_socket_bytes` count KV sent to other rings
-    by each carrier, `kv_fallbacks` connections to ranks that NIXL was to serve and does not reach.
+    in steps and `wait_seconds` its part spent waiting for peers, but not in steps that are replayed with their messages.
+    `communication_seconds` is the part with messages of the ring under way; None: the transport cannot tell.
+    `bytes_sent` counts what the rank sent to its ring. `step_counts` are steps by length, see `StepClock`.
+    `stalled_seconds` is the longest time for which a transfer that has begun, and is not complete, received no byte.
+    `kv_nixl_bytes` and `kv_socket_bytes` count KV sent to other rings by each carrier, `kv_fallbacks` connections to
+    ranks that NIXL was to serve and does not reach.
     `gpu` is None on a CPU. `eager_steps` are decode steps that replayed no recorded one, by reason, where the model is
     to be compiled. `waited_steps` are those of a GPU whose tokens were read before the next was issued, by reason.
     """

@@ -260,19 +260,23 @@ class RankWorker:
             grammars = parts.model.grammars if parts.model.samples else None
             batch = BatchState(ring.rank, ring.size, spec.settings.block_tokens, grammars)
             if parts.compilation is not None:
-                self._runner = GraphRunner(parts.model, parts.compilation.recorder, parts.cache.device)
+                recorder, agrees = parts.compilation.recorder, partial(is_true_everywhere, transports=[control])
+                self._runner = GraphRunner(parts.model, recorder, parts.cache.device, ring.stats, agrees)
             step = DecodePass(parts.model, ring, parts.cache, parts.backend, batch, self._clock, control, self._runner)
             prompts = DecodePrompts(parts.model, ring, parts.cache, parts.backend, self._clock, control)
             channel = HeaderChannel(self._header_hops(self._rings), spec.settings.max_batch)
             work = LoopWork(batch, step, prompts, partial(self._probe, ring))
-            if spec.rank != LEADER:
-                FollowingLoop(channel, work, self._progress).run()
-                return
             try:
-                LeadingLoop(channel, work, self._progress, parts.choose_variant, parts.mailbox).run()
+                if spec.rank == LEADER:
+                    LeadingLoop(channel, work, self._progress, parts.choose_variant, parts.mailbox).run()
+                else:
+                    FollowingLoop(channel, work, self._progress).run()
             except Exception as error:
                 parts.mailbox.close(f"the decode loop of {spec.ring} broke: {error}")
                 raise
+            finally:
+                if self._runner is not None:
+                    self._runner.forget()
 
     def _header_hops(self, rings: RankRings) -> tuple[RingTransport, ...]:
         """Return the rings of a header's path: the ring of the first heads, then each rank's tensor parallel ring."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -9,10 +10,10 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch.distributed import Work
+from torch.distributed import ProcessGroup, Work
 
 from cp_core.errors import Unavailable
-from cp_core.transport.nccl import ProcessGroupLike, ProcessGroupRing, StreamWaits
+from cp_core.transport.nccl import NcclRing, ProcessGroupLike, ProcessGroupRing, StreamWaits
 
 
 @dataclass
@@ -34,7 +35,7 @@ class Event:
 def test_a_wait_counts_when_its_stream_has_waited_and_only_once() -> None:
     events = [Event(at) for at in (100.0, 350.0, 400.0, 1400.0)]
     recorded, waited = iter(events), list[str]()
-    waits = StreamWaits(lambda: next(recorded))
+    waits = StreamWaits(lambda: next(recorded), lambda: False)
     for name in "ab":
         waits.around(partial(waited.append, name))
     assert waited == ["a", "b"]
@@ -47,8 +48,27 @@ def test_a_wait_counts_when_its_stream_has_waited_and_only_once() -> None:
     assert waits.take() == 1.0
 
 
+def test_a_wait_that_is_recorded_is_not_counted() -> None:
+    def record() -> Event:
+        raise AssertionError("a recording has no events with times")
+
+    waited = list[str]()
+    waits = StreamWaits(record, lambda: True)
+    waits.around(partial(waited.append, "a"))
+    assert waited == ["a"]
+    assert waits.take() == 0.0
+
+
 class Pair:
-    """Process group of two ranks without messages."""
+    """Process group of two ranks without messages, whose abort waits."""
+
+    def __init__(self) -> None:
+        self.is_aborting, self.has_aborted, self.may_end = threading.Event(), threading.Event(), threading.Event()
+
+    def abort(self) -> None:
+        self.is_aborting.set()
+        self.may_end.wait(60.0)
+        self.has_aborted.set()
 
     def rank(self) -> int:
         return 0
@@ -106,3 +126,16 @@ def test_a_ring_that_is_closed_ends_the_wait_and_what_its_device_has_is_void(has
     with pytest.raises(Unavailable, match="rank 0 left the ring of 2"):
         ring.await_event(event_asked(query))
     assert ring.is_broken
+
+
+def test_a_ring_of_nccl_is_closed_before_nccl_has_ended_it() -> None:
+    """NCCL waits for recordings of its messages to be gone: those of the thread that closes the ring, too."""
+    group = Pair()
+    ring = NcclRing(cast("ProcessGroup", group), torch.device("cpu"), 60.0, None)
+    ring.close()
+    assert group.is_aborting.wait(60.0)
+    assert not group.has_aborted.is_set()
+    with pytest.raises(Unavailable, match="rank 0 left the ring of 2"):
+        ring.await_event(event_asked(lambda: False))
+    group.may_end.set()
+    assert group.has_aborted.wait(60.0)

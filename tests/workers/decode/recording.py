@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -15,6 +17,7 @@ from torch.nn import Module
 from cp_core.attention.paged import PagedShards
 from cp_core.attention.partial import Partial
 from cp_core.attention.reference import ReferenceAttention
+from cp_core.cost.model import RingRates
 from tests.workers.models import VOCAB_SIZE
 from tests.workers.rings import LocalRing
 from workers.decode import graphs
@@ -23,34 +26,44 @@ from workers.model import pieces as compiler
 from workers.model.loading import AttentionStep
 from workers.model.pieces import Pieces
 from workers.rank import parts as rank_parts
+from workers.rank.worker import RankWorker
 
 
 class KeptFunctions:
-    """Recorder that keeps each function and computes it again into the same results, which hold NaN until then.
+    """Recorder that keeps each function and computes it at each replay, into the results of the first.
 
-    Recording number `fault` (from 1 on) fails, as does any after it.
+    As on a device, nothing is computed and sent meanwhile. Recording number `fault` (from 1 on) fails, as does any
+    after it. `kept` refers to what is recorded as long as it is.
     """
 
     def __init__(self, fault: int = 1 << 30) -> None:
         self._fault = fault
         self.num_recorded = 0
         self.num_replayed = 0
+        self.kept: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def record(self, compute: Callable[[], Any]) -> Recorded:
         self.num_recorded += 1
         if self.num_recorded >= self._fault:
             raise RuntimeError("no memory for a recording")
-        found = compute()
-        results = tuple(map(poisoned, found)) if isinstance(found, tuple | list) else poisoned(found)
 
         def replay() -> None:
             self.num_replayed += 1
             again = compute()
-            pairs = zip(results, again, strict=True) if isinstance(results, tuple) else [(results, again)]
+            if recorded.results is None:
+                recorded.results = again
+                return
+            pairs = (
+                zip(recorded.results, again, strict=True)
+                if isinstance(again, tuple | list)
+                else [(recorded.results, again)]
+            )
             for result, each in pairs:
                 result.copy_(each)
 
-        return Recorded(replay, results)
+        recorded = Recorded(replay, None)
+        self.kept.add(replay)
+        return recorded
 
 
 def poisoned(tensor: Tensor) -> Tensor:
@@ -85,6 +98,8 @@ class TabledAttention(ReferenceAttention):
         return Partial(torch.cat([part.out for part in parts]), torch.cat([part.lse for part in parts]))
 
 
+RATES = RingRates(gemm_flops=1.0, attention_flops=1.0, link_bytes_per_second=1.0, link_latency_seconds=1.0)
+
 TRACED: dict[tuple[str, str], Pieces] = {}
 TRACING = threading.Lock()
 
@@ -106,14 +121,21 @@ TRACE = compiler.trace
 
 @contextmanager
 def recording(
-    recorder: KeptFunctions, monkeypatch: pytest.MonkeyPatch, *, is_whole: bool = False, backend: str = "eager"
+    recorder: KeptFunctions | Sequence[KeptFunctions],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    is_whole: bool = False,
+    backend: str = "eager",
 ) -> Iterator[pytest.MonkeyPatch]:
-    """Let ranks compile and record as on a GPU; whole steps where the ring is of one rank and `is_whole`.
+    """Let ranks compile and record as on a GPU, by one recorder, or each by its own.
 
-    Yields what undoes this at the end: patches on top of it go there.
+    Where `is_whole`, whole steps are recorded, on rings whose messages are on a stream or that have none. Yields what
+    undoes this at the end: patches on top of it go there.
     """
+    recorders = itertools.repeat(recorder) if isinstance(recorder, KeptFunctions) else iter(recorder)
     with monkeypatch.context() as patch:
-        patch.setattr(rank_parts, "compilation_of", lambda _: rank_parts.Compilation(backend, recorder))
+        patch.setattr(rank_parts, "compilation_of", lambda _: rank_parts.Compilation(backend, next(recorders)))
+        patch.setattr(RankWorker, "_probe", lambda *_: RATES)
         patch.setattr(graphs, "RecordedPieces", PoisonedPieces)
         patch.setattr(compiler, "trace", traced_once)
         if is_whole:
@@ -122,6 +144,6 @@ def recording(
 
 
 def compile_ranks(ring: LocalRing) -> None:
-    """Let all ranks measure themselves, and compile their model thereafter."""
+    """Let all ranks compile their model, as they do once they have measured themselves."""
     ring.together(lambda worker, _: worker.probe())
     assert all(worker.parts.model.pieces is not None for worker in ring.workers)

@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor
 
 from cp_core.cost.decode import GATHER, HELIX
 from cp_core.cost.model import PASS_Q
 from cp_core.errors import Unavailable
+from cp_core.transport.collectives import PointToPointRing
+from cp_core.transport.interface import TransportStats
 from tests.workers.decode.recording import KeptFunctions, compile_ranks, recording
 from tests.workers.decode.test_variants import ENDS, PROMPTS, greedy, serve_all
 from tests.workers.models import Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn
+from workers.decode import step as decode_step
 from workers.decode.graphs import (
     NOT_COMPILED,
     RECORDING,
     RECORDING_FAILED,
+    GraphRunner,
     Recorded,
     bucket_of,
     try_record,
 )
+from workers.decode.inputs import InputBuffers
+from workers.decode.variants import DecodeChoice
+from workers.kv.cache import KvCache
 from workers.model import pieces as compiler
-from workers.sampling.parameters import SamplingParameters
+from workers.model.loading import AttentionStep, LoadedModel
+from workers.sampling.parameters import Sampled, SamplingParameters
+from workers.sampling.sampler import SampledRow, sample_rows
 
 Models = Mapping[str, Path]
 Oracles = Mapping[str, Oracle]
@@ -61,19 +75,149 @@ def test_recorded_pieces_give_the_tokens_of_one_process(
     assert recorder.num_replayed > 5 * recorder.num_recorded, "most steps are replayed"
 
 
-@pytest.mark.parametrize("kind", ["qwen3"])
-def test_whole_steps_are_recorded_with_their_attention_where_a_rank_is_alone(
-    kind: str, model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
+def on_stream(path: Path, num_ranks: int, variant: str = GATHER) -> LocalRing:
+    return LocalRing(path, num_ranks, decode_variant=variant, is_on_stream=num_ranks > 1)
+
+
+@pytest.mark.parametrize(("kind", "num_ranks"), [("qwen3", 1), ("llama_gqa", 2), ("qwen3", 3)])
+def test_whole_steps_are_recorded_with_their_attention_and_their_messages(
+    kind: str, num_ranks: int, model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three rows fill a bucket of four: what is stored of the fourth is read by none, and its attention is NaN."""
-    recorder = KeptFunctions()
-    with recording(recorder, monkeypatch, is_whole=True), LocalRing(model_paths[kind], 1) as ring:
+    """Three rows fill a bucket of four: what is stored of the fourth is read by none, and its attention is NaN.
+
+    So is that of rows of which a rank holds nothing, as of a prompt of one token on three ranks.
+    """
+    recorders = [KeptFunctions() for _ in range(num_ranks)]
+    with recording(recorders, monkeypatch, is_whole=True), on_stream(model_paths[kind], num_ranks) as ring:
         compile_ranks(ring)
         assert serve_all(ring, greedy()) == right(oracles, kind)
-        (counts,) = eager_steps(ring)
-    assert counts == {RECORDING: recorder.num_recorded}
-    assert recorder.num_recorded <= 6, "one recording for a whole step, of three buckets and of two widths of a table"
-    assert recorder.num_replayed > 20
+        counts = eager_steps(ring)
+        ring.stop_decode()
+        gc.collect()
+        assert not any(recorder.kept for recorder in recorders), "a ring ends when its recordings are gone"
+    assert counts == [{RECORDING: recorder.num_recorded} for recorder in recorders]
+    assert recorders[0].num_recorded <= 6, "one for a whole step, of three buckets and of two widths of a table"
+    assert [recorder.num_replayed for recorder in recorders] == [recorders[0].num_replayed] * num_ranks
+    assert recorders[0].num_replayed > 20
+
+
+def test_all_ranks_record_a_step_anew_when_the_tables_of_one_have_outgrown_their_memory(
+    model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second rank's tables have room in the buffers of 16 blocks."""
+    recorders, prompt, sampling = (
+        [KeptFunctions(), KeptFunctions()],
+        random_tokens(50),
+        SamplingParameters(max_tokens=12),
+    )
+    with recording(recorders, monkeypatch, is_whole=True), on_stream(model_paths["llama_gqa"], 2) as ring:
+        compile_ranks(ring)
+        conversations = [ring.open("short", 64), ring.open("long", 128)]
+        firsts = ring.prefill([Turn(conversation, prompt, sampling) for conversation in conversations])
+        conversations[1].blocks = (conversations[1].blocks[0], conversations[1].blocks[1][:12])
+        ring.start_decode()
+        for conversation in conversations:
+            first = firsts[conversation.name]
+            answer = [first, *ring.decode(conversation, first, sampling)]
+            assert answer == oracles["llama_gqa"].greedy(prompt, 12)
+    assert [(each.num_recorded, each.num_replayed) for each in recorders] == [(2, 20)] * 2
+
+
+@pytest.mark.parametrize("fault", [1, 2])
+def test_a_step_that_one_rank_cannot_record_is_recorded_whole_by_none(
+    fault: int, model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of three ranks records no more from some step on; the others go on in pieces, and messages fit."""
+    recorders = [KeptFunctions(), KeptFunctions(), KeptFunctions(fault)]
+    with recording(recorders, monkeypatch, is_whole=True), on_stream(model_paths["llama_gqa"], 3) as ring:
+        compile_ranks(ring)
+        assert serve_all(ring, greedy()) == right(oracles)
+        first, second, last = eager_steps(ring)
+    assert first == second
+    assert 0 < first[RECORDING_FAILED] <= 3, "each bucket that is not recorded whole is counted once"
+    assert last[RECORDING_FAILED] > first[RECORDING_FAILED]
+    assert recorders[0].num_replayed > 20
+
+
+def test_a_rank_whose_layers_are_not_compiled_has_the_messages_of_the_others(
+    model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = KeptFunctions()
+    with recording(recorder, monkeypatch, is_whole=True), on_stream(model_paths["llama_gqa"], 2) as ring:
+        compile_ranks(ring)
+        parts = ring.workers[1].parts
+        ring.workers[1]._started = replace(parts, model=replace(parts.model, pieces=None))
+        assert serve_all(ring, greedy()) == right(oracles)
+        first, second = eager_steps(ring)
+    assert set(second) == {NOT_COMPILED}
+    assert first[RECORDING_FAILED] == first[RECORDING], "once whole, then in pieces"
+    assert second[NOT_COMPILED] > 20
+
+
+def test_recorded_steps_of_both_variants_alternate(
+    model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gather records whole steps, pass-Q pieces with messages between them."""
+    turns = itertools.cycle([GATHER, PASS_Q, PASS_Q])
+    with recording(KeptFunctions(), monkeypatch, is_whole=True) as patch:
+        patch.setattr(DecodeChoice, "__call__", lambda *_: next(turns))
+        with on_stream(model_paths["llama_gqa"], 3) as ring:
+            compile_ranks(ring)
+            assert serve_all(ring, greedy()) == right(oracles)
+            counts = eager_steps(ring)
+    assert {reason for each in counts for reason in each} == {RECORDING}
+
+
+def test_a_recorded_step_is_waited_for_by_a_deadline_before_the_host_samples_its_rows(
+    model_paths: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else has a deadline for its messages; the ring is then broken for all."""
+    recorders, sampling = [KeptFunctions(), KeptFunctions()], SamplingParameters(max_tokens=9, logprobs=1)
+    sampled: list[int] = []
+
+    def sample(rows: Sequence[SampledRow], logits: Tensor) -> list[Sampled]:
+        sampled.append(recorders[0].num_replayed)
+        return sample_rows(rows, logits)
+
+    def wait(ring: PointToPointRing, event: object) -> None:
+        if ring.rank == 0 and recorders[0].num_replayed:
+            raise Unavailable("the step is late")
+
+    with recording(recorders, monkeypatch, is_whole=True) as patch, on_stream(model_paths["llama_gqa"], 2) as ring:
+        compile_ranks(ring)
+        conversation = ring.open("a", 64)
+        first = ring.prefill([Turn(conversation, random_tokens(9), sampling)])["a"]
+        patch.setattr(decode_step, "sample_rows", sample)
+        patch.setattr(KvCache, "fence", lambda _: object())
+        patch.setattr(PointToPointRing, "await_event", wait)
+        ring.start_decode()
+        ring.admit(conversation, first, sampling)
+        assert [type(fault) for fault in ring.decode_ended()] == [Unavailable] * 2
+    assert sampled == [0], "the first step is computed, the second replayed"
+
+
+def test_a_replayed_step_counts_the_messages_that_it_sends() -> None:
+    """A device that records computes nothing; here it does, and its messages are those of a recording."""
+    stats, device = TransportStats(), torch.device("cpu")
+
+    class Model:
+        pieces = "compiled"
+
+        def hidden_states(self, *_: object) -> Tensor:
+            stats.gathers += 2
+            stats.bytes_sent += 100
+            return torch.zeros(1, 4)
+
+    class Device:
+        def record(self, compute: Callable[[], Any]) -> Recorded:
+            return Recorded(lambda: None, compute())
+
+    runner = GraphRunner(cast("LoadedModel", Model()), Device(), device, stats)
+    inputs = InputBuffers(device).fill([1], [2], [3], [])
+    for number in (1, 2, 3):
+        runner.run_step(inputs, cast("AttentionStep", None))
+        assert (stats.gathers, stats.bytes_sent) == (2 * number, 100 * number)
+    assert runner.eager_steps == {RECORDING: 1}
 
 
 def test_a_step_is_recorded_anew_when_its_inputs_have_outgrown_their_memory(

@@ -57,6 +57,7 @@ class Cuda:
         patch.setattr(torch.cuda, "current_stream", lambda _: self.current)
         patch.setattr(torch.cuda, "stream", self._using)
         patch.setattr(torch.cuda, "graph", self._graph)
+        patch.setattr(torch, "zeros", lambda size, device: self.current)
 
     def _stream(self, device: torch.device, priority: int) -> str:
         self.priorities.append(priority)

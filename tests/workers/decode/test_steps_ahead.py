@@ -6,9 +6,8 @@ Rings of several ranks have messages on the streams of their devices, as NCCL's 
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from cp_core.cost.model import PASS_Q, RingRates
 from cp_core.errors import Unavailable
 from cp_core.transport.interface import RingTransport
 from tests.workers.decode.lazy_device import LazyStream, lazy_devices
-from tests.workers.decode.recording import KeptFunctions, TabledAttention, compile_ranks, recording
+from tests.workers.decode.recording import RATES, KeptFunctions, TabledAttention, compile_ranks, recording
 from tests.workers.decode.test_variants import ENDS, PROMPTS, greedy, serve_all
 from tests.workers.models import Oracle, random_tokens
 from tests.workers.rings import BLOCK_TOKENS, WAIT_SECONDS, LocalRing, Turn
@@ -87,7 +86,7 @@ def events_of(
         return events
 
 
-@pytest.mark.parametrize(("is_recorded", "num_ranks"), [(False, 1), (True, 1), (False, 2), (False, 3)])
+@pytest.mark.parametrize(("is_recorded", "num_ranks"), [(False, 1), (True, 1), (False, 2), (True, 2), (False, 3)])
 def test_sequences_that_join_and_leave_get_the_tokens_of_one_process(
     is_recorded: bool,
     num_ranks: int,
@@ -164,6 +163,25 @@ def test_a_sequence_without_room_leaves_before_the_step_that_would_not_fit(
     with lazy_devices(monkeypatch, num_ranks) as streams:
         assert events_of(model_paths["llama_gqa"], samplings, num_ranks, room) == expected
     assert [max(stream.left) for stream in streams] == [2] * num_ranks
+
+
+@pytest.mark.parametrize("prompt", [random_tokens(1), random_tokens(40)])
+def test_a_recorded_step_serves_shards_that_were_empty_when_it_was_recorded(
+    prompt: list[int],
+    model_paths: Models,
+    oracles: Oracles,
+    streams: list[LazyStream],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks record what they are, a rank without KV among them, and who stores a token changes in each step."""
+    recorders, sampling = [KeptFunctions() for _ in range(3)], SamplingParameters(max_tokens=20)
+    with recording(recorders, monkeypatch, is_whole=True), ring_of(model_paths["llama_gqa"], 3) as ring:
+        compile_ranks(ring)
+        conversation = ring.open("a", 64)
+        first = ring.prefill([Turn(conversation, prompt, sampling)])["a"]
+        ring.start_decode()
+        assert [first, *ring.decode(conversation, first, sampling)] == oracles["llama_gqa"].greedy(prompt, 20)
+    assert [(each.num_recorded, each.num_replayed) for each in recorders] == [(1, 18)] * 3
 
 
 @pytest.mark.parametrize("is_recorded", [False, True])
@@ -260,11 +278,10 @@ def test_a_step_of_another_variant_waits_for_the_tokens_before_it(
 def test_prompts_and_measurements_of_a_ring_come_between_steps_that_are_done(
     model_paths: Models, oracles: Oracles, streams: list[LazyStream], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rates = RingRates(gemm_flops=1.0, attention_flops=1.0, link_bytes_per_second=1.0, link_latency_seconds=1.0)
 
     def measured(_: RankWorker, ring: RingTransport) -> RingRates:
         assert streams[ring.rank].is_idle
-        return rates
+        return RATES
 
     monkeypatch.setattr(RankWorker, "_probe", measured)
     prompts = {"a": random_tokens(9), "b": random_tokens(14, seed=3)}
@@ -281,7 +298,7 @@ def test_prompts_and_measurements_of_a_ring_come_between_steps_that_are_done(
                 told[event.sequence_id].append(event.token_id)
                 if event.prompt_seconds is not None:
                     ring.admit(conversations["b"], event.token_id, sampling)
-                    assert ring.workers[0].probe_between_steps(WAIT_SECONDS) == rates
+                    assert ring.workers[0].probe_between_steps(WAIT_SECONDS) == RATES
     assert told == {name: oracles["llama_gqa"].greedy(prompt, 30) for name, prompt in prompts.items()}
     assert all(stream.left.count(2) > 10 for stream in streams[:2])
 
@@ -309,135 +326,3 @@ def test_a_device_that_fails_breaks_the_ring_after_the_tokens_that_it_gave(
         with pytest.raises(Unavailable, match=r"the decode loop of test-0 broke: (an illegal address|rank \d left)"):
             told += itertools.chain.from_iterable(iter(partial(tokens_of, ring), []))
     assert [first, *told] == oracles["llama_gqa"].greedy(prompt, 1 + len(told))
-
-
-@dataclass
-class Plan:
-    """Sequence of a random play: it leaves by its tokens or, after so many of them, by an order."""
-
-    prompt: list[int]
-    sampling: SamplingParameters
-    removed_after: int
-
-
-def plans_of(draws: random.Random) -> dict[str, Plan]:
-    return {
-        name: Plan(
-            random_tokens(draws.randint(1, 20), seed=draws.randint(0, 99)),
-            SamplingParameters(
-                max_tokens=draws.randint(2, 50),
-                temperature=draws.choice([0.0, 0.0, 0.8]),
-                top_p=draws.choice([1.0, 0.9]),
-                seed=draws.randint(0, 99),
-                logprobs=1 if draws.random() < 0.1 else None,
-            ),
-            draws.choice([99, 99, 99, 12]),
-        )
-        for name in "abcdefgh"
-    }
-
-
-def stop_somewhere(ring: LocalRing, plans: Mapping[str, Plan], draws: random.Random) -> dict[str, list[int]]:
-    """Decode each sequence alone, and let half of them stop at a token that comes -> all tokens of each."""
-    answers = {}
-    conversations = {name: ring.open(name, 80) for name in plans}
-    firsts = ring.prefill([Turn(conversations[name], plan.prompt, plan.sampling) for name, plan in plans.items()])
-    ring.start_decode()
-    for name, plan in plans.items():
-        answer = [firsts[name], *ring.decode(conversations[name], firsts[name], plan.sampling)]
-        later = [token for token in answer[1:] if token != answer[0]]
-        if later and draws.random() < 0.5:
-            stop = draws.choice(later)
-            plan.sampling = replace(plan.sampling, stop_token_ids=(stop,))
-            answer = answer[: answer.index(stop) + 1]
-        answers[name] = answer
-    return answers
-
-
-class Play:
-    """Leader of one ring that admits, grows, removes and admits again in random order."""
-
-    def __init__(self, ring: LocalRing, plans: Mapping[str, Plan], draws: random.Random) -> None:
-        self._ring, self._plans, self._draws = ring, plans, draws
-        self.conversations = {name: ring.open(name, 80) for name in plans}
-        self.told: dict[str, list[int]] = {}
-        self._events: dict[str, list[DecodeEvent]] = {}
-        self._num_blocks: dict[str, int] = {}
-        self._waiting, self._running, self.removed = list(plans), set[str](), set[str]()
-
-    def run(self) -> None:
-        """Play until all sequences have left."""
-        turns = [Turn(self.conversations[name], plan.prompt, plan.sampling) for name, plan in self._plans.items()]
-        self.told = {name: [first] for name, first in self._ring.prefill(turns).items()}
-        self._ring.start_decode()
-        self._join()
-        while self._running:
-            for event in self._ring.next_events():
-                self._follow(event)
-                if not self._running or self._draws.random() < 0.1:
-                    self._join()
-        self._ring.stop_decode()
-
-    def _join(self) -> None:
-        if self._waiting:
-            self._admit(self._waiting.pop())
-
-    def _admit(self, name: str) -> None:
-        conversation, told = self.conversations[name], self.told[name]
-        num_ranks = self._ring.num_ranks
-        self._num_blocks[name] = count = max(conversation.held) // BLOCK_TOKENS + self._draws.randint(1, 9 // num_ranks)
-        admitted = replace(conversation, blocks=tuple(table[:count] for table in conversation.blocks))
-        self._ring.admit(admitted, told[-1], self._plans[name].sampling, num_generated=len(told))
-        self._events[name] = []
-        self._running.add(name)
-
-    def _follow(self, event: DecodeEvent) -> None:
-        name = event.sequence_id
-        events, told, conversation = self._events[name], self.told[name], self.conversations[name]
-        events.append(event)
-        if event.token_id is not None:
-            told.append(event.token_id)
-        if event.has_left:
-            self._running.remove(name)
-            num_tokens = sum(each.token_id is not None for each in events)
-            self._ring.note_decoded(conversation, told[-1 - num_tokens], events)
-            if event.is_starved and name not in self.removed:
-                self._admit(name)
-        elif len(told) >= self._plans[name].removed_after and name not in self.removed:
-            self.removed.add(name)
-            self._ring.remove(name)
-        elif (
-            self._num_blocks[name] * BLOCK_TOKENS < event.kv_tokens / self._ring.num_ranks + 3
-            and self._draws.random() < 0.6
-        ):
-            count = self._num_blocks[name]
-            self._num_blocks[name] += 1
-            blocks = tuple(table[count : count + 1] for table in conversation.blocks)
-            self._ring.workers[0].submit([GrowSequence(sequence_id=name, blocks=blocks)])
-
-
-@pytest.mark.parametrize(("seed", "num_ranks"), [(0, 1), (1, 1), (2, 1), (3, 2), (4, 2), (5, 2), (6, 3), (7, 3)])
-def test_any_admissions_growths_and_ends_leave_the_tokens_and_the_kv_of_steps_that_wait(
-    seed: int, num_ranks: int, model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Eight sequences, and the token after a question upon the KV that each of them has left."""
-    draws, path = random.Random(seed), model_paths["llama_gqa"]
-    plans = plans_of(draws)
-    with LocalRing(path, 1, attention_backend="reference") as ring:
-        answers = stop_somewhere(ring, plans, draws)
-    question, sampling = random_tokens(5, seed=77), SamplingParameters()
-    with (
-        lazy_devices(monkeypatch, num_ranks) as streams,
-        ring_of(path, num_ranks, attention_backend="reference") as ring,
-    ):
-        play = Play(ring, plans, draws)
-        play.run()
-        turns = [Turn(each, question, sampling) for each in play.conversations.values()]
-        following = ring.prefill(turns)
-    assert all(2 in stream.left for stream in streams), "some steps were read while the next was under way"
-    for name, told in play.told.items():
-        assert told == answers[name][: len(told)], name
-        assert len(told) == len(answers[name]) or name in play.removed, name
-        tokens = play.conversations[name].tokens
-        assert tokens == [*plans[name].prompt, *answers[name], *question][: len(tokens) - 5] + question
-        assert following[name] == oracles["llama_gqa"].greedy(tokens, 1)[0], name
