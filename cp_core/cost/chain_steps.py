@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from cp_core.cost.chain import ChainRates, Cuts, chain_closed_form
 
@@ -54,25 +54,9 @@ def _places(rates: RingRates, num_ranks: int) -> list[tuple[float, float]]:
     return [(late, -speed) for late, speed in zip(lateness, speeds, strict=True)]
 
 
-class ChainParts(NamedTuple):
-    """Seconds of a chain's step with all messages hidden that may be, those of these messages, and its overhead."""
-
-    hidden: float
-    may_hide: float
-    overhead: float
-
-    @classmethod
-    def of(cls, cuts: Cuts, cached: int, rates: ChainRates) -> ChainParts:
-        """Return the parts of a step by given cuts."""
-        return cls(
-            hidden=chain_closed_form(cuts, cached, rates),
-            may_hide=hidden_seconds(cuts, cached, rates),
-            overhead=rates.num_layers * rates.overhead_seconds * rates.busy_share(cuts),
-        )
-
-    def seconds(self, overlap: float) -> float:
-        """Return the seconds where a share of the messages hides."""
-        return self.hidden + (1.0 - overlap) * self.may_hide + self.overhead
+def step_seconds(cuts: Cuts, cached: int, rates: ChainRates) -> float:
+    """Return the predicted seconds of a step by given cuts, with its overhead."""
+    return chain_closed_form(cuts, cached, rates) + rates.overhead(cuts)
 
 
 def quick_cuts(num_tokens: int, cached: int, rates: ChainRates) -> Cuts:
@@ -103,7 +87,7 @@ def quick_cuts(num_tokens: int, cached: int, rates: ChainRates) -> Cuts:
             sped = replace(rates, speeds=tuple(faster * each for each in speeds)) if faster > 1.0 else rates
             cuts = _balanced(num_tokens, cached, sped, empty, evens[empty] * shares[empty] / faster)
             if cuts not in known:
-                known[cuts] = ChainParts.of(cuts, cached, rates).seconds(rates.overlap)
+                known[cuts] = step_seconds(cuts, cached, rates)
                 least = min(least, known[cuts])
     return min(known, key=known.__getitem__)
 
@@ -116,9 +100,9 @@ def _balanced(num_tokens: int, cached: int, rates: ChainRates, empty: int, even:
     num_ranks = rates.num_ranks
     pairs = rates.square(num_tokens) + num_tokens * cached
     work = num_tokens * rates.token_seconds + pairs * rates.pair_seconds
-    low, high = even, max(rates.lateness) / rates.num_layers + work / min(rates.speeds)
     # In less than this, links carry cached KV alone: then the last rank computes all, or it takes longer.
     cached_alone = rates.byte_seconds(0) * cached * (num_ranks - empty - 1) / num_ranks
+    low, high = even, max(rates.lateness) / rates.num_layers + work / min(rates.speeds) + cached_alone
     if cached_alone > low:
         if work / rates.speeds[-1] + rates.lateness[-1] / rates.num_layers <= cached_alone:
             return (*(0,) * num_ranks, num_tokens)
@@ -143,23 +127,38 @@ def _balanced(num_tokens: int, cached: int, rates: ChainRates, empty: int, even:
 
 
 def _filled(seconds: float, cached: int, rates: ChainRates, empty: int) -> list[float]:
-    """Return the cuts of positions whose processor and link work for at most `seconds` of each layer."""
+    """Return the cuts of positions whose processor and link work for at most `seconds` of each layer.
+
+    Work w and messages l take max(w, l) + q min(w, l), which is the larger one of w + q l and l + q w: q is the share
+    of messages that does not hide.
+    """
     num_ranks, byte_seconds = rates.num_ranks, rates.kv_bytes / rates.link_bytes_per_second
     # Its share of the cached KV goes to all other ranks with new tokens.
-    most = max(0.0, seconds / byte_seconds - cached * (num_ranks - empty - 1) / num_ranks)
+    shares = cached * (num_ranks - empty - 1) / num_ranks
     speeds, lateness, num_layers = rates.speeds, rates.lateness, rates.num_layers
     pair_seconds, half, cut = rates.pair_seconds, rates.square(1.0) * rates.pair_seconds, 0.0
     before = rates.token_seconds + pair_seconds * cached
+    exposed = 1.0 - rates.overlap
     cuts = [0.0] * (empty + 1)
     for place in range(empty, num_ranks):
-        # half t^2 + b t = c, in the form of its root that does not cancel.
-        c = (seconds - lateness[place] / num_layers) * speeds[place]
-        if c > 0.0:
-            b = before + pair_seconds * cut
-            longer = cut + 2 * c / (b + math.sqrt(b * b + 4 * half * c))
-            cut = longer if place == num_ranks - 1 or longer < most else max(cut, most)
+        speed, is_last = speeds[place], place == num_ranks - 1
+        left, work = (seconds - lateness[place] / num_layers) * speed, before + pair_seconds * cut
+        # The last one sends no new KV.
+        hop, sent = (0.0, shares) if is_last else (byte_seconds * speed, cut + shares)
+        sent *= byte_seconds * speed
+        cut += min(
+            _root(half, work + exposed * hop, left - exposed * sent),
+            _root(exposed * half, exposed * work + hop, seconds * speed - sent),
+        )
         cuts.append(cut)
     return cuts
+
+
+def _root(a: float, b: float, c: float) -> float:
+    """Return the t >= 0 with a t^2 + b t = c, in the form that does not cancel; 0 for c < 0, no bound for b = 0."""
+    if c <= 0.0:
+        return 0.0
+    return 2 * c / (b + math.sqrt(b * b + 4 * a * c)) if b else math.inf
 
 
 _Entry = tuple[float, float]
@@ -171,10 +170,10 @@ class ChainPredictor:
 
     The closed form is computed for T = 2^(i/2) and 1 + P / T = 2^(j/2), as a multiple of what the matrix products and
     the attention take on one rank. Between these the multiple is linear: a router asks for many steps while it places
-    one turn. Of messages that hide behind a layer, the share that the overlap leaves is added. So are the overhead of
-    a layer and the starts of the hops of pass-KV in each: a profile's starts hold what a rank waits for late ones, and
-    a gain that rests on starts alone is not to be claimed. A calibration measures overlap and overhead of chains; else
-    they are those of the ring. Late ranks are in the closed form, and not once more in the seconds of every step.
+    one turn. The overhead of a layer is added, and the starts of the hops of pass-KV in each: a profile's starts hold
+    what a rank waits for late ones, and a gain that rests on starts alone is not to be claimed. A calibration measures
+    overlap and overhead of chains; else they are those of the ring. Late ranks are in the closed form, and not once
+    more in the seconds of every step.
     """
 
     __slots__ = ("_entries", "_model", "_num_ranks", "_prefill_rates", "_rates", "_step_seconds")
@@ -208,10 +207,9 @@ class ChainPredictor:
         overhead = rates.num_layers * rates.overhead_seconds * share
         return multiple * self._alone(new_tokens, cached_tokens) + overhead + self._step_seconds
 
-    def of_cuts(self, cuts: Cuts, cached_tokens: int) -> ChainParts:
-        """Return the parts of a step by given cuts."""
-        parts = ChainParts.of(cuts, cached_tokens, self.rates)
-        return parts._replace(hidden=parts.hidden + self._step_seconds)
+    def of_cuts(self, cuts: Cuts, cached_tokens: int) -> float:
+        """Return the seconds of a step by given cuts."""
+        return step_seconds(cuts, cached_tokens, self.rates) + self._step_seconds
 
     def _between(self, i: int, j: int, below: float) -> _Entry:
         entry = self._entry(i, j)
@@ -228,9 +226,7 @@ class ChainPredictor:
             if len(self._entries) >= MAX_ENTRIES:
                 self._entries.clear()
             cuts = quick_cuts(new_tokens, cached, self.rates)
-            parts = ChainParts.of(cuts, cached, self.rates)
-            computed = parts.seconds(self.rates.overlap) - parts.overhead
-            multiple = computed / self._alone(new_tokens, cached)
+            multiple = chain_closed_form(cuts, cached, self.rates) / self._alone(new_tokens, cached)
             entry = self._entries[i, j] = multiple, self.rates.busy_share(cuts)
         return entry
 
@@ -239,15 +235,3 @@ class ChainPredictor:
         pairs = new_tokens * cached_tokens + new_tokens * (new_tokens + 1) / 2
         layer = new_tokens * rates.token_seconds + pairs * rates.pair_seconds
         return rates.num_layers * layer + rates.head_seconds
-
-
-def hidden_seconds(cuts: Cuts, cached: int, rates: ChainRates) -> float:
-    """Return the seconds in which the busiest link works while its processor does, over all layers but one."""
-    num_ranks, hidden = rates.num_ranks, 0.0
-    for place, speed in enumerate(rates.speeds[:-1]):
-        start, stop = cuts[place], cuts[place + 1]
-        pairs = (stop - start) * (cached + start) + rates.square(stop - start)
-        work = ((stop - start) * rates.token_seconds + pairs * rates.pair_seconds) / speed
-        num_bytes = (stop + cached * (num_ranks - 1) / num_ranks) * rates.kv_bytes
-        hidden = max(hidden, min(work, num_bytes / rates.link_bytes_per_second))
-    return (rates.num_layers - 1) * hidden

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -13,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cp_core.cost.chain import Cuts
-from cp_core.cost.chain_steps import ChainParts, ChainPredictor, chain_rates, quick_cuts
+from cp_core.cost.chain_steps import ChainPredictor, chain_rates, quick_cuts
 from cp_core.cost.decode import StepCost, predict_profiled_step
 from cp_core.cost.memory import WeightBytes
 from cp_core.cost.model import CHAIN, ModelShape, PrefillRates
@@ -28,7 +27,7 @@ SLOPE_STEP = 1e-5
 # A constant changes by less than this factor's logarithm in one round.
 MAX_MOVE = 0.5
 MAX_ROUNDS = 200
-LEAST_GAIN = 1e-12
+LEAST_GAIN = 1e-8
 MAX_DAMPING = 1e12
 
 PREFILL_CONSTANTS = (
@@ -39,10 +38,8 @@ PREFILL_CONSTANTS = (
     "cached_overhead_seconds",
     "sum_bytes_per_second",
 )
-LONE_SPEEDS = 13
-"""Speeds of a lone rank, from 1 to the number of ranks, for which a fit computes the times of chains."""
-CHAIN_CONSTANTS = ("chain_overhead", "chain_overlap", "lone_speed")
-"""Constants that chains alone have: the others' ranks all compute at the same time."""
+CHAIN_CONSTANTS = ("chain_overhead", "chain_overlap")
+"""Constants that chains alone have and that no ring measures of itself."""
 RATIO_WEIGHT = 2.0
 """Weight of a ratio's residual beside 1 of a sample's: a disturbed machine spoils samples first."""
 DISTURBED = 2.385
@@ -132,9 +129,7 @@ class StepSample:
 def predicted_prefill(model: ModelShape, profile: HardwareProfile, sample: PrefillSample) -> float:
     """Return the seconds that the profile predicts for a sample, step by step."""
     if sample.chain_cuts:
-        constants = profile.prefill
-        overlap = constants.overlap if constants.chain_overlap is None else constants.chain_overlap
-        return _chain_parts(model, profile, sample).seconds(overlap)
+        return _predicted_chain(model, profile, sample)
     return sum(
         predict_turn(
             model,
@@ -151,15 +146,14 @@ def predicted_prefill(model: ModelShape, profile: HardwareProfile, sample: Prefi
     )
 
 
-def _chain_parts(model: ModelShape, profile: HardwareProfile, sample: PrefillSample) -> ChainParts:
-    """Return the parts of all steps of a chain by its cuts."""
-    share, steps = model.share(sample.tp), []
+def _predicted_chain(model: ModelShape, profile: HardwareProfile, sample: PrefillSample) -> float:
+    """Return the seconds that the profile predicts for a chain by the cuts of its steps."""
+    share, seconds = model.share(sample.tp), 0.0
     predictors = [ChainPredictor(share, sample.rates(profile, start), sample.cp) for start in (0, 1)]
     for cuts, (start, stop) in zip(sample.chain_cuts, sample.steps, strict=True):
-        parts = predictors[start > 0].of_cuts(cuts, start)
-        sums = sum_seconds(model, profile, sample.tp, -(-(stop - start) // sample.cp))
-        steps.append(parts._replace(hidden=parts.hidden + sums))
-    return ChainParts(*map(math.fsum, zip(*steps, strict=True)))
+        seconds += predictors[start > 0].of_cuts(cuts, start)
+        seconds += sum_seconds(model, profile, sample.tp, -(-(stop - start) // sample.cp))
+    return seconds
 
 
 def with_chain_cuts(model: ModelShape, profile: HardwareProfile, sample: PrefillSample) -> PrefillSample:
@@ -212,44 +206,6 @@ def fit_prefill(
         return np.array([predicted_prefill(model, moved, each) for each in samples])
 
     return _with_prefill(profile, names, _fitted(predict, start, samples, trust, ratios, is_robust=is_robust))
-
-
-def fit_chain(
-    model: ModelShape,
-    profile: HardwareProfile,
-    samples: Sequence[PrefillSample],
-    overlap: float,
-    trust: float = 0.0,
-    ratios: Sequence[PrefillRatio] = (),
-) -> HardwareProfile:
-    """Return `profile` with the CHAIN_CONSTANTS that fit the samples best; robust, as `fit_prefill`.
-
-    They begin at the overhead of the ring, this overlap, and ranks that share nothing. Raises ConfigError as that does.
-    """
-    _require(samples, CHAIN_CONSTANTS)
-    others = np.array([predicted_prefill(model, profile, each) for each in samples])
-    chains = [place for place, each in enumerate(samples) if each.algorithm == CHAIN]
-    most = float(max(each.cp for each in samples))
-    grid = np.log(most) * np.linspace(0.0, 1.0, LONE_SPEEDS)
-
-    def parts(lone_speed: float) -> list[ChainParts]:
-        constants = replace(profile.prefill, chain_overhead=1.0, lone_speed=lone_speed)
-        return [_chain_parts(model, replace(profile, prefill=constants), samples[place]) for place in chains]
-
-    # [lone speed, chain, part]; between the speeds of the grid the parts are linear.
-    known = np.array([parts(float(speed)) for speed in np.exp(grid)])
-
-    def predict(values: Vector) -> Vector:
-        overhead, overlap, lone_speed = map(float, values)
-        place = min(abs(math.log(lone_speed)), grid[-1]) / max(grid[1], 1e-9)
-        low = min(int(place), LONE_SPEEDS - 2)
-        hidden, may_hide, fixed = (known[low] + (place - low) * (known[low + 1] - known[low])).T
-        seconds = others.copy()
-        seconds[chains] = hidden + (1.0 - _share(overlap)) * may_hide + overhead * fixed
-        return seconds
-
-    found = _fitted(predict, np.array([1.0, overlap, 1.0]), samples, trust, ratios, is_robust=True)
-    return _with_prefill(profile, CHAIN_CONSTANTS, found)
 
 
 def _fitted(
@@ -324,8 +280,6 @@ def _with_prefill(profile: HardwareProfile, names: Sequence[str], values: Vector
     moved: dict[str, Any] = dict(zip(names, map(float, values), strict=True))
     for name in moved.keys() & {"overlap", "chain_overlap"}:
         moved[name] = _share(moved[name])
-    if "lone_speed" in moved:
-        moved["lone_speed"] = 1.0 / _share(moved["lone_speed"])
     return replace(profile, prefill=replace(profile.prefill, **moved))
 
 

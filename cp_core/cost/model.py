@@ -101,7 +101,8 @@ class RingRates:
     step of any length takes in addition. All rates are 0 before the first measurement. Where ranks are unlike, the
     rates are those of the slowest, and `speeds` says how many times as fast as that one each rank is; empty where all
     are alike. `lateness` are the seconds by which each rank begins a step after the first; empty where none is late.
-    `step_seconds` contain the longest, for which the ranks of a ring wait.
+    `step_seconds` contain the longest, for which the ranks of a ring wait. All rates are those of ranks that compute
+    together: where they share cores, a GPU or its memory, one computes `lone_speed` times as fast while others wait.
     """
 
     gemm_flops: float
@@ -112,6 +113,7 @@ class RingRates:
     speeds: tuple[float, ...] = ()
     step_seconds: float = 0.0
     lateness: tuple[float, ...] = ()
+    lone_speed: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,8 +121,7 @@ class PrefillRates:
     """Rates of one rank in prefill steps: those of its ring, and seconds a layer that nothing else explains.
 
     An all-to-all has the link's rate and start unless its own are given, and a chain the ring's overlap.
-    `chain_overhead` is the share of a ring's overhead and starts that a chain's layers have. Where ranks share cores, a
-    GPU or its memory, one computes up to `lone_speed` times as fast while the others wait.
+    `chain_overhead` is the share of a ring's overhead and starts that a chain's layers have.
     """
 
     ring: RingRates
@@ -129,7 +130,6 @@ class PrefillRates:
     all_to_all_latency_seconds: float | None = None
     chain_overhead: float = 1.0
     chain_overlap: float | None = None
-    lone_speed: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("gemm_flops", "attention_flops", "link_bytes_per_second"):

@@ -29,7 +29,7 @@ class PrefillConstants:
     A hop's latency is its whole start, with the wait for a late peer. Overheads are a layer's: always, for each rank
     after the first, and where there are cached tokens. Sums are those of tensor parallelism: bytes/s of a ring
     all-reduce inside one host, and over several. A chain has the overlap of a ring unless its own was measured;
-    `chain_overhead` and `lone_speed` are those of PrefillRates.
+    `chain_overhead` is that of PrefillRates, `lone_speed` that of RingRates.
     """
 
     gemm_flops: float
@@ -58,13 +58,13 @@ class PrefillConstants:
                 link_bytes_per_second=self.link_bytes_per_second,
                 link_latency_seconds=self.link_latency_seconds,
                 overlap=self.overlap,
+                lone_speed=self.lone_speed,
             ),
             layer_overhead_seconds=overhead + (self.cached_overhead_seconds if is_cached else 0.0),
             all_to_all_bytes_per_second=self.all_to_all_bytes_per_second,
             all_to_all_latency_seconds=self.all_to_all_latency_seconds,
             chain_overhead=self.chain_overhead,
             chain_overlap=self.chain_overlap,
-            lone_speed=self.lone_speed,
         )
 
 

@@ -114,7 +114,7 @@ def _measure(source: Source, options: argparse.Namespace) -> list[Claim]:
 def _measure_links(options: argparse.Namespace) -> list[Claim]:
     """Measure rings on links; an interrupted measurement has the claims on the rates that it has finished."""
     from services.offline.bench.selection.measure import measured_in_namespaces
-    from services.offline.bench.selection.results import SelectionReport
+    from services.offline.bench.selection.results import SelectionReport, ring_lines
     from services.offline.bench.systems.links import link_claims, link_settings
 
     settings = link_settings(options.ranks, options.rates.split(","), options.rounds)
@@ -126,4 +126,6 @@ def _measure_links(options: argparse.Namespace) -> list[Claim]:
         print(f"interrupted after {len(done)} of {len(settings.ranks) * len(settings.rates)} rings", file=sys.stderr)
         if not done:
             raise
-    return link_claims(done[-1])
+    claims = link_claims(done[-1])
+    print(*ring_lines(done[-1]), *(figure.name for figure in claims[0].figures), sep="\n", file=sys.stderr)
+    return claims

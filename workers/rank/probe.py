@@ -62,6 +62,11 @@ NO_LINK_BYTES_PER_SECOND: Final = 1e15
 DECODE_SECONDS_PER_RATE: Final = 0.05
 # Matrices multiplied in turn have the size of the model's together, or this one: then none stays in a cache.
 WEIGHTS_BYTES: Final = 96 << 20
+# Windows in which all ranks compute, and as many in which the first one does.
+SHARING_WINDOWS: Final = 3
+SHARING_SECONDS: Final = 0.04
+# Speed of a lone rank below which ranks share nothing: measurements of ranks with cores of their own differ by less.
+LEAST_SHARING: Final = 1.15
 BUSY_MESSAGES: Final = 40
 BUSY_MESSAGE_BYTES: Final = 64
 
@@ -76,22 +81,25 @@ def probe_rates(
 ) -> RingRates:
     """Measure prefill on this rank, and its link to the next rank."""
     sizes = sizes_on(device, backend)
-    gemm = _gemm_flops(info, device, sizes.gemm_tokens)
+    multiply = _product(info, device, sizes.gemm_tokens)
+    multiply_seconds = min(_times_within(SECONDS_PER_RATE, multiply, device))
     attend = _attention(info, device, backend, sizes.query_tokens, sizes.stored_tokens)
     attention_seconds = min(_times_within(SECONDS_PER_RATE, attend, device))
     attention = 4.0 * sizes.query_tokens * sizes.stored_tokens * info.num_heads * info.head_dim / attention_seconds
     if transport.size == 1:
-        bandwidth, latency, overlap = NO_LINK_BYTES_PER_SECOND, 0.0, 1.0
+        bandwidth, latency, overlap, sharing = NO_LINK_BYTES_PER_SECOND, 0.0, 1.0, NO_SHARING
     else:
+        sharing = _sharing(multiply, transport, device)
         latency = _exchange_seconds(transport, 8, LATENCY_EXCHANGES, device)
         bandwidth = _link_bytes_per_second(transport, latency, device)
         overlap = _overlap(transport, attend, int(bandwidth * attention_seconds), device)
     return RingRates(
-        gemm_flops=gemm,
-        attention_flops=attention,
+        gemm_flops=_product_flops(info, sizes.gemm_tokens) / multiply_seconds / sharing.slowdown,
+        attention_flops=attention / sharing.slowdown,
         link_bytes_per_second=bandwidth,
         link_latency_seconds=latency,
         overlap=overlap,
+        lone_speed=sharing.lone_speed,
     )
 
 
@@ -137,12 +145,15 @@ def probe_decode_rates(
 # --- computation -----------------------------------------------------------------------------------------------------
 
 
-def _gemm_flops(info: ModelInfo, device: torch.device, num_tokens: int) -> float:
-    """Measure FLOP/s of the model's widest linear layer."""
+def _product(info: ModelInfo, device: torch.device, num_tokens: int) -> Callable[[], object]:
+    """Return the product of the model's widest linear layer: `_product_flops` operations."""
     tokens = torch.ones(num_tokens, info.hidden_size, dtype=DTYPES[info.dtype], device=device)
     layer = _linear(info, device)
-    seconds = min(_times_within(SECONDS_PER_RATE, lambda: layer(tokens), device))
-    return 2.0 * num_tokens * info.hidden_size * info.intermediate_size / seconds
+    return lambda: layer(tokens)
+
+
+def _product_flops(info: ModelInfo, num_tokens: int) -> float:
+    return 2.0 * num_tokens * info.hidden_size * info.intermediate_size
 
 
 def _linear(info: ModelInfo, device: torch.device) -> Linear:
@@ -176,6 +187,49 @@ def _paged_attention(
     lengths = torch.full((1,), stored_tokens, dtype=torch.int32, device=device)
     shards, scale, indices = PagedShards(k, v, table, (stored_tokens,), lengths), info.head_dim**-0.5, RowIndices()
     return lambda: attend_pages(backend, q, shards, scale, indices)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sharing:
+    """Effect of computing together: one rank is `lone_speed` times as fast while the others wait.
+
+    Runs take `slowdown` times as long as the shortest one while all compute.
+    """
+
+    lone_speed: float
+    slowdown: float
+
+
+NO_SHARING: Final = _Sharing(lone_speed=1.0, slowdown=1.0)
+
+
+def _sharing(compute: Callable[[], object], transport: RingTransport, device: torch.device) -> _Sharing:
+    """Measure how ranks share what computes, the same for all; collective.
+
+    Runs of a window are counted, since a shortest run may tell nothing: ranks that share a core have it in turn, and
+    most of their runs take as long as those of a lone rank. The least of all windows counts, since other work that
+    comes and goes makes ranks look as if they shared.
+    """
+    found = []
+    _gathered((0.0, 0.0), transport, device)  # all begin at the same time
+    for _ in range(SHARING_WINDOWS):
+        times = _times_within(SHARING_SECONDS, compute, device)
+        mean = statistics.fmean(times)
+        each = _gathered((1.0 / mean, mean / min(times)), transport, device)
+        lone = _times_within(SHARING_SECONDS, compute, device) if transport.rank == 0 else [1.0]
+        ((alone, _), *_) = _gathered((1.0 / statistics.fmean(lone), 0.0), transport, device)
+        lone_speed = alone / statistics.fmean(rate for rate, _ in each)
+        slowdown = statistics.fmean(slower for _, slower in each)
+        found.append(_Sharing(lone_speed=min(lone_speed, float(transport.size)), slowdown=slowdown))
+    least = min(found, key=lambda each: each.lone_speed)
+    return least if least.lone_speed >= LEAST_SHARING else NO_SHARING
+
+
+def _gathered(own: tuple[float, float], transport: RingTransport, device: torch.device) -> list[tuple[float, float]]:
+    """Return the two numbers of every rank; none goes on before all have come."""
+    numbers = list(torch.empty(transport.size, 2, device=device))
+    transport.gather_all(torch.tensor(own, device=device), numbers).wait()
+    return [(float(first), float(second)) for first, second in numbers]
 
 
 def _decode_seconds(run: Callable[[], object], device: torch.device) -> float:

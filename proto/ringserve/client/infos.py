@@ -42,6 +42,7 @@ class RingRates:
 
     `step_seconds` are those that every step takes in addition. Where ranks are unlike, `speeds` says how many times as
     fast as the slowest each is; where ranks begin a step late, `lateness` has the seconds of each after the first.
+    Where ranks share what computes, one is `lone_speed` times as fast while the others wait; 0: not known.
     """
 
     gemm_flops: float = 0.0
@@ -52,6 +53,7 @@ class RingRates:
     speeds: tuple[float, ...] = ()
     step_seconds: float = 0.0
     lateness: tuple[float, ...] = ()
+    lone_speed: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

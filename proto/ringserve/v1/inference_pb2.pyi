@@ -1723,12 +1723,15 @@ class RingRates(_message.Message):
     SPEEDS_FIELD_NUMBER: _builtins.int
     STEP_SECONDS_FIELD_NUMBER: _builtins.int
     LATENESS_FIELD_NUMBER: _builtins.int
+    LONE_SPEED_FIELD_NUMBER: _builtins.int
     gemm_flops: _builtins.float
     attention_flops: _builtins.float
     link_bytes_per_second: _builtins.float
     link_latency_seconds: _builtins.float
     overlap: _builtins.float
     step_seconds: _builtins.float
+    lone_speed: _builtins.float
+    """Where ranks share what computes: times that one is as fast while the others wait; 1 where they do not."""
     @_builtins.property
     def speeds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Where ranks are unlike: times that each is as fast as the slowest, whose rates these are."""
@@ -1748,10 +1751,11 @@ class RingRates(_message.Message):
         speeds: _abc.Iterable[_builtins.float] | None = ...,
         step_seconds: _builtins.float = ...,
         lateness: _abc.Iterable[_builtins.float] | None = ...,
+        lone_speed: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_flops", b"attention_flops", "gemm_flops", b"gemm_flops", "lateness", b"lateness", "link_bytes_per_second", b"link_bytes_per_second", "link_latency_seconds", b"link_latency_seconds", "overlap", b"overlap", "speeds", b"speeds", "step_seconds", b"step_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_flops", b"attention_flops", "gemm_flops", b"gemm_flops", "lateness", b"lateness", "link_bytes_per_second", b"link_bytes_per_second", "link_latency_seconds", b"link_latency_seconds", "lone_speed", b"lone_speed", "overlap", b"overlap", "speeds", b"speeds", "step_seconds", b"step_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

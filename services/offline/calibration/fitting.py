@@ -11,7 +11,6 @@ from cp_core.cost.fit import (
     CHAIN_CONSTANTS,
     PrefillRatio,
     StepSample,
-    fit_chain,
     fit_decode,
     fit_prefill,
     predicted_prefill,
@@ -70,6 +69,7 @@ def profile_from_rings(model: ModelInfo, rings: Sequence[RingInfo], name: str) -
             link_bytes_per_second=median(each.link_bytes_per_second for each in linked),
             link_latency_seconds=median(each.link_latency_seconds for each in linked),
             overlap=median(each.overlap for each in linked),
+            lone_speed=median(each.lone_speed for each in linked),
         ),
         name=name,
         element_bytes=element_bytes,
@@ -103,6 +103,7 @@ def profile_from_rates(
             host_sum_bytes_per_second=link,
             sum_bytes_per_second=link,
             overlap=rates.overlap,
+            lone_speed=max(1.0, rates.lone_speed),
             layer_overhead_seconds=LEAST_SECONDS,
             cached_overhead_seconds=LEAST_SECONDS,
         ),
@@ -227,8 +228,9 @@ def _without_chain(measurements: Sequence[Measurement]) -> list[Measurement]:
 
 
 def _fitted(model: ModelShape, before: HardwareProfile, measurements: Sequence[Measurement]) -> HardwareProfile:
-    of_ring = _without_chain(measurements)
-    samples = [each.sample for each in of_ring]
+    """Fit all algorithms together: on slow links chains alone tell how fast ranks compute."""
+    samples = [each.sample for each in measurements]
+    of_ring = [each.sample for each in _without_chain(measurements)]
     names: tuple[str, ...] = OF_EVERY_RING
     if any(sample.cp > 1 for sample in samples):
         names += OF_RANKS
@@ -236,26 +238,15 @@ def _fitted(model: ModelShape, before: HardwareProfile, measurements: Sequence[M
         names += OF_CACHED
     if any(sample.tp > 1 for sample in samples):
         names += OF_SHARED_HEADS
+    names = names[: len(of_ring)]
     # The shortest prefill is mostly overhead: a good start value.
-    overhead = min(sample.seconds / (1 + len(sample.cuts)) for sample in samples) / model.num_layers / 2
+    overhead = min(sample.seconds / (1 + len(sample.cuts)) for sample in of_ring) / model.num_layers / 2
     overlap = max(LEAST_OVERLAP, before.prefill.overlap)
-    start = replace(before, prefill=replace(before.prefill, layer_overhead_seconds=overhead, overlap=overlap))
-    ratios = _ratios(of_ring, PASS_Q)
-    found = fit_prefill(model, start, samples, names[: len(samples)], TRUST, ratios, is_robust=True)
-    return _with_chain(model, found, measurements)
-
-
-def _with_chain(model: ModelShape, profile: HardwareProfile, measurements: Sequence[Measurement]) -> HardwareProfile:
-    """Fit what chains alone have, beside pass-KV, whose times the ring's rates explain; unchanged for too few chains.
-
-    The rates stay: a chain has the same products, attention and links.
-    """
-    beside = [each for each in measurements if each.sample.algorithm in (PASS_KV, CHAIN)]
-    samples = [each.sample for each in beside]
-    if sum(sample.algorithm == CHAIN for sample in samples) < len(CHAIN_CONSTANTS):
-        return profile
-    overlap = max(LEAST_OVERLAP, profile.prefill.overlap)
-    return fit_chain(model, profile, samples, overlap, TRUST, _ratios(beside, CHAIN))
+    start = replace(before.prefill, layer_overhead_seconds=overhead, overlap=overlap)
+    if len(samples) - len(of_ring) >= len(CHAIN_CONSTANTS):
+        start, names = replace(start, chain_overlap=overlap), names + CHAIN_CONSTANTS
+    ratios = [ratio for name in (PASS_Q, CHAIN) for ratio in _ratios(measurements, name)]
+    return fit_prefill(model, replace(before, prefill=start), samples, names, TRUST, ratios, is_robust=True)
 
 
 def _ratios(measurements: Sequence[Measurement], name: str) -> list[PrefillRatio]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cp_core.cost.chain import ChainRates, Cuts, chain_closed_form, chain_seconds
 from cp_core.cost.chain_cuts import best_cuts
-from cp_core.cost.chain_steps import ChainPredictor, chain_order, chain_rates, quick_cuts
+from cp_core.cost.chain_steps import ChainPredictor, chain_order, chain_rates, quick_cuts, step_seconds
 from cp_core.cost.model import CHAIN, PASS_KV, PrefillRates, StepPredictor
 from tests.cp_core.cost.hardware import LLAMA_8B, chain, prefill_rates
 
@@ -148,11 +148,28 @@ def test_a_slow_rank_costs_a_chain_less_than_a_ring() -> None:
         assert name == CHAIN or slow > 1.8 * quiet
 
 
-def test_messages_that_do_not_overlap_add_their_time() -> None:
-    rates = prefill_rates(3e9)
-    half = replace(rates, ring=replace(rates.ring, overlap=0.5))
-    with_overlap, without = (StepPredictor(LLAMA_8B, each, 4).seconds(8192, 0)[CHAIN] for each in (rates, half))
-    assert 1.1 * with_overlap < without < 1.6 * with_overlap
+def test_messages_that_do_not_overlap_add_to_the_time_of_the_rank_that_sends_them() -> None:
+    """The first rank sends for as long as it computes. The slower second one sends nothing, so it adds nothing."""
+    rates = chain(2, 3e9)
+    stage = 2000 * rates.token_seconds + 2000 * 1000 * rates.pair_seconds
+    rates = replace(rates, kv_bytes=stage * 3e9 / 2000)
+    hidden, half, none = (replace(rates, overlap=overlap) for overlap in (1.0, 0.5, 0.0))
+    hops = rates.num_layers - 1
+    for share, cost in ((0.5, half), (1.0, none)):
+        more = chain_closed_form((0, 2000, 2100), 0, cost) - chain_closed_form((0, 2000, 2100), 0, hidden)
+        assert more == pytest.approx(share * hops * stage)
+    busy_last = (0, 500, 8000)
+    assert chain_closed_form(busy_last, 0, none) == chain_closed_form(busy_last, 0, hidden)
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("link", [3e9, 10e9, 40e9])
+def test_cuts_are_nearly_the_best_of_all_where_messages_do_not_hide(link: float, overlap: float) -> None:
+    for num_tokens, cached in product((600, 4000), (0, 3000)):
+        rates = replace(chain(2, link), overlap=overlap)
+        every = range(0, num_tokens, num_tokens // 200)
+        least = min(step_seconds((0, cut, num_tokens), cached, rates) for cut in every)
+        assert step_seconds(quick_cuts(num_tokens, cached, rates), cached, rates) <= 1.04 * least
 
 
 def test_ranks_that_share_one_core_gain_nothing_by_being_several() -> None:

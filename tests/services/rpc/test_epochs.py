@@ -117,7 +117,7 @@ async def test_a_process_of_another_version_is_refused_with_a_sentence(
     await server.stop(0)
 
 
-DIGESTS = {"2": "cfc549ae10742eb64634a1efaf83fedab4613a934c8bed5b0823524071cc66bc"}
+DIGESTS = {"2": "0cc516be6cdf1d5a37c10c1118061a3107c544cdc66f335ea592ea863b80b1c5"}
 """SHA-256 of the calls between processes, by PEER_VERSION."""
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,7 @@ from cp_core.attention.reference import ReferenceAttention
 from cp_core.attention.torch_cpu import TorchCpuFlash
 from cp_core.cost.model import RingRates
 from cp_core.transport.inprocess import InProcessRing
+from cp_core.transport.interface import RingTransport
 from tests.workers.models import save_model
 from workers.model.info import read_model_info
 from workers.protocol.ranks import ModelInfo
@@ -93,3 +98,54 @@ def test_a_gpu_reads_more_than_its_cache_holds() -> None:
     assert sizes_on(gpu, TorchCpuFlash()) is GPU_SIZES
     assert GPU_SIZES.decode_bytes > 4 * 50e6
     assert sizes_on(gpu, ReferenceAttention()) is sizes_on(CPU, TorchCpuFlash()), "its scores would take gigabytes"
+
+
+Runs = tuple[float, ...]
+Windows = tuple[Runs, ...]
+SHORT, SHARED = (0.001,) * 4, (0.001, 0.001, 0.001, 0.005)
+
+
+@pytest.mark.parametrize(
+    ("together", "alone", "lone_speed", "slowdown"),
+    [
+        pytest.param(
+            (SHARED,), SHORT, 2.0, 2.0, id="ranks have a core in turn: most runs take as long as a lone rank's"
+        ),
+        pytest.param(((0.02,),), (0.01,), 2.0, 1.0, id="no run is short enough to have the core to itself"),
+        pytest.param(((0.00105,),), SHORT, 1.0, 1.0, id="equal but for noise"),
+        pytest.param((SHORT,), SHARED, 1.0, 1.0, id="other work while the first rank is alone"),
+        pytest.param((SHARED, SHORT, SHARED), SHORT, 1.0, 1.0, id="other work that comes and goes"),
+        pytest.param(((0.1,),), SHORT, 3.0, 1.0, id="no rank is faster than all together"),
+    ],
+)
+def test_ranks_that_share_cores_measure_how_fast_one_is_alone(
+    together: Windows,
+    alone: Runs,
+    lone_speed: float,
+    slowdown: float,
+    small: ModelInfo,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three ranks: every window's runs are given, those of the first rank alone too; all ranks learn the same."""
+    kinds = threading.local()
+
+    def times(budget: float, run: Callable[[], object], device: torch.device) -> list[float]:
+        run()
+        return list(next(kinds.left))
+
+    monkeypatch.setattr(probe, "_times_within", times)
+    monkeypatch.setattr(probe, "_overlap", lambda *_: 1.0)
+
+    def measure(transport: RingTransport) -> RingRates:
+        with_others = itertools.cycle(together)
+        windows = ((runs, alone) if transport.rank == 0 else (runs,) for runs in with_others)
+        kinds.left = itertools.chain([SHORT, SHORT], itertools.chain.from_iterable(windows))
+        return probe_rates(small, CPU, ReferenceAttention(), transport)
+
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(measure, InProcessRing(3).transports))
+    assert [rates.lone_speed for rates in found] == pytest.approx([lone_speed] * 3)
+    flops = 2.0 * SMALL.gemm_tokens * small.hidden_size * small.intermediate_size / min(SHORT)
+    assert [rates.gemm_flops for rates in found] == pytest.approx([flops / slowdown] * 3)
+    attention = 4.0 * SMALL.query_tokens * SMALL.stored_tokens * small.num_heads * small.head_dim / min(SHORT)
+    assert [rates.attention_flops for rates in found] == pytest.approx([attention / slowdown] * 3)

@@ -261,10 +261,12 @@ def ring_lines(report: SelectionReport) -> list[str]:
     for ring in report.rings:
         own, fitted = ring.measured, ring.profile.prefill
         noise = "" if ring.noise is None else f"; the best algorithm of every other round would lose {ring.noise:.1%}"
+        chain_overlap = fitted.overlap if fitted.chain_overlap is None else fitted.chain_overlap
         held_out = "" if ring.held_out is None else f", {ring.held_out.rms:.1%} rms on held-out cells"
         lines.append(
             f"{ring.ranks} ranks, {ring.rate}: link {own.link_bytes_per_second * 8e-6:.0f} Mbit/s by itself, "
-            f"{fitted.link_bytes_per_second * 8e-6:.0f} fitted, overlap {own.overlap:.2f}; "
+            f"{fitted.link_bytes_per_second * 8e-6:.0f} fitted, overlap {own.overlap:.2f}, {fitted.overlap:.2f} fitted"
+            f", of chains {chain_overlap:.2f}; a rank alone {own.lone_speed:.2f} times as fast; "
             f"fit {ring.fitted.rms:.1%} rms{held_out}{noise}"
         )
     return lines

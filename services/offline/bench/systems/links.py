@@ -61,7 +61,7 @@ def _gains(rings: Sequence[RingResult]) -> Claim:
         (cell,) = (each for each in ring.cells if each.cell == FIRST)
         measured = cell.medians[PASS_KV] / cell.medians[CHAIN]
         predicted = cell.predicted[PASS_KV] / cell.predicted[CHAIN]
-        name = f"{ring.ranks} ranks, {ring.rate}: {measured:.2f}, predicted {predicted:.2f}"
+        name = f"{ring.ranks} ranks, {ring.rate}: pass-KV over chain {measured:.2f}, predicted {predicted:.2f}"
         figures.append(Figure.at_least(name, measured, SHARE_OF_PREDICTED * predicted))
     return Claim(
         source=Source.LINKS,

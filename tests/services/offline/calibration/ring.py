@@ -59,6 +59,7 @@ def server(num_ranks: int, speeds: tuple[float, ...] = (), lateness: tuple[float
         link_bytes_per_second=1e10,
         link_latency_seconds=5e-5,
         overlap=1.0,
+        lone_speed=2.0,
         speeds=speeds,
         lateness=lateness,
     )

@@ -133,8 +133,9 @@ def test_interrupted_links_have_the_claims_on_the_rates_that_were_finished(
     assert main(["bench", "systems", "--source", "s", "--json"]) == 0
     told = capsys.readouterr()
     figures = [figure["name"] for claim in json.loads(told.out)["claims"] for figure in claim["figures"]]
-    assert figures == ["2 ranks, 20mbit: 2.00, predicted 2.00", "2 ranks, 20mbit", "2 ranks, 20mbit"]
+    assert figures == ["2 ranks, 20mbit: pass-KV over chain 2.00, predicted 2.00", "2 ranks, 20mbit", "2 ranks, 20mbit"]
     assert "interrupted after 1 of 8 rings" in told.err
+    assert "a rank alone 1.00 times as fast" in told.err
 
 
 @pytest.mark.parametrize("cuts", [(0, 40, 70, 96), (0, 0, 50, 96), (0, 96, 96, 96), (0, 0, 0, 96)])
