@@ -211,7 +211,7 @@ class RankStatus:
 
     `decode_variant` served the latest decode step: `gather`, `pass_q` or `helix`, empty before the first.
     `decode_reason` says why the ring shares its weights (helix) or not, if it chose itself. `step_seconds` is the time
-    in steps and `wait_seconds` its part spent waiting for peers, but not in steps that are replayed with their messages.
+    in steps and `wait_seconds` its part spent waiting for peers, without that of steps replayed with their messages.
     `communication_seconds` is the part with messages of the ring under way; None: the transport cannot tell.
     `bytes_sent` counts what the rank sent to its ring. `step_counts` are steps by length, see `StepClock`.
     `stalled_seconds` is the longest time for which a transfer that has begun, and is not complete, received no byte.
