@@ -36,9 +36,18 @@ class RankRings:
     control_heads: RingTransport | None
 
     @classmethod
-    def of(cls, tokens: RingTransport, heads: RingTransport | None = None) -> RankRings:
-        """Return rings that carry both kinds of messages."""
-        return cls(tokens, heads, tokens, heads)
+    def of(
+        cls, tokens: RingTransport, heads: RingTransport | None = None, control: RingTransport | None = None
+    ) -> RankRings:
+        """Return rings that carry both kinds of messages; `control` has those of the host where `tokens` does not."""
+        return cls(tokens, heads, control or tokens, heads)
+
+    @property
+    def header_hops(self) -> tuple[RingTransport, ...]:
+        """Rings of a header's path: the ring of the first heads, then each rank's tensor parallel ring."""
+        if self.control_heads is None:
+            return (self.control,)
+        return (self.control, self.control_heads) if self.control_heads.rank == 0 else (self.control_heads,)
 
     @property
     def all(self) -> tuple[RingTransport, ...]:

@@ -111,8 +111,7 @@ class RankWorker:
 
         `control` carries headers where `transport` does not.
         """
-        rings = RankRings.of(transport, tensor)
-        self._use(rings if control is None else replace(rings, control=control))
+        self._use(RankRings.of(transport, tensor, control))
 
     def _use(self, rings: RankRings) -> None:
         spec, model = self.parts.spec, self.parts.model
@@ -264,7 +263,7 @@ class RankWorker:
                 self._runner = GraphRunner(parts.model, recorder, parts.cache.device, ring.stats, agrees)
             step = DecodePass(parts.model, ring, parts.cache, parts.backend, batch, self._clock, control, self._runner)
             prompts = DecodePrompts(parts.model, ring, parts.cache, parts.backend, self._clock, control)
-            channel = HeaderChannel(self._header_hops(self._rings), spec.settings.max_batch)
+            channel = HeaderChannel(self._rings.header_hops, spec.settings.max_batch)
             work = LoopWork(batch, step, prompts, partial(self._probe, ring))
             try:
                 if spec.rank == LEADER:
@@ -277,13 +276,6 @@ class RankWorker:
             finally:
                 if self._runner is not None:
                     self._runner.forget()
-
-    def _header_hops(self, rings: RankRings) -> tuple[RingTransport, ...]:
-        """Return the rings of a header's path: the ring of the first heads, then each rank's tensor parallel ring."""
-        if rings.control_heads is None:
-            return (rings.control,)
-        is_first = self.parts.spec.tp_rank == 0
-        return (rings.control, rings.control_heads) if is_first else (rings.control_heads,)
 
     def submit(self, commands: Sequence[DecodeCommand]) -> None:
         """Queue commands for the next step boundary; for the first rank. Raises Unavailable once the loop has ended."""
