@@ -59,10 +59,11 @@ def test_a_wait_that_is_recorded_is_not_counted() -> None:
     assert waits.take() == 0.0
 
 
-class Pair:
-    """Process group of two ranks without messages, whose abort waits."""
+class Group:
+    """Process group without messages, whose abort waits."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_ranks: int = 2) -> None:
+        self._num_ranks = num_ranks
         self.is_aborting, self.has_aborted, self.may_end = threading.Event(), threading.Event(), threading.Event()
 
     def abort(self) -> None:
@@ -74,10 +75,10 @@ class Pair:
         return 0
 
     def size(self) -> int:
-        return 2
+        return self._num_ranks
 
 
-class RingOfTwo(ProcessGroupRing):
+class BareRing(ProcessGroupRing):
     """Ring that notes whether its connections are broken."""
 
     is_broken = False
@@ -89,8 +90,8 @@ class RingOfTwo(ProcessGroupRing):
         self.is_broken = True
 
 
-def ring_of_two(timeout_seconds: float) -> RingOfTwo:
-    return RingOfTwo(cast("ProcessGroupLike", Pair()), timeout_seconds, None)
+def bare_ring(timeout_seconds: float, num_ranks: int = 2) -> BareRing:
+    return BareRing(cast("ProcessGroupLike", Group(num_ranks)), timeout_seconds, None)
 
 
 def event_asked(query: Callable[[], bool]) -> torch.Event:
@@ -101,14 +102,25 @@ def event_asked(query: Callable[[], bool]) -> torch.Event:
 
 def test_a_host_waits_until_its_device_has_passed_an_event() -> None:
     answers = iter([False, False, True])
-    ring = ring_of_two(60.0)
+    ring = bare_ring(60.0)
     ring.await_event(event_asked(lambda: next(answers)))
     assert list(answers) == []
     assert not ring.is_broken
 
 
+def test_a_rank_that_is_alone_is_woken_by_its_device() -> None:
+    def query() -> bool:
+        raise AssertionError("there is no peer to look after")
+
+    woken: list[str] = []
+    event = event_asked(query)
+    event.synchronize = lambda: woken.append("done")  # type: ignore[method-assign]
+    bare_ring(60.0, num_ranks=1).await_event(event)
+    assert woken == ["done"]
+
+
 def test_a_step_that_does_not_end_breaks_the_ring_at_its_deadline() -> None:
-    ring = ring_of_two(0.01)
+    ring = bare_ring(0.01)
     with pytest.raises(Unavailable, match=r"rank 0 waited 0\.01 s for its device and its peers"):
         ring.await_event(event_asked(lambda: False))
     assert ring.is_broken
@@ -117,7 +129,7 @@ def test_a_step_that_does_not_end_breaks_the_ring_at_its_deadline() -> None:
 @pytest.mark.parametrize("has_passed", [False, True])
 def test_a_ring_that_is_closed_ends_the_wait_and_what_its_device_has_is_void(has_passed: bool) -> None:
     """Messages of a ring that is given up end without data, so the event behind them may pass."""
-    ring = ring_of_two(60.0)
+    ring = bare_ring(60.0)
 
     def query() -> bool:
         ring.close()
@@ -130,7 +142,7 @@ def test_a_ring_that_is_closed_ends_the_wait_and_what_its_device_has_is_void(has
 
 def test_a_ring_of_nccl_is_closed_before_nccl_has_ended_it() -> None:
     """NCCL waits for recordings of its messages to be gone: those of the thread that closes the ring, too."""
-    group = Pair()
+    group = Group()
     ring = NcclRing(cast("ProcessGroup", group), torch.device("cpu"), 60.0, None)
     ring.close()
     assert group.is_aborting.wait(60.0)
