@@ -98,7 +98,7 @@ def test_whole_steps_are_recorded_with_their_attention_and_their_messages(
     assert counts == [{RECORDING: recorder.num_recorded} for recorder in recorders]
     assert recorders[0].num_recorded <= 6, "one for a whole step, of three buckets and of two widths of a table"
     assert [recorder.num_replayed for recorder in recorders] == [recorders[0].num_replayed] * num_ranks
-    assert recorders[0].num_replayed > 20
+    assert recorders[0].num_replayed >= max(ENDS.values()) - 1 - 6, "the first token is not of a step"
 
 
 def test_all_ranks_record_a_step_anew_when_the_tables_of_one_have_outgrown_their_memory(
@@ -150,7 +150,7 @@ def test_a_rank_whose_layers_are_not_compiled_has_the_messages_of_the_others(
         assert serve_all(ring, greedy()) == right(oracles)
         first, second = eager_steps(ring)
     assert set(second) == {NOT_COMPILED}
-    assert first[RECORDING_FAILED] == first[RECORDING], "once whole, then in pieces"
+    assert 0 < first[RECORDING] <= first[RECORDING_FAILED], "once whole, then in pieces, if the bucket comes again"
     assert second[NOT_COMPILED] > 20
 
 
