@@ -46,6 +46,8 @@ Oracles = Mapping[str, Oracle]
 
 
 def eager_steps(ring: LocalRing) -> list[Counter[str]]:
+    """End decoding, since ranks may be behind the first, and return the counts of each."""
+    ring.stop_decode()
     return [Counter(dict(worker.status().eager_steps)) for worker in ring.workers]
 
 
@@ -92,7 +94,6 @@ def test_whole_steps_are_recorded_with_their_attention_and_their_messages(
         compile_ranks(ring)
         assert serve_all(ring, greedy()) == right(oracles, kind)
         counts = eager_steps(ring)
-        ring.stop_decode()
         gc.collect()
         assert not any(recorder.kept for recorder in recorders), "a ring ends when its recordings are gone"
     assert counts == [{RECORDING: recorder.num_recorded} for recorder in recorders]
