@@ -64,7 +64,8 @@ class KvReceiver(TransferTable):
         self._tls = tls
         self._closing = threading.Event()
         self._serving_changed = threading.Condition()
-        self._serving: dict[SourceConnection, threading.Thread] = {}
+        self._serving: dict[SourceConnection, None] = {}  # in the order in which they came
+        self._threads: list[threading.Thread] = []  # those of connections, also of ended ones until they end
         family = socket.AF_INET6 if ":" in listen_host else socket.AF_INET
         try:
             self._listener = socket.create_server((listen_host, port), family=family, backlog=128)
@@ -80,12 +81,12 @@ class KvReceiver(TransferTable):
         with self._serving_changed:
             self._closing.set()
             self._serving_changed.notify_all()
-            serving = dict(self._serving)
+            serving, threads = list(self._serving), self._threads
         self.abort_all(Unavailable("the KV receiver is closed"))
         shut(self._listener)
         for connection in serving:
             connection.close()
-        for thread in (self._accepting, *serving.values()):
+        for thread in (self._accepting, *threads):
             thread.join(JOIN_SECONDS)
         self._listener.close()
 
@@ -121,8 +122,9 @@ class KvReceiver(TransferTable):
                 logger.warning("KV connection of %s is closed: %d are open", peer, len(self._serving))
                 connection.close()
                 return
-            self._serving[source] = thread
+            self._serving[source] = None
             thread.start()
+            self._threads = [each for each in self._threads if each.is_alive()] + [thread]
 
     def _make_room(self) -> bool:
         """Make room for a connection -> True if there is. Called by the thread that accepts, the only one that adds."""

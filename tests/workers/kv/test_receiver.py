@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch
 from cp_core.errors import TransferError, Unavailable
 from tests.workers.kv.kv_peers import (
     BLOCKS,
+    DESTINATION,
     NUM_LAYERS,
     TOKENS,
     TRUTH,
@@ -39,6 +42,7 @@ from workers.kv.frames import (
     encode,
 )
 from workers.kv.receiver import KvReceiver
+from workers.kv.source_connection import SourceConnection
 
 
 def check_still_serves(receiver: KvReceiver, cache: KvCache, source: HandSource) -> None:
@@ -277,3 +281,31 @@ def test_more_connections_than_allowed_are_cut_off() -> None:
         assert isinstance(first.reply(), LeaveFrame), "it could have left"
         check_still_serves(receiver, cache, first)
     receiver.close()
+
+
+def test_closing_waits_for_the_thread_of_a_connection_that_has_ended(
+    cache: KvCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread counts as ended to the receiver, and goes on until somebody waits for it."""
+    has_left, is_awaited, join = threading.Event(), threading.Event(), threading.Thread.join
+
+    class Lingering(KvReceiver):
+        def _serve(self, source: SourceConnection) -> None:
+            super()._serve(source)
+            has_left.set()
+            is_awaited.wait(WAIT_SECONDS)
+
+    def wait_for_thread(thread: threading.Thread, timeout: float | None = None) -> None:
+        if thread.name.startswith("kv-from"):
+            is_awaited.set()
+        join(thread, timeout)
+
+    before = set(threading.enumerate())
+    with closing(Lingering(cache, DESTINATION)) as receiver:
+        with hand_source(receiver.endpoint):
+            pass
+        assert has_left.wait(WAIT_SECONDS)
+        monkeypatch.setattr(threading.Thread, "join", wait_for_thread)
+    left = set(threading.enumerate()) - before
+    is_awaited.set()
+    assert not left
