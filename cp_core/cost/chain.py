@@ -44,8 +44,8 @@ class ChainRates:
     seconds after the others. Where ranks share cores, a GPU or its memory, a rank computes `lone_speed` times as fast
     while the others wait; the other rates are those of ranks that compute together. `overhead_seconds` are the part of
     a layer behind which nothing hides, `overlap` is the share of messages that hides behind the rest: predictions and
-    choices of cuts count both, `chain_seconds` neither. `links` are shares of
-    `link_bytes_per_second` that the links of its positions have; none given: all of it.
+    choices of cuts count both, `chain_seconds` neither. `links` are shares of `link_bytes_per_second` that the links of
+    its positions have; none given: all of it.
 
     Two options compare with KV-Runahead: `is_masked` computes a rank's square of pairs whole, `is_one_message` sends a
     rank's KV with what it received, when both are there.

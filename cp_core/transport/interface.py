@@ -36,8 +36,8 @@ class TransportStats:
     """Counters of a transport since it was made.
 
     `seconds_waited` is the time that its user spent in waits; messages of a recording that a device replays have none.
-    `seconds_under_way` is the time in which any message was
-    under way, waited for or not; None for a transport that does not see when a message is done.
+    `seconds_under_way` is the time in which any message was under way, waited for or not; None for a transport that
+    does not see when a message is done.
     """
 
     exchanges: int = 0
@@ -51,7 +51,7 @@ class TransportStats:
     @property
     def counts(self) -> dict[str, int]:
         """Return how many operations were issued by their kind, and the bytes sent."""
-        return {name: value for name in COUNTERS if isinstance(value := getattr(self, name), int)}
+        return {name: getattr(self, name) for name in COUNTERS}
 
     def add(self, counts: Mapping[str, int], times: int = 1) -> None:
         """Count operations that a device did again without their issue."""
