@@ -35,7 +35,7 @@ COPY workers workers
 COPY orchestration orchestration
 COPY services services
 COPY proto proto
-RUN --mount=type=cache,target=/root/.cache/pip pip install ".[otel]" "ray[default]" -c constraints.txt && pip check
+RUN --mount=type=cache,target=/root/.cache/pip pip install ./proto ".[otel]" "ray[default]" -c constraints.txt && pip check
 
 FROM build-cuda AS install-cuda
 COPY pyproject.toml README.md LICENSE ./
@@ -45,7 +45,7 @@ COPY orchestration orchestration
 COPY services services
 COPY proto proto
 # NIXL has a package for each version of CUDA: that of torch's own is taken.
-RUN --mount=type=cache,target=/root/.cache/pip pip install ".[otel,gpu]" "ray[default]" \
+RUN --mount=type=cache,target=/root/.cache/pip pip install ./proto ".[otel,gpu]" "ray[default]" \
     "nixl-cu$(python -c 'import torch; print(torch.version.cuda.partition(".")[0])')" -c constraints.txt && pip check
 
 # This stage takes only the environment from the build. KubeRay's probes call wget.

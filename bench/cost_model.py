@@ -21,11 +21,11 @@ from functools import partial
 import numpy as np
 
 from ringserve.client import Answer, Client, Sampling
-from services.cluster.local import LocalCluster
-from services.config import Config, PrefillConfig
-from services.offline.bench.prefill import PrefillTask, StockRank
-from services.offline.bench.ring_processes import RingProcesses
-from services.offline.demo import demo_config
+from ringserve.services.cluster.local import LocalCluster
+from ringserve.services.config import Config, PrefillConfig
+from ringserve.services.offline.bench.prefill import PrefillTask, StockRank
+from ringserve.services.offline.bench.ring_processes import RingProcesses
+from ringserve.services.offline.demo import demo_config
 
 SMALL_REQUESTS = 40
 SMALL_TOKENS = 16

@@ -25,8 +25,8 @@ from pathlib import Path
 import torch
 
 from bench import kv_carrier
-from services.offline.bench.gpu import rank
-from services.offline.bench.gpu.table import GPU, KV_GIGABYTES, TOY, Line, Place
+from ringserve.services.offline.bench.gpu import rank
+from ringserve.services.offline.bench.gpu.table import GPU, KV_GIGABYTES, TOY, Line, Place
 
 NO_GPU = "no GPU here: torch finds no CUDA device"
 ROOT = Path(__file__).parents[1]
@@ -45,7 +45,7 @@ def cases(place: Place) -> Iterator[Line]:
     They need pytest alone: the project's configuration of it names plugins that a GPU's machine may lack.
     """
     command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-c", os.devnull, "--rootdir", str(ROOT), *CASES]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "proto"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT / "proto"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         command if place.is_gpu else [*command, "--collect-only"],
         check=False,
@@ -77,14 +77,14 @@ def kv(place: Place) -> Iterator[Line]:
 
 def service(place: Place) -> Iterator[Line]:
     """Run the part of the same name; Ray is imported here alone."""
-    from services.offline.bench.gpu import service as parts
+    from ringserve.services.offline.bench.gpu import service as parts
 
     return parts.service(place)
 
 
 def tokens(place: Place) -> Iterator[Line]:
     """Run the part of the same name; Ray is imported here alone."""
-    from services.offline.bench.gpu import service as parts
+    from ringserve.services.offline.bench.gpu import service as parts
 
     return parts.tokens(place)
 

@@ -211,7 +211,7 @@ def kv_cache(load: Load) -> Any:
     """Make a cache whose layer is one message: K and V of 8 heads of 64 in float32, 4 KiB a token."""
     import torch
 
-    from workers.kv.cache import KvCache
+    from ringserve.workers.kv.cache import KvCache
 
     torch.set_num_threads(1)
     num_blocks = load.message_bytes // 4096 // 16
@@ -226,8 +226,8 @@ def way_of(carrier: str, name: str, device: str) -> dict[str, Any]:
     """Return what makes an end of a transfer go by TLS, with the certificate of this run, or by NIXL."""
     import torch
 
-    from cp_core.transport.peer_tls import PeerTls
-    from workers.kv.pulls import PullAgent
+    from ringserve.cp_core.transport.peer_tls import PeerTls
+    from ringserve.workers.kv.pulls import PullAgent
 
     if carrier == "nixl":
         return {"agent": PullAgent(name, torch.device(device), slot_bytes=SLOT_BYTES, is_required=True)}
@@ -237,9 +237,9 @@ def way_of(carrier: str, name: str, device: str) -> dict[str, Any]:
 
 
 def receive_kv_transfer(load: Load, pipe: Connection, carrier: str = "sockets") -> None:
-    from cp_core.layout.shards import TokenRange
-    from workers.kv.receiver import KvReceiver
-    from workers.protocol.transfers import KvExpect, TransferKey
+    from ringserve.cp_core.layout.shards import TokenRange
+    from ringserve.workers.kv.receiver import KvReceiver
+    from ringserve.workers.protocol.transfers import KvExpect, TransferKey
 
     cache = kv_cache(load)
     receiver = KvReceiver(cache, "destination", **way_of(carrier, "destination", load.device))
@@ -253,10 +253,10 @@ def receive_kv_transfer(load: Load, pipe: Connection, carrier: str = "sockets") 
 
 def send_kv_transfer(load: Load, pipe: Connection, carrier: str = "sockets", *, checksums: bool = True) -> Runs:
     """Send with a checksum of every frame, the default, or without."""
-    from cp_core.layout.reshard import KvPiece
-    from cp_core.layout.shards import TokenRange
-    from workers.kv.sender import KvSender
-    from workers.protocol.transfers import KvPart, KvSend, TransferKey
+    from ringserve.cp_core.layout.reshard import KvPiece
+    from ringserve.cp_core.layout.shards import TokenRange
+    from ringserve.workers.kv.sender import KvSender
+    from ringserve.workers.protocol.transfers import KvPart, KvSend, TransferKey
 
     cache = kv_cache(load)
     endpoint = pipe.recv()

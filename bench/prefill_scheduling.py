@@ -66,7 +66,17 @@ def main() -> int:
 
 
 def _measure(options: argparse.Namespace, name: str, settings: tuple[str, ...]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "services.cli.main", "bench", "load", "--start", "--json", "--mix", "short:1"]
+    command = [
+        sys.executable,
+        "-m",
+        "ringserve.services.cli.main",
+        "bench",
+        "load",
+        "--start",
+        "--json",
+        "--mix",
+        "short:1",
+    ]
     command += ["--rate", str(options.rate), "--duration", str(options.duration)]
     if name != ALONE:
         command += ["--every", f"long:{options.every:g}"]

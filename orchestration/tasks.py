@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import TypeVar
 
-from cp_core.errors import RingserveError, Unavailable
+from ringserve.cp_core.errors import RingserveError, Unavailable
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -14,8 +14,8 @@ import torch
 from torch.distributed import ProcessGroupGloo, Work
 from torch.distributed.distributed_c10d import Store
 
-from cp_core.transport import nccl, ring_backend
-from cp_core.transport.nccl import ProcessGroupRing
+from ringserve.cp_core.transport import nccl, ring_backend
+from ringserve.cp_core.transport.nccl import ProcessGroupRing
 
 HOST = "127.0.0.1"
 # Tag of messages that no rank ever sends.

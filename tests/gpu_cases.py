@@ -15,27 +15,27 @@ import torch
 from torch.nn import Linear
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cp_core.attention.backends import BACKENDS, select_backend
-from cp_core.attention.partial import Partial, merge
-from cp_core.attention.triton_kernels import attend_pages, merge_parts
-from cp_core.errors import ConfigError
+from ringserve.cp_core.attention.backends import BACKENDS, select_backend
+from ringserve.cp_core.attention.partial import Partial, merge
+from ringserve.cp_core.attention.triton_kernels import attend_pages, merge_parts
+from ringserve.cp_core.errors import ConfigError
+from ringserve.workers.decode.graphs import RECORDING, RECORDING_FAILED, CudaRecorder
+from ringserve.workers.decode.inputs import InputBuffers
+from ringserve.workers.decode.loop import BATCH_CHANGES
+from ringserve.workers.decode.step import DecodePass
+from ringserve.workers.model.info import read_model_info
+from ringserve.workers.model.layers import Fp8Linear
+from ringserve.workers.protocol.ranks import RankSettings
+from ringserve.workers.rank import worker as rank_worker
+from ringserve.workers.rank.parts import FP8_CAPABILITY, check_quantization
+from ringserve.workers.sampling.parameters import SamplingParameters
+from ringserve.workers.sampling.sampler import RowSampler, sample_rows
 from tests.cp_core.attention.triton_cases import check, paged
 from tests.oracles import largest, oracle_partial, random_tokens
 from tests.workers.decode.test_variants import greedy, serve_all
 from tests.workers.models import SHAPE, save_model
 from tests.workers.rings import LocalRing
 from tests.workers.sampling.one_row import Row
-from workers.decode.graphs import RECORDING, RECORDING_FAILED, CudaRecorder
-from workers.decode.inputs import InputBuffers
-from workers.decode.loop import BATCH_CHANGES
-from workers.decode.step import DecodePass
-from workers.model.info import read_model_info
-from workers.model.layers import Fp8Linear
-from workers.protocol.ranks import RankSettings
-from workers.rank import worker as rank_worker
-from workers.rank.parts import FP8_CAPABILITY, check_quantization
-from workers.sampling.parameters import SamplingParameters
-from workers.sampling.sampler import RowSampler, sample_rows
 
 GPU = torch.device("cuda", 0)
 NAMES = [kind.name for kind in BACKENDS if kind.is_fast and kind.supports(GPU, torch.bfloat16)]

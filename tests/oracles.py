@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from cp_core.attention.partial import Partial
-from cp_core.attention.reference import ReferenceAttention
+from ringserve.cp_core.attention.partial import Partial
+from ringserve.cp_core.attention.reference import ReferenceAttention
 
 
 @dataclass(frozen=True, slots=True)

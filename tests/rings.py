@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from cp_core.cost.model import RingRates
-from orchestration.protocol.turns import RingRegistration
-from workers.protocol.ranks import ModelInfo
+from ringserve.cp_core.cost.model import RingRates
+from ringserve.orchestration.protocol.turns import RingRegistration
+from ringserve.workers.protocol.ranks import ModelInfo
 
 LLAMA_8B = ModelInfo(
     name="llama",

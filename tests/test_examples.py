@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway.text import TextCodec
+from ringserve.services.gateway.text import TextCodec
 from tests.services.gateway.openai.test_tools import model_of
 from tests.services.local_gateway import LocalGateway
 
@@ -47,7 +47,7 @@ async def test_an_example_runs_as_it_is(gateway: LocalGateway, command: list[str
     process = await asyncio.create_subprocess_exec(
         *words,
         cwd=ROOT / "examples",
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto")])},
+        env=os.environ | {"PYTHONPATH": str(ROOT / "proto")},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )

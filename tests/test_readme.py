@@ -13,11 +13,11 @@ from pathlib import Path
 import grpc
 import pytest
 
+from ringserve.services.auth.tenants import hash_of, read_tenants
+from ringserve.services.cli.main import build_parser, main
+from ringserve.services.cluster.state import ClusterStage, ClusterState, remove_state, started_after_boot, write_state
+from ringserve.services.config import Config, load_config
 from ringserve.v1 import inference_pb2
-from services.auth.tenants import hash_of, read_tenants
-from services.cli.main import build_parser, main
-from services.cluster.state import ClusterStage, ClusterState, remove_state, started_after_boot, write_state
-from services.config import Config, load_config
 from tests.services.local_gateway import MODEL, LocalGateway, codec, gateway, model_path
 
 __all__ = ["codec", "gateway", "model_path"]

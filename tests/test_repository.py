@@ -16,21 +16,20 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parent.parent
 # Leaders, router and gateway load all of `orchestration` and these modules of the other layers.
 TORCH_FREE = (
-    "cp_core.layout.shards",
-    "cp_core.errors",
-    "cp_core.layout.reshard",
-    "cp_core.cost.selector",
-    "cp_core.cost.model",
-    "cp_core.cost.fit",
-    "cp_core.cost.fit_selector",
-    "cp_core.cost.prefill",
-    "cp_core.cost.decode",
-    "workers.protocol.decode_commands",
-    "workers.protocol.prefill_steps",
-    "workers.protocol.ranks",
-    "workers.model.info",
+    "ringserve.cp_core.layout.shards",
+    "ringserve.cp_core.errors",
+    "ringserve.cp_core.layout.reshard",
+    "ringserve.cp_core.cost.selector",
+    "ringserve.cp_core.cost.model",
+    "ringserve.cp_core.cost.fit",
+    "ringserve.cp_core.cost.fit_selector",
+    "ringserve.cp_core.cost.prefill",
+    "ringserve.cp_core.cost.decode",
+    "ringserve.workers.protocol.decode_commands",
+    "ringserve.workers.protocol.prefill_steps",
+    "ringserve.workers.protocol.ranks",
+    "ringserve.workers.model.info",
 )
-MAX_LINES = 400
 
 
 def sources(*suffixes: str) -> Iterator[Path]:
@@ -47,7 +46,7 @@ def orchestration_modules() -> list[str]:
 
 
 def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto")])}
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "proto")}
     command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
 
@@ -67,11 +66,6 @@ def test_deciding_modules_load_without_torch() -> None:
 def test_committed_stubs_are_those_of_the_contract() -> None:
     finished = run_python("proto/generate.py", "--check")
     assert finished.returncode == 0, finished.stderr
-
-
-def test_no_source_file_is_too_long() -> None:
-    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in sources(".py")}
-    assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
 
 
 MEANT = {(".png", Path("docs/images")), (".gz", Path("examples/traces"))}
@@ -124,13 +118,14 @@ def test_links_between_documents_lead_somewhere() -> None:
 
 def test_the_picture_of_the_rooms_is_that_of_the_import_contracts() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    rooms = [contract["layers"] for contract in contracts if contract["name"].startswith("Rooms of")]
+    named = [contract for contract in contracts if contract["name"].startswith("Rooms of")]
+    rooms = [(contract["containers"][0], contract["layers"]) for contract in named]
     _, _, picture = (ROOT / "docs/structure.md").read_text().partition("## Arrows between rooms")
     header, _, *rows = picture.split("```")[1].strip("\n").splitlines()
     starts = [match.start() for match in re.finditer(r"\w+", header)]
     shown = [[row[a:b].strip() for row in rows] for a, b in zip(starts, [*starts[1:], None], strict=True)]
     drawn = {name: [cell for cell in column if cell] for name, column in zip(header.split(), shown, strict=True)}
-    assert drawn == {layers[0].split(".")[0]: [re.sub(r"\w+\.", "", layer) for layer in layers] for layers in rooms}
+    assert drawn == {container.rpartition(".")[2]: layers for container, layers in rooms}
 
 
 def test_no_text_names_a_document_that_readers_do_not_have() -> None:
@@ -160,5 +155,6 @@ def test_every_declared_dependency_is_pinned_to_a_version_that_it_allows() -> No
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
     declared = [Requirement(text) for text in (*project["dependencies"], *project["optional-dependencies"]["dev"])]
-    wrong = [str(need) for need in declared if not need.specifier.contains(pins.get(canonicalize_name(need.name), "0"))]
+    others = [need for need in declared if need.name != "ringserve-client"]  # installed from proto/
+    wrong = [str(need) for need in others if not need.specifier.contains(pins.get(canonicalize_name(need.name), "0"))]
     assert wrong == []

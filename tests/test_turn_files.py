@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from ringserve.services.gateway.text import TextCodec
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
-from services.gateway.text import TextCodec
+from ringserve.workers.model.builtin import write_tokenizer
 from tests.services.local_gateway import LocalGateway
 from tests.workers.models import save_model
-from workers.model.builtin import write_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = ("services", "orchestration", "workers", "cp_core")
@@ -56,7 +56,8 @@ async def answer(stub: inference_pb2_grpc.InferenceAsyncStub, text: str) -> infe
 
 
 def of_the_project(files: set[str]) -> list[Path]:
-    inside = (Path(name).relative_to(ROOT) for name in list(files) if Path(name).is_relative_to(ROOT))
+    real = (Path(name).resolve() for name in list(files))
+    inside = (path.relative_to(ROOT) for path in real if path.is_relative_to(ROOT))
     return sorted(path for path in inside if path.parts[0] in FLOORS)
 
 

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from cp_core.transport.interface import RingTransport
-from workers.protocol.ranks import STEP_BOUNDS
+from ringserve.cp_core.transport.interface import RingTransport
+from ringserve.workers.protocol.ranks import STEP_BOUNDS
 
 
 class Progress:

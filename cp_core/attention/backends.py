@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from cp_core.attention.flash_attn import FlashAttention
-from cp_core.attention.flash_attn_3 import FlashAttention3
-from cp_core.attention.partial import AttentionBackend
-from cp_core.attention.reference import ReferenceAttention
-from cp_core.attention.torch_cpu import TorchCpuFlash
-from cp_core.attention.torch_cuda import TorchCudaFlash
-from cp_core.attention.triton_decode import TritonDecode
-from cp_core.errors import ConfigError
+from ringserve.cp_core.attention.flash_attn import FlashAttention
+from ringserve.cp_core.attention.flash_attn_3 import FlashAttention3
+from ringserve.cp_core.attention.partial import AttentionBackend
+from ringserve.cp_core.attention.reference import ReferenceAttention
+from ringserve.cp_core.attention.torch_cpu import TorchCpuFlash
+from ringserve.cp_core.attention.torch_cuda import TorchCudaFlash
+from ringserve.cp_core.attention.triton_decode import TritonDecode
+from ringserve.cp_core.errors import ConfigError
 
 Backend = (
     type[TorchCpuFlash]

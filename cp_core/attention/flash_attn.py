@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from cp_core.attention.paged import PagedShards, cumulative
-from cp_core.attention.partial import Partial, empty_partial
-from cp_core.attention.torch_cuda import PAGE_MULTIPLE, check_head_dim
-from cp_core.errors import ConfigError
+from ringserve.cp_core.attention.paged import PagedShards, cumulative
+from ringserve.cp_core.attention.partial import Partial, empty_partial
+from ringserve.cp_core.attention.torch_cuda import PAGE_MULTIPLE, check_head_dim
+from ringserve.cp_core.errors import ConfigError
 
 
 class FlashAttention:

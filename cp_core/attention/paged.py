@@ -14,8 +14,8 @@ from typing import ClassVar, Protocol, TypeGuard
 
 import torch
 
-from cp_core.attention.partial import AttentionBackend, Partial, empty_partial
-from cp_core.layout.step_plans import RowIndices
+from ringserve.cp_core.attention.partial import AttentionBackend, Partial, empty_partial
+from ringserve.cp_core.layout.step_plans import RowIndices
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from typing import ClassVar, Protocol, TypeGuard
 
 import torch
 
-from cp_core.layout.step_plans import KvRun, Rows, Shard, seen_keys
+from ringserve.cp_core.layout.step_plans import KvRun, Rows, Shard, seen_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def kernels_on(device: torch.device) -> MergeKernels | None:
     """Return the kernels that merge parts on this device; None where plain tensor operations do."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return None
-    kernels: MergeKernels = importlib.import_module("cp_core.attention.triton_kernels")
+    kernels: MergeKernels = importlib.import_module("ringserve.cp_core.attention.triton_kernels")
     return kernels
 
 

@@ -10,8 +10,8 @@ from typing import ClassVar
 
 import torch
 
-from cp_core.attention.paged import PagedShards
-from cp_core.attention.partial import Partial, empty_partial
+from ringserve.cp_core.attention.paged import PagedShards
+from ringserve.cp_core.attention.partial import Partial, empty_partial
 
 
 class ReferenceAttention:

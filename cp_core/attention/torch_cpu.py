@@ -11,8 +11,8 @@ from typing import ClassVar
 
 import torch
 
-from cp_core.attention.partial import Partial, empty_partial
-from cp_core.layout.step_plans import KvRun
+from ringserve.cp_core.attention.partial import Partial, empty_partial
+from ringserve.cp_core.layout.step_plans import KvRun
 
 # Up to this many tokens the G query heads of a KV head become G * T rows of one head: each K and V is then read once
 # instead of G times (65,536 keys, T = 1: 6.5 ms for 26.5). Above it the copy of q costs as much as it saves.

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from cp_core.attention.paged import PagedShards
-from cp_core.attention.partial import Partial
-from cp_core.attention.torch_cuda import TorchCudaFlash, check_head_dim, fills_gpu
+from ringserve.cp_core.attention.paged import PagedShards
+from ringserve.cp_core.attention.partial import Partial
+from ringserve.cp_core.attention.torch_cuda import TorchCudaFlash, check_head_dim, fills_gpu
 
 
 class TritonDecode:
@@ -33,7 +33,7 @@ class TritonDecode:
         """`prefill` attends many queries, torch's flash kernel if None; `kernels` stand in for Triton's in tests."""
         self._prefill = prefill or TorchCudaFlash()
         # Its package is imported here alone: torch's builds for CPUs come without it.
-        self._kernels = kernels or importlib.import_module("cp_core.attention.triton_kernels")
+        self._kernels = kernels or importlib.import_module("ringserve.cp_core.attention.triton_kernels")
 
     @staticmethod
     def supports(device: torch.device, dtype: torch.dtype) -> bool:

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cp_core.attention.partial import Partial
+from ringserve.cp_core.attention.partial import Partial
 
 # Bytes of one tile of keys: with the tile of values and the next two on their way it fits into shared memory.
 TILE_BYTES = 16 << 10

@@ -10,8 +10,16 @@ from typing import Protocol, TypeGuard, TypeVar
 
 import torch
 
-from cp_core.attention.partial import Accumulator, AttentionBackend, KeyShard, Partial, RowPartial, attend_pair, merge
-from cp_core.layout.step_plans import KvRun, Rows, Shard, seen_keys
+from ringserve.cp_core.attention.partial import (
+    Accumulator,
+    AttentionBackend,
+    KeyShard,
+    Partial,
+    RowPartial,
+    attend_pair,
+    merge,
+)
+from ringserve.cp_core.layout.step_plans import KvRun, Rows, Shard, seen_keys
 
 Key = TypeVar("Key")
 """Name of one sequence, or of a part of it, among those that are attended together."""

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from cp_core.errors import ConfigError
+from ringserve.cp_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cp_core.cost.model import ModelShape, PrefillRates
+    from ringserve.cp_core.cost.model import ModelShape, PrefillRates
 
 LAYERS_AHEAD = 2
 """Layers between the one whose new KV a rank has just sent on and the one whose cached KV it sends then. The ranks of a

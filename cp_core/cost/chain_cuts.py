@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from cp_core.cost.chain import ChainRates, Cuts, chain_seconds
+from ringserve.cp_core.cost.chain import ChainRates, Cuts, chain_seconds
 
 LEAST_STRIDE = 32
 FINEST_SHARE = 512

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cp_core.cost.chain import ChainRates, Cuts, chain_closed_form
+from ringserve.cp_core.cost.chain import ChainRates, Cuts, chain_closed_form
 
 if TYPE_CHECKING:
-    from cp_core.cost.model import ModelShape, PrefillRates, RingRates
+    from ringserve.cp_core.cost.model import ModelShape, PrefillRates, RingRates
 
 MAX_STEPS = 24
 TOLERANCE = 0.25

@@ -21,10 +21,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cp_core.cost.memory import WeightBytes
-from cp_core.cost.model import PASS_Q, ModelShape, RingRates
-from cp_core.cost.profile import HardwareProfile
-from cp_core.errors import ConfigError
+from ringserve.cp_core.cost.memory import WeightBytes
+from ringserve.cp_core.cost.model import PASS_Q, ModelShape, RingRates
+from ringserve.cp_core.cost.profile import HardwareProfile
+from ringserve.cp_core.errors import ConfigError
 
 GATHER = "gather"
 HELIX = "helix"

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cp_core.cost.chain import Cuts
-from cp_core.cost.chain_steps import ChainPredictor, chain_rates, quick_cuts
-from cp_core.cost.decode import StepCost, predict_profiled_step
-from cp_core.cost.memory import WeightBytes
-from cp_core.cost.model import CHAIN, ModelShape, PrefillRates
-from cp_core.cost.prefill import predict_turn, sum_seconds
-from cp_core.cost.profile import HardwareProfile
-from cp_core.errors import ConfigError
+from ringserve.cp_core.cost.chain import Cuts
+from ringserve.cp_core.cost.chain_steps import ChainPredictor, chain_rates, quick_cuts
+from ringserve.cp_core.cost.decode import StepCost, predict_profiled_step
+from ringserve.cp_core.cost.memory import WeightBytes
+from ringserve.cp_core.cost.model import CHAIN, ModelShape, PrefillRates
+from ringserve.cp_core.cost.prefill import predict_turn, sum_seconds
+from ringserve.cp_core.cost.profile import HardwareProfile
+from ringserve.cp_core.errors import ConfigError
 
 Vector = npt.NDArray[np.float64]
 

@@ -13,9 +13,9 @@ from itertools import groupby, pairwise
 
 import numpy as np
 
-from cp_core.cost.model import PASS_KV, ModelShape
-from cp_core.cost.selector import EmpiricalFit, Selection, Turn
-from cp_core.errors import ConfigError
+from ringserve.cp_core.cost.model import PASS_KV, ModelShape
+from ringserve.cp_core.cost.selector import EmpiricalFit, Selection, Turn
+from ringserve.cp_core.errors import ConfigError
 
 MAX_ADVANTAGE = 0.1
 """Largest advantage that enters a fit: a larger one tells the better algorithm, but no reliable difference."""

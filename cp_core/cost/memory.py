@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cp_core.cost.model import ModelShape
-from cp_core.cost.profile import HardwareProfile
+from ringserve.cp_core.cost.model import ModelShape
+from ringserve.cp_core.cost.profile import HardwareProfile
 
 # Share of a process's memory that the runtime, its kernels and fragmentation take.
 RESERVED_SHARE = 0.05

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from cp_core.cost.chain_steps import ChainPredictor
-from cp_core.errors import ConfigError
-from cp_core.layout.head_shares import head_shares
+from ringserve.cp_core.cost.chain_steps import ChainPredictor
+from ringserve.cp_core.errors import ConfigError
+from ringserve.cp_core.layout.head_shares import head_shares
 
 PASS_KV = "pass_kv"
 PASS_Q = "pass_q"

@@ -10,9 +10,9 @@ from functools import reduce
 from itertools import pairwise, starmap
 from operator import add
 
-from cp_core.cost.memory import kv_bytes_per_token
-from cp_core.cost.model import ModelShape, PrefillCost, predict_prefill
-from cp_core.cost.profile import HardwareProfile
+from ringserve.cp_core.cost.memory import kv_bytes_per_token
+from ringserve.cp_core.cost.model import ModelShape, PrefillCost, predict_prefill
+from ringserve.cp_core.cost.profile import HardwareProfile
 
 
 def predict_turn(

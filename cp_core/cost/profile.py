@@ -10,9 +10,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cp_core.cost.model import PrefillRates, RingRates
-from cp_core.cost.selector import EmpiricalFit
-from cp_core.errors import ConfigError
+from ringserve.cp_core.cost.model import PrefillRates, RingRates
+from ringserve.cp_core.cost.selector import EmpiricalFit
+from ringserve.cp_core.errors import ConfigError
 
 SUFFIX = ".json"
 # Everything else is a rate or a size, and must be above 0.
@@ -115,7 +115,7 @@ class HardwareProfile:
 
 def shipped_profiles() -> tuple[str, ...]:
     """Return the names that `read_profile` knows."""
-    names = (entry.name for entry in files("cp_core.cost").joinpath("profiles").iterdir())
+    names = (entry.name for entry in files("ringserve.cp_core.cost").joinpath("profiles").iterdir())
     return tuple(sorted(name.removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX)))
 
 
@@ -123,7 +123,7 @@ def read_profile(name: str) -> HardwareProfile:
     """Return a shipped profile by its name, or one in a JSON file by its path. Raises ConfigError."""
     if name in shipped_profiles():
         return parse_profile(
-            files("cp_core.cost").joinpath("profiles", name + SUFFIX).read_text(encoding="utf-8"), name
+            files("ringserve.cp_core.cost").joinpath("profiles", name + SUFFIX).read_text(encoding="utf-8"), name
         )
     path = Path(name).expanduser()
     if not path.is_file():

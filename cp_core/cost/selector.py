@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cp_core.cost.model import (
+from ringserve.cp_core.cost.model import (
     CHAIN,
     GATHER_KV,
     PASS_KV,
@@ -21,7 +21,7 @@ from cp_core.cost.model import (
     PrefillRates,
     StepPredictor,
 )
-from cp_core.errors import ConfigError, InvalidRequest
+from ringserve.cp_core.errors import ConfigError, InvalidRequest
 
 POLICIES = ("auto", "alg1", "alg5", "empirical", *PREFILL_ALGORITHMS)
 

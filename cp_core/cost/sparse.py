@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from cp_core.cost.model import PASS_KV, ModelShape, PrefillRates, StepPredictor
-from cp_core.errors import ConfigError, InvalidRequest
-from cp_core.layout.sparsity import LATEST, STRIDED, Sparsity
+from ringserve.cp_core.cost.model import PASS_KV, ModelShape, PrefillRates, StepPredictor
+from ringserve.cp_core.errors import ConfigError, InvalidRequest
+from ringserve.cp_core.layout.sparsity import LATEST, STRIDED, Sparsity
 
 
 def sparse_seconds(

@@ -15,8 +15,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from cp_core.cost.model import ModelShape
-from cp_core.layout.shards import TokenRange
+from ringserve.cp_core.cost.model import ModelShape
+from ringserve.cp_core.layout.shards import TokenRange
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from cp_core.layout.shards import TokenRange, even_share
+from ringserve.cp_core.layout.shards import TokenRange, even_share
 
 
 @dataclass(frozen=True, slots=True)

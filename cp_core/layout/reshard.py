@@ -16,8 +16,8 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from cp_core.errors import ReshardError
-from cp_core.layout.shards import ShardMap, TokenRange, coalesce
+from ringserve.cp_core.errors import ReshardError
+from ringserve.cp_core.layout.shards import ShardMap, TokenRange, coalesce
 
 Column = npt.NDArray[np.int64]
 

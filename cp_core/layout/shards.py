@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from cp_core.errors import ReshardError
+from ringserve.cp_core.errors import ReshardError
 
 UNEVEN = 1.125
 """Work of the fullest rank over the mean, up to which sequences lie whole: they save their messages in every layer."""

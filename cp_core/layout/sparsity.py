@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cp_core.errors import InvalidRequest
-from cp_core.layout.shards import PrefillLayout, TokenRange
+from ringserve.cp_core.errors import InvalidRequest
+from ringserve.cp_core.layout.shards import PrefillLayout, TokenRange
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,9 +13,9 @@ from functools import cached_property
 
 import torch
 
-from cp_core.errors import InvalidRequest
-from cp_core.layout.shards import PrefillLayout, ShardMap, TokenRange
-from cp_core.layout.sparsity import Sparsity
+from ringserve.cp_core.errors import InvalidRequest
+from ringserve.cp_core.layout.shards import PrefillLayout, ShardMap, TokenRange
+from ringserve.cp_core.layout.sparsity import Sparsity
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,13 +22,13 @@ from itertools import pairwise
 
 import torch
 
-from cp_core.attention.partial import AttentionBackend, KeyShard
-from cp_core.attention.varlen import attend_pairs
-from cp_core.cost.chain import LAYERS_AHEAD
-from cp_core.errors import InvalidRequest
-from cp_core.layout.step_plans import KvRun, PrefillPlan, Shard
-from cp_core.ring.pass_kv import SequenceParts, merge_all_held
-from cp_core.transport.interface import RingTransport, Work
+from ringserve.cp_core.attention.partial import AttentionBackend, KeyShard
+from ringserve.cp_core.attention.varlen import attend_pairs
+from ringserve.cp_core.cost.chain import LAYERS_AHEAD
+from ringserve.cp_core.errors import InvalidRequest
+from ringserve.cp_core.layout.step_plans import KvRun, PrefillPlan, Shard
+from ringserve.cp_core.ring.pass_kv import SequenceParts, merge_all_held
+from ringserve.cp_core.transport.interface import RingTransport, Work
 
 MAX_LAYERS_UNDER_WAY = 2
 """Layers whose sends may be under way: a rank that runs further ahead would only fill memory."""

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 import torch
 
-from cp_core.attention.paged import PagedShards, attend_pages, takes_pages
-from cp_core.attention.partial import (
+from ringserve.cp_core.attention.paged import PagedShards, attend_pages, takes_pages
+from ringserve.cp_core.attention.partial import (
     Accumulator,
     AttentionBackend,
     Partial,
@@ -28,8 +28,8 @@ from cp_core.attention.partial import (
     kernels_on,
     merge,
 )
-from cp_core.layout.step_plans import DecodePlan, KvRun, PassQRoute, RowIndices, Visit
-from cp_core.transport.interface import RingTransport
+from ringserve.cp_core.layout.step_plans import DecodePlan, KvRun, PassQRoute, RowIndices, Visit
+from ringserve.cp_core.transport.interface import RingTransport
 
 Shards = Sequence[Sequence[KvRun]] | PagedShards
 """Shards of this rank, one a sequence: runs, attended as views one by one, or pages for a backend that takes them."""

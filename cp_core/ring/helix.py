@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import torch
 
-from cp_core.attention.partial import Accumulator, AttentionBackend, Partial, empty_partial
-from cp_core.attention.varlen import attend_runs, attend_together
-from cp_core.layout.shards import TokenRange, even_share
-from cp_core.layout.step_plans import DecodePlan, KvRun, RowIndices
-from cp_core.ring.decode import Shards, attend_rows, merged_out
-from cp_core.transport.interface import RingTransport
+from ringserve.cp_core.attention.partial import Accumulator, AttentionBackend, Partial, empty_partial
+from ringserve.cp_core.attention.varlen import attend_runs, attend_together
+from ringserve.cp_core.layout.shards import TokenRange, even_share
+from ringserve.cp_core.layout.step_plans import DecodePlan, KvRun, RowIndices
+from ringserve.cp_core.ring.decode import Shards, attend_rows, merged_out
+from ringserve.cp_core.transport.interface import RingTransport
 
 
 class HelixColumns:

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import torch
 
-from cp_core.attention.partial import AttentionBackend, KeyShard, RowPartial, merge_held
-from cp_core.attention.varlen import attend_pairs
-from cp_core.layout.step_plans import KvRun, PrefillPlan, Shard
-from cp_core.transport.interface import RingTransport
+from ringserve.cp_core.attention.partial import AttentionBackend, KeyShard, RowPartial, merge_held
+from ringserve.cp_core.attention.varlen import attend_pairs
+from ringserve.cp_core.layout.step_plans import KvRun, PrefillPlan, Shard
+from ringserve.cp_core.transport.interface import RingTransport
 
 SequenceParts = list[list[RowPartial]]
 

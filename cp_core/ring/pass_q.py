@@ -11,17 +11,17 @@ from collections.abc import Sequence
 
 import torch
 
-from cp_core.attention.partial import (
+from ringserve.cp_core.attention.partial import (
     AttentionBackend,
     KeyShard,
     Partial,
     PartialBuffer,
     RowPartial,
 )
-from cp_core.attention.varlen import attend_pairs
-from cp_core.layout.step_plans import PrefillPlan, Rows, seen_rows, split_new
-from cp_core.ring.pass_kv import SequenceParts
-from cp_core.transport.interface import RingTransport
+from ringserve.cp_core.attention.varlen import attend_pairs
+from ringserve.cp_core.layout.step_plans import PrefillPlan, Rows, seen_rows, split_new
+from ringserve.cp_core.ring.pass_kv import SequenceParts
+from ringserve.cp_core.transport.interface import RingTransport
 
 
 def pass_q(

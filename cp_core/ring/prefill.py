@@ -10,17 +10,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from cp_core.attention.partial import AttentionBackend, KeyShard, merge_rows
-from cp_core.cost.model import CHAIN, GATHER_KV, PASS_KV, PASS_Q, PREFILL_ALGORITHMS, SP_NTP
-from cp_core.errors import ConfigError
-from cp_core.layout.step_plans import KvRun, PrefillPlan, split_new
-from cp_core.ring.chain import Chain
-from cp_core.ring.gather_kv import gather_kv
-from cp_core.ring.pass_kv import SequenceParts, pass_kv
-from cp_core.ring.pass_q import pass_q
-from cp_core.ring.sp_ntp import sp_ntp
-from cp_core.ring.sparse_keys import KeyChooser
-from cp_core.transport.interface import RingTransport
+from ringserve.cp_core.attention.partial import AttentionBackend, KeyShard, merge_rows
+from ringserve.cp_core.cost.model import CHAIN, GATHER_KV, PASS_KV, PASS_Q, PREFILL_ALGORITHMS, SP_NTP
+from ringserve.cp_core.errors import ConfigError
+from ringserve.cp_core.layout.step_plans import KvRun, PrefillPlan, split_new
+from ringserve.cp_core.ring.chain import Chain
+from ringserve.cp_core.ring.gather_kv import gather_kv
+from ringserve.cp_core.ring.pass_kv import SequenceParts, pass_kv
+from ringserve.cp_core.ring.pass_q import pass_q
+from ringserve.cp_core.ring.sp_ntp import sp_ntp
+from ringserve.cp_core.ring.sparse_keys import KeyChooser
+from ringserve.cp_core.transport.interface import RingTransport
 
 CachedOf = Callable[[int], Sequence[Sequence[KvRun]]]
 """Runs of this rank's cached tokens in a layer, by sequence."""

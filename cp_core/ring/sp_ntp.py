@@ -20,12 +20,12 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from cp_core.attention.partial import AttentionBackend, KeyShard, merge, merge_rows
-from cp_core.attention.varlen import attend_pairs, attend_runs, attend_together
-from cp_core.layout.head_shares import HeadShare, head_shares
-from cp_core.layout.shards import TokenRange, even_share
-from cp_core.layout.step_plans import KvRun, PrefillPlan, Shard
-from cp_core.transport.interface import RingTransport
+from ringserve.cp_core.attention.partial import AttentionBackend, KeyShard, merge, merge_rows
+from ringserve.cp_core.attention.varlen import attend_pairs, attend_runs, attend_together
+from ringserve.cp_core.layout.head_shares import HeadShare, head_shares
+from ringserve.cp_core.layout.shards import TokenRange, even_share
+from ringserve.cp_core.layout.step_plans import KvRun, PrefillPlan, Shard
+from ringserve.cp_core.transport.interface import RingTransport
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 
 import torch
 
-from cp_core.attention.partial import KeyShard
-from cp_core.layout.sparsity import sampled_rows
-from cp_core.layout.step_plans import KvRun, PrefillPlan, SequencePlan, Shard
-from cp_core.ring.pass_kv import pack_keys
-from cp_core.transport.interface import RingTransport
+from ringserve.cp_core.attention.partial import KeyShard
+from ringserve.cp_core.layout.sparsity import sampled_rows
+from ringserve.cp_core.layout.step_plans import KvRun, PrefillPlan, SequencePlan, Shard
+from ringserve.cp_core.ring.pass_kv import pack_keys
+from ringserve.cp_core.transport.interface import RingTransport
 
 SCORED_AT_ONCE = 16
 """Sampled queries whose attention is in memory at a time: it has G * S numbers for each."""

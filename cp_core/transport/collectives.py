@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from cp_core.layout.shards import even_share
-from cp_core.transport.interface import RingTransport, TransportStats, Work
+from ringserve.cp_core.layout.shards import even_share
+from ringserve.cp_core.transport.interface import RingTransport, TransportStats, Work
 
 # Bytes up to which one round of whole tensors beats two rounds of parts: a message costs more to start than to carry.
 ONE_ROUND_BYTES = 64 << 10

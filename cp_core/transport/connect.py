@@ -13,14 +13,14 @@ from datetime import timedelta
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from cp_core.errors import ConfigError, Unavailable
-from cp_core.transport.inprocess import InProcessRing
-from cp_core.transport.interface import RingTransport
-from cp_core.transport.peer_tls import PeerTls
-from cp_core.transport.ring_backend import select_ring_backend
-from cp_core.transport.socket_mesh import Rendezvous, RingListener, connect_mesh, listen, own_address
-from cp_core.transport.socket_ring import SocketRing
-from cp_core.transport.staged import for_device
+from ringserve.cp_core.errors import ConfigError, Unavailable
+from ringserve.cp_core.transport.inprocess import InProcessRing
+from ringserve.cp_core.transport.interface import RingTransport
+from ringserve.cp_core.transport.peer_tls import PeerTls
+from ringserve.cp_core.transport.ring_backend import select_ring_backend
+from ringserve.cp_core.transport.socket_mesh import Rendezvous, RingListener, connect_mesh, listen, own_address
+from ringserve.cp_core.transport.socket_ring import SocketRing
+from ringserve.cp_core.transport.staged import for_device
 
 
 class RingStore:
@@ -95,7 +95,7 @@ def connect_ring(
     try:
         if backend == "nccl":
             # Loaded only where it serves: torch.distributed takes a while to import.
-            from cp_core.transport import nccl
+            from ringserve.cp_core.transport import nccl
 
             return nccl.join_nccl(prefixed, rank, size, device, timeout_seconds, store)
         with closing(RingListener(own_address(host, found.port))) as listener:

@@ -18,9 +18,9 @@ from typing import Protocol
 
 import torch
 
-from cp_core.errors import Unavailable
-from cp_core.transport.collectives import Message, PointToPointRing
-from cp_core.transport.interface import RingTransport, Work
+from ringserve.cp_core.errors import Unavailable
+from ringserve.cp_core.transport.collectives import Message, PointToPointRing
+from ringserve.cp_core.transport.interface import RingTransport, Work
 
 
 class Clock(Protocol):
@@ -166,7 +166,7 @@ class DelayedWork:
         self._arrivals = arrivals
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """See cp_core.transport.interface.Work."""
+        """See ringserve.cp_core.transport.interface.Work."""
         seconds = self._transport.timeout_seconds if timeout_seconds is None else timeout_seconds
         deadline = self._transport.now() + seconds
         for work in self._works:

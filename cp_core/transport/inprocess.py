@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from cp_core.errors import Unavailable
-from cp_core.transport.collectives import Message, PointToPointRing
+from ringserve.cp_core.errors import Unavailable
+from ringserve.cp_core.transport.collectives import Message, PointToPointRing
 
 Pair = tuple[int, int]
 

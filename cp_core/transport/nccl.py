@@ -18,9 +18,9 @@ import torch
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.distributed_c10d import Store
 
-from cp_core.errors import ConfigError, Unavailable
-from cp_core.transport.collectives import Message, PointToPointRing
-from cp_core.transport.interface import TransportStats
+from ringserve.cp_core.errors import ConfigError, Unavailable
+from ringserve.cp_core.transport.collectives import Message, PointToPointRing
+from ringserve.cp_core.transport.interface import TransportStats
 
 # Messages of one tag and pair of ranks keep the order in which they were issued.
 DATA_TAG = 0
@@ -110,7 +110,7 @@ class Operations:
         self._started = started
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """See cp_core.transport.interface.Work."""
+        """See ringserve.cp_core.transport.interface.Work."""
         seconds = self._ring.timeout_seconds if timeout_seconds is None else timeout_seconds
         deadline = time.monotonic() + seconds
         for work, peer in self._started:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from cp_core.errors import ConfigError
+from ringserve.cp_core.errors import ConfigError
 
 # Most bytes that one call moves: a sender that would block must come back with the same bytes.
 SLICE_BYTES: Final = 256 << 10

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from cp_core.errors import ConfigError
+from ringserve.cp_core.errors import ConfigError
 
 # "auto" takes the first one of the device; docs/decisions/0004 says why.
 SERVING: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("sockets",), "cuda": ("nccl", "sockets")}

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
-from cp_core.errors import ConfigError, Unavailable
-from cp_core.transport.peer_tls import PeerTls, handshake_events, reason_of
+from ringserve.cp_core.errors import ConfigError, Unavailable
+from ringserve.cp_core.transport.peer_tls import PeerTls, handshake_events, reason_of
 
 RANK: Final = struct.Struct("!I")
 PROOF_BYTES: Final = 32

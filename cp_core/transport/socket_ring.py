@@ -30,9 +30,9 @@ from typing import Final
 
 import torch
 
-from cp_core.errors import Unavailable
-from cp_core.transport.collectives import Message, PointToPointRing
-from cp_core.transport.interface import TransportStats
+from ringserve.cp_core.errors import Unavailable
+from ringserve.cp_core.transport.collectives import Message, PointToPointRing
+from ringserve.cp_core.transport.interface import TransportStats
 
 # Linux' default send buffer takes a message of this size whole, so that sending it never waits for the receiver.
 LARGE_BYTES: Final = 256 << 10
@@ -372,7 +372,7 @@ class SocketWork:
         self._timeout_seconds = timeout_seconds
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """See cp_core.transport.interface.Work."""
+        """See ringserve.cp_core.transport.interface.Work."""
         if not all(transfer.is_done for transfer in self._transfers):
             self._links.wait(self._transfers, self._timeout_seconds if timeout_seconds is None else timeout_seconds)
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from cp_core.transport.interface import RingTransport, TransportStats, Work
+from ringserve.cp_core.transport.interface import RingTransport, TransportStats, Work
 
 
 class Staging(Protocol):

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cp_core.errors import RingserveError
-from cp_core.layout.sparsity import Sparsity
-from orchestration.placement.kv_locations import KvLocation, KvLocations
-from orchestration.protocol.views import ConversationView, KvLocationView
-from workers.protocol.prefill_steps import TokenIds
+from ringserve.cp_core.errors import RingserveError
+from ringserve.cp_core.layout.sparsity import Sparsity
+from ringserve.orchestration.placement.kv_locations import KvLocation, KvLocations
+from ringserve.orchestration.protocol.views import ConversationView, KvLocationView
+from ringserve.workers.protocol.prefill_steps import TokenIds
 
 UNNAMED = "\u00adprompt-"
 """Beginning of the ids of unnamed conversations. Clients cannot name one: its first character cannot be printed."""

@@ -11,14 +11,14 @@ import logging
 import uuid
 from dataclasses import dataclass
 
-from cp_core.errors import RingserveError, Unavailable
-from orchestration.conversations.conversation import Conversation
-from orchestration.conversations.store import ConversationStore
-from orchestration.placement.kv_locations import KvLocation
-from orchestration.placement.registry import RegisteredRing
-from orchestration.protocol.kv import TakeKv, TakenKv
-from orchestration.protocol.ports import Peers, RingPort
-from orchestration.protocol.views import MoveReason, MoveTotals
+from ringserve.cp_core.errors import RingserveError, Unavailable
+from ringserve.orchestration.conversations.conversation import Conversation
+from ringserve.orchestration.conversations.store import ConversationStore
+from ringserve.orchestration.placement.kv_locations import KvLocation
+from ringserve.orchestration.placement.registry import RegisteredRing
+from ringserve.orchestration.protocol.kv import TakeKv, TakenKv
+from ringserve.orchestration.protocol.ports import Peers, RingPort
+from ringserve.orchestration.protocol.views import MoveReason, MoveTotals
 
 log = logging.getLogger(__name__)
 

@@ -10,17 +10,22 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from cp_core.errors import Busy, InvalidRequest, NotFound, RingserveError
-from orchestration.conversations.conversation import Conversation
-from orchestration.conversations.quotas import KvQuotas, RunningTurnsPort
-from orchestration.conversations.store import ConversationStore
-from orchestration.placement.kv_locations import KvLocation
-from orchestration.placement.registry import RingRegistry
-from orchestration.protocol.kv import ForkKv, RetainedKv
-from orchestration.protocol.ports import Peers
-from orchestration.protocol.turns import KvQuota
-from orchestration.protocol.views import ConversationList, ConversationSummary, ConversationView, KvLocationView
-from orchestration.tasks import TaskSet
+from ringserve.cp_core.errors import Busy, InvalidRequest, NotFound, RingserveError
+from ringserve.orchestration.conversations.conversation import Conversation
+from ringserve.orchestration.conversations.quotas import KvQuotas, RunningTurnsPort
+from ringserve.orchestration.conversations.store import ConversationStore
+from ringserve.orchestration.placement.kv_locations import KvLocation
+from ringserve.orchestration.placement.registry import RingRegistry
+from ringserve.orchestration.protocol.kv import ForkKv, RetainedKv
+from ringserve.orchestration.protocol.ports import Peers
+from ringserve.orchestration.protocol.turns import KvQuota
+from ringserve.orchestration.protocol.views import (
+    ConversationList,
+    ConversationSummary,
+    ConversationView,
+    KvLocationView,
+)
+from ringserve.orchestration.tasks import TaskSet
 
 log = logging.getLogger(__name__)
 

@@ -26,11 +26,11 @@ from itertools import islice
 
 import numpy as np
 
-from orchestration.conversations.conversation import UNNAMED, Conversation, common_prefix, tenant_of
-from orchestration.conversations.store import ConversationStore
-from orchestration.placement.kv_locations import Choice, KvLocation, KvLocations, WantedTurn
-from orchestration.placement.registry import RingRegistry
-from workers.protocol.prefill_steps import TokenIds
+from ringserve.orchestration.conversations.conversation import UNNAMED, Conversation, common_prefix, tenant_of
+from ringserve.orchestration.conversations.store import ConversationStore
+from ringserve.orchestration.placement.kv_locations import Choice, KvLocation, KvLocations, WantedTurn
+from ringserve.orchestration.placement.registry import RingRegistry
+from ringserve.workers.protocol.prefill_steps import TokenIds
 
 MIN_SHARED = 16
 """Fewest tokens worth sharing: a full block of the usual size, so that something is shared and not only copied."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from cp_core.errors import CapacityExceeded, InvalidRequest
-from orchestration.conversations.conversation import Conversation
-from orchestration.conversations.store import ConversationStore
-from orchestration.protocol.turns import KvQuota
+from ringserve.cp_core.errors import CapacityExceeded, InvalidRequest
+from ringserve.orchestration.conversations.conversation import Conversation
+from ringserve.orchestration.conversations.store import ConversationStore
+from ringserve.orchestration.protocol.turns import KvQuota
 
 USUAL_ANSWER_TOKENS = 1024
 """Tokens that few answers go beyond. Those of no stated length are promised as many, before there is more to share."""

@@ -17,14 +17,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from cp_core.errors import CapacityExceeded, RingserveError
-from orchestration.conversations.conversation import Conversation
-from orchestration.conversations.mover import ConversationMover, MoveCounts
-from orchestration.conversations.store import ConversationStore
-from orchestration.placement.planner import Planner
-from orchestration.placement.registry import RegisteredRing, RingRegistry
-from orchestration.protocol.views import DrainView, MoveReason
-from orchestration.tasks import TaskSet
+from ringserve.cp_core.errors import CapacityExceeded, RingserveError
+from ringserve.orchestration.conversations.conversation import Conversation
+from ringserve.orchestration.conversations.mover import ConversationMover, MoveCounts
+from ringserve.orchestration.conversations.store import ConversationStore
+from ringserve.orchestration.placement.planner import Planner
+from ringserve.orchestration.placement.registry import RegisteredRing, RingRegistry
+from ringserve.orchestration.protocol.views import DrainView, MoveReason
+from ringserve.orchestration.tasks import TaskSet
 
 log = logging.getLogger(__name__)
 

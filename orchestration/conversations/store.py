@@ -11,11 +11,17 @@ from collections.abc import Callable, Collection
 from functools import partial
 from itertools import chain
 
-from cp_core.errors import Busy, CapacityExceeded, InvalidRequest, NotFound, RingserveError
-from orchestration.conversations.conversation import Conversation, PlacedConversations, Waiter, is_unnamed, tenant_of
-from orchestration.placement.kv_locations import KvLocations
-from orchestration.protocol.journal import JournalPort, NoJournal, StoredConversation
-from workers.protocol.prefill_steps import TokenIds
+from ringserve.cp_core.errors import Busy, CapacityExceeded, InvalidRequest, NotFound, RingserveError
+from ringserve.orchestration.conversations.conversation import (
+    Conversation,
+    PlacedConversations,
+    Waiter,
+    is_unnamed,
+    tenant_of,
+)
+from ringserve.orchestration.placement.kv_locations import KvLocations
+from ringserve.orchestration.protocol.journal import JournalPort, NoJournal, StoredConversation
+from ringserve.workers.protocol.prefill_steps import TokenIds
 
 MAX_GONE = 10_000
 """Forgotten conversations of which the reason is remembered; the oldest go."""

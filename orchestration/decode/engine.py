@@ -7,20 +7,20 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 
-from cp_core.errors import InvalidRequest, NotFinite, NotFound, RingserveError, TurnCancelled, Unavailable
-from cp_core.layout.shards import TokenRange
-from orchestration.decode.feed import DecodeFeed
-from orchestration.decode.room import DecodeRoom
-from orchestration.decode.turn import DecodeTurn, DecodeTurnState
-from orchestration.protocol.plans import PlannedChunk
-from orchestration.protocol.ports import RouterPort
-from orchestration.protocol.turns import Admit, PrefillReport, ResumeTurn
-from orchestration.ring.kv_pool import SequenceKv
-from orchestration.ring.kv_transfers import drop
-from orchestration.ring.life import Ring
-from workers.protocol.decode_commands import ComputePrompt, DecodeEvent, FinishReason
-from workers.protocol.prefill_steps import Algorithm, TokenIds
-from workers.sampling.parameters import TokenHistory
+from ringserve.cp_core.errors import InvalidRequest, NotFinite, NotFound, RingserveError, TurnCancelled, Unavailable
+from ringserve.cp_core.layout.shards import TokenRange
+from ringserve.orchestration.decode.feed import DecodeFeed
+from ringserve.orchestration.decode.room import DecodeRoom
+from ringserve.orchestration.decode.turn import DecodeTurn, DecodeTurnState
+from ringserve.orchestration.protocol.plans import PlannedChunk
+from ringserve.orchestration.protocol.ports import RouterPort
+from ringserve.orchestration.protocol.turns import Admit, PrefillReport, ResumeTurn
+from ringserve.orchestration.ring.kv_pool import SequenceKv
+from ringserve.orchestration.ring.kv_transfers import drop
+from ringserve.orchestration.ring.life import Ring
+from ringserve.workers.protocol.decode_commands import ComputePrompt, DecodeEvent, FinishReason
+from ringserve.workers.protocol.prefill_steps import Algorithm, TokenIds
+from ringserve.workers.sampling.parameters import TokenHistory
 
 log = logging.getLogger(__name__)
 

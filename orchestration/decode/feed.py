@@ -11,10 +11,16 @@ from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cp_core.errors import RingserveError
-from orchestration.decode.turn import DecodeTurn
-from orchestration.protocol.ports import RankPort
-from workers.protocol.decode_commands import ComputePrompt, DecodeCommand, DecodeEvent, GrowSequence, RemoveSequence
+from ringserve.cp_core.errors import RingserveError
+from ringserve.orchestration.decode.turn import DecodeTurn
+from ringserve.orchestration.protocol.ports import RankPort
+from ringserve.workers.protocol.decode_commands import (
+    ComputePrompt,
+    DecodeCommand,
+    DecodeEvent,
+    GrowSequence,
+    RemoveSequence,
+)
 
 POLL_SECONDS = 2.0
 

@@ -8,16 +8,16 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 
-from cp_core.errors import CapacityExceeded, NotFound, RingserveError, TurnCancelled, Unavailable
-from cp_core.layout.shards import ShardMap, balanced_layout, spread
-from orchestration.decode.engine import DecodeEngine
-from orchestration.decode.registry import DecodeTurns
-from orchestration.decode.turn import Answer, Attempt, DecodeTurn, DecodeTurnState
-from orchestration.protocol.inventory import TurnOnRing
-from orchestration.protocol.kv import SendKv, SentKv
-from orchestration.protocol.ports import Peers, RankFactory, RouterPort
-from orchestration.protocol.rings import RingSettings
-from orchestration.protocol.turns import (
+from ringserve.cp_core.errors import CapacityExceeded, NotFound, RingserveError, TurnCancelled, Unavailable
+from ringserve.cp_core.layout.shards import ShardMap, balanced_layout, spread
+from ringserve.orchestration.decode.engine import DecodeEngine
+from ringserve.orchestration.decode.registry import DecodeTurns
+from ringserve.orchestration.decode.turn import Answer, Attempt, DecodeTurn, DecodeTurnState
+from ringserve.orchestration.protocol.inventory import TurnOnRing
+from ringserve.orchestration.protocol.kv import SendKv, SentKv
+from ringserve.orchestration.protocol.ports import Peers, RankFactory, RouterPort
+from ringserve.orchestration.protocol.rings import RingSettings
+from ringserve.orchestration.protocol.turns import (
     Admit,
     FinishedEvent,
     PrefillDone,
@@ -27,13 +27,13 @@ from orchestration.protocol.turns import (
     ScoredEvent,
     TurnEvent,
 )
-from orchestration.protocol.views import RingStatus
-from orchestration.ring.kv_transfers import copy_blocks, expect, send
-from orchestration.ring.leader import Announce, RingLeader
-from orchestration.tasks import begin_joined, gather_first_error
-from workers.protocol.decode_commands import FinishReason
-from workers.protocol.prefill_steps import TokenIds
-from workers.protocol.transfers import TransferKey
+from ringserve.orchestration.protocol.views import RingStatus
+from ringserve.orchestration.ring.kv_transfers import copy_blocks, expect, send
+from ringserve.orchestration.ring.leader import Announce, RingLeader
+from ringserve.orchestration.tasks import begin_joined, gather_first_error
+from ringserve.workers.protocol.decode_commands import FinishReason
+from ringserve.workers.protocol.prefill_steps import TokenIds
+from ringserve.workers.protocol.transfers import TransferKey
 
 CAUSE_SECONDS = 1.0
 """Seconds that a failed hand-off waits for the router, which may know and send its cause."""

@@ -7,16 +7,24 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
-from cp_core.errors import LOSSES, Busy, DeadlineExceeded, NotFound, RingserveError, TurnCancelled, Unavailable
-from orchestration.decode.engine import DecodeEngine, Spawn
-from orchestration.decode.turn import Answer, DecodeTurn, DecodeTurnState
-from orchestration.protocol.inventory import TurnOnRing
-from orchestration.protocol.ports import RouterPort
-from orchestration.protocol.turns import EndingEvent, FinishedEvent, TokensEvent, TurnEvent, TurnOutcome
-from orchestration.ring.kv_transfers import drop
-from orchestration.ring.life import Ring
-from orchestration.tasks import gather_all, until_reached
-from workers.protocol.decode_commands import FinishReason
+from ringserve.cp_core.errors import (
+    LOSSES,
+    Busy,
+    DeadlineExceeded,
+    NotFound,
+    RingserveError,
+    TurnCancelled,
+    Unavailable,
+)
+from ringserve.orchestration.decode.engine import DecodeEngine, Spawn
+from ringserve.orchestration.decode.turn import Answer, DecodeTurn, DecodeTurnState
+from ringserve.orchestration.protocol.inventory import TurnOnRing
+from ringserve.orchestration.protocol.ports import RouterPort
+from ringserve.orchestration.protocol.turns import EndingEvent, FinishedEvent, TokensEvent, TurnEvent, TurnOutcome
+from ringserve.orchestration.ring.kv_transfers import drop
+from ringserve.orchestration.ring.life import Ring
+from ringserve.orchestration.tasks import gather_all, until_reached
+from ringserve.workers.protocol.decode_commands import FinishReason
 
 log = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from bisect import insort
 from collections.abc import Sequence
 from typing import Protocol
 
-from cp_core.errors import CapacityExceeded
-from cp_core.layout.shards import level_counts
-from orchestration.decode.turn import DecodeTurn, DecodeTurnState
-from orchestration.ring.kv_pool import KvPool, SequenceKv
+from ringserve.cp_core.errors import CapacityExceeded
+from ringserve.cp_core.layout.shards import level_counts
+from ringserve.orchestration.decode.turn import DecodeTurn, DecodeTurnState
+from ringserve.orchestration.ring.kv_pool import KvPool, SequenceKv
 
 URGENT_TOKENS = 4
 """Free slots at or below which a turn takes a younger turn's blocks; above, turns that end may free some in time."""

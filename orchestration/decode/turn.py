@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from cp_core.errors import InvalidRequest, RingserveError
-from cp_core.layout.shards import ShardMap, appended
-from orchestration.protocol.kv import SentKv
-from orchestration.protocol.turns import (
+from ringserve.cp_core.errors import InvalidRequest, RingserveError
+from ringserve.cp_core.layout.shards import ShardMap, appended
+from ringserve.orchestration.protocol.kv import SentKv
+from ringserve.orchestration.protocol.turns import (
     Attributes,
     FinishedEvent,
     PrefillDone,
@@ -25,10 +25,10 @@ from orchestration.protocol.turns import (
     TimeSpan,
     just_ended,
 )
-from orchestration.ring.kv_pool import KvPool, SequenceKv
-from workers.protocol.decode_commands import AdmitSequence, FinishReason
-from workers.protocol.transfers import TransferKey
-from workers.sampling.parameters import TokenHistory, TokenLogprobs
+from ringserve.orchestration.ring.kv_pool import KvPool, SequenceKv
+from ringserve.workers.protocol.decode_commands import AdmitSequence, FinishReason
+from ringserve.workers.protocol.transfers import TransferKey
+from ringserve.workers.sampling.parameters import TokenHistory, TokenLogprobs
 
 ARROWS = {
     "RESERVED": {"STREAMING", "SEALED", "PREEMPTED", "ABORTED"},

@@ -16,15 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from cp_core.layout.sparsity import Sparsity
-from orchestration.journal.schema import connect, open_journal, take_lock
-from orchestration.journal.writer import GroupCommit
-from orchestration.protocol.journal import BegunRecord, CommittedRecord, RingIncarnation, StoredConversation
-from orchestration.protocol.plans import PromptMode, SparsePlan, TurnPlan
-from orchestration.protocol.turns import BegunTurn, EndedAnswer, KvQuota, TurnRequest
-from workers.protocol.decode_commands import FinishReason
-from workers.protocol.prefill_steps import Algorithm, TokenIds
-from workers.sampling.parameters import SamplingParameters, TokenBias
+from ringserve.cp_core.layout.sparsity import Sparsity
+from ringserve.orchestration.journal.schema import connect, open_journal, take_lock
+from ringserve.orchestration.journal.writer import GroupCommit
+from ringserve.orchestration.protocol.journal import BegunRecord, CommittedRecord, RingIncarnation, StoredConversation
+from ringserve.orchestration.protocol.plans import PromptMode, SparsePlan, TurnPlan
+from ringserve.orchestration.protocol.turns import BegunTurn, EndedAnswer, KvQuota, TurnRequest
+from ringserve.workers.protocol.decode_commands import FinishReason
+from ringserve.workers.protocol.prefill_steps import Algorithm, TokenIds
+from ringserve.workers.sampling.parameters import SamplingParameters, TokenBias
 
 MAX_ENDED = 4096
 """Turns that ended well whose answer is remembered."""

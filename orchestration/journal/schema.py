@@ -14,7 +14,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from cp_core.errors import ConfigError
+from ringserve.cp_core.errors import ConfigError
 
 FILE = "journal.sqlite"
 LOCK_SECONDS = 5.0

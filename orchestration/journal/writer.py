@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
-from cp_core.errors import Unavailable
+from ringserve.cp_core.errors import Unavailable
 
 log = logging.getLogger(__name__)
 

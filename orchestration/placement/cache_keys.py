@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from orchestration.placement.kv_locations import Choice
-from orchestration.placement.registry import RegisteredRing, RingRegistry
+from ringserve.orchestration.placement.kv_locations import Choice
+from ringserve.orchestration.placement.registry import RegisteredRing, RingRegistry
 
 MAX_KEYS = 100_000
 

@@ -14,16 +14,16 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple
 
-from cp_core.cost.model import ModelShape, PrefillRates, RingRates, StepPredictor
-from cp_core.cost.prefill import sum_seconds
-from cp_core.cost.profile import HardwareProfile
-from cp_core.cost.sparse import sparse_seconds
-from cp_core.layout.sparsity import Sparsity
-from orchestration.protocol.turns import RingRegistration
-from orchestration.protocol.views import Correction, RingStatus
-from workers.model.info import tensor_share
-from workers.protocol.prefill_steps import Algorithm
-from workers.protocol.ranks import ModelInfo
+from ringserve.cp_core.cost.model import ModelShape, PrefillRates, RingRates, StepPredictor
+from ringserve.cp_core.cost.prefill import sum_seconds
+from ringserve.cp_core.cost.profile import HardwareProfile
+from ringserve.cp_core.cost.sparse import sparse_seconds
+from ringserve.cp_core.layout.sparsity import Sparsity
+from ringserve.orchestration.protocol.turns import RingRegistration
+from ringserve.orchestration.protocol.views import Correction, RingStatus
+from ringserve.workers.model.info import tensor_share
+from ringserve.workers.protocol.prefill_steps import Algorithm
+from ringserve.workers.protocol.ranks import ModelInfo
 
 MAX_KNOWN = 4096
 """Kinds of rings whose predictors are cached. Each new measurement of a ring's rates makes another kind."""

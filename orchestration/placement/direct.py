@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple, NoReturn
 
-from cp_core.cost.selector import duration
-from cp_core.errors import InvalidRequest
-from orchestration.placement.kv_locations import WantedTurn
-from orchestration.placement.planner import Planner
-from orchestration.placement.registry import RegisteredRing
-from orchestration.protocol.plans import RingAlternative
+from ringserve.cp_core.cost.selector import duration
+from ringserve.cp_core.errors import InvalidRequest
+from ringserve.orchestration.placement.kv_locations import WantedTurn
+from ringserve.orchestration.placement.planner import Planner
+from ringserve.orchestration.placement.registry import RegisteredRing
+from ringserve.orchestration.protocol.plans import RingAlternative
 
 
 class DirectOffer(NamedTuple):

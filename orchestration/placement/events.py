@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from orchestration.protocol.views import EventKind, ServerEvent
+from ringserve.orchestration.protocol.views import EventKind, ServerEvent
 
 MAX_EVENTS = 100
 COUNTED = (EventKind.FAILOVER, EventKind.REFUSAL, EventKind.EVICTION)

@@ -12,10 +12,10 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from cp_core.layout.shards import ShardMap
-from orchestration.placement.registry import RegisteredRing
-from orchestration.protocol.plans import RingAlternative
-from workers.protocol.prefill_steps import Algorithm
+from ringserve.cp_core.layout.shards import ShardMap
+from ringserve.orchestration.placement.registry import RegisteredRing
+from ringserve.orchestration.protocol.plans import RingAlternative
+from ringserve.workers.protocol.prefill_steps import Algorithm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,15 +20,15 @@ import heapq
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from cp_core.cost.selector import duration
-from cp_core.errors import Unavailable
-from orchestration.placement.cache_keys import KeyedRings
-from orchestration.placement.direct import DirectOffer, DirectPlacer, compared, refuse_direct
-from orchestration.placement.kv_locations import Choice, KvLocation, WantedTurn
-from orchestration.placement.planner import Planner, RetainedPrefix, retaining_most
-from orchestration.placement.registry import LoadShare, RegisteredRing, RingRegistry
-from orchestration.protocol.plans import RingAlternative
-from orchestration.protocol.turns import RingRegistration
+from ringserve.cp_core.cost.selector import duration
+from ringserve.cp_core.errors import Unavailable
+from ringserve.orchestration.placement.cache_keys import KeyedRings
+from ringserve.orchestration.placement.direct import DirectOffer, DirectPlacer, compared, refuse_direct
+from ringserve.orchestration.placement.kv_locations import Choice, KvLocation, WantedTurn
+from ringserve.orchestration.placement.planner import Planner, RetainedPrefix, retaining_most
+from ringserve.orchestration.placement.registry import LoadShare, RegisteredRing, RingRegistry
+from ringserve.orchestration.protocol.plans import RingAlternative
+from ringserve.orchestration.protocol.turns import RingRegistration
 
 TIE = 0.1
 """Relative difference of predictions below which they count as equal: they are not more exact."""

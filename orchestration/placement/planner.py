@@ -6,16 +6,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from cp_core.cost.profile import HardwareProfile
-from cp_core.cost.selector import EmpiricalFit, Selection, Turn, duration, faster, least, select
-from cp_core.cost.work import StepLimits, WorkModel, cut
-from cp_core.layout.shards import TokenRange
-from cp_core.layout.sparsity import Sparsity
-from orchestration.placement.costs import RingCorrections, RingCosts, StepSeconds
-from orchestration.protocol.plans import CachedSource, PlannedChunk, PromptMode, SparsePlan, TurnPlan
-from orchestration.protocol.turns import PrefillReport, RingRegistration
-from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
-from workers.protocol.ranks import ModelInfo
+from ringserve.cp_core.cost.profile import HardwareProfile
+from ringserve.cp_core.cost.selector import EmpiricalFit, Selection, Turn, duration, faster, least, select
+from ringserve.cp_core.cost.work import StepLimits, WorkModel, cut
+from ringserve.cp_core.layout.shards import TokenRange
+from ringserve.cp_core.layout.sparsity import Sparsity
+from ringserve.orchestration.placement.costs import RingCorrections, RingCosts, StepSeconds
+from ringserve.orchestration.protocol.plans import CachedSource, PlannedChunk, PromptMode, SparsePlan, TurnPlan
+from ringserve.orchestration.protocol.turns import PrefillReport, RingRegistration
+from ringserve.workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
+from ringserve.workers.protocol.ranks import ModelInfo
 
 AUTO, PULL, RECOMPUTE = "auto", "pull", "recompute"
 MISSING_KV = (AUTO, PULL, RECOMPUTE)

@@ -9,13 +9,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from itertools import count
 from typing import Any, TypeVar
 
-from cp_core.errors import RingserveError, Unavailable
-from orchestration.placement.events import EventLog
-from orchestration.placement.ring_order import RingOrder
-from orchestration.protocol.ports import Peers
-from orchestration.protocol.rings import LOST, RingStanding, RingState
-from orchestration.protocol.turns import RingRegistration
-from orchestration.protocol.views import EventKind, RingStatus
+from ringserve.cp_core.errors import RingserveError, Unavailable
+from ringserve.orchestration.placement.events import EventLog
+from ringserve.orchestration.placement.ring_order import RingOrder
+from ringserve.orchestration.protocol.ports import Peers
+from ringserve.orchestration.protocol.rings import LOST, RingStanding, RingState
+from ringserve.orchestration.protocol.turns import RingRegistration
+from ringserve.orchestration.protocol.views import EventKind, RingStatus
 
 T = TypeVar("T")
 RingKind = tuple[int, int, int, int]

@@ -8,7 +8,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from orchestration.placement.registry import RegisteredRing, RingKind
+    from ringserve.orchestration.placement.registry import RegisteredRing, RingKind
 
 Item = TypeVar("Item")
 

@@ -9,17 +9,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from cp_core.cost.selector import duration, is_clearly_less
-from cp_core.cost.sparse import PredictedLoss, SparseLosses
-from cp_core.errors import InvalidRequest
-from cp_core.layout.sparsity import Sparsity
-from orchestration.placement.kv_locations import Choice, WantedTurn
-from orchestration.placement.placer import RingPlacer
-from orchestration.placement.planner import Planner
-from orchestration.placement.registry import RingRegistry
-from orchestration.protocol.plans import MAX_LOSS, Bound, SparsePlan
-from orchestration.protocol.turns import TurnRequest
-from workers.protocol.prefill_steps import Algorithm
+from ringserve.cp_core.cost.selector import duration, is_clearly_less
+from ringserve.cp_core.cost.sparse import PredictedLoss, SparseLosses
+from ringserve.cp_core.errors import InvalidRequest
+from ringserve.cp_core.layout.sparsity import Sparsity
+from ringserve.orchestration.placement.kv_locations import Choice, WantedTurn
+from ringserve.orchestration.placement.placer import RingPlacer
+from ringserve.orchestration.placement.planner import Planner
+from ringserve.orchestration.placement.registry import RingRegistry
+from ringserve.orchestration.protocol.plans import MAX_LOSS, Bound, SparsePlan
+from ringserve.orchestration.protocol.turns import TurnRequest
+from ringserve.workers.protocol.prefill_steps import Algorithm
 
 
 class _Option(NamedTuple):

@@ -6,11 +6,11 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cp_core.cost.chain import ChainRates, Cuts
-from cp_core.cost.chain_steps import chain_order, chain_rates, quick_cuts
-from cp_core.cost.model import PrefillRates, RingRates, StepPredictor
-from cp_core.errors import CapacityExceeded
-from cp_core.layout.shards import (
+from ringserve.cp_core.cost.chain import ChainRates, Cuts
+from ringserve.cp_core.cost.chain_steps import chain_order, chain_rates, quick_cuts
+from ringserve.cp_core.cost.model import PrefillRates, RingRates, StepPredictor
+from ringserve.cp_core.errors import CapacityExceeded
+from ringserve.cp_core.layout.shards import (
     PrefillLayout,
     ShardMap,
     TokenRange,
@@ -21,10 +21,10 @@ from cp_core.layout.shards import (
     stored_on_chain,
     whole_layout,
 )
-from orchestration.protocol.plans import LayoutFallback
-from orchestration.ring.kv_pool import KvPool, SequenceKv
-from workers.model.info import tensor_share
-from workers.protocol.ranks import ModelInfo
+from ringserve.orchestration.protocol.plans import LayoutFallback
+from ringserve.orchestration.ring.kv_pool import KvPool, SequenceKv
+from ringserve.workers.model.info import tensor_share
+from ringserve.workers.protocol.ranks import ModelInfo
 
 log = logging.getLogger(__name__)
 

@@ -8,17 +8,24 @@ import math
 import time
 from dataclasses import dataclass, field, replace
 
-from cp_core.cost.work import StepLimits, WorkModel
-from cp_core.errors import CapacityExceeded, DeadlineExceeded, NotFound, RingserveError, TurnCancelled, Unavailable
-from cp_core.layout.shards import TokenRange
-from orchestration.prefill.layouts import worst_case_held
-from orchestration.prefill.loop import PrefillLoop
-from orchestration.prefill.run import PrefillRun
-from orchestration.prefill.scheduler import PrefillScheduler
-from orchestration.protocol.inventory import TurnOnRing
-from orchestration.protocol.ports import Peers, RankFactory
-from orchestration.protocol.rings import RingSettings
-from orchestration.protocol.turns import (
+from ringserve.cp_core.cost.work import StepLimits, WorkModel
+from ringserve.cp_core.errors import (
+    CapacityExceeded,
+    DeadlineExceeded,
+    NotFound,
+    RingserveError,
+    TurnCancelled,
+    Unavailable,
+)
+from ringserve.cp_core.layout.shards import TokenRange
+from ringserve.orchestration.prefill.layouts import worst_case_held
+from ringserve.orchestration.prefill.loop import PrefillLoop
+from ringserve.orchestration.prefill.run import PrefillRun
+from ringserve.orchestration.prefill.scheduler import PrefillScheduler
+from ringserve.orchestration.protocol.inventory import TurnOnRing
+from ringserve.orchestration.protocol.ports import Peers, RankFactory
+from ringserve.orchestration.protocol.rings import RingSettings
+from ringserve.orchestration.protocol.turns import (
     Admit,
     PrefillDone,
     PrefillReport,
@@ -26,10 +33,10 @@ from orchestration.protocol.turns import (
     Reservation,
     Reserve,
 )
-from orchestration.protocol.views import RingStatus
-from orchestration.ring.kv_pool import KvPool, SequenceKv
-from orchestration.ring.leader import Announce, RingLeader
-from orchestration.tasks import begin_joined
+from ringserve.orchestration.protocol.views import RingStatus
+from ringserve.orchestration.ring.kv_pool import KvPool, SequenceKv
+from ringserve.orchestration.ring.leader import Announce, RingLeader
+from ringserve.orchestration.tasks import begin_joined
 
 log = logging.getLogger(__name__)
 

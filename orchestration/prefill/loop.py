@@ -8,14 +8,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cp_core.errors import NotFinite, RingserveError, Unavailable
-from cp_core.layout.shards import ranks_of_whole
-from orchestration.prefill.layouts import StepForm
-from orchestration.prefill.run import PrefillRun, PreparedPiece
-from orchestration.prefill.scheduler import PrefillScheduler, ScheduledStep
-from orchestration.ring.life import Ring
-from orchestration.tasks import gather_first_error
-from workers.protocol.prefill_steps import Algorithm, PrefillStep
+from ringserve.cp_core.errors import NotFinite, RingserveError, Unavailable
+from ringserve.cp_core.layout.shards import ranks_of_whole
+from ringserve.orchestration.prefill.layouts import StepForm
+from ringserve.orchestration.prefill.run import PrefillRun, PreparedPiece
+from ringserve.orchestration.prefill.scheduler import PrefillScheduler, ScheduledStep
+from ringserve.orchestration.ring.life import Ring
+from ringserve.orchestration.tasks import gather_first_error
+from ringserve.workers.protocol.prefill_steps import Algorithm, PrefillStep
 
 PATIENCE = 5.0
 """Times the predicted seconds of a step after which it counts as stuck."""

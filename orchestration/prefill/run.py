@@ -8,20 +8,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cp_core.errors import RingserveError
-from cp_core.layout.shards import ShardMap, TokenRange, spread
-from orchestration.prefill.layouts import StepForm, lay_out
-from orchestration.protocol.kv import SentKv
-from orchestration.protocol.plans import LayoutFallback, PlannedChunk
-from orchestration.protocol.ports import Peers
-from orchestration.protocol.turns import Attributes, PrefillTurn, TimeSpan, just_ended
-from orchestration.ring.kv_pool import KvPool, SequenceKv
-from orchestration.ring.kv_transfers import copy_blocks, fetch, sends_for
-from orchestration.ring.life import Ring
-from orchestration.tasks import gather_all, gather_first_error
-from workers.protocol.prefill_steps import Algorithm, PrefillOutput, PromptScore, SequencePrefill
-from workers.protocol.transfers import TransferKey
-from workers.sampling.parameters import NO_HISTORY, TokenHistory, TokenLogprobs
+from ringserve.cp_core.errors import RingserveError
+from ringserve.cp_core.layout.shards import ShardMap, TokenRange, spread
+from ringserve.orchestration.prefill.layouts import StepForm, lay_out
+from ringserve.orchestration.protocol.kv import SentKv
+from ringserve.orchestration.protocol.plans import LayoutFallback, PlannedChunk
+from ringserve.orchestration.protocol.ports import Peers
+from ringserve.orchestration.protocol.turns import Attributes, PrefillTurn, TimeSpan, just_ended
+from ringserve.orchestration.ring.kv_pool import KvPool, SequenceKv
+from ringserve.orchestration.ring.kv_transfers import copy_blocks, fetch, sends_for
+from ringserve.orchestration.ring.life import Ring
+from ringserve.orchestration.tasks import gather_all, gather_first_error
+from ringserve.workers.protocol.prefill_steps import Algorithm, PrefillOutput, PromptScore, SequencePrefill
+from ringserve.workers.protocol.transfers import TransferKey
+from ringserve.workers.sampling.parameters import NO_HISTORY, TokenHistory, TokenLogprobs
 
 log = logging.getLogger(__name__)
 

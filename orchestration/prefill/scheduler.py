@@ -21,12 +21,12 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from cp_core.cost.work import StepLimits, WorkModel
-from cp_core.errors import CapacityExceeded
-from cp_core.layout.shards import TokenRange
-from orchestration.protocol.plans import PlannedChunk
-from orchestration.protocol.rings import PrefillScheduling
-from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
+from ringserve.cp_core.cost.work import StepLimits, WorkModel
+from ringserve.cp_core.errors import CapacityExceeded
+from ringserve.cp_core.layout.shards import TokenRange
+from ringserve.orchestration.protocol.plans import PlannedChunk
+from ringserve.orchestration.protocol.rings import PrefillScheduling
+from ringserve.workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
 
 AGE_SHARE = 0.25
 """Share of all work that the oldest turns get."""

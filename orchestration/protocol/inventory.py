@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cp_core.layout.shards import ShardMap
+from ringserve.cp_core.layout.shards import ShardMap
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cp_core.layout.sparsity import Sparsity
-from orchestration.protocol.plans import SparsePlan, TurnPlan
-from orchestration.protocol.turns import BegunTurn, TurnRequest
-from workers.protocol.decode_commands import FinishReason
-from workers.protocol.prefill_steps import TokenIds
+from ringserve.cp_core.layout.sparsity import Sparsity
+from ringserve.orchestration.protocol.plans import SparsePlan, TurnPlan
+from ringserve.orchestration.protocol.turns import BegunTurn, TurnRequest
+from ringserve.workers.protocol.decode_commands import FinishReason
+from ringserve.workers.protocol.prefill_steps import TokenIds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cp_core.layout.shards import ShardMap, TokenRange
-from workers.protocol.transfers import TransferKey
+from ringserve.cp_core.layout.shards import ShardMap, TokenRange
+from ringserve.workers.protocol.transfers import TransferKey
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from cp_core.layout.shards import TokenRange
-from cp_core.layout.sparsity import Sparsity
-from workers.protocol.prefill_steps import Algorithm
+from ringserve.cp_core.layout.shards import TokenRange
+from ringserve.cp_core.layout.sparsity import Sparsity
+from ringserve.workers.protocol.prefill_steps import Algorithm
 
 
 class PromptMode(StrEnum):

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
-from cp_core.cost.model import RingRates
-from cp_core.errors import RingserveError
-from orchestration.protocol.inventory import UNKNOWN_EPOCH, KnownEpoch, Registered
-from orchestration.protocol.kv import ForkedKv, ForkKv, RetainedKv, SendKv, SentKv, TakeKv, TakenKv
-from orchestration.protocol.turns import (
+from ringserve.cp_core.cost.model import RingRates
+from ringserve.cp_core.errors import RingserveError
+from ringserve.orchestration.protocol.inventory import UNKNOWN_EPOCH, KnownEpoch, Registered
+from ringserve.orchestration.protocol.kv import ForkedKv, ForkKv, RetainedKv, SendKv, SentKv, TakeKv, TakenKv
+from ringserve.orchestration.protocol.turns import (
     Admit,
     BegunTurn,
     KvQuota,
@@ -27,11 +27,11 @@ from orchestration.protocol.turns import (
     TurnOutcome,
     TurnRequest,
 )
-from orchestration.protocol.views import ConversationList, ConversationView, RingStatus, ServerView
-from workers.protocol.decode_commands import DecodeCommand, DecodeEvents
-from workers.protocol.prefill_steps import PrefillOutput, PrefillStep
-from workers.protocol.ranks import RankEndpoints, RankInfo, RankSpec, RankStatus, RingSpec
-from workers.protocol.transfers import BlockPair, KvExpect, KvSend, TransferKey, TransferReport
+from ringserve.orchestration.protocol.views import ConversationList, ConversationView, RingStatus, ServerView
+from ringserve.workers.protocol.decode_commands import DecodeCommand, DecodeEvents
+from ringserve.workers.protocol.prefill_steps import PrefillOutput, PrefillStep
+from ringserve.workers.protocol.ranks import RankEndpoints, RankInfo, RankSpec, RankStatus, RingSpec
+from ringserve.workers.protocol.transfers import BlockPair, KvExpect, KvSend, TransferKey, TransferReport
 
 
 class RankPort(Protocol):

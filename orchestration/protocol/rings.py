@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from workers.protocol.ranks import RankSettings
+from ringserve.workers.protocol.ranks import RankSettings
 
 ROLES = ("prefill", "decode")
 AWAY = "away"

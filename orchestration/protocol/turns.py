@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cp_core.cost.model import RingRates
-from cp_core.layout.shards import ShardMap
-from cp_core.layout.sparsity import Sparsity
-from orchestration.protocol.plans import Bound, PlannedChunk, PromptMode, TurnPlan
-from workers.protocol.decode_commands import FinishReason
-from workers.protocol.prefill_steps import Algorithm, TokenIds
-from workers.sampling.parameters import SamplingParameters, TokenLogprobs
+from ringserve.cp_core.cost.model import RingRates
+from ringserve.cp_core.layout.shards import ShardMap
+from ringserve.cp_core.layout.sparsity import Sparsity
+from ringserve.orchestration.protocol.plans import Bound, PlannedChunk, PromptMode, TurnPlan
+from ringserve.workers.protocol.decode_commands import FinishReason
+from ringserve.workers.protocol.prefill_steps import Algorithm, TokenIds
+from ringserve.workers.sampling.parameters import SamplingParameters, TokenLogprobs
 
 MAX_PRIORITY = 100  # of a turn; its negative is the lowest
 

@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from cp_core.cost.model import RingRates
-from cp_core.layout.shards import ShardMap
-from cp_core.layout.sparsity import Sparsity
-from orchestration.protocol.rings import RingState
-from workers.protocol.prefill_steps import Algorithm
-from workers.protocol.ranks import RankStatus
+from ringserve.cp_core.cost.model import RingRates
+from ringserve.cp_core.layout.shards import ShardMap
+from ringserve.cp_core.layout.sparsity import Sparsity
+from ringserve.orchestration.protocol.rings import RingState
+from ringserve.workers.protocol.prefill_steps import Algorithm
+from ringserve.workers.protocol.ranks import RankStatus
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

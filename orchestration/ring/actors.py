@@ -30,17 +30,17 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from cp_core.cost.model import RingRates
-from cp_core.errors import RingserveError, Unavailable
-from orchestration.protocol.rings import RingEvent
-from workers.kv.arrivals import Arrivals
-from workers.protocol.decode_commands import DecodeCommand, DecodeEvents
-from workers.protocol.prefill_steps import PrefillOutput, PrefillStep
-from workers.protocol.ranks import RankEndpoints, RankInfo, RankSpec, RankStatus, RingSpec
-from workers.protocol.transfers import BlockPair, KvEnds, KvExpect, KvSend, TransferKey, TransferReport
+from ringserve.cp_core.cost.model import RingRates
+from ringserve.cp_core.errors import RingserveError, Unavailable
+from ringserve.orchestration.protocol.rings import RingEvent
+from ringserve.workers.kv.arrivals import Arrivals
+from ringserve.workers.protocol.decode_commands import DecodeCommand, DecodeEvents
+from ringserve.workers.protocol.prefill_steps import PrefillOutput, PrefillStep
+from ringserve.workers.protocol.ranks import RankEndpoints, RankInfo, RankSpec, RankStatus, RingSpec
+from ringserve.workers.protocol.transfers import BlockPair, KvEnds, KvExpect, KvSend, TransferKey, TransferReport
 
 if TYPE_CHECKING:
-    from workers.rank.worker import RankWorker
+    from ringserve.workers.rank.worker import RankWorker
 
 T = TypeVar("T")
 
@@ -134,7 +134,7 @@ def _make_worker() -> RankWorker:
     # The import is here because leaders import this file and must stay free of torch. Garbage collections during it
     # would find nothing and take a sixth of its time; the frozen modules speed up later collections.
     gc.disable()
-    from workers.rank.worker import RankWorker
+    from ringserve.workers.rank.worker import RankWorker
 
     gc.freeze()
     gc.enable()

@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from cp_core.errors import CapacityExceeded
-from orchestration.ring.block_allocator import BlockAllocator
+from ringserve.cp_core.errors import CapacityExceeded
+from ringserve.orchestration.ring.block_allocator import BlockAllocator
 
 if TYPE_CHECKING:
-    from orchestration.ring.kv_pool import SequenceKv
+    from ringserve.orchestration.ring.kv_pool import SequenceKv
 
 MAX_PARTS = 8
 """Most parts in which a sequence is evicted."""

@@ -18,12 +18,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cp_core.errors import Busy, CapacityExceeded, NotFound
-from cp_core.layout.shards import ShardMap
-from orchestration.protocol.inventory import SequenceOnRing
-from orchestration.protocol.views import RankKvUsage
-from orchestration.ring.block_allocator import BlockAllocator
-from orchestration.ring.eviction import tails_to_evict
+from ringserve.cp_core.errors import Busy, CapacityExceeded, NotFound
+from ringserve.cp_core.layout.shards import ShardMap
+from ringserve.orchestration.protocol.inventory import SequenceOnRing
+from ringserve.orchestration.protocol.views import RankKvUsage
+from ringserve.orchestration.ring.block_allocator import BlockAllocator
+from ringserve.orchestration.ring.eviction import tails_to_evict
 
 EXTENT_TOKENS = 128
 """Least size of an extent: attention over shorter runs spends more time on its calls than on their tokens."""

@@ -16,15 +16,15 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from cp_core.errors import RingserveError
-from cp_core.layout.reshard import plan_reshard
-from cp_core.layout.shards import ShardMap, TokenRange, spread
-from orchestration.protocol.kv import SendKv, SentKv, TakeKv, TakenKv
-from orchestration.protocol.ports import Peers, RingPort
-from orchestration.ring.kv_pool import KvPool, SequenceKv
-from orchestration.ring.life import Ring
-from orchestration.tasks import begin_joined, finish_despite_cancellation, gather_all, gather_first_error
-from workers.protocol.transfers import BlockPair, KvExpect, KvPart, KvSend, TransferKey
+from ringserve.cp_core.errors import RingserveError
+from ringserve.cp_core.layout.reshard import plan_reshard
+from ringserve.cp_core.layout.shards import ShardMap, TokenRange, spread
+from ringserve.orchestration.protocol.kv import SendKv, SentKv, TakeKv, TakenKv
+from ringserve.orchestration.protocol.ports import Peers, RingPort
+from ringserve.orchestration.ring.kv_pool import KvPool, SequenceKv
+from ringserve.orchestration.ring.life import Ring
+from ringserve.orchestration.tasks import begin_joined, finish_despite_cancellation, gather_all, gather_first_error
+from ringserve.workers.protocol.transfers import BlockPair, KvExpect, KvPart, KvSend, TransferKey
 
 log = logging.getLogger(__name__)
 

@@ -8,16 +8,16 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
-from cp_core.errors import InvalidRequest, RingserveError, StaleIncarnation, Unavailable
-from orchestration.protocol.inventory import KnownEpoch, Registered, RingInventory, TurnOnRing
-from orchestration.protocol.kv import ForkedKv, ForkKv, RetainedKv, SendKv, SentKv, TakeKv, TakenKv
-from orchestration.protocol.ports import Peers, RankFactory
-from orchestration.protocol.rings import RingSettings, RingState
-from orchestration.protocol.turns import Admit, NoTracer, RingRegistration, Tracer, TurnEvent
-from orchestration.protocol.views import RingStatus
-from orchestration.ring.kv_transfers import KvMoves, copy_blocks
-from orchestration.ring.life import Ring
-from orchestration.tasks import TaskSet, gather_first_error
+from ringserve.cp_core.errors import InvalidRequest, RingserveError, StaleIncarnation, Unavailable
+from ringserve.orchestration.protocol.inventory import KnownEpoch, Registered, RingInventory, TurnOnRing
+from ringserve.orchestration.protocol.kv import ForkedKv, ForkKv, RetainedKv, SendKv, SentKv, TakeKv, TakenKv
+from ringserve.orchestration.protocol.ports import Peers, RankFactory
+from ringserve.orchestration.protocol.rings import RingSettings, RingState
+from ringserve.orchestration.protocol.turns import Admit, NoTracer, RingRegistration, Tracer, TurnEvent
+from ringserve.orchestration.protocol.views import RingStatus
+from ringserve.orchestration.ring.kv_transfers import KvMoves, copy_blocks
+from ringserve.orchestration.ring.life import Ring
+from ringserve.orchestration.tasks import TaskSet, gather_first_error
 
 log = logging.getLogger(__name__)
 

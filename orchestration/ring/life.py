@@ -18,15 +18,15 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
-from cp_core.cost.decode import GATHER
-from cp_core.cost.model import RingRates
-from cp_core.errors import RingserveError, Unavailable
-from orchestration.protocol.ports import RankFactory, RankPort
-from orchestration.protocol.rings import RingSettings, RingState
-from orchestration.ring.kv_pool import KvPool
-from orchestration.ring.step_probe import StepCorrection, measure_steps
-from orchestration.tasks import TaskSet, gather_all, gather_first_error
-from workers.protocol.ranks import ModelInfo, RankInfo, RankSpec, RankStatus, RingSpec
+from ringserve.cp_core.cost.decode import GATHER
+from ringserve.cp_core.cost.model import RingRates
+from ringserve.cp_core.errors import RingserveError, Unavailable
+from ringserve.orchestration.protocol.ports import RankFactory, RankPort
+from ringserve.orchestration.protocol.rings import RingSettings, RingState
+from ringserve.orchestration.ring.kv_pool import KvPool
+from ringserve.orchestration.ring.step_probe import StepCorrection, measure_steps
+from ringserve.orchestration.tasks import TaskSet, gather_all, gather_first_error
+from ringserve.workers.protocol.ranks import ModelInfo, RankInfo, RankSpec, RankStatus, RingSpec
 
 log = logging.getLogger(__name__)
 

@@ -17,15 +17,15 @@ from statistics import median
 
 import numpy as np
 
-from cp_core.cost.model import PrefillRates, RingRates, StepPredictor
-from cp_core.layout.shards import balanced_layout
-from orchestration.protocol.ports import RankPort
-from orchestration.protocol.rings import RingSettings
-from orchestration.tasks import gather_first_error
-from workers.model.info import tensor_share
-from workers.protocol.prefill_steps import Algorithm, PrefillOutput, PrefillStep, SequencePrefill
-from workers.protocol.ranks import ModelInfo
-from workers.sampling.parameters import SamplingParameters
+from ringserve.cp_core.cost.model import PrefillRates, RingRates, StepPredictor
+from ringserve.cp_core.layout.shards import balanced_layout
+from ringserve.orchestration.protocol.ports import RankPort
+from ringserve.orchestration.protocol.rings import RingSettings
+from ringserve.orchestration.tasks import gather_first_error
+from ringserve.workers.model.info import tensor_share
+from ringserve.workers.protocol.prefill_steps import Algorithm, PrefillOutput, PrefillStep, SequencePrefill
+from ringserve.workers.protocol.ranks import ModelInfo
+from ringserve.workers.sampling.parameters import SamplingParameters
 
 SHORT_TOKENS, LONG_TOKENS = 16, 256
 REPEATS = 3

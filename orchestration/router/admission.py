@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from cp_core.errors import (
+from ringserve.cp_core.errors import (
     ConversationLost,
     DeadlineExceeded,
     InvalidRequest,
@@ -22,29 +22,29 @@ from cp_core.errors import (
     RingserveError,
     Unavailable,
 )
-from cp_core.layout.sparsity import Sparsity
-from orchestration.conversations.conversation import Conversation, common_prefix
-from orchestration.conversations.operations import ConversationOperations
-from orchestration.conversations.prefixes import (
+from ringserve.cp_core.layout.sparsity import Sparsity
+from ringserve.orchestration.conversations.conversation import Conversation, common_prefix
+from ringserve.orchestration.conversations.operations import ConversationOperations
+from ringserve.orchestration.conversations.prefixes import (
     MIN_SHARED,
     NOTHING_SHARED,
     PromptPrefixes,
     PromptUnderWay,
     SharedKv,
 )
-from orchestration.conversations.quotas import USUAL_ANSWER_TOKENS, KvQuotas
-from orchestration.conversations.store import ConversationStore
-from orchestration.placement.kv_locations import Choice, WantedTurn
-from orchestration.placement.placer import RingPlacer
-from orchestration.placement.planner import Planner, RetainedPrefix
-from orchestration.placement.sparse import SparseChooser
-from orchestration.protocol.plans import PromptMode
-from orchestration.protocol.turns import TurnRequest
-from orchestration.router.drains import RingReturns
-from orchestration.router.registry import TurnRegistry
-from orchestration.router.turn import RunningTurn, new_turn_id
-from orchestration.tasks import TaskSet
-from workers.protocol.prefill_steps import Algorithm, TokenIds
+from ringserve.orchestration.conversations.quotas import USUAL_ANSWER_TOKENS, KvQuotas
+from ringserve.orchestration.conversations.store import ConversationStore
+from ringserve.orchestration.placement.kv_locations import Choice, WantedTurn
+from ringserve.orchestration.placement.placer import RingPlacer
+from ringserve.orchestration.placement.planner import Planner, RetainedPrefix
+from ringserve.orchestration.placement.sparse import SparseChooser
+from ringserve.orchestration.protocol.plans import PromptMode
+from ringserve.orchestration.protocol.turns import TurnRequest
+from ringserve.orchestration.router.drains import RingReturns
+from ringserve.orchestration.router.registry import TurnRegistry
+from ringserve.orchestration.router.turn import RunningTurn, new_turn_id
+from ringserve.orchestration.tasks import TaskSet
+from ringserve.workers.protocol.prefill_steps import Algorithm, TokenIds
 
 log = logging.getLogger(__name__)
 

@@ -23,21 +23,21 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from cp_core.errors import RingserveError, TurnCancelled, Unavailable
-from cp_core.layout.shards import ShardMap
-from orchestration.conversations.conversation import Conversation
-from orchestration.conversations.store import ConversationStore
-from orchestration.placement.kv_locations import Choice, KvLocation, WantedTurn
-from orchestration.placement.registry import RegisteredRing, RingRegistry
-from orchestration.protocol.inventory import RingInventory, SequenceOnRing, TurnOnRing
-from orchestration.protocol.journal import BegunRecord, JournalPort
-from orchestration.protocol.ports import Peers
-from orchestration.protocol.rings import ROLES
-from orchestration.protocol.turns import Reservation
-from orchestration.router.attempts import TurnAttempts
-from orchestration.router.registry import LEASE_SECONDS, TurnRegistry
-from orchestration.router.turn import RunningTurn
-from orchestration.tasks import TaskSet
+from ringserve.cp_core.errors import RingserveError, TurnCancelled, Unavailable
+from ringserve.cp_core.layout.shards import ShardMap
+from ringserve.orchestration.conversations.conversation import Conversation
+from ringserve.orchestration.conversations.store import ConversationStore
+from ringserve.orchestration.placement.kv_locations import Choice, KvLocation, WantedTurn
+from ringserve.orchestration.placement.registry import RegisteredRing, RingRegistry
+from ringserve.orchestration.protocol.inventory import RingInventory, SequenceOnRing, TurnOnRing
+from ringserve.orchestration.protocol.journal import BegunRecord, JournalPort
+from ringserve.orchestration.protocol.ports import Peers
+from ringserve.orchestration.protocol.rings import ROLES
+from ringserve.orchestration.protocol.turns import Reservation
+from ringserve.orchestration.router.attempts import TurnAttempts
+from ringserve.orchestration.router.registry import LEASE_SECONDS, TurnRegistry
+from ringserve.orchestration.router.turn import RunningTurn
+from ringserve.orchestration.tasks import TaskSet
 
 log = logging.getLogger(__name__)
 

@@ -7,19 +7,19 @@ import logging
 
 import numpy as np
 
-from cp_core.errors import NotFound, RingserveError, TurnCancelled, Unavailable
-from orchestration.conversations.mover import MoveCounts
-from orchestration.placement.planner import PULLED_FROM_OTHER, Planner, PromptOnRings
-from orchestration.placement.registry import withdraw_if_lost
-from orchestration.protocol.plans import TurnPlan
-from orchestration.protocol.ports import Peers
-from orchestration.protocol.turns import PrefillDone, PrefillReport, PrefillTurn, ResumeTurn, RetainingRing
-from orchestration.protocol.views import MoveReason
-from orchestration.router.registry import TurnRegistry
-from orchestration.router.reservations import TurnReservations, explain
-from orchestration.router.turn import RunningTurn, TurnState, note_computed
-from orchestration.tasks import TaskSet, begin_joined
-from workers.protocol.prefill_steps import RING_ALGORITHMS, TokenIds
+from ringserve.cp_core.errors import NotFound, RingserveError, TurnCancelled, Unavailable
+from ringserve.orchestration.conversations.mover import MoveCounts
+from ringserve.orchestration.placement.planner import PULLED_FROM_OTHER, Planner, PromptOnRings
+from ringserve.orchestration.placement.registry import withdraw_if_lost
+from ringserve.orchestration.protocol.plans import TurnPlan
+from ringserve.orchestration.protocol.ports import Peers
+from ringserve.orchestration.protocol.turns import PrefillDone, PrefillReport, PrefillTurn, ResumeTurn, RetainingRing
+from ringserve.orchestration.protocol.views import MoveReason
+from ringserve.orchestration.router.registry import TurnRegistry
+from ringserve.orchestration.router.reservations import TurnReservations, explain
+from ringserve.orchestration.router.turn import RunningTurn, TurnState, note_computed
+from ringserve.orchestration.tasks import TaskSet, begin_joined
+from ringserve.workers.protocol.prefill_steps import RING_ALGORITHMS, TokenIds
 
 log = logging.getLogger(__name__)
 

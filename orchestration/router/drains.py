@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from cp_core.errors import Busy, CapacityExceeded, DeadlineExceeded, InvalidRequest, NotFound, RingserveError
-from orchestration.placement.registry import RegisteredRing, RingRegistry
-from orchestration.protocol.ports import Peers, RingPort
-from orchestration.protocol.rings import ROLES, RingEvent
-from orchestration.protocol.turns import RingRegistration
+from ringserve.cp_core.errors import Busy, CapacityExceeded, DeadlineExceeded, InvalidRequest, NotFound, RingserveError
+from ringserve.orchestration.placement.registry import RegisteredRing, RingRegistry
+from ringserve.orchestration.protocol.ports import Peers, RingPort
+from ringserve.orchestration.protocol.rings import ROLES, RingEvent
+from ringserve.orchestration.protocol.turns import RingRegistration
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from cp_core.errors import (
+from ringserve.cp_core.errors import (
     Busy,
     CapacityExceeded,
     DeadlineExceeded,
@@ -21,18 +21,18 @@ from cp_core.errors import (
     TurnCancelled,
     Unavailable,
 )
-from cp_core.layout.shards import ShardMap, TokenRange
-from orchestration.placement.kv_locations import KvLocation, WantedTurn
-from orchestration.placement.placer import RingPlacer
-from orchestration.protocol.ports import Peers
-from orchestration.protocol.turns import BegunTurn, LostTurn, TurnOutcome, TurnRequest
-from orchestration.router.admission import TurnAdmission
-from orchestration.router.attempts import TurnAttempts
-from orchestration.router.drains import RingReturns
-from orchestration.router.registry import LEASE_SECONDS, TurnRegistry
-from orchestration.router.turn import RunningTurn, TurnState
-from orchestration.tasks import TaskSet, finish_despite_cancellation
-from workers.protocol.prefill_steps import RING_ALGORITHMS
+from ringserve.cp_core.layout.shards import ShardMap, TokenRange
+from ringserve.orchestration.placement.kv_locations import KvLocation, WantedTurn
+from ringserve.orchestration.placement.placer import RingPlacer
+from ringserve.orchestration.protocol.ports import Peers
+from ringserve.orchestration.protocol.turns import BegunTurn, LostTurn, TurnOutcome, TurnRequest
+from ringserve.orchestration.router.admission import TurnAdmission
+from ringserve.orchestration.router.attempts import TurnAttempts
+from ringserve.orchestration.router.drains import RingReturns
+from ringserve.orchestration.router.registry import LEASE_SECONDS, TurnRegistry
+from ringserve.orchestration.router.turn import RunningTurn, TurnState
+from ringserve.orchestration.tasks import TaskSet, finish_despite_cancellation
+from ringserve.workers.protocol.prefill_steps import RING_ALGORITHMS
 
 log = logging.getLogger(__name__)
 

@@ -11,17 +11,24 @@ from dataclasses import replace
 
 import numpy as np
 
-from cp_core.errors import LOSSES, RingserveError, TurnCancelled, Unavailable
-from orchestration.conversations.conversation import Conversation, tenant_of
-from orchestration.conversations.store import ConversationStore
-from orchestration.placement.kv_locations import Choice, KvLocations
-from orchestration.placement.registry import LoadShare, RegisteredRing, RingRegistry
-from orchestration.protocol.journal import BegunRecord, CommittedRecord, JournalPort, RingIncarnation
-from orchestration.protocol.plans import PromptMode
-from orchestration.protocol.ports import Peers
-from orchestration.protocol.turns import PrefillDone, TurnOutcome
-from orchestration.router.turn import EndedTurns, RunningTurn, TurnState, new_turn_id, on_decode_ring, on_prefill_ring
-from orchestration.tasks import TaskSet, until_reached
+from ringserve.cp_core.errors import LOSSES, RingserveError, TurnCancelled, Unavailable
+from ringserve.orchestration.conversations.conversation import Conversation, tenant_of
+from ringserve.orchestration.conversations.store import ConversationStore
+from ringserve.orchestration.placement.kv_locations import Choice, KvLocations
+from ringserve.orchestration.placement.registry import LoadShare, RegisteredRing, RingRegistry
+from ringserve.orchestration.protocol.journal import BegunRecord, CommittedRecord, JournalPort, RingIncarnation
+from ringserve.orchestration.protocol.plans import PromptMode
+from ringserve.orchestration.protocol.ports import Peers
+from ringserve.orchestration.protocol.turns import PrefillDone, TurnOutcome
+from ringserve.orchestration.router.turn import (
+    EndedTurns,
+    RunningTurn,
+    TurnState,
+    new_turn_id,
+    on_decode_ring,
+    on_prefill_ring,
+)
+from ringserve.orchestration.tasks import TaskSet, until_reached
 
 log = logging.getLogger(__name__)
 

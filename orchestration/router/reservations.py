@@ -10,18 +10,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from cp_core.errors import CapacityExceeded, RingserveError, TurnCancelled, Unavailable
-from orchestration.conversations.prefixes import PromptPrefixes
-from orchestration.placement.placer import RingPlacer
-from orchestration.placement.planner import RetainedPrefix
-from orchestration.placement.registry import RegisteredRing
-from orchestration.protocol.plans import TurnPlan
-from orchestration.protocol.ports import Peers, RingPort
-from orchestration.protocol.turns import Reserve
-from orchestration.router.registry import TurnRegistry
-from orchestration.router.turn import RunningTurn
-from orchestration.tasks import TaskSet
-from workers.protocol.prefill_steps import Algorithm
+from ringserve.cp_core.errors import CapacityExceeded, RingserveError, TurnCancelled, Unavailable
+from ringserve.orchestration.conversations.prefixes import PromptPrefixes
+from ringserve.orchestration.placement.placer import RingPlacer
+from ringserve.orchestration.placement.planner import RetainedPrefix
+from ringserve.orchestration.placement.registry import RegisteredRing
+from ringserve.orchestration.protocol.plans import TurnPlan
+from ringserve.orchestration.protocol.ports import Peers, RingPort
+from ringserve.orchestration.protocol.turns import Reserve
+from ringserve.orchestration.router.registry import TurnRegistry
+from ringserve.orchestration.router.turn import RunningTurn
+from ringserve.orchestration.tasks import TaskSet
+from ringserve.workers.protocol.prefill_steps import Algorithm
 
 log = logging.getLogger(__name__)
 

@@ -13,24 +13,37 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from cp_core.cost.sparse import SparseLosses
-from cp_core.errors import Busy, CapacityExceeded, TurnCancelled, Unavailable
-from orchestration.conversations.mover import ConversationMover, MoveCounts
-from orchestration.conversations.operations import ConversationOperations
-from orchestration.conversations.prefixes import PromptPrefixes
-from orchestration.conversations.rebalancing import DrainRebalancing, FullRebalancing
-from orchestration.conversations.store import ConversationStore
-from orchestration.placement.placer import RingPlacer
-from orchestration.placement.planner import Planner
-from orchestration.placement.registry import LEASE_TICKS, RegisteredRing, RingRegistry, status_of, status_without
-from orchestration.placement.sparse import SparseChooser
-from orchestration.protocol.inventory import UNKNOWN_EPOCH, KnownEpoch, Registered, RingInventory
-from orchestration.protocol.journal import JournalPort, NoJournal
-from orchestration.protocol.plans import Bound
-from orchestration.protocol.ports import Peers
-from orchestration.protocol.rings import AWAY, LOST, LOST_SECONDS, RingEvent, RingStanding, RingState
-from orchestration.protocol.turns import BegunTurn, KvQuota, ResumeTurn, RingRegistration, TurnOutcome, TurnRequest
-from orchestration.protocol.views import (
+from ringserve.cp_core.cost.sparse import SparseLosses
+from ringserve.cp_core.errors import Busy, CapacityExceeded, TurnCancelled, Unavailable
+from ringserve.orchestration.conversations.mover import ConversationMover, MoveCounts
+from ringserve.orchestration.conversations.operations import ConversationOperations
+from ringserve.orchestration.conversations.prefixes import PromptPrefixes
+from ringserve.orchestration.conversations.rebalancing import DrainRebalancing, FullRebalancing
+from ringserve.orchestration.conversations.store import ConversationStore
+from ringserve.orchestration.placement.placer import RingPlacer
+from ringserve.orchestration.placement.planner import Planner
+from ringserve.orchestration.placement.registry import (
+    LEASE_TICKS,
+    RegisteredRing,
+    RingRegistry,
+    status_of,
+    status_without,
+)
+from ringserve.orchestration.placement.sparse import SparseChooser
+from ringserve.orchestration.protocol.inventory import UNKNOWN_EPOCH, KnownEpoch, Registered, RingInventory
+from ringserve.orchestration.protocol.journal import JournalPort, NoJournal
+from ringserve.orchestration.protocol.plans import Bound
+from ringserve.orchestration.protocol.ports import Peers
+from ringserve.orchestration.protocol.rings import AWAY, LOST, LOST_SECONDS, RingEvent, RingStanding, RingState
+from ringserve.orchestration.protocol.turns import (
+    BegunTurn,
+    KvQuota,
+    ResumeTurn,
+    RingRegistration,
+    TurnOutcome,
+    TurnRequest,
+)
+from ringserve.orchestration.protocol.views import (
     ConversationList,
     ConversationView,
     EventKind,
@@ -38,14 +51,14 @@ from orchestration.protocol.views import (
     ServerView,
     roles_fault,
 )
-from orchestration.router.admission import PromptWaits, TurnAdmission, refused_whole
-from orchestration.router.adoption import Adoption
-from orchestration.router.attempts import TurnAttempts
-from orchestration.router.drains import Drains, RingReturns
-from orchestration.router.failover import Failover
-from orchestration.router.registry import TurnRegistry
-from orchestration.router.reservations import TurnReservations
-from orchestration.tasks import TaskSet
+from ringserve.orchestration.router.admission import PromptWaits, TurnAdmission, refused_whole
+from ringserve.orchestration.router.adoption import Adoption
+from ringserve.orchestration.router.attempts import TurnAttempts
+from ringserve.orchestration.router.drains import Drains, RingReturns
+from ringserve.orchestration.router.failover import Failover
+from ringserve.orchestration.router.registry import TurnRegistry
+from ringserve.orchestration.router.reservations import TurnReservations
+from ringserve.orchestration.tasks import TaskSet
 
 log = logging.getLogger(__name__)
 

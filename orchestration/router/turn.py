@@ -11,17 +11,17 @@ from enum import Enum, auto
 
 import numpy as np
 
-from cp_core.errors import RingserveError
-from cp_core.layout.shards import ShardMap, TokenRange
-from cp_core.layout.sparsity import Sparsity
-from orchestration.conversations.conversation import Conversation
-from orchestration.conversations.prefixes import PromptUnderWay
-from orchestration.placement.kv_locations import Choice, KvLocation, WantedTurn, spare_role
-from orchestration.placement.planner import RetainedPrefix
-from orchestration.placement.registry import LoadShare, RegisteredRing
-from orchestration.protocol.journal import JournalPort
-from orchestration.protocol.plans import PromptMode, SparsePlan, TurnPlan
-from orchestration.protocol.turns import (
+from ringserve.cp_core.errors import RingserveError
+from ringserve.cp_core.layout.shards import ShardMap, TokenRange
+from ringserve.cp_core.layout.sparsity import Sparsity
+from ringserve.orchestration.conversations.conversation import Conversation
+from ringserve.orchestration.conversations.prefixes import PromptUnderWay
+from ringserve.orchestration.placement.kv_locations import Choice, KvLocation, WantedTurn, spare_role
+from ringserve.orchestration.placement.planner import RetainedPrefix
+from ringserve.orchestration.placement.registry import LoadShare, RegisteredRing
+from ringserve.orchestration.protocol.journal import JournalPort
+from ringserve.orchestration.protocol.plans import PromptMode, SparsePlan, TurnPlan
+from ringserve.orchestration.protocol.turns import (
     BegunTurn,
     EndedAnswer,
     PrefillDone,
@@ -30,7 +30,7 @@ from orchestration.protocol.turns import (
     TurnOutcome,
     TurnRequest,
 )
-from workers.protocol.prefill_steps import Algorithm, TokenIds
+from ringserve.workers.protocol.prefill_steps import Algorithm, TokenIds
 
 
 def new_turn_id() -> str:

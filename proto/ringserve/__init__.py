@@ -1,6 +1,7 @@
-"""Package of programs that talk to ringserve: stubs of the contract in `ringserve.v1`, clients in `ringserve.client`.
+"""ringserve: the contract in `ringserve.v1`, the Python clients in `ringserve.client`, and the server beside them.
 
-The distributions `ringserve` (the server) and `ringserve-client` contain the same files.
+The distribution `ringserve-client` holds the contract, the clients and the code that both sides of a call share. The
+distribution `ringserve` depends on it and adds `services`, `orchestration`, `workers` and `cp_core`.
 """
 
 __version__ = "0.1.0"

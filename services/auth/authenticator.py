@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cp_core.errors import CapacityExceeded, ConfigError, Forbidden, InvalidRequest, Unauthenticated
-from services.auth.tenants import ANYBODY, CertificateName, Tenant, certificate_name, read_tenants
+from ringserve.cp_core.errors import CapacityExceeded, ConfigError, Forbidden, InvalidRequest, Unauthenticated
+from ringserve.services.auth.tenants import ANYBODY, CertificateName, Tenant, certificate_name, read_tenants
 
 log = logging.getLogger(__name__)
 

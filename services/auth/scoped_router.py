@@ -10,11 +10,11 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from cp_core.errors import RingserveError
-from orchestration.protocol.ports import RouterPort
-from orchestration.protocol.turns import BegunTurn, KvQuota, TurnRequest
-from orchestration.protocol.views import ConversationList, ConversationSummary, ConversationView, ServerView
-from services.auth.tenants import Tenant
+from ringserve.cp_core.errors import RingserveError
+from ringserve.orchestration.protocol.ports import RouterPort
+from ringserve.orchestration.protocol.turns import BegunTurn, KvQuota, TurnRequest
+from ringserve.orchestration.protocol.views import ConversationList, ConversationSummary, ConversationView, ServerView
+from ringserve.services.auth.tenants import Tenant
 
 T = TypeVar("T")
 TView = TypeVar("TView", ConversationView, ConversationSummary)

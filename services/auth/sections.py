@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cp_core.errors import ConfigError
-from cp_core.transport.peer_tls import PeerTls
-from services.auth.tenants import read_tenants
-from services.auth.tls import ServerTls
+from ringserve.cp_core.errors import ConfigError
+from ringserve.cp_core.transport.peer_tls import PeerTls
+from ringserve.services.auth.tenants import read_tenants
+from ringserve.services.auth.tls import ServerTls
 
 SECRET_VARIABLE = "RINGSERVE_PEER_SECRET"
 """Environment variable of the secret by which the processes of a cluster know each other. Children inherit it; without

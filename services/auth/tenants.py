@@ -30,8 +30,8 @@ from typing import Any
 
 import yaml
 
-from cp_core.errors import ConfigError
-from orchestration.protocol.turns import MAX_PRIORITY
+from ringserve.cp_core.errors import ConfigError
+from ringserve.orchestration.protocol.turns import MAX_PRIORITY
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 """Names of tenants. A name ends before the first slash of an id at the router."""

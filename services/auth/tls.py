@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from cp_core.transport.peer_tls import PeerTls, load_files, read
+from ringserve.cp_core.transport.peer_tls import PeerTls, load_files, read
 
 MIN_TLS_VERSION = ssl.TLSVersion.TLSv1_2
 

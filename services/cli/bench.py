@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from cp_core.errors import ConfigError
-from cp_core.transport.ring_backend import SERVING
-from services.cli import bench_gateway, bench_load, bench_router, bench_selection, bench_steps, bench_systems
-from services.cli.import_model import prepare
-from services.cli.options import Subcommands, add_config_options, config_of
-from services.offline.bench.report import (
+from ringserve.cp_core.errors import ConfigError
+from ringserve.cp_core.transport.ring_backend import SERVING
+from ringserve.services.cli import bench_gateway, bench_load, bench_router, bench_selection, bench_steps, bench_systems
+from ringserve.services.cli.import_model import prepare
+from ringserve.services.cli.options import Subcommands, add_config_options, config_of
+from ringserve.services.offline.bench.report import (
     Report,
     closing_lines,
     load_now,
@@ -26,11 +26,11 @@ from services.offline.bench.report import (
     with_load,
     write_plot,
 )
-from services.offline.terminal import Tell, console, print_table, progress_bar
-from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
+from ringserve.services.offline.terminal import Tell, console, print_table, progress_bar
+from ringserve.workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
 
 if TYPE_CHECKING:
-    from services.offline.bench.attention import AttentionShape
+    from ringserve.services.offline.bench.attention import AttentionShape
 
 EXAMPLE = """example:
   ringserve bench attention --tokens 4096,16384
@@ -131,7 +131,7 @@ def add(commands: Subcommands) -> None:
 
 
 def run_attention(options: argparse.Namespace) -> int:
-    from services.offline.bench.attention import AttentionShape, measure_attention, num_measurements
+    from ringserve.services.offline.bench.attention import AttentionShape, measure_attention, num_measurements
 
     defaults = (8, 2, 64) if options.device is None else (32, 8, 128)
     given = (options.heads, options.kv_heads, options.head_dim)
@@ -154,7 +154,7 @@ def run_attention(options: argparse.Namespace) -> int:
 def _run_kernels(options: argparse.Namespace, shape: AttentionShape) -> int:
     import torch
 
-    from services.offline.bench.kernels import GPU_SIZES, NUM_KINDS, measure_kernels, table_of
+    from ringserve.services.offline.bench.kernels import GPU_SIZES, NUM_KINDS, measure_kernels, table_of
 
     _refuse(options, ("transport", "plot"), "not with --device, which measures no rings")
     with progress_bar(NUM_KINDS) as tell:
@@ -172,7 +172,7 @@ def run_prefill(options: argparse.Namespace) -> int:
     if not options.rings_only:
         _refuse(options, ("algorithm", "transport", "tp"), "needs --rings-only; a service chooses by its configuration")
         return _run_served_prefill(options)
-    from services.offline.bench.prefill import measure_prefill, num_measurements
+    from ringserve.services.offline.bench.prefill import measure_prefill, num_measurements
 
     _refuse(options, ("config", "set"), "not with --rings-only, which starts no service")
     ranks, tokens = options.ranks or RING_SIZES, options.tokens or RING_TOKENS
@@ -187,7 +187,7 @@ def run_prefill(options: argparse.Namespace) -> int:
 
 
 def _run_served_prefill(options: argparse.Namespace) -> int:
-    from services.offline.bench.served import measure_served_prefill, num_measurements
+    from ringserve.services.offline.bench.served import measure_served_prefill, num_measurements
 
     ranks, tokens, rounds = options.ranks or SERVED_RANKS, options.tokens or SERVED_TOKENS, options.rounds
     config = config_of(options)
@@ -204,7 +204,7 @@ def run_decode(options: argparse.Namespace) -> int:
     if not options.rings_only:
         _refuse(options, ("batch", "layers", "transport", "short"), "needs --rings-only; a service runs one stream")
         return _run_served_decode(options)
-    from services.offline.bench.decode import DecodeCase, measure_decode, num_measurements
+    from ringserve.services.offline.bench.decode import DecodeCase, measure_decode, num_measurements
 
     _refuse(options, ("config", "set"), "not with --rings-only, which starts no service")
     layers = DECODE_LAYERS if options.layers is None else options.layers
@@ -223,7 +223,7 @@ def run_decode(options: argparse.Namespace) -> int:
 
 
 def _run_served_decode(options: argparse.Namespace) -> int:
-    from services.offline.bench.served import measure_served_decode, num_measurements
+    from ringserve.services.offline.bench.served import measure_served_decode, num_measurements
 
     ranks, contexts, rounds = options.ranks or SERVED_RANKS, options.context or SERVED_TOKENS, options.rounds
     config, steps = config_of(options), options.steps or SERVED_STEPS

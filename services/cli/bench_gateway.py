@@ -6,12 +6,12 @@ import argparse
 import json
 from dataclasses import asdict
 
-from cp_core.errors import ConfigError
-from services.cli.options import Subcommands
-from services.offline.bench.figures import Target
-from services.offline.bench.gateway import GatewayLoad, GatewayReport, measure_gateway
-from services.offline.bench.report import load_now
-from services.offline.terminal import progress_bar
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.cli.options import Subcommands
+from ringserve.services.offline.bench.figures import Target
+from ringserve.services.offline.bench.gateway import GatewayLoad, GatewayReport, measure_gateway
+from ringserve.services.offline.bench.report import load_now
+from ringserve.services.offline.terminal import progress_bar
 
 EXAMPLE = """example:
   ringserve bench gateway

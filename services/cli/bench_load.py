@@ -13,11 +13,11 @@ from pathlib import Path
 import grpc
 from rich.table import Table
 
-from cp_core.errors import ConfigError, Unavailable
 from ringserve.client import Client
-from services.cli.options import Subcommands, add_serving_options, serving
-from services.offline.bench.load.alike import count_differing, expected_shares, read_requests, scaled
-from services.offline.bench.load.replay import (
+from ringserve.cp_core.errors import ConfigError, Unavailable
+from ringserve.services.cli.options import Subcommands, add_serving_options, serving
+from ringserve.services.offline.bench.load.alike import count_differing, expected_shares, read_requests, scaled
+from ringserve.services.offline.bench.load.replay import (
     KINDS,
     Arrival,
     Outcome,
@@ -27,10 +27,17 @@ from services.offline.bench.load.replay import (
     replay,
     write_trace,
 )
-from services.offline.bench.load.summary import FIRST_TURNS, Bounds, LoadReport, Percentiles, summarize, write_load_plot
-from services.offline.bench.report import load_now, require_matplotlib
-from services.offline.terminal import console, print_table, progress_bar, simple_table
-from workers.model.builtin import resolve_model_path
+from ringserve.services.offline.bench.load.summary import (
+    FIRST_TURNS,
+    Bounds,
+    LoadReport,
+    Percentiles,
+    summarize,
+    write_load_plot,
+)
+from ringserve.services.offline.bench.report import load_now, require_matplotlib
+from ringserve.services.offline.terminal import console, print_table, progress_bar, simple_table
+from ringserve.workers.model.builtin import resolve_model_path
 
 EXAMPLE = """example:
   ringserve bench load --rate 2 --duration 60 --mix short:0.8,long:0.2

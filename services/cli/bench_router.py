@@ -12,15 +12,15 @@ from tempfile import TemporaryDirectory
 
 from rich.table import Table
 
-from cp_core.errors import ConfigError
-from services.cli.options import Subcommands
-from services.offline.bench.figures import Target
-from services.offline.bench.report import load_now
-from services.offline.bench.router.load import LoadReport, RouterLoad, measure_load
-from services.offline.bench.router.parts import PartsReport, measure_parts
-from services.offline.bench.router.restart import RestartLoad, RestartReport, measure_restart
-from services.offline.planning.models import planned_model, to_model_info
-from services.offline.terminal import console, print_table, progress_bar, simple_table
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.cli.options import Subcommands
+from ringserve.services.offline.bench.figures import Target
+from ringserve.services.offline.bench.report import load_now
+from ringserve.services.offline.bench.router.load import LoadReport, RouterLoad, measure_load
+from ringserve.services.offline.bench.router.parts import PartsReport, measure_parts
+from ringserve.services.offline.bench.router.restart import RestartLoad, RestartReport, measure_restart
+from ringserve.services.offline.planning.models import planned_model, to_model_info
+from ringserve.services.offline.terminal import console, print_table, progress_bar, simple_table
 
 EXAMPLE = """example:
   ringserve bench router

@@ -7,17 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cp_core.errors import ConfigError
-from services.cli.options import Subcommands
-from services.offline.bench.report import load_now, require_matplotlib
-from services.offline.calibration.measurement import Cell
-from services.offline.terminal import console, interrupted_by_sigterm, print_table, progress_lines
-from services.offline.units import parse_token_counts
-from workers.model.builtin import resolve_model_path
-from workers.model.info import read_model_info
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.cli.options import Subcommands
+from ringserve.services.offline.bench.report import load_now, require_matplotlib
+from ringserve.services.offline.calibration.measurement import Cell
+from ringserve.services.offline.terminal import console, interrupted_by_sigterm, print_table, progress_lines
+from ringserve.services.offline.units import parse_token_counts
+from ringserve.workers.model.builtin import resolve_model_path
+from ringserve.workers.model.info import read_model_info
 
 if TYPE_CHECKING:
-    from services.offline.bench.selection.results import SelectionReport
+    from ringserve.services.offline.bench.selection.results import SelectionReport
 
 EXAMPLE = """example:
   ringserve bench selection
@@ -69,9 +69,9 @@ def add(kinds: Subcommands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     # These import torch, which slows the start of other commands.
-    from services.offline.bench.selection.links import parse_rate
-    from services.offline.bench.selection.measure import SelectionSettings, measured_in_namespaces
-    from services.offline.bench.selection.results import judged_cells, write_selection_plot
+    from ringserve.services.offline.bench.selection.links import parse_rate
+    from ringserve.services.offline.bench.selection.measure import SelectionSettings, measured_in_namespaces
+    from ringserve.services.offline.bench.selection.results import judged_cells, write_selection_plot
 
     new, fit_new = (parse_token_counts(*_given(options, name)) for name in ("--new", "--fit-new"))
     cached, fit_cached = (parse_token_counts(*_given(options, name), least=0) for name in ("--cached", "--fit-cached"))
@@ -110,7 +110,12 @@ def run(options: argparse.Namespace) -> int:
 
 def _print_latest(report: SelectionReport) -> None:
     """Print the rate that was measured last."""
-    from services.offline.bench.selection.results import losses_table, predictions_table, ring_lines, wrong_table
+    from ringserve.services.offline.bench.selection.results import (
+        losses_table,
+        predictions_table,
+        ring_lines,
+        wrong_table,
+    )
 
     latest = replace(report, rings=report.rings[-1:])
     for table in (losses_table(latest), predictions_table(latest), wrong_table(latest)):
@@ -120,7 +125,7 @@ def _print_latest(report: SelectionReport) -> None:
 
 
 def _print_whole(report: SelectionReport, *, is_json: bool) -> None:
-    from services.offline.bench.selection.results import closing_lines, gains_table, selection_json
+    from ringserve.services.offline.bench.selection.results import closing_lines, gains_table, selection_json
 
     if is_json:
         print(selection_json(report))

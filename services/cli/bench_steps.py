@@ -6,9 +6,9 @@ import argparse
 import json
 from dataclasses import asdict
 
-from cp_core.errors import ConfigError
-from services.cli.options import Subcommands
-from services.offline.terminal import console, print_table, progress_bar
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.cli.options import Subcommands
+from ringserve.services.offline.terminal import console, print_table, progress_bar
 
 EXAMPLE = """example:
   ringserve bench steps --device cuda
@@ -48,9 +48,9 @@ def add(kinds: Subcommands) -> None:
 def run(options: argparse.Namespace) -> int:
     import torch
 
-    from services.offline.bench.steps import FORMS, FORMS_OF_CPUS, StepBench, StepCases, bench_model, table_of
-    from workers.model.builtin import resolve_model_path
-    from workers.rank.parts import FP8_CAPABILITY
+    from ringserve.services.offline.bench.steps import FORMS, FORMS_OF_CPUS, StepBench, StepCases, bench_model, table_of
+    from ringserve.workers.model.builtin import resolve_model_path
+    from ringserve.workers.rank.parts import FP8_CAPABILITY
 
     for name in ("steps", "rounds", "layers"):
         if (value := getattr(options, name)) is not None and value < 1:

@@ -6,10 +6,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from cp_core.errors import ConfigError
-from services.cli.options import Subcommands
-from services.offline.bench.report import load_now, require_matplotlib
-from services.offline.bench.systems.claims import (
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.cli.options import Subcommands
+from ringserve.services.offline.bench.report import load_now, require_matplotlib
+from ringserve.services.offline.bench.systems.claims import (
     SOURCES,
     Claim,
     Source,
@@ -18,7 +18,7 @@ from services.offline.bench.systems.claims import (
     closing_lines,
     write_claims_plot,
 )
-from services.offline.terminal import console, interrupted_by_sigterm, print_table, progress_lines
+from ringserve.services.offline.terminal import console, interrupted_by_sigterm, print_table, progress_lines
 
 EXAMPLE = """example:
   ringserve bench systems
@@ -101,11 +101,11 @@ def _count_list(text: str) -> list[int]:
 def _measure(source: Source, options: argparse.Namespace) -> list[Claim]:
     # These import torch, which slows the start of other commands.
     if source is Source.MODEL:
-        from services.offline.bench.systems.model import model_claims
+        from ringserve.services.offline.bench.systems.model import model_claims
 
         return model_claims()
     if source is Source.MESSAGES:
-        from services.offline.bench.systems.messages import message_claims
+        from ringserve.services.offline.bench.systems.messages import message_claims
 
         return message_claims()
     return _measure_links(options)
@@ -113,9 +113,9 @@ def _measure(source: Source, options: argparse.Namespace) -> list[Claim]:
 
 def _measure_links(options: argparse.Namespace) -> list[Claim]:
     """Measure rings on links; an interrupted measurement has the claims on the rates that it has finished."""
-    from services.offline.bench.selection.measure import measured_in_namespaces
-    from services.offline.bench.selection.results import SelectionReport, ring_lines
-    from services.offline.bench.systems.links import link_claims, link_settings
+    from ringserve.services.offline.bench.selection.measure import measured_in_namespaces
+    from ringserve.services.offline.bench.selection.results import SelectionReport, ring_lines
+    from ringserve.services.offline.bench.systems.links import link_claims, link_settings
 
     settings = link_settings(options.ranks, options.rates.split(","), options.rounds)
     done: list[SelectionReport] = []

@@ -6,27 +6,27 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from cp_core.cost.profile import format_profile
-from cp_core.cost.sparse import format_losses
-from cp_core.errors import ConfigError
-from cp_core.layout.sparsity import Sparsity
 from ringserve.client import Client
-from services.cli.options import Subcommands, add_serving_options, client_of, config_of, serving
-from services.gateway.text import TextCodec
-from services.offline.bench.report import require_matplotlib
-from services.offline.calibration.fitting import Calibration, calibrate, profile_from_rings, shape_of
-from services.offline.calibration.measurement import Calibrator, grid, max_sequence_tokens
-from services.offline.calibration.report import (
+from ringserve.cp_core.cost.profile import format_profile
+from ringserve.cp_core.cost.sparse import format_losses
+from ringserve.cp_core.errors import ConfigError
+from ringserve.cp_core.layout.sparsity import Sparsity
+from ringserve.services.cli.options import Subcommands, add_serving_options, client_of, config_of, serving
+from ringserve.services.gateway.text import TextCodec
+from ringserve.services.offline.bench.report import require_matplotlib
+from ringserve.services.offline.calibration.fitting import Calibration, calibrate, profile_from_rings, shape_of
+from ringserve.services.offline.calibration.measurement import Calibrator, grid, max_sequence_tokens
+from ringserve.services.offline.calibration.report import (
     calibration_json,
     calibration_table,
     closing_lines,
     write_calibration_plot,
 )
-from services.offline.demo import document
-from services.offline.terminal import console, print_table, progress_bar
-from services.offline.units import parse_token_counts
-from workers.model.builtin import has_random_weights, resolve_model_path
-from workers.protocol.prefill_steps import CALIBRATED_ALGORITHMS
+from ringserve.services.offline.demo import document
+from ringserve.services.offline.terminal import console, print_table, progress_bar
+from ringserve.services.offline.units import parse_token_counts
+from ringserve.workers.model.builtin import has_random_weights, resolve_model_path
+from ringserve.workers.protocol.prefill_steps import CALIBRATED_ALGORITHMS
 
 EXAMPLE = """example:
   ringserve calibrate --write measured.json
@@ -121,8 +121,8 @@ def run_sparse(options: argparse.Namespace) -> int:
         require_matplotlib()
     path = resolve_model_path(config.model.path)
     # Other uses of the command do without torch, whose import takes seconds.
-    from services.offline.calibration.sparse import LossMeter, Result, losses_of, make_questions
-    from services.offline.calibration.sparse_report import losses_json, losses_table, write_losses_plot
+    from ringserve.services.offline.calibration.sparse import LossMeter, Result, losses_of, make_questions
+    from ringserve.services.offline.calibration.sparse_report import losses_json, losses_table, write_losses_plot
 
     codec = TextCodec(path)
     text = document(codec) if options.text is None else _read_text(options.text)

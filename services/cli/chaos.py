@@ -12,16 +12,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from cp_core.errors import ConfigError, RingserveError, Unavailable
-from services.cli.import_model import prepare
-from services.cli.options import Subcommands, add_config_options, config_of
-from services.cluster.stopping import StopSignals, run_until_set
-from services.config import Config
-from services.offline.chaos.cluster import START_SECONDS
-from services.offline.chaos.faults import ON_WORKER, Cell, How, Kind, Phase, choose
-from services.offline.chaos.nodes import make_hub, settings_of
-from services.offline.chaos.run import Plan, Run
-from services.offline.chaos.verdict import (
+from ringserve.cp_core.errors import ConfigError, RingserveError, Unavailable
+from ringserve.services.cli.import_model import prepare
+from ringserve.services.cli.options import Subcommands, add_config_options, config_of
+from ringserve.services.cluster.stopping import StopSignals, run_until_set
+from ringserve.services.config import Config
+from ringserve.services.offline.chaos.cluster import START_SECONDS
+from ringserve.services.offline.chaos.faults import ON_WORKER, Cell, How, Kind, Phase, choose
+from ringserve.services.offline.chaos.nodes import make_hub, settings_of
+from ringserve.services.offline.chaos.run import Plan, Run
+from ringserve.services.offline.chaos.verdict import (
     MAX_DETECT_SECONDS,
     MAX_GAP_RATIO,
     MAX_NEXT_TOKEN_SECONDS,
@@ -29,9 +29,9 @@ from services.offline.chaos.verdict import (
     Result,
     Usual,
 )
-from services.offline.namespaces import isolation
-from services.offline.terminal import console, listing, print_lines, print_table
-from workers.model.builtin import PREFIX, TINY
+from ringserve.services.offline.namespaces import isolation
+from ringserve.services.offline.terminal import console, listing, print_lines, print_table
+from ringserve.workers.model.builtin import PREFIX, TINY
 
 EXAMPLE = """example:
   ringserve chaos --only 'decode-rank/decoding/kill'
@@ -135,7 +135,7 @@ def _forbidden(options: argparse.Namespace, cells: Sequence[Cell], config: Confi
         prefix = isolation()
     except Unavailable as error:
         return {Kind.NODE: str(error)}
-    command = [*prefix, sys.executable, "-P", "-m", "services.cli.main", *sys.argv[1:], "--in-hub"]
+    command = [*prefix, sys.executable, "-P", "-m", "ringserve.services.cli.main", *sys.argv[1:], "--in-hub"]
     os.execvp(command[0], command)
 
 

@@ -13,11 +13,11 @@ from typing import TextIO
 
 from rich.cells import cell_len
 
-from cp_core.errors import InvalidRequest, NotFound, RingserveError
 from ringserve.client import Answer, Client, Message, Sampling
-from services.cli.options import Subcommands, add_target_options, check_text, client_of
-from services.cli.transcripts import read_transcript, remove_transcript, write_transcript
-from services.cli.turns import add_sampling_options, sampling_of, show_plan
+from ringserve.cp_core.errors import InvalidRequest, NotFound, RingserveError
+from ringserve.services.cli.options import Subcommands, add_target_options, check_text, client_of
+from ringserve.services.cli.transcripts import read_transcript, remove_transcript, write_transcript
+from ringserve.services.cli.turns import add_sampling_options, sampling_of, show_plan
 
 EXAMPLE = """example:
   ringserve chat

@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 
-from services.cli.options import Subcommands, add_config_options, config_of
-from services.config import Config
-from services.config.reading import ENV_PREFIX
+from ringserve.services.cli.options import Subcommands, add_config_options, config_of
+from ringserve.services.config import Config
+from ringserve.services.config.reading import ENV_PREFIX
 
 EXAMPLES = """examples:
   ringserve config > cluster.yaml

@@ -11,10 +11,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cp_core.errors import InvalidRequest
 from ringserve.client import ConversationInfo, ConversationSummary
-from services.cli.options import Subcommands, add_target_options, client_of
-from services.offline.terminal import listing, print_table
+from ringserve.cp_core.errors import InvalidRequest
+from ringserve.services.cli.options import Subcommands, add_target_options, client_of
+from ringserve.services.offline.terminal import listing, print_table
 
 EXAMPLE = """example:
   ringserve conversations list --prefix tale

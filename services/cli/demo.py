@@ -11,15 +11,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cp_core.errors import ModelRefused
 from ringserve.client import Client
-from services.cli import demo_needle
-from services.cli.import_model import prepare
-from services.cli.options import Subcommands
-from services.cluster.stopping import StopRequest, StopSignals
-from services.config.checks import DEVICES
-from services.gateway.text import TextCodec
-from services.offline.demo import (
+from ringserve.cp_core.errors import ModelRefused
+from ringserve.services.cli import demo_needle
+from ringserve.services.cli.import_model import prepare
+from ringserve.services.cli.options import Subcommands
+from ringserve.services.cluster.stopping import StopRequest, StopSignals
+from ringserve.services.config.checks import DEVICES
+from ringserve.services.gateway.text import TextCodec
+from ringserve.services.offline.demo import (
     FIRST,
     FOLLOW_UP,
     FORKED,
@@ -32,9 +32,9 @@ from services.offline.demo import (
     document,
     passage,
 )
-from services.offline.units import parse_tokens
-from workers.model.builtin import NEEDLE, PREFIX, SMOLLM2, TINY, has_random_weights, resolve_model_path
-from workers.model.info import read_model_info
+from ringserve.services.offline.units import parse_tokens
+from ringserve.workers.model.builtin import NEEDLE, PREFIX, SMOLLM2, TINY, has_random_weights, resolve_model_path
+from ringserve.workers.model.info import read_model_info
 
 EXAMPLE = """example:
   ringserve demo
@@ -108,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
             console.print(f"[dim]{time.monotonic() - began:6.1f} s  {line}")
 
         # Here, not above: other commands do without Ray, whose import takes longer than all else of them.
-        from services.cluster.local import LocalCluster
+        from ringserve.services.cluster.local import LocalCluster
 
         cluster = LocalCluster(demo_config(model, info.max_positions, options.device), progress, signals.requested)
         with console.status("starting the cluster"):

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from cp_core.errors import ConfigError
-from services.cluster.stopping import StopRequest, StopSignals
-from services.gateway.text import TextCodec
-from workers.model.builtin import resolve_model_path
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.cluster.stopping import StopRequest, StopSignals
+from ringserve.services.gateway.text import TextCodec
+from ringserve.workers.model.builtin import resolve_model_path
 
 if TYPE_CHECKING:
-    from services.offline.needle import Expected, FoundCode
+    from ringserve.services.offline.needle import Expected, FoundCode
 
 EXIT_INTERRUPTED = 130
 TOKENS = 65536
@@ -29,8 +29,8 @@ ROUNDING = 1e-5
 def run(console: Console, num_tokens: int, *, depth: float, is_json: bool) -> int:
     """Run the demo with a text of so many tokens, or TOKENS for 0, and return the exit status."""
     # These import Ray, torch and transformers, which slow the start of other commands.
-    from services.cluster.local import LocalCluster
-    from services.offline.needle import MODEL, ask, expected, haystack, needle_config
+    from ringserve.services.cluster.local import LocalCluster
+    from ringserve.services.offline.needle import MODEL, ask, expected, haystack, needle_config
 
     began, num_tokens = time.monotonic(), num_tokens or TOKENS
     config = needle_config(num_tokens)
@@ -64,7 +64,7 @@ def run(console: Console, num_tokens: int, *, depth: float, is_json: bool) -> in
 
 
 def _report(console: Console, found: FoundCode, right: Expected, *, is_json: bool) -> int:
-    from services.offline.needle import ANSWER
+    from ringserve.services.offline.needle import ANSWER
 
     difference = max(abs(own - other) for own, other in zip(found.logprobs, right.logprobs, strict=True))
     is_equal = found.answer["token_ids"] == right.token_ids and difference <= ROUNDING

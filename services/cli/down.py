@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 
-from cp_core.errors import NotFound
-from services.cli.options import Subcommands
-from services.cluster.state import end_cluster, remove_state, require_state
+from ringserve.cp_core.errors import NotFound
+from ringserve.services.cli.options import Subcommands
+from ringserve.services.cluster.state import end_cluster, remove_state, require_state
 
 STOP_SECONDS = 60.0
 """Seconds to end in, beyond those for the cluster's turns."""

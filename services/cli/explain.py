@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from cp_core.cost.profile import read_profile
-from cp_core.cost.selector import POLICIES, EmpiricalFit
-from cp_core.cost.sparse import read_losses
-from cp_core.errors import ConfigError
-from services.cli.options import Subcommands
-from services.offline.planning.explanation import Explanation, RingComparison, compare_rings, explain_turn
-from services.offline.planning.models import planned_model
-from services.offline.planning.report import (
+from ringserve.cp_core.cost.profile import read_profile
+from ringserve.cp_core.cost.selector import POLICIES, EmpiricalFit
+from ringserve.cp_core.cost.sparse import read_losses
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.cli.options import Subcommands
+from ringserve.services.offline.planning.explanation import Explanation, RingComparison, compare_rings, explain_turn
+from ringserve.services.offline.planning.models import planned_model
+from ringserve.services.offline.planning.report import (
     comparison_json,
     comparison_line,
     comparison_table,
@@ -20,9 +20,9 @@ from services.offline.planning.report import (
     explanation_lines,
     explanation_table,
 )
-from services.offline.planning.sizing import RingShape, require_tp
-from services.offline.terminal import console, print_lines, print_table
-from services.offline.units import parse_sizes, parse_tokens
+from ringserve.services.offline.planning.sizing import RingShape, require_tp
+from ringserve.services.offline.terminal import console, print_lines, print_table
+from ringserve.services.offline.units import parse_sizes, parse_tokens
 
 EXAMPLE = """example:
   ringserve explain --model llama3-405b-fp8 --hardware gtt --tokens 3200 --cached 124800 --ranks 4 --tp 8

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 
-from cp_core.errors import ConfigError
-from services.auth.sections import SECRET_VARIABLE, check_public_endpoints
-from services.cli.options import Subcommands, add_config_options, check_drain_seconds, config_of
-from services.cluster.state import secret_of
-from services.config import LOG_LEVELS, METRIC_NAMES
-from services.config.checks import DEVICES
-from services.gateway.settings import GatewaySettings
-from services.telemetry.logs import LOG_FORMATS, levels_by_module
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.auth.sections import SECRET_VARIABLE, check_public_endpoints
+from ringserve.services.cli.options import Subcommands, add_config_options, check_drain_seconds, config_of
+from ringserve.services.cluster.state import secret_of
+from ringserve.services.config import LOG_LEVELS, METRIC_NAMES
+from ringserve.services.config.checks import DEVICES
+from ringserve.services.gateway.settings import GatewaySettings
+from ringserve.services.telemetry.logs import LOG_FORMATS, levels_by_module
 
 EXAMPLE = """example:
   ringserve gateway --listen 127.0.0.1:50052 --router 127.0.0.1:41000 --model builtin:tiny
@@ -52,7 +52,7 @@ def add(commands: Subcommands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from services.gateway.process import run_gateway
+    from ringserve.services.gateway.process import run_gateway
 
     config = config_of(
         options

@@ -7,11 +7,11 @@ import json
 import sys
 from pathlib import Path
 
-from cp_core.errors import InvalidRequest
-from orchestration.protocol.turns import MAX_PRIORITY
 from ringserve.client import Message, Prompt
-from services.cli.options import Subcommands, add_target_options, check_text, client_of
-from services.cli.turns import (
+from ringserve.cp_core.errors import InvalidRequest
+from ringserve.orchestration.protocol.turns import MAX_PRIORITY
+from ringserve.services.cli.options import Subcommands, add_target_options, check_text, client_of
+from ringserve.services.cli.turns import (
     add_answer_options,
     add_form_options,
     add_sampling_options,
@@ -20,8 +20,8 @@ from services.cli.turns import (
     sampling_of,
     show_plan,
 )
-from services.rpc.answer import answer_dict, answers_dict
-from workers.protocol.prefill_steps import Algorithm
+from ringserve.services.rpc.answer import answer_dict, answers_dict
+from ringserve.workers.protocol.prefill_steps import Algorithm
 
 EXAMPLE = """example:
   ringserve generate --prompt "Once upon a time" --max-tokens 32

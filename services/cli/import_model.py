@@ -10,10 +10,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from cp_core.errors import ConfigError
-from services.cli.options import Subcommands
-from workers.model.builtin import PREFIX, SMOLLM2, resolve_model_path
-from workers.model.info import ELEMENT_BYTES
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.cli.options import Subcommands
+from ringserve.workers.model.builtin import PREFIX, SMOLLM2, resolve_model_path
+from ringserve.workers.model.info import ELEMENT_BYTES
 
 EXAMPLE = """example:
   ringserve import Llama-3.2-1B-Instruct-Q8_0.gguf llama-1b
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if options.directory is None:
         raise ConfigError("DIR: a GGUF file needs a directory for its model")
-    from services.offline.importing.convert import convert  # here: gguf takes a fifth of a second to import
+    from ringserve.services.offline.importing.convert import convert  # here: gguf takes a fifth of a second to import
 
     with _reporting(console) as progress:
         convert(Path(options.source), options.directory, progress, options.dtype)
@@ -63,7 +63,7 @@ def prepare(model: str, console: Console) -> None:
     """Fetch the real built-in model if `model` is it and the cache lacks it. Raises ModelRefused."""
     if model != PREFIX + SMOLLM2:
         return
-    from services.offline.importing.fetch import prepare_smollm2  # here: see above
+    from ringserve.services.offline.importing.fetch import prepare_smollm2  # here: see above
 
     with _reporting(console) as progress:
         prepare_smollm2(progress)

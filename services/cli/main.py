@@ -8,9 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-import ringserve
-from cp_core.errors import ConfigError, RingserveError
-from services.cli import (
+from ringserve.cp_core.errors import RingserveError
+from ringserve.services.cli import (
     bench,
     calibrate,
     chaos,
@@ -30,8 +29,8 @@ from services.cli import (
     token,
     up,
 )
-from services.cli.options import check_text
-from services.telemetry.metrics.registry import package_version
+from ringserve.services.cli.options import check_text
+from ringserve.services.telemetry.metrics.registry import package_version
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -96,7 +95,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        _check_release()
         for argument in given:
             check_text(f"argument {given.index(argument) + 1}", argument)
         options = parser.parse_args(given)
@@ -106,16 +104,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RingserveError as error:
         print(f"ringserve: {error}", file=sys.stderr)
         return EXIT_FAILED
-
-
-def _check_release() -> None:
-    """Check that another release of the client did not replace the package `ringserve`. Raises ConfigError."""
-    own, shared = package_version(), ringserve.__version__
-    if own not in (shared, "unknown"):
-        raise ConfigError(
-            f"release: ringserve {own} is installed with ringserve-client {shared}; "
-            f"run pip install ringserve-client=={own}"
-        )
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cp_core.errors import ConfigError, InvalidRequest, NotFound
 from ringserve.client import Client, RetryPolicy, TlsFiles
-from services.cluster.state import require_ready
-from services.config import Config, LogConfig, load_config
+from ringserve.cp_core.errors import ConfigError, InvalidRequest, NotFound
+from ringserve.services.cluster.state import require_ready
+from ringserve.services.config import Config, LogConfig, load_config
 
 if TYPE_CHECKING:
     Subcommands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -125,7 +125,7 @@ def serving(options: argparse.Namespace) -> Iterator[str]:
     # Free ports avoid clashes with other clusters; info lines would break the progress bar.
     gateway = replace(config.gateway, listen="127.0.0.1:0", metrics="", http="")
     # Commands that start no cluster do without Ray: its import takes longer than all else of them.
-    from services.cluster.local import LocalCluster
+    from ringserve.services.cluster.local import LocalCluster
 
     cluster = LocalCluster(replace(config, gateway=gateway, logs=LogConfig(level="warning")))
     try:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from cp_core.cost.profile import HardwareProfile, read_profile
-from cp_core.errors import ConfigError
-from services.cli.options import Subcommands
-from services.config.rings import PrefillConfig
-from services.offline.bench.report import require_matplotlib
-from services.offline.planning.models import PlannedModel, planned_model
-from services.offline.planning.proposal import Proposal, Traffic, propose
-from services.offline.planning.report import (
+from ringserve.cp_core.cost.profile import HardwareProfile, read_profile
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.cli.options import Subcommands
+from ringserve.services.config.rings import PrefillConfig
+from ringserve.services.offline.bench.report import require_matplotlib
+from ringserve.services.offline.planning.models import PlannedModel, planned_model
+from ringserve.services.offline.planning.proposal import Proposal, Traffic, propose
+from ringserve.services.offline.planning.report import (
     plan_json,
     plan_table,
     proposal_lines,
@@ -20,8 +20,8 @@ from services.offline.planning.report import (
     reproduction_json,
     reproduction_tables,
 )
-from services.offline.planning.reproduction import reproduce
-from services.offline.planning.sizing import (
+from ringserve.services.offline.planning.reproduction import reproduce
+from ringserve.services.offline.planning.sizing import (
     RingForecast,
     RingShape,
     Workload,
@@ -29,8 +29,8 @@ from services.offline.planning.sizing import (
     forecast_ring,
     require_tp,
 )
-from services.offline.terminal import console, print_lines, print_table
-from services.offline.units import (
+from ringserve.services.offline.terminal import console, print_lines, print_table
+from ringserve.services.offline.units import (
     format_tokens,
     parse_contexts,
     parse_rate,
@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
 def run_reproduction(options: argparse.Namespace) -> int:
     reproduction = reproduce()
     if options.plot is not None:
-        from services.offline.planning.figures import write_published_figures
+        from ringserve.services.offline.planning.figures import write_published_figures
 
         written = write_published_figures(options.plot)
     if options.json:
@@ -130,7 +130,7 @@ def run_plan(options: argparse.Namespace) -> int:
     smallest = first_that_fits(forecasts)
     proposal = None if traffic is None else propose(model, profile, workload, traffic, forecasts)
     if options.plot is not None:
-        from services.offline.planning.figures import write_plan_figure
+        from ringserve.services.offline.planning.figures import write_plan_figure
 
         write_plan_figure(f"{model.name} on {profile.name}", forecasts, options.plot)
     if options.json:

@@ -9,11 +9,11 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from cp_core.errors import ConfigError
-from orchestration.protocol.views import DrainView
-from services.cli.options import Subcommands, add_router_options, config_of, router_of
-from services.cluster.operator import RouterAccess, drain_node, drain_ring, restart_ring, undrain_ring
-from services.cluster.state import secret_of
+from ringserve.cp_core.errors import ConfigError
+from ringserve.orchestration.protocol.views import DrainView
+from ringserve.services.cli.options import Subcommands, add_router_options, config_of, router_of
+from ringserve.services.cluster.operator import RouterAccess, drain_node, drain_ring, restart_ring, undrain_ring
+from ringserve.services.cluster.state import secret_of
 
 DRAIN = """example:
   ringserve drain decode-0

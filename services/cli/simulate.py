@@ -14,18 +14,18 @@ from pathlib import Path
 
 from rich.table import Table
 
-from cp_core.cost.profile import read_profile
-from cp_core.errors import ConfigError
-from services.cli.options import Subcommands
-from services.offline.bench.report import require_matplotlib
-from services.offline.planning.models import planned_model, to_model_info
-from services.offline.planning.sizing import require_tp
-from services.offline.simulator.cluster import ClusterShape, PoolShape, conversations_for
-from services.offline.simulator.placement import POLICIES
-from services.offline.simulator.results import SimulationResult, write_simulation_plot
-from services.offline.simulator.shared import ideal_share
-from services.offline.simulator.simulation import Simulation
-from services.offline.simulator.trace import (
+from ringserve.cp_core.cost.profile import read_profile
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.cli.options import Subcommands
+from ringserve.services.offline.bench.report import require_matplotlib
+from ringserve.services.offline.planning.models import planned_model, to_model_info
+from ringserve.services.offline.planning.sizing import require_tp
+from ringserve.services.offline.simulator.cluster import ClusterShape, PoolShape, conversations_for
+from ringserve.services.offline.simulator.placement import POLICIES
+from ringserve.services.offline.simulator.results import SimulationResult, write_simulation_plot
+from ringserve.services.offline.simulator.shared import ideal_share
+from ringserve.services.offline.simulator.simulation import Simulation
+from ringserve.services.offline.simulator.trace import (
     FirstPrompts,
     SyntheticTrace,
     TracedConversation,
@@ -34,8 +34,8 @@ from services.offline.simulator.trace import (
     format_trace,
     read_trace,
 )
-from services.offline.terminal import bar, console, print_lines, print_table, simple_table
-from services.offline.units import format_seconds, parse_seconds, parse_tokens
+from ringserve.services.offline.terminal import bar, console, print_lines, print_table, simple_table
+from ringserve.services.offline.units import format_seconds, parse_seconds, parse_tokens
 
 EXAMPLE = """example:
   ringserve simulate --model llama3-70b --prefill 20x2x8 --decode 20x1x8 --conversations 2000 --time 1h

@@ -13,12 +13,12 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from cp_core.errors import ConfigError, NotFound
 from ringserve.client import RingInfo, ServerInfo
 from ringserve.client.infos import RankKvUsage, RingDrain
-from services.cli.options import Subcommands, add_target_options, client_of
-from services.cluster.state import OR_TARGET, ClusterStage, ClusterState, require_state, starting_line
-from services.offline.terminal import listing, print_table
+from ringserve.cp_core.errors import ConfigError, NotFound
+from ringserve.services.cli.options import Subcommands, add_target_options, client_of
+from ringserve.services.cluster.state import OR_TARGET, ClusterStage, ClusterState, require_state, starting_line
+from ringserve.services.offline.terminal import listing, print_table
 
 EXAMPLE = """example:
   ringserve status

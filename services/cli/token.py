@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from services.auth.tenants import hash_of, new_token
-from services.cli.options import Subcommands
+from ringserve.services.auth.tenants import hash_of, new_token
+from ringserve.services.cli.options import Subcommands
 
 EXAMPLE = """example:
   ringserve token --tenant acme

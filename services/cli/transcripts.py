@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from cp_core.errors import ConfigError
 from ringserve.client import Message
-from services.cluster.state import state_directory
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.cluster.state import state_directory
 
 
 def read_transcript(conversation: str) -> tuple[Message, ...] | None:

@@ -12,11 +12,11 @@ from typing import Any
 
 from rich.table import Table
 
-from cp_core.errors import InvalidRequest
 from ringserve.client import Answer, Plan, Sampling
-from services.offline.terminal import console, print_table, simple_table
-from services.offline.units import format_seconds
-from services.rpc.answer import plan_line
+from ringserve.cp_core.errors import InvalidRequest
+from ringserve.services.offline.terminal import console, print_table, simple_table
+from ringserve.services.offline.units import format_seconds
+from ringserve.services.rpc.answer import plan_line
 
 UNSIGNED = {"max_tokens": 32, "seed": 64, "top_k": 32, "min_tokens": 32, "n": 32, "logprobs": 32, "prompt_logprobs": 32}
 """Bits of the contract's unsigned fields."""

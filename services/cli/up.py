@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 import psutil
 from rich.console import Console
 
-from cp_core.errors import ConfigError, Unavailable
-from services.auth.sections import SECRET_VARIABLE
-from services.cli.import_model import prepare
-from services.cli.options import Subcommands, add_config_options, check_drain_seconds, config_of
-from services.cluster.state import (
+from ringserve.cp_core.errors import ConfigError, Unavailable
+from ringserve.services.auth.sections import SECRET_VARIABLE
+from ringserve.services.cli.import_model import prepare
+from ringserve.services.cli.options import Subcommands, add_config_options, check_drain_seconds, config_of
+from ringserve.services.cluster.state import (
     ClusterStage,
     ClusterState,
     claim_name,
@@ -34,14 +34,14 @@ from services.cluster.state import (
     state_directory,
     write_state,
 )
-from services.cluster.stopping import StopRequest, StopSignals
-from services.config import Config
-from services.config.service import AUTO_JOURNAL
-from services.telemetry.logs import JsonLines, set_up_logs
-from workers.model.builtin import PREFIX, SMOLLM2, has_random_weights
+from ringserve.services.cluster.stopping import StopRequest, StopSignals
+from ringserve.services.config import Config
+from ringserve.services.config.service import AUTO_JOURNAL
+from ringserve.services.telemetry.logs import JsonLines, set_up_logs
+from ringserve.workers.model.builtin import PREFIX, SMOLLM2, has_random_weights
 
 if TYPE_CHECKING:
-    from services.cluster.local import LocalCluster
+    from ringserve.services.cluster.local import LocalCluster
 
 STOP_SECONDS = 60.0
 """Seconds for a detached cluster that does not start in time to end."""
@@ -152,7 +152,7 @@ def run(options: argparse.Namespace) -> int:
 def _serve(options: argparse.Namespace, config: Config) -> int:
     """Run a cluster in the foreground until it is told to end."""
     # Here, not above: other commands do without Ray, whose import takes longer than all else of them.
-    from services.cluster.local import LocalCluster
+    from ringserve.services.cluster.local import LocalCluster
 
     if config.logs.format == "json":
         sys.stdout, sys.stderr = JsonLines(sys.stdout, "up"), JsonLines(sys.stderr, "up")
@@ -311,7 +311,7 @@ def _detach(options: argparse.Namespace, config: Config) -> int:
 
 
 def _detached_command(options: argparse.Namespace) -> list[str]:
-    command = [sys.executable, "-P", "-m", "services.cli.main", "up", "--name", options.name]
+    command = [sys.executable, "-P", "-m", "ringserve.services.cli.main", "up", "--name", options.name]
     command += ["--detached-log", options.detached_log, "--drain-seconds", str(options.drain_seconds)]
     if options.config is not None:
         command += ["--config", str(options.config.resolve())]

@@ -15,12 +15,12 @@ import psutil
 from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 from ray._private.thirdparty import pynvml
 
-from cp_core.errors import ConfigError
-from services.config import Config
-from services.config.rings import Pool
-from services.config.service import ModelConfig
-from workers.model.info import tensor_share
-from workers.protocol.ranks import ModelInfo
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.config import Config
+from ringserve.services.config.rings import Pool
+from ringserve.services.config.service import ModelConfig
+from ringserve.workers.model.info import tensor_share
+from ringserve.workers.protocol.ranks import ModelInfo
 
 MAX_PROCESSES_PER_CORE = 8
 """Processes of ranks on one core at most: each takes seconds of it to start, and more miss the start timeout."""

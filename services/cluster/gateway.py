@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from cp_core.errors import ConfigError
-from services.cluster.ray_guard import without_ray_token
-from services.gateway.settings import GatewaySettings
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.cluster.ray_guard import without_ray_token
+from ringserve.services.gateway.settings import GatewaySettings
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ ENDED = b""
 
 def gateway_command(settings: GatewaySettings) -> Sequence[str]:
     """Return the command of a gateway with these settings."""
-    return (sys.executable, "-P", "-m", "services.gateway.process", "--settings", settings.to_json())
+    return (sys.executable, "-P", "-m", "ringserve.services.gateway.process", "--settings", settings.to_json())
 
 
 class GatewayKeeper:

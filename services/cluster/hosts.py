@@ -13,33 +13,33 @@ from pathlib import Path
 import ray
 from prometheus_client.registry import Collector
 
-from cp_core.cost.profile import HardwareProfile
-from cp_core.cost.sparse import SparseLosses
-from orchestration.decode.leader import DecodeLeader
-from orchestration.journal.journal import SqliteJournal
-from orchestration.placement.planner import Planner, PlannerSettings
-from orchestration.prefill.leader import PrefillLeader
-from orchestration.protocol.rings import RingEvent, RingSettings
-from orchestration.protocol.views import ring_fault
-from orchestration.ring.actors import RayRanks
-from orchestration.ring.leader import RingLeader
-from orchestration.router.router import Router, RouterSettings
-from services.auth.tls import peer_server
-from services.cluster.garbage import FrozenSurvivors
-from services.config import Config
-from services.config.files import empirical_fit
-from services.config.rings import Pool
-from services.rpc.health import HealthWatch
-from services.rpc.peers import GrpcPeers
-from services.rpc.server import EPOCH_KEY, GrpcServer, admitting_peers
-from services.rpc.servicers import RingServicer, RouterServicer
-from services.telemetry.logs import set_up_logs
-from services.telemetry.metrics.endpoint import MetricsEndpoint, metrics_page, probe_pages
-from services.telemetry.metrics.registry import RING_NAMES, WithVllmNames, new_registry
-from services.telemetry.metrics.ring import RingCollector, view_of
-from services.telemetry.metrics.router import RouterMetrics, RouterView
-from services.telemetry.tracing.tracer import tracer_for
-from workers.protocol.ranks import ModelInfo, RankSettings
+from ringserve.cp_core.cost.profile import HardwareProfile
+from ringserve.cp_core.cost.sparse import SparseLosses
+from ringserve.orchestration.decode.leader import DecodeLeader
+from ringserve.orchestration.journal.journal import SqliteJournal
+from ringserve.orchestration.placement.planner import Planner, PlannerSettings
+from ringserve.orchestration.prefill.leader import PrefillLeader
+from ringserve.orchestration.protocol.rings import RingEvent, RingSettings
+from ringserve.orchestration.protocol.views import ring_fault
+from ringserve.orchestration.ring.actors import RayRanks
+from ringserve.orchestration.ring.leader import RingLeader
+from ringserve.orchestration.router.router import Router, RouterSettings
+from ringserve.services.auth.tls import peer_server
+from ringserve.services.cluster.garbage import FrozenSurvivors
+from ringserve.services.config import Config
+from ringserve.services.config.files import empirical_fit
+from ringserve.services.config.rings import Pool
+from ringserve.services.rpc.health import HealthWatch
+from ringserve.services.rpc.peers import GrpcPeers
+from ringserve.services.rpc.server import EPOCH_KEY, GrpcServer, admitting_peers
+from ringserve.services.rpc.servicers import RingServicer, RouterServicer
+from ringserve.services.telemetry.logs import set_up_logs
+from ringserve.services.telemetry.metrics.endpoint import MetricsEndpoint, metrics_page, probe_pages
+from ringserve.services.telemetry.metrics.registry import RING_NAMES, WithVllmNames, new_registry
+from ringserve.services.telemetry.metrics.ring import RingCollector, view_of
+from ringserve.services.telemetry.metrics.router import RouterMetrics, RouterView
+from ringserve.services.telemetry.tracing.tracer import tracer_for
+from ringserve.workers.protocol.ranks import ModelInfo, RankSettings
 
 log = logging.getLogger(__name__)
 

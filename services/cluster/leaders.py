@@ -17,9 +17,9 @@ from typing import Any, Generic, Protocol, TypeVar
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from orchestration.protocol.rings import RingEvent
-from orchestration.ring.actors import host as host_actor
-from services.cluster.hosts import LeaderHost
+from ringserve.orchestration.protocol.rings import RingEvent
+from ringserve.orchestration.ring.actors import host as host_actor
+from ringserve.services.cluster.hosts import LeaderHost
 
 log = logging.getLogger(__name__)
 

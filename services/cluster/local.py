@@ -21,14 +21,14 @@ import psutil
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from cp_core.errors import ConfigError, RingserveError, Unavailable
-from services.auth.sections import check_files
-from services.cluster.capacity import check_fits, check_programs, dtype_advice, this_machine
-from services.cluster.gateway import GatewayKeeper
-from services.cluster.hosts import LeaderHost, RouterHost
-from services.cluster.leaders import RayLeader, RingKeeper, is_node_alive
-from services.cluster.operator import RouterAccess, drain_all
-from services.cluster.ray_guard import (
+from ringserve.cp_core.errors import ConfigError, RingserveError, Unavailable
+from ringserve.services.auth.sections import check_files
+from ringserve.services.cluster.capacity import check_fits, check_programs, dtype_advice, this_machine
+from ringserve.services.cluster.gateway import GatewayKeeper
+from ringserve.services.cluster.hosts import LeaderHost, RouterHost
+from ringserve.services.cluster.leaders import RayLeader, RingKeeper, is_node_alive
+from ringserve.services.cluster.operator import RouterAccess, drain_all
+from ringserve.services.cluster.ray_guard import (
     InstalledCode,
     check_guarded,
     end_left_behind,
@@ -37,15 +37,15 @@ from services.cluster.ray_guard import (
     start_own_ray,
     tame_output,
 )
-from services.cluster.router import RayRouter, RouterKeeper
-from services.cluster.stopping import check_stop, keeping_handlers, run_until_set
-from services.config import Config
-from services.config.files import router_losses, router_profile
-from services.gateway.settings import GatewaySettings
-from services.telemetry.tracing.tracer import check_installed
-from workers.model.builtin import PREFIX as BUILTIN_PREFIX
-from workers.model.builtin import resolve_model_path
-from workers.model.info import multiplies_bfloat16, read_model_info, tensor_share
+from ringserve.services.cluster.router import RayRouter, RouterKeeper
+from ringserve.services.cluster.stopping import check_stop, keeping_handlers, run_until_set
+from ringserve.services.config import Config
+from ringserve.services.config.files import router_losses, router_profile
+from ringserve.services.gateway.settings import GatewaySettings
+from ringserve.services.telemetry.tracing.tracer import check_installed
+from ringserve.workers.model.builtin import PREFIX as BUILTIN_PREFIX
+from ringserve.workers.model.builtin import resolve_model_path
+from ringserve.workers.model.info import multiplies_bfloat16, read_model_info, tensor_share
 
 log = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from cp_core.errors import DeadlineExceeded, NotFound, Unavailable
-from cp_core.transport.peer_tls import PeerTls
-from orchestration.protocol.rings import AWAY, RingState
-from orchestration.protocol.views import DrainView, RingStatus, ServerView
-from services.rpc.peers import GrpcPeers, GrpcRouter
+from ringserve.cp_core.errors import DeadlineExceeded, NotFound, Unavailable
+from ringserve.cp_core.transport.peer_tls import PeerTls
+from ringserve.orchestration.protocol.rings import AWAY, RingState
+from ringserve.orchestration.protocol.views import DrainView, RingStatus, ServerView
+from ringserve.services.rpc.peers import GrpcPeers, GrpcRouter
 
 POLL_SECONDS = 0.5
 LEAVE_SECONDS = 30.0

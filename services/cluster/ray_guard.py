@@ -23,9 +23,9 @@ from ray._private import worker as ray_worker
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 from ray.job_config import JobConfig
 
-from cp_core.errors import ConfigError, Unavailable
-from services.auth.sections import SECRET_VARIABLE
-from services.cluster.stopping import keeping_handlers
+from ringserve.cp_core.errors import ConfigError, Unavailable
+from ringserve.services.auth.sections import SECRET_VARIABLE
+from ringserve.services.cluster.stopping import keeping_handlers
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
 """Bytes of Ray's object store, the least allowed: no tensor passes through it."""

@@ -17,11 +17,11 @@ from typing import Protocol
 import ray
 from ray.exceptions import RayError
 
-from cp_core.errors import Unavailable
-from orchestration.protocol.rings import RingEvent
-from orchestration.ring.actors import host as host_actor
-from services.cluster.hosts import RouterHost
-from services.cluster.leaders import is_done
+from ringserve.cp_core.errors import Unavailable
+from ringserve.orchestration.protocol.rings import RingEvent
+from ringserve.orchestration.ring.actors import host as host_actor
+from ringserve.services.cluster.hosts import RouterHost
+from ringserve.services.cluster.leaders import is_done
 
 log = logging.getLogger(__name__)
 

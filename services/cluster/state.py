@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from cp_core.errors import ConfigError, NotFound, Unavailable
+from ringserve.cp_core.errors import ConfigError, NotFound, Unavailable
 
 START_TOLERANCE_SECONDS = 2.0
 GRACE_SECONDS = 2.0

@@ -1,9 +1,9 @@
 """Configuration: one YAML file, one frozen tree, every default. `load_config` makes a `Config`."""
 
-from services.config.checks import METRIC_NAMES
-from services.config.reading import config_from, load_config
-from services.config.rings import DecodeConfig, KvCacheConfig, PrefillConfig
-from services.config.service import (
+from ringserve.services.config.checks import METRIC_NAMES
+from ringserve.services.config.reading import config_from, load_config
+from ringserve.services.config.rings import DecodeConfig, KvCacheConfig, PrefillConfig
+from ringserve.services.config.service import (
     GatewayConfig,
     LogConfig,
     MetricsConfig,
@@ -12,8 +12,8 @@ from services.config.service import (
     RouterConfig,
     TimeoutConfig,
 )
-from services.config.tree import Config
-from services.telemetry.logs import LOG_LEVELS
+from ringserve.services.config.tree import Config
+from ringserve.services.telemetry.logs import LOG_LEVELS
 
 __all__ = [
     "LOG_LEVELS",

@@ -8,21 +8,21 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from cp_core.cost.decode import HELIX, VARIANT_POLICIES
-from cp_core.cost.selector import POLICIES
-from cp_core.errors import ConfigError
-from cp_core.transport.ring_backend import select_ring_backend
-from orchestration.placement.planner import MISSING_KV
-from services.auth.sections import check_carrier, check_public_endpoints, check_ring, check_sections
-from services.auth.tenants import NAME as TENANT_NAME
-from services.config.rings import check_names
-from services.config.service import UNKNOWN_FIELDS
-from services.telemetry.logs import LOG_FORMATS, LOG_LEVELS, levels_by_module
-from services.telemetry.tracing.tracer import check_tracing
-from workers.protocol.ranks import COMPILE_POLICIES, FP8_MLPS, QUANTIZATIONS
+from ringserve.cp_core.cost.decode import HELIX, VARIANT_POLICIES
+from ringserve.cp_core.cost.selector import POLICIES
+from ringserve.cp_core.errors import ConfigError
+from ringserve.cp_core.transport.ring_backend import select_ring_backend
+from ringserve.orchestration.placement.planner import MISSING_KV
+from ringserve.services.auth.sections import check_carrier, check_public_endpoints, check_ring, check_sections
+from ringserve.services.auth.tenants import NAME as TENANT_NAME
+from ringserve.services.config.rings import check_names
+from ringserve.services.config.service import UNKNOWN_FIELDS
+from ringserve.services.telemetry.logs import LOG_FORMATS, LOG_LEVELS, levels_by_module
+from ringserve.services.telemetry.tracing.tracer import check_tracing
+from ringserve.workers.protocol.ranks import COMPILE_POLICIES, FP8_MLPS, QUANTIZATIONS
 
 if TYPE_CHECKING:
-    from services.config.tree import Config
+    from ringserve.services.config.tree import Config
 
 MAX_PORT = 65_535
 DTYPES = ("float32", "bfloat16", "float16")

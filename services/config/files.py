@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cp_core.cost.profile import HardwareProfile, read_profile
-from cp_core.cost.selector import EmpiricalFit
-from cp_core.cost.sparse import SparseLosses, read_losses
-from cp_core.errors import ConfigError
-from services.config.service import RouterConfig
-from services.config.tree import Config
+from ringserve.cp_core.cost.profile import HardwareProfile, read_profile
+from ringserve.cp_core.cost.selector import EmpiricalFit
+from ringserve.cp_core.cost.sparse import SparseLosses, read_losses
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.config.service import RouterConfig
+from ringserve.services.config.tree import Config
 
 
 def router_profile(router: RouterConfig) -> HardwareProfile | None:

@@ -13,9 +13,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 
-from cp_core.errors import ConfigError
-from services.auth.sections import absolute_paths
-from services.config.tree import Config
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.auth.sections import absolute_paths
+from ringserve.services.config.tree import Config
 
 ENV_PREFIX = "RINGSERVE_"
 

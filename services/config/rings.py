@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cp_core.errors import ConfigError
-from orchestration.protocol.rings import PrefillScheduling
+from ringserve.cp_core.errors import ConfigError
+from ringserve.orchestration.protocol.rings import PrefillScheduling
 
 POOL_NAME = re.compile(r"[a-z][a-z0-9]{0,15}")
 MAX_POOLS = 16

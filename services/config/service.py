@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from orchestration.protocol.plans import MAX_LOSS, MAX_TTFT, Bound
-from orchestration.protocol.rings import HEARTBEAT_SECONDS, LOST_SECONDS
-from workers.protocol.ranks import NO_QUANTIZATION
+from ringserve.orchestration.protocol.plans import MAX_LOSS, MAX_TTFT, Bound
+from ringserve.orchestration.protocol.rings import HEARTBEAT_SECONDS, LOST_SECONDS
+from ringserve.workers.protocol.ranks import NO_QUANTIZATION
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +175,7 @@ class LogConfig:
     """Logs on standard error: nothing below `level`, as lines for people (`human`) or `json`.
 
     `levels` are those of some modules and of all below them, separated by spaces, such as
-    "orchestration.router=debug services.gateway.openai=warning". Every line names its module.
+    "ringserve.orchestration.router=debug ringserve.services.gateway.openai=warning". Every line names its module.
     """
 
     level: str = "info"

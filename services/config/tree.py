@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from services.auth.sections import AuthConfig, InternalTlsConfig, TlsConfig
-from services.config.checks import check
-from services.config.rings import (
+from ringserve.services.auth.sections import AuthConfig, InternalTlsConfig, TlsConfig
+from ringserve.services.config.checks import check
+from ringserve.services.config.rings import (
     DecodeConfig,
     KvCacheConfig,
     KvTransferConfig,
@@ -15,7 +15,7 @@ from services.config.rings import (
     PrefillConfig,
     pools_of,
 )
-from services.config.service import (
+from ringserve.services.config.service import (
     GatewayConfig,
     HttpConfig,
     LogConfig,
@@ -25,7 +25,7 @@ from services.config.service import (
     RouterConfig,
     TimeoutConfig,
 )
-from services.telemetry.tracing.tracer import TracingConfig
+from ringserve.services.telemetry.tracing.tracer import TracingConfig
 
 
 @dataclass(frozen=True, kw_only=True)

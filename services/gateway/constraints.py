@@ -7,9 +7,9 @@ from typing import Any
 
 from llguidance import LLMatcher, grammar_from
 
-from cp_core.errors import InvalidRequest
+from ringserve.cp_core.errors import InvalidRequest
 from ringserve.v1 import inference_pb2
-from workers.sampling.grammar import MAX_GRAMMAR_CHARACTERS, Grammars
+from ringserve.workers.sampling.grammar import MAX_GRAMMAR_CHARACTERS, Grammars
 
 ANY_OBJECT = {"type": "object"}
 JSON_OPTIONS: Any = {  # its type is known to checkers alone

@@ -9,9 +9,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from cp_core.errors import LOSSES, NotBegun, NotFound, RingserveError, Unavailable, Unreachable
-from orchestration.protocol.ports import RingPort
-from orchestration.protocol.turns import (
+from ringserve.cp_core.errors import LOSSES, NotBegun, NotFound, RingserveError, Unavailable, Unreachable
+from ringserve.orchestration.protocol.ports import RingPort
+from ringserve.orchestration.protocol.turns import (
     BegunTurn,
     FinishedEvent,
     LostTurn,
@@ -20,8 +20,8 @@ from orchestration.protocol.turns import (
     TurnEvent,
     TurnRequest,
 )
-from workers.protocol.decode_commands import FinishReason
-from workers.sampling.parameters import SamplingParameters
+from ringserve.workers.protocol.decode_commands import FinishReason
+from ringserve.workers.sampling.parameters import SamplingParameters
 
 log = logging.getLogger(__name__)
 

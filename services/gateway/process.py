@@ -17,27 +17,27 @@ from pathlib import Path
 
 from prometheus_client.registry import Collector
 
-from cp_core.errors import RingserveError
-from orchestration.protocol.rings import HEARTBEAT_SECONDS
+from ringserve.cp_core.errors import RingserveError
+from ringserve.orchestration.protocol.rings import HEARTBEAT_SECONDS
+from ringserve.services.auth.authenticator import Authenticator, TokenFile
+from ringserve.services.gateway.failover import ROUTER_SECONDS
+from ringserve.services.gateway.openai.app import HttpApi
+from ringserve.services.gateway.openai.server import HttpServer
+from ringserve.services.gateway.requests import RequestReader
+from ringserve.services.gateway.servicer import InferenceServicer
+from ringserve.services.gateway.settings import GatewaySettings
+from ringserve.services.gateway.text import TextCodec
+from ringserve.services.rpc.health import HealthWatch
+from ringserve.services.rpc.peers import GrpcPeers
+from ringserve.services.rpc.server import GrpcServer
+from ringserve.services.telemetry.logs import set_up_logs
+from ringserve.services.telemetry.metrics.endpoint import MetricsEndpoint, metrics_page, probe_pages, targets_page
+from ringserve.services.telemetry.metrics.gateway import GatewayMetrics
+from ringserve.services.telemetry.metrics.registry import GATEWAY_NAMES, WithVllmNames
+from ringserve.services.telemetry.tracing.tracer import tracer_for
 from ringserve.v1 import inference_pb2_grpc
-from services.auth.authenticator import Authenticator, TokenFile
-from services.gateway.failover import ROUTER_SECONDS
-from services.gateway.openai.app import HttpApi
-from services.gateway.openai.server import HttpServer
-from services.gateway.requests import RequestReader
-from services.gateway.servicer import InferenceServicer
-from services.gateway.settings import GatewaySettings
-from services.gateway.text import TextCodec
-from services.rpc.health import HealthWatch
-from services.rpc.peers import GrpcPeers
-from services.rpc.server import GrpcServer
-from services.telemetry.logs import set_up_logs
-from services.telemetry.metrics.endpoint import MetricsEndpoint, metrics_page, probe_pages, targets_page
-from services.telemetry.metrics.gateway import GatewayMetrics
-from services.telemetry.metrics.registry import GATEWAY_NAMES, WithVllmNames
-from services.telemetry.tracing.tracer import tracer_for
-from workers.model.builtin import resolve_model_path
-from workers.model.info import read_model_info
+from ringserve.workers.model.builtin import resolve_model_path
+from ringserve.workers.model.info import read_model_info
 
 ABORT_GRACE_SECONDS = 5.0
 """Seconds for the rings to release the turns that are aborted."""
@@ -180,7 +180,7 @@ def run_gateway(settings: GatewaySettings) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the gateway of a local cluster; users have `ringserve gateway`."""
-    parser = argparse.ArgumentParser(prog="python -m services.gateway.process")
+    parser = argparse.ArgumentParser(prog="python -m ringserve.services.gateway.process")
     parser.add_argument("--settings", required=True, help="GatewaySettings as JSON")
     return run_gateway(GatewaySettings.from_json(parser.parse_args(arguments).settings))
 

@@ -11,21 +11,21 @@ from typing import Any
 
 import numpy as np
 
-from cp_core.errors import InvalidRequest, NotFound
-from orchestration.protocol.plans import MAX_LOSS, MAX_TTFT, Bound, PromptMode
-from orchestration.protocol.turns import LostTurn, TurnRequest
+from ringserve.cp_core.errors import InvalidRequest, NotFound
 from ringserve.mapping import name_of
+from ringserve.orchestration.protocol.plans import MAX_LOSS, MAX_TTFT, Bound, PromptMode
+from ringserve.orchestration.protocol.turns import LostTurn, TurnRequest
+from ringserve.services.auth.scoped_router import ScopedRouter
+from ringserve.services.auth.tenants import Tenant
+from ringserve.services.gateway.constraints import grammar_of
+from ringserve.services.gateway.sampling import check_vocabulary, num_completions, read_sampling
+from ringserve.services.gateway.text import TextCodec
+from ringserve.services.rpc.wire.contract import prompt_mode_from
 from ringserve.v1 import inference_pb2
-from services.auth.scoped_router import ScopedRouter
-from services.auth.tenants import Tenant
-from services.gateway.constraints import grammar_of
-from services.gateway.sampling import check_vocabulary, num_completions, read_sampling
-from services.gateway.text import TextCodec
-from services.rpc.wire.contract import prompt_mode_from
-from workers.protocol.prefill_steps import Algorithm, TokenIds
-from workers.protocol.ranks import ModelInfo
-from workers.sampling.grammar import Grammars
-from workers.sampling.parameters import SamplingParameters
+from ringserve.workers.protocol.prefill_steps import Algorithm, TokenIds
+from ringserve.workers.protocol.ranks import ModelInfo
+from ringserve.workers.sampling.grammar import Grammars
+from ringserve.workers.sampling.parameters import SamplingParameters
 
 MAX_ID_LENGTH = 256
 MAX_TTL_SECONDS = 1e9

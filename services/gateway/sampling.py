@@ -8,12 +8,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from cp_core.errors import InvalidRequest
+from ringserve.cp_core.errors import InvalidRequest
+from ringserve.services.gateway.text import REPLACEMENT, StopRule
 from ringserve.v1 import inference_pb2
-from services.gateway.text import REPLACEMENT, StopRule
-from workers.protocol.prefill_steps import TokenIds
-from workers.protocol.ranks import ModelInfo
-from workers.sampling.parameters import SamplingParameters, TokenBias
+from ringserve.workers.protocol.prefill_steps import TokenIds
+from ringserve.workers.protocol.ranks import ModelInfo
+from ringserve.workers.sampling.parameters import SamplingParameters, TokenBias
 
 N = TypeVar("N", int, float)
 

@@ -16,28 +16,36 @@ from typing import Any, TypeVar
 
 import grpc
 
-from cp_core.errors import Forbidden, RingserveError, Stopping, Unauthenticated
-from orchestration.protocol.plans import TurnPlan
-from orchestration.protocol.ports import Peers, RouterPort
-from orchestration.protocol.turns import TurnRequest
-from orchestration.protocol.views import ConversationView, ServerView
+from ringserve.cp_core.errors import Forbidden, RingserveError, Stopping, Unauthenticated
 from ringserve.mapping import name_of
+from ringserve.orchestration.protocol.plans import TurnPlan
+from ringserve.orchestration.protocol.ports import Peers, RouterPort
+from ringserve.orchestration.protocol.turns import TurnRequest
+from ringserve.orchestration.protocol.views import ConversationView, ServerView
+from ringserve.services.auth.authenticator import Authenticator, of_grpc
+from ringserve.services.auth.scoped_router import ScopedRouter
+from ringserve.services.auth.tenants import Tenant
+from ringserve.services.gateway.failover import LastingTurn, begun_in_time, replayed
+from ringserve.services.gateway.requests import RequestReader, identifier, named, requests_to_abort
+from ringserve.services.gateway.sampling import num_completions, stop_rule
+from ringserve.services.gateway.text import AnswerText, StopRule, TextCodec
+from ringserve.services.gateway.turn_stream import (
+    STOPPING,
+    CallsUnderWay,
+    Responses,
+    TurnStream,
+    TurnsUnderWay,
+    merged,
+    turns_of,
+)
+from ringserve.services.rpc.errors import answer, answering, code_of
+from ringserve.services.rpc.wire.contract import fork_to, model_info_to, to_message
+from ringserve.services.telemetry.logs import TurnRecord
+from ringserve.services.telemetry.metrics.gateway import GatewayMetrics
+from ringserve.services.telemetry.metrics.registry import package_version
+from ringserve.services.telemetry.tracing.tracer import NoServiceTracer, ServiceTracer, TurnTrace
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
-from services.auth.authenticator import Authenticator, of_grpc
-from services.auth.scoped_router import ScopedRouter
-from services.auth.tenants import Tenant
-from services.gateway.failover import LastingTurn, begun_in_time, replayed
-from services.gateway.requests import RequestReader, identifier, named, requests_to_abort
-from services.gateway.sampling import num_completions, stop_rule
-from services.gateway.text import AnswerText, StopRule, TextCodec
-from services.gateway.turn_stream import STOPPING, CallsUnderWay, Responses, TurnStream, TurnsUnderWay, merged, turns_of
-from services.rpc.errors import answer, answering, code_of
-from services.rpc.wire.contract import fork_to, model_info_to, to_message
-from services.telemetry.logs import TurnRecord
-from services.telemetry.metrics.gateway import GatewayMetrics
-from services.telemetry.metrics.registry import package_version
-from services.telemetry.tracing.tracer import NoServiceTracer, ServiceTracer, TurnTrace
-from workers.protocol.ranks import ModelInfo
+from ringserve.workers.protocol.ranks import ModelInfo
 
 log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -9,11 +9,11 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Self
 
-from cp_core.transport.peer_tls import PeerTls
-from orchestration.protocol.rings import LOST_SECONDS
-from services.auth.tls import ServerTls
-from services.config.service import HttpConfig
-from services.telemetry.tracing.tracer import TracingConfig
+from ringserve.cp_core.transport.peer_tls import PeerTls
+from ringserve.orchestration.protocol.rings import LOST_SECONDS
+from ringserve.services.auth.tls import ServerTls
+from ringserve.services.config.service import HttpConfig
+from ringserve.services.telemetry.tracing.tracer import TracingConfig
 
 
 @dataclass(frozen=True, kw_only=True)

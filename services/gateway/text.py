@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from cp_core.errors import InvalidRequest, ModelRefused
-from workers.model.tokenizer import load_tokenizer, plain_backend, tokenizer_json
-from workers.protocol.prefill_steps import TokenIds
+from ringserve.cp_core.errors import InvalidRequest, ModelRefused
+from ringserve.workers.model.tokenizer import load_tokenizer, plain_backend, tokenizer_json
+from ringserve.workers.protocol.prefill_steps import TokenIds
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 CONTEXT_TOKENS = 6

@@ -13,8 +13,9 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclosing, nullcontext
 from dataclasses import replace
 
-from cp_core.errors import DeadlineExceeded, RingserveError, Stopping, Unavailable
-from orchestration.protocol.turns import (
+from ringserve.cp_core.errors import DeadlineExceeded, RingserveError, Stopping, Unavailable
+from ringserve.mapping import number_of
+from ringserve.orchestration.protocol.turns import (
     BegunTurn,
     EndingEvent,
     FinishedEvent,
@@ -23,12 +24,11 @@ from orchestration.protocol.turns import (
     TokensEvent,
     TurnRequest,
 )
-from ringserve.mapping import number_of
+from ringserve.services.gateway.failover import FailedOver, LastingTurn
+from ringserve.services.gateway.text import AnswerText
+from ringserve.services.rpc.wire.contract import all_logprobs_to, note_chunks, note_lost, to_message
 from ringserve.v1 import inference_pb2
-from services.gateway.failover import FailedOver, LastingTurn
-from services.gateway.text import AnswerText
-from services.rpc.wire.contract import all_logprobs_to, note_chunks, note_lost, to_message
-from workers.protocol.decode_commands import FinishReason
+from ringserve.workers.protocol.decode_commands import FinishReason
 
 Responses = AsyncGenerator[inference_pb2.GenerateResponse, None]
 UNGUARDED = nullcontext()

@@ -7,11 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from cp_core.errors import ConfigError
 from ringserve.client import Client, Message, Sampling
-from services.config import Config, DecodeConfig, GatewayConfig, KvCacheConfig, LogConfig, ModelConfig, PrefillConfig
-from services.gateway.text import TextCodec
-from services.rpc.answer import answer_dict
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.config import (
+    Config,
+    DecodeConfig,
+    GatewayConfig,
+    KvCacheConfig,
+    LogConfig,
+    ModelConfig,
+    PrefillConfig,
+)
+from ringserve.services.gateway.text import TextCodec
+from ringserve.services.rpc.answer import answer_dict
 
 DOCUMENT: Final = Path(__file__).with_name("demo_document.txt")
 """Log of an invented weather station: nothing else tells what it says. Blank lines end its paragraphs."""
@@ -134,7 +142,7 @@ def check(
 
     `facts` is the text whose facts a right answer has: the document that was sent, or nothing for a random model.
     """
-    from services.offline.reference import StockModel  # here: torch and transformers take seconds to import
+    from ringserve.services.offline.reference import StockModel  # here: torch and transformers take seconds to import
 
     stock = StockModel(model_path)
     verdicts = []

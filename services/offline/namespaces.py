@@ -14,7 +14,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 
-from cp_core.errors import Unavailable
+from ringserve.cp_core.errors import Unavailable
 
 Command = tuple[str, ...]
 

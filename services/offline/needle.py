@@ -19,9 +19,9 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from cp_core.errors import ConfigError
 from ringserve.client import Client, Sampling
-from services.config import (
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.config import (
     Config,
     DecodeConfig,
     GatewayConfig,
@@ -31,9 +31,9 @@ from services.config import (
     PrefillConfig,
     RouterConfig,
 )
-from services.rpc.answer import answer_dict
-from workers.model.builtin import NEEDLE, PREFIX
-from workers.model.builtin_needle import MAX_POSITIONS
+from ringserve.services.rpc.answer import answer_dict
+from ringserve.workers.model.builtin import NEEDLE, PREFIX
+from ringserve.workers.model.builtin_needle import MAX_POSITIONS
 
 MODEL: Final = PREFIX + NEEDLE
 CODE: Final = "#48213.#"

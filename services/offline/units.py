@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from cp_core.errors import ConfigError
+from ringserve.cp_core.errors import ConfigError
 
 TOKENS = {"": 1, "k": 1_000, "m": 1_000_000}
 SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}

@@ -13,8 +13,8 @@ import grpc
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
-from cp_core import errors
-from cp_core.errors import CapacityExceeded, InvalidRequest, RingserveError, Unavailable, Unreachable
+from ringserve.cp_core import errors
+from ringserve.cp_core.errors import CapacityExceeded, InvalidRequest, RingserveError, Unavailable, Unreachable
 from ringserve.errors import ERROR_KEY, RETRY_KEY, error_named_by
 
 log = logging.getLogger(__name__)

@@ -6,8 +6,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from cp_core.errors import RingserveError
-from services.rpc.server import GrpcServer
+from ringserve.cp_core.errors import RingserveError
+from ringserve.services.rpc.server import GrpcServer
 
 log = logging.getLogger(__name__)
 

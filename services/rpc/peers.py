@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from cp_core.errors import NotFound, RingserveError, Unreachable
-from cp_core.transport.peer_tls import PeerTls
-from orchestration.protocol.inventory import UNKNOWN_EPOCH, KnownEpoch, Registered
-from orchestration.protocol.kv import ForkedKv, ForkKv, RetainedKv, SendKv, SentKv, TakeKv, TakenKv
-from orchestration.protocol.rings import LOST_SECONDS
-from orchestration.protocol.turns import (
+from ringserve.channels import CHANNEL_OPTIONS, keepalive
+from ringserve.cp_core.errors import NotFound, RingserveError, Unreachable
+from ringserve.cp_core.transport.peer_tls import PeerTls
+from ringserve.orchestration.protocol.inventory import UNKNOWN_EPOCH, KnownEpoch, Registered
+from ringserve.orchestration.protocol.kv import ForkedKv, ForkKv, RetainedKv, SendKv, SentKv, TakeKv, TakenKv
+from ringserve.orchestration.protocol.rings import LOST_SECONDS
+from ringserve.orchestration.protocol.turns import (
     Admit,
     BegunTurn,
     KvQuota,
@@ -29,16 +30,15 @@ from orchestration.protocol.turns import (
     TurnOutcome,
     TurnRequest,
 )
-from orchestration.protocol.views import ConversationList, ConversationView, RingStatus, ServerView
-from orchestration.tasks import until_reached
-from ringserve.channels import CHANNEL_OPTIONS, keepalive
+from ringserve.orchestration.protocol.views import ConversationList, ConversationView, RingStatus, ServerView
+from ringserve.orchestration.tasks import until_reached
+from ringserve.services.auth.sections import SECRET_VARIABLE
+from ringserve.services.auth.tls import peer_channel
+from ringserve.services.rpc.errors import error_from
+from ringserve.services.rpc.server import EPOCH_KEY, PEER_VERSION, SECRET_KEY, VERSION_KEY
+from ringserve.services.rpc.turn_streams import SILENT_TICKS, TurnsStream
+from ringserve.services.rpc.wire.contract import from_message, to_message
 from ringserve.v1 import inference_pb2, rings_pb2, rings_pb2_grpc, router_pb2, router_pb2_grpc
-from services.auth.sections import SECRET_VARIABLE
-from services.auth.tls import peer_channel
-from services.rpc.errors import error_from
-from services.rpc.server import EPOCH_KEY, PEER_VERSION, SECRET_KEY, VERSION_KEY
-from services.rpc.turn_streams import SILENT_TICKS, TurnsStream
-from services.rpc.wire.contract import from_message, to_message
 
 T = TypeVar("T")
 Metadata = tuple[tuple[str, str], ...]

@@ -14,10 +14,10 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from cp_core.errors import ConfigError, RingserveError, Unauthenticated
 from ringserve.channels import OPTIONS
-from services.auth.sections import SECRET_VARIABLE
-from services.rpc.errors import answering
+from ringserve.cp_core.errors import ConfigError, RingserveError, Unauthenticated
+from ringserve.services.auth.sections import SECRET_VARIABLE
+from ringserve.services.rpc.errors import answering
 
 SERVER_OPTIONS = (
     *OPTIONS,

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from orchestration.protocol.inventory import KnownEpoch, RingInventory
-from orchestration.protocol.kv import ForkKv, SendKv, TakeKv
-from orchestration.protocol.ports import RingPort, RouterPort
-from orchestration.protocol.rings import HEARTBEAT_SECONDS
-from orchestration.protocol.turns import (
+from ringserve.orchestration.protocol.inventory import KnownEpoch, RingInventory
+from ringserve.orchestration.protocol.kv import ForkKv, SendKv, TakeKv
+from ringserve.orchestration.protocol.ports import RingPort, RouterPort
+from ringserve.orchestration.protocol.rings import HEARTBEAT_SECONDS
+from ringserve.orchestration.protocol.turns import (
     Admit,
     BegunTurn,
     KvQuota,
@@ -27,12 +27,12 @@ from orchestration.protocol.turns import (
     TurnOutcome,
     TurnRequest,
 )
+from ringserve.services.rpc.errors import answer, answering, error_named
+from ringserve.services.rpc.server import GrpcServer
+from ringserve.services.rpc.turn_streams import TurnsWriter
+from ringserve.services.rpc.wire.contract import event_to, from_message, to_message
+from ringserve.services.telemetry.metrics.router import RouterMetrics
 from ringserve.v1 import inference_pb2, rings_pb2, rings_pb2_grpc, router_pb2, router_pb2_grpc
-from services.rpc.errors import answer, answering, error_named
-from services.rpc.server import GrpcServer
-from services.rpc.turn_streams import TurnsWriter
-from services.rpc.wire.contract import event_to, from_message, to_message
-from services.telemetry.metrics.router import RouterMetrics
 
 Context = grpc.aio.ServicerContext[Any, Any]
 HEARTBEAT = rings_pb2.TurnEvent(heartbeat=rings_pb2.Heartbeat())

@@ -21,12 +21,12 @@ from typing import Any
 import grpc
 import numpy as np
 
-from cp_core.errors import CapacityExceeded, RingserveError, Unavailable, Unreachable
-from orchestration.protocol.ports import RingPort
-from orchestration.protocol.turns import FinishedEvent, TokensEvent, TurnEvent
+from ringserve.cp_core.errors import CapacityExceeded, RingserveError, Unavailable, Unreachable
+from ringserve.orchestration.protocol.ports import RingPort
+from ringserve.orchestration.protocol.turns import FinishedEvent, TokensEvent, TurnEvent
+from ringserve.services.rpc.errors import error_from, error_named
+from ringserve.services.rpc.wire.contract import event_from, event_to
 from ringserve.v1 import rings_pb2, rings_pb2_grpc
-from services.rpc.errors import error_from, error_named
-from services.rpc.wire.contract import event_from, event_to
 
 log = logging.getLogger(__name__)
 

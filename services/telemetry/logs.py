@@ -10,7 +10,7 @@ import threading
 from datetime import UTC, datetime
 from typing import TextIO
 
-from cp_core.errors import ConfigError
+from ringserve.cp_core.errors import ConfigError
 
 LOG_FORMATS = ("human", "json")
 TURN_KEYS = ("request_id", "turn_id")
@@ -19,7 +19,6 @@ TURN_KEYS = ("request_id", "turn_id")
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-OWN_ROOTS = ("services", "orchestration", "workers", "cp_core", "ringserve")
 
 
 def levels_by_module(text: str) -> dict[str, str]:
@@ -29,7 +28,7 @@ def levels_by_module(text: str) -> dict[str, str]:
         module, _, level = word.partition("=")
         if level not in LOG_LEVELS or not MODULE.fullmatch(module):
             raise ConfigError(f"{word!r} is not allowed; give MODULE=LEVEL, with a level of {', '.join(LOG_LEVELS)}")
-        if module.partition(".")[0] in OWN_ROOTS and not _exists(module):
+        if module.partition(".")[0] == "ringserve" and not _exists(module):
             raise ConfigError(f"{word!r} is not allowed; there is no module {module}")
         levels[module] = level
     return levels

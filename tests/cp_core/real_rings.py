@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from cp_core.transport.connect import RingStore, connect_ring
-from cp_core.transport.interface import RingTransport
-from cp_core.transport.peer_tls import PeerTls
+from ringserve.cp_core.transport.connect import RingStore, connect_ring
+from ringserve.cp_core.transport.interface import RingTransport
+from ringserve.cp_core.transport.peer_tls import PeerTls
 
 HOST = "127.0.0.1"
 

@@ -10,14 +10,14 @@ from typing import TypeVar
 
 import torch
 
-from cp_core.attention.partial import AttentionBackend
-from cp_core.attention.torch_cpu import TorchCpuFlash
-from cp_core.layout.shards import PrefillLayout
-from cp_core.layout.sparsity import Sparsity
-from cp_core.layout.step_plans import KvRun, PrefillPlan, SequencePlan
-from cp_core.ring.prefill import RingPrefill
-from cp_core.transport.inprocess import InProcessRing
-from cp_core.transport.interface import RingTransport, TransportStats, Work
+from ringserve.cp_core.attention.partial import AttentionBackend
+from ringserve.cp_core.attention.torch_cpu import TorchCpuFlash
+from ringserve.cp_core.layout.shards import PrefillLayout
+from ringserve.cp_core.layout.sparsity import Sparsity
+from ringserve.cp_core.layout.step_plans import KvRun, PrefillPlan, SequencePlan
+from ringserve.cp_core.ring.prefill import RingPrefill
+from ringserve.cp_core.transport.inprocess import InProcessRing
+from ringserve.cp_core.transport.interface import RingTransport, TransportStats, Work
 from tests.oracles import Tokens
 
 Answer = TypeVar("Answer")

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from cp_core.attention.partial import Partial
-from cp_core.attention.torch_cpu import TorchCpuFlash
+from ringserve.cp_core.attention.partial import Partial
+from ringserve.cp_core.attention.torch_cpu import TorchCpuFlash
 
 
 class Together(TorchCpuFlash):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from services.cli.main import build_parser
+from ringserve.services.cli.main import build_parser
 from tests.helm.charts import AUTOSCALED, CUDA, only, pod_templates, render
 
 

@@ -10,9 +10,13 @@ from tests.helm.test_render import configuration
 
 
 def test_gateways_and_rings_log_alike() -> None:
-    from services.cli.main import build_parser
+    from ringserve.services.cli.main import build_parser
 
-    logs = {"level": "warning", "levels": "orchestration.router=debug services.gateway=info", "format": "json"}
+    logs = {
+        "level": "warning",
+        "levels": "ringserve.orchestration.router=debug ringserve.services.gateway=info",
+        "format": "json",
+    }
     either: list[Mapping[str, Any]] = [{"logs": logs}, {"config": {"logs": logs}}]
     for values in either:
         container = pod_templates(render(values))["gateway"]["spec"]["containers"][0]

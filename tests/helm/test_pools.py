@@ -12,8 +12,8 @@ import pytest
 import yaml
 from helm_python import HelmError, lint
 
-from services.cluster.hosts import LeaderHost
-from services.config import Config, config_from
+from ringserve.services.cluster.hosts import LeaderHost
+from ringserve.services.config import Config, config_from
 from tests.helm.charts import (
     ALL_OPTIONS,
     CHART,

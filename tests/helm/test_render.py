@@ -13,10 +13,10 @@ import pytest
 import yaml
 from helm_python import lint
 
-from services.auth.sections import InternalTlsConfig, TlsConfig
-from services.config import Config, config_from
-from services.config.rings import KvTransferConfig
-from services.telemetry.tracing.tracer import TracingConfig
+from ringserve.services.auth.sections import InternalTlsConfig, TlsConfig
+from ringserve.services.config import Config, config_from
+from ringserve.services.config.rings import KvTransferConfig
+from ringserve.services.telemetry.tracing.tracer import TracingConfig
 from tests.helm.charts import (
     ALL_OPTIONS,
     CHART,
@@ -130,7 +130,7 @@ def test_the_gateway_is_told_where_the_router_listens() -> None:
 
 
 def test_the_gateways_arguments_are_those_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    from services.cli.main import build_parser
+    from ringserve.services.cli.main import build_parser
 
     container = pod_templates(render(ALL_OPTIONS))["gateway"]["spec"]["containers"][0]
     assert container["command"] == ["ringserve", "gateway"]
@@ -141,8 +141,8 @@ def test_the_gateways_arguments_are_those_of_the_command(capsys: pytest.CaptureF
 
 
 def test_a_guarded_gateway_reads_its_secrets_where_they_are_mounted() -> None:
-    from services.cli.main import build_parser
-    from services.cli.options import config_of
+    from ringserve.services.cli.main import build_parser
+    from ringserve.services.cli.options import config_of
 
     objects = render(SECURE)
     pod = pod_templates(objects)["gateway"]["spec"]
@@ -208,8 +208,8 @@ def is_selected(selector: Mapping[str, Any], template: Mapping[str, Any]) -> boo
 
 
 def test_tls_between_processes_is_that_of_the_secret_in_every_pod() -> None:
-    from services.cli.main import build_parser
-    from services.cli.options import config_of
+    from ringserve.services.cli.main import build_parser
+    from ringserve.services.cli.options import config_of
 
     objects = render(SECURE, {"internalTls": {"serverName": "rings.example"}})
     files = {f"/etc/ringserve-internal/{name}" for name in ("tls.crt", "tls.key", "ca.crt")}
@@ -311,8 +311,8 @@ def test_ray_is_guarded_by_a_token_unless_switched_off() -> None:
 
 
 def test_traces_of_gateways_and_rings_go_to_one_collector() -> None:
-    from services.cli.main import build_parser
-    from services.cli.options import config_of
+    from ringserve.services.cli.main import build_parser
+    from ringserve.services.cli.options import config_of
 
     tracing = {"endpoint": "http://otel-collector.monitoring:4317", "sampleRatio": 0.25}
     wanted = TracingConfig(endpoint="http://otel-collector.monitoring:4317", sample_ratio=0.25)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from cp_core.cost.model import RingRates
-from cp_core.errors import RingserveError, Unavailable
-from workers.protocol.decode_commands import AdmitSequence, DecodeCommand, DecodeEvent, DecodeEvents
-from workers.protocol.prefill_steps import PrefillOutput, PrefillStep
-from workers.protocol.ranks import ModelInfo, RankEndpoints, RankInfo, RankSpec, RankStatus, RingSpec
-from workers.protocol.transfers import BlockPair, KvExpect, KvSend, TransferKey, TransferReport
+from ringserve.cp_core.cost.model import RingRates
+from ringserve.cp_core.errors import RingserveError, Unavailable
+from ringserve.workers.protocol.decode_commands import AdmitSequence, DecodeCommand, DecodeEvent, DecodeEvents
+from ringserve.workers.protocol.prefill_steps import PrefillOutput, PrefillStep
+from ringserve.workers.protocol.ranks import ModelInfo, RankEndpoints, RankInfo, RankSpec, RankStatus, RingSpec
+from ringserve.workers.protocol.transfers import BlockPair, KvExpect, KvSend, TransferKey, TransferReport
 
 MODEL = ModelInfo(
     name="fake",

@@ -14,18 +14,18 @@ from typing import Any, Self
 
 import numpy as np
 
-from cp_core.cost.profile import HardwareProfile
-from cp_core.cost.sparse import SparseLosses
-from cp_core.errors import Unavailable
-from orchestration.decode.leader import DecodeLeader
-from orchestration.journal.journal import SqliteJournal
-from orchestration.placement.planner import Planner, PlannerSettings
-from orchestration.prefill.leader import PrefillLeader
-from orchestration.protocol.inventory import UNKNOWN_EPOCH, KnownEpoch, Registered
-from orchestration.protocol.plans import Bound, PromptMode
-from orchestration.protocol.ports import RingPort
-from orchestration.protocol.rings import PrefillScheduling, RingSettings
-from orchestration.protocol.turns import (
+from ringserve.cp_core.cost.profile import HardwareProfile
+from ringserve.cp_core.cost.sparse import SparseLosses
+from ringserve.cp_core.errors import Unavailable
+from ringserve.orchestration.decode.leader import DecodeLeader
+from ringserve.orchestration.journal.journal import SqliteJournal
+from ringserve.orchestration.placement.planner import Planner, PlannerSettings
+from ringserve.orchestration.prefill.leader import PrefillLeader
+from ringserve.orchestration.protocol.inventory import UNKNOWN_EPOCH, KnownEpoch, Registered
+from ringserve.orchestration.protocol.plans import Bound, PromptMode
+from ringserve.orchestration.protocol.ports import RingPort
+from ringserve.orchestration.protocol.rings import PrefillScheduling, RingSettings
+from ringserve.orchestration.protocol.turns import (
     BegunTurn,
     EndingEvent,
     FinishedEvent,
@@ -35,14 +35,14 @@ from orchestration.protocol.turns import (
     TokensEvent,
     TurnRequest,
 )
-from orchestration.router.router import Router, RouterSettings
+from ringserve.orchestration.router.router import Router, RouterSettings
+from ringserve.workers.model.info import read_model_info
+from ringserve.workers.protocol.prefill_steps import Algorithm
+from ringserve.workers.protocol.ranks import RankSettings
+from ringserve.workers.rank.thread_ranks import ThreadRanks
+from ringserve.workers.sampling.parameters import SamplingParameters, TokenLogprobs
 from tests.one_core import on_one_core
 from tests.waiting import eventually
-from workers.model.info import read_model_info
-from workers.protocol.prefill_steps import Algorithm
-from workers.protocol.ranks import RankSettings
-from workers.rank.thread_ranks import ThreadRanks
-from workers.sampling.parameters import SamplingParameters, TokenLogprobs
 
 BLOCK_TOKENS = 4
 Shape = int | tuple[int, int]

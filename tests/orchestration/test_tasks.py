@@ -9,8 +9,14 @@ from typing import Any
 
 import pytest
 
-from cp_core.errors import Unavailable
-from orchestration.tasks import TaskSet, begin_joined, finish_despite_cancellation, gather_all, gather_first_error
+from ringserve.cp_core.errors import Unavailable
+from ringserve.orchestration.tasks import (
+    TaskSet,
+    begin_joined,
+    finish_despite_cancellation,
+    gather_all,
+    gather_first_error,
+)
 
 DEAD = Unavailable("rank 1 died")
 

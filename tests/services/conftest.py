@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from services.gateway.text import TextCodec
-from workers.model.builtin import write_tokenizer
+from ringserve.services.gateway.text import TextCodec
+from ringserve.workers.model.builtin import write_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -10,22 +10,22 @@ import grpc
 import pytest
 from openai import AsyncOpenAI
 
+from ringserve.services.auth.authenticator import Authenticator
+from ringserve.services.auth.tls import ServerTls
+from ringserve.services.config.service import HttpConfig
+from ringserve.services.gateway.openai.app import HttpApi
+from ringserve.services.gateway.openai.server import HttpServer
+from ringserve.services.gateway.requests import RequestReader
+from ringserve.services.gateway.servicer import InferenceServicer
+from ringserve.services.gateway.text import TextCodec
+from ringserve.services.rpc.server import GrpcServer
+from ringserve.services.telemetry.metrics.gateway import GatewayMetrics
+from ringserve.services.telemetry.tracing.tracer import ServiceTracer
 from ringserve.v1 import inference_pb2_grpc
-from services.auth.authenticator import Authenticator
-from services.auth.tls import ServerTls
-from services.config.service import HttpConfig
-from services.gateway.openai.app import HttpApi
-from services.gateway.openai.server import HttpServer
-from services.gateway.requests import RequestReader
-from services.gateway.servicer import InferenceServicer
-from services.gateway.text import TextCodec
-from services.rpc.server import GrpcServer
-from services.telemetry.metrics.gateway import GatewayMetrics
-from services.telemetry.tracing.tracer import ServiceTracer
+from ringserve.workers.model.builtin import write_tokenizer
 from tests.orchestration.service import Service
 from tests.waiting import eventually
 from tests.workers.models import Oracle, save_model
-from workers.model.builtin import write_tokenizer
 
 MODEL = "tiny-model"
 CALL_SECONDS = 60.0

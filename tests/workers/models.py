@@ -26,7 +26,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from workers.model.builtin import END_TOKEN_ID, EOS_TOKEN_ID, write_tokenizer
+from ringserve.workers.model.builtin import END_TOKEN_ID, EOS_TOKEN_ID, write_tokenizer
 
 KINDS = ("llama_gqa", "llama_mha", "qwen2", "qwen3", "mistral")
 VOCAB_SIZE = 300

@@ -15,17 +15,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cp_core.layout.shards import PrefillLayout, ShardMap, appended, balanced_layout, cut_layout, stored_on_chain
-from cp_core.transport.inprocess import InProcessRing
-from cp_core.transport.interface import RingTransport
-from cp_core.transport.staged import StagedRing
+from ringserve.cp_core.layout.shards import (
+    PrefillLayout,
+    ShardMap,
+    appended,
+    balanced_layout,
+    cut_layout,
+    stored_on_chain,
+)
+from ringserve.cp_core.transport.inprocess import InProcessRing
+from ringserve.cp_core.transport.interface import RingTransport
+from ringserve.cp_core.transport.staged import StagedRing
+from ringserve.workers.protocol.decode_commands import AdmitSequence, ComputePrompt, DecodeEvent, RemoveSequence
+from ringserve.workers.protocol.prefill_steps import Algorithm, PrefillOutput, PrefillStep, SequencePrefill
+from ringserve.workers.protocol.ranks import RankInfo, RankSettings, RankSpec, RingSpec
+from ringserve.workers.protocol.transfers import KvSend
+from ringserve.workers.rank.worker import RankWorker
+from ringserve.workers.sampling.parameters import NO_HISTORY, SamplingParameters, TokenHistory
 from tests.cp_core.staging import PoisonedStaging
-from workers.protocol.decode_commands import AdmitSequence, ComputePrompt, DecodeEvent, RemoveSequence
-from workers.protocol.prefill_steps import Algorithm, PrefillOutput, PrefillStep, SequencePrefill
-from workers.protocol.ranks import RankInfo, RankSettings, RankSpec, RingSpec
-from workers.protocol.transfers import KvSend
-from workers.rank.worker import RankWorker
-from workers.sampling.parameters import NO_HISTORY, SamplingParameters, TokenHistory
 
 T = TypeVar("T")
 

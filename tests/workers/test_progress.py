@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from cp_core.transport.interface import TransportStats
-from workers import progress
-from workers.progress import StepClock
-from workers.protocol.ranks import STEP_BOUNDS
+from ringserve.cp_core.transport.interface import TransportStats
+from ringserve.workers import progress
+from ringserve.workers.progress import StepClock
+from ringserve.workers.protocol.ranks import STEP_BOUNDS
 
 
 class Time:

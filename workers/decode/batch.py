@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cp_core.layout.shards import assign_owners
-from cp_core.layout.step_plans import DecodePlan
-from workers.decode.messages import BatchChange
-from workers.kv.cache import SlotRun, runs
-from workers.sampling.grammar import Grammars
-from workers.sampling.sampler import RowSampler
+from ringserve.cp_core.layout.shards import assign_owners
+from ringserve.cp_core.layout.step_plans import DecodePlan
+from ringserve.workers.decode.messages import BatchChange
+from ringserve.workers.kv.cache import SlotRun, runs
+from ringserve.workers.sampling.grammar import Grammars
+from ringserve.workers.sampling.sampler import RowSampler
 
 
 @dataclass(slots=True)

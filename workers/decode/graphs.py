@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from cp_core.errors import RingserveError
-from cp_core.transport.interface import TransportStats
-from workers.decode.inputs import StepInputs
-from workers.model.loading import AttentionStep, LoadedModel
+from ringserve.cp_core.errors import RingserveError
+from ringserve.cp_core.transport.interface import TransportStats
+from ringserve.workers.decode.inputs import StepInputs
+from ringserve.workers.model.loading import AttentionStep, LoadedModel
 
 if TYPE_CHECKING:
-    from workers.model.pieces import Pieces
+    from ringserve.workers.model.pieces import Pieces
 
 logger = logging.getLogger(__name__)
 

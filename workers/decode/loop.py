@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from cp_core.cost.model import RingRates
-from workers.decode.batch import BatchState
-from workers.decode.mailbox import DecodeMailbox
-from workers.decode.messages import (
+from ringserve.cp_core.cost.model import RingRates
+from ringserve.workers.decode.batch import BatchState
+from ringserve.workers.decode.mailbox import DecodeMailbox
+from ringserve.workers.decode.messages import (
     HEARTBEAT_SECONDS,
     UNCHANGED,
     BatchChange,
@@ -28,11 +28,11 @@ from workers.decode.messages import (
     HeaderChannel,
     HeaderKind,
 )
-from workers.decode.prompts import DecodePrompts
-from workers.decode.step import DecodePass, DoneStep
-from workers.decode.variants import VariantChoice
-from workers.progress import Progress
-from workers.protocol.decode_commands import (
+from ringserve.workers.decode.prompts import DecodePrompts
+from ringserve.workers.decode.step import DecodePass, DoneStep
+from ringserve.workers.decode.variants import VariantChoice
+from ringserve.workers.progress import Progress
+from ringserve.workers.protocol.decode_commands import (
     AdmitSequence,
     ComputePrompt,
     DecodeCommand,
@@ -40,7 +40,7 @@ from workers.protocol.decode_commands import (
     FinishReason,
     GrowSequence,
 )
-from workers.sampling.parameters import SamplingParameters
+from ringserve.workers.sampling.parameters import SamplingParameters
 
 # Why a step whose tokens could stay on the device was waited for; the pass has the other reasons.
 BATCH_CHANGES = "batch_changes"

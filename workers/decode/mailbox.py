@@ -6,9 +6,9 @@ import threading
 import time
 from collections.abc import Sequence
 
-from cp_core.cost.model import RingRates
-from cp_core.errors import Unavailable
-from workers.protocol.decode_commands import (
+from ringserve.cp_core.cost.model import RingRates
+from ringserve.cp_core.errors import Unavailable
+from ringserve.workers.protocol.decode_commands import (
     AdmitSequence,
     ComputePrompt,
     DecodeCommand,

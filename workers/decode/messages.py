@@ -19,14 +19,14 @@ import msgpack
 import numpy as np
 import torch
 
-from cp_core.cost.decode import GATHER, VARIANTS
-from cp_core.transport.interface import RingTransport
-from workers.protocol.decode_commands import (
+from ringserve.cp_core.cost.decode import GATHER, VARIANTS
+from ringserve.cp_core.transport.interface import RingTransport
+from ringserve.workers.protocol.decode_commands import (
     AdmitSequence,
     ComputePrompt,
     GrowSequence,
 )
-from workers.sampling.parameters import (
+from ringserve.workers.sampling.parameters import (
     NO_TOKEN,
     OUTSIDE_GRAMMAR,
     Sampled,

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from cp_core.attention.partial import AttentionBackend
-from cp_core.layout.shards import balanced_layout
-from cp_core.transport.interface import RingTransport
-from workers.decode.messages import LEADER, gather_sampled
-from workers.kv.cache import KvCache
-from workers.model.loading import LoadedModel
-from workers.prefill.step import run_prefill
-from workers.progress import StepClock
-from workers.protocol.decode_commands import ComputePrompt
-from workers.protocol.prefill_steps import Algorithm, PrefillStep, SequencePrefill
-from workers.protocol.transfers import TransferKey
-from workers.sampling.parameters import Sampled
-from workers.sampling.sampler import sample_rows
+from ringserve.cp_core.attention.partial import AttentionBackend
+from ringserve.cp_core.layout.shards import balanced_layout
+from ringserve.cp_core.transport.interface import RingTransport
+from ringserve.workers.decode.messages import LEADER, gather_sampled
+from ringserve.workers.kv.cache import KvCache
+from ringserve.workers.model.loading import LoadedModel
+from ringserve.workers.prefill.step import run_prefill
+from ringserve.workers.progress import StepClock
+from ringserve.workers.protocol.decode_commands import ComputePrompt
+from ringserve.workers.protocol.prefill_steps import Algorithm, PrefillStep, SequencePrefill
+from ringserve.workers.protocol.transfers import TransferKey
+from ringserve.workers.sampling.parameters import Sampled
+from ringserve.workers.sampling.sampler import sample_rows
 
 
 class DecodePrompts:

@@ -13,24 +13,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cp_core.attention.paged import PagedShards, takes_pages
-from cp_core.attention.partial import AttentionBackend
-from cp_core.cost.decode import HELIX
-from cp_core.cost.model import PASS_Q
-from cp_core.layout.step_plans import DecodePlan, KvRun, PassQRoute
-from cp_core.ring.decode import ring_decode, sharded_decode
-from cp_core.ring.helix import helix_decode
-from cp_core.transport.interface import RingTransport
-from workers.decode.batch import BatchState
-from workers.decode.graphs import GraphRunner
-from workers.decode.inputs import InputBuffers, StepInputs
-from workers.decode.messages import LEADER, gather_sampled
-from workers.kv.cache import KvCache, SlotRun
-from workers.model.loading import LoadedModel
-from workers.progress import StepClock
-from workers.sampling.on_device import ChosenRows
-from workers.sampling.parameters import Sampled
-from workers.sampling.sampler import (
+from ringserve.cp_core.attention.paged import PagedShards, takes_pages
+from ringserve.cp_core.attention.partial import AttentionBackend
+from ringserve.cp_core.cost.decode import HELIX
+from ringserve.cp_core.cost.model import PASS_Q
+from ringserve.cp_core.layout.step_plans import DecodePlan, KvRun, PassQRoute
+from ringserve.cp_core.ring.decode import ring_decode, sharded_decode
+from ringserve.cp_core.ring.helix import helix_decode
+from ringserve.cp_core.transport.interface import RingTransport
+from ringserve.workers.decode.batch import BatchState
+from ringserve.workers.decode.graphs import GraphRunner
+from ringserve.workers.decode.inputs import InputBuffers, StepInputs
+from ringserve.workers.decode.messages import LEADER, gather_sampled
+from ringserve.workers.kv.cache import KvCache, SlotRun
+from ringserve.workers.model.loading import LoadedModel
+from ringserve.workers.progress import StepClock
+from ringserve.workers.sampling.on_device import ChosenRows
+from ringserve.workers.sampling.parameters import Sampled
+from ringserve.workers.sampling.sampler import (
     are_chosen_on_device,
     are_greedy,
     choose_rows,

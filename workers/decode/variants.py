@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from cp_core.cost.decode import (
+from ringserve.cp_core.cost.decode import (
     HELIX,
     STEP_VARIANTS,
     VARIANT_POLICIES,
@@ -16,11 +16,11 @@ from cp_core.cost.decode import (
     choose_variant,
     predict_step,
 )
-from cp_core.cost.model import ModelShape
-from cp_core.errors import ConfigError
-from cp_core.transport.interface import RingTransport
-from workers.decode.messages import LEADER
-from workers.model.loading import LoadedModel
+from ringserve.cp_core.cost.model import ModelShape
+from ringserve.cp_core.errors import ConfigError
+from ringserve.cp_core.transport.interface import RingTransport
+from ringserve.workers.decode.messages import LEADER
+from ringserve.workers.model.loading import LoadedModel
 
 # (sequences, stored tokens of all) of the next step -> the variant that serves it.
 VariantChoice = Callable[[int, int], str]

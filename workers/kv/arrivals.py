@@ -10,8 +10,8 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable
 
-from cp_core.errors import RingserveError, TransferError, Unavailable
-from workers.protocol.transfers import KvEnd, KvEnds, TransferKey, TransferReport
+from ringserve.cp_core.errors import RingserveError, TransferError, Unavailable
+from ringserve.workers.protocol.transfers import KvEnd, KvEnds, TransferKey, TransferReport
 
 POLL_SECONDS = 10.0
 """Longest wait of one call for an end."""

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cp_core.layout.step_plans import KvRun
+from ringserve.cp_core.layout.step_plans import KvRun
 
 Slots = npt.NDArray[np.int64]
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cp_core.errors import TransferError
-from cp_core.layout.reshard import KvPiece
-from workers.kv.cache import KvCache, SlotRun, runs_of, slots_of
-from workers.kv.frames import MAX_PIECES, Column, LayerFrame, SlotRef, checksum_of
-from workers.protocol.transfers import TransferKey
+from ringserve.cp_core.errors import TransferError
+from ringserve.cp_core.layout.reshard import KvPiece
+from ringserve.workers.kv.cache import KvCache, SlotRun, runs_of, slots_of
+from ringserve.workers.kv.frames import MAX_PIECES, Column, LayerFrame, SlotRef, checksum_of
+from ringserve.workers.protocol.transfers import TransferKey
 
 # Payload bytes of one frame: large enough that its fixed cost is negligible, small enough to stay in a CPU cache in the
 # receiver's staging buffer (docs/decisions/0003-kv-carrier.md).

@@ -28,8 +28,8 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from cp_core.errors import TransferError
-from workers.protocol.transfers import TransferKey
+from ringserve.cp_core.errors import TransferError
+from ringserve.workers.protocol.transfers import TransferKey
 
 MAGIC = b"RSKV"
 VERSION = 2

@@ -16,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cp_core.errors import RingserveError, StaleIncarnation, TransferError
-from cp_core.layout.shards import coalesce
-from workers.kv.arrivals import EndedTransfers
-from workers.kv.cache import KvCache, SlotRun, runs_of, slots_of
-from workers.kv.cutting import digest_of
-from workers.kv.frames import LayerFrame
-from workers.protocol.transfers import KvEnd, KvEnds, KvExpect, TransferKey, TransferReport
+from ringserve.cp_core.errors import RingserveError, StaleIncarnation, TransferError
+from ringserve.cp_core.layout.shards import coalesce
+from ringserve.workers.kv.arrivals import EndedTransfers
+from ringserve.workers.kv.cache import KvCache, SlotRun, runs_of, slots_of
+from ringserve.workers.kv.cutting import digest_of
+from ringserve.workers.kv.frames import LayerFrame
+from ringserve.workers.protocol.transfers import KvEnd, KvEnds, KvExpect, TransferKey, TransferReport
 
 
 class TransferState(Enum):

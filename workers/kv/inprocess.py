@@ -6,13 +6,13 @@ import threading
 
 import torch
 
-from cp_core.errors import RingserveError, TransferError, Unavailable
-from workers.kv.cache import KvCache
-from workers.kv.cutting import OutgoingPart
-from workers.kv.frames import checksum_of
-from workers.kv.incoming import TransferTable
-from workers.kv.outgoing import OutgoingTransfer
-from workers.kv.sender import KvSender
+from ringserve.cp_core.errors import RingserveError, TransferError, Unavailable
+from ringserve.workers.kv.cache import KvCache
+from ringserve.workers.kv.cutting import OutgoingPart
+from ringserve.workers.kv.frames import checksum_of
+from ringserve.workers.kv.incoming import TransferTable
+from ringserve.workers.kv.outgoing import OutgoingTransfer
+from ringserve.workers.kv.sender import KvSender
 
 
 class InProcessReceiver(TransferTable):

@@ -13,13 +13,13 @@ from typing import Protocol
 
 import torch
 
-from cp_core.errors import RingserveError, Unavailable
-from cp_core.transport.peer_tls import PeerTls
-from workers.kv.cache import KvCache
-from workers.kv.cutting import FRAME_BYTES, CopyStream, FrameLayout, OutgoingPart, digest_of
-from workers.kv.frames import AbandonFrame, Reach, SettleFrame, checksum_of
-from workers.kv.outgoing import DestinationConnection, OutgoingTransfer
-from workers.kv.pulls import PullAgent
+from ringserve.cp_core.errors import RingserveError, Unavailable
+from ringserve.cp_core.transport.peer_tls import PeerTls
+from ringserve.workers.kv.cache import KvCache
+from ringserve.workers.kv.cutting import FRAME_BYTES, CopyStream, FrameLayout, OutgoingPart, digest_of
+from ringserve.workers.kv.frames import AbandonFrame, Reach, SettleFrame, checksum_of
+from ringserve.workers.kv.outgoing import DestinationConnection, OutgoingTransfer
+from ringserve.workers.kv.pulls import PullAgent
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cp_core.errors import ConfigError
+from ringserve.cp_core.errors import ConfigError
 
 RDMA_DEVICES = Path("/sys/class/infiniband")
 

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from enum import Enum, auto
 
-from cp_core.errors import ConfigError, RingserveError, StaleIncarnation, TransferError, Unavailable
-from cp_core.transport.peer_tls import PeerTls, reason_of
-from workers.kv.frames import (
+from ringserve.cp_core.errors import ConfigError, RingserveError, StaleIncarnation, TransferError, Unavailable
+from ringserve.cp_core.transport.peer_tls import PeerTls, reason_of
+from ringserve.workers.kv.frames import (
     Frame,
     LayerFrame,
     LeaveFrame,
@@ -20,9 +20,9 @@ from workers.kv.frames import (
     TransferFrame,
     encode,
 )
-from workers.kv.pulls import PullAgent
-from workers.kv.sockets import call
-from workers.protocol.transfers import TransferKey, TransferReport
+from ringserve.workers.kv.pulls import PullAgent
+from ringserve.workers.kv.sockets import call
+from ringserve.workers.protocol.transfers import TransferKey, TransferReport
 
 # Longest wait for a reply on an idle connection before checking whether the connection is broken.
 REPLY_SECONDS = 5.0

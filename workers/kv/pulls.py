@@ -21,10 +21,10 @@ from enum import Enum, auto
 
 import torch
 
-from cp_core.errors import ConfigError, TransferError, Unavailable
-from workers.kv.frames import CardFrame, SlotRef
-from workers.kv.nixl_agent import Disconnected, NixlAgent, NixlRead, Unfinished
-from workers.kv.staging import OutSlots, SlotPool
+from ringserve.cp_core.errors import ConfigError, TransferError, Unavailable
+from ringserve.workers.kv.frames import CardFrame, SlotRef
+from ringserve.workers.kv.nixl_agent import Disconnected, NixlAgent, NixlRead, Unfinished
+from ringserve.workers.kv.staging import OutSlots, SlotPool
 
 logger = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ import socket
 import threading
 import time
 
-from cp_core.errors import ConfigError, Unavailable
-from cp_core.transport.peer_tls import PeerTls
-from workers.kv.cache import KvCache
-from workers.kv.incoming import TransferTable
-from workers.kv.pulls import PullAgent
-from workers.kv.sockets import KvStream, shut, wait_for
-from workers.kv.source_connection import SourceConnection
+from ringserve.cp_core.errors import ConfigError, Unavailable
+from ringserve.cp_core.transport.peer_tls import PeerTls
+from ringserve.workers.kv.cache import KvCache
+from ringserve.workers.kv.incoming import TransferTable
+from ringserve.workers.kv.pulls import PullAgent
+from ringserve.workers.kv.sockets import KvStream, shut, wait_for
+from ringserve.workers.kv.source_connection import SourceConnection
 
 logger = logging.getLogger(__name__)
 

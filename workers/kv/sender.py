@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cp_core.errors import RingserveError, StaleIncarnation, TransferError, Unavailable
-from cp_core.transport.peer_tls import PeerTls
-from workers.kv.cache import KvCache
-from workers.kv.cutting import OutgoingPart
-from workers.kv.lane import Carrier, CarrierCounts, Lane
-from workers.kv.outgoing import OutgoingTransfer
-from workers.kv.pulls import PullAgent
-from workers.protocol.transfers import KvSend, TransferKey, TransferReport
+from ringserve.cp_core.errors import RingserveError, StaleIncarnation, TransferError, Unavailable
+from ringserve.cp_core.transport.peer_tls import PeerTls
+from ringserve.workers.kv.cache import KvCache
+from ringserve.workers.kv.cutting import OutgoingPart
+from ringserve.workers.kv.lane import Carrier, CarrierCounts, Lane
+from ringserve.workers.kv.outgoing import OutgoingTransfer
+from ringserve.workers.kv.pulls import PullAgent
+from ringserve.workers.protocol.transfers import KvSend, TransferKey, TransferReport
 
 
 @dataclass(frozen=True, slots=True)

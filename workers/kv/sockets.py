@@ -12,9 +12,9 @@ import threading
 import time
 from collections.abc import Sequence
 
-from cp_core.transport.peer_tls import PeerTls, handshake_events
-from cp_core.transport.socket_mesh import parse_endpoint
-from workers.kv.frames import PREFIX, Frame, decode_header, decode_prefix
+from ringserve.cp_core.transport.peer_tls import PeerTls, handshake_events
+from ringserve.cp_core.transport.socket_mesh import parse_endpoint
+from ringserve.workers.kv.frames import PREFIX, Frame, decode_header, decode_prefix
 
 # One sendmsg takes no more buffers than this (IOV_MAX on Linux is 1024).
 MAX_BUFFERS = 512

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from cp_core.errors import RingserveError, StaleIncarnation, TransferError, Unavailable
-from cp_core.transport.peer_tls import reason_of
-from workers.kv.cache import KvCache
-from workers.kv.cutting import CopyStream
-from workers.kv.frames import (
+from ringserve.cp_core.errors import RingserveError, StaleIncarnation, TransferError, Unavailable
+from ringserve.cp_core.transport.peer_tls import reason_of
+from ringserve.workers.kv.cache import KvCache
+from ringserve.workers.kv.cutting import CopyStream
+from ringserve.workers.kv.frames import (
     AbandonFrame,
     CardFrame,
     Frame,
@@ -31,10 +31,10 @@ from workers.kv.frames import (
     SettleFrame,
     encode,
 )
-from workers.kv.incoming import IncomingTransfer, TransferTable
-from workers.kv.pulls import Peer, Pull, PullAgent
-from workers.kv.sockets import KvStream
-from workers.protocol.transfers import TransferKey
+from ringserve.workers.kv.incoming import IncomingTransfer, TransferTable
+from ringserve.workers.kv.pulls import Peer, Pull, PullAgent
+from ringserve.workers.kv.sockets import KvStream
+from ringserve.workers.protocol.transfers import TransferKey
 
 logger = logging.getLogger(__name__)
 

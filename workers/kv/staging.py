@@ -14,10 +14,10 @@ from contextlib import contextmanager
 
 import torch
 
-from cp_core.errors import Unavailable
-from workers.kv.cache import KvCache
-from workers.kv.cutting import FrameLayout
-from workers.kv.frames import SlotRef
+from ringserve.cp_core.errors import Unavailable
+from ringserve.workers.kv.cache import KvCache
+from ringserve.workers.kv.cutting import FrameLayout
+from ringserve.workers.kv.frames import SlotRef
 
 
 class SlotPool:

@@ -25,8 +25,8 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from cp_core.errors import ModelRefused
-from workers.model import builtin_needle
+from ringserve.cp_core.errors import ModelRefused
+from ringserve.workers.model import builtin_needle
 
 PREFIX = "builtin:"
 TINY = "tiny"

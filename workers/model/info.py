@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from cp_core.errors import ConfigError, ModelRefused
-from workers.model.support import check_supported
-from workers.protocol.ranks import ModelInfo
+from ringserve.cp_core.errors import ConfigError, ModelRefused
+from ringserve.workers.model.support import check_supported
+from ringserve.workers.protocol.ranks import ModelInfo
 
 ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import Linear, Module, Parameter, SiLU
 
-from workers.model.hugging_face import SiLUActivation
-from workers.model.info import multiplies_bfloat16
+from ringserve.workers.model.hugging_face import SiLUActivation
+from ringserve.workers.model.info import multiplies_bfloat16
 
 
 class PackedLinear(Linear):

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from cp_core.errors import ModelRefused
-from cp_core.ring.helix import HelixColumns
-from workers.model.hugging_face import (
+from ringserve.cp_core.errors import ModelRefused
+from ringserve.cp_core.ring.helix import HelixColumns
+from ringserve.workers.model.hugging_face import (
     AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
     PreTrainedModel,
     no_init_weights,
 )
-from workers.model.info import read_model_info, tensor_share
-from workers.model.layers import (
+from ringserve.workers.model.info import read_model_info, tensor_share
+from ringserve.workers.model.layers import (
     ATTENTION_LAYERS,
     MLP_LAYERS,
     Columns,
@@ -34,14 +34,14 @@ from workers.model.layers import (
     packed_dtypes,
     quantize_mlps,
 )
-from workers.model.tensor_parallel import TensorParallel
-from workers.model.tokenizer import load_tokenizer, tokenizer_json
-from workers.model.weights import read_share, whole_shapes
-from workers.protocol.ranks import FP8_MLPS, NO_QUANTIZATION, ModelInfo
-from workers.sampling.grammar import Grammars
+from ringserve.workers.model.tensor_parallel import TensorParallel
+from ringserve.workers.model.tokenizer import load_tokenizer, tokenizer_json
+from ringserve.workers.model.weights import read_share, whole_shapes
+from ringserve.workers.protocol.ranks import FP8_MLPS, NO_QUANTIZATION, ModelInfo
+from ringserve.workers.sampling.grammar import Grammars
 
 if TYPE_CHECKING:
-    from workers.model.pieces import Pieces
+    from ringserve.workers.model.pieces import Pieces
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ class LoadedModel:
         if self.pieces is not None:
             return self
         # The compiler takes seconds to load: only a rank that needs it does so.
-        compiler: Any = import_module("workers.model.pieces")
+        compiler: Any = import_module("ringserve.workers.model.pieces")
         try:
             columns = self.columns(self.model.device)
             pieces = compiler.trace(self.body, self.model.device, backend, len(columns) if columns else 0)

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from torch.fx.passes.split_module import split_module
 from torch.nn import Module
 
-from workers.model.builtin import cache_directory
+from ringserve.workers.model.builtin import cache_directory
 
 # Rows of the traced call: any number but 0 and 1, which the compiler would take for constants.
 TRACED_ROWS = 16

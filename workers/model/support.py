@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from cp_core.errors import ModelRefused
+from ringserve.cp_core.errors import ModelRefused
 
 Config = Mapping[str, object]
 

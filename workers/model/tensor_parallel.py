@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 from torch.nn import Embedding, Linear, Module, Parameter
 
-from cp_core.errors import ModelRefused
-from cp_core.layout.shards import even_share
-from cp_core.transport.collectives import all_reduce, gather_rows, join_last_dim, reduce_scatter_rows
-from cp_core.transport.interface import RingTransport
-from workers.model.hugging_face import PreTrainedModel
+from ringserve.cp_core.errors import ModelRefused
+from ringserve.cp_core.layout.shards import even_share
+from ringserve.cp_core.transport.collectives import all_reduce, gather_rows, join_last_dim, reduce_scatter_rows
+from ringserve.cp_core.transport.interface import RingTransport
+from ringserve.workers.model.hugging_face import PreTrainedModel
 
 
 class TensorParallel:

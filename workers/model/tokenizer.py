@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cp_core.errors import InvalidRequest
-from workers.model.info import read_json
+from ringserve.cp_core.errors import InvalidRequest
+from ringserve.workers.model.info import read_json
 
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 

@@ -11,9 +11,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import Module
 
-from cp_core.errors import ModelRefused
-from workers.model.hugging_face import PreTrainedModel
-from workers.model.tensor_parallel import WHOLE_BIAS, TensorParallel
+from ringserve.cp_core.errors import ModelRefused
+from ringserve.workers.model.hugging_face import PreTrainedModel
+from ringserve.workers.model.tensor_parallel import WHOLE_BIAS, TensorParallel
 
 Shape = tuple[int, ...]
 

@@ -15,19 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cp_core.attention.partial import AttentionBackend
-from cp_core.layout.shards import TokenRange
-from cp_core.layout.step_plans import KvRun, PrefillPlan, SequencePlan
-from cp_core.ring.helix import HelixColumns, NewRows, helix_prefill
-from cp_core.ring.prefill import RingPrefill
-from cp_core.transport.interface import RingTransport
-from workers.kv.cache import KvCache, SlotRun
-from workers.model.loading import LoadedModel
-from workers.protocol.prefill_steps import Algorithm, PrefillOutput, PrefillStep, SequencePrefill
-from workers.protocol.transfers import TransferKey
-from workers.sampling.grammar import Grammars
-from workers.sampling.parameters import TokenLogprobs
-from workers.sampling.sampler import RowSampler, logprobs_of, prepare_masks
+from ringserve.cp_core.attention.partial import AttentionBackend
+from ringserve.cp_core.layout.shards import TokenRange
+from ringserve.cp_core.layout.step_plans import KvRun, PrefillPlan, SequencePlan
+from ringserve.cp_core.ring.helix import HelixColumns, NewRows, helix_prefill
+from ringserve.cp_core.ring.prefill import RingPrefill
+from ringserve.cp_core.transport.interface import RingTransport
+from ringserve.workers.kv.cache import KvCache, SlotRun
+from ringserve.workers.model.loading import LoadedModel
+from ringserve.workers.protocol.prefill_steps import Algorithm, PrefillOutput, PrefillStep, SequencePrefill
+from ringserve.workers.protocol.transfers import TransferKey
+from ringserve.workers.sampling.grammar import Grammars
+from ringserve.workers.sampling.parameters import TokenLogprobs
+from ringserve.workers.sampling.sampler import RowSampler, logprobs_of, prepare_masks
 
 # Most prompt tokens whose logits are in memory at a time, where the prompt's log-probabilities are asked for.
 SCORED_ROWS = 256

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from workers.protocol.prefill_steps import TokenIds
-from workers.sampling.parameters import NO_HISTORY, SamplingParameters, TokenHistory, TokenLogprobs
+from ringserve.workers.protocol.prefill_steps import TokenIds
+from ringserve.workers.sampling.parameters import NO_HISTORY, SamplingParameters, TokenHistory, TokenLogprobs
 
 ONE_TOKEN = TokenHistory(num_generated=1)
 """History of a turn that has the prefill ring's token only and looks back at nothing."""

@@ -12,11 +12,11 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
-from cp_core.cost.model import PREFILL_ALGORITHMS
-from cp_core.layout.shards import PrefillLayout, ShardMap
-from cp_core.layout.sparsity import Sparsity
-from workers.protocol.transfers import KvSend
-from workers.sampling.parameters import NO_HISTORY, SamplingParameters, TokenHistory, TokenLogprobs
+from ringserve.cp_core.cost.model import PREFILL_ALGORITHMS
+from ringserve.cp_core.layout.shards import PrefillLayout, ShardMap
+from ringserve.cp_core.layout.sparsity import Sparsity
+from ringserve.workers.protocol.transfers import KvSend
+from ringserve.workers.sampling.parameters import NO_HISTORY, SamplingParameters, TokenHistory, TokenLogprobs
 
 TokenIds = npt.NDArray[np.int64]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from cp_core.cost.decode import HELIX
-from cp_core.cost.model import ModelShape
-from cp_core.transport.peer_tls import PeerTls
+from ringserve.cp_core.cost.decode import HELIX
+from ringserve.cp_core.cost.model import ModelShape
+from ringserve.cp_core.transport.peer_tls import PeerTls
 
 STEP_BOUNDS = (
     *(0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.03, 0.06, 0.1, 0.15),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cp_core.errors import RingserveError
-from cp_core.layout.reshard import KvPiece
-from cp_core.layout.shards import TokenRange
+from ringserve.cp_core.errors import RingserveError
+from ringserve.cp_core.layout.reshard import KvPiece
+from ringserve.cp_core.layout.shards import TokenRange
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
-from cp_core.errors import Unavailable
-from cp_core.transport.connect import RingStore, connect_ring
-from cp_core.transport.inprocess import InProcessRing
-from cp_core.transport.interface import RingTransport
-from cp_core.transport.ring_backend import select_ring_backend
-from cp_core.transport.socket_mesh import Rendezvous, RingListener, connect_mesh, parse_endpoint
-from cp_core.transport.socket_ring import SocketRing
-from cp_core.transport.staged import for_device
-from workers.protocol.ranks import RankEndpoints, RankSpec, RingSpec
+from ringserve.cp_core.errors import Unavailable
+from ringserve.cp_core.transport.connect import RingStore, connect_ring
+from ringserve.cp_core.transport.inprocess import InProcessRing
+from ringserve.cp_core.transport.interface import RingTransport
+from ringserve.cp_core.transport.ring_backend import select_ring_backend
+from ringserve.cp_core.transport.socket_mesh import Rendezvous, RingListener, connect_mesh, parse_endpoint
+from ringserve.cp_core.transport.socket_ring import SocketRing
+from ringserve.cp_core.transport.staged import for_device
+from ringserve.workers.protocol.ranks import RankEndpoints, RankSpec, RingSpec
 
 logger = logging.getLogger(__name__)
 

@@ -8,22 +8,22 @@ from pathlib import Path
 
 import torch
 
-from cp_core.attention.backends import select_backend
-from cp_core.attention.partial import AttentionBackend
-from cp_core.errors import ConfigError, Unavailable
-from workers.decode.graphs import CudaRecorder, Recorder
-from workers.decode.mailbox import DecodeMailbox
-from workers.decode.variants import DecodeChoice
-from workers.kv.cache import KvCache
-from workers.kv.nixl_agent import has_nixl
-from workers.kv.pulls import NUM_SLOTS, PullAgent
-from workers.kv.receiver import KvReceiver
-from workers.kv.sender import KvSender
-from workers.model.builtin import resolve_model_path
-from workers.model.layers import FP8_MULTIPLE
-from workers.model.loading import DTYPES, LoadedModel, load_model
-from workers.protocol.ranks import FP8_MLPS, ModelInfo, RankInfo, RankSettings, RankSpec
-from workers.rank.joining import RingJoining
+from ringserve.cp_core.attention.backends import select_backend
+from ringserve.cp_core.attention.partial import AttentionBackend
+from ringserve.cp_core.errors import ConfigError, Unavailable
+from ringserve.workers.decode.graphs import CudaRecorder, Recorder
+from ringserve.workers.decode.mailbox import DecodeMailbox
+from ringserve.workers.decode.variants import DecodeChoice
+from ringserve.workers.kv.cache import KvCache
+from ringserve.workers.kv.nixl_agent import has_nixl
+from ringserve.workers.kv.pulls import NUM_SLOTS, PullAgent
+from ringserve.workers.kv.receiver import KvReceiver
+from ringserve.workers.kv.sender import KvSender
+from ringserve.workers.model.builtin import resolve_model_path
+from ringserve.workers.model.layers import FP8_MULTIPLE
+from ringserve.workers.model.loading import DTYPES, LoadedModel, load_model
+from ringserve.workers.protocol.ranks import FP8_MLPS, ModelInfo, RankInfo, RankSettings, RankSpec
+from ringserve.workers.rank.joining import RingJoining
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,16 +14,16 @@ from typing import Final
 import torch
 from torch.nn import Linear
 
-from cp_core.attention.paged import PagedBackend, PagedShards, attend_pages, takes_pages
-from cp_core.attention.partial import AttentionBackend
-from cp_core.attention.reference import ReferenceAttention
-from cp_core.cost.decode import DecodeRates
-from cp_core.cost.model import RingRates
-from cp_core.layout.step_plans import RowIndices
-from cp_core.transport.interface import RingTransport
-from workers.model.layers import pack
-from workers.model.loading import DTYPES
-from workers.protocol.ranks import ModelInfo
+from ringserve.cp_core.attention.paged import PagedBackend, PagedShards, attend_pages, takes_pages
+from ringserve.cp_core.attention.partial import AttentionBackend
+from ringserve.cp_core.attention.reference import ReferenceAttention
+from ringserve.cp_core.cost.decode import DecodeRates
+from ringserve.cp_core.cost.model import RingRates
+from ringserve.cp_core.layout.step_plans import RowIndices
+from ringserve.cp_core.transport.interface import RingTransport
+from ringserve.workers.model.layers import pack
+from ringserve.workers.model.loading import DTYPES
+from ringserve.workers.protocol.ranks import ModelInfo
 
 SECONDS_PER_RATE: Final = 0.06
 

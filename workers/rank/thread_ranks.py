@@ -11,15 +11,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from cp_core.cost.model import RingRates
-from cp_core.errors import RingserveError, Unavailable
-from cp_core.transport.inprocess import InProcessRing
-from workers.kv.arrivals import Arrivals
-from workers.protocol.decode_commands import DecodeCommand, DecodeEvents
-from workers.protocol.prefill_steps import PrefillOutput, PrefillStep
-from workers.protocol.ranks import RankEndpoints, RankInfo, RankSpec, RankStatus, RingSpec
-from workers.protocol.transfers import BlockPair, KvEnds, KvExpect, KvSend, TransferKey, TransferReport
-from workers.rank.worker import RankWorker
+from ringserve.cp_core.cost.model import RingRates
+from ringserve.cp_core.errors import RingserveError, Unavailable
+from ringserve.cp_core.transport.inprocess import InProcessRing
+from ringserve.workers.kv.arrivals import Arrivals
+from ringserve.workers.protocol.decode_commands import DecodeCommand, DecodeEvents
+from ringserve.workers.protocol.prefill_steps import PrefillOutput, PrefillStep
+from ringserve.workers.protocol.ranks import RankEndpoints, RankInfo, RankSpec, RankStatus, RingSpec
+from ringserve.workers.protocol.transfers import BlockPair, KvEnds, KvExpect, KvSend, TransferKey, TransferReport
+from ringserve.workers.rank.worker import RankWorker
 
 T = TypeVar("T")
 

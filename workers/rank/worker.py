@@ -18,26 +18,33 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cp_core.cost.model import RingRates
-from cp_core.errors import Unavailable
-from cp_core.transport.interface import RingTransport
-from workers.decode.batch import BatchState
-from workers.decode.graphs import GraphRunner
-from workers.decode.loop import FollowingLoop, LeadingLoop, LoopWork
-from workers.decode.messages import LEADER, HeaderChannel
-from workers.decode.prompts import DecodePrompts
-from workers.decode.step import DecodePass
-from workers.kv.lane import CarrierCounts
-from workers.prefill.step import PrefillPass, StepEnded, StepInbox, is_true_everywhere, run_prefill, score_rows
-from workers.progress import Progress, StepClock
-from workers.protocol.decode_commands import DecodeCommand, DecodeEvents
-from workers.protocol.prefill_steps import PrefillOutput, PrefillStep
-from workers.protocol.ranks import GpuMemory, RankEndpoints, RankInfo, RankSpec, RankStatus, RingSpec
-from workers.protocol.transfers import BlockPair, KvEnds, KvExpect, KvSend, TransferKey, TransferReport
-from workers.rank.joining import RankRings, RingJoining
-from workers.rank.parts import RankParts, load_parts, parts_of
-from workers.rank.probe import probe_decode_rates, probe_rates
-from workers.sampling.sampler import sample_rows
+from ringserve.cp_core.cost.model import RingRates
+from ringserve.cp_core.errors import Unavailable
+from ringserve.cp_core.transport.interface import RingTransport
+from ringserve.workers.decode.batch import BatchState
+from ringserve.workers.decode.graphs import GraphRunner
+from ringserve.workers.decode.loop import FollowingLoop, LeadingLoop, LoopWork
+from ringserve.workers.decode.messages import LEADER, HeaderChannel
+from ringserve.workers.decode.prompts import DecodePrompts
+from ringserve.workers.decode.step import DecodePass
+from ringserve.workers.kv.lane import CarrierCounts
+from ringserve.workers.prefill.step import (
+    PrefillPass,
+    StepEnded,
+    StepInbox,
+    is_true_everywhere,
+    run_prefill,
+    score_rows,
+)
+from ringserve.workers.progress import Progress, StepClock
+from ringserve.workers.protocol.decode_commands import DecodeCommand, DecodeEvents
+from ringserve.workers.protocol.prefill_steps import PrefillOutput, PrefillStep
+from ringserve.workers.protocol.ranks import GpuMemory, RankEndpoints, RankInfo, RankSpec, RankStatus, RingSpec
+from ringserve.workers.protocol.transfers import BlockPair, KvEnds, KvExpect, KvSend, TransferKey, TransferReport
+from ringserve.workers.rank.joining import RankRings, RingJoining
+from ringserve.workers.rank.parts import RankParts, load_parts, parts_of
+from ringserve.workers.rank.probe import probe_decode_rates, probe_rates
+from ringserve.workers.sampling.sampler import sample_rows
 
 # A decode loop sends its last header within a heartbeat of its stop; after this time it is ended from outside.
 STOP_SECONDS = 3.0

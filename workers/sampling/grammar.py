@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from cp_core.errors import InvalidRequest, RingserveError
+from ringserve.cp_core.errors import InvalidRequest, RingserveError
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from operator import methodcaller
 import torch
 from torch import Tensor
 
-from workers.sampling.parameters import NO_TOKEN, Sampled, SamplingParameters
+from ringserve.workers.sampling.parameters import NO_TOKEN, Sampled, SamplingParameters
 
 BROKEN = -1
 """Word of a row whose logits are not finite, in place of its token."""

@@ -32,9 +32,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from workers.sampling.grammar import Grammars
-from workers.sampling.on_device import ChosenRows, choose, words_of
-from workers.sampling.parameters import (
+from ringserve.workers.sampling.grammar import Grammars
+from ringserve.workers.sampling.on_device import ChosenRows, choose, words_of
+from ringserve.workers.sampling.parameters import (
     NO_HISTORY,
     NO_TOKEN,
     OUTSIDE_GRAMMAR,

@@ -21,20 +21,19 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
-from cp_core.errors import NotFound, RingserveError
 from ringserve.channels import MAX_MESSAGE_BYTES
-from ringserve.v1 import inference_pb2
-from services.auth.authenticator import Authenticator
-from services.auth.tenants import Tenant
-from services.config.service import HttpConfig
-from services.gateway.openai.calls import CallForm, form_of
-from services.gateway.openai.errors import BadHttpRequest, error_body, headers_of, refused_route, status_of
-from services.gateway.openai.item_answers import ItemAnswer
-from services.gateway.openai.messages import Template, following_tokens, tokens_of
-from services.gateway.openai.openapi import described_api
-from services.gateway.openai.prompts import Answer, Placed, PromptAnswers, events_of, side_by_side, whole_of
-from services.gateway.openai.requests import HttpRequestReader, HttpTurn
-from services.gateway.openai.responses import (
+from ringserve.cp_core.errors import NotFound, RingserveError
+from ringserve.services.auth.authenticator import Authenticator
+from ringserve.services.auth.tenants import Tenant
+from ringserve.services.config.service import HttpConfig
+from ringserve.services.gateway.openai.calls import CallForm, form_of
+from ringserve.services.gateway.openai.errors import BadHttpRequest, error_body, headers_of, refused_route, status_of
+from ringserve.services.gateway.openai.item_answers import ItemAnswer
+from ringserve.services.gateway.openai.messages import Template, following_tokens, tokens_of
+from ringserve.services.gateway.openai.openapi import described_api
+from ringserve.services.gateway.openai.prompts import Answer, Placed, PromptAnswers, events_of, side_by_side, whole_of
+from ringserve.services.gateway.openai.requests import HttpRequestReader, HttpTurn
+from ringserve.services.gateway.openai.responses import (
     ChatShape,
     CompletionShape,
     Echo,
@@ -43,14 +42,15 @@ from services.gateway.openai.responses import (
     conversation_json,
     model_json,
 )
-from services.gateway.openai.server import EventStream, HeaderLimit, certificate_of, ended_by_hang_up
-from services.gateway.openai.stored import LinkedTurn, ResponseName, not_held
-from services.gateway.page.page import ServiceViews, ViewedService, page_routes
-from services.gateway.requests import RequestReader, identifier
-from services.gateway.text import TextCodec
-from services.telemetry.metrics.endpoint import metrics_page
-from services.telemetry.metrics.registry import package_version
-from workers.protocol.ranks import ModelInfo
+from ringserve.services.gateway.openai.server import EventStream, HeaderLimit, certificate_of, ended_by_hang_up
+from ringserve.services.gateway.openai.stored import LinkedTurn, ResponseName, not_held
+from ringserve.services.gateway.page.page import ServiceViews, ViewedService, page_routes
+from ringserve.services.gateway.requests import RequestReader, identifier
+from ringserve.services.gateway.text import TextCodec
+from ringserve.services.telemetry.metrics.endpoint import metrics_page
+from ringserve.services.telemetry.metrics.registry import package_version
+from ringserve.v1 import inference_pb2
+from ringserve.workers.protocol.ranks import ModelInfo
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

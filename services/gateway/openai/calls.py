@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cp_core.errors import InvalidRequest
+from ringserve.cp_core.errors import InvalidRequest
 
 MAX_CALLS = 16
 """Calls of one answer that is held to calls."""

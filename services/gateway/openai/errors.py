@@ -9,8 +9,15 @@ from typing import Any
 
 import grpc
 
-from cp_core.errors import CapacityExceeded, ConversationLost, InvalidRequest, NotFinite, RingserveError, Unavailable
-from services.rpc.errors import code_of
+from ringserve.cp_core.errors import (
+    CapacityExceeded,
+    ConversationLost,
+    InvalidRequest,
+    NotFinite,
+    RingserveError,
+    Unavailable,
+)
+from ringserve.services.rpc.errors import code_of
 
 INTERNAL = "internal error; the server's log has the details"
 RETRY_SECONDS = 1.0

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from cp_core.errors import InvalidRequest
-from orchestration.protocol.turns import MAX_PRIORITY
+from ringserve.cp_core.errors import InvalidRequest
+from ringserve.orchestration.protocol.turns import MAX_PRIORITY
 
 Reader = Callable[[str, Any], Any]
 """Reader of a field: takes its name and JSON value, returns the contract's value. Raises InvalidRequest."""

@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from cp_core.errors import InvalidRequest
+from ringserve.cp_core.errors import InvalidRequest
+from ringserve.services.gateway.openai.fields import boolean, shown, stops, text
 from ringserve.v1 import inference_pb2
-from services.gateway.openai.fields import boolean, shown, stops, text
 
 FORMAT_FIELDS = frozenset({"response_format", "structured_outputs"})
 FORMATS = ("text", "json_object", "json_schema")

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cp_core.errors import Unavailable
+from ringserve.cp_core.errors import Unavailable
+from ringserve.services.gateway.openai.calls import CallForm, CallPiece, CallReader, CallStart, Said
+from ringserve.services.gateway.openai.errors import error_body
+from ringserve.services.gateway.openai.responses import Json
+from ringserve.services.rpc.answer import message_dict
 from ringserve.v1 import inference_pb2
-from services.gateway.openai.calls import CallForm, CallPiece, CallReader, CallStart, Said
-from services.gateway.openai.errors import error_body
-from services.gateway.openai.responses import Json
-from services.rpc.answer import message_dict
 
 ECHOED: Mapping[str, Any] = {
     "instructions": None,

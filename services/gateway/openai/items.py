@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from cp_core.errors import InvalidRequest
-from services.gateway.openai.fields import CACHE_KEYS, INERT, OURS, SAMPLING, boolean, shown, text
-from services.gateway.openai.stored import Links, ResponseName, digest
+from ringserve.cp_core.errors import InvalidRequest
+from ringserve.services.gateway.openai.fields import CACHE_KEYS, INERT, OURS, SAMPLING, boolean, shown, text
+from ringserve.services.gateway.openai.stored import Links, ResponseName, digest
 
 Json = dict[str, Any]
 RESPONSE_FIELDS = frozenset(

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cp_core.errors import InvalidRequest
+from ringserve.cp_core.errors import InvalidRequest
+from ringserve.services.gateway.openai.fields import shown, text
+from ringserve.services.gateway.requests import RequestReader
 from ringserve.v1 import inference_pb2
-from services.gateway.openai.fields import shown, text
-from services.gateway.requests import RequestReader
-from workers.protocol.prefill_steps import TokenIds
+from ringserve.workers.protocol.prefill_steps import TokenIds
 
 ROLES = {"developer": "system"}
 """Roles that chat templates know by another name."""

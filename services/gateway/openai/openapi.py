@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 from starlette.routing import Route
 
-from orchestration.protocol.turns import MAX_PRIORITY
-from services.gateway.openai import fields
-from services.gateway.openai.fields import CACHE_KEYS, INERT, NEUTRAL, OURS, SAMPLING, Reader, integer
-from services.gateway.openai.formats import FORMATS
-from services.gateway.openai.items import PLAIN, RESPONSE_FIELDS
-from services.gateway.openai.requests import CHAT, COMPLETION, DETOKENIZE, MAX_PROMPTS, PROMPT_MODES, TOKENIZE
-from services.gateway.openai.tools import MAX_TOOLS
+from ringserve.orchestration.protocol.turns import MAX_PRIORITY
+from ringserve.services.gateway.openai import fields
+from ringserve.services.gateway.openai.fields import CACHE_KEYS, INERT, NEUTRAL, OURS, SAMPLING, Reader, integer
+from ringserve.services.gateway.openai.formats import FORMATS
+from ringserve.services.gateway.openai.items import PLAIN, RESPONSE_FIELDS
+from ringserve.services.gateway.openai.requests import CHAT, COMPLETION, DETOKENIZE, MAX_PROMPTS, PROMPT_MODES, TOKENIZE
+from ringserve.services.gateway.openai.tools import MAX_TOOLS
 
 Json = dict[str, Any]
 

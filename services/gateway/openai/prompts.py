@@ -9,10 +9,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
-from cp_core.errors import RingserveError
+from ringserve.cp_core.errors import RingserveError
+from ringserve.services.gateway.openai.errors import error_body
+from ringserve.services.gateway.openai.responses import Json, TurnAnswer
 from ringserve.v1 import inference_pb2
-from services.gateway.openai.errors import error_body
-from services.gateway.openai.responses import Json, TurnAnswer
 
 log = logging.getLogger(__name__)
 

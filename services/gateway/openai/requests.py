@@ -9,9 +9,8 @@ import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cp_core.errors import InvalidRequest, NotFound
-from ringserve.v1 import inference_pb2
-from services.gateway.openai.fields import (
+from ringserve.cp_core.errors import InvalidRequest, NotFound
+from ringserve.services.gateway.openai.fields import (
     CACHE_KEYS,
     OURS,
     SAMPLING,
@@ -22,11 +21,12 @@ from services.gateway.openai.fields import (
     token_ids,
     unknown_names,
 )
-from services.gateway.openai.formats import FORMAT_FIELDS, put_constraint
-from services.gateway.openai.items import chat_of, links_of, renamed
-from services.gateway.openai.messages import Message, Template, has_calls, put_messages, read_messages
-from services.gateway.openai.stored import Links
-from services.gateway.openai.tools import TOOL_FIELDS, Offer, read_offer
+from ringserve.services.gateway.openai.formats import FORMAT_FIELDS, put_constraint
+from ringserve.services.gateway.openai.items import chat_of, links_of, renamed
+from ringserve.services.gateway.openai.messages import Message, Template, has_calls, put_messages, read_messages
+from ringserve.services.gateway.openai.stored import Links
+from ringserve.services.gateway.openai.tools import TOOL_FIELDS, Offer, read_offer
+from ringserve.v1 import inference_pb2
 
 log = logging.getLogger(__name__)
 

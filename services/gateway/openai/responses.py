@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cp_core.errors import Unavailable
-from orchestration.protocol.views import ConversationView
+from ringserve.cp_core.errors import Unavailable
 from ringserve.mapping import name_of
+from ringserve.orchestration.protocol.views import ConversationView
+from ringserve.services.gateway.openai.calls import CallForm, CallReader, CallStart, ReadCall, Said
+from ringserve.services.gateway.openai.requests import HttpTurn
+from ringserve.services.gateway.text import REPLACEMENT
+from ringserve.services.rpc.answer import message_dict
+from ringserve.services.rpc.wire.contract import to_message
 from ringserve.v1 import inference_pb2
-from services.gateway.openai.calls import CallForm, CallReader, CallStart, ReadCall, Said
-from services.gateway.openai.requests import HttpTurn
-from services.gateway.text import REPLACEMENT
-from services.rpc.answer import message_dict
-from services.rpc.wire.contract import to_message
 
 Json = dict[str, Any]
 Decode = Callable[[Sequence[int]], str]

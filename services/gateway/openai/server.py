@@ -19,9 +19,9 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from cp_core.errors import ConfigError
-from services.auth.authenticator import Certificate, of_ssl
-from services.gateway.openai.errors import BadHttpRequest, error_body
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.auth.authenticator import Certificate, of_ssl
+from ringserve.services.gateway.openai.errors import BadHttpRequest, error_body
 
 CERTIFICATE = "ringserve.certificate"
 

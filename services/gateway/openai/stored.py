@@ -17,10 +17,10 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from cp_core.errors import Busy, ConversationLost, InvalidRequest, NotFound, RingserveError
-from orchestration.protocol.views import ConversationView
+from ringserve.cp_core.errors import Busy, ConversationLost, InvalidRequest, NotFound, RingserveError
+from ringserve.orchestration.protocol.views import ConversationView
+from ringserve.services.auth.scoped_router import ScopedRouter
 from ringserve.v1 import inference_pb2
-from services.auth.scoped_router import ScopedRouter
 
 ID = re.compile(
     r"resp_(?P<conversation>[0-9a-f]{12}(?P<instructions>[0-9a-f]{8})(?P<tools>[0-9a-f]{8}))_(?P<turn>\d{1,9})"

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cp_core.errors import InvalidRequest
+from ringserve.cp_core.errors import InvalidRequest
+from ringserve.services.gateway.constraints import ANY_OBJECT, JSON_OPTIONS
+from ringserve.services.gateway.openai.calls import CallForm, Function, calls_grammar
+from ringserve.services.gateway.openai.fields import boolean, shown, text
+from ringserve.services.gateway.requests import RequestReader
 from ringserve.v1 import inference_pb2
-from services.gateway.constraints import ANY_OBJECT, JSON_OPTIONS
-from services.gateway.openai.calls import CallForm, Function, calls_grammar
-from services.gateway.openai.fields import boolean, shown, text
-from services.gateway.requests import RequestReader
 
 TOOL_FIELDS = frozenset({"tools", "tool_choice", "parallel_tool_calls"})
 CHOICES = ("none", "auto", "required")

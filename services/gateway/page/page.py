@@ -16,19 +16,19 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from cp_core.errors import Forbidden, InvalidRequest, Unavailable
-from orchestration.protocol.views import ConversationView, RingStatus, ServerView, service_fault
+from ringserve.cp_core.errors import Forbidden, InvalidRequest, Unavailable
+from ringserve.orchestration.protocol.views import ConversationView, RingStatus, ServerView, service_fault
+from ringserve.services.auth.authenticator import Authenticator
+from ringserve.services.auth.scoped_router import ScopedRouter
+from ringserve.services.auth.tenants import Tenant
+from ringserve.services.gateway.openai.fields import integer, shown, text
+from ringserve.services.gateway.openai.responses import Json, conversation_json
+from ringserve.services.gateway.requests import identifier, named
+from ringserve.services.rpc.answer import message_dict
+from ringserve.services.rpc.wire.contract import to_message
+from ringserve.services.telemetry.metrics.registry import package_version
 from ringserve.v1 import inference_pb2
-from services.auth.authenticator import Authenticator
-from services.auth.scoped_router import ScopedRouter
-from services.auth.tenants import Tenant
-from services.gateway.openai.fields import integer, shown, text
-from services.gateway.openai.responses import Json, conversation_json
-from services.gateway.requests import identifier, named
-from services.rpc.answer import message_dict
-from services.rpc.wire.contract import to_message
-from services.telemetry.metrics.registry import package_version
-from workers.protocol.ranks import ModelInfo
+from ringserve.workers.protocol.ranks import ModelInfo
 
 SEEN_SECONDS = 5.0
 """Seconds for the router to show the state of the service."""

@@ -18,16 +18,16 @@ from torch import Tensor, distributed
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.tensor.experimental import _attention as torch_attention
 
-from cp_core.attention.backends import select_backend
-from cp_core.errors import ConfigError
-from cp_core.layout.shards import balanced_layout, level_counts
-from cp_core.layout.step_plans import KvRun, PrefillPlan, SequencePlan
-from cp_core.ring.prefill import ring_prefill
-from cp_core.transport.connect import find_store
-from services.offline.bench.figures import GEMM, Target, attention_flops, gemm_flops, paired_ratio
-from services.offline.bench.report import Report, Row
-from services.offline.bench.ring_processes import RING_TIMEOUT_SECONDS, RankPlace, RingProcesses
-from services.offline.bench.rounds import Contender, Sample, Series, alternate, timed, timed_gemm
+from ringserve.cp_core.attention.backends import select_backend
+from ringserve.cp_core.errors import ConfigError
+from ringserve.cp_core.layout.shards import balanced_layout, level_counts
+from ringserve.cp_core.layout.step_plans import KvRun, PrefillPlan, SequencePlan
+from ringserve.cp_core.ring.prefill import ring_prefill
+from ringserve.cp_core.transport.connect import find_store
+from ringserve.services.offline.bench.figures import GEMM, Target, attention_flops, gemm_flops, paired_ratio
+from ringserve.services.offline.bench.report import Report, Row
+from ringserve.services.offline.bench.ring_processes import RING_TIMEOUT_SECONDS, RankPlace, RingProcesses
+from ringserve.services.offline.bench.rounds import Contender, Sample, Series, alternate, timed, timed_gemm
 
 PASS_KV = "pass-KV"
 PASS_Q = "pass-Q"

@@ -12,18 +12,18 @@ from statistics import median
 
 import psutil
 
-from cp_core.cost.decode import GATHER, HELIX, STEP_VARIANTS
-from cp_core.errors import ConfigError
-from cp_core.layout.shards import level_counts
-from services.offline.bench.figures import Target, paired_ratio
-from services.offline.bench.model_rank import BLOCK_TOKENS, blocks_for, start_worker, with_layers
-from services.offline.bench.report import Report, Row
-from services.offline.bench.ring_processes import RankPlace, RingProcesses
-from services.offline.bench.rounds import Contender, Sample, Series, alternate, peak_memory_bytes
-from workers.model.info import read_model_info
-from workers.protocol.decode_commands import AdmitSequence
-from workers.protocol.ranks import ModelInfo
-from workers.sampling.parameters import SamplingParameters
+from ringserve.cp_core.cost.decode import GATHER, HELIX, STEP_VARIANTS
+from ringserve.cp_core.errors import ConfigError
+from ringserve.cp_core.layout.shards import level_counts
+from ringserve.services.offline.bench.figures import Target, paired_ratio
+from ringserve.services.offline.bench.model_rank import BLOCK_TOKENS, blocks_for, start_worker, with_layers
+from ringserve.services.offline.bench.report import Report, Row
+from ringserve.services.offline.bench.ring_processes import RankPlace, RingProcesses
+from ringserve.services.offline.bench.rounds import Contender, Sample, Series, alternate, peak_memory_bytes
+from ringserve.workers.model.info import read_model_info
+from ringserve.workers.protocol.decode_commands import AdmitSequence
+from ringserve.workers.protocol.ranks import ModelInfo
+from ringserve.workers.sampling.parameters import SamplingParameters
 
 EVENT_SECONDS = 120.0
 LOOP_END_SECONDS = 10.0

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from workers.protocol.ranks import ModelInfo
+from ringserve.workers.protocol.ranks import ModelInfo
 
 GEMM = "GEMM"
 """Name of the matrix product that every run measures as its reference rate."""

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import psutil
 
-from cp_core.errors import NotFound, RingserveError, Unavailable
-from orchestration.protocol.plans import PromptMode, TurnPlan
-from orchestration.protocol.turns import (
+from ringserve.cp_core.errors import NotFound, RingserveError, Unavailable
+from ringserve.orchestration.protocol.plans import PromptMode, TurnPlan
+from ringserve.orchestration.protocol.turns import (
     BegunTurn,
     FinishedEvent,
     PrefillReport,
@@ -29,17 +29,17 @@ from orchestration.protocol.turns import (
     TurnEvent,
     TurnRequest,
 )
+from ringserve.services.gateway.settings import GatewaySettings
+from ringserve.services.rpc.server import GrpcServer
+from ringserve.services.rpc.servicers import RingServicer, RouterServicer
+from ringserve.services.telemetry.metrics.router import RouterMetrics, RouterView
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
-from services.gateway.settings import GatewaySettings
-from services.rpc.server import GrpcServer
-from services.rpc.servicers import RingServicer, RouterServicer
-from services.telemetry.metrics.router import RouterMetrics, RouterView
-from workers.model.builtin import resolve_model_path
-from workers.protocol.decode_commands import FinishReason
-from workers.protocol.prefill_steps import Algorithm
+from ringserve.workers.model.builtin import resolve_model_path
+from ringserve.workers.protocol.decode_commands import FinishReason
+from ringserve.workers.protocol.prefill_steps import Algorithm
 
 if TYPE_CHECKING:
-    from services.cluster.gateway import GatewayKeeper
+    from ringserve.services.cluster.gateway import GatewayKeeper
 
 START_SECONDS = 120.0
 TOKEN = 65
@@ -281,7 +281,7 @@ def measure_gateway(load: GatewayLoad, tell: Callable[[str], None]) -> GatewayRe
             lost_seconds=START_SECONDS,  # where the machine is too small for the load, the rings stand still
         )
         # Its package knows Ray, whose import takes longer than all else of a command.
-        from services.cluster.gateway import GatewayKeeper
+        from ringserve.services.cluster.gateway import GatewayKeeper
 
         keeper = GatewayKeeper(settings, start_seconds=START_SECONDS, silent_seconds=START_SECONDS)
         keeper.start()

@@ -16,16 +16,16 @@ from statistics import median
 import torch
 from rich.table import Table
 
-from cp_core.attention.backends import BACKENDS, select_backend
-from cp_core.attention.flash_attn import FlashAttention
-from cp_core.attention.paged import PagedShards, attend_pages, takes_pages
-from cp_core.attention.partial import AttentionBackend, Partial, merge
-from cp_core.errors import ConfigError
-from cp_core.layout.step_plans import RowIndices
-from services.offline.bench.attention import AttentionShape
-from services.offline.terminal import Tell, simple_table
-from workers.sampling.parameters import SamplingParameters
-from workers.sampling.sampler import RowSampler, sample_rows
+from ringserve.cp_core.attention.backends import BACKENDS, select_backend
+from ringserve.cp_core.attention.flash_attn import FlashAttention
+from ringserve.cp_core.attention.paged import PagedShards, attend_pages, takes_pages
+from ringserve.cp_core.attention.partial import AttentionBackend, Partial, merge
+from ringserve.cp_core.errors import ConfigError
+from ringserve.cp_core.layout.step_plans import RowIndices
+from ringserve.services.offline.bench.attention import AttentionShape
+from ringserve.services.offline.terminal import Tell, simple_table
+from ringserve.workers.sampling.parameters import SamplingParameters
+from ringserve.workers.sampling.sampler import RowSampler, sample_rows
 
 PAGE_TOKENS = 16
 # Copy, prefill, decode, merge and sampling.

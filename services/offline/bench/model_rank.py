@@ -14,20 +14,20 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from cp_core.cost.chain import Cuts
-from cp_core.cost.chain_cuts import equal_work_cuts
-from cp_core.cost.chain_steps import chain_rates
-from cp_core.cost.decode import GATHER
-from cp_core.cost.model import ModelShape, PrefillRates, RingRates
-from cp_core.layout.shards import cut_layout, segment_layout, stored_on_chain
-from cp_core.transport.inprocess import InProcessRing
-from cp_core.transport.interface import RingTransport
-from services.offline.bench.ring_processes import RankPlace
-from workers.model.builtin import resolve_model_path
-from workers.model.info import read_model_info
-from workers.protocol.prefill_steps import Algorithm, PrefillStep, SequencePrefill
-from workers.protocol.ranks import RankSettings, RankSpec
-from workers.rank.worker import RankWorker
+from ringserve.cp_core.cost.chain import Cuts
+from ringserve.cp_core.cost.chain_cuts import equal_work_cuts
+from ringserve.cp_core.cost.chain_steps import chain_rates
+from ringserve.cp_core.cost.decode import GATHER
+from ringserve.cp_core.cost.model import ModelShape, PrefillRates, RingRates
+from ringserve.cp_core.layout.shards import cut_layout, segment_layout, stored_on_chain
+from ringserve.cp_core.transport.inprocess import InProcessRing
+from ringserve.cp_core.transport.interface import RingTransport
+from ringserve.services.offline.bench.ring_processes import RankPlace
+from ringserve.workers.model.builtin import resolve_model_path
+from ringserve.workers.model.info import read_model_info
+from ringserve.workers.protocol.prefill_steps import Algorithm, PrefillStep, SequencePrefill
+from ringserve.workers.protocol.ranks import RankSettings, RankSpec
+from ringserve.workers.rank.worker import RankWorker
 
 BLOCK_TOKENS = 16
 

@@ -14,18 +14,18 @@ from statistics import median
 import numpy as np
 import torch
 
-from cp_core.layout.shards import balanced_layout
-from services.offline.bench.figures import GEMM, Target, gemm_flops, paired_ratio, prefill_flops
-from services.offline.bench.model_rank import Sharing, bench_step, blocks_for, even_cuts, start_worker
-from services.offline.bench.report import Report, Row
-from services.offline.bench.ring_processes import RankPlace, RingProcesses
-from services.offline.bench.rounds import Contender, Sample, Series, alternate, timed, timed_gemm
-from services.offline.reference import StockModel
-from workers.model.builtin import resolve_model_path
-from workers.model.info import read_model_info, tensor_share
-from workers.protocol.prefill_steps import Algorithm, SequencePrefill, TokenIds
-from workers.protocol.ranks import ModelInfo
-from workers.sampling.parameters import SamplingParameters
+from ringserve.cp_core.layout.shards import balanced_layout
+from ringserve.services.offline.bench.figures import GEMM, Target, gemm_flops, paired_ratio, prefill_flops
+from ringserve.services.offline.bench.model_rank import Sharing, bench_step, blocks_for, even_cuts, start_worker
+from ringserve.services.offline.bench.report import Report, Row
+from ringserve.services.offline.bench.ring_processes import RankPlace, RingProcesses
+from ringserve.services.offline.bench.rounds import Contender, Sample, Series, alternate, timed, timed_gemm
+from ringserve.services.offline.reference import StockModel
+from ringserve.workers.model.builtin import resolve_model_path
+from ringserve.workers.model.info import read_model_info, tensor_share
+from ringserve.workers.protocol.prefill_steps import Algorithm, SequencePrefill, TokenIds
+from ringserve.workers.protocol.ranks import ModelInfo
+from ringserve.workers.sampling.parameters import SamplingParameters
 
 
 @dataclass(frozen=True, slots=True)

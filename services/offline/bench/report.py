@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from cp_core.errors import ConfigError
-from services.offline.bench.figures import GEMM, Figures, Target
-from services.offline.terminal import simple_table
-from services.offline.units import format_seconds
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.offline.bench.figures import GEMM, Figures, Target
+from ringserve.services.offline.terminal import simple_table
+from ringserve.services.offline.units import format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axis import Axis

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import torch
 
-from cp_core.errors import Unavailable
-from cp_core.transport.connect import RingStore, connect_ring
-from cp_core.transport.interface import RingTransport
-from services.offline.bench.rounds import Sample
+from ringserve.cp_core.errors import Unavailable
+from ringserve.cp_core.transport.connect import RingStore, connect_ring
+from ringserve.cp_core.transport.interface import RingTransport
+from ringserve.services.offline.bench.rounds import Sample
 
 
 class Network(Protocol):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from cp_core.transport.interface import RingTransport
-from services.offline.bench.figures import GEMM_SIZE, Figures
+from ringserve.cp_core.transport.interface import RingTransport
+from ringserve.services.offline.bench.figures import GEMM_SIZE, Figures
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

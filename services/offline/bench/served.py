@@ -22,20 +22,20 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import DynamicCache
 
-from cp_core.errors import ConfigError, Unavailable
 from ringserve.client.channel import OPTIONS
+from ringserve.cp_core.errors import ConfigError, Unavailable
+from ringserve.services.cluster.local import LocalCluster
+from ringserve.services.config import Config, LogConfig, MetricsConfig
+from ringserve.services.offline.bench.figures import Target, paired_ratio
+from ringserve.services.offline.bench.report import Report, Row
+from ringserve.services.offline.bench.ring_processes import RankPlace, RingProcesses
+from ringserve.services.offline.bench.rounds import Contender, Sample, alternate
+from ringserve.services.offline.reference import StockModel
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
-from services.cluster.local import LocalCluster
-from services.config import Config, LogConfig, MetricsConfig
-from services.offline.bench.figures import Target, paired_ratio
-from services.offline.bench.report import Report, Row
-from services.offline.bench.ring_processes import RankPlace, RingProcesses
-from services.offline.bench.rounds import Contender, Sample, alternate
-from services.offline.reference import StockModel
-from workers.model.builtin import resolve_model_path
-from workers.model.info import read_model_info
-from workers.protocol.prefill_steps import TokenIds
-from workers.protocol.ranks import ModelInfo
+from ringserve.workers.model.builtin import resolve_model_path
+from ringserve.workers.model.info import read_model_info
+from ringserve.workers.protocol.prefill_steps import TokenIds
+from ringserve.workers.protocol.ranks import ModelInfo
 
 SERVICE = "service"
 STOCK = "transformers"

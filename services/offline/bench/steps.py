@@ -23,27 +23,27 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.utils.logging import disable_progress_bar
 
-from cp_core.attention.backends import select_backend
-from cp_core.attention.partial import AttentionBackend
-from cp_core.cost.decode import GATHER
-from cp_core.layout.shards import balanced_layout
-from cp_core.transport.inprocess import InProcessRing
-from services.offline.bench.model_rank import BLOCK_TOKENS, blocks_for
-from services.offline.terminal import Tell, simple_table
-from workers.decode.batch import BatchState
-from workers.decode.graphs import CudaRecorder, GraphRunner, Recorder
-from workers.decode.messages import BatchChange
-from workers.decode.step import DecodePass
-from workers.kv.cache import KvCache
-from workers.model.builtin import write_tokenizer
-from workers.model.layers import ATTENTION_LAYERS, MLP_LAYERS, join_layers, quantize_mlps
-from workers.model.loading import DTYPES, IMPLEMENTATION, LoadedModel, draw_model, load_model
-from workers.prefill.step import run_prefill
-from workers.protocol.decode_commands import AdmitSequence
-from workers.protocol.prefill_steps import Algorithm, PrefillStep, SequencePrefill, TokenIds
-from workers.protocol.ranks import FP8_MLPS
-from workers.protocol.transfers import TransferKey
-from workers.sampling.parameters import Sampled, SamplingParameters
+from ringserve.cp_core.attention.backends import select_backend
+from ringserve.cp_core.attention.partial import AttentionBackend
+from ringserve.cp_core.cost.decode import GATHER
+from ringserve.cp_core.layout.shards import balanced_layout
+from ringserve.cp_core.transport.inprocess import InProcessRing
+from ringserve.services.offline.bench.model_rank import BLOCK_TOKENS, blocks_for
+from ringserve.services.offline.terminal import Tell, simple_table
+from ringserve.workers.decode.batch import BatchState
+from ringserve.workers.decode.graphs import CudaRecorder, GraphRunner, Recorder
+from ringserve.workers.decode.messages import BatchChange
+from ringserve.workers.decode.step import DecodePass
+from ringserve.workers.kv.cache import KvCache
+from ringserve.workers.model.builtin import write_tokenizer
+from ringserve.workers.model.layers import ATTENTION_LAYERS, MLP_LAYERS, join_layers, quantize_mlps
+from ringserve.workers.model.loading import DTYPES, IMPLEMENTATION, LoadedModel, draw_model, load_model
+from ringserve.workers.prefill.step import run_prefill
+from ringserve.workers.protocol.decode_commands import AdmitSequence
+from ringserve.workers.protocol.prefill_steps import Algorithm, PrefillStep, SequencePrefill, TokenIds
+from ringserve.workers.protocol.ranks import FP8_MLPS
+from ringserve.workers.protocol.transfers import TransferKey
+from ringserve.workers.sampling.parameters import Sampled, SamplingParameters
 
 RING_SECONDS = 600.0
 # Steps before those that count: kernels are chosen, compiled and recorded in them.

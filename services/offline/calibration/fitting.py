@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from cp_core.cost.fit import (
+from ringserve.client import ModelInfo, RingInfo
+from ringserve.cp_core.cost.fit import (
     CHAIN_CONSTANTS,
     PrefillRatio,
     StepSample,
@@ -17,16 +18,15 @@ from cp_core.cost.fit import (
     predicted_step,
     with_chain_cuts,
 )
-from cp_core.cost.fit_selector import Comparison, fit_empirical
-from cp_core.cost.memory import WeightBytes, weight_bytes
-from cp_core.cost.model import CHAIN, PASS_KV, PASS_Q, ModelShape, RingRates
-from cp_core.cost.profile import DecodeConstants, HardwareProfile, PrefillConstants
-from cp_core.cost.selector import EmpiricalFit, Turn, empirical, least
-from cp_core.errors import ConfigError, Unavailable
-from ringserve.client import ModelInfo, RingInfo
-from services.offline.bench.figures import paired_ratio
-from services.offline.calibration.measurement import Cell, Measurement
-from workers.model.info import ELEMENT_BYTES
+from ringserve.cp_core.cost.fit_selector import Comparison, fit_empirical
+from ringserve.cp_core.cost.memory import WeightBytes, weight_bytes
+from ringserve.cp_core.cost.model import CHAIN, PASS_KV, PASS_Q, ModelShape, RingRates
+from ringserve.cp_core.cost.profile import DecodeConstants, HardwareProfile, PrefillConstants
+from ringserve.cp_core.cost.selector import EmpiricalFit, Turn, empirical, least
+from ringserve.cp_core.errors import ConfigError, Unavailable
+from ringserve.services.offline.bench.figures import paired_ratio
+from ringserve.services.offline.calibration.measurement import Cell, Measurement
+from ringserve.workers.model.info import ELEMENT_BYTES
 
 LEAST_SECONDS = 1e-6
 """Least start value of a fitted constant, in seconds; the fit would leave a 0 unchanged."""

@@ -12,11 +12,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from statistics import median
 
-from cp_core.cost.fit import PrefillSample, StepPart, StepSample
-from cp_core.cost.selector import GATHERED_TOKENS
-from cp_core.errors import Busy, ConfigError, NotFound, Unavailable
 from ringserve.client import Answer, Client, ModelInfo, Sampling, ServerInfo
-from workers.protocol.prefill_steps import CALIBRATED_ALGORITHMS, Algorithm
+from ringserve.cp_core.cost.fit import PrefillSample, StepPart, StepSample
+from ringserve.cp_core.cost.selector import GATHERED_TOKENS
+from ringserve.cp_core.errors import Busy, ConfigError, NotFound, Unavailable
+from ringserve.workers.protocol.prefill_steps import CALIBRATED_ALGORITHMS, Algorithm
 
 NEW_TOKENS = (32, 128, 512, 2048)
 CACHED_TOKENS = (0, 1024, 4096)

@@ -19,19 +19,19 @@ from statistics import fmean
 import numpy as np
 import torch
 
-from cp_core.attention.backends import select_backend
-from cp_core.cost.sparse import MeasuredLoss, SparseLosses
-from cp_core.errors import ConfigError
-from cp_core.layout.shards import PrefillLayout, balanced_layout, whole_layout
-from cp_core.layout.sparsity import Sparsity
-from cp_core.transport.inprocess import InProcessRing
-from cp_core.transport.interface import RingTransport
-from services.gateway.text import TextCodec
-from workers.kv.cache import KvCache
-from workers.model.loading import DTYPES, load_model
-from workers.prefill.step import run_prefill
-from workers.protocol.prefill_steps import Algorithm, PrefillStep, SequencePrefill, TokenIds
-from workers.protocol.transfers import TransferKey
+from ringserve.cp_core.attention.backends import select_backend
+from ringserve.cp_core.cost.sparse import MeasuredLoss, SparseLosses
+from ringserve.cp_core.errors import ConfigError
+from ringserve.cp_core.layout.shards import PrefillLayout, balanced_layout, whole_layout
+from ringserve.cp_core.layout.sparsity import Sparsity
+from ringserve.cp_core.transport.inprocess import InProcessRing
+from ringserve.cp_core.transport.interface import RingTransport
+from ringserve.services.gateway.text import TextCodec
+from ringserve.workers.kv.cache import KvCache
+from ringserve.workers.model.loading import DTYPES, load_model
+from ringserve.workers.prefill.step import run_prefill
+from ringserve.workers.protocol.prefill_steps import Algorithm, PrefillStep, SequencePrefill, TokenIds
+from ringserve.workers.protocol.transfers import TransferKey
 
 PLACES = ("boathouse", "cellar", "greenhouse", "lamp room", "chapel", "garage", "attic", "engine room")
 FIRST_CODE, CODE_STEP = 7319, 1117

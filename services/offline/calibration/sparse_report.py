@@ -10,10 +10,10 @@ from statistics import fmean
 
 from rich.table import Table
 
-from cp_core.cost.sparse import MeasuredLoss, SparseLosses
-from services.offline.bench.report import save_figure
-from services.offline.calibration.sparse import Result
-from services.offline.terminal import simple_table
+from ringserve.cp_core.cost.sparse import MeasuredLoss, SparseLosses
+from ringserve.services.offline.bench.report import save_figure
+from ringserve.services.offline.calibration.sparse import Result
+from ringserve.services.offline.terminal import simple_table
 
 
 def losses_table(losses: SparseLosses) -> Table:

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cp_core.errors import Unavailable
-from services.offline.chaos.faults import Processes
-from services.offline.chaos.nodes import Nodes, WorkerNode
+from ringserve.cp_core.errors import Unavailable
+from ringserve.services.offline.chaos.faults import Processes
+from ringserve.services.offline.chaos.nodes import Nodes, WorkerNode
 
 START_SECONDS = 400.0
 STOP_SECONDS = 60.0
@@ -45,7 +45,7 @@ class OwnCluster:
 
     async def start(self, progress: Callable[[str], None]) -> None:
         """Start the cluster and return when it serves. Raises Unavailable."""
-        command = [sys.executable, "-P", "-m", "services.cli.main", "up", "--name", "chaos"]
+        command = [sys.executable, "-P", "-m", "ringserve.services.cli.main", "up", "--name", "chaos"]
         command += ["--ready-file", str(self._ready), *self._settings]
         environment = os.environ | {"RINGSERVE_STATE": str(self._state)}
         if self._nodes is not None:

@@ -9,12 +9,20 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from cp_core.errors import NotFound, RingserveError, Unavailable
 from ringserve.client import AsyncClient, ServerInfo
-from services.offline.chaos.faults import Cell, How, Phase, Processes
-from services.offline.chaos.load import FIRST, HIT, LAST, Expected, Stream, begin, play
-from services.offline.chaos.nodes import WorkerNode
-from services.offline.chaos.verdict import MAX_DETECT_SECONDS, Observation, Outcome, Result, Usual, judge, nothing_hit
+from ringserve.cp_core.errors import NotFound, RingserveError, Unavailable
+from ringserve.services.offline.chaos.faults import Cell, How, Phase, Processes
+from ringserve.services.offline.chaos.load import FIRST, HIT, LAST, Expected, Stream, begin, play
+from ringserve.services.offline.chaos.nodes import WorkerNode
+from ringserve.services.offline.chaos.verdict import (
+    MAX_DETECT_SECONDS,
+    Observation,
+    Outcome,
+    Result,
+    Usual,
+    judge,
+    nothing_hit,
+)
 
 DECODING_TOKENS = 6
 """Tokens after which a stream counts as decoding."""

@@ -12,9 +12,9 @@ from fnmatch import fnmatchcase
 
 import psutil
 
-from services.cluster.state import GONE
+from ringserve.services.cluster.state import GONE
 
-GATEWAY_MODULE = "services.gateway.process"
+GATEWAY_MODULE = "ringserve.services.gateway.process"
 TITLE = re.compile(r"ray::(router|\S+ leader|\S+ rank \d+)(?:\.\w+)?")
 """Title of a process of ours as Ray sets it: its name, and the method that it runs."""
 

@@ -11,11 +11,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from cp_core.errors import RingserveError
 from ringserve.client import Sampling
 from ringserve.client.async_client import AsyncClient
 from ringserve.client.results import Answer, Plan
-from services.gateway.text import REPLACEMENT
+from ringserve.cp_core.errors import RingserveError
+from ringserve.services.gateway.text import REPLACEMENT
 
 FIRST, HIT, LAST = 0, 1, 2
 """Numbers of the three turns."""

@@ -18,11 +18,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from cp_core.errors import Unavailable
-from services.auth.sections import SECRET_VARIABLE
-from services.config import Config
-from services.offline.chaos.faults import Processes
-from services.offline.namespaces import (
+from ringserve.cp_core.errors import Unavailable
+from ringserve.services.auth.sections import SECRET_VARIABLE
+from ringserve.services.config import Config
+from ringserve.services.offline.chaos.faults import Processes
+from ringserve.services.offline.namespaces import (
     Command,
     address_commands,
     address_of,

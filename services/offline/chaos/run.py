@@ -8,17 +8,17 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from cp_core.errors import RingserveError, Unavailable
 from ringserve.client.async_client import AsyncClient
-from services.gateway.text import TextCodec
-from services.offline.chaos.cluster import OwnCluster
-from services.offline.chaos.experiment import Experiment
-from services.offline.chaos.faults import Cell, Kind
-from services.offline.chaos.load import Expected, answers_without_fault, write_scripts
-from services.offline.chaos.nodes import Nodes
-from services.offline.chaos.verdict import Outcome, Result, Usual, nothing_hit
-from services.offline.demo import document
-from workers.model.builtin import resolve_model_path
+from ringserve.cp_core.errors import RingserveError, Unavailable
+from ringserve.services.gateway.text import TextCodec
+from ringserve.services.offline.chaos.cluster import OwnCluster
+from ringserve.services.offline.chaos.experiment import Experiment
+from ringserve.services.offline.chaos.faults import Cell, Kind
+from ringserve.services.offline.chaos.load import Expected, answers_without_fault, write_scripts
+from ringserve.services.offline.chaos.nodes import Nodes
+from ringserve.services.offline.chaos.verdict import Outcome, Result, Usual, nothing_hit
+from ringserve.services.offline.demo import document
+from ringserve.workers.model.builtin import resolve_model_path
 
 Progress = Callable[[str], None]
 MAX_LOOKS = 3
@@ -138,7 +138,7 @@ def check_greedy(model_path: Path, expected: Sequence[Expected]) -> float:
 
     Raises Unavailable where an answer differs: without a fault, no service may differ from transformers.
     """
-    from services.offline.reference import StockModel  # here: torch and transformers take seconds to import
+    from ringserve.services.offline.reference import StockModel  # here: torch and transformers take seconds to import
 
     stock, lead = StockModel(model_path), float("inf")
     for each in expected:

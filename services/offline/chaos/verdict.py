@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from services.offline.chaos.faults import Cell
-from services.offline.chaos.load import Stream
+from ringserve.services.offline.chaos.faults import Cell
+from ringserve.services.offline.chaos.load import Stream
 
 MAX_DETECT_SECONDS = 5.0
 MAX_NEXT_TOKEN_SECONDS = 10.0

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import TensorSpec, serialize_file
 
-from cp_core.errors import ModelRefused
-from services.offline.importing.gguf_file import Array, GgufFile
-from services.offline.importing.tokenizer import write_tokenizer
-from workers.model.info import ELEMENT_BYTES, read_model_info
+from ringserve.cp_core.errors import ModelRefused
+from ringserve.services.offline.importing.gguf_file import Array, GgufFile
+from ringserve.services.offline.importing.tokenizer import write_tokenizer
+from ringserve.workers.model.info import ELEMENT_BYTES, read_model_info
 
 MAX_FILE_BYTES: Final = 2 << 30
 """Largest file of weights; one of them is in memory at a time."""

@@ -20,9 +20,9 @@ from typing import Final
 
 from filelock import FileLock, Timeout
 
-from cp_core.errors import ModelRefused
-from services.offline.importing.convert import Progress, convert, is_intact, sha256_of
-from workers.model.builtin import PREFIX, SMOLLM2, builtin_directory
+from ringserve.cp_core.errors import ModelRefused
+from ringserve.services.offline.importing.convert import Progress, convert, is_intact, sha256_of
+from ringserve.workers.model.builtin import PREFIX, SMOLLM2, builtin_directory
 
 PIP_SECONDS: Final = 300.0
 LOCK_SECONDS: Final = 600.0

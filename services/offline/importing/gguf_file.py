@@ -16,7 +16,7 @@ import numpy.typing as npt
 from gguf import GGUFReader, ReaderTensor
 from gguf.quants import dequantize
 
-from cp_core.errors import ModelRefused
+from ringserve.cp_core.errors import ModelRefused
 
 Array = npt.NDArray[np.float32]
 Shape = tuple[int, ...]

@@ -18,7 +18,7 @@ from tokenizers.normalizers import NFC
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence, Split
 from tokenizers.processors import TemplateProcessing
 
-from services.offline.importing.gguf_file import GgufFile
+from ringserve.services.offline.importing.gguf_file import GgufFile
 
 LLAMA3_SPLIT: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cp_core.cost.decode import StepCost, fastest_step
-from cp_core.cost.model import PASS_KV, PASS_Q, PREFILL_ALGORITHMS, PrefillCost
-from cp_core.cost.prefill import predict_migration, predict_turn
-from cp_core.cost.profile import HardwareProfile
-from cp_core.cost.selector import POLICIES, EmpiricalFit, Selection, Turn, select
-from cp_core.cost.sparse import SparseLosses, sparse_seconds
-from cp_core.errors import ConfigError
-from orchestration.placement.placer import TIE
-from services.offline.planning.models import PlannedModel
-from services.offline.planning.sizing import RingShape
-from workers.protocol.prefill_steps import Algorithm
+from ringserve.cp_core.cost.decode import StepCost, fastest_step
+from ringserve.cp_core.cost.model import PASS_KV, PASS_Q, PREFILL_ALGORITHMS, PrefillCost
+from ringserve.cp_core.cost.prefill import predict_migration, predict_turn
+from ringserve.cp_core.cost.profile import HardwareProfile
+from ringserve.cp_core.cost.selector import POLICIES, EmpiricalFit, Selection, Turn, select
+from ringserve.cp_core.cost.sparse import SparseLosses, sparse_seconds
+from ringserve.cp_core.errors import ConfigError
+from ringserve.orchestration.placement.placer import TIE
+from ringserve.services.offline.planning.models import PlannedModel
+from ringserve.services.offline.planning.sizing import RingShape
+from ringserve.workers.protocol.prefill_steps import Algorithm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

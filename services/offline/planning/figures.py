@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cp_core.cost.model import PASS_KV
-from cp_core.cost.prefill import predict_turn
-from cp_core.cost.profile import HardwareProfile, read_profile
-from cp_core.errors import ConfigError
-from services.offline.bench.report import plain_seconds, save_figure
-from services.offline.planning.published import TP, published_model, table_4
-from services.offline.planning.published import full_prefills as published_prefills
-from services.offline.planning.reproduction import reproduce
-from services.offline.planning.sizing import RingForecast
-from services.offline.units import format_tokens
+from ringserve.cp_core.cost.model import PASS_KV
+from ringserve.cp_core.cost.prefill import predict_turn
+from ringserve.cp_core.cost.profile import HardwareProfile, read_profile
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.offline.bench.report import plain_seconds, save_figure
+from ringserve.services.offline.planning.published import TP, published_model, table_4
+from ringserve.services.offline.planning.published import full_prefills as published_prefills
+from ringserve.services.offline.planning.reproduction import reproduce
+from ringserve.services.offline.planning.sizing import RingForecast
+from ringserve.services.offline.units import format_tokens
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from cp_core.cost.memory import WeightBytes, weight_bytes
-from cp_core.cost.model import ModelShape
-from cp_core.errors import ConfigError, ModelRefused
-from workers.model.builtin import resolve_model_path
-from workers.model.info import read_json, read_model_info
-from workers.protocol.ranks import ModelInfo
+from ringserve.cp_core.cost.memory import WeightBytes, weight_bytes
+from ringserve.cp_core.cost.model import ModelShape
+from ringserve.cp_core.errors import ConfigError, ModelRefused
+from ringserve.workers.model.builtin import resolve_model_path
+from ringserve.workers.model.info import read_json, read_model_info
+from ringserve.workers.protocol.ranks import ModelInfo
 
 BFLOAT16_BYTES = 2
 
@@ -30,7 +30,9 @@ class PlannedModel:
 
 def shipped_models() -> Mapping[str, Mapping[str, Any]]:
     """Return the sizes of the shipped models, by name."""
-    content = json.loads(files("services.offline.planning").joinpath("models.json").read_text(encoding="utf-8"))
+    content = json.loads(
+        files("ringserve.services.offline.planning").joinpath("models.json").read_text(encoding="utf-8")
+    )
     models: Mapping[str, Mapping[str, Any]] = content["models"]
     return models
 

@@ -11,14 +11,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cp_core.cost.decode import fastest_step
-from cp_core.cost.memory import process_memory
-from cp_core.cost.prefill import predict_migration
-from cp_core.cost.profile import HardwareProfile
-from cp_core.errors import ConfigError
-from services.offline.planning.models import PlannedModel
-from services.offline.planning.sizing import RingForecast, RingShape, Workload
-from services.offline.units import format_seconds, format_tokens
+from ringserve.cp_core.cost.decode import fastest_step
+from ringserve.cp_core.cost.memory import process_memory
+from ringserve.cp_core.cost.prefill import predict_migration
+from ringserve.cp_core.cost.profile import HardwareProfile
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.offline.planning.models import PlannedModel
+from ringserve.services.offline.planning.sizing import RingForecast, RingShape, Workload
+from ringserve.services.offline.units import format_seconds, format_tokens
 
 # Above this share the mean wait grows steeply, and every burst lengthens it.
 MAX_BUSY = 0.8

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import files
 
-from cp_core.cost.fit import PrefillSample, StepPart, StepSample
-from cp_core.cost.model import PASS_KV, PASS_Q
-from services.offline.planning.models import PlannedModel, planned_model
+from ringserve.cp_core.cost.fit import PrefillSample, StepPart, StepSample
+from ringserve.cp_core.cost.model import PASS_KV, PASS_Q
+from ringserve.services.offline.planning.models import PlannedModel, planned_model
 
 MODEL = "llama3-405b-fp8"
 PROFILE = "gtt"
@@ -159,7 +159,7 @@ def table_8() -> list[PublishedStep]:
 
 
 def _read(name: str) -> Iterator[Mapping[str, str]]:
-    text = files("services.offline.planning").joinpath("published", name).read_text(encoding="utf-8")
+    text = files("ringserve.services.offline.planning").joinpath("published", name).read_text(encoding="utf-8")
     return csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))
 
 

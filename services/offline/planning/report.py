@@ -9,13 +9,13 @@ from functools import partial
 
 from rich.table import Table
 
-from cp_core.cost.selector import Selection
-from services.offline.planning.explanation import DirectPrefill, Explanation, RingComparison
-from services.offline.planning.proposal import Proposal, Traffic
-from services.offline.planning.reproduction import ReproducedRow, Reproduction
-from services.offline.planning.sizing import GIGABYTE, RingForecast, Workload
-from services.offline.terminal import simple_table
-from services.offline.units import format_seconds, format_tokens
+from ringserve.cp_core.cost.selector import Selection
+from ringserve.services.offline.planning.explanation import DirectPrefill, Explanation, RingComparison
+from ringserve.services.offline.planning.proposal import Proposal, Traffic
+from ringserve.services.offline.planning.reproduction import ReproducedRow, Reproduction
+from ringserve.services.offline.planning.sizing import GIGABYTE, RingForecast, Workload
+from ringserve.services.offline.terminal import simple_table
+from ringserve.services.offline.units import format_seconds, format_tokens
 
 CHOSEN = "chosen, from T = 1,280 to 128,000"
 LEFT_ALIGNED = ("row", "what", "how", "", "pool", CHOSEN)

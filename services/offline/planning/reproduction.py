@@ -10,14 +10,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from cp_core.cost.fit import StepPart, fit_prefill, predicted_prefill, predicted_step
-from cp_core.cost.fit_selector import Comparison, fit_compute_per_byte, fit_empirical
-from cp_core.cost.model import PASS_KV, PASS_Q
-from cp_core.cost.prefill import predict_turn
-from cp_core.cost.profile import HardwareProfile, read_profile
-from cp_core.cost.selector import EmpiricalFit, Turn, algorithm_1, algorithm_5, empirical, least
-from services.offline.bench.figures import Target
-from services.offline.planning.published import (
+from ringserve.cp_core.cost.fit import StepPart, fit_prefill, predicted_prefill, predicted_step
+from ringserve.cp_core.cost.fit_selector import Comparison, fit_compute_per_byte, fit_empirical
+from ringserve.cp_core.cost.model import PASS_KV, PASS_Q
+from ringserve.cp_core.cost.prefill import predict_turn
+from ringserve.cp_core.cost.profile import HardwareProfile, read_profile
+from ringserve.cp_core.cost.selector import EmpiricalFit, Turn, algorithm_1, algorithm_5, empirical, least
+from ringserve.services.offline.bench.figures import Target
+from ringserve.services.offline.planning.published import (
     PROFILE,
     TABLE_4_RANKS,
     TP,

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cp_core.cost.decode import fastest_step
-from cp_core.cost.memory import ProcessMemory, process_memory
-from cp_core.cost.model import PREFILL_ALGORITHMS, PrefillCost
-from cp_core.cost.prefill import predict_turn
-from cp_core.cost.profile import HardwareProfile
-from cp_core.cost.selector import least
-from cp_core.errors import ConfigError
-from services.offline.planning.models import PlannedModel
-from services.offline.units import ContextShare, format_tokens
+from ringserve.cp_core.cost.decode import fastest_step
+from ringserve.cp_core.cost.memory import ProcessMemory, process_memory
+from ringserve.cp_core.cost.model import PREFILL_ALGORITHMS, PrefillCost
+from ringserve.cp_core.cost.prefill import predict_turn
+from ringserve.cp_core.cost.profile import HardwareProfile
+from ringserve.cp_core.cost.selector import least
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.offline.planning.models import PlannedModel
+from ringserve.services.offline.units import ContextShare, format_tokens
 
 GIGABYTE = 1e9
 

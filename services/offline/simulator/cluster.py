@@ -10,27 +10,27 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate
 
-from cp_core.cost.decode import fastest_step
-from cp_core.cost.memory import WeightBytes, process_memory
-from cp_core.cost.prefill import predict_migration
-from cp_core.cost.profile import HardwareProfile
-from cp_core.cost.work import StepLimits, WorkModel, cut
-from cp_core.errors import ConfigError
-from cp_core.layout.shards import TokenRange
-from orchestration.placement.costs import RingCosts
-from orchestration.placement.registry import RegisteredRing, RingRegistry
-from orchestration.prefill.scheduler import PrefillScheduler, ScheduledStep
-from orchestration.protocol.rings import PrefillScheduling
-from orchestration.protocol.turns import RingRegistration
-from services.offline.simulator.rings import (
+from ringserve.cp_core.cost.decode import fastest_step
+from ringserve.cp_core.cost.memory import WeightBytes, process_memory
+from ringserve.cp_core.cost.prefill import predict_migration
+from ringserve.cp_core.cost.profile import HardwareProfile
+from ringserve.cp_core.cost.work import StepLimits, WorkModel, cut
+from ringserve.cp_core.errors import ConfigError
+from ringserve.cp_core.layout.shards import TokenRange
+from ringserve.orchestration.placement.costs import RingCosts
+from ringserve.orchestration.placement.registry import RegisteredRing, RingRegistry
+from ringserve.orchestration.prefill.scheduler import PrefillScheduler, ScheduledStep
+from ringserve.orchestration.protocol.rings import PrefillScheduling
+from ringserve.orchestration.protocol.turns import RingRegistration
+from ringserve.services.offline.simulator.rings import (
     BlockKv,
     Clock,
     RetainedKv,
     SimulatedDecodeRing,
     SimulatedPrefillRing,
 )
-from services.offline.simulator.trace import SyntheticTrace, TracedConversation, TraceShape
-from workers.protocol.ranks import ModelInfo
+from ringserve.services.offline.simulator.trace import SyntheticTrace, TracedConversation, TraceShape
+from ringserve.workers.protocol.ranks import ModelInfo
 
 # Tokens to which the mean context of a decode batch is rounded; the effect on a step is negligible.
 CONTEXT_GRAIN = 1_000

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
-from cp_core.errors import Unavailable
-from orchestration.placement.kv_locations import Choice, WantedTurn
-from orchestration.placement.placer import RingPlacer
-from orchestration.placement.planner import Planner, RetainedPrefix
-from orchestration.placement.registry import RegisteredRing
-from services.offline.simulator.cluster import Cluster
-from services.offline.simulator.rings import SimulatedPrefillRing
+from ringserve.cp_core.errors import Unavailable
+from ringserve.orchestration.placement.kv_locations import Choice, WantedTurn
+from ringserve.orchestration.placement.placer import RingPlacer
+from ringserve.orchestration.placement.planner import Planner, RetainedPrefix
+from ringserve.orchestration.placement.registry import RegisteredRing
+from ringserve.services.offline.simulator.cluster import Cluster
+from ringserve.services.offline.simulator.rings import SimulatedPrefillRing
 
 MAX_MORE_TURNS = 8
 """Most turns by which a decode ring with the conversation's KV may exceed the emptiest one and still be chosen."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.offline.bench.report import plain_seconds, save_figure
-from services.offline.units import format_tokens
+from ringserve.services.offline.bench.report import plain_seconds, save_figure
+from ringserve.services.offline.units import format_tokens
 
 SIZES = {"short": 8_000, "document": 250_000, "longest": 1 << 62}
 """Most new tokens of a turn in each class of size."""

@@ -11,14 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
-from cp_core.errors import CapacityExceeded
-from cp_core.layout.shards import ShardMap, TokenRange
-from orchestration.placement.registry import RegisteredRing
-from orchestration.prefill.scheduler import Piece, PrefillScheduler, ScheduledStep
-from orchestration.protocol.plans import PlannedChunk
-from orchestration.protocol.turns import PrefillReport
-from orchestration.ring.kv_pool import KvPool
-from services.offline.simulator.trace import BLOCK_TOKENS
+from ringserve.cp_core.errors import CapacityExceeded
+from ringserve.cp_core.layout.shards import ShardMap, TokenRange
+from ringserve.orchestration.placement.registry import RegisteredRing
+from ringserve.orchestration.prefill.scheduler import Piece, PrefillScheduler, ScheduledStep
+from ringserve.orchestration.protocol.plans import PlannedChunk
+from ringserve.orchestration.protocol.turns import PrefillReport
+from ringserve.orchestration.ring.kv_pool import KvPool
+from ringserve.services.offline.simulator.trace import BLOCK_TOKENS
 
 ANNOUNCE_SECONDS = 2.0
 """Seconds between two reports of a simulated ring to the router, as of real rings."""

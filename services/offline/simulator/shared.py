@@ -11,14 +11,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from cp_core.layout.shards import ShardMap, TokenRange
-from orchestration.conversations.conversation import Conversation
-from orchestration.conversations.prefixes import PromptPrefixes, SharedKv
-from orchestration.conversations.store import ConversationStore
-from orchestration.placement.kv_locations import Choice, KvLocation, KvLocations, WantedTurn
-from orchestration.placement.registry import RegisteredRing
-from services.offline.simulator.cluster import Cluster
-from services.offline.simulator.trace import BLOCK_TOKENS, TracedConversation
+from ringserve.cp_core.layout.shards import ShardMap, TokenRange
+from ringserve.orchestration.conversations.conversation import Conversation
+from ringserve.orchestration.conversations.prefixes import PromptPrefixes, SharedKv
+from ringserve.orchestration.conversations.store import ConversationStore
+from ringserve.orchestration.placement.kv_locations import Choice, KvLocation, KvLocations, WantedTurn
+from ringserve.orchestration.placement.registry import RegisteredRing
+from ringserve.services.offline.simulator.cluster import Cluster
+from ringserve.services.offline.simulator.trace import BLOCK_TOKENS, TracedConversation
 
 MAX_HISTORIES = 100_000
 

@@ -10,28 +10,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from cp_core.errors import CapacityExceeded, ConfigError, Unavailable
-from cp_core.layout.shards import TokenRange
-from orchestration.placement.kv_locations import Choice, KvLocation, WantedTurn, spare_role
-from orchestration.placement.placer import RingPlacer
-from orchestration.placement.planner import RETAINED, Planner, PlannerSettings, PromptOnRings, RetainedPrefix
-from orchestration.placement.registry import LoadShare, RegisteredRing
-from orchestration.protocol.plans import PromptMode, TurnPlan
-from orchestration.protocol.turns import PrefillReport
-from orchestration.router.reservations import MAX_REFUSALS
-from services.offline.simulator.cluster import Cluster, ClusterShape
-from services.offline.simulator.placement import POLICIES
-from services.offline.simulator.results import SimulationResult, Tally, TurnRecord, binned, percentiles
-from services.offline.simulator.rings import (
+from ringserve.cp_core.errors import CapacityExceeded, ConfigError, Unavailable
+from ringserve.cp_core.layout.shards import TokenRange
+from ringserve.orchestration.placement.kv_locations import Choice, KvLocation, WantedTurn, spare_role
+from ringserve.orchestration.placement.placer import RingPlacer
+from ringserve.orchestration.placement.planner import RETAINED, Planner, PlannerSettings, PromptOnRings, RetainedPrefix
+from ringserve.orchestration.placement.registry import LoadShare, RegisteredRing
+from ringserve.orchestration.protocol.plans import PromptMode, TurnPlan
+from ringserve.orchestration.protocol.turns import PrefillReport
+from ringserve.orchestration.router.reservations import MAX_REFUSALS
+from ringserve.services.offline.simulator.cluster import Cluster, ClusterShape
+from ringserve.services.offline.simulator.placement import POLICIES
+from ringserve.services.offline.simulator.results import SimulationResult, Tally, TurnRecord, binned, percentiles
+from ringserve.services.offline.simulator.rings import (
     Clock,
     DecodingTurn,
     PrefillingTurn,
     SimulatedDecodeRing,
     SimulatedPrefillRing,
 )
-from services.offline.simulator.shared import SharedPrompts, location
-from services.offline.simulator.trace import TracedConversation, TracedTurn
-from workers.protocol.prefill_steps import Algorithm
+from ringserve.services.offline.simulator.shared import SharedPrompts, location
+from ringserve.services.offline.simulator.trace import TracedConversation, TracedTurn
+from ringserve.workers.protocol.prefill_steps import Algorithm
 
 RETRY_SECONDS = 5.0
 """Seconds until a refused turn asks again, where no ring gave a time."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cp_core.errors import ConfigError
+from ringserve.cp_core.errors import ConfigError
 
 DAY = 86_400.0
 MAX_TOKENS = 1_000_000_000

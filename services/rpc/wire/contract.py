@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from cp_core.layout.shards import ShardMap, TokenRange
-from orchestration.protocol.plans import CachedSource, PlannedChunk, PromptMode, RingAlternative, TurnPlan
-from orchestration.protocol.turns import (
+from ringserve.cp_core.layout.shards import ShardMap, TokenRange
+from ringserve.mapping import Mapper, Mirror, check_ids, name_of, number_of
+from ringserve.orchestration.protocol.plans import CachedSource, PlannedChunk, PromptMode, RingAlternative, TurnPlan
+from ringserve.orchestration.protocol.turns import (
     EndingEvent,
     FinishedEvent,
     PrefillReport,
@@ -21,7 +22,7 @@ from orchestration.protocol.turns import (
     TokensEvent,
     TurnEvent,
 )
-from orchestration.protocol.views import (
+from ringserve.orchestration.protocol.views import (
     ConversationList,
     ConversationView,
     DrainView,
@@ -30,11 +31,10 @@ from orchestration.protocol.views import (
     RingStatus,
     ServerView,
 )
-from ringserve.mapping import Mapper, Mirror, check_ids, name_of, number_of
 from ringserve.v1 import inference_pb2, rings_pb2
-from workers.protocol.prefill_steps import Algorithm, TokenIds
-from workers.protocol.ranks import ModelInfo
-from workers.sampling.parameters import TokenLogprobs
+from ringserve.workers.protocol.prefill_steps import Algorithm, TokenIds
+from ringserve.workers.protocol.ranks import ModelInfo
+from ringserve.workers.sampling.parameters import TokenLogprobs
 
 PROMPT_MODES = {
     PromptMode.AUTO: inference_pb2.PROMPT_MODE_UNSPECIFIED,

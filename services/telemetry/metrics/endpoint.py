@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from cp_core.errors import ConfigError
-from orchestration.protocol.views import ServerView
-from services.telemetry.metrics.ring import SCRAPE_SECONDS
+from ringserve.cp_core.errors import ConfigError
+from ringserve.orchestration.protocol.views import ServerView
+from ringserve.services.telemetry.metrics.ring import SCRAPE_SECONDS
 
 log = logging.getLogger(__name__)
 

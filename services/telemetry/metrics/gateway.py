@@ -15,10 +15,17 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from ringserve.mapping import name_of
+from ringserve.services.telemetry.metrics.registry import (
+    INTER_TOKEN,
+    RATIO,
+    REQUEST,
+    TIME_TO_FIRST_TOKEN,
+    TOKENS,
+    new_registry,
+)
 from ringserve.v1 import inference_pb2
-from services.telemetry.metrics.registry import INTER_TOKEN, RATIO, REQUEST, TIME_TO_FIRST_TOKEN, TOKENS, new_registry
-from workers.protocol.decode_commands import FinishReason
-from workers.protocol.prefill_steps import Algorithm
+from ringserve.workers.protocol.decode_commands import FinishReason
+from ringserve.workers.protocol.prefill_steps import Algorithm
 
 REFUSALS = (
     "invalid_argument",

@@ -14,13 +14,13 @@ from itertools import accumulate
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from cp_core.cost.decode import VARIANT_POLICIES
-from orchestration.protocol.plans import LayoutFallback
-from orchestration.protocol.rings import RingState
-from orchestration.protocol.views import RingStatus
-from orchestration.ring.eviction import PARTS
-from orchestration.ring.leader import RingLeader
-from workers.protocol.ranks import STEP_BOUNDS, RankStatus
+from ringserve.cp_core.cost.decode import VARIANT_POLICIES
+from ringserve.orchestration.protocol.plans import LayoutFallback
+from ringserve.orchestration.protocol.rings import RingState
+from ringserve.orchestration.protocol.views import RingStatus
+from ringserve.orchestration.ring.eviction import PARTS
+from ringserve.orchestration.ring.leader import RingLeader
+from ringserve.workers.protocol.ranks import STEP_BOUNDS, RankStatus
 
 log = logging.getLogger(__name__)
 

@@ -14,15 +14,15 @@ from prometheus_client import Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from cp_core.cost.selector import POLICIES
-from cp_core.errors import RingserveError
-from orchestration.protocol.plans import MAX_LOSS, MAX_TTFT
-from orchestration.protocol.rings import RingStanding
-from orchestration.protocol.turns import BegunTurn
-from orchestration.protocol.views import MoveReason, MoveTotals
-from services.telemetry.metrics.gateway import ALGORITHMS
-from services.telemetry.metrics.registry import CONTROL, new_registry
-from services.telemetry.metrics.ring import SCRAPE_SECONDS
+from ringserve.cp_core.cost.selector import POLICIES
+from ringserve.cp_core.errors import RingserveError
+from ringserve.orchestration.protocol.plans import MAX_LOSS, MAX_TTFT
+from ringserve.orchestration.protocol.rings import RingStanding
+from ringserve.orchestration.protocol.turns import BegunTurn
+from ringserve.orchestration.protocol.views import MoveReason, MoveTotals
+from ringserve.services.telemetry.metrics.gateway import ALGORITHMS
+from ringserve.services.telemetry.metrics.registry import CONTROL, new_registry
+from ringserve.services.telemetry.metrics.ring import SCRAPE_SECONDS
 
 log = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from orchestration.protocol.turns import Attributes, TimeSpan
-from services.telemetry.metrics.registry import package_version
-from services.telemetry.tracing.tracer import CLOSE_SECONDS, NO_SPAN, OpenSpan
+from ringserve.orchestration.protocol.turns import Attributes, TimeSpan
+from ringserve.services.telemetry.metrics.registry import package_version
+from ringserve.services.telemetry.tracing.tracer import CLOSE_SECONDS, NO_SPAN, OpenSpan
 
 log = logging.getLogger(__name__)
 

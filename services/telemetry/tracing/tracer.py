@@ -8,10 +8,10 @@ from importlib.util import find_spec
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from cp_core.errors import ConfigError
-from orchestration.protocol.turns import Attributes, BegunTurn, NoTracer, TimeSpan, Tracer
+from ringserve.cp_core.errors import ConfigError
+from ringserve.orchestration.protocol.turns import Attributes, BegunTurn, NoTracer, TimeSpan, Tracer
 from ringserve.v1 import inference_pb2
-from workers.protocol.decode_commands import FinishReason
+from ringserve.workers.protocol.decode_commands import FinishReason
 
 CLOSE_SECONDS = 3.0
 """Seconds for a process that ends to send its last spans."""
@@ -71,7 +71,7 @@ def tracer_for(config: TracingConfig, process: str) -> ServiceTracer:
     if not config.endpoint:
         return NoServiceTracer()
     check_installed(config)
-    from services.telemetry.tracing.otel import OtelTracer, exporter_to
+    from ringserve.services.telemetry.tracing.otel import OtelTracer, exporter_to
 
     return OtelTracer(exporter_to(config.endpoint), process=process, sample_ratio=config.sample_ratio)
 

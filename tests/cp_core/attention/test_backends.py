@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_core.attention.backends import select_backend
-from cp_core.attention.partial import AttentionBackend
-from cp_core.attention.reference import ReferenceAttention
-from cp_core.attention.torch_cpu import MAX_FOLDED_TOKENS, TorchCpuFlash
-from cp_core.errors import ConfigError
+from ringserve.cp_core.attention.backends import select_backend
+from ringserve.cp_core.attention.partial import AttentionBackend
+from ringserve.cp_core.attention.reference import ReferenceAttention
+from ringserve.cp_core.attention.torch_cpu import MAX_FOLDED_TOKENS, TorchCpuFlash
+from ringserve.cp_core.errors import ConfigError
 from tests.oracles import largest, oracle_partial, random_tokens
 
 BACKENDS: list[AttentionBackend] = [ReferenceAttention(), TorchCpuFlash()]

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from cp_core.attention.backends import select_backend
-from cp_core.attention.flash_attn import FlashAttention
-from cp_core.attention.flash_attn_3 import FlashAttention3
-from cp_core.attention.paged import PagedBackend, PagedShards, attend_pages, takes_pages
-from cp_core.attention.partial import AttentionBackend, Partial, empty_partial
-from cp_core.attention.reference import ReferenceAttention
-from cp_core.attention.torch_cuda import TorchCudaFlash
-from cp_core.attention.triton_decode import TritonDecode
-from cp_core.errors import ConfigError
-from cp_core.layout.step_plans import RowIndices
+from ringserve.cp_core.attention.backends import select_backend
+from ringserve.cp_core.attention.flash_attn import FlashAttention
+from ringserve.cp_core.attention.flash_attn_3 import FlashAttention3
+from ringserve.cp_core.attention.paged import PagedBackend, PagedShards, attend_pages, takes_pages
+from ringserve.cp_core.attention.partial import AttentionBackend, Partial, empty_partial
+from ringserve.cp_core.attention.reference import ReferenceAttention
+from ringserve.cp_core.attention.torch_cuda import TorchCudaFlash
+from ringserve.cp_core.attention.triton_decode import TritonDecode
+from ringserve.cp_core.errors import ConfigError
+from ringserve.cp_core.layout.step_plans import RowIndices
 from tests.oracles import largest, oracle_partial, random_tokens
 
 

@@ -9,15 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_core.attention.paged import PagedShards, attend_pages, takes_pages
-from cp_core.attention.partial import Partial
-from cp_core.attention.reference import ReferenceAttention
-from cp_core.attention.torch_cpu import TorchCpuFlash
-from cp_core.cost.decode import GATHER, VARIANTS
-from cp_core.layout.step_plans import DecodePlan, PassQRoute, RowIndices
-from cp_core.ring.decode import ring_decode, sharded_decode
-from cp_core.transport.inprocess import InProcessRing
-from cp_core.transport.interface import RingTransport
+from ringserve.cp_core.attention.paged import PagedShards, attend_pages, takes_pages
+from ringserve.cp_core.attention.partial import Partial
+from ringserve.cp_core.attention.reference import ReferenceAttention
+from ringserve.cp_core.attention.torch_cpu import TorchCpuFlash
+from ringserve.cp_core.cost.decode import GATHER, VARIANTS
+from ringserve.cp_core.layout.step_plans import DecodePlan, PassQRoute, RowIndices
+from ringserve.cp_core.ring.decode import ring_decode, sharded_decode
+from ringserve.cp_core.transport.inprocess import InProcessRing
+from ringserve.cp_core.transport.interface import RingTransport
 from tests.cp_core.rings import PoisoningTransport, on_every_rank
 from tests.oracles import Tokens, largest, oracle_causal, random_tokens
 

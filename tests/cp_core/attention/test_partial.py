@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_core.attention.partial import Accumulator, Partial, empty_partial, finished_out, merge
-from cp_core.attention.torch_cpu import TorchCpuFlash
+from ringserve.cp_core.attention.partial import Accumulator, Partial, empty_partial, finished_out, merge
+from ringserve.cp_core.attention.torch_cpu import TorchCpuFlash
 from tests.oracles import Tokens, largest, oracle_partial, random_tokens, relative_difference
 
 SCALE = 0.125

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_core.attention.torch_cuda import fills_gpu
-from cp_core.cost.model import CHAIN, GATHER_KV, PASS_KV, PASS_Q, SP_NTP
-from cp_core.layout.shards import cut_layout
+from ringserve.cp_core.attention.torch_cuda import fills_gpu
+from ringserve.cp_core.cost.model import CHAIN, GATHER_KV, PASS_KV, PASS_Q, SP_NTP
+from ringserve.cp_core.layout.shards import cut_layout
 from tests.cp_core.ring.test_chain import chains
 from tests.cp_core.ring.test_prefill import SCALE, placed, steps
 from tests.cp_core.rings import PlacedSequence, prefill_on_threads

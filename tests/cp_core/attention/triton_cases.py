@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton.runtime import interpreter
 
-from cp_core.attention.paged import PagedShards
-from cp_core.attention.partial import Partial, empty_partial, merge
-from cp_core.attention.triton_decode import TritonDecode
-from cp_core.attention.triton_kernels import attend_pages, merge_parts
-from cp_core.layout.step_plans import RowIndices
-from cp_core.ring.decode import sharded_decode
-from cp_core.transport.inprocess import InProcessRing
+from ringserve.cp_core.attention.paged import PagedShards
+from ringserve.cp_core.attention.partial import Partial, empty_partial, merge
+from ringserve.cp_core.attention.triton_decode import TritonDecode
+from ringserve.cp_core.attention.triton_kernels import attend_pages, merge_parts
+from ringserve.cp_core.layout.step_plans import RowIndices
+from ringserve.cp_core.ring.decode import sharded_decode
+from ringserve.cp_core.transport.inprocess import InProcessRing
 from tests.oracles import Tokens, largest, oracle_partial, random_tokens
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -8,7 +8,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from cp_core.attention import triton_kernels
+from ringserve.cp_core.attention import triton_kernels
 
 # Bytes of shared memory that a program may have on the smallest GPU served (sm_86, sm_89).
 SHARED_MEMORY = 99 << 10

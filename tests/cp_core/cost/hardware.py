@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from cp_core.cost.chain import ChainRates
-from cp_core.cost.model import ModelShape, PrefillRates, RingRates
-from cp_core.cost.profile import DecodeConstants, HardwareProfile, PrefillConstants
+from ringserve.cp_core.cost.chain import ChainRates
+from ringserve.cp_core.cost.model import ModelShape, PrefillRates, RingRates
+from ringserve.cp_core.cost.profile import DecodeConstants, HardwareProfile, PrefillConstants
 
 TINY = ModelShape(
     num_layers=2,

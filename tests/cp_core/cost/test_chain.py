@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from cp_core.cost.chain import ChainRates, chain_closed_form, chain_seconds
-from cp_core.cost.chain_cuts import best_cuts, equal_work_cuts
-from cp_core.cost.model import PASS_KV, StepPredictor
-from cp_core.errors import ConfigError
+from ringserve.cp_core.cost.chain import ChainRates, chain_closed_form, chain_seconds
+from ringserve.cp_core.cost.chain_cuts import best_cuts, equal_work_cuts
+from ringserve.cp_core.cost.model import PASS_KV, StepPredictor
+from ringserve.cp_core.errors import ConfigError
 from tests.cp_core.cost.hardware import LLAMA_8B, chain, prefill_rates
 
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_core.cost.chain import ChainRates, Cuts, chain_closed_form, chain_seconds
-from cp_core.cost.chain_cuts import best_cuts
-from cp_core.cost.chain_steps import ChainPredictor, chain_order, chain_rates, quick_cuts, step_seconds
-from cp_core.cost.model import CHAIN, PASS_KV, PrefillRates, StepPredictor
+from ringserve.cp_core.cost.chain import ChainRates, Cuts, chain_closed_form, chain_seconds
+from ringserve.cp_core.cost.chain_cuts import best_cuts
+from ringserve.cp_core.cost.chain_steps import ChainPredictor, chain_order, chain_rates, quick_cuts, step_seconds
+from ringserve.cp_core.cost.model import CHAIN, PASS_KV, PrefillRates, StepPredictor
 from tests.cp_core.cost.hardware import LLAMA_8B, chain, prefill_rates
 
 

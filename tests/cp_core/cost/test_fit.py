@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cp_core.cost.fit import (
+from ringserve.cp_core.cost.fit import (
     DECODE_CONSTANTS,
     PREFILL_CONSTANTS,
     PrefillRatio,
@@ -21,9 +21,9 @@ from cp_core.cost.fit import (
     predicted_prefill,
     predicted_step,
 )
-from cp_core.cost.profile import HardwareProfile, read_profile
-from cp_core.errors import ConfigError
-from services.offline.planning.published import published_model
+from ringserve.cp_core.cost.profile import HardwareProfile, read_profile
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.offline.planning.published import published_model
 
 MODEL = published_model()
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_core.cost.model import SP_NTP, ModelShape, PrefillRates, RingRates, StepPredictor, predict_prefill
-from cp_core.errors import ConfigError
+from ringserve.cp_core.cost.model import SP_NTP, ModelShape, PrefillRates, RingRates, StepPredictor, predict_prefill
+from ringserve.cp_core.errors import ConfigError
 from tests.cp_core.cost import hardware
 from tests.cp_core.cost.test_selector import fitted_rates, llama_405b, table_4
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from cp_core.cost.profile import format_profile, parse_profile, read_profile, shipped_profiles
-from cp_core.cost.selector import EmpiricalFit
-from cp_core.errors import ConfigError
+from ringserve.cp_core.cost.profile import format_profile, parse_profile, read_profile, shipped_profiles
+from ringserve.cp_core.cost.selector import EmpiricalFit
+from ringserve.cp_core.errors import ConfigError
 from tests.cp_core.cost.hardware import ROUND
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_core.cost.model import (
+from ringserve.cp_core.cost.model import (
     PASS_KV,
     PASS_Q,
     PREFILL_ALGORITHMS,
@@ -21,7 +21,7 @@ from cp_core.cost.model import (
     StepPredictor,
     predict_prefill,
 )
-from cp_core.cost.selector import (
+from ringserve.cp_core.cost.selector import (
     GATHERED_TOKENS,
     POLICIES,
     EmpiricalFit,
@@ -36,7 +36,7 @@ from cp_core.cost.selector import (
     hiding_length,
     select,
 )
-from cp_core.errors import ConfigError, InvalidRequest
+from ringserve.cp_core.errors import ConfigError, InvalidRequest
 
 TABLE_4 = Path(__file__).parents[3] / "services/offline/planning/published/prefill_pass_kv_vs_pass_q.csv"
 

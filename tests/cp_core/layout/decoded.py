@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from cp_core.layout.shards import ShardMap, appended, assign_owners
+from ringserve.cp_core.layout.shards import ShardMap, appended, assign_owners
 
 
 def lone_owners(held: Sequence[int], num_tokens: int) -> list[int]:

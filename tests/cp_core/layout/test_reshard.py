@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_core.errors import ReshardError
-from cp_core.layout.reshard import KvPiece, ReshardPlan, Route, plan_reshard, prove
-from cp_core.layout.shards import ShardMap, TokenRange, balanced_layout, spread
+from ringserve.cp_core.errors import ReshardError
+from ringserve.cp_core.layout.reshard import KvPiece, ReshardPlan, Route, plan_reshard, prove
+from ringserve.cp_core.layout.shards import ShardMap, TokenRange, balanced_layout, spread
 from tests.cp_core.layout.decoded import decoded
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_core.errors import ReshardError
-from cp_core.layout.shards import (
+from ringserve.cp_core.errors import ReshardError
+from ringserve.cp_core.layout.shards import (
     ShardMap,
     StoredRanges,
     TokenRange,

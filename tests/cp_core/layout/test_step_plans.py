@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_core.layout.step_plans import DecodePlan, PassQRoute
+from ringserve.cp_core.layout.step_plans import DecodePlan, PassQRoute
 
 
 @st.composite

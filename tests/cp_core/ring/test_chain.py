@@ -11,18 +11,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_core.attention.partial import Partial
-from cp_core.attention.reference import ReferenceAttention
-from cp_core.attention.torch_cpu import TorchCpuFlash
-from cp_core.cost.chain import ChainRates, chain_seconds
-from cp_core.cost.chain_steps import quick_cuts
-from cp_core.errors import InvalidRequest, Unavailable
-from cp_core.layout.shards import PrefillLayout, TokenRange, balanced_layout, cut_layout, stored_on_chain, whole_layout
-from cp_core.layout.step_plans import KvRun, PrefillPlan, SequencePlan
-from cp_core.ring.prefill import RingPrefill, ring_prefill
-from cp_core.transport.delayed import DelayedTransport, VirtualClock
-from cp_core.transport.inprocess import InProcessRing
-from cp_core.transport.interface import RingTransport
+from ringserve.cp_core.attention.partial import Partial
+from ringserve.cp_core.attention.reference import ReferenceAttention
+from ringserve.cp_core.attention.torch_cpu import TorchCpuFlash
+from ringserve.cp_core.cost.chain import ChainRates, chain_seconds
+from ringserve.cp_core.cost.chain_steps import quick_cuts
+from ringserve.cp_core.errors import InvalidRequest, Unavailable
+from ringserve.cp_core.layout.shards import (
+    PrefillLayout,
+    TokenRange,
+    balanced_layout,
+    cut_layout,
+    stored_on_chain,
+    whole_layout,
+)
+from ringserve.cp_core.layout.step_plans import KvRun, PrefillPlan, SequencePlan
+from ringserve.cp_core.ring.prefill import RingPrefill, ring_prefill
+from ringserve.cp_core.transport.delayed import DelayedTransport, VirtualClock
+from ringserve.cp_core.transport.inprocess import InProcessRing
+from ringserve.cp_core.transport.interface import RingTransport
 from tests.cp_core.rings import PlacedSequence, PoisoningTransport, on_every_rank, prefill_on_threads
 from tests.oracles import fp32_bound, largest, oracle_causal, random_tokens
 

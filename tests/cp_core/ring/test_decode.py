@@ -7,14 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_core.attention.torch_cpu import TorchCpuFlash
-from cp_core.cost.decode import GATHER, HELIX, VARIANTS
-from cp_core.cost.model import PASS_Q
-from cp_core.layout.step_plans import DecodePlan, KvRun, PassQRoute
-from cp_core.ring.decode import ring_decode, sharded_decode
-from cp_core.ring.helix import HelixColumns, helix_decode
-from cp_core.transport.inprocess import InProcessRing
-from cp_core.transport.interface import RingTransport, TransportStats
+from ringserve.cp_core.attention.torch_cpu import TorchCpuFlash
+from ringserve.cp_core.cost.decode import GATHER, HELIX, VARIANTS
+from ringserve.cp_core.cost.model import PASS_Q
+from ringserve.cp_core.layout.step_plans import DecodePlan, KvRun, PassQRoute
+from ringserve.cp_core.ring.decode import ring_decode, sharded_decode
+from ringserve.cp_core.ring.helix import HelixColumns, helix_decode
+from ringserve.cp_core.transport.inprocess import InProcessRing
+from ringserve.cp_core.transport.interface import RingTransport, TransportStats
 from tests.cp_core.layout.decoded import lone_owners
 from tests.cp_core.rings import PoisoningTransport, on_every_rank
 from tests.oracles import Tokens, largest, oracle_causal, random_tokens, relative_difference

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from cp_core.attention import partial as partials
-from cp_core.attention.partial import MAX_HELD_PARTS, Partial, finished_out
-from cp_core.cost.model import GATHER_KV, PASS_KV, PASS_Q
-from cp_core.ring import decode
+from ringserve.cp_core.attention import partial as partials
+from ringserve.cp_core.attention.partial import MAX_HELD_PARTS, Partial, finished_out
+from ringserve.cp_core.cost.model import GATHER_KV, PASS_KV, PASS_Q
+from ringserve.cp_core.ring import decode
 from tests.cp_core.ring.test_decode import check as check_decode
 from tests.cp_core.ring.test_prefill import SCALE, placed
 from tests.cp_core.rings import prefill_on_threads

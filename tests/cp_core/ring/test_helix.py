@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_core.attention.partial import AttentionBackend
-from cp_core.attention.torch_cpu import TorchCpuFlash
-from cp_core.layout.shards import TokenRange, balanced_layout
-from cp_core.layout.step_plans import KvRun
-from cp_core.ring.helix import HelixColumns, NewRows, helix_prefill
-from cp_core.transport.inprocess import InProcessRing
-from cp_core.transport.interface import RingTransport
+from ringserve.cp_core.attention.partial import AttentionBackend
+from ringserve.cp_core.attention.torch_cpu import TorchCpuFlash
+from ringserve.cp_core.layout.shards import TokenRange, balanced_layout
+from ringserve.cp_core.layout.step_plans import KvRun
+from ringserve.cp_core.ring.helix import HelixColumns, NewRows, helix_prefill
+from ringserve.cp_core.transport.inprocess import InProcessRing
+from ringserve.cp_core.transport.interface import RingTransport
 from tests.cp_core.rings import PoisoningTransport, on_every_rank
 from tests.cp_core.together import Together
 from tests.oracles import Tokens, fp32_bound, largest, oracle_causal, random_tokens

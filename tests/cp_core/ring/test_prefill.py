@@ -10,13 +10,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_core.attention.reference import ReferenceAttention
-from cp_core.cost.model import CHAIN, PREFILL_ALGORITHMS
-from cp_core.errors import ConfigError, InvalidRequest
-from cp_core.layout.shards import PrefillLayout, TokenRange, balanced_layout, chunked_layout, coalesce, whole_layout
-from cp_core.layout.step_plans import KvRun, PrefillPlan, SequencePlan
-from cp_core.ring.prefill import ring_prefill
-from cp_core.transport.inprocess import InProcessRing
+from ringserve.cp_core.attention.reference import ReferenceAttention
+from ringserve.cp_core.cost.model import CHAIN, PREFILL_ALGORITHMS
+from ringserve.cp_core.errors import ConfigError, InvalidRequest
+from ringserve.cp_core.layout.shards import (
+    PrefillLayout,
+    TokenRange,
+    balanced_layout,
+    chunked_layout,
+    coalesce,
+    whole_layout,
+)
+from ringserve.cp_core.layout.step_plans import KvRun, PrefillPlan, SequencePlan
+from ringserve.cp_core.ring.prefill import ring_prefill
+from ringserve.cp_core.transport.inprocess import InProcessRing
 from tests.cp_core.rings import PlacedSequence, prefill_on_threads
 from tests.oracles import fp32_bound, largest, oracle_causal, random_tokens
 

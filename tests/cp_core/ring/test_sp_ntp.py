@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_core.layout.head_shares import HeadShare
-from cp_core.layout.shards import TokenRange, balanced_layout, segment_layout, whole_layout
+from ringserve.cp_core.layout.head_shares import HeadShare
+from ringserve.cp_core.layout.shards import TokenRange, balanced_layout, segment_layout, whole_layout
 from tests.cp_core.rings import PlacedSequence, prefill_on_threads
 from tests.oracles import fp32_bound, largest, oracle_causal, random_tokens
 

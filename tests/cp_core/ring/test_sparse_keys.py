@@ -10,14 +10,14 @@ from unittest import mock
 import pytest
 import torch
 
-from cp_core.attention.partial import KeyShard
-from cp_core.errors import InvalidRequest
-from cp_core.layout.shards import PrefillLayout, TokenRange, balanced_layout, whole_layout
-from cp_core.layout.sparsity import LATEST, STRIDED, Sparsity, sampled_positions
-from cp_core.layout.step_plans import PrefillPlan, Shard
-from cp_core.ring import prefill as prefill_module
-from cp_core.ring.sparse_keys import KeyChooser, importance_of
-from cp_core.transport.inprocess import InProcessRing
+from ringserve.cp_core.attention.partial import KeyShard
+from ringserve.cp_core.errors import InvalidRequest
+from ringserve.cp_core.layout.shards import PrefillLayout, TokenRange, balanced_layout, whole_layout
+from ringserve.cp_core.layout.sparsity import LATEST, STRIDED, Sparsity, sampled_positions
+from ringserve.cp_core.layout.step_plans import PrefillPlan, Shard
+from ringserve.cp_core.ring import prefill as prefill_module
+from ringserve.cp_core.ring.sparse_keys import KeyChooser, importance_of
+from ringserve.cp_core.transport.inprocess import InProcessRing
 from tests.cp_core.rings import PlacedSequence, PrefillResult, prefill_on_threads
 from tests.oracles import fp32_bound, largest, oracle_causal, random_tokens
 

@@ -11,10 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from cp_core.layout.shards import even_share
-from cp_core.transport.collectives import ONE_ROUND_BYTES, all_reduce, gather_rows, join_last_dim, reduce_scatter_rows
-from cp_core.transport.inprocess import InProcessRing
-from cp_core.transport.interface import RingTransport
+from ringserve.cp_core.layout.shards import even_share
+from ringserve.cp_core.transport.collectives import (
+    ONE_ROUND_BYTES,
+    all_reduce,
+    gather_rows,
+    join_last_dim,
+    reduce_scatter_rows,
+)
+from ringserve.cp_core.transport.inprocess import InProcessRing
+from ringserve.cp_core.transport.interface import RingTransport
 
 Answer = TypeVar("Answer")
 LARGE = ONE_ROUND_BYTES // 4 + 7

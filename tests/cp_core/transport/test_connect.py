@@ -14,15 +14,15 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
-from cp_core.attention.torch_cpu import TorchCpuFlash
-from cp_core.errors import ConfigError, Unavailable
-from cp_core.layout.shards import chunked_layout
-from cp_core.layout.step_plans import KvRun
-from cp_core.ring.decode import sharded_decode
-from cp_core.transport.connect import RingStore, connect_ring
-from cp_core.transport.interface import RingTransport
-from cp_core.transport.socket_mesh import own_address
-from cp_core.transport.socket_ring import SocketRing
+from ringserve.cp_core.attention.torch_cpu import TorchCpuFlash
+from ringserve.cp_core.errors import ConfigError, Unavailable
+from ringserve.cp_core.layout.shards import chunked_layout
+from ringserve.cp_core.layout.step_plans import KvRun
+from ringserve.cp_core.ring.decode import sharded_decode
+from ringserve.cp_core.transport.connect import RingStore, connect_ring
+from ringserve.cp_core.transport.interface import RingTransport
+from ringserve.cp_core.transport.socket_mesh import own_address
+from ringserve.cp_core.transport.socket_ring import SocketRing
 from tests.cp_core.real_rings import HOST, real_ring
 from tests.cp_core.rings import PlacedSequence, on_every_rank, prefill_on_threads
 from tests.gloo import GlooRing, gloo_as_nccl

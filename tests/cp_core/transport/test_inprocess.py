@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from cp_core.errors import Unavailable
-from cp_core.transport.inprocess import InProcessRing
-from cp_core.transport.interface import RingTransport
+from ringserve.cp_core.errors import Unavailable
+from ringserve.cp_core.transport.inprocess import InProcessRing
+from ringserve.cp_core.transport.interface import RingTransport
 from tests.cp_core.rings import on_every_rank
 
 

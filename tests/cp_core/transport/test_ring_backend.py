@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cp_core.errors import ConfigError
-from cp_core.transport.ring_backend import select_ring_backend
+from ringserve.cp_core.errors import ConfigError
+from ringserve.cp_core.transport.ring_backend import select_ring_backend
 
 
 @pytest.mark.parametrize(

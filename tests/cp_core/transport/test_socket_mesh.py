@@ -12,11 +12,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cp_core.errors import ConfigError, Unavailable
-from cp_core.transport.connect import RingStore, connect_ring
-from cp_core.transport.peer_tls import PeerTls
-from cp_core.transport.socket_mesh import MAX_STRANGERS, Rendezvous, RingListener, connect_mesh, parse_endpoint
-from cp_core.transport.socket_ring import SocketRing
+from ringserve.cp_core.errors import ConfigError, Unavailable
+from ringserve.cp_core.transport.connect import RingStore, connect_ring
+from ringserve.cp_core.transport.peer_tls import PeerTls
+from ringserve.cp_core.transport.socket_mesh import (
+    MAX_STRANGERS,
+    Rendezvous,
+    RingListener,
+    connect_mesh,
+    parse_endpoint,
+)
+from ringserve.cp_core.transport.socket_ring import SocketRing
 from tests.gloo import gloo_as_nccl
 from tests.services.auth.certificates import Authority
 

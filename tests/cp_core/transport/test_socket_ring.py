@@ -14,11 +14,11 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
-from cp_core.errors import Unavailable
-from cp_core.transport.connect import RingStore, connect_ring
-from cp_core.transport.interface import RingTransport
-from cp_core.transport.peer_tls import PeerTls
-from cp_core.transport.socket_ring import LARGE_BYTES, Link
+from ringserve.cp_core.errors import Unavailable
+from ringserve.cp_core.transport.connect import RingStore, connect_ring
+from ringserve.cp_core.transport.interface import RingTransport
+from ringserve.cp_core.transport.peer_tls import PeerTls
+from ringserve.cp_core.transport.socket_ring import LARGE_BYTES, Link
 from tests.cp_core.real_rings import HOST, real_ring
 from tests.cp_core.rings import on_every_rank
 from tests.services.auth.certificates import Authority

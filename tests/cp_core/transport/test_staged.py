@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from cp_core.errors import Unavailable
-from cp_core.transport.inprocess import InProcessRing
-from cp_core.transport.interface import RingTransport
-from cp_core.transport.staged import StagedRing
+from ringserve.cp_core.errors import Unavailable
+from ringserve.cp_core.transport.inprocess import InProcessRing
+from ringserve.cp_core.transport.interface import RingTransport
+from ringserve.cp_core.transport.staged import StagedRing
 from tests.cp_core.rings import on_every_rank
 from tests.cp_core.staging import PoisonedStaging
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.distributed import ProcessGroup, Work
 
-from cp_core.errors import Unavailable
-from cp_core.transport.nccl import NcclRing, ProcessGroupLike, ProcessGroupRing, StreamWaits
+from ringserve.cp_core.errors import Unavailable
+from ringserve.cp_core.transport.nccl import NcclRing, ProcessGroupLike, ProcessGroupRing, StreamWaits
 
 
 @dataclass

@@ -7,10 +7,10 @@ import uuid
 import torch
 from torch import Tensor
 
-from orchestration.decode.leader import DecodeLeader
-from orchestration.prefill.leader import PrefillLeader
-from orchestration.protocol.kv import TakeKv
-from workers.kv.cache import slots_of
+from ringserve.orchestration.decode.leader import DecodeLeader
+from ringserve.orchestration.prefill.leader import PrefillLeader
+from ringserve.orchestration.protocol.kv import TakeKv
+from ringserve.workers.kv.cache import slots_of
 
 Leader = PrefillLeader | DecodeLeader
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from cp_core.errors import NotFound, Unavailable
-from orchestration.protocol.kv import TakeKv, TakenKv
-from orchestration.protocol.plans import PromptMode
-from orchestration.protocol.views import DrainView, MoveReason
+from ringserve.cp_core.errors import NotFound, Unavailable
+from ringserve.orchestration.protocol.kv import TakeKv, TakenKv
+from ringserve.orchestration.protocol.plans import PromptMode
+from ringserve.orchestration.protocol.views import DrainView, MoveReason
 from tests.orchestration.conversations.moving import Leader, kv_of
 from tests.orchestration.ring.test_kv_moves import HeldBack, kill_one
 from tests.orchestration.service import Answer, Service
@@ -141,7 +141,7 @@ async def test_a_turn_a_fork_and_a_deletion_wait_for_the_move_and_use_what_was_m
 ) -> None:
     await service.begin("abc")
     held = HeldBack(service.decode, monkeypatch)
-    monkeypatch.setattr("orchestration.conversations.rebalancing.MOVES_AT_ONCE", 3)
+    monkeypatch.setattr("ringserve.orchestration.conversations.rebalancing.MOVES_AT_ONCE", 3)
     await service.router.drain_ring("decode-0", WAIT_SECONDS)
     await eventually(lambda: service.decode.ring.pool.usage()[0].kept_blocks == 0)  # all three are held
     turn = asyncio.create_task(service.turn("a", [7, 8]))
@@ -280,7 +280,7 @@ async def test_a_ring_that_is_told_to_stay_gives_away_no_more(
     service: Draining, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await service.begin("abcd")
-    monkeypatch.setattr("orchestration.conversations.rebalancing.MOVES_AT_ONCE", 1)
+    monkeypatch.setattr("ringserve.orchestration.conversations.rebalancing.MOVES_AT_ONCE", 1)
     held = HeldBack(service.decode, monkeypatch)
     await service.router.drain_ring("decode-0", WAIT_SECONDS)
     await held.asked.wait()

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.errors import Busy, InvalidRequest, NotFound
-from orchestration.protocol.kv import ForkedKv, ForkKv
-from orchestration.protocol.plans import PromptMode
-from orchestration.protocol.views import ConversationView
+from ringserve.cp_core.errors import Busy, InvalidRequest, NotFound
+from ringserve.orchestration.protocol.kv import ForkedKv, ForkKv
+from ringserve.orchestration.protocol.plans import PromptMode
+from ringserve.orchestration.protocol.views import ConversationView
 from tests.orchestration.service import BLOCK_TOKENS, Answer, Service, read_tokens
 from tests.waiting import WAIT_SECONDS, eventually
 from tests.workers.models import Oracle, random_tokens

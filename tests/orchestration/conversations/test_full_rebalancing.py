@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import pytest
 
-from orchestration.conversations.rebalancing import FullRebalancing
-from orchestration.conversations.store import ConversationStore
-from orchestration.placement.registry import RegisteredRing, RingRegistry
-from orchestration.protocol.views import MoveReason, MoveTotals
-from orchestration.tasks import TaskSet
+from ringserve.orchestration.conversations.rebalancing import FullRebalancing
+from ringserve.orchestration.conversations.store import ConversationStore
+from ringserve.orchestration.placement.registry import RegisteredRing, RingRegistry
+from ringserve.orchestration.protocol.views import MoveReason, MoveTotals
+from ringserve.orchestration.tasks import TaskSet
 from tests.orchestration.conversations.moving import Leader
 from tests.orchestration.conversations.test_drain_rebalancing import ANSWER, Draining
 from tests.rings import registration
@@ -60,7 +60,7 @@ async def totals(service: Draining) -> list[MoveTotals]:
 async def test_the_least_recently_used_go_before_they_are_evicted_and_are_not_computed_again(
     service: Draining, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestration.conversations.rebalancing.WORTH", 0.0)
+    monkeypatch.setattr("ringserve.orchestration.conversations.rebalancing.WORTH", 0.0)
     async with service:
         ring = await fill(service)
         await service.turn("a", [7])
@@ -84,7 +84,9 @@ async def test_the_least_recently_used_go_before_they_are_evicted_and_are_not_co
 async def test_nothing_moves_where_it_is_not_worth_it_or_no_ring_has_room(
     reason: str, service: Draining, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestration.conversations.rebalancing.WORTH", 1e9 if reason == "cheap to compute" else 0.0)
+    monkeypatch.setattr(
+        "ringserve.orchestration.conversations.rebalancing.WORTH", 1e9 if reason == "cheap to compute" else 0.0
+    )
     async with service:
         ring, other = await fill(service), service.peers.leaders["decode-1"]
         if reason == "the other is full too":
@@ -107,7 +109,7 @@ def test_where_all_rings_are_full_an_announcement_looks_at_none_of_the_others(mo
         looked_at.append(ring)
         return 0.0
 
-    monkeypatch.setattr("orchestration.conversations.rebalancing._spare_share", spare_share)
+    monkeypatch.setattr("ringserve.orchestration.conversations.rebalancing._spare_share", spare_share)
     for number in range(20):
         rings.register(registration("decode", f"decode-{number}", spare_tokens=0))
         ring = rings.named("decode", f"decode-{number}")

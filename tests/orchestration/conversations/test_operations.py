@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.errors import CapacityExceeded, DeadlineExceeded, InvalidRequest, NotFound, TurnCancelled
-from orchestration.protocol.plans import PromptMode
-from orchestration.protocol.turns import Reservation, Reserve, TurnOutcome, TurnRequest
+from ringserve.cp_core.errors import CapacityExceeded, DeadlineExceeded, InvalidRequest, NotFound, TurnCancelled
+from ringserve.orchestration.protocol.plans import PromptMode
+from ringserve.orchestration.protocol.turns import Reservation, Reserve, TurnOutcome, TurnRequest
 from tests.orchestration.conversations.test_store import Clock
 from tests.orchestration.service import Service, is_idle
 from tests.waiting import eventually

@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestration.conversations.conversation import common_prefix
-from orchestration.conversations.prefixes import PrefixIndex
+from ringserve.orchestration.conversations.conversation import common_prefix
+from ringserve.orchestration.conversations.prefixes import PrefixIndex
 
 
 def tokens(text: str) -> np.ndarray:

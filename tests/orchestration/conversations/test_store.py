@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_core.errors import Busy, CapacityExceeded, NotFound, TurnCancelled
-from cp_core.layout.shards import ShardMap, TokenRange, spread
-from orchestration.conversations.conversation import Conversation
-from orchestration.conversations.store import MAX_GONE, ConversationStore
-from orchestration.placement.kv_locations import KvLocation
+from ringserve.cp_core.errors import Busy, CapacityExceeded, NotFound, TurnCancelled
+from ringserve.cp_core.layout.shards import ShardMap, TokenRange, spread
+from ringserve.orchestration.conversations.conversation import Conversation
+from ringserve.orchestration.conversations.store import MAX_GONE, ConversationStore
+from ringserve.orchestration.placement.kv_locations import KvLocation
 
 
 def finish(store: ConversationStore, name: str) -> Conversation:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 
-from cp_core.layout.shards import ShardMap, level_counts, spread
-from orchestration.decode.turn import Attempt, DecodeTurn, DecodeTurnState
-from orchestration.protocol.turns import Reservation, Reserve
-from orchestration.ring.kv_pool import KvPool
+from ringserve.cp_core.layout.shards import ShardMap, level_counts, spread
+from ringserve.orchestration.decode.turn import Attempt, DecodeTurn, DecodeTurnState
+from ringserve.orchestration.protocol.turns import Reservation, Reserve
+from ringserve.orchestration.ring.kv_pool import KvPool
+from ringserve.workers.protocol.transfers import TransferKey
+from ringserve.workers.sampling.parameters import SamplingParameters
 from tests.cp_core.layout.decoded import lone_owners
-from workers.protocol.transfers import TransferKey
-from workers.sampling.parameters import SamplingParameters
 
 BLOCK_TOKENS = 4
 PROMPT_TOKENS = 10

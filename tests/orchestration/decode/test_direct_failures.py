@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.errors import (
+from ringserve.cp_core.errors import (
     CapacityExceeded,
     DeadlineExceeded,
     InvalidRequest,
@@ -19,15 +19,15 @@ from cp_core.errors import (
     TurnCancelled,
     Unavailable,
 )
-from orchestration.protocol.plans import PromptMode
-from orchestration.protocol.turns import TurnRequest
+from ringserve.orchestration.protocol.plans import PromptMode
+from ringserve.orchestration.protocol.turns import TurnRequest
+from ringserve.workers.decode.prompts import DecodePrompts
+from ringserve.workers.protocol.decode_commands import ComputePrompt
+from ringserve.workers.protocol.prefill_steps import Algorithm
+from ringserve.workers.sampling.parameters import Sampled
 from tests.orchestration.service import Answer, Service
 from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens
-from workers.decode.prompts import DecodePrompts
-from workers.protocol.decode_commands import ComputePrompt
-from workers.protocol.prefill_steps import Algorithm
-from workers.sampling.parameters import Sampled
 
 DIRECT = Algorithm.DECODE_RING
 MAX_TOKENS = 5

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestration.protocol.plans import PromptMode
+from ringserve.orchestration.protocol.plans import PromptMode
+from ringserve.workers.protocol.prefill_steps import Algorithm
+from ringserve.workers.sampling.parameters import SamplingParameters
 from tests.orchestration.service import BLOCK_TOKENS, Answer, Service
 from tests.workers.models import Oracle, random_tokens
-from workers.protocol.prefill_steps import Algorithm
-from workers.sampling.parameters import SamplingParameters
 
 RING_SIZES = (1, 2, 3)
 # Less than a token a rank, then shards that are uneven on every ring.

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from cp_core.errors import Unavailable
-from orchestration.decode.feed import DecodeFeed
-from orchestration.decode.turn import DecodeTurn
+from ringserve.cp_core.errors import Unavailable
+from ringserve.orchestration.decode.feed import DecodeFeed
+from ringserve.orchestration.decode.turn import DecodeTurn
+from ringserve.workers.protocol.decode_commands import DecodeEvent, FinishReason
 from tests.orchestration.decode.decode_turns import decode_turn
 from tests.orchestration.fake_ranks import FakeRank
 from tests.waiting import eventually
-from workers.protocol.decode_commands import DecodeEvent, FinishReason
 
 WAIT_SECONDS = 10.0
 

@@ -17,17 +17,17 @@ from llguidance import grammar_from
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from cp_core.cost.decode import GATHER, HELIX, VARIANTS
-from cp_core.cost.model import PASS_Q
-from cp_core.errors import InvalidRequest
-from orchestration.protocol.turns import LostTurn, TokensEvent
+from ringserve.cp_core.cost.decode import GATHER, HELIX, VARIANTS
+from ringserve.cp_core.cost.model import PASS_Q
+from ringserve.cp_core.errors import InvalidRequest
+from ringserve.orchestration.protocol.turns import LostTurn, TokensEvent
+from ringserve.workers.model.builtin import END_TOKEN_ID, EOS_TOKEN_ID
+from ringserve.workers.protocol.decode_commands import FinishReason
+from ringserve.workers.sampling.parameters import SamplingParameters, TokenLogprobs
 from tests.orchestration.decode.test_sampling import OpenAiPenalties
 from tests.orchestration.service import Service, is_idle
 from tests.waiting import eventually
 from tests.workers.models import Oracle, add_text, random_tokens
-from workers.model.builtin import END_TOKEN_ID, EOS_TOKEN_ID
-from workers.protocol.decode_commands import FinishReason
-from workers.sampling.parameters import SamplingParameters, TokenLogprobs
 
 ENDS = (EOS_TOKEN_ID, END_TOKEN_ID)
 WORDS = tuple(f"{first}{second}{third}" for first in ("ab", "bba") for second in "xyzé" for third in ("", "end", "!!"))

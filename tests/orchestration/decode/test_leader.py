@@ -9,17 +9,17 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from cp_core.errors import TransferError, TurnCancelled, Unavailable
-from orchestration.decode.leader import DecodeLeader
-from orchestration.protocol.inventory import KnownEpoch, Registered
-from orchestration.protocol.rings import RingSettings
-from orchestration.protocol.turns import Reserve, RingRegistration, TurnOutcome
+from ringserve.cp_core.errors import TransferError, TurnCancelled, Unavailable
+from ringserve.orchestration.decode.leader import DecodeLeader
+from ringserve.orchestration.protocol.inventory import KnownEpoch, Registered
+from ringserve.orchestration.protocol.rings import RingSettings
+from ringserve.orchestration.protocol.turns import Reserve, RingRegistration, TurnOutcome
+from ringserve.workers.protocol.ranks import RankSettings
+from ringserve.workers.protocol.transfers import KvExpect
+from ringserve.workers.sampling.parameters import SamplingParameters
 from tests.orchestration.fake_ranks import FakeRanks
 from tests.orchestration.service import DirectPeers
 from tests.waiting import eventually
-from workers.protocol.ranks import RankSettings
-from workers.protocol.transfers import KvExpect
-from workers.sampling.parameters import SamplingParameters
 
 
 @dataclass

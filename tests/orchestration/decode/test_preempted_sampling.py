@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from ringserve.workers.sampling.parameters import SamplingParameters
 from tests.orchestration.decode.test_preemption import LENGTHS, MAX_TOKENS, small_service
 from tests.orchestration.service import Answer, Service, is_idle
 from tests.workers.models import VOCAB_SIZE, random_tokens
-from workers.sampling.parameters import SamplingParameters
 
 FINISHES = (40, None, 33, 40)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.errors import CapacityExceeded, DeadlineExceeded, NotFound, TurnCancelled, Unavailable
-from orchestration.protocol.plans import PromptMode
-from orchestration.protocol.turns import PrefillDone, PrefillTurn, Reservation, Reserve, ResumeTurn
+from ringserve.cp_core.errors import CapacityExceeded, DeadlineExceeded, NotFound, TurnCancelled, Unavailable
+from ringserve.orchestration.protocol.plans import PromptMode
+from ringserve.orchestration.protocol.turns import PrefillDone, PrefillTurn, Reservation, Reserve, ResumeTurn
 from tests.orchestration.service import Answer, Service, is_idle
 from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens
@@ -188,7 +188,7 @@ async def test_a_turn_that_cannot_be_resumed_at_once_is_resumed_later(
     model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The prefill ring refuses: before the decode ring expects KV again, then after, then in the prefill itself."""
-    monkeypatch.setattr("orchestration.decode.engine.RESUME_PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr("ringserve.orchestration.decode.engine.RESUME_PAUSE_SECONDS", 0.02)
     async with small_service(model_paths["llama_gqa"], 2, 2) as service:
         free = service.free_blocks()
         settle, reserve, prefill = service.prefill.settle, service.prefill.reserve, service.prefill.prefill

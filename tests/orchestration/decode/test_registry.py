@@ -9,22 +9,22 @@ from dataclasses import replace
 
 import pytest
 
-from cp_core.errors import Busy, DeadlineExceeded, NotFound, RingserveError, TurnCancelled, Unavailable
-from orchestration import tasks
-from orchestration.decode import registry
-from orchestration.decode.engine import DecodeEngine
-from orchestration.decode.registry import DecodeTurns
-from orchestration.decode.turn import Attempt, DecodeTurn, DecodeTurnState
-from orchestration.protocol.kv import SentKv
-from orchestration.protocol.rings import RingSettings
-from orchestration.protocol.turns import FinishedEvent, TokensEvent, TurnEvent, TurnOutcome
-from orchestration.ring.life import Ring
+from ringserve.cp_core.errors import Busy, DeadlineExceeded, NotFound, RingserveError, TurnCancelled, Unavailable
+from ringserve.orchestration import tasks
+from ringserve.orchestration.decode import registry
+from ringserve.orchestration.decode.engine import DecodeEngine
+from ringserve.orchestration.decode.registry import DecodeTurns
+from ringserve.orchestration.decode.turn import Attempt, DecodeTurn, DecodeTurnState
+from ringserve.orchestration.protocol.kv import SentKv
+from ringserve.orchestration.protocol.rings import RingSettings
+from ringserve.orchestration.protocol.turns import FinishedEvent, TokensEvent, TurnEvent, TurnOutcome
+from ringserve.orchestration.ring.life import Ring
+from ringserve.workers.protocol.decode_commands import DecodeEvent, FinishReason
+from ringserve.workers.protocol.ranks import RankSettings
+from ringserve.workers.protocol.transfers import TransferKey
 from tests.orchestration.decode.decode_turns import PROMPT_TOKENS, decode_turn
 from tests.orchestration.fake_ranks import FakeRanks
 from tests.waiting import eventually
-from workers.protocol.decode_commands import DecodeEvent, FinishReason
-from workers.protocol.ranks import RankSettings
-from workers.protocol.transfers import TransferKey
 
 WAIT_SECONDS = 10.0
 

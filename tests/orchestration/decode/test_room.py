@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_core.errors import CapacityExceeded
-from cp_core.layout.shards import ShardMap, assign_owners, spread
-from orchestration.decode.room import DecodeRoom
-from orchestration.decode.turn import Attempt, DecodeTurn, DecodeTurnState
-from orchestration.protocol.turns import Reservation, Reserve
-from orchestration.ring.kv_pool import KvPool
-from workers.protocol.transfers import TransferKey
-from workers.sampling.parameters import SamplingParameters
+from ringserve.cp_core.errors import CapacityExceeded
+from ringserve.cp_core.layout.shards import ShardMap, assign_owners, spread
+from ringserve.orchestration.decode.room import DecodeRoom
+from ringserve.orchestration.decode.turn import Attempt, DecodeTurn, DecodeTurnState
+from ringserve.orchestration.protocol.turns import Reservation, Reserve
+from ringserve.orchestration.ring.kv_pool import KvPool
+from ringserve.workers.protocol.transfers import TransferKey
+from ringserve.workers.sampling.parameters import SamplingParameters
 
 BLOCK_TOKENS = 4
 MAX_STEPS = 4000

@@ -21,17 +21,17 @@ from transformers.generation.logits_process import (
     SequenceBiasLogitsProcessor,
 )
 
-from cp_core.cost.decode import GATHER, HELIX, STEP_VARIANTS, VARIANTS
-from cp_core.cost.model import PASS_Q
-from cp_core.errors import DeadlineExceeded, InvalidRequest, RingserveError, TurnCancelled
-from orchestration.protocol.plans import PromptMode
-from orchestration.protocol.rings import RingState
-from orchestration.protocol.turns import EndingEvent, FinishedEvent, TokensEvent
+from ringserve.cp_core.cost.decode import GATHER, HELIX, STEP_VARIANTS, VARIANTS
+from ringserve.cp_core.cost.model import PASS_Q
+from ringserve.cp_core.errors import DeadlineExceeded, InvalidRequest, RingserveError, TurnCancelled
+from ringserve.orchestration.protocol.plans import PromptMode
+from ringserve.orchestration.protocol.rings import RingState
+from ringserve.orchestration.protocol.turns import EndingEvent, FinishedEvent, TokensEvent
+from ringserve.workers.protocol.decode_commands import FinishReason
+from ringserve.workers.sampling.parameters import SamplingParameters, TokenBias, TokenLogprobs
 from tests.orchestration.service import Service
 from tests.waiting import eventually
 from tests.workers.models import VOCAB_SIZE, Oracle, random_tokens
-from workers.protocol.decode_commands import FinishReason
-from workers.sampling.parameters import SamplingParameters, TokenBias, TokenLogprobs
 
 RING_SIZES = [(1, 1), (1, 3), (3, 2)]
 LENGTHS = (1, 2, 65)
@@ -221,7 +221,7 @@ async def test_a_prompt_whose_log_probabilities_are_asked_for_is_computed_whole(
 async def test_more_prompt_log_probabilities_than_a_message_holds_are_refused(
     model_paths: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestration.router.admission.MAX_PROMPT_LOGPROBS", 100)
+    monkeypatch.setattr("ringserve.orchestration.router.admission.MAX_PROMPT_LOGPROBS", 100)
     async with Service(model_paths["llama_gqa"], 1, 1) as service:
         await service.answer(service.request(random_tokens(25), sampling=SamplingParameters(prompt_logprobs=3)))
         with pytest.raises(InvalidRequest, match=r"prompt_logprobs: 3 for a prompt of 26 tokens make 104 .* 100"):

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_core.errors import InvalidRequest
-from cp_core.layout.shards import TokenRange
+from ringserve.cp_core.errors import InvalidRequest
+from ringserve.cp_core.layout.shards import TokenRange
+from ringserve.workers.protocol.decode_commands import FinishReason
+from ringserve.workers.sampling.parameters import SamplingParameters, TokenHistory
 from tests.orchestration.decode.decode_turns import BLOCK_TOKENS, PROMPT_TOKENS, decode_alone, decode_turn
-from workers.protocol.decode_commands import FinishReason
-from workers.sampling.parameters import SamplingParameters, TokenHistory
 
 
 def test_a_turn_joins_with_its_first_token_whose_kv_is_the_first_to_compute() -> None:

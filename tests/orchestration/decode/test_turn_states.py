@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from orchestration.decode.turn import DecodeTurnState
+from ringserve.orchestration.decode.turn import DecodeTurnState
 
 RESERVED, STREAMING, SEALED, ADMITTED, STARVED, PREEMPTED, RESUMING, ABORTED, DONE = DecodeTurnState
 

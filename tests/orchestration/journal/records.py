@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from orchestration.protocol.journal import BegunRecord, CommittedRecord, RingIncarnation, StoredConversation
-from orchestration.protocol.plans import PromptMode, SparsePlan, TurnPlan
-from orchestration.protocol.turns import KvQuota, TurnRequest
-from workers.protocol.decode_commands import FinishReason
-from workers.protocol.prefill_steps import Algorithm
-from workers.sampling.parameters import SamplingParameters, TokenBias
+from ringserve.orchestration.protocol.journal import BegunRecord, CommittedRecord, RingIncarnation, StoredConversation
+from ringserve.orchestration.protocol.plans import PromptMode, SparsePlan, TurnPlan
+from ringserve.orchestration.protocol.turns import KvQuota, TurnRequest
+from ringserve.workers.protocol.decode_commands import FinishReason
+from ringserve.workers.protocol.prefill_steps import Algorithm
+from ringserve.workers.sampling.parameters import SamplingParameters, TokenBias
 
 SAMPLING = SamplingParameters(
     temperature=0.5, seed=7, max_tokens=9, stop_token_ids=(1, 2), logit_bias=(TokenBias(3, -1.0),), logprobs=2

@@ -10,8 +10,8 @@ from tempfile import TemporaryDirectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestration.journal.journal import SqliteJournal
-from orchestration.journal.schema import FILE
+from ringserve.orchestration.journal.journal import SqliteJournal
+from ringserve.orchestration.journal.schema import FILE
 from tests.orchestration.journal.records import begun, committed, fork
 
 NAMES = ("a", "b", "c")

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cp_core.errors import ConfigError, Unavailable
-from orchestration.journal import schema
-from orchestration.journal.journal import MAX_ENDED, SqliteJournal
+from ringserve.cp_core.errors import ConfigError, Unavailable
+from ringserve.orchestration.journal import schema
+from ringserve.orchestration.journal.journal import MAX_ENDED, SqliteJournal
+from ringserve.workers.protocol.decode_commands import FinishReason
 from tests.orchestration.journal.records import PLAN, SPARSE, begun, committed, fork
-from workers.protocol.decode_commands import FinishReason
 
 
 @pytest.fixture(autouse=True)

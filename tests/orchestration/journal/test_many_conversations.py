@@ -4,9 +4,9 @@ import sqlite3
 import time
 from pathlib import Path
 
-from orchestration.conversations.store import ConversationStore
-from orchestration.journal.journal import SqliteJournal
-from orchestration.journal.schema import FILE
+from ringserve.orchestration.conversations.store import ConversationStore
+from ringserve.orchestration.journal.journal import SqliteJournal
+from ringserve.orchestration.journal.schema import FILE
 
 NUM_CONVERSATIONS = 100_000
 SECONDS = 5.0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from cp_core.cost.model import PREFILL_ALGORITHMS, PrefillRates, predict_prefill
-from orchestration.placement.kv_locations import WantedTurn
-from orchestration.placement.placer import LEAVE_SECONDS, TIE
-from orchestration.placement.registry import TURN_SECONDS, WAIT_SECONDS, RegisteredRing, RingRegistry
-from orchestration.protocol.turns import RingRegistration
-from workers.protocol.ranks import ModelInfo
+from ringserve.cp_core.cost.model import PREFILL_ALGORITHMS, PrefillRates, predict_prefill
+from ringserve.orchestration.placement.kv_locations import WantedTurn
+from ringserve.orchestration.placement.placer import LEAVE_SECONDS, TIE
+from ringserve.orchestration.placement.registry import TURN_SECONDS, WAIT_SECONDS, RegisteredRing, RingRegistry
+from ringserve.orchestration.protocol.turns import RingRegistration
+from ringserve.workers.protocol.ranks import ModelInfo
 
 Names = tuple[str, str]
 

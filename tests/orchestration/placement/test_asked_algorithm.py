@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from orchestration.placement.costs import LEAST
-from orchestration.protocol.plans import PromptMode
-from services.offline.reference import StockModel
+from ringserve.orchestration.placement.costs import LEAST
+from ringserve.orchestration.protocol.plans import PromptMode
+from ringserve.services.offline.reference import StockModel
+from ringserve.workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
 from tests.orchestration.service import Service
 from tests.workers.models import random_tokens, save_model
-from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
 
 NUM_NEW = (1, 2, 37)
 

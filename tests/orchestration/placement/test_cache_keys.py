@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestration.placement.cache_keys import KeyedRings
-from orchestration.placement.kv_locations import Choice, WantedTurn
+from ringserve.orchestration.placement.cache_keys import KeyedRings
+from ringserve.orchestration.placement.kv_locations import Choice, WantedTurn
 from tests.orchestration.placement.test_placer import Cluster, cluster, follow_up, names, new_turn
 
 

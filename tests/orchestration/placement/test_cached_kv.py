@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from cp_core.cost.model import RingRates
-from cp_core.layout.shards import TokenRange
-from orchestration.placement.planner import (
+from ringserve.cp_core.cost.model import RingRates
+from ringserve.cp_core.layout.shards import TokenRange
+from ringserve.orchestration.placement.planner import (
     AUTO,
     PULL,
     PULLED_FROM_OTHER,
@@ -20,7 +20,7 @@ from orchestration.placement.planner import (
     RetainedPrefix,
     choose_source,
 )
-from orchestration.protocol.plans import CachedSource, PromptMode, TurnPlan
+from ringserve.orchestration.protocol.plans import CachedSource, PromptMode, TurnPlan
 from tests.orchestration.fake_ranks import MODEL
 from tests.rings import CPU_RATES as RATES
 from tests.rings import registration

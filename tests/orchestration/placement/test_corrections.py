@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_core.cost.selector import duration
-from cp_core.layout.shards import TokenRange
-from orchestration.placement.costs import LEAST, LIKE, WINDOW, RingCorrections
-from orchestration.placement.planner import Planner, PlannerSettings, PromptOnRings
-from orchestration.protocol.plans import PlannedChunk, PromptMode, TurnPlan
-from orchestration.protocol.turns import PrefillReport
-from orchestration.protocol.views import Correction
+from ringserve.cp_core.cost.selector import duration
+from ringserve.cp_core.layout.shards import TokenRange
+from ringserve.orchestration.placement.costs import LEAST, LIKE, WINDOW, RingCorrections
+from ringserve.orchestration.placement.planner import Planner, PlannerSettings, PromptOnRings
+from ringserve.orchestration.protocol.plans import PlannedChunk, PromptMode, TurnPlan
+from ringserve.orchestration.protocol.turns import PrefillReport
+from ringserve.orchestration.protocol.views import Correction
+from ringserve.workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
 from tests.orchestration.fake_ranks import MODEL
 from tests.rings import LLAMA_8B, registration
-from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
 
 KV, Q = Algorithm.PASS_KV, Algorithm.PASS_Q
 RING = registration(chunk_tokens=512)

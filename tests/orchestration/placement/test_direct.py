@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from cp_core.cost.model import PREFILL_ALGORITHMS, RingRates
-from cp_core.errors import InvalidRequest
-from orchestration.placement.costs import LEAST
-from orchestration.placement.kv_locations import WantedTurn
-from orchestration.placement.planner import Planner, PlannerSettings, PromptOnRings
-from orchestration.placement.registry import RegisteredRing
-from orchestration.protocol.plans import PlannedChunk, PromptMode, TurnPlan
-from orchestration.protocol.turns import PrefillReport
+from ringserve.cp_core.cost.model import PREFILL_ALGORITHMS, RingRates
+from ringserve.cp_core.errors import InvalidRequest
+from ringserve.orchestration.placement.costs import LEAST
+from ringserve.orchestration.placement.kv_locations import WantedTurn
+from ringserve.orchestration.placement.planner import Planner, PlannerSettings, PromptOnRings
+from ringserve.orchestration.placement.registry import RegisteredRing
+from ringserve.orchestration.protocol.plans import PlannedChunk, PromptMode, TurnPlan
+from ringserve.orchestration.protocol.turns import PrefillReport
+from ringserve.workers.protocol.prefill_steps import Algorithm
 from tests.orchestration.placement.test_placer import SLOW_LINKS, Cluster, at
 from tests.rings import GPU_RATES as RATES
 from tests.rings import LLAMA_8B as MODEL
-from workers.protocol.prefill_steps import Algorithm
 
 HISTORY = 50_000
 DIRECT = Algorithm.DECODE_RING

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 
-from orchestration.placement.events import MAX_EVENTS, MAX_TEXT, EventLog
-from orchestration.placement.registry import LEASE_TICKS, RingRegistry
-from orchestration.protocol.views import EventKind
+from ringserve.orchestration.placement.events import MAX_EVENTS, MAX_TEXT, EventLog
+from ringserve.orchestration.placement.registry import LEASE_TICKS, RingRegistry
+from ringserve.orchestration.protocol.views import EventKind
 from tests.rings import registration
 
 

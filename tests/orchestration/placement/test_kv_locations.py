@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_core.layout.shards import spread
-from orchestration.placement.kv_locations import KvLocation, KvLocations
-from orchestration.protocol.plans import PromptMode
+from ringserve.cp_core.layout.shards import spread
+from ringserve.orchestration.placement.kv_locations import KvLocation, KvLocations
+from ringserve.orchestration.protocol.plans import PromptMode
 from tests.orchestration.service import Service, read_tokens
 from tests.waiting import eventually
 from tests.workers.models import random_tokens

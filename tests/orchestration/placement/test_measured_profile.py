@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.cost.fit import PrefillSample, predicted_prefill
-from cp_core.cost.profile import HardwareProfile, format_profile, read_profile
-from orchestration.placement.costs import LEAST
-from orchestration.protocol.plans import PromptMode, TurnPlan
+from ringserve.cp_core.cost.fit import PrefillSample, predicted_prefill
+from ringserve.cp_core.cost.profile import HardwareProfile, format_profile, read_profile
+from ringserve.orchestration.placement.costs import LEAST
+from ringserve.orchestration.protocol.plans import PromptMode, TurnPlan
+from ringserve.workers.protocol.prefill_steps import Algorithm
 from tests.orchestration.service import Service
 from tests.workers.models import random_tokens, save_model
-from workers.protocol.prefill_steps import Algorithm
 
 NUM_RANKS = 2
 

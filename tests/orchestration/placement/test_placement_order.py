@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_core.cost.model import RingRates
-from cp_core.layout.shards import spread
-from orchestration.placement import placer
-from orchestration.placement.costs import RingCosts, StepSeconds
-from orchestration.placement.kv_locations import KvLocation, WantedTurn
-from orchestration.placement.placer import RingPlacer
-from orchestration.placement.planner import Planner, PlannerSettings
-from orchestration.placement.registry import LoadShare, RegisteredRing, RingRegistry
-from orchestration.placement.ring_order import Ordered
-from orchestration.protocol.turns import RingRegistration
+from ringserve.cp_core.cost.model import RingRates
+from ringserve.cp_core.layout.shards import spread
+from ringserve.orchestration.placement import placer
+from ringserve.orchestration.placement.costs import RingCosts, StepSeconds
+from ringserve.orchestration.placement.kv_locations import KvLocation, WantedTurn
+from ringserve.orchestration.placement.placer import RingPlacer
+from ringserve.orchestration.placement.planner import Planner, PlannerSettings
+from ringserve.orchestration.placement.registry import LoadShare, RegisteredRing, RingRegistry
+from ringserve.orchestration.placement.ring_order import Ordered
+from ringserve.orchestration.protocol.turns import RingRegistration
 from tests.orchestration.placement.exhaustive_placement import ExhaustivePlacer
 from tests.orchestration.placement.test_placer import SLOW_LINKS
 from tests.rings import GPU_RATES as RATES

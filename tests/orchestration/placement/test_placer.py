@@ -8,19 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_core.errors import Unavailable
-from cp_core.layout.shards import TokenRange, spread
-from orchestration.placement.costs import LEAST
-from orchestration.placement.kv_locations import Choice, KvLocation, WantedTurn
-from orchestration.placement.placer import LEAVE_SECONDS, MAX_ALTERNATIVES, TIE, RingPlacer
-from orchestration.placement.planner import Planner, PlannerSettings
-from orchestration.placement.registry import RegisteredRing, RingRegistry
-from orchestration.protocol.plans import PlannedChunk
-from orchestration.protocol.turns import PrefillReport
+from ringserve.cp_core.errors import Unavailable
+from ringserve.cp_core.layout.shards import TokenRange, spread
+from ringserve.orchestration.placement.costs import LEAST
+from ringserve.orchestration.placement.kv_locations import Choice, KvLocation, WantedTurn
+from ringserve.orchestration.placement.placer import LEAVE_SECONDS, MAX_ALTERNATIVES, TIE, RingPlacer
+from ringserve.orchestration.placement.planner import Planner, PlannerSettings
+from ringserve.orchestration.placement.registry import RegisteredRing, RingRegistry
+from ringserve.orchestration.protocol.plans import PlannedChunk
+from ringserve.orchestration.protocol.turns import PrefillReport
+from ringserve.workers.protocol.prefill_steps import Algorithm
 from tests.rings import GPU_RATES as RATES
 from tests.rings import LLAMA_8B as MODEL
 from tests.rings import registration
-from workers.protocol.prefill_steps import Algorithm
 
 SLOW_LINKS = replace(RATES, link_bytes_per_second=1e9, link_latency_seconds=5e-3)
 

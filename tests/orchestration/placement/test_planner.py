@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from cp_core.cost.fit import PrefillSample, predicted_prefill
-from cp_core.cost.model import RingRates
-from cp_core.cost.profile import read_profile
-from cp_core.errors import ConfigError
-from orchestration.placement.planner import Planner, PlannerSettings, PromptOnRings
-from orchestration.protocol.plans import PromptMode, TurnPlan
+from ringserve.cp_core.cost.fit import PrefillSample, predicted_prefill
+from ringserve.cp_core.cost.model import RingRates
+from ringserve.cp_core.cost.profile import read_profile
+from ringserve.cp_core.errors import ConfigError
+from ringserve.orchestration.placement.planner import Planner, PlannerSettings, PromptOnRings
+from ringserve.orchestration.protocol.plans import PromptMode, TurnPlan
+from ringserve.workers.protocol.prefill_steps import RING_ALGORITHMS
 from tests.orchestration.fake_ranks import MODEL
 from tests.rings import registration
-from workers.protocol.prefill_steps import RING_ALGORITHMS
 
 # With links this fast, only computation takes time.
 RATES = RingRates(gemm_flops=1e9, attention_flops=1e9, link_bytes_per_second=1e15, link_latency_seconds=0.0)

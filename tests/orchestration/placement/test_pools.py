@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestration.placement.kv_locations import Choice, WantedTurn
-from orchestration.placement.placer import RingPlacer
-from orchestration.placement.registry import RegisteredRing
-from orchestration.protocol.plans import PromptMode
-from orchestration.protocol.views import ConversationView
+from ringserve.orchestration.placement.kv_locations import Choice, WantedTurn
+from ringserve.orchestration.placement.placer import RingPlacer
+from ringserve.orchestration.placement.registry import RegisteredRing
+from ringserve.orchestration.protocol.plans import PromptMode
+from ringserve.orchestration.protocol.views import ConversationView
 from tests.orchestration.conftest import KINDS
 from tests.orchestration.service import Answer, Service, Shape, is_idle, read_tokens
 from tests.waiting import eventually

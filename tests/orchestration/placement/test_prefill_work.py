@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_core.cost.work import StepLimits, WorkModel, cut
-from cp_core.layout.shards import TokenRange
+from ringserve.cp_core.cost.work import StepLimits, WorkModel, cut
+from ringserve.cp_core.layout.shards import TokenRange
 from tests.orchestration.fake_ranks import MODEL
 
 shapes = st.floats(1.0, 1e5).map(lambda pairs: WorkModel(pairs_per_token=pairs, flops_per_unit=1.0))

@@ -7,11 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from cp_core.errors import RingserveError, Unavailable
-from orchestration.placement.registry import LEASE_TICKS, RegisteredRing, RingRegistry, status_of, withdraw_if_lost
-from orchestration.protocol.rings import RingState
-from orchestration.protocol.turns import RingRegistration
-from orchestration.protocol.views import RingStatus
+from ringserve.cp_core.errors import RingserveError, Unavailable
+from ringserve.orchestration.placement.registry import (
+    LEASE_TICKS,
+    RegisteredRing,
+    RingRegistry,
+    status_of,
+    withdraw_if_lost,
+)
+from ringserve.orchestration.protocol.rings import RingState
+from ringserve.orchestration.protocol.turns import RingRegistration
+from ringserve.orchestration.protocol.views import RingStatus
 from tests.rings import registration as ring_registration
 
 

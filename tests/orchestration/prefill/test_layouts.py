@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from cp_core.cost.chain import ChainRates
-from cp_core.errors import CapacityExceeded
-from cp_core.layout.shards import ShardMap, TokenRange, balanced_layout
-from orchestration.prefill.layouts import PieceLayout, StepForm, lay_out
-from orchestration.protocol.plans import LayoutFallback
-from orchestration.ring.kv_pool import KvPool, SequenceKv
+from ringserve.cp_core.cost.chain import ChainRates
+from ringserve.cp_core.errors import CapacityExceeded
+from ringserve.cp_core.layout.shards import ShardMap, TokenRange, balanced_layout
+from ringserve.orchestration.prefill.layouts import PieceLayout, StepForm, lay_out
+from ringserve.orchestration.protocol.plans import LayoutFallback
+from ringserve.orchestration.ring.kv_pool import KvPool, SequenceKv
 
 BLOCK = 4
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_core.layout.shards import balanced_layout, spread
-from orchestration.prefill.layouts import worst_case_held
+from ringserve.cp_core.layout.shards import balanced_layout, spread
+from ringserve.orchestration.prefill.layouts import worst_case_held
 
 
 def held_after(held: Sequence[int], pulled: int, chunks: Sequence[int]) -> list[int]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from cp_core.cost.work import StepLimits
-from orchestration.prefill.scheduler import AGE_SHARE
-from orchestration.protocol.rings import PrefillScheduling
+from ringserve.cp_core.cost.work import StepLimits
+from ringserve.orchestration.prefill.scheduler import AGE_SHARE
+from ringserve.orchestration.protocol.rings import PrefillScheduling
 from tests.orchestration.prefill.test_scheduler import WORK, Prompt, Simulation, names
 
 SCHEDULING = PrefillScheduling()

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from orchestration.prefill.loop import PATIENCE, PrefillLoop
-from orchestration.prefill.scheduler import ScheduledStep
-from workers.protocol.prefill_steps import Algorithm
+from ringserve.orchestration.prefill.loop import PATIENCE, PrefillLoop
+from ringserve.orchestration.prefill.scheduler import ScheduledStep
+from ringserve.workers.protocol.prefill_steps import Algorithm
 
 STEP_TIMEOUT, LEAST = 300.0, 10.0
 

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.cost.work import StepLimits
-from cp_core.errors import CapacityExceeded, TurnCancelled, Unavailable
-from orchestration.prefill.loop import PrefillLoop
-from orchestration.protocol.plans import PromptMode
-from orchestration.protocol.rings import PrefillScheduling
-from orchestration.protocol.turns import Reserve, TurnRequest
+from ringserve.cp_core.cost.work import StepLimits
+from ringserve.cp_core.errors import CapacityExceeded, TurnCancelled, Unavailable
+from ringserve.orchestration.prefill.loop import PrefillLoop
+from ringserve.orchestration.protocol.plans import PromptMode
+from ringserve.orchestration.protocol.rings import PrefillScheduling
+from ringserve.orchestration.protocol.turns import Reserve, TurnRequest
+from ringserve.workers.protocol.prefill_steps import PrefillOutput, PrefillStep
+from ringserve.workers.sampling.parameters import SamplingParameters
 from tests.orchestration.service import Answer, Service, is_idle
 from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens
-from workers.protocol.prefill_steps import PrefillOutput, PrefillStep
-from workers.sampling.parameters import SamplingParameters
 
 MAX_TOKENS = 4
 LENGTHS = (700, 3, 41, 1, 130, 17, 260)
@@ -241,7 +241,7 @@ async def test_a_ring_lost_in_a_shared_step_fails_all_its_turns_and_serves_again
 async def test_a_turn_of_a_lost_ring_that_nothing_settles_does_not_hold_its_place_until_its_deadline(
     model_paths: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestration.prefill.leader.LEASE_SECONDS", 0.05)
+    monkeypatch.setattr("ringserve.orchestration.prefill.leader.LEASE_SECONDS", 0.05)
     async with Service(model_paths["llama_gqa"], 2, 2) as service:
         free, ring = service.free_blocks(), service.prefill.ring
         await service.prefill.reserve(

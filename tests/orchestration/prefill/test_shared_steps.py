@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from ringserve.workers.protocol.prefill_steps import PrefillOutput, PrefillStep
 from tests.orchestration.prefill.test_scheduling import FOLLOW_UP, MAX_TOKENS, answers
 from tests.orchestration.service import Service
 from tests.workers.models import Oracle, random_tokens
-from workers.protocol.prefill_steps import PrefillOutput, PrefillStep
 
 
 async def test_prompts_of_a_token_that_share_a_step_lie_on_all_ranks(

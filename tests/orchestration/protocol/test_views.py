@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from orchestration.protocol.views import RingStatus, ServerView, ring_fault, service_fault
-from workers.protocol.ranks import RankStatus
+from ringserve.orchestration.protocol.views import RingStatus, ServerView, ring_fault, service_fault
+from ringserve.workers.protocol.ranks import RankStatus
 
 STUCK_SECONDS = 60.0
 RANK = RankStatus(steps=7, seconds_since_step=0.5, running=1, open_transfers=1)

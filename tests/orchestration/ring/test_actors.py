@@ -13,8 +13,8 @@ from typing import Any, cast
 import pytest
 import ray
 
-from orchestration.ring import actors
-from orchestration.ring.actors import RayRank, RayRanks
+from ringserve.orchestration.ring import actors
+from ringserve.orchestration.ring.actors import RayRank, RayRanks
 
 
 def test_places_of_a_dead_leader_are_freed_and_those_of_another_deployment_are_left(

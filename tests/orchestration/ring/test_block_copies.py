@@ -7,19 +7,19 @@ from collections.abc import Sequence
 
 import pytest
 
-from cp_core.errors import RingserveError, Unavailable
-from cp_core.layout.shards import spread
-from orchestration.protocol.inventory import Registered
-from orchestration.protocol.kv import ForkKv
-from orchestration.protocol.rings import RingSettings
-from orchestration.ring.kv_pool import KvPool, SequenceKv
-from orchestration.ring.kv_transfers import copy_blocks
+from ringserve.cp_core.errors import RingserveError, Unavailable
+from ringserve.cp_core.layout.shards import spread
+from ringserve.orchestration.protocol.inventory import Registered
+from ringserve.orchestration.protocol.kv import ForkKv
+from ringserve.orchestration.protocol.rings import RingSettings
+from ringserve.orchestration.ring.kv_pool import KvPool, SequenceKv
+from ringserve.orchestration.ring.kv_transfers import copy_blocks
+from ringserve.workers.protocol.ranks import RankSettings
+from ringserve.workers.protocol.transfers import BlockPair
 from tests.orchestration.fake_ranks import FakeRank, FakeRanks
 from tests.orchestration.ring.test_leader import Leader
 from tests.orchestration.service import DirectPeers
 from tests.waiting import eventually
-from workers.protocol.ranks import RankSettings
-from workers.protocol.transfers import BlockPair
 
 
 class SlowRank(FakeRank):

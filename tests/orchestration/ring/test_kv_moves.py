@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from cp_core.errors import Busy, CapacityExceeded, NotFound, TransferError, Unavailable
-from orchestration.protocol.kv import SendKv
+from ringserve.cp_core.errors import Busy, CapacityExceeded, NotFound, TransferError, Unavailable
+from ringserve.orchestration.protocol.kv import SendKv
+from ringserve.workers.rank.thread_ranks import ThreadRank
 from tests.orchestration.conversations.moving import Leader, kv_of, take
 from tests.orchestration.service import Service
 from tests.waiting import eventually
 from tests.workers.models import random_tokens
-from workers.rank.thread_ranks import ThreadRank
 
 KIND = "llama_gqa"
 Shape = tuple[int, int]

@@ -7,10 +7,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from cp_core.errors import Busy, CapacityExceeded, NotFound
-from cp_core.layout.shards import ShardMap, TokenRange, spread
-from orchestration.ring.block_allocator import BlockAllocator
-from orchestration.ring.kv_pool import KvPool, SequenceKv
+from ringserve.cp_core.errors import Busy, CapacityExceeded, NotFound
+from ringserve.cp_core.layout.shards import ShardMap, TokenRange, spread
+from ringserve.orchestration.ring.block_allocator import BlockAllocator
+from ringserve.orchestration.ring.kv_pool import KvPool, SequenceKv
 
 BLOCK_TOKENS = 4
 

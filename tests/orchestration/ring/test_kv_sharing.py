@@ -11,9 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from cp_core.errors import Busy, CapacityExceeded
-from cp_core.layout.shards import spread
-from orchestration.ring.kv_pool import BlockCopy, KvPool, SequenceKv
+from ringserve.cp_core.errors import Busy, CapacityExceeded
+from ringserve.cp_core.layout.shards import spread
+from ringserve.orchestration.ring.kv_pool import BlockCopy, KvPool, SequenceKv
 
 BLOCK_TOKENS = 4
 NAMES = "abcdef"

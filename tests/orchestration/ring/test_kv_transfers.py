@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_core.errors import ReshardError
-from cp_core.layout.shards import ShardMap, TokenRange, balanced_layout, spread
-from orchestration.ring.kv_transfers import sends_for
+from ringserve.cp_core.errors import ReshardError
+from ringserve.cp_core.layout.shards import ShardMap, TokenRange, balanced_layout, spread
+from ringserve.orchestration.ring.kv_transfers import sends_for
+from ringserve.workers.protocol.transfers import KvSend, TransferKey
 from tests.cp_core.layout.decoded import decoded as lay_decoded
-from workers.protocol.transfers import KvSend, TransferKey
 
 KEY = TransferKey("turn", 1, "from", "to")
 NUM_KV_HEADS = 12

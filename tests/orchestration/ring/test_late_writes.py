@@ -15,18 +15,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from cp_core.errors import TurnCancelled, Unavailable
-from orchestration.protocol.plans import PromptMode
+from ringserve.cp_core.errors import TurnCancelled, Unavailable
+from ringserve.orchestration.protocol.plans import PromptMode
+from ringserve.workers.kv.cache import KvCache
+from ringserve.workers.kv.cutting import OutgoingPart
+from ringserve.workers.kv.frames import LayerFrame, checksum_of
+from ringserve.workers.kv.lane import Lane
+from ringserve.workers.kv.outgoing import OutgoingTransfer
+from ringserve.workers.kv.sender import KvSender
 from tests.orchestration.service import Service, is_idle
 from tests.waiting import eventually
 from tests.workers.kv.kv_peers import hand_source
 from tests.workers.models import Oracle, random_tokens
-from workers.kv.cache import KvCache
-from workers.kv.cutting import OutgoingPart
-from workers.kv.frames import LayerFrame, checksum_of
-from workers.kv.lane import Lane
-from workers.kv.outgoing import OutgoingTransfer
-from workers.kv.sender import KvSender
 
 WAIT_SECONDS = 20.0
 PROMPT_TOKENS = 101

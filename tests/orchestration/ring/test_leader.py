@@ -7,17 +7,17 @@ import logging
 
 import pytest
 
-from cp_core.errors import RingserveError, Unavailable
-from orchestration.protocol.inventory import KnownEpoch, Registered, TurnOnRing
-from orchestration.protocol.rings import RingSettings
-from orchestration.protocol.turns import RingRegistration
-from orchestration.protocol.views import RingStatus
-from orchestration.ring import leader as leaders
-from orchestration.ring.leader import RingLeader
+from ringserve.cp_core.errors import RingserveError, Unavailable
+from ringserve.orchestration.protocol.inventory import KnownEpoch, Registered, TurnOnRing
+from ringserve.orchestration.protocol.rings import RingSettings
+from ringserve.orchestration.protocol.turns import RingRegistration
+from ringserve.orchestration.protocol.views import RingStatus
+from ringserve.orchestration.ring import leader as leaders
+from ringserve.orchestration.ring.leader import RingLeader
+from ringserve.workers.protocol.ranks import RankSettings
 from tests.orchestration.fake_ranks import RATES, FakeRanks
 from tests.orchestration.service import DirectPeers
 from tests.waiting import eventually
-from workers.protocol.ranks import RankSettings
 
 WAIT_SECONDS = 10.0
 

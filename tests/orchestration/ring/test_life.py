@@ -10,14 +10,14 @@ from dataclasses import replace
 
 import pytest
 
-from cp_core.cost.decode import HELIX
-from cp_core.errors import ModelRefused, RingserveError, Unavailable
-from orchestration.protocol.rings import RingSettings, RingState
-from orchestration.ring import life
-from orchestration.ring.life import Ring
+from ringserve.cp_core.cost.decode import HELIX
+from ringserve.cp_core.errors import ModelRefused, RingserveError, Unavailable
+from ringserve.orchestration.protocol.rings import RingSettings, RingState
+from ringserve.orchestration.ring import life
+from ringserve.orchestration.ring.life import Ring
+from ringserve.workers.protocol.ranks import RankInfo, RankSettings, RankSpec, RankStatus
 from tests.orchestration.fake_ranks import RATES, FakeRanks
 from tests.waiting import eventually
-from workers.protocol.ranks import RankInfo, RankSettings, RankSpec, RankStatus
 
 WAIT_SECONDS = 10.0
 DEAD = Unavailable("rank 1 died")

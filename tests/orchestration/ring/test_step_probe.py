@@ -8,10 +8,10 @@ from typing import cast
 
 import pytest
 
-from cp_core.cost.model import PrefillRates, StepPredictor
-from orchestration.protocol.ports import RankPort
-from orchestration.protocol.rings import RingSettings
-from orchestration.ring.step_probe import (
+from ringserve.cp_core.cost.model import PrefillRates, StepPredictor
+from ringserve.orchestration.protocol.ports import RankPort
+from ringserve.orchestration.protocol.rings import RingSettings
+from ringserve.orchestration.ring.step_probe import (
     LEAST_LATENESS,
     LONG_TOKENS,
     MAX_FACTOR,
@@ -20,9 +20,9 @@ from orchestration.ring.step_probe import (
     lateness_of,
     measure_steps,
 )
+from ringserve.workers.protocol.prefill_steps import PrefillOutput, PrefillStep
+from ringserve.workers.protocol.ranks import RankSettings
 from tests.rings import GPU_RATES, LLAMA_8B
-from workers.protocol.prefill_steps import PrefillOutput, PrefillStep
-from workers.protocol.ranks import RankSettings
 
 SETTINGS = RingSettings(
     role="prefill", name="ring", num_ranks=2, ranks=RankSettings(model_path="model", num_blocks=9, block_tokens=16)
@@ -73,7 +73,7 @@ async def test_corrected_rates_predict_what_was_measured(
 ) -> None:
     real = PrefillRates(ring=replace(GPU_RATES, gemm_flops=GPU_RATES.gemm_flops / products, step_seconds=step_seconds))
     machine = Machine(lambda num_tokens: predicted(real, num_tokens))
-    monkeypatch.setattr("orchestration.ring.step_probe.time.monotonic", lambda: machine.now)
+    monkeypatch.setattr("ringserve.orchestration.ring.step_probe.time.monotonic", lambda: machine.now)
     found = (await measure_steps(machine.ports(2), SETTINGS, LLAMA_8B, GPU_RATES)).applied(GPU_RATES)
     for num_tokens in (SHORT_TOKENS, 100, LONG_TOKENS, 5000):
         assert predicted(PrefillRates(ring=found), num_tokens) == pytest.approx(predicted(real, num_tokens), rel=1e-6)
@@ -83,7 +83,7 @@ async def test_a_ring_tells_which_rank_begins_late_and_its_steps_have_the_latene
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     machine = Machine(lambda num_tokens: 0.02 + predicted(PrefillRates(ring=GPU_RATES), num_tokens), (0.02, 0.0))
-    monkeypatch.setattr("orchestration.ring.step_probe.time.monotonic", lambda: machine.now)
+    monkeypatch.setattr("ringserve.orchestration.ring.step_probe.time.monotonic", lambda: machine.now)
     found = (await measure_steps(machine.ports(2), SETTINGS, LLAMA_8B, GPU_RATES)).applied(GPU_RATES)
     assert found.lateness == pytest.approx((0.02, 0.0))
     assert found.step_seconds == pytest.approx(0.02)
@@ -91,7 +91,7 @@ async def test_a_ring_tells_which_rank_begins_late_and_its_steps_have_the_latene
 
 async def test_steps_take_no_more_room_than_the_ring_has_and_end_with_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(lambda num_tokens: 0.01 * num_tokens)
-    monkeypatch.setattr("orchestration.ring.step_probe.time.monotonic", lambda: machine.now)
+    monkeypatch.setattr("ringserve.orchestration.ring.step_probe.time.monotonic", lambda: machine.now)
     small = replace(SETTINGS, ranks=replace(SETTINGS.ranks, num_blocks=2))
     await measure_steps(machine.ports(2), small, LLAMA_8B, GPU_RATES)
     assert {step.sequences[0].layout.num_tokens for step in machine.steps} == {SHORT_TOKENS, 2 * 2 * 16}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.errors import ConfigError
-from orchestration.protocol.plans import PromptMode
+from ringserve.cp_core.errors import ConfigError
+from ringserve.orchestration.protocol.plans import PromptMode
 from tests.orchestration.conftest import KINDS
 from tests.orchestration.service import Service
 from tests.workers.models import Oracle, random_tokens

@@ -11,19 +11,19 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cp_core.errors import NotFound, RingserveError
-from orchestration.placement.planner import Planner, PlannerSettings
-from orchestration.protocol.inventory import KnownEpoch, RingInventory, TurnOnRing
-from orchestration.protocol.journal import BegunRecord, CommittedRecord, NoJournal, StoredConversation
-from orchestration.protocol.kv import ForkedKv, ForkKv
-from orchestration.protocol.plans import PromptMode
-from orchestration.protocol.turns import BegunTurn, TurnOutcome, TurnRequest
-from orchestration.router.router import Router, RouterSettings
+from ringserve.cp_core.errors import NotFound, RingserveError
+from ringserve.orchestration.placement.planner import Planner, PlannerSettings
+from ringserve.orchestration.protocol.inventory import KnownEpoch, RingInventory, TurnOnRing
+from ringserve.orchestration.protocol.journal import BegunRecord, CommittedRecord, NoJournal, StoredConversation
+from ringserve.orchestration.protocol.kv import ForkedKv, ForkKv
+from ringserve.orchestration.protocol.plans import PromptMode
+from ringserve.orchestration.protocol.turns import BegunTurn, TurnOutcome, TurnRequest
+from ringserve.orchestration.router.router import Router, RouterSettings
+from ringserve.workers.protocol.prefill_steps import TokenIds
+from ringserve.workers.sampling.parameters import SamplingParameters
 from tests.orchestration.fake_ranks import MODEL
 from tests.orchestration.router.fake_rings import FakeRings, shards
 from tests.virtual_time import VirtualTimeLoop
-from workers.protocol.prefill_steps import TokenIds
-from workers.sampling.parameters import SamplingParameters
 
 NAMES = ("a", "b", "c")
 LONG_SECONDS = 30.0

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.cost.model import PREFILL_ALGORITHMS
-from orchestration.protocol.plans import PromptMode
+from ringserve.cp_core.cost.model import PREFILL_ALGORITHMS
+from ringserve.orchestration.protocol.plans import PromptMode
 from tests.orchestration.conftest import KINDS
 from tests.orchestration.service import BLOCK_TOKENS, Service
 from tests.workers.models import Oracle, random_tokens

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.errors import ConversationLost
-from orchestration.protocol.plans import PromptMode
-from orchestration.protocol.turns import TurnRequest
+from ringserve.cp_core.errors import ConversationLost
+from ringserve.orchestration.protocol.plans import PromptMode
+from ringserve.orchestration.protocol.turns import TurnRequest
 from tests.orchestration.service import Service
 from tests.workers.models import random_tokens
 

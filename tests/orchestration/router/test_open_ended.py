@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.errors import InvalidRequest
-from orchestration.conversations.quotas import USUAL_ANSWER_TOKENS
-from orchestration.protocol.turns import KvQuota, TurnRequest
+from ringserve.cp_core.errors import InvalidRequest
+from ringserve.orchestration.conversations.quotas import USUAL_ANSWER_TOKENS
+from ringserve.orchestration.protocol.turns import KvQuota, TurnRequest
+from ringserve.workers.protocol.decode_commands import FinishReason
 from tests.orchestration.service import BLOCK_TOKENS, Service, is_idle
 from tests.services.gateway.test_failover import PROMPT, all_ready, killing_at, run
 from tests.workers.models import Oracle, random_tokens
-from workers.protocol.decode_commands import FinishReason
 
 Models = Mapping[str, Path]
 Oracles = Mapping[str, Oracle]

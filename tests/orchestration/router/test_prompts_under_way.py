@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from cp_core.cost.profile import HardwareProfile, read_profile
-from cp_core.errors import TurnCancelled
-from orchestration.protocol.turns import TurnRequest
-from orchestration.router import admission, attempts
+from ringserve.cp_core.cost.profile import HardwareProfile, read_profile
+from ringserve.cp_core.errors import TurnCancelled
+from ringserve.orchestration.protocol.turns import TurnRequest
+from ringserve.orchestration.router import admission, attempts
 from tests.orchestration.service import Answer, Service
 from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.errors import CapacityExceeded, Unavailable
-from orchestration.protocol.plans import PromptMode
-from orchestration.protocol.turns import Reserve
+from ringserve.cp_core.errors import CapacityExceeded, Unavailable
+from ringserve.orchestration.protocol.plans import PromptMode
+from ringserve.orchestration.protocol.turns import Reserve
 from tests.orchestration.service import Answer, Service, is_idle, read_tokens
 from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens

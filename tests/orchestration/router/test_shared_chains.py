@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 import torch
 
-from orchestration.conversations.prefixes import MIN_SHARED
-from orchestration.protocol.plans import PromptMode
+from ringserve.orchestration.conversations.prefixes import MIN_SHARED
+from ringserve.orchestration.protocol.plans import PromptMode
+from ringserve.workers.kv.cache import slots_of
 from tests.orchestration.conversations.moving import Leader
 from tests.orchestration.service import BLOCK_TOKENS, Service, read_tokens
 from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens
-from workers.kv.cache import slots_of
 
 MODEL = "llama_gqa"
 MAX_TOKENS = 5

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from cp_core.errors import NotFound, TurnCancelled
-from orchestration.protocol.turns import TurnRequest
-from orchestration.ring.life import Ring
-from orchestration.router import turn
-from orchestration.router.turn import RunningTurn
+from ringserve.cp_core.errors import NotFound, TurnCancelled
+from ringserve.orchestration.protocol.turns import TurnRequest
+from ringserve.orchestration.ring.life import Ring
+from ringserve.orchestration.router import turn
+from ringserve.orchestration.router.turn import RunningTurn
 from tests.orchestration.service import BLOCK_TOKENS, Answer, Service
 from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens

@@ -13,17 +13,17 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cp_core.cost.sparse import MeasuredLoss, SparseLosses
-from cp_core.errors import InvalidRequest, Unavailable
-from cp_core.layout.sparsity import Sparsity
-from orchestration.protocol.plans import MAX_LOSS, MAX_TTFT, Bound
-from orchestration.protocol.rings import PrefillScheduling
-from orchestration.protocol.turns import LostTurn
-from orchestration.router import adoption
+from ringserve.cp_core.cost.sparse import MeasuredLoss, SparseLosses
+from ringserve.cp_core.errors import InvalidRequest, Unavailable
+from ringserve.cp_core.layout.sparsity import Sparsity
+from ringserve.orchestration.protocol.plans import MAX_LOSS, MAX_TTFT, Bound
+from ringserve.orchestration.protocol.rings import PrefillScheduling
+from ringserve.orchestration.protocol.turns import LostTurn
+from ringserve.orchestration.router import adoption
+from ringserve.workers.protocol.prefill_steps import Algorithm
 from tests.orchestration.service import Answer, Service
 from tests.waiting import eventually
 from tests.workers.models import SHAPE, Oracle, random_tokens
-from workers.protocol.prefill_steps import Algorithm
 
 SPARSE = Sparsity(keep=0.05, sinks=1, window=2)
 LOSS = Bound(name=MAX_LOSS, limit=0.5)

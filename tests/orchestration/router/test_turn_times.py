@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 
-from cp_core.layout.shards import TokenRange
-from orchestration.prefill.run import PrefillTimes
-from orchestration.protocol.kv import SentKv
-from orchestration.protocol.plans import PlannedChunk
-from orchestration.protocol.turns import PrefillReport
+from ringserve.cp_core.layout.shards import TokenRange
+from ringserve.orchestration.prefill.run import PrefillTimes
+from ringserve.orchestration.protocol.kv import SentKv
+from ringserve.orchestration.protocol.plans import PlannedChunk
+from ringserve.orchestration.protocol.turns import PrefillReport
+from ringserve.workers.protocol.prefill_steps import Algorithm
 from tests.orchestration.decode.decode_turns import decode_turn
-from workers.protocol.prefill_steps import Algorithm
 
 
 def chunk(start: int, stop: int) -> PlannedChunk:

@@ -15,15 +15,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cp_core.errors import NotFound, RingserveError
-from orchestration.placement.planner import Planner, PlannerSettings
-from orchestration.protocol.plans import PromptMode
-from orchestration.protocol.turns import BegunTurn, LostTurn, ResumeTurn, TurnOutcome, TurnRequest
-from orchestration.router.router import Router, RouterSettings
+from ringserve.cp_core.errors import NotFound, RingserveError
+from ringserve.orchestration.placement.planner import Planner, PlannerSettings
+from ringserve.orchestration.protocol.plans import PromptMode
+from ringserve.orchestration.protocol.turns import BegunTurn, LostTurn, ResumeTurn, TurnOutcome, TurnRequest
+from ringserve.orchestration.router.router import Router, RouterSettings
+from ringserve.workers.sampling.parameters import SamplingParameters
 from tests.orchestration.fake_ranks import MODEL
 from tests.orchestration.router.fake_rings import SLOW_SECONDS, FakeRing, FakeRings, Mood, shards
 from tests.virtual_time import VirtualTimeLoop
-from workers.sampling.parameters import SamplingParameters
 
 DEADLINE_SECONDS = 20.0
 LONG_SECONDS = 200.0

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from cp_core.errors import InvalidRequest
-from orchestration.protocol.plans import Bound
-from orchestration.protocol.turns import BegunTurn, TurnRequest
 from ringserve.client import AsyncClient, Client, Sampling
 from ringserve.client.requests import RequestOptions
+from ringserve.cp_core.errors import InvalidRequest
+from ringserve.orchestration.protocol.plans import Bound
+from ringserve.orchestration.protocol.turns import BegunTurn, TurnRequest
 from tests.services.local_gateway import LocalGateway
 from tests.workers.models import Oracle
 

@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
-from cp_core.errors import (
+from ringserve.client import AsyncClient, Client, Message, Sampling
+from ringserve.client.retries import NO_RETRIES
+from ringserve.client.sync_client import _LoopThread
+from ringserve.cp_core.errors import (
     CapacityExceeded,
     ConfigError,
     ConversationLost,
@@ -23,13 +26,10 @@ from cp_core.errors import (
     Stopping,
     Unavailable,
 )
-from ringserve.client import AsyncClient, Client, Message, Sampling
-from ringserve.client.retries import NO_RETRIES
-from ringserve.client.sync_client import _LoopThread
+from ringserve.services.gateway.text import TextCodec
+from ringserve.services.rpc.errors import answering
+from ringserve.services.rpc.server import GrpcServer
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
-from services.gateway.text import TextCodec
-from services.rpc.errors import answering
-from services.rpc.server import GrpcServer
 from tests.proto.client.both import QUICK, client
 from tests.services.e2e.cluster import wait_until
 from tests.services.local_gateway import LocalGateway

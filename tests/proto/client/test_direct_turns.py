@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from prometheus_client import generate_latest
 
-from cp_core.cost.model import PREFILL_ALGORITHMS
-from orchestration.placement.registry import RegisteredRing
 from ringserve.client import AsyncClient, Sampling
-from services.gateway.text import TextCodec
-from services.rpc.peers import GrpcPeers
-from services.rpc.server import GrpcServer
-from services.rpc.servicers import RingServicer
+from ringserve.cp_core.cost.model import PREFILL_ALGORITHMS
+from ringserve.orchestration.placement.registry import RegisteredRing
+from ringserve.services.gateway.text import TextCodec
+from ringserve.services.rpc.peers import GrpcPeers
+from ringserve.services.rpc.server import GrpcServer
+from ringserve.services.rpc.servicers import RingServicer
 from tests.orchestration.service import Service
 from tests.services.local_gateway import LocalGateway
 from tests.workers.models import Oracle, random_tokens

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import grpc
 import pytest
 
-from cp_core.errors import (
+from ringserve.client.failures import error_from_call
+from ringserve.cp_core.errors import (
     CapacityExceeded,
     DeadlineExceeded,
     NotBegun,
@@ -16,8 +17,7 @@ from cp_core.errors import (
     Unavailable,
     Unreachable,
 )
-from ringserve.client.failures import error_from_call
-from services.rpc.errors import metadata_of
+from ringserve.services.rpc.errors import metadata_of
 
 CODE = grpc.StatusCode
 

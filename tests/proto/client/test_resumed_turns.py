@@ -10,13 +10,13 @@ from typing import Any
 import grpc
 import pytest
 
-from cp_core.errors import TurnCancelled
-from orchestration.protocol.turns import TurnRequest
 from ringserve.client import Answer, AsyncClient, RetryPolicy, Sampling
+from ringserve.cp_core.errors import TurnCancelled
+from ringserve.orchestration.protocol.turns import TurnRequest
+from ringserve.services.gateway.servicer import InferenceServicer
+from ringserve.services.gateway.text import REPLACEMENT, TextCodec
+from ringserve.services.rpc.server import GrpcServer
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
-from services.gateway.servicer import InferenceServicer
-from services.gateway.text import REPLACEMENT, TextCodec
-from services.rpc.server import GrpcServer
 from tests.orchestration.service import Service, is_idle
 from tests.services.local_gateway import CALL_SECONDS, LocalGateway
 from tests.waiting import eventually

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cp_core.errors import (
+from ringserve.client.requests import Sampling, request_of
+from ringserve.client.retries import MAX_RESUMPTIONS, NO_RETRIES, Retries, RetryPolicy
+from ringserve.cp_core.errors import (
     Busy,
     CapacityExceeded,
     DeadlineExceeded,
@@ -18,8 +20,6 @@ from cp_core.errors import (
     Unavailable,
     Unreachable,
 )
-from ringserve.client.requests import Sampling, request_of
-from ringserve.client.retries import MAX_RESUMPTIONS, NO_RETRIES, Retries, RetryPolicy
 
 POLICY = RetryPolicy(max_attempts=4, first_delay_seconds=1.0, max_delay_seconds=3.0)
 FULL = CapacityExceeded("full")

@@ -6,7 +6,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from cp_core.transport.peer_tls import PeerTls
+from ringserve.cp_core.transport.peer_tls import PeerTls
 
 DAYS = "2"
 KEY_KIND = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")

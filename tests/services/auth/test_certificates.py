@@ -11,14 +11,14 @@ import httpx2
 import pytest
 import yaml
 
-from cp_core.errors import ConfigError, NotFound, RingserveError, Unauthenticated
 from ringserve.client import AsyncClient, Sampling, TlsFiles
 from ringserve.client.retries import NO_RETRIES
-from services.auth.authenticator import Authenticator, Certificate, TokenFile, of_grpc, of_ssl
-from services.auth.sections import AuthConfig, InternalTlsConfig, TlsConfig, check_files
-from services.auth.tenants import hash_of
-from services.auth.tls import ServerTls
-from services.gateway.text import TextCodec
+from ringserve.cp_core.errors import ConfigError, NotFound, RingserveError, Unauthenticated
+from ringserve.services.auth.authenticator import Authenticator, Certificate, TokenFile, of_grpc, of_ssl
+from ringserve.services.auth.sections import AuthConfig, InternalTlsConfig, TlsConfig, check_files
+from ringserve.services.auth.tenants import hash_of
+from ringserve.services.auth.tls import ServerTls
+from ringserve.services.gateway.text import TextCodec
 from tests.services.auth.certificates import Authority, Signed
 from tests.services.local_gateway import CALL_SECONDS, MODEL, LocalGateway
 

@@ -11,11 +11,11 @@ import httpx2
 import pytest
 from grpc_status import rpc_status
 
-from cp_core.errors import InvalidRequest
 from ringserve.client import AsyncClient, Sampling
 from ringserve.client.retries import NO_RETRIES
+from ringserve.cp_core.errors import InvalidRequest
+from ringserve.services.rpc.errors import DETAILS_KEY
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
-from services.rpc.errors import DETAILS_KEY
 from tests.services.auth.test_isolation import LONG, guarded
 from tests.services.local_gateway import CALL_SECONDS, MODEL, LocalGateway
 from tests.workers.models import random_tokens

@@ -14,13 +14,13 @@ import openai
 import pytest
 import yaml
 
-from cp_core.errors import Busy, CapacityExceeded, Forbidden, NotFound, RingserveError, Unauthenticated
 from ringserve.client import AsyncClient, Sampling
 from ringserve.client.retries import NO_RETRIES
+from ringserve.cp_core.errors import Busy, CapacityExceeded, Forbidden, NotFound, RingserveError, Unauthenticated
+from ringserve.services.auth.authenticator import Authenticator, TokenFile
+from ringserve.services.auth.tenants import hash_of
+from ringserve.services.gateway.text import TextCodec
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
-from services.auth.authenticator import Authenticator, TokenFile
-from services.auth.tenants import hash_of
-from services.gateway.text import TextCodec
 from tests.services.local_gateway import CALL_SECONDS, MODEL, LocalGateway
 from tests.workers.models import random_tokens
 
@@ -239,7 +239,7 @@ async def test_no_secret_is_ever_logged(guarded: LocalGateway, caplog: pytest.Lo
         with pytest.raises(openai.AuthenticationError) as caught:
             await http.completions.create(model=MODEL, prompt="x")
     ours = "\n".join(
-        record.getMessage() for record in caplog.records if record.name.startswith(("services", "uvicorn"))
+        record.getMessage() for record in caplog.records if record.name.startswith(("ringserve", "uvicorn"))
     )
     assert "acme/req-" in ours  # operators see whose turn it was
     for secret in ("a-token", "stolen-token", hash_of("a-token")):

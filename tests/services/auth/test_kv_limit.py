@@ -9,11 +9,11 @@ import openai
 import pytest
 import yaml
 
-from cp_core.errors import CapacityExceeded, InvalidRequest
 from ringserve.client import Sampling
-from services.auth.authenticator import Authenticator, TokenFile
-from services.auth.tenants import hash_of
-from services.gateway.text import TextCodec
+from ringserve.cp_core.errors import CapacityExceeded, InvalidRequest
+from ringserve.services.auth.authenticator import Authenticator, TokenFile
+from ringserve.services.auth.tenants import hash_of
+from ringserve.services.gateway.text import TextCodec
 from tests.services.auth.test_isolation import client_of
 from tests.services.local_gateway import MODEL, LocalGateway
 from tests.workers.models import random_tokens

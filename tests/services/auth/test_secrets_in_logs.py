@@ -11,15 +11,15 @@ import httpx2
 import pytest
 import yaml
 
-from cp_core.errors import RingserveError
 from ringserve.client import AsyncClient, Sampling
 from ringserve.client.retries import NO_RETRIES
+from ringserve.cp_core.errors import RingserveError
+from ringserve.services.auth.authenticator import Authenticator, TokenFile
+from ringserve.services.auth.tenants import hash_of, new_token
+from ringserve.services.gateway.text import TextCodec
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
-from services.auth.authenticator import Authenticator, TokenFile
-from services.auth.tenants import hash_of, new_token
-from services.gateway.text import TextCodec
+from ringserve.workers.protocol.ranks import RankEndpoints, RingSpec
 from tests.services.local_gateway import CALL_SECONDS, MODEL, LocalGateway
-from workers.protocol.ranks import RankEndpoints, RingSpec
 
 KNOWN, UNKNOWN, EXPIRED = (new_token() for _ in range(3))
 HEADERS = (

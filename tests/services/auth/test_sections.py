@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.config import config_from
+from ringserve.services.config import config_from
 from tests.services.config.test_config import ELSEWHERE, LOOPBACK, refusal
 
 INSIDE = {"cert": "/c.pem", "key": "/k.pem", "ca": "/ca.pem"}

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cp_core.errors import CapacityExceeded, ConfigError, Forbidden, InvalidRequest, Unauthenticated
-from services.auth.authenticator import Authenticator, TenantLimits, TokenFile
-from services.auth.tenants import ANYBODY, Tenant, hash_of, new_token
-from services.config import config_from
+from ringserve.cp_core.errors import CapacityExceeded, ConfigError, Forbidden, InvalidRequest, Unauthenticated
+from ringserve.services.auth.authenticator import Authenticator, TenantLimits, TokenFile
+from ringserve.services.auth.tenants import ANYBODY, Tenant, hash_of, new_token
+from ringserve.services.config import config_from
 
 NOW = 1_800_000_000.0  # in January 2027
 

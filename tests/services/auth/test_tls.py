@@ -12,17 +12,17 @@ import grpc
 import httpx2
 import pytest
 
-from cp_core.errors import ConfigError, RingserveError, Unavailable
-from cp_core.transport.peer_tls import PeerTls
-from orchestration.protocol.views import ServerView
 from ringserve.client import AsyncClient, Client, Sampling, TlsFiles
 from ringserve.client.retries import NO_RETRIES
-from services.auth.tls import ServerTls, peer_server
-from services.gateway.text import TextCodec
-from services.rpc.peers import GrpcPeers
-from services.rpc.server import GrpcServer
-from services.rpc.servicers import RouterServicer
-from services.telemetry.metrics.router import RouterMetrics, RouterView
+from ringserve.cp_core.errors import ConfigError, RingserveError, Unavailable
+from ringserve.cp_core.transport.peer_tls import PeerTls
+from ringserve.orchestration.protocol.views import ServerView
+from ringserve.services.auth.tls import ServerTls, peer_server
+from ringserve.services.gateway.text import TextCodec
+from ringserve.services.rpc.peers import GrpcPeers
+from ringserve.services.rpc.server import GrpcServer
+from ringserve.services.rpc.servicers import RouterServicer
+from ringserve.services.telemetry.metrics.router import RouterMetrics, RouterView
 from tests.services.auth.certificates import Authority
 from tests.services.local_gateway import CALL_SECONDS, MODEL, LocalGateway
 

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from cp_core.errors import Unavailable
-from services.cli import chaos
-from services.cli.main import main
+from ringserve.cp_core.errors import Unavailable
+from ringserve.services.cli import chaos
+from ringserve.services.cli.main import main
 
 REASON = "this machine lets only root make network namespaces"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from services.cli.main import main
-from services.config import Config, load_config
+from ringserve.services.cli.main import main
+from ringserve.services.config import Config, load_config
 
 ROOT = Path(__file__).resolve().parents[3]
 

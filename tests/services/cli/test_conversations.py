@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from ringserve.client import ConversationSummary
-from services.cli import conversations
-from services.cli.main import build_parser
+from ringserve.services.cli import conversations
+from ringserve.services.cli.main import build_parser
 
 
 def listed(

@@ -12,12 +12,12 @@ from pathlib import Path
 import grpc
 import pytest
 
+from ringserve.services.cli.main import EXIT_INTERRUPTED, main
+from ringserve.services.cluster.stopping import STOP_SIGNALS
+from ringserve.services.config import Config
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
-from services.cli.main import EXIT_INTERRUPTED, main
-from services.cluster.stopping import STOP_SIGNALS
-from services.config import Config
+from ringserve.workers.model.builtin import write_tokenizer
 from tests.workers.models import save_model
-from workers.model.builtin import write_tokenizer
 
 WAIT_SECONDS = 30.0
 
@@ -79,7 +79,7 @@ def test_ctrl_c_while_it_answers_leaves_the_turn_ends_the_cluster_and_says_so(
         clusters.append(FakeCluster(*arguments))  # type: ignore[arg-type]
         return clusters[-1]
 
-    monkeypatch.setattr("services.cluster.local.LocalCluster", cluster)
+    monkeypatch.setattr("ringserve.services.cluster.local.LocalCluster", cluster)
     assert main(["demo", "--model", str(tmp_path), "--tokens", "600", "--max-tokens", "5000"]) == EXIT_INTERRUPTED
     (stopped,) = clusters
     assert stopped.gateway_address == "", "it was stopped"

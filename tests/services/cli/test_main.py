@@ -10,8 +10,8 @@ import sys
 import pytest
 
 import ringserve
-from services.cli import down, main
-from services.telemetry.metrics.registry import package_version
+from ringserve.services.cli import down, main
+from ringserve.services.telemetry.metrics.registry import package_version
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
 def test_a_command_does_not_wait_for_packages_that_few_commands_use() -> None:
     """Parse a command line in a new process: with torch and transformers it takes seven times as long."""
     code = (
-        "import sys; from services.cli.main import build_parser; build_parser().parse_args(['status']); "
+        "import sys; from ringserve.services.cli.main import build_parser; build_parser().parse_args(['status']); "
         "print([name for name in ('torch', 'transformers', 'ray', 'matplotlib') if name in sys.modules])"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

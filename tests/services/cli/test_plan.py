@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from cp_core.cost.sparse import MeasuredLoss, SparseLosses, format_losses
-from services.cli.main import main
-from services.config.rings import PrefillConfig
+from ringserve.cp_core.cost.sparse import MeasuredLoss, SparseLosses, format_losses
+from ringserve.services.cli.main import main
+from ringserve.services.config.rings import PrefillConfig
 
 MODEL = ("--model", "llama3-405b-fp8", "--hardware", "gtt")
 CONFIG = {
@@ -89,7 +89,7 @@ def test_plan_for_people_says_what_fits_and_what_is_proposed(capsys: pytest.Capt
 def test_plan_reads_a_model_directory_and_a_measured_profile(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    from cp_core.cost.profile import format_profile, read_profile
+    from ringserve.cp_core.cost.profile import format_profile, read_profile
 
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "measured.json").write_text(format_profile(read_profile("gti")))
@@ -221,7 +221,8 @@ def test_plots_need_matplotlib_and_a_place_to_write_to(
     assert main(["plan", *MODEL, "--context", "8k", "--plot", str(tmp_path / "none" / "plan.png")]) == 1
     assert "--plot: cannot write" in capsys.readouterr().err
     monkeypatch.setattr(
-        "services.offline.bench.report.find_spec", lambda name: None if name == "matplotlib" else util.find_spec(name)
+        "ringserve.services.offline.bench.report.find_spec",
+        lambda name: None if name == "matplotlib" else util.find_spec(name),
     )
     assert main(["plan", "--reproduce", "--plot", str(tmp_path)]) == 1
     assert "--plot needs matplotlib" in capsys.readouterr().err

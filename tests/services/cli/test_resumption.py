@@ -9,9 +9,9 @@ import pytest
 
 from ringserve.client import Client, Piece, Sampling
 from ringserve.client.sync_client import AnswerStream
-from services.cli.chat import Chat
-from services.cli.main import main
-from services.cli.options import AT_ONCE
+from ringserve.services.cli.chat import Chat
+from ringserve.services.cli.main import main
+from ringserve.services.cli.options import AT_ONCE
 from tests.proto.client.test_resumed_turns import PROMPT, Gateways, gateways
 from tests.services.local_gateway import codec, model_path
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from orchestration.protocol.views import DrainView, RingStatus, ServerView
-from services.cli.main import main
+from ringserve.orchestration.protocol.views import DrainView, RingStatus, ServerView
+from ringserve.services.cli.main import main
 
 RING = RingStatus(
     role="decode",
@@ -59,8 +59,8 @@ class FakePeers:
 
 
 def drain(peers: FakePeers, monkeypatch: pytest.MonkeyPatch, *options: str) -> None:
-    monkeypatch.setattr("services.cluster.operator.GrpcPeers", peers)
-    monkeypatch.setattr("services.cluster.operator.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("ringserve.services.cluster.operator.GrpcPeers", peers)
+    monkeypatch.setattr("ringserve.services.cluster.operator.POLL_SECONDS", 0.0)
     assert main(["drain", "decode-0", "--target", "here:1", *options]) == 0
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.main import main
-from services.offline.simulator.placement import POLICIES
-from services.offline.simulator.results import MAX_BINS, bin_seconds, binned
+from ringserve.services.cli.main import main
+from ringserve.services.offline.simulator.placement import POLICIES
+from ringserve.services.offline.simulator.results import MAX_BINS, bin_seconds, binned
 
 CLUSTER = ("simulate", "--model", "llama3-8b", "--prefill", "4x2x2", "--decode", "2x1x2")
 

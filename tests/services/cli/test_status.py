@@ -12,12 +12,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from cp_core.errors import ConfigError, NotFound
 from ringserve.client import RingInfo, ServerInfo
 from ringserve.client.infos import RankKvUsage, RingDrain
-from services.cli import status
-from services.cli.main import build_parser, main
-from services.cluster.state import ClusterState, started_after_boot, write_state
+from ringserve.cp_core.errors import ConfigError, NotFound
+from ringserve.services.cli import status
+from ringserve.services.cli.main import build_parser, main
+from ringserve.services.cluster.state import ClusterState, started_after_boot, write_state
 
 INFO = ServerInfo(
     version="1.2",

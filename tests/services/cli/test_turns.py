@@ -6,9 +6,9 @@ import pytest
 
 from ringserve.client import Answer, Plan, RingInfo, ServerInfo
 from ringserve.client.results import MAPPER, RingAlternative
+from ringserve.services.cli.status import pool_sizes
+from ringserve.services.cli.turns import show_plan
 from ringserve.v1 import inference_pb2
-from services.cli.status import pool_sizes
-from services.cli.turns import show_plan
 
 
 def complete(*rings: tuple[str, int, int, float]) -> Answer:

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from cp_core.errors import NotFound, Unavailable
-from services.cli import up
-from services.cli.main import build_parser, main
-from services.cluster.state import (
+from ringserve.cp_core.errors import NotFound, Unavailable
+from ringserve.services.cli import up
+from ringserve.services.cli.main import build_parser, main
+from ringserve.services.cluster.state import (
     ClusterStage,
     ClusterState,
     end_cluster,
@@ -27,8 +27,8 @@ from services.cluster.state import (
     started_after_boot,
     write_state,
 )
-from services.cluster.stopping import StopRequest
-from services.config import Config
+from ringserve.services.cluster.stopping import StopRequest
+from ringserve.services.config import Config
 
 WAITING = [sys.executable, "-c", "input()"]
 
@@ -86,7 +86,7 @@ def ran(
     watching: Callable[[], None] = nothing,
 ) -> int:
     cluster = FakeCluster(during, watching)
-    monkeypatch.setattr("services.cluster.local.LocalCluster", cluster)
+    monkeypatch.setattr("ringserve.services.cluster.local.LocalCluster", cluster)
     try:
         return main([*arguments])
     finally:

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.errors import ConfigError
-from services.cluster import capacity, local
-from services.cluster.capacity import Machine, check_fits, check_programs, dtype_advice, this_machine
-from services.cluster.local import LocalCluster
-from services.config import Config, config_from
-from workers.model.builtin import resolve_model_path
-from workers.model.info import read_model_info, tensor_share
-from workers.protocol.ranks import ModelInfo
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.cluster import capacity, local
+from ringserve.services.cluster.capacity import Machine, check_fits, check_programs, dtype_advice, this_machine
+from ringserve.services.cluster.local import LocalCluster
+from ringserve.services.config import Config, config_from
+from ringserve.workers.model.builtin import resolve_model_path
+from ringserve.workers.model.info import read_model_info, tensor_share
+from ringserve.workers.protocol.ranks import ModelInfo
 
 LARGE = Machine(cores=64, memory_bytes=1e12, gpus=8, gpu_bytes=80e9)
 

@@ -9,7 +9,7 @@ from contextlib import closing
 
 import pytest
 
-from services.cluster.garbage import FrozenSurvivors
+from ringserve.services.cluster.garbage import FrozenSurvivors
 
 
 class Node:

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import pytest
 
-from cp_core.errors import ConfigError
-from services.cluster import gateway
-from services.cluster.gateway import GatewayKeeper
-from services.gateway.settings import GatewaySettings
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.cluster import gateway
+from ringserve.services.cluster.gateway import GatewayKeeper
+from ringserve.services.gateway.settings import GatewaySettings
 from tests.services.e2e.cluster import wait_until
 
 SCRIPT = """

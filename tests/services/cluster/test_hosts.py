@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from services.cluster.hosts import LeaderHost, reachable
-from services.config import config_from
+from ringserve.services.cluster.hosts import LeaderHost, reachable
+from ringserve.services.config import config_from
 
 
 def host(role: str, index: int = 0, pool: str = "", **sections: dict[str, Any]) -> LeaderHost:

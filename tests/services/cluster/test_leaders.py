@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from orchestration.protocol.rings import RingEvent
-from services.cluster.hosts import LeaderHost
-from services.cluster.leaders import NODE_SECONDS, RESTART_SECONDS, RingKeeper
-from services.config import config_from
+from ringserve.orchestration.protocol.rings import RingEvent
+from ringserve.services.cluster.hosts import LeaderHost
+from ringserve.services.cluster.leaders import NODE_SECONDS, RESTART_SECONDS, RingKeeper
+from ringserve.services.config import config_from
 
 
 @dataclass

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from cp_core.errors import ConfigError, Unavailable
-from services.cluster import local
-from services.cluster.local import LocalCluster
-from services.cluster.stopping import StopRequest
-from services.config import config_from
+from ringserve.cp_core.errors import ConfigError, Unavailable
+from ringserve.services.cluster import local
+from ringserve.services.cluster.local import LocalCluster
+from ringserve.services.cluster.stopping import StopRequest
+from ringserve.services.config import config_from
 
 CONFIG = config_from({"gateway": {"listen": "127.0.0.1:0", "http": "", "metrics": ""}})
 VANISHED = FileNotFoundError(2, "No such file or directory")

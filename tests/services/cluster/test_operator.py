@@ -8,14 +8,21 @@ from dataclasses import replace
 
 import pytest
 
-from cp_core.errors import DeadlineExceeded, InvalidRequest, NotFound, Unavailable
-from orchestration.protocol.rings import AWAY
-from orchestration.protocol.views import RingStatus, ServerView
-from services.cluster import operator as rings
-from services.cluster.operator import RouterAccess, drain_all, drain_node, drain_ring, restart_ring, undrain_ring
-from services.rpc.server import GrpcServer
-from services.rpc.servicers import RouterServicer
-from services.telemetry.metrics.router import RouterMetrics, RouterView
+from ringserve.cp_core.errors import DeadlineExceeded, InvalidRequest, NotFound, Unavailable
+from ringserve.orchestration.protocol.rings import AWAY
+from ringserve.orchestration.protocol.views import RingStatus, ServerView
+from ringserve.services.cluster import operator as rings
+from ringserve.services.cluster.operator import (
+    RouterAccess,
+    drain_all,
+    drain_node,
+    drain_ring,
+    restart_ring,
+    undrain_ring,
+)
+from ringserve.services.rpc.server import GrpcServer
+from ringserve.services.rpc.servicers import RouterServicer
+from ringserve.services.telemetry.metrics.router import RouterMetrics, RouterView
 
 
 def status(name: str, node: str, incarnation: str = "first") -> RingStatus:

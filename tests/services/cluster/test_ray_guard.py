@@ -15,8 +15,8 @@ import pytest
 from ray._private import ray_logging
 from ray._private import worker as ray_worker
 
-from cp_core.errors import Unavailable
-from services.cluster import ray_guard
+from ringserve.cp_core.errors import Unavailable
+from ringserve.services.cluster import ray_guard
 
 WAIT_FOR_INPUT = [sys.executable, "-c", "input()"]
 
@@ -65,7 +65,7 @@ SHOW_LIBRARIES = """
 import sys
 from pathlib import Path
 import ray
-from services.cluster.ray_guard import start_own_ray
+from ringserve.services.cluster.ray_guard import start_own_ray
 
 start_own_ray(1, "test", Path(sys.argv[1]))
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from cp_core.errors import Unavailable
-from orchestration.protocol.rings import RingEvent
-from services.cluster.hosts import RouterHost
-from services.cluster.router import PROBE_SECONDS, RESTART_WAITS, RouterKeeper
-from services.config import config_from
-from workers.model.builtin import resolve_model_path
-from workers.model.info import read_model_info
+from ringserve.cp_core.errors import Unavailable
+from ringserve.orchestration.protocol.rings import RingEvent
+from ringserve.services.cluster.hosts import RouterHost
+from ringserve.services.cluster.router import PROBE_SECONDS, RESTART_WAITS, RouterKeeper
+from ringserve.services.config import config_from
+from ringserve.workers.model.builtin import resolve_model_path
+from ringserve.workers.model.info import read_model_info
 
 SILENT = 5.0
 

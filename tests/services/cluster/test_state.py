@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
-from cp_core.errors import ConfigError, NotFound, Unavailable
-from services.cluster import state as cluster_state
-from services.cluster.state import (
+from ringserve.cp_core.errors import ConfigError, NotFound, Unavailable
+from ringserve.services.cluster import state as cluster_state
+from ringserve.services.cluster.state import (
     ClusterStage,
     ClusterState,
     claim_name,

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from cp_core.errors import NotFound
-from services.cluster.stopping import (
+from ringserve.cp_core.errors import NotFound
+from ringserve.services.cluster.stopping import (
     STOP_SIGNALS,
     StopRequest,
     StopSignals,

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from cp_core.errors import ConfigError
-from orchestration.protocol.rings import PrefillScheduling
-from services.config import Config, config_from, load_config
+from ringserve.cp_core.errors import ConfigError
+from ringserve.orchestration.protocol.rings import PrefillScheduling
+from ringserve.services.config import Config, config_from, load_config
 
 
 def written(directory: Path, text: str | bytes) -> Path:

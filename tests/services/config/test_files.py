@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.cost.profile import format_profile, read_profile
-from cp_core.cost.selector import EmpiricalFit
-from cp_core.cost.sparse import MeasuredLoss, SparseLosses, format_losses
-from cp_core.errors import ConfigError
-from orchestration.protocol.plans import Bound
-from services.config import RouterConfig, config_from
-from services.config.files import empirical_fit, router_losses, router_profile
+from ringserve.cp_core.cost.profile import format_profile, read_profile
+from ringserve.cp_core.cost.selector import EmpiricalFit
+from ringserve.cp_core.cost.sparse import MeasuredLoss, SparseLosses, format_losses
+from ringserve.cp_core.errors import ConfigError
+from ringserve.orchestration.protocol.plans import Bound
+from ringserve.services.config import RouterConfig, config_from
+from ringserve.services.config.files import empirical_fit, router_losses, router_profile
 
 FIT = EmpiricalFit(alpha=-1.0, beta=1.0, gamma=12.0)
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from cp_core.errors import ConfigError
-from services.config import KvCacheConfig
-from services.config.reading import config_from
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.config import KvCacheConfig
+from ringserve.services.config.reading import config_from
 
 FRACTION: dict[str, dict[str, Any]] = {"kv_cache": {"memory_fraction": 0.9}}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.config import config_from, load_config
+from ringserve.services.config import config_from, load_config
 from tests.services.config.test_config import refusal, written
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from cp_core.errors import ConfigError
-from services.config import Config, config_from, load_config
-from services.config.rings import MAX_POOLS
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.config import Config, config_from, load_config
+from ringserve.services.config.rings import MAX_POOLS
 
 Values = dict[str, dict[str, Any]]
 

@@ -22,8 +22,8 @@ import psutil
 
 from ringserve.client import RingInfo, ServerInfo
 from ringserve.client.results import MAPPER
+from ringserve.services.cli.main import main
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
-from services.cli.main import main
 
 Call = Any
 """A running stream: an iterator of GenerateResponse that is also a grpc.Call, for which gRPC's stubs have no name."""
@@ -47,7 +47,7 @@ class Ringserve:
     """The console program, with directories of its own instead of the user's, and its modules in the folders `code`."""
 
     directory: Path
-    code: tuple[Path, ...] = (ROOT, ROOT / "proto")
+    code: tuple[Path, ...] = (ROOT / "proto",)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -88,7 +88,7 @@ class Ringserve:
     ) -> subprocess.CompletedProcess[str]:
         """Run a command to its end in a process and a folder of its own, with `typed` on its standard input."""
         return subprocess.run(
-            [sys.executable, "-m", "services.cli.main", *arguments],
+            [sys.executable, "-m", "ringserve.services.cli.main", *arguments],
             cwd=self.directory,
             env=self.environment,
             input=typed,
@@ -102,7 +102,7 @@ class Ringserve:
         """Start a command in a session of its own, as a terminal does; what it prints goes to `output`."""
         with output.open("wb") as target:
             return subprocess.Popen(
-                [sys.executable, "-m", "services.cli.main", *arguments],
+                [sys.executable, "-m", "ringserve.services.cli.main", *arguments],
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=target,

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway.text import TextCodec
-from services.offline.reference import StockModel
+from ringserve.services.gateway.text import TextCodec
+from ringserve.services.offline.reference import StockModel
+from ringserve.workers.model.builtin import write_tokenizer
 from tests.services.e2e.cluster import Ringserve
 from tests.workers.models import save_model
-from workers.model.builtin import write_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from cp_core.errors import RingserveError
 from ringserve.client import Client, Sampling
-from services.offline.reference import Reference, StockModel
+from ringserve.cp_core.errors import RingserveError
+from ringserve.services.offline.reference import Reference, StockModel
 from tests.services.e2e.cluster import START_SECONDS, wait_until
 from tests.workers.models import random_tokens
 

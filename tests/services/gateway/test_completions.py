@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_core.errors import Unavailable
-from orchestration.protocol.plans import PromptMode
-from orchestration.protocol.turns import TurnRequest
+from ringserve.cp_core.errors import Unavailable
+from ringserve.orchestration.protocol.plans import PromptMode
+from ringserve.orchestration.protocol.turns import TurnRequest
+from ringserve.services.gateway.turn_stream import Responses, derived_seed, merged, turns_of
 from ringserve.v1 import inference_pb2
-from services.gateway.turn_stream import Responses, derived_seed, merged, turns_of
-from workers.sampling.parameters import SamplingParameters
+from ringserve.workers.sampling.parameters import SamplingParameters
 
 Response = inference_pb2.GenerateResponse
 

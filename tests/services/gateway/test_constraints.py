@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from cp_core.errors import InvalidRequest
+from ringserve.cp_core.errors import InvalidRequest
+from ringserve.services.gateway.constraints import grammar_of
+from ringserve.services.gateway.text import TextCodec
 from ringserve.v1 import inference_pb2
-from services.gateway.constraints import grammar_of
-from services.gateway.text import TextCodec
-from workers.sampling.grammar import Grammars
+from ringserve.workers.sampling.grammar import Grammars
 
 Params = inference_pb2.SamplingParams
 SCHEMA = json.dumps({"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]})

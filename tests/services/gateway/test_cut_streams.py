@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.errors import NotFound, RingserveError, TurnCancelled, Unavailable, Unreachable
-from orchestration.decode.leader import DecodeLeader
-from orchestration.protocol.rings import RingState
-from orchestration.protocol.turns import BegunTurn, LostTurn, TokensEvent, TurnEvent, TurnRequest
-from services.gateway.failover import LastingTurn
+from ringserve.cp_core.errors import NotFound, RingserveError, TurnCancelled, Unavailable, Unreachable
+from ringserve.orchestration.decode.leader import DecodeLeader
+from ringserve.orchestration.protocol.rings import RingState
+from ringserve.orchestration.protocol.turns import BegunTurn, LostTurn, TokensEvent, TurnEvent, TurnRequest
+from ringserve.services.gateway.failover import LastingTurn
+from ringserve.workers.protocol.decode_commands import FinishReason
 from tests.orchestration.service import Service, is_idle
 from tests.services.gateway.test_failover import PROCESSED, Seen, undisturbed
 from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens, save_model
-from workers.protocol.decode_commands import FinishReason
 
 PROMPT = random_tokens(150)
 

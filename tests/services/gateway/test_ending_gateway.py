@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from cp_core.errors import DeadlineExceeded, Unavailable
 from ringserve.client import AsyncClient, Sampling
 from ringserve.client.retries import NO_RETRIES
-from services.gateway.turn_stream import TurnsUnderWay
+from ringserve.cp_core.errors import DeadlineExceeded, Unavailable
+from ringserve.services.gateway.turn_stream import TurnsUnderWay
 from tests.services.local_gateway import LocalGateway, codec, gateway, model_path
 from tests.waiting import eventually
 
@@ -91,7 +91,7 @@ async def test_who_reads_hears_of_it_whatever_rings_and_router_do(
 
 
 async def test_a_turn_that_the_rings_do_not_end_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.gateway.turn_stream.DEADLINE_GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("ringserve.services.gateway.turn_stream.DEADLINE_GRACE_SECONDS", 0.0)
     turns = TurnsUnderWay()
     turn = turns.add("request", 0.01)
     with pytest.raises(DeadlineExceeded, match=r"did not end within its deadline of 0\.0 s"), turn:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.errors import DeadlineExceeded, Unavailable
-from orchestration.decode.leader import DecodeLeader
-from orchestration.prefill.leader import PrefillLeader
-from orchestration.protocol.plans import PromptMode
-from orchestration.protocol.rings import RingState
-from orchestration.protocol.turns import (
+from ringserve.cp_core.errors import DeadlineExceeded, Unavailable
+from ringserve.orchestration.decode.leader import DecodeLeader
+from ringserve.orchestration.prefill.leader import PrefillLeader
+from ringserve.orchestration.protocol.plans import PromptMode
+from ringserve.orchestration.protocol.rings import RingState
+from ringserve.orchestration.protocol.turns import (
     BegunTurn,
     EndingEvent,
     FinishedEvent,
@@ -25,15 +25,15 @@ from orchestration.protocol.turns import (
     TurnEvent,
     TurnRequest,
 )
-from orchestration.router import registry
-from services.gateway.failover import MAX_FAILOVERS, FailedOver, LastingTurn
+from ringserve.orchestration.router import registry
+from ringserve.services.gateway.failover import MAX_FAILOVERS, FailedOver, LastingTurn
+from ringserve.workers.protocol.decode_commands import FinishReason
+from ringserve.workers.protocol.transfers import TransferKey, TransferReport
+from ringserve.workers.rank.thread_ranks import ThreadRanks
+from ringserve.workers.sampling.parameters import SamplingParameters, TokenLogprobs
 from tests.orchestration.service import Service, is_idle
 from tests.waiting import eventually
 from tests.workers.models import VOCAB_SIZE, Oracle, random_tokens, save_model
-from workers.protocol.decode_commands import FinishReason
-from workers.protocol.transfers import TransferKey, TransferReport
-from workers.rank.thread_ranks import ThreadRanks
-from workers.sampling.parameters import SamplingParameters, TokenLogprobs
 
 PROMPT = random_tokens(150)
 NUM_TOKENS = 240

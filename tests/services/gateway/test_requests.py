@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from cp_core.errors import InvalidRequest
-from orchestration.protocol.plans import Bound, PromptMode
-from orchestration.protocol.turns import KvQuota
+from ringserve.cp_core.errors import InvalidRequest
+from ringserve.orchestration.protocol.plans import Bound, PromptMode
+from ringserve.orchestration.protocol.turns import KvQuota
+from ringserve.services.auth.scoped_router import ScopedRouter
+from ringserve.services.auth.tenants import ANYBODY, Tenant
+from ringserve.services.gateway.requests import RequestReader
+from ringserve.services.gateway.text import TextCodec
 from ringserve.v1 import inference_pb2
-from services.auth.scoped_router import ScopedRouter
-from services.auth.tenants import ANYBODY, Tenant
-from services.gateway.requests import RequestReader
-from services.gateway.text import TextCodec
+from ringserve.workers.protocol.prefill_steps import Algorithm
+from ringserve.workers.sampling.parameters import SamplingParameters, TokenBias
 from tests.orchestration.fake_ranks import MODEL
-from workers.protocol.prefill_steps import Algorithm
-from workers.sampling.parameters import SamplingParameters, TokenBias
 
 Request = inference_pb2.GenerateRequest
 MODEL_WITH_ENDS = dataclasses.replace(MODEL, vocab_size=261, max_positions=1000, eos_token_ids=(257, 260))

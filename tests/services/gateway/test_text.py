@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from cp_core.errors import InvalidRequest, ModelRefused
-from services.gateway.text import REPLACEMENT, AnswerText, IncrementalText, StopRule, TextCodec
+from ringserve.cp_core.errors import InvalidRequest, ModelRefused
+from ringserve.services.gateway.text import REPLACEMENT, AnswerText, IncrementalText, StopRule, TextCodec
+from ringserve.workers.model.builtin import BOS_TOKEN_ID, END_TOKEN_ID, EOS_TOKEN_ID, VOCAB_SIZE, write_tokenizer
+from ringserve.workers.model.tokenizer import plain_backend
 from tests.workers.models import save_model
-from workers.model.builtin import BOS_TOKEN_ID, END_TOKEN_ID, EOS_TOKEN_ID, VOCAB_SIZE, write_tokenizer
-from workers.model.tokenizer import plain_backend
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=60).filter(lambda text: "<|" not in text)
 """Any Unicode text, characters of one to four bytes; but no special token spelt out, which is that token."""
@@ -224,7 +224,7 @@ def test_the_codec_of_a_llama_directory_needs_no_torch_and_is_that_of_auto_token
     path = save_model("llama_gqa", tmp_path)
     write_tokenizer(path)
     code = (
-        "import sys; from pathlib import Path; from services.gateway.text import TextCodec; "
+        "import sys; from pathlib import Path; from ringserve.services.gateway.text import TextCodec; "
         "codec = TextCodec(Path(sys.argv[1])); "
         "print(codec.encode(sys.argv[2]).tolist(), codec.encode_chat([('user', sys.argv[2])]).tolist(), "
         "'torch' in sys.modules, 'ray' in sys.modules)"

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cp_core.errors import RingserveError, TurnCancelled, Unavailable
-from cp_core.layout.shards import TokenRange
-from orchestration.protocol.plans import CachedSource, PlannedChunk, PromptMode, TurnPlan
-from orchestration.protocol.turns import (
+from ringserve.cp_core.errors import RingserveError, TurnCancelled, Unavailable
+from ringserve.cp_core.layout.shards import TokenRange
+from ringserve.orchestration.protocol.plans import CachedSource, PlannedChunk, PromptMode, TurnPlan
+from ringserve.orchestration.protocol.turns import (
     BegunTurn,
     EndingEvent,
     FinishedEvent,
@@ -22,13 +22,13 @@ from orchestration.protocol.turns import (
     TurnEvent,
     TurnRequest,
 )
+from ringserve.services.gateway.failover import LastingTurn
+from ringserve.services.gateway.text import REPLACEMENT, AnswerText, IncrementalText, StopRule, TextCodec
+from ringserve.services.gateway.turn_stream import TurnStream
 from ringserve.v1 import inference_pb2
-from services.gateway.failover import LastingTurn
-from services.gateway.text import REPLACEMENT, AnswerText, IncrementalText, StopRule, TextCodec
-from services.gateway.turn_stream import TurnStream
-from workers.protocol.decode_commands import FinishReason
-from workers.protocol.prefill_steps import Algorithm
-from workers.sampling.parameters import SamplingParameters, TokenLogprobs
+from ringserve.workers.protocol.decode_commands import FinishReason
+from ringserve.workers.protocol.prefill_steps import Algorithm
+from ringserve.workers.sampling.parameters import SamplingParameters, TokenLogprobs
 
 PLAN = TurnPlan(
     algorithm=Algorithm.PASS_Q,
@@ -188,7 +188,7 @@ async def test_the_time_between_tokens_is_the_mean_after_the_first(
     byte_codec: TextCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter([10.0, 11.0, 14.0])
-    monkeypatch.setattr("services.gateway.turn_stream.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr("ringserve.services.gateway.turn_stream.time", SimpleNamespace(monotonic=lambda: next(clock)))
     turn = Turn(byte_codec, REPORT, tokens(b"a"), tokens(b"bc"), tokens(b"d"), finished(FinishReason.LENGTH))
     complete = (await turn.read())[-1].complete
     assert complete.ttft_seconds == 10.0

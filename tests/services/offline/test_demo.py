@@ -10,15 +10,24 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cp_core.errors import ConfigError, ModelRefused
 from ringserve.client import Client
-from services.cli import demo as command
-from services.gateway.text import TextCodec
-from services.offline.demo import FIRST, FOLLOW_UP, FORKED, DemoConversation, DemoTurn, check, document, passage
-from services.offline.reference import StockModel
+from ringserve.cp_core.errors import ConfigError, ModelRefused
+from ringserve.services.cli import demo as command
+from ringserve.services.gateway.text import TextCodec
+from ringserve.services.offline.demo import (
+    FIRST,
+    FOLLOW_UP,
+    FORKED,
+    DemoConversation,
+    DemoTurn,
+    check,
+    document,
+    passage,
+)
+from ringserve.services.offline.reference import StockModel
+from ringserve.workers.model.builtin import write_tokenizer
 from tests.services.local_gateway import LocalGateway
 from tests.workers.models import save_model
-from workers.model.builtin import write_tokenizer
 
 QUESTIONS = (FIRST, FOLLOW_UP, FORKED)
 MAX_TOKENS = 6

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cp_core.errors import Unavailable
-from services.offline.namespaces import (
+from ringserve.cp_core.errors import Unavailable
+from ringserve.services.offline.namespaces import (
     address_commands,
     address_of,
     bridge_commands,
@@ -50,7 +50,9 @@ def test_a_program_that_is_not_there_is_named() -> None:
 
 
 def test_a_missing_program_is_reported_before_any_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.offline.namespaces.shutil.which", lambda name: None if name == "tc" else name)
+    monkeypatch.setattr(
+        "ringserve.services.offline.namespaces.shutil.which", lambda name: None if name == "tc" else name
+    )
     with pytest.raises(Unavailable, match="tc is not installed; on Debian it is in iproute2"):
         isolation()
 
@@ -58,7 +60,7 @@ def test_a_missing_program_is_reported_before_any_attempt(monkeypatch: pytest.Mo
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that all programs are installed."""
-    monkeypatch.setattr("services.offline.namespaces.shutil.which", lambda name: name)
+    monkeypatch.setattr("ringserve.services.offline.namespaces.shutil.which", lambda name: name)
 
 
 @pytest.mark.usefixtures("installed")
@@ -66,7 +68,7 @@ def test_without_namespaces_the_error_names_root(monkeypatch: pytest.MonkeyPatch
     def refuse(commands: object) -> None:
         raise Unavailable("`unshare` failed: Operation not permitted")
 
-    monkeypatch.setattr("services.offline.namespaces.run_all", refuse)
+    monkeypatch.setattr("ringserve.services.offline.namespaces.run_all", refuse)
     with pytest.raises(Unavailable, match=r"lets only root make network namespaces .* not permitted.*as root"):
         isolation()
 
@@ -77,7 +79,7 @@ def test_root_needs_no_user_namespace_and_others_take_one(monkeypatch: pytest.Mo
         if "--user" not in commands[0]:
             raise Unavailable("Operation not permitted")
 
-    monkeypatch.setattr("services.offline.namespaces.run_all", lambda commands: None)
+    monkeypatch.setattr("ringserve.services.offline.namespaces.run_all", lambda commands: None)
     assert isolation() == ("unshare", "--net", "--")
-    monkeypatch.setattr("services.offline.namespaces.run_all", only_with_a_user_namespace)
+    monkeypatch.setattr("ringserve.services.offline.namespaces.run_all", only_with_a_user_namespace)
     assert isolation() == ("unshare", "--user", "--map-root-user", "--net", "--")

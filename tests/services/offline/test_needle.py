@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cp_core.errors import ConfigError
-from services.cli.demo_needle import _report
-from services.gateway.text import TextCodec
-from services.offline.needle import ANSWER, MODEL, Expected, FoundCode, expected, haystack, needle_config
-from services.offline.reference import StockModel
-from workers.model.builtin import resolve_model_path
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.cli.demo_needle import _report
+from ringserve.services.gateway.text import TextCodec
+from ringserve.services.offline.needle import ANSWER, MODEL, Expected, FoundCode, expected, haystack, needle_config
+from ringserve.services.offline.reference import StockModel
+from ringserve.workers.model.builtin import resolve_model_path
 
 
 def test_attention_in_blocks_gives_the_tokens_of_attention_at_once(tmp_path: Path) -> None:

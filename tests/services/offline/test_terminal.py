@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from services.offline.terminal import (
+from ringserve.services.offline.terminal import (
     LINES,
     interrupted_by_sigterm,
     listing,

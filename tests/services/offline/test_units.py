@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cp_core.errors import ConfigError
-from services.offline.units import (
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.offline.units import (
     ContextShare,
     format_seconds,
     format_tokens,

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from ringserve.client import Answer, Plan, TokenLogprobs, Usage
 from ringserve.client.results import MAPPER, Alternative, CachedSource, Chunk, Failover
+from ringserve.services.rpc.answer import answer_dict, answers_dict, message_dict, plan_line
 from ringserve.v1 import inference_pb2
-from services.rpc.answer import answer_dict, answers_dict, message_dict, plan_line
 
 
 def complete(text: str = "") -> Answer:

@@ -10,12 +10,12 @@ import pytest
 from google.protobuf.descriptor_pb2 import DescriptorProto, EnumDescriptorProto, ServiceDescriptorProto
 from google.protobuf.message import Message
 
-from cp_core.errors import ConfigError, StaleIncarnation, TurnCancelled, Unauthenticated
+from ringserve.cp_core.errors import ConfigError, StaleIncarnation, TurnCancelled, Unauthenticated
+from ringserve.services.auth.sections import SECRET_VARIABLE
+from ringserve.services.rpc.peers import GrpcPeers
+from ringserve.services.rpc.server import EPOCH_KEY, PEER_VERSION, GrpcServer, admitting_peers
+from ringserve.services.rpc.servicers import RingServicer
 from ringserve.v1 import rings_pb2, router_pb2
-from services.auth.sections import SECRET_VARIABLE
-from services.rpc.peers import GrpcPeers
-from services.rpc.server import EPOCH_KEY, PEER_VERSION, GrpcServer, admitting_peers
-from services.rpc.servicers import RingServicer
 
 
 class Leader:
@@ -100,7 +100,7 @@ async def test_a_process_of_another_version_is_refused_with_a_sentence(
     RingServicer(leader).register(server)
     address = await server.start("127.0.0.1:0")
     with monkeypatch.context() as other:
-        other.setattr("services.rpc.peers.PEER_VERSION", version)
+        other.setattr("ringserve.services.rpc.peers.PEER_VERSION", version)
         skewed = GrpcPeers()
     peer = GrpcPeers()
     expected = rf"calls of version {version[:20]}, and the called process takes version 2; run one release"

@@ -13,13 +13,13 @@ import pytest
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from grpc_status import rpc_status
 
-from cp_core import errors
-from cp_core.errors import RingserveError, Unavailable, Unreachable
 from ringserve.client import Client
+from ringserve.cp_core import errors
+from ringserve.cp_core.errors import RingserveError, Unavailable, Unreachable
 from ringserve.errors import RETRY_KEY
+from ringserve.services.rpc.errors import CODES, MAX_MESSAGE, answer, answering, code_of, error_from, error_named
+from ringserve.services.rpc.server import GrpcServer
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
-from services.rpc.errors import CODES, MAX_MESSAGE, answer, answering, code_of, error_from, error_named
-from services.rpc.server import GrpcServer
 
 Context = grpc.aio.ServicerContext[Any, Any]
 ABORT = inference_pb2.AbortRequest()

@@ -10,10 +10,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cp_core.errors import Unavailable
+from ringserve.cp_core.errors import Unavailable
+from ringserve.services.rpc.health import HealthWatch
+from ringserve.services.rpc.server import LIVE, GrpcServer
 from ringserve.v1 import inference_pb2_grpc
-from services.rpc.health import HealthWatch
-from services.rpc.server import LIVE, GrpcServer
 
 SERVICE = "ringserve.v1.Inference"
 SERVING = health_pb2.HealthCheckResponse.SERVING

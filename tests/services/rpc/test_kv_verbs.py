@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from cp_core.errors import InvalidRequest, NotFound
-from orchestration.protocol.turns import Admit, PrefillReport
-from services.rpc.peers import GrpcPeers
-from services.rpc.server import GrpcServer
-from services.rpc.servicers import RingServicer
+from ringserve.cp_core.errors import InvalidRequest, NotFound
+from ringserve.orchestration.protocol.turns import Admit, PrefillReport
+from ringserve.services.rpc.peers import GrpcPeers
+from ringserve.services.rpc.server import GrpcServer
+from ringserve.services.rpc.servicers import RingServicer
 from tests.orchestration.conversations.moving import Leader, kv_of, take
 from tests.orchestration.service import Service
 from tests.workers.models import random_tokens, save_model

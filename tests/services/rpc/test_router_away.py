@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cp_core.errors import NotBegun, NotFound, Unavailable, Unreachable
-from orchestration.protocol.plans import PromptMode
-from orchestration.protocol.turns import BegunTurn, LostTurn, TurnRequest
-from services.gateway import failover
-from services.gateway.failover import begun_in_time
-from services.rpc.peers import GrpcPeers
-from services.rpc.server import GrpcServer
-from services.rpc.servicers import RouterServicer
+from ringserve.cp_core.errors import NotBegun, NotFound, Unavailable, Unreachable
+from ringserve.orchestration.protocol.plans import PromptMode
+from ringserve.orchestration.protocol.turns import BegunTurn, LostTurn, TurnRequest
+from ringserve.services.gateway import failover
+from ringserve.services.gateway.failover import begun_in_time
+from ringserve.services.rpc.peers import GrpcPeers
+from ringserve.services.rpc.server import GrpcServer
+from ringserve.services.rpc.servicers import RouterServicer
+from ringserve.workers.sampling.parameters import SamplingParameters
 from tests.services.gateway.test_turn_stream import PLAN
 from tests.waiting import eventually
-from workers.sampling.parameters import SamplingParameters
 
 REQUEST = TurnRequest(
     request_id="r",

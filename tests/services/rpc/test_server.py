@@ -12,9 +12,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from cp_core.errors import ConfigError, Unauthenticated
+from ringserve.cp_core.errors import ConfigError, Unauthenticated
+from ringserve.services.rpc.server import GrpcServer
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
-from services.rpc.server import GrpcServer
 
 SERVICE = "ringserve.v1.Inference"
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -137,7 +137,7 @@ async def test_an_unknown_caller_is_refused_before_its_message_is_read(monkeypat
 
         return noted
 
-    monkeypatch.setattr("services.rpc.server._tolerant", noting)
+    monkeypatch.setattr("ringserve.services.rpc.server._tolerant", noting)
     options = [("grpc.max_send_message_length", 1 << 26)]
     async with grpc.aio.insecure_channel(await server.start("127.0.0.1:0"), options=options) as channel:
         stub: Any = inference_pb2_grpc.InferenceStub(channel)

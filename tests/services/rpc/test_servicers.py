@@ -8,12 +8,12 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from orchestration.protocol.inventory import KnownEpoch, Registered
-from orchestration.protocol.turns import RingRegistration
+from ringserve.orchestration.protocol.inventory import KnownEpoch, Registered
+from ringserve.orchestration.protocol.turns import RingRegistration
+from ringserve.services.rpc.server import GrpcServer
+from ringserve.services.rpc.servicers import RouterServicer
+from ringserve.services.rpc.wire.contract import to_message
 from ringserve.v1 import router_pb2, router_pb2_grpc
-from services.rpc.server import GrpcServer
-from services.rpc.servicers import RouterServicer
-from services.rpc.wire.contract import to_message
 from tests.rings import registration
 
 

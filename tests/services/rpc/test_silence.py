@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from cp_core.errors import Unavailable
-from orchestration.protocol.turns import EndingEvent, TurnEvent
-from services.rpc.peers import GrpcPeers
-from services.rpc.server import GrpcServer
-from services.rpc.servicers import RingServicer, with_heartbeats
-from workers.protocol.decode_commands import FinishReason
+from ringserve.cp_core.errors import Unavailable
+from ringserve.orchestration.protocol.turns import EndingEvent, TurnEvent
+from ringserve.services.rpc.peers import GrpcPeers
+from ringserve.services.rpc.server import GrpcServer
+from ringserve.services.rpc.servicers import RingServicer, with_heartbeats
+from ringserve.workers.protocol.decode_commands import FinishReason
 
 WAIT_SECONDS = 60.0
 LAST = EndingEvent(finish_reason=FinishReason.LENGTH)
@@ -106,7 +106,7 @@ async def test_heartbeats_pass_on_errors_and_close_what_they_accompany() -> None
 
 SERVER = """
 import asyncio
-from services.rpc.server import GrpcServer
+from ringserve.services.rpc.server import GrpcServer
 async def main():
     server = GrpcServer()
     print(await server.start("127.0.0.1:0"), flush=True)

@@ -11,16 +11,16 @@ from typing import Any
 import grpc
 import pytest
 
-from cp_core.errors import CapacityExceeded, NotFound, TurnCancelled, Unavailable, Unreachable
-from orchestration.protocol.turns import FinishedEvent, PrefillReport, TokensEvent, TurnEvent
+from ringserve.cp_core.errors import CapacityExceeded, NotFound, TurnCancelled, Unavailable, Unreachable
+from ringserve.orchestration.protocol.turns import FinishedEvent, PrefillReport, TokensEvent, TurnEvent
+from ringserve.services.rpc import turn_streams
+from ringserve.services.rpc.peers import GrpcPeers
+from ringserve.services.rpc.server import GrpcServer
+from ringserve.services.rpc.servicers import RingServicer
 from ringserve.v1 import rings_pb2
-from services.rpc import turn_streams
-from services.rpc.peers import GrpcPeers
-from services.rpc.server import GrpcServer
-from services.rpc.servicers import RingServicer
+from ringserve.workers.protocol.decode_commands import FinishReason
+from ringserve.workers.sampling.parameters import TokenLogprobs
 from tests.waiting import eventually
-from workers.protocol.decode_commands import FinishReason
-from workers.sampling.parameters import TokenLogprobs
 
 END = FinishedEvent(finish_reason=FinishReason.LENGTH, migrated_bytes=1, migration_seconds=0.5, handoff_seconds=0.25)
 

@@ -10,12 +10,12 @@ import sys
 
 import pytest
 
-from cp_core.errors import ConfigError
-from services.telemetry.logs import JsonFormatter, JsonLines, TurnRecord, levels_by_module, set_up_logs
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.telemetry.logs import JsonFormatter, JsonLines, TurnRecord, levels_by_module, set_up_logs
 
 
 def record(message: str, **extra: str) -> logging.LogRecord:
-    made = logging.LogRecord("orchestration.router.router", logging.WARNING, "", 0, message, None, None)
+    made = logging.LogRecord("ringserve.orchestration.router.router", logging.WARNING, "", 0, message, None, None)
     vars(made).update(extra)
     return made
 
@@ -29,7 +29,7 @@ def test_a_line_names_its_process_its_ring_and_its_turn() -> None:
         "level": "warning",
         "process": "prefill-0",
         "ring": "prefill-0",
-        "logger": "orchestration.router.router",
+        "logger": "ringserve.orchestration.router.router",
         "message": "it \n began",
         "request_id": "r",
         "turn_id": "t",
@@ -86,14 +86,18 @@ def test_the_line_that_ends_a_request_has_its_figures(
 
 
 def test_single_modules_have_their_own_levels() -> None:
-    names = ("", "orchestration.router", "services.gateway", "ray")
+    names = ("", "ringserve.orchestration.router", "ringserve.services.gateway", "ray")
     before = {name: logging.getLogger(name).level for name in names}
     handlers = logging.getLogger().handlers[:]
     try:
-        set_up_logs("router", "warning", levels="orchestration.router=debug services.gateway=error")
+        set_up_logs("router", "warning", levels="ringserve.orchestration.router=debug ringserve.services.gateway=error")
         found = [
             logging.getLogger(name).getEffectiveLevel()
-            for name in ("orchestration.router.admission", "services.gateway.openai.app", "orchestration.decode.leader")
+            for name in (
+                "ringserve.orchestration.router.admission",
+                "ringserve.services.gateway.openai.app",
+                "ringserve.orchestration.decode.leader",
+            )
         ]
         assert found == [logging.DEBUG, logging.ERROR, logging.WARNING]
     finally:
@@ -106,16 +110,16 @@ def test_single_modules_have_their_own_levels() -> None:
     ("text", "words"),
     [
         (
-            "orchestration.router",
-            "'orchestration.router' is not allowed; give MODULE=LEVEL, with a level of debug, info",
+            "ringserve.orchestration.router",
+            "'ringserve.orchestration.router' is not allowed; give MODULE=LEVEL, with a level of debug, info",
         ),
-        ("orchestration.router=loud", "give MODULE=LEVEL"),
+        ("ringserve.orchestration.router=loud", "give MODULE=LEVEL"),
         ("a b=info", "'a' is not allowed"),
         (
-            "orchestration.routr=info",
-            "'orchestration.routr=info' is not allowed; there is no module orchestration.routr",
+            "ringserve.orchestration.routr=info",
+            "'ringserve.orchestration.routr=info' is not allowed; there is no module ringserve.orchestration.routr",
         ),
-        ("orchestration.routr.turn=info", "there is no module orchestration.routr.turn"),
+        ("ringserve.orchestration.routr.turn=info", "there is no module ringserve.orchestration.routr.turn"),
     ],
 )
 def test_levels_that_would_do_nothing_are_refused(text: str, words: str) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from workers.protocol.decode_commands import AdmitSequence
-from workers.sampling.parameters import SamplingParameters
+from ringserve.workers.protocol.decode_commands import AdmitSequence
+from ringserve.workers.sampling.parameters import SamplingParameters
 
 
 def admission(name: str = "a", held: tuple[int, ...] = (3, 2), **changes: Any) -> AdmitSequence:

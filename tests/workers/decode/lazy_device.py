@@ -15,15 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from cp_core.transport.collectives import Message, PointToPointRing
-from workers.decode.inputs import InputBuffers
-from workers.decode.mailbox import DecodeMailbox
-from workers.decode.prompts import DecodePrompts
-from workers.decode.step import DecodePass
-from workers.protocol.decode_commands import ComputePrompt, DecodeEvent
-from workers.rank import worker as rank_worker
-from workers.sampling.on_device import BROKEN, ChosenRows
-from workers.sampling.parameters import Sampled
+from ringserve.cp_core.transport.collectives import Message, PointToPointRing
+from ringserve.workers.decode.inputs import InputBuffers
+from ringserve.workers.decode.mailbox import DecodeMailbox
+from ringserve.workers.decode.prompts import DecodePrompts
+from ringserve.workers.decode.step import DecodePass
+from ringserve.workers.protocol.decode_commands import ComputePrompt, DecodeEvent
+from ringserve.workers.rank import worker as rank_worker
+from ringserve.workers.sampling.on_device import BROKEN, ChosenRows
+from ringserve.workers.sampling.parameters import Sampled
 
 
 class LazyStream:

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from cp_core.attention.paged import PagedShards
-from cp_core.attention.partial import Partial
-from cp_core.attention.reference import ReferenceAttention
-from cp_core.cost.model import RingRates
+from ringserve.cp_core.attention.paged import PagedShards
+from ringserve.cp_core.attention.partial import Partial
+from ringserve.cp_core.attention.reference import ReferenceAttention
+from ringserve.cp_core.cost.model import RingRates
+from ringserve.workers.decode import graphs
+from ringserve.workers.decode.graphs import Recorded, RecordedPieces
+from ringserve.workers.model import pieces as compiler
+from ringserve.workers.model.loading import AttentionStep
+from ringserve.workers.model.pieces import Pieces
+from ringserve.workers.rank import parts as rank_parts
+from ringserve.workers.rank.worker import RankWorker
 from tests.workers.models import VOCAB_SIZE
 from tests.workers.rings import LocalRing
-from workers.decode import graphs
-from workers.decode.graphs import Recorded, RecordedPieces
-from workers.model import pieces as compiler
-from workers.model.loading import AttentionStep
-from workers.model.pieces import Pieces
-from workers.rank import parts as rank_parts
-from workers.rank.worker import RankWorker
 
 
 class KeptFunctions:

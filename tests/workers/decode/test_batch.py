@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ringserve.workers.decode.batch import BatchState
+from ringserve.workers.decode.messages import BatchChange
+from ringserve.workers.kv.cache import runs
+from ringserve.workers.protocol.decode_commands import GrowSequence
 from tests.cp_core.layout.decoded import decoded
 from tests.workers.decode.admissions import admission
-from workers.decode.batch import BatchState
-from workers.decode.messages import BatchChange
-from workers.kv.cache import runs
-from workers.protocol.decode_commands import GrowSequence
 
 BLOCK_TOKENS = 4
 

@@ -14,17 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from cp_core.cost.decode import GATHER, HELIX
-from cp_core.cost.model import PASS_Q
-from cp_core.errors import Unavailable
-from cp_core.transport.collectives import PointToPointRing
-from cp_core.transport.interface import TransportStats
-from tests.workers.decode.recording import KeptFunctions, compile_ranks, recording
-from tests.workers.decode.test_variants import ENDS, PROMPTS, greedy, serve_all
-from tests.workers.models import Oracle, random_tokens
-from tests.workers.rings import LocalRing, Turn
-from workers.decode import step as decode_step
-from workers.decode.graphs import (
+from ringserve.cp_core.cost.decode import GATHER, HELIX
+from ringserve.cp_core.cost.model import PASS_Q
+from ringserve.cp_core.errors import Unavailable
+from ringserve.cp_core.transport.collectives import PointToPointRing
+from ringserve.cp_core.transport.interface import TransportStats
+from ringserve.workers.decode import step as decode_step
+from ringserve.workers.decode.graphs import (
     NOT_COMPILED,
     RECORDING,
     RECORDING_FAILED,
@@ -33,13 +29,17 @@ from workers.decode.graphs import (
     bucket_of,
     try_record,
 )
-from workers.decode.inputs import InputBuffers
-from workers.decode.variants import DecodeChoice
-from workers.kv.cache import KvCache
-from workers.model import pieces as compiler
-from workers.model.loading import AttentionStep, LoadedModel
-from workers.sampling.parameters import Sampled, SamplingParameters
-from workers.sampling.sampler import SampledRow, sample_rows
+from ringserve.workers.decode.inputs import InputBuffers
+from ringserve.workers.decode.variants import DecodeChoice
+from ringserve.workers.kv.cache import KvCache
+from ringserve.workers.model import pieces as compiler
+from ringserve.workers.model.loading import AttentionStep, LoadedModel
+from ringserve.workers.sampling.parameters import Sampled, SamplingParameters
+from ringserve.workers.sampling.sampler import SampledRow, sample_rows
+from tests.workers.decode.recording import KeptFunctions, compile_ranks, recording
+from tests.workers.decode.test_variants import ENDS, PROMPTS, greedy, serve_all
+from tests.workers.models import Oracle, random_tokens
+from tests.workers.rings import LocalRing, Turn
 
 Models = Mapping[str, Path]
 Oracles = Mapping[str, Oracle]

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ringserve.workers.decode.inputs import LEAST_ROWS, LEAST_WIDTH, InputBuffers, StepInputs
 from tests.workers.decode.lazy_device import LazyBuffers, LazyStream
-from workers.decode.inputs import LEAST_ROWS, LEAST_WIDTH, InputBuffers, StepInputs
 
 CPU = torch.device("cpu")
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from cp_core.errors import Unavailable
+from ringserve.cp_core.errors import Unavailable
+from ringserve.workers.decode.mailbox import DecodeMailbox
+from ringserve.workers.protocol.decode_commands import DecodeEvent, FinishReason, GrowSequence, RemoveSequence
+from ringserve.workers.sampling.parameters import TokenHistory
 from tests.workers.decode.admissions import admission
 from tests.workers.rings import run_in_thread
-from workers.decode.mailbox import DecodeMailbox
-from workers.protocol.decode_commands import DecodeEvent, FinishReason, GrowSequence, RemoveSequence
-from workers.sampling.parameters import TokenHistory
 
 
 def event(name: str, token_id: int, reason: FinishReason | None = None) -> DecodeEvent:

@@ -8,13 +8,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.decode.messages import BatchChange, decode_change, encode_change
-from workers.protocol.decode_commands import (
+from ringserve.workers.decode.messages import BatchChange, decode_change, encode_change
+from ringserve.workers.protocol.decode_commands import (
     AdmitSequence,
     ComputePrompt,
     GrowSequence,
 )
-from workers.sampling.parameters import SamplingParameters, TokenBias, TokenHistory
+from ringserve.workers.sampling.parameters import SamplingParameters, TokenBias, TokenHistory
 
 samplings = st.builds(
     SamplingParameters,

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.cost.decode import GATHER, HELIX, VARIANTS
-from cp_core.errors import Unavailable
+from ringserve.cp_core.cost.decode import GATHER, HELIX, VARIANTS
+from ringserve.cp_core.errors import Unavailable
+from ringserve.workers.decode.mailbox import DecodeMailbox
+from ringserve.workers.protocol.decode_commands import DecodeEvent, FinishReason
+from ringserve.workers.sampling.parameters import SamplingParameters, TokenHistory
 from tests.workers.models import KINDS, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn
-from workers.decode.mailbox import DecodeMailbox
-from workers.protocol.decode_commands import DecodeEvent, FinishReason
-from workers.sampling.parameters import SamplingParameters, TokenHistory
 
 RING_SIZES = (1, 2, 3)
 # (cached tokens, new tokens): empty and uneven shards, empty and uneven chunks.

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from ringserve.workers.protocol.decode_commands import DecodeEvent, GrowSequence
+from ringserve.workers.sampling.parameters import SamplingParameters
 from tests.workers.decode.lazy_device import lazy_devices
 from tests.workers.decode.recording import KeptFunctions, compile_ranks, recording
 from tests.workers.decode.test_steps_ahead import ring_of
 from tests.workers.models import Oracle, random_tokens
 from tests.workers.rings import BLOCK_TOKENS, LocalRing, Turn
-from workers.protocol.decode_commands import DecodeEvent, GrowSequence
-from workers.sampling.parameters import SamplingParameters
 
 Models = Mapping[str, Path]
 Oracles = Mapping[str, Oracle]

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from workers.decode.graphs import CudaRecorder
+from ringserve.workers.decode.graphs import CudaRecorder
 
 GPU = torch.device("cuda", 0)
 

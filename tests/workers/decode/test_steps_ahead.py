@@ -15,24 +15,24 @@ from typing import Any
 import pytest
 import torch
 
-from cp_core.cost.decode import GATHER, HELIX
-from cp_core.cost.model import PASS_Q, RingRates
-from cp_core.errors import Unavailable
-from cp_core.transport.interface import RingTransport
+from ringserve.cp_core.cost.decode import GATHER, HELIX
+from ringserve.cp_core.cost.model import PASS_Q, RingRates
+from ringserve.cp_core.errors import Unavailable
+from ringserve.cp_core.transport.interface import RingTransport
+from ringserve.workers.decode.loop import BATCH_CHANGES, VARIANT_CHANGES
+from ringserve.workers.decode.mailbox import DecodeMailbox
+from ringserve.workers.decode.step import HOST_MESSAGES, SAMPLED_ON_HOST, TENSOR_PARALLEL, DecodePass
+from ringserve.workers.decode.variants import DecodeChoice
+from ringserve.workers.protocol.decode_commands import DecodeEvent, FinishReason, GrowSequence
+from ringserve.workers.rank import parts as rank_parts
+from ringserve.workers.rank import worker as rank_worker
+from ringserve.workers.rank.worker import RankWorker
+from ringserve.workers.sampling.parameters import SamplingParameters, TokenBias
 from tests.workers.decode.lazy_device import LazyStream, lazy_devices
 from tests.workers.decode.recording import RATES, KeptFunctions, TabledAttention, compile_ranks, recording
 from tests.workers.decode.test_variants import ENDS, PROMPTS, greedy, serve_all
 from tests.workers.models import Oracle, random_tokens
 from tests.workers.rings import BLOCK_TOKENS, WAIT_SECONDS, LocalRing, Turn
-from workers.decode.loop import BATCH_CHANGES, VARIANT_CHANGES
-from workers.decode.mailbox import DecodeMailbox
-from workers.decode.step import HOST_MESSAGES, SAMPLED_ON_HOST, TENSOR_PARALLEL, DecodePass
-from workers.decode.variants import DecodeChoice
-from workers.protocol.decode_commands import DecodeEvent, FinishReason, GrowSequence
-from workers.rank import parts as rank_parts
-from workers.rank import worker as rank_worker
-from workers.rank.worker import RankWorker
-from workers.sampling.parameters import SamplingParameters, TokenBias
 
 Models = Mapping[str, Path]
 Oracles = Mapping[str, Oracle]

@@ -11,24 +11,24 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cp_core.cost.decode import GATHER, HELIX, VARIANTS, DecodeRates, StartChoice
-from cp_core.cost.model import PASS_Q, RingRates
-from cp_core.errors import ConfigError
-from cp_core.transport.inprocess import InProcessRing
+from ringserve.cp_core.cost.decode import GATHER, HELIX, VARIANTS, DecodeRates, StartChoice
+from ringserve.cp_core.cost.model import PASS_Q, RingRates
+from ringserve.cp_core.errors import ConfigError
+from ringserve.cp_core.transport.inprocess import InProcessRing
+from ringserve.workers.decode.messages import Header, HeaderChannel, HeaderKind
+from ringserve.workers.decode.variants import DecodeChoice
+from ringserve.workers.model.loading import DTYPES, load_model
+from ringserve.workers.protocol.prefill_steps import Algorithm
+from ringserve.workers.rank import parts as rank_parts
+from ringserve.workers.sampling.parameters import SamplingParameters
 from tests.gloo import gloo_as_nccl
 from tests.workers.models import KINDS, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn
-from workers.decode.messages import Header, HeaderChannel, HeaderKind
-from workers.decode.variants import DecodeChoice
-from workers.model.loading import DTYPES, load_model
-from workers.protocol.prefill_steps import Algorithm
-from workers.rank import parts as rank_parts
-from workers.sampling.parameters import SamplingParameters
 
 Models = Mapping[str, Path]
 Oracles = Mapping[str, Oracle]
 
-CHOOSE_AT_START = "workers.decode.variants.choose_at_start"
+CHOOSE_AT_START = "ringserve.workers.decode.variants.choose_at_start"
 ENDS = {"a": 24, "b": 3, "c": 12, "d": 19, "e": 2}
 PROMPTS = {name: random_tokens(count, seed=count) for name, count in zip(ENDS, (5, 40, 1, 17, 64), strict=True)}
 

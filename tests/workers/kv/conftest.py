@@ -7,10 +7,10 @@ from contextlib import ExitStack
 
 import pytest
 
+from ringserve.workers.kv.cache import KvCache
+from ringserve.workers.kv.receiver import KvReceiver
 from tests.workers.kv.fake_nixl import FakeNetwork, Pair
 from tests.workers.kv.kv_peers import HandSource, cache_of, hand_source, receiving
-from workers.kv.cache import KvCache
-from workers.kv.receiver import KvReceiver
 
 
 @pytest.fixture

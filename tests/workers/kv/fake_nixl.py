@@ -9,6 +9,10 @@ from contextlib import ExitStack, closing
 
 import torch
 
+from ringserve.workers.kv.nixl_agent import Disconnected, NixlAgent, NixlRead, Unfinished
+from ringserve.workers.kv.pulls import PullAgent
+from ringserve.workers.kv.receiver import KvReceiver
+from ringserve.workers.kv.sender import KvSender
 from tests.workers.kv.kv_peers import (
     BLOCKS,
     DESTINATION,
@@ -25,10 +29,6 @@ from tests.workers.kv.kv_peers import (
     send_of,
     sending,
 )
-from workers.kv.nixl_agent import Disconnected, NixlAgent, NixlRead, Unfinished
-from workers.kv.pulls import PullAgent
-from workers.kv.receiver import KvReceiver
-from workers.kv.sender import KvSender
 
 
 class FakeNetwork:

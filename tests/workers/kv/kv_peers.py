@@ -11,16 +11,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cp_core.layout.reshard import KvPiece
-from cp_core.layout.shards import ShardMap, TokenRange
-from cp_core.transport.peer_tls import PeerTls
-from workers.kv.cache import KvCache
-from workers.kv.frames import PREFIX, Frame, LayerFrame, RefusedFrame, decode_header, decode_prefix, encode
-from workers.kv.pulls import PullAgent
-from workers.kv.receiver import KvReceiver
-from workers.kv.sender import KvSender
-from workers.kv.staging import SlotPool
-from workers.protocol.transfers import KvExpect, KvPart, KvSend, TransferKey
+from ringserve.cp_core.layout.reshard import KvPiece
+from ringserve.cp_core.layout.shards import ShardMap, TokenRange
+from ringserve.cp_core.transport.peer_tls import PeerTls
+from ringserve.workers.kv.cache import KvCache
+from ringserve.workers.kv.frames import PREFIX, Frame, LayerFrame, RefusedFrame, decode_header, decode_prefix, encode
+from ringserve.workers.kv.pulls import PullAgent
+from ringserve.workers.kv.receiver import KvReceiver
+from ringserve.workers.kv.sender import KvSender
+from ringserve.workers.kv.staging import SlotPool
+from ringserve.workers.protocol.transfers import KvExpect, KvPart, KvSend, TransferKey
 
 NUM_LAYERS, NUM_BLOCKS, BLOCK_TOKENS, NUM_KV_HEADS, HEAD_DIM = 3, 48, 4, 2, 8
 SOURCE, DESTINATION = "prefill-0/1", "decode-0/1"

@@ -11,6 +11,9 @@ from multiprocessing.process import BaseProcess
 
 import torch
 
+from ringserve.workers.kv.nixl_agent import NixlAgent, engine_of
+from ringserve.workers.kv.pulls import PullAgent
+from ringserve.workers.kv.sender import KvSender
 from tests.workers.kv.kv_peers import (
     BLOCKS,
     DESTINATION,
@@ -27,9 +30,6 @@ from tests.workers.kv.kv_peers import (
     sending,
     wait_for_slots,
 )
-from workers.kv.nixl_agent import NixlAgent, engine_of
-from workers.kv.pulls import PullAgent
-from workers.kv.sender import KvSender
 
 ENGINE = engine_of()
 # UCX over TCP serves READs by its target's processor: one that stands still keeps them under way.

@@ -7,11 +7,11 @@ import threading
 
 import pytest
 
-from cp_core.errors import TransferError, Unavailable
+from ringserve.cp_core.errors import TransferError, Unavailable
+from ringserve.workers.kv.arrivals import Arrivals, EndedTransfers
+from ringserve.workers.kv.incoming import TransferTable
+from ringserve.workers.protocol.transfers import KvEnd, KvEnds, TransferReport
 from tests.workers.kv.kv_peers import DESTINATION, cache_of, expect_of, key_of
-from workers.kv.arrivals import Arrivals, EndedTransfers
-from workers.kv.incoming import TransferTable
-from workers.protocol.transfers import KvEnd, KvEnds, TransferReport
 
 REPORT = TransferReport(payload_bytes=7, seconds=0.0)
 

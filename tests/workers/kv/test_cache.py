@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.kv.cache import MAX_COPIES, KvCache, SlotRun, runs
+from ringserve.workers.kv.cache import MAX_COPIES, KvCache, SlotRun, runs
 
 BLOCK_TOKENS = 4
 
@@ -91,8 +91,8 @@ def test_a_table_of_scattered_blocks_is_written_and_read_through_an_index() -> N
 def test_short_runs_are_attended_as_copies_in_stored_order_and_long_ones_as_views(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("workers.kv.cache.COPIED_BYTES", 5 * 2 * 2 * 3 * 4)  # of 5 tokens
-    monkeypatch.setattr("workers.kv.cache.MAX_COPIED_TOKENS", 7)
+    monkeypatch.setattr("ringserve.workers.kv.cache.COPIED_BYTES", 5 * 2 * 2 * 3 * 4)  # of 5 tokens
+    monkeypatch.setattr("ringserve.workers.kv.cache.MAX_COPIED_TOKENS", 7)
     cache, blocks = small_cache(), (9, 2, 40, 30, 31, 32, 5, 60)
     k, v = numbered(30)
     cache.write(1, blocks, 0, k, v)

@@ -6,7 +6,10 @@ import dataclasses
 
 import pytest
 
-from cp_core.errors import TransferError
+from ringserve.cp_core.errors import TransferError
+from ringserve.workers.kv.frames import LayerFrame, TransferFrame, checksum_of
+from ringserve.workers.kv.outgoing import DestinationConnection
+from ringserve.workers.kv.sender import KvSender
 from tests.workers.kv.kv_peers import (
     BLOCKS,
     NUM_LAYERS,
@@ -24,9 +27,6 @@ from tests.workers.kv.kv_peers import (
     receiving,
     send_of,
 )
-from workers.kv.frames import LayerFrame, TransferFrame, checksum_of
-from workers.kv.outgoing import DestinationConnection
-from workers.kv.sender import KvSender
 
 
 def summed(layer: int, payload: bytes, name: str = "turn-1") -> LayerFrame:

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_core.errors import TransferError
-from tests.workers.kv.kv_peers import key_of
-from workers.kv.frames import (
+from ringserve.cp_core.errors import TransferError
+from ringserve.workers.kv.frames import (
     MAGIC,
     MAX_HEADER_BYTES,
     MAX_PAYLOAD_BYTES,
@@ -34,6 +33,7 @@ from workers.kv.frames import (
     decode_prefix,
     encode,
 )
+from tests.workers.kv.kv_peers import key_of
 
 CARD = CardFrame(
     destination="decode-0/1",

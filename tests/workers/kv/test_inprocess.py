@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cp_core.errors import TransferError, Unavailable
+from ringserve.cp_core.errors import TransferError, Unavailable
+from ringserve.workers.kv.inprocess import InProcessNetwork
 from tests.workers.kv.kv_peers import (
     BLOCKS,
     DESTINATION,
@@ -17,7 +18,6 @@ from tests.workers.kv.kv_peers import (
     key_of,
     send_of,
 )
-from workers.kv.inprocess import InProcessNetwork
 
 OTHER_BLOCKS = (2, 1, 0)
 

@@ -7,7 +7,10 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from cp_core.transport.peer_tls import PeerTls
+from ringserve.cp_core.transport.peer_tls import PeerTls
+from ringserve.workers.kv.frames import LeaveFrame, SettledFrame, SettleFrame
+from ringserve.workers.kv.outgoing import DestinationConnection, OutgoingTransfer
+from ringserve.workers.kv.receiver import KvReceiver
 from tests.services.auth.certificates import Authority
 from tests.workers.kv.kv_peers import (
     BLOCKS,
@@ -23,9 +26,6 @@ from tests.workers.kv.kv_peers import (
     send_of,
     sending,
 )
-from workers.kv.frames import LeaveFrame, SettledFrame, SettleFrame
-from workers.kv.outgoing import DestinationConnection, OutgoingTransfer
-from workers.kv.receiver import KvReceiver
 
 
 @pytest.fixture(params=["plain", "tls"])

@@ -9,7 +9,11 @@ from contextlib import ExitStack, closing
 import pytest
 import torch
 
-from cp_core.errors import TransferError, Unavailable
+from ringserve.cp_core.errors import TransferError, Unavailable
+from ringserve.workers.kv import pulls
+from ringserve.workers.kv.cache import KvCache
+from ringserve.workers.kv.pulls import PullAgent
+from ringserve.workers.kv.receiver import KvReceiver
 from tests.workers.kv.kv_peers import (
     BLOCKS,
     DESTINATION,
@@ -38,10 +42,6 @@ from tests.workers.kv.nixl_peers import (
     run_source,
     wait_until_sent,
 )
-from workers.kv import pulls
-from workers.kv.cache import KvCache
-from workers.kv.pulls import PullAgent
-from workers.kv.receiver import KvReceiver
 
 NO_WAY = "PROTO_EMULATION_ENABLE=n,TLS=tcp,NET_DEVICES=lo"
 

@@ -8,7 +8,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from cp_core.errors import TransferError, Unavailable
+from ringserve.cp_core.errors import TransferError, Unavailable
+from ringserve.workers.kv.cache import KvCache
+from ringserve.workers.kv.cutting import weighted_sum
+from ringserve.workers.kv.frames import Reach, ReachedFrame, ReadFrame, RefusedFrame, SettledFrame, SettleFrame, SlotRef
+from ringserve.workers.kv.pulls import PullAgent
+from ringserve.workers.kv.receiver import KvReceiver
 from tests.workers.kv.fake_nixl import FakeNetwork, Pair
 from tests.workers.kv.kv_peers import (
     BLOCKS,
@@ -29,11 +34,6 @@ from tests.workers.kv.kv_peers import (
     layer_frame,
     receiving,
 )
-from workers.kv.cache import KvCache
-from workers.kv.cutting import weighted_sum
-from workers.kv.frames import Reach, ReachedFrame, ReadFrame, RefusedFrame, SettledFrame, SettleFrame, SlotRef
-from workers.kv.pulls import PullAgent
-from workers.kv.receiver import KvReceiver
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,23 @@ from contextlib import closing
 import pytest
 import torch
 
-from cp_core.errors import TransferError, Unavailable
+from ringserve.cp_core.errors import TransferError, Unavailable
+from ringserve.workers.kv.cache import KvCache
+from ringserve.workers.kv.frames import (
+    MAGIC,
+    MAX_PAYLOAD_BYTES,
+    PREFIX,
+    VERSION,
+    AbandonFrame,
+    LayerFrame,
+    LeaveFrame,
+    RefusedFrame,
+    SettledFrame,
+    SettleFrame,
+    encode,
+)
+from ringserve.workers.kv.receiver import KvReceiver
+from ringserve.workers.kv.source_connection import SourceConnection
 from tests.workers.kv.kv_peers import (
     BLOCKS,
     DESTINATION,
@@ -27,22 +43,6 @@ from tests.workers.kv.kv_peers import (
     key_of,
     layer_frame,
 )
-from workers.kv.cache import KvCache
-from workers.kv.frames import (
-    MAGIC,
-    MAX_PAYLOAD_BYTES,
-    PREFIX,
-    VERSION,
-    AbandonFrame,
-    LayerFrame,
-    LeaveFrame,
-    RefusedFrame,
-    SettledFrame,
-    SettleFrame,
-    encode,
-)
-from workers.kv.receiver import KvReceiver
-from workers.kv.source_connection import SourceConnection
 
 
 def check_still_serves(receiver: KvReceiver, cache: KvCache, source: HandSource) -> None:

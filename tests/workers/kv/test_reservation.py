@@ -9,8 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from cp_core.errors import StaleIncarnation, TransferError, Unavailable
-from cp_core.layout.shards import TokenRange
+from ringserve.cp_core.errors import StaleIncarnation, TransferError, Unavailable
+from ringserve.cp_core.layout.shards import TokenRange
+from ringserve.workers.kv.cache import KvCache
+from ringserve.workers.kv.frames import (
+    SettledFrame,
+    SettleFrame,
+    encode,
+)
+from ringserve.workers.kv.incoming import IncomingTransfer, TransferState
+from ringserve.workers.kv.receiver import KvReceiver
+from ringserve.workers.protocol.transfers import KvExpect
 from tests.workers.kv.kv_peers import (
     BLOCKS,
     NUM_BLOCKS,
@@ -28,15 +37,6 @@ from tests.workers.kv.kv_peers import (
     layer_frame,
     receiving,
 )
-from workers.kv.cache import KvCache
-from workers.kv.frames import (
-    SettledFrame,
-    SettleFrame,
-    encode,
-)
-from workers.kv.incoming import IncomingTransfer, TransferState
-from workers.kv.receiver import KvReceiver
-from workers.protocol.transfers import KvExpect
 
 
 def test_frames_before_their_expect_are_refused(receiver: KvReceiver, cache: KvCache, source: HandSource) -> None:

@@ -10,9 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from cp_core.errors import StaleIncarnation, TransferError, Unavailable
-from cp_core.layout.reshard import KvPiece
-from cp_core.layout.shards import TokenRange
+from ringserve.cp_core.errors import StaleIncarnation, TransferError, Unavailable
+from ringserve.cp_core.layout.reshard import KvPiece
+from ringserve.cp_core.layout.shards import TokenRange
+from ringserve.workers.kv.cache import KvCache
+from ringserve.workers.kv.frames import AbandonFrame, LayerFrame, RefusedFrame, SettledFrame, SettleFrame
+from ringserve.workers.kv.sender import KvSender
+from ringserve.workers.protocol.transfers import KvPart, KvSend, TransferReport
 from tests.workers.kv.kv_peers import (
     BLOCK_TOKENS,
     BLOCKS,
@@ -32,10 +36,6 @@ from tests.workers.kv.kv_peers import (
     send_of,
     sending,
 )
-from workers.kv.cache import KvCache
-from workers.kv.frames import AbandonFrame, LayerFrame, RefusedFrame, SettledFrame, SettleFrame
-from workers.kv.sender import KvSender
-from workers.protocol.transfers import KvPart, KvSend, TransferReport
 
 
 @pytest.fixture

@@ -12,7 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from cp_core.errors import ConfigError, StaleIncarnation, TransferError, Unavailable
+from ringserve.cp_core.errors import ConfigError, StaleIncarnation, TransferError, Unavailable
+from ringserve.workers.kv import nixl_agent, pulls
+from ringserve.workers.kv.frames import SlotRef
+from ringserve.workers.kv.nixl_agent import Disconnected, engine_of
+from ringserve.workers.kv.pulls import PullAgent
+from ringserve.workers.kv.staging import SlotPool
 from tests.workers.kv.fake_nixl import FakeNetwork, Pair
 from tests.workers.kv.kv_peers import (
     BLOCKS,
@@ -34,11 +39,6 @@ from tests.workers.kv.kv_peers import (
     sending,
     wait_for_slots,
 )
-from workers.kv import nixl_agent, pulls
-from workers.kv.frames import SlotRef
-from workers.kv.nixl_agent import Disconnected, engine_of
-from workers.kv.pulls import PullAgent
-from workers.kv.staging import SlotPool
 
 # --- slots run out and come back -------------------------------------------------------------------------------------
 

@@ -10,7 +10,9 @@ from dataclasses import replace
 
 import pytest
 
-from cp_core.transport.peer_tls import PeerTls
+from ringserve.cp_core.transport.peer_tls import PeerTls
+from ringserve.workers.kv.frames import MAGIC, MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, PREFIX, VERSION, SettleFrame, encode
+from ringserve.workers.kv.receiver import KvReceiver
 from tests.services.auth.certificates import Authority
 from tests.workers.kv.kv_peers import (
     BLOCKS,
@@ -27,8 +29,6 @@ from tests.workers.kv.kv_peers import (
     layer_frame,
     receiving,
 )
-from workers.kv.frames import MAGIC, MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, PREFIX, VERSION, SettleFrame, encode
-from workers.kv.receiver import KvReceiver
 
 GREETING_SECONDS = 0.5
 

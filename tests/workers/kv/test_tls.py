@@ -14,8 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from cp_core.errors import TransferError, Unavailable
-from cp_core.transport.peer_tls import PeerTls
+from ringserve.cp_core.errors import TransferError, Unavailable
+from ringserve.cp_core.transport.peer_tls import PeerTls
+from ringserve.workers.kv.cache import KvCache
+from ringserve.workers.kv.receiver import KvReceiver
+from ringserve.workers.kv.sockets import KvStream
 from tests.services.auth.certificates import Authority
 from tests.workers.kv.kv_peers import (
     BLOCKS,
@@ -34,9 +37,6 @@ from tests.workers.kv.kv_peers import (
     send_of,
     sending,
 )
-from workers.kv.cache import KvCache
-from workers.kv.receiver import KvReceiver
-from workers.kv.sockets import KvStream
 
 
 def refusal_of(receiver: KvReceiver, tls: PeerTls | None) -> str:

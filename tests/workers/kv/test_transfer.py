@@ -9,9 +9,13 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from cp_core.errors import TransferError
-from cp_core.layout.reshard import plan_reshard
-from cp_core.layout.shards import ShardMap, TokenRange, balanced_layout, spread
+from ringserve.cp_core.errors import TransferError
+from ringserve.cp_core.layout.reshard import plan_reshard
+from ringserve.cp_core.layout.shards import ShardMap, TokenRange, balanced_layout, spread
+from ringserve.workers.kv.cache import KvCache
+from ringserve.workers.kv.receiver import KvReceiver
+from ringserve.workers.kv.sender import KvSender
+from ringserve.workers.protocol.transfers import KvExpect, KvPart, KvSend, TransferReport
 from tests.cp_core.layout.decoded import decoded
 from tests.services.auth.certificates import Authority
 from tests.workers.kv.kv_peers import (
@@ -31,10 +35,6 @@ from tests.workers.kv.kv_peers import (
     sending,
     shuffled_blocks,
 )
-from workers.kv.cache import KvCache
-from workers.kv.receiver import KvReceiver
-from workers.kv.sender import KvSender
-from workers.protocol.transfers import KvExpect, KvPart, KvSend, TransferReport
 
 NUM_BLOCKS_USED = 40
 PLAIN = Way()

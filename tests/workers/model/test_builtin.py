@@ -15,11 +15,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cp_core.errors import ModelRefused
+from ringserve.cp_core.errors import ModelRefused
+from ringserve.workers.model.builtin import builtin_directory, cache_directory, has_random_weights, resolve_model_path
+from ringserve.workers.model.info import read_model_info
+from ringserve.workers.sampling.parameters import SamplingParameters
 from tests.workers.sampling.one_row import choose_token
-from workers.model.builtin import builtin_directory, cache_directory, has_random_weights, resolve_model_path
-from workers.model.info import read_model_info
-from workers.sampling.parameters import SamplingParameters
 
 TEXT = "".join(topics.values())
 
@@ -57,7 +57,7 @@ def test_the_weights_are_those_of_version_1(tiny: Path) -> None:
 
 def test_several_processes_may_write_it_at_once(tmp_path: Path) -> None:
     program = (
-        "import sys; from workers.model.builtin import resolve_model_path;"
+        "import sys; from ringserve.workers.model.builtin import resolve_model_path;"
         "resolve_model_path('builtin:tiny', {'RINGSERVE_CACHE': sys.argv[1]})"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]
@@ -69,7 +69,7 @@ def test_several_processes_may_write_it_at_once(tmp_path: Path) -> None:
 
 def test_neither_writing_it_nor_reading_its_shape_loads_torch(tmp_path: Path) -> None:
     program = (
-        "import sys; from workers.model.builtin import resolve_model_path;"
+        "import sys; from ringserve.workers.model.builtin import resolve_model_path;"
         "from workers.model.info import read_model_info;"
         "print(read_model_info(resolve_model_path('builtin:tiny', {'RINGSERVE_CACHE': sys.argv[1]})).num_layers);"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway.text import TextCodec
-from services.offline.needle import ANSWER, CODE, MODEL, haystack
-from services.offline.reference import StockModel
-from workers.model.builtin import resolve_model_path
-from workers.model.info import read_model_info
+from ringserve.services.gateway.text import TextCodec
+from ringserve.services.offline.needle import ANSWER, CODE, MODEL, haystack
+from ringserve.services.offline.reference import StockModel
+from ringserve.workers.model.builtin import resolve_model_path
+from ringserve.workers.model.info import read_model_info
 
 
 @pytest.fixture(scope="module")

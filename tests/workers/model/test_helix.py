@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cp_core.cost.decode import GATHER, HELIX
-from cp_core.errors import ConfigError
-from cp_core.transport.inprocess import InProcessRing
+from ringserve.cp_core.cost.decode import GATHER, HELIX
+from ringserve.cp_core.errors import ConfigError
+from ringserve.cp_core.transport.inprocess import InProcessRing
+from ringserve.workers.model.loading import LoadedModel, load_model
 from tests.cp_core.rings import on_every_rank
 from tests.workers.models import KINDS, SHAPE, VOCAB_SIZE, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn
-from workers.model.loading import LoadedModel, load_model
 
 TOLERANCE = 2e-5
 """Logits, absolute, fp32."""

@@ -9,8 +9,8 @@ PROGRAM = """
 import sys
 from pathlib import Path
 import torch
-from workers.rank.worker import RankWorker
-from workers.model.loading import load_model
+from ringserve.workers.rank.worker import RankWorker
+from ringserve.workers.model.loading import load_model
 
 model = load_model(Path(sys.argv[1]), "float32", "cpu")
 model.pack_weights(with_head=True)

@@ -10,9 +10,7 @@ import pytest
 import torch
 from torch.nn import Linear
 
-from tests.workers.model.test_pieces import Mixing
-from tests.workers.models import KINDS
-from workers.model.layers import (
+from ringserve.workers.model.layers import (
     ATTENTION_LAYERS,
     FP8,
     JOINED,
@@ -24,7 +22,9 @@ from workers.model.layers import (
     quantize_mlps,
     scaled_rows,
 )
-from workers.model.loading import LoadedModel, load_model
+from ringserve.workers.model.loading import LoadedModel, load_model
+from tests.workers.model.test_pieces import Mixing
+from tests.workers.models import KINDS
 
 IDS, POSITIONS = torch.tensor([5, 250, 17, 5]), torch.tensor([0, 31, 7, 100])
 

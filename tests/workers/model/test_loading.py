@@ -14,17 +14,17 @@ from safetensors.torch import load_file, save_file
 from torch.nn import Linear
 from transformers import PreTrainedModel
 
-from cp_core.cost.memory import kv_bytes_per_token
-from cp_core.errors import ModelRefused
+from ringserve.cp_core.cost.memory import kv_bytes_per_token
+from ringserve.cp_core.errors import ModelRefused
+from ringserve.workers.model.info import multiplies_bfloat16, read_model_info
+from ringserve.workers.model.layers import PackedLinear
+from ringserve.workers.model.loading import load_model
+from ringserve.workers.model.support import FAMILIES, check_supported
+from ringserve.workers.protocol.prefill_steps import Algorithm
+from ringserve.workers.rank import parts as rank_parts
+from ringserve.workers.sampling.parameters import SamplingParameters
 from tests.workers.models import KINDS, Oracle, random_tokens, save_model
 from tests.workers.rings import LocalRing, Turn
-from workers.model.info import multiplies_bfloat16, read_model_info
-from workers.model.layers import PackedLinear
-from workers.model.loading import load_model
-from workers.model.support import FAMILIES, check_supported
-from workers.protocol.prefill_steps import Algorithm
-from workers.rank import parts as rank_parts
-from workers.sampling.parameters import SamplingParameters
 
 PLAIN = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 
@@ -93,7 +93,7 @@ def test_a_bfloat16_model_answers_as_transformers_does_with_attention_in_float32
     num_ranks: int, is_fast: bool, model_paths: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three turns of uneven shards, one of a single token, which leaves ranks without any; caches are poisoned."""
-    monkeypatch.setattr("workers.model.layers.multiplies_bfloat16", lambda: is_fast)
+    monkeypatch.setattr("ringserve.workers.model.layers.multiplies_bfloat16", lambda: is_fast)
     monkeypatch.setattr(rank_parts, "load_model", load_model)  # packing would change a model that other tests share
     path = model_paths["llama_gqa"]
     oracle = Oracle(path, torch.bfloat16)

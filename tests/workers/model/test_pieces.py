@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from ringserve.workers.model.loading import load_model
+from ringserve.workers.model.pieces import Attention, Item, Piece, trace
 from tests.workers.models import SHAPE
-from workers.model.loading import load_model
-from workers.model.pieces import Attention, Item, Piece, trace
 
 
 class Mixing:

@@ -10,19 +10,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cp_core.cost.decode import GATHER, STEP_VARIANTS
-from cp_core.cost.model import PASS_Q
-from cp_core.errors import ConfigError, Unavailable
+from ringserve.cp_core.cost.decode import GATHER, STEP_VARIANTS
+from ringserve.cp_core.cost.model import PASS_Q
+from ringserve.cp_core.errors import ConfigError, Unavailable
+from ringserve.workers.decode.variants import DecodeChoice
+from ringserve.workers.model.info import read_model_info, tensor_share
+from ringserve.workers.model.loading import load_model
+from ringserve.workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
+from ringserve.workers.protocol.ranks import RankSettings, RankSpec
+from ringserve.workers.rank.worker import RankWorker
+from ringserve.workers.sampling.parameters import SamplingParameters
 from tests.gloo import gloo_as_nccl
 from tests.workers.models import KINDS, VOCAB_SIZE, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn
-from workers.decode.variants import DecodeChoice
-from workers.model.info import read_model_info, tensor_share
-from workers.model.loading import load_model
-from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
-from workers.protocol.ranks import RankSettings, RankSpec
-from workers.rank.worker import RankWorker
-from workers.sampling.parameters import SamplingParameters
 
 TOLERANCE = 2e-5
 """Logits, absolute, fp32."""

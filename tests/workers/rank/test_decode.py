@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.errors import Unavailable
+from ringserve.cp_core.errors import Unavailable
+from ringserve.workers.protocol.decode_commands import DecodeEvent, FinishReason, GrowSequence
+from ringserve.workers.protocol.prefill_steps import Algorithm
+from ringserve.workers.sampling.parameters import SamplingParameters
 from tests.workers.models import KINDS, Oracle, random_tokens
 from tests.workers.rings import BLOCK_TOKENS, Conversation, LocalRing, Turn
-from workers.protocol.decode_commands import DecodeEvent, FinishReason, GrowSequence
-from workers.protocol.prefill_steps import Algorithm
-from workers.sampling.parameters import SamplingParameters
 
 RING_SIZES = (1, 2, 3)
 
@@ -171,8 +171,8 @@ def test_an_idle_ring_keeps_its_followers_waiting_beyond_their_patience(
     model_paths: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Send heartbeats every 10 ms to followers that wait 0.5 s: after 1.5 s without work the ring still decodes."""
-    monkeypatch.setattr("workers.decode.loop.HEARTBEAT_SECONDS", 0.01)
-    monkeypatch.setattr("workers.decode.messages.SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr("ringserve.workers.decode.loop.HEARTBEAT_SECONDS", 0.01)
+    monkeypatch.setattr("ringserve.workers.decode.messages.SILENCE_SECONDS", 0.5)
     with LocalRing(model_paths["llama_gqa"], 2) as ring:
         conversation = ring.open("a", 64)
         first = start_turn(ring, conversation, random_tokens(10), SamplingParameters())
@@ -183,7 +183,7 @@ def test_an_idle_ring_keeps_its_followers_waiting_beyond_their_patience(
 
 
 def test_a_follower_without_headers_ends_with_an_error(model_paths: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.decode.messages.SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr("ringserve.workers.decode.messages.SILENCE_SECONDS", 0.2)
     with LocalRing(model_paths["llama_gqa"], 2) as ring, pytest.raises(Unavailable, match="waited too long"):
         ring.workers[1].run_decode()
 

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.cost.decode import HELIX, STEP_VARIANTS
-from cp_core.errors import ConfigError, TransferError, Unavailable
-from cp_core.layout.reshard import plan_reshard
-from cp_core.layout.shards import ShardMap, TokenRange, balanced_layout, spread
+from ringserve.cp_core.cost.decode import HELIX, STEP_VARIANTS
+from ringserve.cp_core.errors import ConfigError, TransferError, Unavailable
+from ringserve.cp_core.layout.reshard import plan_reshard
+from ringserve.cp_core.layout.shards import ShardMap, TokenRange, balanced_layout, spread
+from ringserve.workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
+from ringserve.workers.protocol.transfers import KvExpect, KvPart, KvSend, TransferKey
+from ringserve.workers.sampling.parameters import SamplingParameters
 from tests.gloo import gloo_as_nccl
 from tests.workers.models import Oracle, random_tokens
 from tests.workers.rings import WAIT_SECONDS, Conversation, LocalRing, Turn
-from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
-from workers.protocol.transfers import KvExpect, KvPart, KvSend, TransferKey
-from workers.sampling.parameters import SamplingParameters
 
 NUM_KV_HEADS = 2
 

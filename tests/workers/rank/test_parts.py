@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from cp_core.errors import ConfigError
+from ringserve.cp_core.errors import ConfigError
+from ringserve.workers.model.info import read_model_info
+from ringserve.workers.protocol.ranks import RankSettings
+from ringserve.workers.rank import parts
+from ringserve.workers.rank.parts import check_quantization, compilation_of, num_blocks_of
 from tests.rings import LLAMA_8B
-from workers.model.info import read_model_info
-from workers.protocol.ranks import RankSettings
-from workers.rank import parts
-from workers.rank.parts import check_quantization, compilation_of, num_blocks_of
 
 GPU = RankSettings(
     model_path="model", device="cuda:0", num_blocks=9, block_tokens=16, kv_memory_fraction=0.5, kv_slot_bytes=1 << 20

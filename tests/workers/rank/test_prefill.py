@@ -14,17 +14,17 @@ from typing import ClassVar
 import pytest
 import torch
 
-from cp_core.attention.partial import Partial
-from cp_core.errors import Unavailable
+from ringserve.cp_core.attention.partial import Partial
+from ringserve.cp_core.errors import Unavailable
+from ringserve.workers.model.layers import GatedMlp, PackedLinear
+from ringserve.workers.model.loading import load_model
+from ringserve.workers.prefill import step as prefill_step
+from ringserve.workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm, PrefillOutput, PrefillStep
+from ringserve.workers.rank import parts as rank_parts
+from ringserve.workers.rank.worker import RankWorker
+from ringserve.workers.sampling.parameters import SamplingParameters
 from tests.workers.models import KINDS, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn, run_in_thread
-from workers.model.layers import GatedMlp, PackedLinear
-from workers.model.loading import load_model
-from workers.prefill import step as prefill_step
-from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm, PrefillOutput, PrefillStep
-from workers.rank import parts as rank_parts
-from workers.rank.worker import RankWorker
-from workers.sampling.parameters import SamplingParameters
 
 TOLERANCE = 2e-5
 ALGORITHMS = list(RING_ALGORITHMS)

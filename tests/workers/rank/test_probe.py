@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from cp_core.attention.paged import PagedShards
-from cp_core.attention.partial import AttentionBackend, Partial
-from cp_core.attention.reference import ReferenceAttention
-from cp_core.attention.torch_cpu import TorchCpuFlash
-from cp_core.cost.model import RingRates
-from cp_core.transport.inprocess import InProcessRing
-from cp_core.transport.interface import RingTransport
+from ringserve.cp_core.attention.paged import PagedShards
+from ringserve.cp_core.attention.partial import AttentionBackend, Partial
+from ringserve.cp_core.attention.reference import ReferenceAttention
+from ringserve.cp_core.attention.torch_cpu import TorchCpuFlash
+from ringserve.cp_core.cost.model import RingRates
+from ringserve.cp_core.transport.inprocess import InProcessRing
+from ringserve.cp_core.transport.interface import RingTransport
+from ringserve.workers.model.info import read_model_info
+from ringserve.workers.protocol.ranks import ModelInfo
+from ringserve.workers.rank import probe
+from ringserve.workers.rank.probe import GPU_SIZES, ProbeSizes, probe_decode_rates, probe_rates, sizes_on
 from tests.workers.models import save_model
-from workers.model.info import read_model_info
-from workers.protocol.ranks import ModelInfo
-from workers.rank import probe
-from workers.rank.probe import GPU_SIZES, ProbeSizes, probe_decode_rates, probe_rates, sizes_on
 
 CPU = torch.device("cpu")
 SMALL = ProbeSizes(gemm_tokens=4, query_tokens=6, stored_tokens=9, decode_tokens=10, decode_bytes=0)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from workers.model.builtin import END_TOKEN_ID, EOS_TOKEN_ID, write_tokenizer
-from workers.model.tokenizer import load_tokenizer, tokenizer_json
-from workers.sampling.grammar import Grammars
+from ringserve.workers.model.builtin import END_TOKEN_ID, EOS_TOKEN_ID, write_tokenizer
+from ringserve.workers.model.tokenizer import load_tokenizer, tokenizer_json
+from ringserve.workers.sampling.grammar import Grammars
 
 ENDS = (EOS_TOKEN_ID, END_TOKEN_ID)
 

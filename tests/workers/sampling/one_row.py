@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from workers.sampling.parameters import SamplingParameters
-from workers.sampling.sampler import RowSampler, sample_rows
+from ringserve.workers.sampling.parameters import SamplingParameters
+from ringserve.workers.sampling.sampler import RowSampler, sample_rows
 
 
 @dataclass

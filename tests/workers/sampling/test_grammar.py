@@ -10,13 +10,13 @@ import pytest
 import torch
 from llguidance import grammar_from
 
-from cp_core.errors import InvalidRequest
+from ringserve.cp_core.errors import InvalidRequest
+from ringserve.workers.sampling import grammar
+from ringserve.workers.sampling.grammar import MAX_GRAMMAR_CHARACTERS, AnswerGrammar, Grammars
+from ringserve.workers.sampling.parameters import OUTSIDE_GRAMMAR, Sampled, SamplingParameters, TokenBias, TokenHistory
+from ringserve.workers.sampling.sampler import RowSampler, are_greedy, prepare_masks, sample_rows
 from tests.workers.sampling.grammars import ENDS, byte_grammars
 from tests.workers.sampling.one_row import Row
-from workers.sampling import grammar
-from workers.sampling.grammar import MAX_GRAMMAR_CHARACTERS, AnswerGrammar, Grammars
-from workers.sampling.parameters import OUTSIDE_GRAMMAR, Sampled, SamplingParameters, TokenBias, TokenHistory
-from workers.sampling.sampler import RowSampler, are_greedy, prepare_masks, sample_rows
 
 VOCAB_SIZE = 300
 COLOURS = grammar_from("choice", json.dumps(["red", "green", "red ink"]))

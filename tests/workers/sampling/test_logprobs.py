@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.decode.messages import num_words, read_words, write_words
-from workers.sampling.parameters import NO_TOKEN, Sampled, TokenLogprobs
-from workers.sampling.sampler import logprobs_of
+from ringserve.workers.decode.messages import num_words, read_words, write_words
+from ringserve.workers.sampling.parameters import NO_TOKEN, Sampled, TokenLogprobs
+from ringserve.workers.sampling.sampler import logprobs_of
 
 
 @given(st.lists(st.integers(-3, 3) | st.floats(-30, 30), min_size=1, max_size=40), st.integers(0, 20), st.data())

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ringserve.workers.sampling.on_device import ChosenRows
+from ringserve.workers.sampling.parameters import NO_TOKEN, Sampled, SamplingParameters, TokenBias, TokenHistory
+from ringserve.workers.sampling.sampler import RowSampler, choose_rows, sample_rows, sample_rows_on_device
 from tests.workers.sampling.one_row import Row
-from workers.sampling.on_device import ChosenRows
-from workers.sampling.parameters import NO_TOKEN, Sampled, SamplingParameters, TokenBias, TokenHistory
-from workers.sampling.sampler import RowSampler, choose_rows, sample_rows, sample_rows_on_device
 
 LOGITS = st.lists(
     st.floats(-9, 9, width=32) | st.sampled_from([0.0, 3.0, 1e-30, 2e-30, -math.inf]), min_size=24, max_size=24

@@ -22,9 +22,9 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from ringserve.workers.sampling.parameters import NO_TOKEN, Sampled, SamplingParameters, TokenBias, TokenHistory
+from ringserve.workers.sampling.sampler import RowSampler, filtered, sample_greedy_rows, sample_rows
 from tests.workers.sampling.one_row import choose_token
-from workers.sampling.parameters import NO_TOKEN, Sampled, SamplingParameters, TokenBias, TokenHistory
-from workers.sampling.sampler import RowSampler, filtered, sample_greedy_rows, sample_rows
 
 VOCAB_SIZE = 40
 tokens = st.integers(0, VOCAB_SIZE - 1)

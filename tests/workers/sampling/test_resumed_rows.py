@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.cost.decode import VARIANTS
+from ringserve.cp_core.cost.decode import VARIANTS
+from ringserve.workers.sampling.parameters import SamplingParameters, TokenHistory
 from tests.workers.models import VOCAB_SIZE, random_tokens
 from tests.workers.rings import LocalRing, Turn
-from workers.sampling.parameters import SamplingParameters, TokenHistory
 
 PROMPT = random_tokens(13)
 SAMPLINGS = {

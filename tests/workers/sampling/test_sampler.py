@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ringserve.workers.sampling.parameters import SamplingParameters
+from ringserve.workers.sampling.sampler import draw
 from tests.workers.sampling.one_row import choose_token
-from workers.sampling.parameters import SamplingParameters
-from workers.sampling.sampler import draw
 
 
 def test_greedy_takes_the_largest_and_the_first_of_equals() -> None:

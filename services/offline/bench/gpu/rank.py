@@ -12,12 +12,12 @@ from pathlib import Path
 import psutil
 import torch
 
-from cp_core.attention.backends import select_backend
-from cp_core.cost.model import PASS_KV, PrefillRates, predict_prefill
-from cp_core.errors import Unavailable
-from cp_core.transport.inprocess import InProcessRing
-from services.offline.bench.attention import AttentionShape
-from services.offline.bench.gpu.table import (
+from ringserve.cp_core.attention.backends import select_backend
+from ringserve.cp_core.cost.model import PASS_KV, PrefillRates, predict_prefill
+from ringserve.cp_core.errors import Unavailable
+from ringserve.cp_core.transport.inprocess import InProcessRing
+from ringserve.services.offline.bench.attention import AttentionShape
+from ringserve.services.offline.bench.gpu.table import (
     HOST_MEMORY_OVER_SHARE,
     MERGE_OF_FEW_SECONDS,
     PREDICTION_ERROR,
@@ -28,9 +28,9 @@ from services.offline.bench.gpu.table import (
     Place,
     drawn_model,
 )
-from services.offline.bench.kernels import KernelFigure, measure_kernels
-from services.offline.bench.rounds import peak_memory_bytes
-from services.offline.bench.steps import (
+from ringserve.services.offline.bench.kernels import KernelFigure, measure_kernels
+from ringserve.services.offline.bench.rounds import peak_memory_bytes
+from ringserve.services.offline.bench.steps import (
     AHEAD,
     COMPILED,
     FORMS,
@@ -41,9 +41,9 @@ from services.offline.bench.steps import (
     StepCases,
     bench_shape,
 )
-from workers.model.loading import DTYPES, LoadedModel, load_model
-from workers.rank.parts import FP8_CAPABILITY
-from workers.rank.probe import probe_rates
+from ringserve.workers.model.loading import DTYPES, LoadedModel, load_model
+from ringserve.workers.rank.parts import FP8_CAPABILITY
+from ringserve.workers.rank.probe import probe_rates
 
 # Sizes from which the rate of a kernel counts: below, the start of a call is what takes the time.
 LARGE_MERGE_ROWS = 1024

@@ -15,8 +15,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from services.config import Config, DecodeConfig, KvCacheConfig, ModelConfig, PrefillConfig, TimeoutConfig
-from services.offline.bench.gpu.table import (
+from ringserve.services.config import Config, DecodeConfig, KvCacheConfig, ModelConfig, PrefillConfig, TimeoutConfig
+from ringserve.services.offline.bench.gpu.table import (
     SECOND_OVER_TTIT,
     TTFT_SECONDS,
     TTIT_SECONDS,
@@ -24,10 +24,10 @@ from services.offline.bench.gpu.table import (
     Place,
     drawn_model,
 )
-from services.offline.bench.served import TTFT_TOKENS, DrawnTurns, Turn, TurnTimes, served
-from services.offline.reference import Reference, StockModel
-from workers.model.builtin import resolve_model_path
-from workers.model.loading import DTYPES
+from ringserve.services.offline.bench.served import TTFT_TOKENS, DrawnTurns, Turn, TurnTimes, served
+from ringserve.services.offline.reference import Reference, StockModel
+from ringserve.workers.model.builtin import resolve_model_path
+from ringserve.workers.model.loading import DTYPES
 
 BLOCK_TOKENS = 16
 # Tokens of each sequence behind its context: those of its answers.

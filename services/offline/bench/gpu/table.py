@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.offline.bench.figures import Target
-from services.offline.bench.kernels import GPU_SIZES, Sizes
-from services.offline.bench.steps import LLAMA_3_8B, write_drawn_model
+from ringserve.services.offline.bench.figures import Target
+from ringserve.services.offline.bench.kernels import GPU_SIZES, Sizes
+from ringserve.services.offline.bench.steps import LLAMA_3_8B, write_drawn_model
 
 # Of one H100, the shape of Llama 3 8B in bfloat16, by (prompt) and (sequences, tokens of each).
 TTFT_SECONDS = {512: 0.035, 8192: 0.24, 32768: 1.25}

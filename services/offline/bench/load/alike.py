@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from cp_core.cost.profile import read_profile
-from cp_core.errors import ConfigError
 from ringserve.client import RingInfo
-from services.offline.bench.load.replay import OK, Arrival, Outcome
-from services.offline.planning.models import planned_model, to_model_info
-from services.offline.simulator.cluster import ClusterShape, PoolShape
-from services.offline.simulator.shared import ideal_share
-from services.offline.simulator.simulation import Simulation
-from services.offline.simulator.trace import BLOCK_TOKENS, TracedConversation, read_trace
+from ringserve.cp_core.cost.profile import read_profile
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.offline.bench.load.replay import OK, Arrival, Outcome
+from ringserve.services.offline.planning.models import planned_model, to_model_info
+from ringserve.services.offline.simulator.cluster import ClusterShape, PoolShape
+from ringserve.services.offline.simulator.shared import ideal_share
+from ringserve.services.offline.simulator.simulation import Simulation
+from ringserve.services.offline.simulator.trace import BLOCK_TOKENS, TracedConversation, read_trace
 
 KIND = "trace"
 SIMULATED_MODEL = "llama3-8b"
@@ -49,7 +49,7 @@ def scaled(trace: Sequence[TracedConversation], divide: int, pace: float) -> lis
 def count_differing(outcomes: Sequence[Outcome], model_path: Path, limit: int) -> tuple[int, int]:
     """Compare answers of every so many requests with stock transformers. Return how many, and how many differ."""
     # Here, not above: other commands do without torch, whose import takes longer than all else of them.
-    from services.offline.reference import StockModel
+    from ringserve.services.offline.reference import StockModel
 
     done = sorted((each for each in outcomes if each.status == OK), key=lambda each: tuple(each.prompt))
     sample = done[:: max(1, len(done) // limit)][:limit] if limit else []

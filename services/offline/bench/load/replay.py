@@ -16,8 +16,8 @@ from pathlib import Path
 import grpc
 import numpy as np
 
-from cp_core.errors import ConfigError
 from ringserve.client.channel import OPTIONS
+from ringserve.cp_core.errors import ConfigError
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 
 

@@ -10,8 +10,8 @@ from statistics import median
 
 import numpy as np
 
-from services.offline.bench.load.replay import OK, Outcome
-from services.offline.bench.report import plain_seconds, save_figure
+from ringserve.services.offline.bench.load.replay import OK, Outcome
+from ringserve.services.offline.bench.report import plain_seconds, save_figure
 
 PERCENTILES = (50, 90, 99)
 

@@ -13,19 +13,19 @@ from pathlib import Path
 
 import numpy as np
 
-from orchestration.journal.journal import SqliteJournal
-from orchestration.placement.planner import Planner, PlannerSettings
-from orchestration.protocol.inventory import KnownEpoch
-from orchestration.protocol.journal import BegunRecord, CommittedRecord, NoJournal
-from orchestration.protocol.plans import PromptMode
-from orchestration.protocol.turns import TurnOutcome
-from orchestration.router.router import Router, RouterSettings
-from services.cluster.garbage import FrozenSurvivors
-from services.offline.bench.figures import Figures
-from services.offline.bench.router.records import turn_request
-from services.offline.bench.router.rings import InstantRings, registrations
-from workers.protocol.prefill_steps import Algorithm, TokenIds
-from workers.protocol.ranks import ModelInfo
+from ringserve.orchestration.journal.journal import SqliteJournal
+from ringserve.orchestration.placement.planner import Planner, PlannerSettings
+from ringserve.orchestration.protocol.inventory import KnownEpoch
+from ringserve.orchestration.protocol.journal import BegunRecord, CommittedRecord, NoJournal
+from ringserve.orchestration.protocol.plans import PromptMode
+from ringserve.orchestration.protocol.turns import TurnOutcome
+from ringserve.orchestration.router.router import Router, RouterSettings
+from ringserve.services.cluster.garbage import FrozenSurvivors
+from ringserve.services.offline.bench.figures import Figures
+from ringserve.services.offline.bench.router.records import turn_request
+from ringserve.services.offline.bench.router.rings import InstantRings, registrations
+from ringserve.workers.protocol.prefill_steps import Algorithm, TokenIds
+from ringserve.workers.protocol.ranks import ModelInfo
 
 VOCABULARY = 32_000
 MAX_FOLLOWED = 20_000

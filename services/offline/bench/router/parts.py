@@ -13,15 +13,15 @@ from typing import TypeVar
 
 import numpy as np
 
-from cp_core.layout.shards import ShardMap, appended, spread
-from orchestration.conversations.prefixes import PrefixIndex
-from orchestration.conversations.store import ConversationStore
-from orchestration.journal.journal import SqliteJournal
-from orchestration.placement.kv_locations import KvLocation, KvLocations
-from orchestration.ring.kv_pool import KvPool
-from services.offline.bench.router.load import VOCABULARY, Spread
-from services.offline.bench.router.records import first_turn
-from workers.protocol.prefill_steps import TokenIds
+from ringserve.cp_core.layout.shards import ShardMap, appended, spread
+from ringserve.orchestration.conversations.prefixes import PrefixIndex
+from ringserve.orchestration.conversations.store import ConversationStore
+from ringserve.orchestration.journal.journal import SqliteJournal
+from ringserve.orchestration.placement.kv_locations import KvLocation, KvLocations
+from ringserve.orchestration.ring.kv_pool import KvPool
+from ringserve.services.offline.bench.router.load import VOCABULARY, Spread
+from ringserve.services.offline.bench.router.records import first_turn
+from ringserve.workers.protocol.prefill_steps import TokenIds
 
 LOOKED_UP = 1 << 17
 """Tokens of the prompt that the prefix index looks up."""

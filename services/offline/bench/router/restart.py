@@ -21,29 +21,29 @@ import grpc
 import numpy as np
 import psutil
 
-from cp_core.errors import Unavailable
-from cp_core.layout.shards import spread
-from orchestration.journal.journal import SqliteJournal
-from orchestration.protocol.inventory import RingInventory, SequenceOnRing
-from orchestration.protocol.plans import PromptMode
-from orchestration.protocol.rings import HEARTBEAT_SECONDS, ROLES
-from orchestration.protocol.turns import BegunTurn, RingRegistration
-from orchestration.ring.leader import RETRY_SECONDS
 from ringserve.channels import CHANNEL_OPTIONS
+from ringserve.cp_core.errors import Unavailable
+from ringserve.cp_core.layout.shards import spread
+from ringserve.orchestration.journal.journal import SqliteJournal
+from ringserve.orchestration.protocol.inventory import RingInventory, SequenceOnRing
+from ringserve.orchestration.protocol.plans import PromptMode
+from ringserve.orchestration.protocol.rings import HEARTBEAT_SECONDS, ROLES
+from ringserve.orchestration.protocol.turns import BegunTurn, RingRegistration
+from ringserve.orchestration.ring.leader import RETRY_SECONDS
+from ringserve.services.config import Config
+from ringserve.services.gateway.failover import begun_in_time
+from ringserve.services.offline.bench.router.load import VOCABULARY, Spread
+from ringserve.services.offline.bench.router.records import first_turn, turn_request
+from ringserve.services.offline.bench.router.rings import SIZES, InstantRing, registrations
+from ringserve.services.rpc.peers import GrpcPeers, peer_metadata
+from ringserve.services.rpc.server import GrpcServer
+from ringserve.services.rpc.servicers import RingServicer
+from ringserve.services.rpc.wire.contract import to_message
 from ringserve.v1 import router_pb2, router_pb2_grpc
-from services.config import Config
-from services.gateway.failover import begun_in_time
-from services.offline.bench.router.load import VOCABULARY, Spread
-from services.offline.bench.router.records import first_turn, turn_request
-from services.offline.bench.router.rings import SIZES, InstantRing, registrations
-from services.rpc.peers import GrpcPeers, peer_metadata
-from services.rpc.server import GrpcServer
-from services.rpc.servicers import RingServicer
-from services.rpc.wire.contract import to_message
-from workers.protocol.ranks import ModelInfo
+from ringserve.workers.protocol.ranks import ModelInfo
 
 if TYPE_CHECKING:
-    from services.cluster.hosts import RouterHost
+    from ringserve.services.cluster.hosts import RouterHost
 
 START_SECONDS = 120.0
 ANSWER = 20
@@ -232,7 +232,7 @@ class _Restart:
 
     def _host(self, listen: str) -> RouterHost:
         # Its package knows Ray, whose import takes longer than all else of a command.
-        from services.cluster.hosts import RouterHost
+        from ringserve.services.cluster.hosts import RouterHost
 
         base, rings = Config(), self._load.rings
         config = replace(

@@ -6,11 +6,11 @@ import random
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import cache
 
-from cp_core.cost.model import RingRates
-from cp_core.errors import NotFound, RingserveError
-from cp_core.layout.shards import ShardMap, spread
-from orchestration.protocol.kv import ForkedKv, ForkKv, RetainedKv, SendKv, SentKv, TakeKv, TakenKv
-from orchestration.protocol.turns import (
+from ringserve.cp_core.cost.model import RingRates
+from ringserve.cp_core.errors import NotFound, RingserveError
+from ringserve.cp_core.layout.shards import ShardMap, spread
+from ringserve.orchestration.protocol.kv import ForkedKv, ForkKv, RetainedKv, SendKv, SentKv, TakeKv, TakenKv
+from ringserve.orchestration.protocol.turns import (
     Admit,
     PrefillDone,
     PrefillReport,
@@ -20,8 +20,8 @@ from orchestration.protocol.turns import (
     RingRegistration,
     TurnEvent,
 )
-from orchestration.protocol.views import RingStatus
-from services.config.rings import DecodeConfig
+from ringserve.orchestration.protocol.views import RingStatus
+from ringserve.services.config.rings import DecodeConfig
 
 SIZES = (1, 2, 4, 8)
 """Ranks of the rings, in rotation."""

@@ -6,10 +6,10 @@ import re
 from dataclasses import dataclass
 from typing import Protocol
 
-from cp_core.errors import ConfigError
-from cp_core.transport.interface import RingTransport
-from services.offline.bench.ring_processes import Network
-from services.offline.namespaces import (
+from ringserve.cp_core.errors import ConfigError
+from ringserve.cp_core.transport.interface import RingTransport
+from ringserve.services.offline.bench.ring_processes import Network
+from ringserve.services.offline.namespaces import (
     DEVICE,
     Command,
     address_commands,

@@ -20,18 +20,18 @@ from itertools import product
 from statistics import median
 from typing import IO
 
-from cp_core.cost.chain import Cuts
-from cp_core.cost.chain_steps import chain_rates, quick_cuts
-from cp_core.cost.fit import PrefillSample
-from cp_core.cost.model import ModelShape, RingRates, StepPredictor
-from cp_core.cost.profile import HardwareProfile
-from cp_core.errors import RingserveError, Unavailable
-from services.offline.bench.figures import paired_ratio
-from services.offline.bench.model_rank import even_cuts
-from services.offline.bench.ring_processes import RingProcesses
-from services.offline.bench.rounds import Contender, Series, alternate
-from services.offline.bench.selection.links import LinkRate, Links, ShapedLinks
-from services.offline.bench.selection.rank import (
+from ringserve.cp_core.cost.chain import Cuts
+from ringserve.cp_core.cost.chain_steps import chain_rates, quick_cuts
+from ringserve.cp_core.cost.fit import PrefillSample
+from ringserve.cp_core.cost.model import ModelShape, RingRates, StepPredictor
+from ringserve.cp_core.cost.profile import HardwareProfile
+from ringserve.cp_core.errors import RingserveError, Unavailable
+from ringserve.services.offline.bench.figures import paired_ratio
+from ringserve.services.offline.bench.model_rank import even_cuts
+from ringserve.services.offline.bench.ring_processes import RingProcesses
+from ringserve.services.offline.bench.rounds import Contender, Series, alternate
+from ringserve.services.offline.bench.selection.links import LinkRate, Links, ShapedLinks
+from ringserve.services.offline.bench.selection.rank import (
     Compare,
     Difference,
     Prefill,
@@ -41,7 +41,7 @@ from services.offline.bench.selection.rank import (
     Shape,
     TensorPrefill,
 )
-from services.offline.bench.selection.results import (
+from ringserve.services.offline.bench.selection.results import (
     RingResult,
     SelectionReport,
     TensorCell,
@@ -49,14 +49,14 @@ from services.offline.bench.selection.results import (
     noise_loss,
     score_policies,
 )
-from services.offline.calibration.fitting import Calibration, calibrate, profile_from_rates
-from services.offline.calibration.measurement import Cell, Measurement
-from services.offline.namespaces import isolation
-from services.offline.terminal import Tell
-from workers.model.builtin import resolve_model_path
-from workers.model.info import read_model_info
-from workers.protocol.prefill_steps import CALIBRATED_ALGORITHMS, RING_ALGORITHMS, Algorithm
-from workers.protocol.ranks import ModelInfo
+from ringserve.services.offline.calibration.fitting import Calibration, calibrate, profile_from_rates
+from ringserve.services.offline.calibration.measurement import Cell, Measurement
+from ringserve.services.offline.namespaces import isolation
+from ringserve.services.offline.terminal import Tell
+from ringserve.workers.model.builtin import resolve_model_path
+from ringserve.workers.model.info import read_model_info
+from ringserve.workers.protocol.prefill_steps import CALIBRATED_ALGORITHMS, RING_ALGORITHMS, Algorithm
+from ringserve.workers.protocol.ranks import ModelInfo
 
 Show = Callable[[SelectionReport], None]
 """Callback that gets the report of what is measured so far."""
@@ -313,7 +313,7 @@ def measured_in_namespaces(
     Raises Unavailable if the process ends without a report.
     """
     num_rings = len(settings.ranks) * len(settings.rates)
-    command = [*isolation(), sys.executable, "-m", "services.offline.bench.selection.measure"]
+    command = [*isolation(), sys.executable, "-m", "ringserve.services.offline.bench.selection.measure"]
     # torch warns of addresses without names there.
     environment = os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
     started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
@@ -390,6 +390,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     # By its own name: the parent cannot unpickle classes of `__main__`.
-    from services.offline.bench.selection.measure import main as named_main
+    from ringserve.services.offline.bench.selection.measure import main as named_main
 
     raise SystemExit(named_main())

@@ -11,20 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_core.cost.chain import Cuts
-from cp_core.cost.model import RingRates
-from cp_core.layout.shards import PrefillLayout, balanced_layout
-from services.offline.bench.model_rank import Sharing, attach, bench_step, blocks_for, start_worker
-from services.offline.bench.prefill import drawn_prompt
-from services.offline.bench.ring_processes import RankPlace
-from services.offline.bench.rounds import Sample, timed
-from services.offline.bench.selection.links import LinkRate, Links
-from services.offline.calibration.measurement import Cell
-from workers.model.builtin import resolve_model_path
-from workers.model.info import read_model_info
-from workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm, PrefillStep, SequencePrefill
-from workers.rank.worker import RankWorker
-from workers.sampling.parameters import SamplingParameters
+from ringserve.cp_core.cost.chain import Cuts
+from ringserve.cp_core.cost.model import RingRates
+from ringserve.cp_core.layout.shards import PrefillLayout, balanced_layout
+from ringserve.services.offline.bench.model_rank import Sharing, attach, bench_step, blocks_for, start_worker
+from ringserve.services.offline.bench.prefill import drawn_prompt
+from ringserve.services.offline.bench.ring_processes import RankPlace
+from ringserve.services.offline.bench.rounds import Sample, timed
+from ringserve.services.offline.bench.selection.links import LinkRate, Links
+from ringserve.services.offline.calibration.measurement import Cell
+from ringserve.workers.model.builtin import resolve_model_path
+from ringserve.workers.model.info import read_model_info
+from ringserve.workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm, PrefillStep, SequencePrefill
+from ringserve.workers.rank.worker import RankWorker
+from ringserve.workers.sampling.parameters import SamplingParameters
 
 # Tokens of one step of a prefix; bounds its memory.
 PREFIX_STEP_TOKENS = 4096

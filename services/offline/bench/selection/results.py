@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from cp_core.cost.model import PASS_KV, PREFILL_ALGORITHMS, ModelShape, RingRates, StepPredictor
-from cp_core.cost.profile import HardwareProfile
-from cp_core.cost.selector import NAMES, POLICIES, Turn, select
-from cp_core.errors import ConfigError
-from services.offline.bench.report import save_figure
-from services.offline.bench.selection.links import LinkRate
-from services.offline.calibration.fitting import Errors, Row
-from services.offline.calibration.measurement import Cell
-from services.offline.terminal import simple_table
+from ringserve.cp_core.cost.model import PASS_KV, PREFILL_ALGORITHMS, ModelShape, RingRates, StepPredictor
+from ringserve.cp_core.cost.profile import HardwareProfile
+from ringserve.cp_core.cost.selector import NAMES, POLICIES, Turn, select
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.offline.bench.report import save_figure
+from ringserve.services.offline.bench.selection.links import LinkRate
+from ringserve.services.offline.calibration.fitting import Errors, Row
+from ringserve.services.offline.calibration.measurement import Cell
+from ringserve.services.offline.terminal import simple_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

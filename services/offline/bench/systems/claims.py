@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rich.table import Table
 
-from services.offline.bench.report import save_figure
-from services.offline.terminal import simple_table
+from ringserve.services.offline.bench.report import save_figure
+from ringserve.services.offline.terminal import simple_table
 
 
 class Source(StrEnum):

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cp_core.cost.model import CHAIN, PASS_KV, PASS_Q
-from cp_core.cost.selector import TIE
-from cp_core.errors import ConfigError
-from services.offline.bench.selection.links import parse_rate
-from services.offline.bench.selection.measure import SelectionSettings
-from services.offline.bench.selection.results import WANTED, JudgedCell, RingResult, SelectionReport
-from services.offline.bench.systems.claims import Claim, Figure, Source
-from services.offline.calibration.measurement import Cell
+from ringserve.cp_core.cost.model import CHAIN, PASS_KV, PASS_Q
+from ringserve.cp_core.cost.selector import TIE
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.offline.bench.selection.links import parse_rate
+from ringserve.services.offline.bench.selection.measure import SelectionSettings
+from ringserve.services.offline.bench.selection.results import WANTED, JudgedCell, RingResult, SelectionReport
+from ringserve.services.offline.bench.systems.claims import Claim, Figure, Source
+from ringserve.services.offline.calibration.measurement import Cell
 
 MODEL = "builtin:tiny"
 FIRST = Cell(cached_tokens=0, new_tokens=768)

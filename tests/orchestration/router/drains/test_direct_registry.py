@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.errors import CapacityExceeded
-from orchestration.protocol.plans import PromptMode
+from ringserve.cp_core.errors import CapacityExceeded
+from ringserve.orchestration.protocol.plans import PromptMode
+from ringserve.workers.protocol.prefill_steps import Algorithm
 from tests.orchestration.conversations.test_drain_rebalancing import ANSWER, KIND, Draining
 from tests.orchestration.conversations.test_quotas import of, retained
 from tests.orchestration.decode.test_direct_failures import DIRECT, held_prompts
 from tests.orchestration.service import Service
 from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens
-from workers.protocol.prefill_steps import Algorithm
 
 Models = Mapping[str, Path]
 Oracles = Mapping[str, Oracle]

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.errors import Busy, InvalidRequest, NotFound, Unavailable
-from orchestration.decode.leader import DecodeLeader
-from orchestration.prefill.leader import PrefillLeader
-from orchestration.protocol.rings import RingEvent
+from ringserve.cp_core.errors import Busy, InvalidRequest, NotFound, Unavailable
+from ringserve.orchestration.decode.leader import DecodeLeader
+from ringserve.orchestration.prefill.leader import PrefillLeader
+from ringserve.orchestration.protocol.rings import RingEvent
+from ringserve.workers.rank.thread_ranks import ThreadRanks
 from tests.orchestration.service import Answer, Service
 from tests.workers.models import random_tokens
-from workers.rank.thread_ranks import ThreadRanks
 
 WAIT_SECONDS = 60.0
 

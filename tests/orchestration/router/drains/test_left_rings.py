@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.errors import CapacityExceeded, TurnCancelled, Unavailable
-from orchestration.protocol.plans import CachedSource, PromptMode
-from orchestration.protocol.turns import Reserve
-from orchestration.protocol.views import MoveReason
+from ringserve.cp_core.errors import CapacityExceeded, TurnCancelled, Unavailable
+from ringserve.orchestration.protocol.plans import CachedSource, PromptMode
+from ringserve.orchestration.protocol.turns import Reserve
+from ringserve.orchestration.protocol.views import MoveReason
 from tests.orchestration.ring.test_kv_moves import HeldBack, kill_one
 from tests.orchestration.service import Answer, Service, is_idle
 from tests.waiting import eventually
@@ -212,7 +212,7 @@ async def test_a_turn_that_is_aborted_while_it_fetches_leaves_both_rings_as_they
 async def test_a_ring_that_does_not_say_what_it_retains_delays_no_turn(
     model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestration.router.reservations.ASK_SECONDS", 0.05)
+    monkeypatch.setattr("ringserve.orchestration.router.reservations.ASK_SECONDS", 0.05)
     async with Service(model_paths[KIND], 2, 2, other_decode=[3]) as service:
         talk = Talk(service, oracles[KIND])
         before = await talk.turn(random_tokens(47))

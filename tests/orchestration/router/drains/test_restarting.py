@@ -9,20 +9,28 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.errors import Busy, CapacityExceeded, DeadlineExceeded, InvalidRequest, NotBegun, NotFound, TurnCancelled
-from orchestration.decode.leader import DecodeLeader
-from orchestration.placement.registry import RingRegistry
-from orchestration.prefill.leader import PrefillLeader
-from orchestration.protocol.plans import PromptMode
-from orchestration.protocol.rings import AWAY, RingEvent
-from orchestration.protocol.turns import Reservation, Reserve, RingRegistration, TurnRequest
-from orchestration.protocol.views import RingStatus, service_fault
-from orchestration.router.drains import RingReturns
+from ringserve.cp_core.errors import (
+    Busy,
+    CapacityExceeded,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotBegun,
+    NotFound,
+    TurnCancelled,
+)
+from ringserve.orchestration.decode.leader import DecodeLeader
+from ringserve.orchestration.placement.registry import RingRegistry
+from ringserve.orchestration.prefill.leader import PrefillLeader
+from ringserve.orchestration.protocol.plans import PromptMode
+from ringserve.orchestration.protocol.rings import AWAY, RingEvent
+from ringserve.orchestration.protocol.turns import Reservation, Reserve, RingRegistration, TurnRequest
+from ringserve.orchestration.protocol.views import RingStatus, service_fault
+from ringserve.orchestration.router.drains import RingReturns
+from ringserve.workers.rank.thread_ranks import ThreadRanks
 from tests.orchestration.service import Answer, Service
 from tests.rings import registration as ring_registration
 from tests.waiting import eventually
 from tests.workers.models import random_tokens
-from workers.rank.thread_ranks import ThreadRanks
 
 WAIT_SECONDS = 60.0
 MAX_WAITING = 3

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.errors import DeadlineExceeded, NotFound, TurnCancelled
-from orchestration.protocol.turns import TokensEvent, TurnRequest
+from ringserve.cp_core.errors import DeadlineExceeded, NotFound, TurnCancelled
+from ringserve.orchestration.protocol.turns import TokensEvent, TurnRequest
 from tests.orchestration.service import Service
 from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens

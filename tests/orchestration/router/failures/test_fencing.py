@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from cp_core.errors import RingserveError, StaleIncarnation, Unavailable
-from orchestration.journal.journal import SqliteJournal
-from orchestration.protocol.ports import RingPort
-from orchestration.router.router import Router
+from ringserve.cp_core.errors import RingserveError, StaleIncarnation, Unavailable
+from ringserve.orchestration.journal.journal import SqliteJournal
+from ringserve.orchestration.protocol.ports import RingPort
+from ringserve.orchestration.router.router import Router
 from tests.orchestration.service import DirectPeers, Service, is_idle
 from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens, save_model

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestration.protocol.plans import PromptMode
-from orchestration.protocol.turns import FinishedEvent
-from orchestration.router import adoption
+from ringserve.orchestration.protocol.plans import PromptMode
+from ringserve.orchestration.protocol.turns import FinishedEvent
+from ringserve.orchestration.router import adoption
 from tests.orchestration.service import Service
 from tests.waiting import eventually
 from tests.workers.models import random_tokens

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestration.protocol.plans import PromptMode
-from orchestration.router import adoption, registry
+from ringserve.orchestration.protocol.plans import PromptMode
+from ringserve.orchestration.router import adoption, registry
 from tests.orchestration.router.failures.test_router_restart import announce, begin
 from tests.orchestration.service import Service, is_idle
 from tests.waiting import eventually

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.errors import Unavailable
-from orchestration.placement.registry import LEASE_TICKS
-from orchestration.protocol.turns import Reservation, Reserve
+from ringserve.cp_core.errors import Unavailable
+from ringserve.orchestration.placement.registry import LEASE_TICKS
+from ringserve.orchestration.protocol.turns import Reservation, Reserve
 from tests.orchestration.service import Service
 from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens
@@ -130,7 +130,7 @@ async def test_leases_end_by_themselves(model_paths: Mapping[str, Path]) -> None
 async def test_readiness_asks_no_ring_and_a_hung_leader_is_shown_as_lost(
     model_paths: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestration.placement.registry.STATUS_SECONDS", 0.05)
+    monkeypatch.setattr("ringserve.orchestration.placement.registry.STATUS_SECONDS", 0.05)
     async with Losing(model_paths["llama_gqa"]) as service:
         monkeypatch.setattr(service.prefill, "get_status", service.hang)
         async with asyncio.timeout(WAIT_SECONDS):

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.errors import Busy, RingserveError
-from orchestration.protocol.plans import PromptMode
-from orchestration.protocol.turns import BegunTurn, FinishedEvent, TokensEvent, TurnRequest
-from orchestration.router import adoption
+from ringserve.cp_core.errors import Busy, RingserveError
+from ringserve.orchestration.protocol.plans import PromptMode
+from ringserve.orchestration.protocol.turns import BegunTurn, FinishedEvent, TokensEvent, TurnRequest
+from ringserve.orchestration.router import adoption
+from ringserve.workers.protocol.prefill_steps import Algorithm
 from tests.orchestration.service import Service
 from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens
-from workers.protocol.prefill_steps import Algorithm
 
 MODEL = "llama_gqa"
 

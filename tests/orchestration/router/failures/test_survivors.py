@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.errors import Unavailable
-from orchestration.protocol.plans import PromptMode
+from ringserve.cp_core.errors import Unavailable
+from ringserve.orchestration.protocol.plans import PromptMode
 from tests.orchestration.service import Service
 from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens

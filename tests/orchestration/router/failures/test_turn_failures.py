@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.errors import (
+from ringserve.cp_core.errors import (
     Busy,
     CapacityExceeded,
     DeadlineExceeded,
@@ -19,14 +19,14 @@ from cp_core.errors import (
     TurnCancelled,
     Unavailable,
 )
-from orchestration import tasks
-from orchestration.protocol.plans import PromptMode
-from orchestration.protocol.turns import Reservation, Reserve
-from orchestration.router import registry
+from ringserve.orchestration import tasks
+from ringserve.orchestration.protocol.plans import PromptMode
+from ringserve.orchestration.protocol.turns import Reservation, Reserve
+from ringserve.orchestration.router import registry
+from ringserve.workers.protocol.transfers import KvExpect
 from tests.orchestration.service import Service, is_idle, read_tokens
 from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens
-from workers.protocol.transfers import KvExpect
 
 
 @pytest.mark.parametrize("selector", ["auto", "chain"])

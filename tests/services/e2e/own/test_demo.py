@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 
-from cp_core.cost.model import PREFILL_ALGORITHMS
+from ringserve import __version__
+from ringserve.cp_core.cost.model import PREFILL_ALGORITHMS
 from tests.services.e2e.cluster import ROOT, START_SECONDS, Ringserve
 
 SMALL = ("demo", "--model", "builtin:tiny", "--tokens", "1024", "--max-tokens", "8")
@@ -17,24 +18,46 @@ SMALL = ("demo", "--model", "builtin:tiny", "--tokens", "1024", "--max-tokens", 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """Build the wheel."""
+    """Build the wheel of the server."""
     (path,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path_factory.mktemp("wheel")))
     return zipfile.ZipFile(path)
 
 
+@pytest.fixture(scope="module")
+def client_wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """Build the wheel that the server depends on."""
+    (path,) = WheelBuilder(str(ROOT / "proto")).build(directory=str(tmp_path_factory.mktemp("client")))
+    return zipfile.ZipFile(path)
+
+
 @pytest.fixture
-def ringserve(wheel: zipfile.ZipFile, tmp_path: Path) -> Ringserve:
-    """Install the wheel as pip does, beside the packages that it needs."""
+def ringserve(wheel: zipfile.ZipFile, client_wheel: zipfile.ZipFile, tmp_path: Path) -> Ringserve:
+    """Install both wheels as pip does, beside the packages that they need."""
     wheel.extractall(tmp_path / "installed")
+    client_wheel.extractall(tmp_path / "installed")
     (tmp_path / "empty").mkdir()
     return Ringserve(tmp_path / "empty", (tmp_path / "installed",))
 
 
-def test_the_wheel_has_every_file_of_the_packages_and_nothing_else(wheel: zipfile.ZipFile) -> None:
-    folders = [ROOT / name for name in ("services", "orchestration", "workers", "cp_core", "proto/ringserve")]
+def contents(wheel: zipfile.ZipFile) -> set[str]:
+    return {name for name in wheel.namelist() if ".dist-info/" not in name}
+
+
+def files_below(*folders: Path) -> set[str]:
+    """Return the files below these folders, by their path below the first folder's parent."""
     files = [path for folder in folders for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"]
-    expected = {str(path.relative_to(ROOT)).removeprefix("proto/") for path in files}
-    assert {name for name in wheel.namelist() if ".dist-info/" not in name} == expected
+    return {str(path.relative_to(folders[0].parent)) for path in files}
+
+
+def test_the_wheels_have_every_file_of_one_package_between_them(
+    wheel: zipfile.ZipFile, client_wheel: zipfile.ZipFile
+) -> None:
+    """No file is in both, so either may be upgraded or removed without breaking the other's files."""
+    server = files_below(*(ROOT / name for name in ("services", "orchestration", "workers", "cp_core")))
+    assert contents(wheel) == {f"ringserve/{name}" for name in server}
+    assert contents(client_wheel) == files_below(ROOT / "proto/ringserve")
+    (metadata,) = (wheel.read(name).decode() for name in wheel.namelist() if name.endswith("/METADATA"))
+    assert f"Requires-Dist: ringserve-client=={__version__}" in metadata.splitlines()
 
 
 def test_the_demo_passes_its_own_check_and_prints_one_object(ringserve: Ringserve) -> None:

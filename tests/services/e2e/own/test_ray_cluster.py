@@ -14,7 +14,7 @@ import grpc
 
 from ringserve.client import Client, RingInfo, ServerInfo
 from ringserve.client.retries import NO_RETRIES
-from services.offline.reference import StockModel
+from ringserve.services.offline.reference import StockModel
 from tests.services.e2e.cluster import START_SECONDS, Inference, Ringserve, ids, wait_until
 from tests.services.e2e.gateways import started_gateway
 from tests.services.e2e.ports import free_port

@@ -15,17 +15,17 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cp_core.errors import DeadlineExceeded, Forbidden, NotFound, Unauthenticated, Unavailable
 from ringserve.client import Client, Sampling
 from ringserve.client.retries import NO_RETRIES
-from services.cluster.ray_guard import asks_for_token
-from services.offline.reference import StockModel
+from ringserve.cp_core.errors import DeadlineExceeded, Forbidden, NotFound, Unauthenticated, Unavailable
+from ringserve.services.cluster.ray_guard import asks_for_token
+from ringserve.services.offline.reference import StockModel
+from ringserve.workers.kv.frames import SettleFrame, encode
+from ringserve.workers.protocol.transfers import TransferKey
 from tests.services.auth.certificates import Authority
 from tests.services.e2e.cluster import pid_at, wait_until
 from tests.services.e2e.own.conftest import Secure
 from tests.workers.models import random_tokens
-from workers.kv.frames import SettleFrame, encode
-from workers.protocol.transfers import TransferKey
 
 
 def test_tenants_are_served_exactly_and_apart_over_grpc_and_http(secure: Secure, stock: StockModel) -> None:

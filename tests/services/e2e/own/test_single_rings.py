@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 
 from ringserve.client.retries import NO_RETRIES
+from ringserve.services.offline.reference import StockModel
 from ringserve.v1 import inference_pb2
-from services.offline.reference import StockModel
 from tests.services.e2e.cluster import Ringserve, ids, pid_at, wait_until
 from tests.services.e2e.own.conftest import OPERATOR, Secure
 from tests.services.e2e.talking import under_load

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.cost.profile import HardwareProfile, read_profile
 from ringserve.client import Client
+from ringserve.cp_core.cost.profile import HardwareProfile, read_profile
 from tests.services.e2e.cluster import REBUILD_SECONDS, Cluster, Inference, Ringserve, idle_after, running_cluster
 
 

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from openai import APIConnectionError, OpenAI
 
 from ringserve.client import Client
-from services.offline.reference import StockModel
+from ringserve.services.offline.reference import StockModel
 from tests.services.e2e.cluster import Cluster, Inference, Ringserve, ids, wait_until
 from tests.services.e2e.gateways import started_gateway
 from tests.services.e2e.talking import under_load

@@ -6,8 +6,8 @@ import json
 from urllib.request import urlopen
 
 from ringserve.client import ServerInfo
+from ringserve.services.offline.reference import StockModel
 from ringserve.v1 import inference_pb2
-from services.offline.reference import StockModel
 from tests.services.e2e.cluster import CALL_SECONDS, Cluster, Inference, ids
 from tests.workers.models import random_tokens
 

@@ -7,13 +7,13 @@ import urllib.request
 
 import pytest
 
-from cp_core.cost.fit import PrefillSample, predicted_prefill
-from cp_core.cost.profile import HardwareProfile
 from ringserve.client import Client, RingInfo
+from ringserve.cp_core.cost.fit import PrefillSample, predicted_prefill
+from ringserve.cp_core.cost.profile import HardwareProfile
 from ringserve.mapping import name_of
+from ringserve.services.offline.calibration.fitting import shape_of
+from ringserve.services.offline.reference import StockModel
 from ringserve.v1 import inference_pb2
-from services.offline.calibration.fitting import shape_of
-from services.offline.reference import StockModel
 from tests.services.e2e.cluster import REBUILD_SECONDS, Cluster, Inference, ids, kill, wait_until
 from tests.workers.models import random_tokens
 

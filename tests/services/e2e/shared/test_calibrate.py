@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from cp_core.cost.profile import read_profile
+from ringserve.cp_core.cost.profile import read_profile
 from tests.services.e2e.cluster import Cluster, Inference
 
 GRID = ("--tokens", "16,64,256", "--cached", "0,200", "--repeats", "1")

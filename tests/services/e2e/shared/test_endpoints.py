@@ -16,9 +16,9 @@ from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from ringserve.mapping import name_of
+from ringserve.services.offline.reference import StockModel
+from ringserve.services.rpc.server import LIVE
 from ringserve.v1 import inference_pb2, rings_pb2, rings_pb2_grpc, router_pb2, router_pb2_grpc
-from services.offline.reference import StockModel
-from services.rpc.server import LIVE
 from tests.services.e2e.cluster import CALL_SECONDS, Cluster, Inference, ids
 from tests.workers.models import random_tokens
 

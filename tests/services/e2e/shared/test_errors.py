@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
+from ringserve.services.offline.reference import StockModel
 from ringserve.v1 import inference_pb2
-from services.offline.reference import StockModel
 from tests.services.e2e.cluster import Cluster, Inference, ids, wait_until
 from tests.workers.models import random_tokens
 

@@ -14,8 +14,8 @@ import pytest
 
 from ringserve.client import RingInfo
 from ringserve.mapping import name_of
+from ringserve.services.offline.reference import StockModel
 from ringserve.v1 import inference_pb2
-from services.offline.reference import StockModel
 from tests.services.e2e.cluster import Cluster, Inference, ids, kill, pid_at, wait_until
 from tests.workers.models import random_tokens
 

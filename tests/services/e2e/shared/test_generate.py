@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from cp_core.cost.model import PREFILL_ALGORITHMS
+from ringserve.cp_core.cost.model import PREFILL_ALGORITHMS
+from ringserve.services.gateway.text import TextCodec
+from ringserve.services.offline.reference import StockModel
 from ringserve.v1 import inference_pb2
-from services.gateway.text import TextCodec
-from services.offline.reference import StockModel
 from tests.services.e2e.cluster import Cluster, Inference, ids
 from tests.workers.models import random_tokens
 

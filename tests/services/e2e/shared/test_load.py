@@ -9,10 +9,10 @@ from contextlib import ExitStack, suppress
 
 import grpc
 
-from cp_core.errors import NotFound
 from ringserve.client import Client
+from ringserve.cp_core.errors import NotFound
+from ringserve.services.offline.reference import StockModel
 from ringserve.v1 import inference_pb2_grpc
-from services.offline.reference import StockModel
 from tests.services.e2e.cluster import CALL_SECONDS, Cluster, Inference, ids, wait_until
 from tests.workers.models import random_tokens
 

@@ -8,8 +8,8 @@ import time
 
 import grpc
 
+from ringserve.services.offline.reference import StockModel
 from ringserve.v1 import inference_pb2
-from services.offline.reference import StockModel
 from tests.services.e2e.cluster import Cluster, Inference, ids, kill, pid_at, wait_until
 from tests.workers.models import random_tokens
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from ringserve.services.gateway.text import REPLACEMENT, TextCodec
+from ringserve.services.gateway.turn_stream import derived_seed
+from ringserve.services.offline.reference import StockModel
 from ringserve.v1 import inference_pb2
-from services.gateway.text import REPLACEMENT, TextCodec
-from services.gateway.turn_stream import derived_seed
-from services.offline.reference import StockModel
 from tests.services.e2e.cluster import Cluster, Inference, ids
 
 PROMPT = "Names are bound by assignment, and then they are looked up in the innermost scope."

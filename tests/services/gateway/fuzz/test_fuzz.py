@@ -13,8 +13,8 @@ from typing import Any
 import grpc
 import pytest
 
+from ringserve.services.rpc.errors import CODES
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
-from services.rpc.errors import CODES
 from tests.services.gateway.fuzz.messages import filled
 from tests.services.local_gateway import LocalGateway
 from tests.waiting import eventually

@@ -13,13 +13,13 @@ import httpx2
 import jsonschema
 import pytest
 
-from cp_core.errors import ConfigError, InvalidRequest, NotFound
-from services.config.reading import config_from
-from services.config.service import HttpConfig
-from services.gateway.openai.openapi import REQUESTS
-from services.gateway.openai.requests import HttpRequestReader
-from services.gateway.text import TextCodec
-from services.telemetry.metrics.registry import package_version
+from ringserve.cp_core.errors import ConfigError, InvalidRequest, NotFound
+from ringserve.services.config.reading import config_from
+from ringserve.services.config.service import HttpConfig
+from ringserve.services.gateway.openai.openapi import REQUESTS
+from ringserve.services.gateway.openai.requests import HttpRequestReader
+from ringserve.services.gateway.text import TextCodec
+from ringserve.services.telemetry.metrics.registry import package_version
 from tests.services.auth.test_isolation import guarded
 from tests.services.local_gateway import CALL_SECONDS, MODEL, LocalGateway
 from tests.workers.models import Oracle

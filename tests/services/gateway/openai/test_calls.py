@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_core.errors import InvalidRequest
-from services.gateway.openai.calls import (
+from ringserve.cp_core.errors import InvalidRequest
+from ringserve.services.gateway.openai.calls import (
     HERMES,
     LLAMA,
     MISTRAL,
@@ -22,9 +22,9 @@ from services.gateway.openai.calls import (
     calls_grammar,
     form_of,
 )
-from services.gateway.openai.tools import guided
+from ringserve.services.gateway.openai.tools import guided
+from ringserve.workers.sampling.grammar import Grammars
 from tests.workers.sampling.grammars import byte_grammars
-from workers.sampling.grammar import Grammars
 
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 FUNCTIONS = [Function(name="weather", schema=guided(WEATHER)), Function(name="now", schema=guided({"type": "object"}))]

@@ -14,12 +14,12 @@ import openai
 import pytest
 from starlette.types import Message
 
-from cp_core.errors import ConfigError, NotFinite, RingserveError, Unavailable
-from orchestration.protocol.turns import BegunTurn, TurnRequest
-from orchestration.protocol.views import ServerView
-from services.gateway import failover
-from services.gateway.openai import app
-from services.gateway.openai.server import KEEP_ALIVE, MAX_HEADER_BYTES, EventStream, HttpServer
+from ringserve.cp_core.errors import ConfigError, NotFinite, RingserveError, Unavailable
+from ringserve.orchestration.protocol.turns import BegunTurn, TurnRequest
+from ringserve.orchestration.protocol.views import ServerView
+from ringserve.services.gateway import failover
+from ringserve.services.gateway.openai import app
+from ringserve.services.gateway.openai.server import KEEP_ALIVE, MAX_HEADER_BYTES, EventStream, HttpServer
 from tests.rings import LLAMA_8B
 from tests.services.local_gateway import CALL_SECONDS, MODEL, LocalGateway
 
@@ -209,7 +209,7 @@ async def test_an_error_of_our_own_shows_nothing_of_its_inside(
 async def test_probes_without_a_token_do_not_ask_the_rings_each_time(
     http: httpx2.AsyncClient, gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.gateway.page.page.SEEN_AGE", 3600.0)
+    monkeypatch.setattr("ringserve.services.gateway.page.page.SEEN_AGE", 3600.0)
     asked, view = 0, gateway.service.router.get_server_info
 
     async def counted() -> ServerView:
@@ -226,7 +226,7 @@ async def test_probes_without_a_token_do_not_ask_the_rings_each_time(
 async def test_health_says_whether_a_turn_could_be_served(
     http: httpx2.AsyncClient, gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.gateway.page.page.SEEN_AGE", 0.0)
+    monkeypatch.setattr("ringserve.services.gateway.page.page.SEEN_AGE", 0.0)
     assert (await http.get("/health")).json() == {"status": "ok"}
 
     async def lost() -> None:

@@ -10,9 +10,9 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
-from cp_core.errors import CapacityExceeded, NotBegun, RingserveError
-from orchestration.protocol.turns import BegunTurn, TurnRequest
-from services.gateway.text import TextCodec
+from ringserve.cp_core.errors import CapacityExceeded, NotBegun, RingserveError
+from ringserve.orchestration.protocol.turns import BegunTurn, TurnRequest
+from ringserve.services.gateway.text import TextCodec
 from tests.orchestration.service import Service
 from tests.services.local_gateway import MODEL, LocalGateway
 from tests.waiting import eventually

@@ -10,8 +10,8 @@ import pytest
 import torch
 from openai.types import Completion
 
-from services.gateway.openai import prompts
-from services.gateway.text import TextCodec
+from ringserve.services.gateway.openai import prompts
+from ringserve.services.gateway.text import TextCodec
 from tests.services.gateway.openai.test_openai_client import extra
 from tests.services.local_gateway import MODEL, LocalGateway
 from tests.workers.models import Oracle

@@ -11,7 +11,7 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict
 
-from services.gateway.text import TextCodec
+from ringserve.services.gateway.text import TextCodec
 from tests.services.gateway.openai.test_tools import Paint
 from tests.services.local_gateway import MODEL, LocalGateway
 from tests.workers.models import Oracle

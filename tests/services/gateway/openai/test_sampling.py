@@ -9,7 +9,7 @@ import openai
 import pytest
 import torch
 
-from services.gateway.text import TextCodec
+from ringserve.services.gateway.text import TextCodec
 from tests.services.local_gateway import MODEL, LocalGateway
 from tests.workers.models import Oracle, random_tokens
 

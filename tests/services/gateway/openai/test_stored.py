@@ -11,11 +11,11 @@ from typing import Any
 import openai
 import pytest
 
-from services.gateway.text import TextCodec
+from ringserve.services.gateway.text import TextCodec
+from ringserve.workers.model.builtin import END_TOKEN_ID
 from tests.services.gateway.openai.test_responses import TOOLS
 from tests.services.local_gateway import MODEL, LocalGateway
 from tests.workers.models import Oracle
-from workers.model.builtin import END_TOKEN_ID
 
 LENGTH = 7
 ASKED: dict[str, Any] = {"model": MODEL, "max_output_tokens": LENGTH, "temperature": 0}

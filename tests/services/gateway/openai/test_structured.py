@@ -13,7 +13,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict
 
 from ringserve.client import AsyncClient, Sampling
-from services.gateway.text import TextCodec
+from ringserve.services.gateway.text import TextCodec
 from tests.services.local_gateway import MODEL, LocalGateway
 from tests.workers.models import add_text, save_model
 

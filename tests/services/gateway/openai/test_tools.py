@@ -13,8 +13,8 @@ from openai.types.chat import ChatCompletionMessageToolCall
 from pydantic import BaseModel, ConfigDict
 from tokenizers import AddedToken, Tokenizer
 
-from services.gateway.openai.tools import closed
-from services.gateway.text import TextCodec
+from ringserve.services.gateway.openai.tools import closed
+from ringserve.services.gateway.text import TextCodec
 from tests.services.local_gateway import MODEL, LocalGateway
 from tests.workers.models import add_text, save_model
 

@@ -12,14 +12,14 @@ import httpx2
 import pytest
 import yaml
 
-from cp_core.errors import Unavailable
-from orchestration.protocol.views import RingStatus
-from services.auth.authenticator import Authenticator, TokenFile
-from services.auth.tenants import hash_of
-from services.gateway.openai.app import HttpApi
-from services.gateway.openai.server import HttpServer
-from services.gateway.page.page import FILES, MAX_LIMIT, queue_seconds
-from services.gateway.text import TextCodec
+from ringserve.cp_core.errors import Unavailable
+from ringserve.orchestration.protocol.views import RingStatus
+from ringserve.services.auth.authenticator import Authenticator, TokenFile
+from ringserve.services.auth.tenants import hash_of
+from ringserve.services.gateway.openai.app import HttpApi
+from ringserve.services.gateway.openai.server import HttpServer
+from ringserve.services.gateway.page.page import FILES, MAX_LIMIT, queue_seconds
+from ringserve.services.gateway.text import TextCodec
 from tests.rings import GPU_RATES, LLAMA_8B
 from tests.services.gateway.page.browser import Browser, browser
 from tests.services.gateway.test_failover import kill

@@ -2,12 +2,12 @@
 
 import pytest
 
-from services.offline.bench.attention import num_repeats
-from services.offline.bench.decode import DecodeCase, fitting_cases
-from services.offline.bench.figures import Figures, Target, attention_flops, paired_ratio, prefill_flops
-from services.offline.bench.rounds import Contender, Sample, Series, alternate
-from workers.model.builtin import resolve_model_path
-from workers.model.info import read_model_info
+from ringserve.services.offline.bench.attention import num_repeats
+from ringserve.services.offline.bench.decode import DecodeCase, fitting_cases
+from ringserve.services.offline.bench.figures import Figures, Target, attention_flops, paired_ratio, prefill_flops
+from ringserve.services.offline.bench.rounds import Contender, Sample, Series, alternate
+from ringserve.workers.model.builtin import resolve_model_path
+from ringserve.workers.model.info import read_model_info
 
 
 def test_causal_attention_counts_the_pairs_that_are_seen() -> None:

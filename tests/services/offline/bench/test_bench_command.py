@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from services.cli.main import main
-from services.offline.bench.decode import DecodeCase
-from services.offline.bench.model_rank import BLOCK_TOKENS
-from workers.model.builtin import resolve_model_path
-from workers.model.info import read_model_info
+from ringserve.services.cli.main import main
+from ringserve.services.offline.bench.decode import DecodeCase
+from ringserve.services.offline.bench.model_rank import BLOCK_TOKENS
+from ringserve.workers.model.builtin import resolve_model_path
+from ringserve.workers.model.info import read_model_info
 
 
 def bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from contextlib import aclosing
 
 import pytest
 
-from orchestration.protocol.turns import TokensEvent
-from services.cli.main import main
-from services.offline.bench.gateway import SteppingRing
+from ringserve.orchestration.protocol.turns import TokensEvent
+from ringserve.services.cli.main import main
+from ringserve.services.offline.bench.gateway import SteppingRing
 
 
 def test_it_counts_the_tokens_that_clients_get_and_the_gateways_time(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from bench import gpu, kv_carrier
-from services.cluster.capacity import Machine, check_fits
-from services.config.checks import check
-from services.offline.bench.gpu import rank, service
-from services.offline.bench.gpu.table import GPU, TOY, TTFT_SECONDS, TTIT_SECONDS, Line
-from services.offline.bench.kernels import KernelFigure
-from services.offline.bench.served import TTFT_TOKENS, Turn, TurnTimes
-from services.offline.reference import StockModel
-from workers.model.builtin import resolve_model_path
-from workers.model.info import read_model_info
+from ringserve.services.cluster.capacity import Machine, check_fits
+from ringserve.services.config.checks import check
+from ringserve.services.offline.bench.gpu import rank, service
+from ringserve.services.offline.bench.gpu.table import GPU, TOY, TTFT_SECONDS, TTIT_SECONDS, Line
+from ringserve.services.offline.bench.kernels import KernelFigure
+from ringserve.services.offline.bench.served import TTFT_TOKENS, Turn, TurnTimes
+from ringserve.services.offline.reference import StockModel
+from ringserve.workers.model.builtin import resolve_model_path
+from ringserve.workers.model.info import read_model_info
 
 H100 = Machine(cores=16, memory_bytes=128e9, gpus=1, gpu_bytes=81_559 * 2.0**20)
 

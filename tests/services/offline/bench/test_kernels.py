@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cp_core.attention.reference import ReferenceAttention
-from cp_core.attention.torch_cpu import TorchCpuFlash
-from cp_core.errors import ConfigError
-from services.cli.main import main
-from services.offline.bench.attention import AttentionShape
-from services.offline.bench.kernels import NUM_KINDS, KernelBench, Sizes, measure_kernels, table_of
+from ringserve.cp_core.attention.reference import ReferenceAttention
+from ringserve.cp_core.attention.torch_cpu import TorchCpuFlash
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.cli.main import main
+from ringserve.services.offline.bench.attention import AttentionShape
+from ringserve.services.offline.bench.kernels import NUM_KINDS, KernelBench, Sizes, measure_kernels, table_of
 
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16)
 SIZES = Sizes(

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.errors import ConfigError
-from services.offline.bench.figures import Figures
-from services.offline.bench.report import Report, Row, require_matplotlib, write_plot
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.offline.bench.figures import Figures
+from ringserve.services.offline.bench.report import Report, Row, require_matplotlib, write_plot
 
 ROWS = tuple(
     Row(name="ring", ranks=ranks, tokens=tokens, seconds=Figures(tokens / ranks, tokens / ranks, tokens / ranks, 1))
@@ -31,7 +31,8 @@ def test_plot_that_cannot_be_written_is_refused_by_its_path(tmp_path: Path) -> N
 
 def test_missing_matplotlib_is_one_sentence_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "services.offline.bench.report.find_spec", lambda name: None if name == "matplotlib" else util.find_spec(name)
+        "ringserve.services.offline.bench.report.find_spec",
+        lambda name: None if name == "matplotlib" else util.find_spec(name),
     )
     with pytest.raises(ConfigError, match=r"--plot needs matplotlib; install it with: pip install 'ringserve\[plot\]'"):
         require_matplotlib()

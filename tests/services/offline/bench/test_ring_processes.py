@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 
-from cp_core.errors import Unavailable
-from services.offline.bench.ring_processes import RankPlace, RingProcesses
-from services.offline.bench.rounds import Sample, timed
+from ringserve.cp_core.errors import Unavailable
+from ringserve.services.offline.bench.ring_processes import RankPlace, RingProcesses
+from ringserve.services.offline.bench.rounds import Sample, timed
 
 
 class Breakable:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from services.auth.sections import SECRET_VARIABLE
-from services.cli.main import main
-from services.offline.bench.router import parts
-from services.offline.bench.router.load import RouterLoad
-from services.offline.bench.router.restart import RestartLoad
+from ringserve.services.auth.sections import SECRET_VARIABLE
+from ringserve.services.cli.main import main
+from ringserve.services.offline.bench.router import parts
+from ringserve.services.offline.bench.router.load import RouterLoad
+from ringserve.services.offline.bench.router.restart import RestartLoad
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def test_without_a_journal_the_table_has_no_rows_of_it(capsys: pytest.CaptureFix
 def test_a_router_that_starts_again_decides_by_what_its_journal_and_its_rings_tell(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.cli.bench_router.RestartLoad", partial(RestartLoad, decisions=5))
+    monkeypatch.setattr("ringserve.services.cli.bench_router.RestartLoad", partial(RestartLoad, decisions=5))
     monkeypatch.setenv(SECRET_VARIABLE, "of the cluster")  # as where `up` was run in this process
     sizes = ["--conversations", "40", "--rings", "10", "--tokens", "64", "--journal", str(tmp_path)]
     assert main(["bench", "router", "--restart", *sizes, "--json"]) == 0

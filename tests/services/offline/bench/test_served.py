@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from cp_core.transport.inprocess import InProcessRing
-from services.offline.bench import served
-from services.offline.bench.ring_processes import RankPlace
-from services.offline.bench.served import DrawnTurns, StockTurns, Turn, TurnTimes
-from services.offline.reference import Reference, StockModel
-from workers.model.builtin import resolve_model_path
+from ringserve.cp_core.transport.inprocess import InProcessRing
+from ringserve.services.offline.bench import served
+from ringserve.services.offline.bench.ring_processes import RankPlace
+from ringserve.services.offline.bench.served import DrawnTurns, StockTurns, Turn, TurnTimes
+from ringserve.services.offline.reference import Reference, StockModel
+from ringserve.workers.model.builtin import resolve_model_path
 
 
 def test_ttit_leaves_out_the_gap_in_which_the_kv_is_handed_over() -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.cli.main import main
-from services.offline.bench import steps
-from services.offline.bench.steps import (
+from ringserve.services.cli.main import main
+from ringserve.services.offline.bench import steps
+from ringserve.services.offline.bench.steps import (
     COMPILED,
     FORMS,
     FORMS_OF_CPUS,

@@ -7,13 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from cp_core.cost.fit import PrefillSample, StepPart, StepSample, predicted_prefill, predicted_step, with_chain_cuts
-from cp_core.cost.memory import weight_bytes
-from cp_core.cost.profile import HardwareProfile, read_profile
 from ringserve.client import Answer, ModelInfo, Plan, RingInfo, Sampling, ServerInfo
 from ringserve.client.infos import RingRates
 from ringserve.client.results import Chunk
-from services.offline.calibration.fitting import profile_from_rings, shape_of
+from ringserve.cp_core.cost.fit import (
+    PrefillSample,
+    StepPart,
+    StepSample,
+    predicted_prefill,
+    predicted_step,
+    with_chain_cuts,
+)
+from ringserve.cp_core.cost.memory import weight_bytes
+from ringserve.cp_core.cost.profile import HardwareProfile, read_profile
+from ringserve.services.offline.calibration.fitting import profile_from_rings, shape_of
 
 INFO = ModelInfo(
     model_path="model",

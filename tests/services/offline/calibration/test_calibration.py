@@ -8,13 +8,19 @@ from typing import cast
 
 import pytest
 
-from cp_core.cost.model import CHAIN, PASS_KV, PASS_Q
-from cp_core.cost.profile import format_profile, read_profile
-from cp_core.errors import Busy, ConfigError, Unavailable
 from ringserve.client import Client, RingInfo, ServerInfo
-from services.offline.calibration.fitting import Calibration, calibrate, profile_from_rings, shape_of
-from services.offline.calibration.measurement import ANSWER_TOKENS, Calibrator, Cell, grid, max_sequence_tokens
-from services.offline.calibration.report import calibration_json, closing_lines, write_calibration_plot
+from ringserve.cp_core.cost.model import CHAIN, PASS_KV, PASS_Q
+from ringserve.cp_core.cost.profile import format_profile, read_profile
+from ringserve.cp_core.errors import Busy, ConfigError, Unavailable
+from ringserve.services.offline.calibration.fitting import Calibration, calibrate, profile_from_rings, shape_of
+from ringserve.services.offline.calibration.measurement import (
+    ANSWER_TOKENS,
+    Calibrator,
+    Cell,
+    grid,
+    max_sequence_tokens,
+)
+from ringserve.services.offline.calibration.report import calibration_json, closing_lines, write_calibration_plot
 from tests.services.offline.calibration.ring import INFO, FakeClient, server, truth
 
 CELLS = grid([128, 512, 2048, 8192, 32768], [0, 4096, 60_000], 100_000)

@@ -8,14 +8,14 @@ from itertools import product
 
 import pytest
 
-from cp_core.cost.chain import Cuts
-from cp_core.cost.chain_steps import ChainPredictor, chain_rates, quick_cuts
-from cp_core.cost.fit import PrefillSample
-from cp_core.cost.model import CHAIN, PASS_KV, PASS_Q, ModelShape, PrefillRates, RingRates, StepPredictor
-from cp_core.cost.profile import HardwareProfile
-from cp_core.cost.selector import least
-from services.offline.calibration.fitting import calibrate, profile_from_rates
-from services.offline.calibration.measurement import Cell, Measurement
+from ringserve.cp_core.cost.chain import Cuts
+from ringserve.cp_core.cost.chain_steps import ChainPredictor, chain_rates, quick_cuts
+from ringserve.cp_core.cost.fit import PrefillSample
+from ringserve.cp_core.cost.model import CHAIN, PASS_KV, PASS_Q, ModelShape, PrefillRates, RingRates, StepPredictor
+from ringserve.cp_core.cost.profile import HardwareProfile
+from ringserve.cp_core.cost.selector import least
+from ringserve.services.offline.calibration.fitting import calibrate, profile_from_rates
+from ringserve.services.offline.calibration.measurement import Cell, Measurement
 
 SHAPE = ModelShape(
     num_layers=4,

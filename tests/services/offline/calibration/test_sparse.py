@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.errors import ConfigError
-from cp_core.layout.sparsity import Sparsity
-from services.cli.main import main
-from services.gateway.text import TextCodec
-from services.offline.calibration.sparse import LossMeter, Result, losses_of, make_questions
-from services.offline.calibration.sparse_report import losses_json, losses_table, write_losses_plot
-from services.offline.demo import document
-from workers.model.builtin import resolve_model_path
+from ringserve.cp_core.errors import ConfigError
+from ringserve.cp_core.layout.sparsity import Sparsity
+from ringserve.services.cli.main import main
+from ringserve.services.gateway.text import TextCodec
+from ringserve.services.offline.calibration.sparse import LossMeter, Result, losses_of, make_questions
+from ringserve.services.offline.calibration.sparse_report import losses_json, losses_table, write_losses_plot
+from ringserve.services.offline.demo import document
+from ringserve.workers.model.builtin import resolve_model_path
 
 DEPTHS = (0.1, 0.5, 1.0)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ringserve.client import Sampling
 from ringserve.client.results import MAPPER, Answer, Plan, Usage
+from ringserve.services.offline.chaos.load import Expected, Script, ScriptedTurn, Stream
 from ringserve.v1 import inference_pb2
-from services.offline.chaos.load import Expected, Script, ScriptedTurn, Stream
 
 PLAN: Plan = MAPPER.from_message(Plan, inference_pb2.Plan(prefill_ring="prefill-0", decode_ring="decode-1"))
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from ringserve.client.async_client import AsyncClient
-from services.gateway.text import TextCodec
-from services.offline.chaos.experiment import Experiment
-from services.offline.chaos.faults import HIT_RANK, Cell, How, Kind, Phase, Processes
-from services.offline.chaos.load import FIRST, Expected, answers_without_fault, begin, play, write_scripts
-from services.offline.chaos.run import check_greedy
-from services.offline.chaos.verdict import Outcome
-from services.offline.demo import document
+from ringserve.services.gateway.text import TextCodec
+from ringserve.services.offline.chaos.experiment import Experiment
+from ringserve.services.offline.chaos.faults import HIT_RANK, Cell, How, Kind, Phase, Processes
+from ringserve.services.offline.chaos.load import FIRST, Expected, answers_without_fault, begin, play, write_scripts
+from ringserve.services.offline.chaos.run import check_greedy
+from ringserve.services.offline.chaos.verdict import Outcome
+from ringserve.services.offline.demo import document
 from tests.orchestration.service import Service
 from tests.services.local_gateway import LocalGateway, codec, model_path
 

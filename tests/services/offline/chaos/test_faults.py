@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from ringserve.client import RingInfo, ServerInfo
-from services.offline.chaos.experiment import in_phase
-from services.offline.chaos.faults import Cell, How, Kind, Phase, Processes, choose, matrix
-from services.offline.chaos.load import Stream
+from ringserve.services.offline.chaos.experiment import in_phase
+from ringserve.services.offline.chaos.faults import Cell, How, Kind, Phase, Processes, choose, matrix
+from ringserve.services.offline.chaos.load import Stream
 from tests.services.e2e.cluster import is_alive, wait_until
 from tests.services.offline.chaos.streams import PLAN, expected
 

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from services.offline.chaos.load import FIRST, HIT, LAST, NUM_CONVERSATIONS, Expected, stop_string, write_scripts
+from ringserve.services.offline.chaos.load import (
+    FIRST,
+    HIT,
+    LAST,
+    NUM_CONVERSATIONS,
+    Expected,
+    stop_string,
+    write_scripts,
+)
 
 
 @pytest.mark.parametrize(

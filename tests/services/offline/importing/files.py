@@ -13,8 +13,8 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 from safetensors.numpy import load_file
 
+from ringserve.workers.model.builtin import _byte_alphabet
 from tests.workers.models import VOCAB_SIZE, save_model
-from workers.model.builtin import _byte_alphabet
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"

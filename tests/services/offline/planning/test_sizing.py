@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_core.cost.model import PREFILL_ALGORITHMS
-from cp_core.cost.profile import read_profile
-from cp_core.cost.selector import EmpiricalFit
-from cp_core.errors import ConfigError, InvalidRequest
-from services.offline.planning.explanation import explain_turn
-from services.offline.planning.models import planned_model
-from services.offline.planning.proposal import Traffic, mean_wait_seconds, propose
-from services.offline.planning.sizing import (
+from ringserve.cp_core.cost.model import PREFILL_ALGORITHMS
+from ringserve.cp_core.cost.profile import read_profile
+from ringserve.cp_core.cost.selector import EmpiricalFit
+from ringserve.cp_core.errors import ConfigError, InvalidRequest
+from ringserve.services.offline.planning.explanation import explain_turn
+from ringserve.services.offline.planning.models import planned_model
+from ringserve.services.offline.planning.proposal import Traffic, mean_wait_seconds, propose
+from ringserve.services.offline.planning.sizing import (
     RingForecast,
     RingShape,
     Workload,
@@ -25,7 +25,7 @@ from services.offline.planning.sizing import (
     forecast_ring,
     require_tp,
 )
-from services.offline.units import parse_contexts
+from ringserve.services.offline.units import parse_contexts
 
 MODEL, PROFILE = planned_model("llama3-405b-fp8"), read_profile("gtt")
 

@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_core.cost.work import StepLimits, WorkModel
-from cp_core.errors import CapacityExceeded, ConfigError
-from cp_core.layout.shards import TokenRange
-from orchestration.placement.registry import RegisteredRing
-from orchestration.prefill.scheduler import PrefillScheduler, ScheduledStep
-from orchestration.protocol.plans import PlannedChunk
-from orchestration.protocol.rings import PrefillScheduling
-from services.offline.simulator.results import percentile
-from services.offline.simulator.rings import (
+from ringserve.cp_core.cost.work import StepLimits, WorkModel
+from ringserve.cp_core.errors import CapacityExceeded, ConfigError
+from ringserve.cp_core.layout.shards import TokenRange
+from ringserve.orchestration.placement.registry import RegisteredRing
+from ringserve.orchestration.prefill.scheduler import PrefillScheduler, ScheduledStep
+from ringserve.orchestration.protocol.plans import PlannedChunk
+from ringserve.orchestration.protocol.rings import PrefillScheduling
+from ringserve.services.offline.simulator.results import percentile
+from ringserve.services.offline.simulator.rings import (
     Clock,
     DecodingTurn,
     PrefillingTurn,
@@ -27,7 +27,7 @@ from services.offline.simulator.rings import (
     SimulatedDecodeRing,
     SimulatedPrefillRing,
 )
-from services.offline.simulator.trace import (
+from ringserve.services.offline.simulator.trace import (
     DAY,
     FirstPrompts,
     SyntheticTrace,
@@ -38,8 +38,8 @@ from services.offline.simulator.trace import (
     format_trace,
     read_trace,
 )
+from ringserve.workers.protocol.prefill_steps import Algorithm
 from tests.rings import registration
-from workers.protocol.prefill_steps import Algorithm
 
 
 def registered(role: str, capacity: int = 1000) -> RegisteredRing:

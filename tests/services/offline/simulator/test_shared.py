@@ -9,11 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.errors import ConfigError
-from services.offline.simulator.rings import BlockKv
-from services.offline.simulator.shared import ideal_share
-from services.offline.simulator.simulation import Simulation
-from services.offline.simulator.trace import BLOCK_TOKENS, TracedConversation, TracedTurn, format_trace, read_trace
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.offline.simulator.rings import BlockKv
+from ringserve.services.offline.simulator.shared import ideal_share
+from ringserve.services.offline.simulator.simulation import Simulation
+from ringserve.services.offline.simulator.trace import (
+    BLOCK_TOKENS,
+    TracedConversation,
+    TracedTurn,
+    format_trace,
+    read_trace,
+)
 from tests.services.offline.simulator.test_simulation import CLUSTER
 
 TRACE = Path(__file__).parents[4] / "examples" / "traces" / "conversation_trace.jsonl.gz"

@@ -8,20 +8,26 @@ from dataclasses import replace
 
 import pytest
 
-from cp_core.cost.decode import fastest_step
-from cp_core.cost.memory import weight_bytes
-from cp_core.cost.model import PREFILL_ALGORITHMS
-from cp_core.cost.prefill import predict_migration, predict_turn
-from cp_core.cost.profile import read_profile
-from cp_core.cost.work import StepLimits, WorkModel, cut
-from cp_core.errors import ConfigError
-from cp_core.layout.shards import TokenRange
-from orchestration.protocol.rings import PrefillScheduling
-from services.offline.simulator.cluster import ClusterShape, PoolShape, StepTimes, conversations_for, prefill_seconds
-from services.offline.simulator.placement import POLICIES
-from services.offline.simulator.results import SimulationResult
-from services.offline.simulator.simulation import Simulation
-from services.offline.simulator.trace import (
+from ringserve.cp_core.cost.decode import fastest_step
+from ringserve.cp_core.cost.memory import weight_bytes
+from ringserve.cp_core.cost.model import PREFILL_ALGORITHMS
+from ringserve.cp_core.cost.prefill import predict_migration, predict_turn
+from ringserve.cp_core.cost.profile import read_profile
+from ringserve.cp_core.cost.work import StepLimits, WorkModel, cut
+from ringserve.cp_core.errors import ConfigError
+from ringserve.cp_core.layout.shards import TokenRange
+from ringserve.orchestration.protocol.rings import PrefillScheduling
+from ringserve.services.offline.simulator.cluster import (
+    ClusterShape,
+    PoolShape,
+    StepTimes,
+    conversations_for,
+    prefill_seconds,
+)
+from ringserve.services.offline.simulator.placement import POLICIES
+from ringserve.services.offline.simulator.results import SimulationResult
+from ringserve.services.offline.simulator.simulation import Simulation
+from ringserve.services.offline.simulator.trace import (
     FirstPrompts,
     SyntheticTrace,
     TracedConversation,

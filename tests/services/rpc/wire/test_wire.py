@@ -16,13 +16,15 @@ from google.protobuf.message import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_core.cost.model import PREFILL_ALGORITHMS, RingRates
-from cp_core.errors import InvalidRequest
-from cp_core.layout.shards import ShardMap, TokenRange
-from orchestration.protocol.inventory import Registered, RingInventory
-from orchestration.protocol.kv import ForkedKv, ForkKv, RetainedKv, SendKv, SentKv, TakeKv, TakenKv
-from orchestration.protocol.plans import PromptMode, TurnPlan
-from orchestration.protocol.turns import (
+from ringserve.client import infos, results
+from ringserve.cp_core.cost.model import PREFILL_ALGORITHMS, RingRates
+from ringserve.cp_core.errors import InvalidRequest
+from ringserve.cp_core.layout.shards import ShardMap, TokenRange
+from ringserve.mapping import Mapper, Mirror, pack_ids, unpack_ids
+from ringserve.orchestration.protocol.inventory import Registered, RingInventory
+from ringserve.orchestration.protocol.kv import ForkedKv, ForkKv, RetainedKv, SendKv, SentKv, TakeKv, TakenKv
+from ringserve.orchestration.protocol.plans import PromptMode, TurnPlan
+from ringserve.orchestration.protocol.turns import (
     Admit,
     BegunTurn,
     EndingEvent,
@@ -42,12 +44,9 @@ from orchestration.protocol.turns import (
     TurnOutcome,
     TurnRequest,
 )
-from orchestration.protocol.views import ConversationList, ConversationView, RingStatus, ServerView
-from ringserve.client import infos, results
-from ringserve.mapping import Mapper, Mirror, pack_ids, unpack_ids
-from ringserve.v1 import inference_pb2, rings_pb2, router_pb2
-from services.rpc.wire import contract
-from services.rpc.wire.contract import (
+from ringserve.orchestration.protocol.views import ConversationList, ConversationView, RingStatus, ServerView
+from ringserve.services.rpc.wire import contract
+from ringserve.services.rpc.wire.contract import (
     event_from,
     event_to,
     from_message,
@@ -58,9 +57,10 @@ from services.rpc.wire.contract import (
     shards_to,
     to_message,
 )
-from workers.protocol.decode_commands import FinishReason
-from workers.protocol.prefill_steps import TokenIds
-from workers.sampling.parameters import SamplingParameters, TokenLogprobs
+from ringserve.v1 import inference_pb2, rings_pb2, router_pb2
+from ringserve.workers.protocol.decode_commands import FinishReason
+from ringserve.workers.protocol.prefill_steps import TokenIds
+from ringserve.workers.sampling.parameters import SamplingParameters, TokenLogprobs
 
 M = TypeVar("M", bound=Message)
 

@@ -10,10 +10,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from cp_core.errors import ConfigError, Unavailable
-from orchestration.protocol.views import ServerView
-from services.telemetry.metrics.endpoint import MetricsEndpoint, Reply, metrics_page, probe_pages, targets_page
-from services.telemetry.metrics.registry import new_registry
+from ringserve.cp_core.errors import ConfigError, Unavailable
+from ringserve.orchestration.protocol.views import ServerView
+from ringserve.services.telemetry.metrics.endpoint import (
+    MetricsEndpoint,
+    Reply,
+    metrics_page,
+    probe_pages,
+    targets_page,
+)
+from ringserve.services.telemetry.metrics.registry import new_registry
 from tests.services.telemetry.metrics.test_ring import status
 
 

@@ -6,9 +6,9 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
+from ringserve.services.telemetry.metrics.gateway import GatewayMetrics
+from ringserve.services.telemetry.metrics.registry import GATEWAY_NAMES, WithVllmNames
 from ringserve.v1 import inference_pb2
-from services.telemetry.metrics.gateway import GatewayMetrics
-from services.telemetry.metrics.registry import GATEWAY_NAMES, WithVllmNames
 
 
 def value(metrics: GatewayMetrics, name: str, **labels: str) -> float | None:
@@ -157,7 +157,7 @@ async def test_the_time_before_each_token_is_seen_so_that_no_stall_hides_in_a_me
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     metrics, now = GatewayMetrics(), [100.0]
-    monkeypatch.setattr("services.telemetry.metrics.gateway.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("ringserve.services.telemetry.metrics.gateway.time.monotonic", lambda: now[0])
 
     async def responses() -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         yield inference_pb2.GenerateResponse(start=inference_pb2.GenerateStart())

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from cp_core.errors import Unavailable
-from orchestration.protocol.views import RankKvUsage, RingStatus
-from services.telemetry.metrics.registry import RING_NAMES, WithVllmNames
-from services.telemetry.metrics.ring import RingCollector, RingView
-from workers.protocol.ranks import STEP_BOUNDS, GpuMemory, RankStatus
+from ringserve.cp_core.errors import Unavailable
+from ringserve.orchestration.protocol.views import RankKvUsage, RingStatus
+from ringserve.services.telemetry.metrics.registry import RING_NAMES, WithVllmNames
+from ringserve.services.telemetry.metrics.ring import RingCollector, RingView
+from ringserve.workers.protocol.ranks import STEP_BOUNDS, GpuMemory, RankStatus
 
 
 def status(state: str = "ready", role: str = "decode") -> RingStatus:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.errors import InvalidRequest
-from orchestration.protocol.plans import TurnPlan
-from orchestration.protocol.rings import RingStanding
-from orchestration.protocol.turns import BegunTurn
-from orchestration.protocol.views import MoveReason, MoveTotals
-from services.telemetry.metrics.router import RouterMetrics, RouterView
+from ringserve.cp_core.errors import InvalidRequest
+from ringserve.orchestration.protocol.plans import TurnPlan
+from ringserve.orchestration.protocol.rings import RingStanding
+from ringserve.orchestration.protocol.turns import BegunTurn
+from ringserve.orchestration.protocol.views import MoveReason, MoveTotals
+from ringserve.services.telemetry.metrics.router import RouterMetrics, RouterView
 from tests.orchestration.journal.records import PLAN, SPARSE
 from tests.orchestration.service import Service
 from tests.workers.models import save_model

@@ -11,12 +11,18 @@ import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-from cp_core.errors import ConfigError
-from orchestration.protocol.turns import TimeSpan
-from services.config import config_from
-from services.gateway.settings import GatewaySettings
-from services.telemetry.tracing import tracer as tracer_module
-from services.telemetry.tracing.tracer import CLOSE_SECONDS, NoServiceTracer, TracingConfig, check_installed, tracer_for
+from ringserve.cp_core.errors import ConfigError
+from ringserve.orchestration.protocol.turns import TimeSpan
+from ringserve.services.config import config_from
+from ringserve.services.gateway.settings import GatewaySettings
+from ringserve.services.telemetry.tracing import tracer as tracer_module
+from ringserve.services.telemetry.tracing.tracer import (
+    CLOSE_SECONDS,
+    NoServiceTracer,
+    TracingConfig,
+    check_installed,
+    tracer_for,
+)
 
 Request = trace_service_pb2.ExportTraceServiceRequest
 WAIT_SECONDS = 20.0

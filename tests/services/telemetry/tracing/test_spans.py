@@ -14,11 +14,11 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from orchestration.protocol.rings import PrefillScheduling
 from ringserve.mapping import name_of
+from ringserve.orchestration.protocol.rings import PrefillScheduling
+from ringserve.services.gateway.text import TextCodec
+from ringserve.services.telemetry.tracing.otel import OtelTracer
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
-from services.gateway.text import TextCodec
-from services.telemetry.tracing.otel import OtelTracer
 from tests.orchestration.service import Service
 from tests.services.local_gateway import CALL_SECONDS, MODEL, LocalGateway
 from tests.waiting import eventually

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from cp_core.errors import ConfigError
 from ringserve.client import RingInfo
-from services.offline.bench.load.alike import count_differing, expected_shares, read_requests, scaled
-from services.offline.bench.load.replay import Arrival, Outcome, replay
-from services.offline.reference import Reference
-from services.offline.simulator.trace import TracedConversation, TracedTurn, format_trace
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.offline.bench.load.alike import count_differing, expected_shares, read_requests, scaled
+from ringserve.services.offline.bench.load.replay import Arrival, Outcome, replay
+from ringserve.services.offline.reference import Reference
+from ringserve.services.offline.simulator.trace import TracedConversation, TracedTurn, format_trace
 from tests.services.offline.bench.load.test_replay import serving
 
 
@@ -60,7 +60,7 @@ def test_answers_are_compared_with_transformers(monkeypatch: pytest.MonkeyPatch)
         def follow(self, prompt: Any, answer: Any) -> Reference:
             return Reference([prompt[0]] * len(answer), 1.0, ())
 
-    monkeypatch.setattr("services.offline.reference.StockModel", Stock)
+    monkeypatch.setattr("ringserve.services.offline.reference.StockModel", Stock)
     arrival = Arrival(at=0.0, kind="trace", prompt_tokens=1, max_tokens=2)
     outcomes = [Outcome(arrival, prompt=[number], token_ids=(3, 3), status="ok") for number in range(6)]
     outcomes.append(Outcome(arrival, status="unavailable"))

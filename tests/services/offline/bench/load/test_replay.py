@@ -12,10 +12,10 @@ from typing import Any
 import grpc
 import pytest
 
+from ringserve.services.cli.main import main
+from ringserve.services.offline.bench.load.replay import Arrival, Outcome, replay
+from ringserve.services.offline.bench.load.summary import Bounds, Percentiles, PredictionErrors, summarize
 from ringserve.v1 import inference_pb2
-from services.cli.main import main
-from services.offline.bench.load.replay import Arrival, Outcome, replay
-from services.offline.bench.load.summary import Bounds, Percentiles, PredictionErrors, summarize
 
 END = 5
 VOCABULARY = 40

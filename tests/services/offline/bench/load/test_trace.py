@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_core.errors import ConfigError
-from services.offline.bench.load.replay import KINDS, Arrival, draw_trace, read_trace, write_trace
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.offline.bench.load.replay import KINDS, Arrival, draw_trace, read_trace, write_trace
 
 BY_NAME = {kind.name: kind for kind in KINDS}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cp_core.errors import ConfigError
-from services.offline.bench.selection.links import (
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.offline.bench.selection.links import (
     LEAST_BURST_BYTES,
     LEAST_QUEUE_BYTES,
     LinkRate,

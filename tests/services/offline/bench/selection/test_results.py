@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from cp_core.cost.model import PASS_KV, PASS_Q, ModelShape, predict_prefill
-from cp_core.cost.profile import read_profile
-from cp_core.cost.selector import POLICIES, EmpiricalFit
-from cp_core.errors import ConfigError
-from services.offline.bench.selection.results import (
+from ringserve.cp_core.cost.model import PASS_KV, PASS_Q, ModelShape, predict_prefill
+from ringserve.cp_core.cost.profile import read_profile
+from ringserve.cp_core.cost.selector import POLICIES, EmpiricalFit
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.offline.bench.selection.results import (
     OWN_RATES,
     JudgedCell,
     judge,
@@ -18,7 +18,7 @@ from services.offline.bench.selection.results import (
     noise_loss,
     score_policies,
 )
-from services.offline.calibration.measurement import Cell
+from ringserve.services.offline.calibration.measurement import Cell
 
 SHAPE = ModelShape(
     num_layers=4,

@@ -14,21 +14,21 @@ import psutil
 import pytest
 import torch
 
-from cp_core.errors import ConfigError, Unavailable
-from cp_core.transport.delayed import DelayedTransport
-from cp_core.transport.interface import RingTransport, Work
-from services.cli.main import EXIT_INTERRUPTED, main
-from services.offline.bench.model_rank import with_layers
-from services.offline.bench.ring_processes import Loopback
-from services.offline.bench.selection.links import LinkRate, parse_rate
-from services.offline.bench.selection.measure import (
+from ringserve.cp_core.errors import ConfigError, Unavailable
+from ringserve.cp_core.transport.delayed import DelayedTransport
+from ringserve.cp_core.transport.interface import RingTransport, Work
+from ringserve.services.cli.main import EXIT_INTERRUPTED, main
+from ringserve.services.offline.bench.model_rank import with_layers
+from ringserve.services.offline.bench.ring_processes import Loopback
+from ringserve.services.offline.bench.selection.links import LinkRate, parse_rate
+from ringserve.services.offline.bench.selection.measure import (
     SelectionSettings,
     Show,
     measure_selection,
     measured_in_namespaces,
 )
-from services.offline.bench.selection.rank import Difference
-from services.offline.bench.selection.results import (
+from ringserve.services.offline.bench.selection.rank import Difference
+from ringserve.services.offline.bench.selection.results import (
     SelectionReport,
     closing_lines,
     gains_table,
@@ -39,9 +39,9 @@ from services.offline.bench.selection.results import (
     write_selection_plot,
     wrong_table,
 )
-from services.offline.calibration.measurement import Cell
-from services.offline.namespaces import isolation
-from services.offline.terminal import Tell
+from ringserve.services.offline.calibration.measurement import Cell
+from ringserve.services.offline.namespaces import isolation
+from ringserve.services.offline.terminal import Tell
 
 # A ring of processes starts, and prefills over slow links.
 pytestmark = pytest.mark.timeout(240)
@@ -178,7 +178,7 @@ def test_an_interrupted_bench_has_printed_the_rates_that_it_finished(
         os.kill(os.getpid(), signal.SIGTERM)
         raise AssertionError("SIGTERM interrupts")
 
-    monkeypatch.setattr("services.offline.bench.selection.measure.measured_in_namespaces", measured)
+    monkeypatch.setattr("ringserve.services.offline.bench.selection.measure.measured_in_namespaces", measured)
     assert main(["bench", "selection", *arguments]) == EXIT_INTERRUPTED
     printed = capsys.readouterr().out
     if arguments:

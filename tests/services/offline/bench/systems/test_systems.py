@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from cp_core.cost.chain import chain_seconds
-from cp_core.cost.chain_cuts import equal_work_cuts
-from cp_core.cost.model import CHAIN, PASS_KV, PASS_Q
-from cp_core.cost.profile import read_profile
-from services.cli import bench_systems
-from services.cli.main import main
-from services.offline.bench.selection.links import parse_rate
-from services.offline.bench.selection.measure import SelectionSettings, Show
-from services.offline.bench.selection.results import JudgedCell, RingResult, SelectionReport, score_policies
-from services.offline.bench.systems.claims import Claim, Figure, Source, closing_lines
-from services.offline.bench.systems.links import CELLS, link_claims
-from services.offline.bench.systems.messages import chain_by_messages, ring_by_messages, scaled
-from services.offline.bench.systems.model import chain_of, kv_runahead_rates, tsp_seconds
-from services.offline.calibration.fitting import Errors
-from services.offline.terminal import Tell
+from ringserve.cp_core.cost.chain import chain_seconds
+from ringserve.cp_core.cost.chain_cuts import equal_work_cuts
+from ringserve.cp_core.cost.model import CHAIN, PASS_KV, PASS_Q
+from ringserve.cp_core.cost.profile import read_profile
+from ringserve.services.cli import bench_systems
+from ringserve.services.cli.main import main
+from ringserve.services.offline.bench.selection.links import parse_rate
+from ringserve.services.offline.bench.selection.measure import SelectionSettings, Show
+from ringserve.services.offline.bench.selection.results import JudgedCell, RingResult, SelectionReport, score_policies
+from ringserve.services.offline.bench.systems.claims import Claim, Figure, Source, closing_lines
+from ringserve.services.offline.bench.systems.links import CELLS, link_claims
+from ringserve.services.offline.bench.systems.messages import chain_by_messages, ring_by_messages, scaled
+from ringserve.services.offline.bench.systems.model import chain_of, kv_runahead_rates, tsp_seconds
+from ringserve.services.offline.calibration.fitting import Errors
+from ringserve.services.offline.terminal import Tell
 
 
 def claim(source: Source = Source.MODEL, ours: float = 2.0, why: str = "") -> Claim:
@@ -129,7 +129,7 @@ def test_interrupted_links_have_the_claims_on_the_rates_that_were_finished(
         show(SelectionReport(settings="", rings=(ring_of("20mbit", CHAIN, 0.0),), disagreements=()))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("services.offline.bench.selection.measure.measured_in_namespaces", measured)
+    monkeypatch.setattr("ringserve.services.offline.bench.selection.measure.measured_in_namespaces", measured)
     assert main(["bench", "systems", "--source", "s", "--json"]) == 0
     told = capsys.readouterr()
     figures = [figure["name"] for claim in json.loads(told.out)["claims"] for figure in claim["figures"]]
