@@ -1,9 +1,5 @@
 """Generate the Python stubs of `proto/ringserve/v1/*.proto`, or with --check prove that the committed ones are fresh.
 
-With --check, buf also compares the clients' contract with that of the latest release, in `proto/released`: nothing is
-removed, renamed, or of another type or number. --release writes that folder anew, for a release, or for a change that
-clients must follow; CHANGELOG.md then says how.
-
 Four files a contract: messages (`_pb2.py`) and services (`_pb2_grpc.py`), each with its types (`.pyi`). The types are
 mypy-protobuf's: protoc has none for services, and those it has for messages fail strict type checking.
 """
@@ -11,8 +7,6 @@ mypy-protobuf's: protoc has none for services, and those it has for messages fai
 from __future__ import annotations
 
 import argparse
-import os
-import re
 import shutil
 import subprocess
 import sys
@@ -22,9 +16,6 @@ from pathlib import Path
 
 PROTO_ROOT = Path(__file__).resolve().parent
 PACKAGE = Path("ringserve/v1")
-RELEASED = "released"
-PUBLIC = "inference.proto"
-"""Contract of clients. `PEER_VERSION` guards the others, which the processes of one cluster share."""
 
 
 class GenerationFailed(Exception):
@@ -62,35 +53,6 @@ def find_tool(name: str, package: str) -> str:
     return found
 
 
-def find_breaks(root: Path) -> list[str]:
-    """Lines of buf on what clients of the latest release would misread or miss. Raises GenerationFailed."""
-    buf = find_tool("buf", "buf-bin")
-    with tempfile.TemporaryDirectory() as scratch:
-        # buf compares with no folder of the module itself.
-        shutil.copytree(root / RELEASED, Path(scratch, RELEASED))
-        command = [buf, "breaking", ".", "--against", str(Path(scratch, RELEASED))]
-        finished = subprocess.run(
-            command,
-            cwd=root,
-            env=os.environ | {"BUF_CACHE_DIR": scratch},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-    if finished.returncode and finished.stderr:
-        raise GenerationFailed(finished.stderr.strip())
-    return finished.stdout.splitlines()
-
-
-def release(root: Path) -> None:
-    """Write the clients' contract, without comments, as that of the latest release."""
-    lines = re.sub(r"\s*//.*", "", (root / PACKAGE / PUBLIC).read_text()).splitlines()
-    path = root / RELEASED / PACKAGE / PUBLIC
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(f"{line}\n" for line in lines if line.strip()))
-
-
 def stubs(root: Path) -> dict[str, bytes]:
     """Name and content of every generated file below `root`."""
     return {path.name: path.read_bytes() for path in sorted((root / PACKAGE).glob("*_pb2*.py*"))}
@@ -107,7 +69,6 @@ def find_stale(root: Path) -> list[str]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 and name the stale files, if any")
-    parser.add_argument("--release", action="store_true", help="also take this contract for that of the latest release")
     parser.add_argument("--root", type=Path, default=PROTO_ROOT, help="the folder that holds ringserve/v1")
     options = parser.parse_args(arguments)
     root = options.root.resolve()
@@ -117,9 +78,6 @@ def main(arguments: list[str] | None = None) -> int:
             for name in stale:
                 (root / PACKAGE / name).unlink(missing_ok=True)
             generate(root, root)
-        if options.release:
-            release(root)
-        breaks = find_breaks(root) if options.check and (root / RELEASED).exists() else []
     except GenerationFailed as failure:
         print(f"cannot generate stubs: {failure}", file=sys.stderr)
         return 2
@@ -128,9 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     for name in stale:
         print(f"stale: {root / PACKAGE / name} (run `make proto`)", file=sys.stderr)
-    for line in breaks:
-        print(f"breaks clients of the latest release: {line}", file=sys.stderr)
-    return 1 if stale or breaks else 0
+    return 1 if stale else 0
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import Message
 
+from ringserve import __version__
 from ringserve.channels import CHANNEL_OPTIONS, keepalive
 from ringserve.cp_core.errors import NotFound, RingserveError, Unreachable
 from ringserve.cp_core.transport.peer_tls import PeerTls
@@ -35,7 +36,7 @@ from ringserve.orchestration.tasks import until_reached
 from ringserve.services.auth.sections import SECRET_VARIABLE
 from ringserve.services.auth.tls import peer_channel
 from ringserve.services.rpc.errors import error_from
-from ringserve.services.rpc.server import EPOCH_KEY, PEER_VERSION, SECRET_KEY, VERSION_KEY
+from ringserve.services.rpc.server import EPOCH_KEY, SECRET_KEY, VERSION_KEY
 from ringserve.services.rpc.turn_streams import SILENT_TICKS, TurnsStream
 from ringserve.services.rpc.wire.contract import from_message, to_message
 from ringserve.v1 import inference_pb2, rings_pb2, rings_pb2_grpc, router_pb2, router_pb2_grpc
@@ -242,7 +243,7 @@ class GrpcRouter(_Peer):
 def peer_metadata(secret: str | None = None) -> Metadata:
     """Return the metadata of a process's calls to others of its cluster; the secret is by default the environment's."""
     secret = os.environ.get(SECRET_VARIABLE, "") if secret is None else secret
-    return ((VERSION_KEY, PEER_VERSION), *([(SECRET_KEY, secret)] if secret else []))
+    return ((VERSION_KEY, __version__), *([(SECRET_KEY, secret)] if secret else []))
 
 
 class GrpcPeers:

@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from ringserve import __version__
 from ringserve.channels import OPTIONS
 from ringserve.cp_core.errors import ConfigError, RingserveError, Unauthenticated
 from ringserve.services.auth.sections import SECRET_VARIABLE
@@ -37,12 +38,7 @@ EPOCH_KEY = "ringserve-epoch"
 SECRET_KEY = "ringserve-secret"
 """Metadata of calls between our own processes: their common secret."""
 VERSION_KEY = "ringserve-peer-version"
-"""Metadata of calls between our own processes: the caller's `PEER_VERSION`."""
-PEER_VERSION = "2"
-"""Version of the calls between our own processes (router.proto, rings.proto).
-
-It is raised with a change by which a process of an earlier version would misread a later one's calls, or be misread.
-"""
+"""Metadata of calls between our own processes: the caller's release of ringserve."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 MALFORMED_MESSAGE = "the request is no valid message of this method"
@@ -103,9 +99,9 @@ Admit = Callable[[Mapping[str, str]], None]
 
 
 def admitting_peers() -> Admit:
-    """Return a check that calls carry the secret of this process's environment, if it has one, and no other version.
+    """Return a check that calls carry the secret of this process's environment, if it has one, and no other release.
 
-    Calls without a version are those of tools. The check raises Unauthenticated, ConfigError.
+    Calls of tools name no release. The check raises Unauthenticated, ConfigError.
     """
     secret = os.environ.get(SECRET_VARIABLE, "").encode()
 
@@ -114,11 +110,11 @@ def admitting_peers() -> Admit:
             raise Unauthenticated(
                 f"this port is for processes of one cluster, and the call has not their secret ({SECRET_VARIABLE})"
             )
-        version = metadata.get(VERSION_KEY, PEER_VERSION)
-        if version != PEER_VERSION:
+        release = metadata.get(VERSION_KEY, __version__)
+        if release != __version__:
             raise ConfigError(
-                f"release: the caller makes calls of version {version[:20]}, and the called process takes version "
-                f"{PEER_VERSION}; run one release of ringserve in the whole cluster"
+                f"release: the caller runs ringserve {release[:20]} and the called process {__version__}; "
+                f"run one release in the whole cluster"
             )
 
     return admit

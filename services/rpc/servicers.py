@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -23,19 +23,17 @@ from ringserve.orchestration.protocol.turns import (
     Reserve,
     ResumeTurn,
     RingRegistration,
-    TurnEvent,
     TurnOutcome,
     TurnRequest,
 )
 from ringserve.services.rpc.errors import answer, answering, error_named
 from ringserve.services.rpc.server import GrpcServer
 from ringserve.services.rpc.turn_streams import TurnsWriter
-from ringserve.services.rpc.wire.contract import event_to, from_message, to_message
+from ringserve.services.rpc.wire.contract import from_message, to_message
 from ringserve.services.telemetry.metrics.router import RouterMetrics
 from ringserve.v1 import inference_pb2, rings_pb2, rings_pb2_grpc, router_pb2, router_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
-HEARTBEAT = rings_pb2.TurnEvent(heartbeat=rings_pb2.Heartbeat())
 A = TypeVar("A")
 M = TypeVar("M", bound=Message)
 
@@ -50,37 +48,6 @@ async def _serve(
         return response() if result is None else to_message(response, result)
 
     return await answer(context, call())
-
-
-async def with_heartbeats(events: AsyncGenerator[TurnEvent, None], seconds: float) -> AsyncGenerator[TurnEvent | None]:
-    """Yield the events, and None each `seconds`. Closing it closes `events`, and their error is raised."""
-    arrived: asyncio.Queue[TurnEvent | Exception | None] = asyncio.Queue()
-    ended = Exception()
-
-    async def pump() -> None:
-        try:
-            async with aclosing(events):
-                async for event in events:
-                    arrived.put_nowait(event)
-            arrived.put_nowait(ended)
-        except Exception as error:  # raised below, to the reader
-            arrived.put_nowait(error)
-
-    async def beat() -> None:
-        while True:
-            await asyncio.sleep(seconds)
-            arrived.put_nowait(None)
-
-    tasks = [asyncio.create_task(work()) for work in (pump, beat)]
-    try:
-        while (event := await arrived.get()) is not ended:
-            if isinstance(event, Exception):
-                raise event
-            yield event
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
 
 
 class RingServicer(rings_pb2_grpc.RingServiceServicer):
@@ -104,20 +71,10 @@ class RingServicer(rings_pb2_grpc.RingServiceServicer):
     async def Admit(self, request: rings_pb2.AdmitRequest, context: Context) -> rings_pb2.AdmitResponse:
         return await _serve(context, self._leader.admit, Admit, request, rings_pb2.AdmitResponse)
 
-    async def StreamTurn(
-        self, request: rings_pb2.StreamTurnRequest, context: Context
-    ) -> AsyncIterator[rings_pb2.TurnEvent]:
-        # A caller that hangs up cancels this coroutine: `aclosing` tells the leader at once, not at garbage collection.
-        async with answering(context):
-            events_of = self._leader.stream_turn(request.turn_id, request.after, request.interval_seconds)
-            turn = with_heartbeats(events_of, self._heartbeat)
-            async with aclosing(turn) as events:
-                async for event in events:
-                    yield HEARTBEAT if event is None else event_to(event)
-
     async def StreamTurns(
         self, asked: AsyncIterator[rings_pb2.TurnReading], context: Context
     ) -> AsyncIterator[rings_pb2.TurnsEvents]:
+        # A caller that hangs up cancels this coroutine: `aclosing` tells the leader at once, not at garbage collection.
         async with answering(context), aclosing(TurnsWriter(self._leader, self._heartbeat).messages(asked)) as messages:
             async for message in messages:
                 yield message

@@ -123,8 +123,7 @@ class _Reading:
 class TurnsStream:
     """Stream of a leader's turns to this process, open while one of them is read.
 
-    `name` is the leader's in errors. Without a message for `lost_seconds` it counts as lost. A leader of an earlier
-    release has no such call: then each turn has a stream of its own.
+    `name` is the leader's in errors. Without a message for `lost_seconds` it counts as lost.
     """
 
     def __init__(
@@ -136,7 +135,6 @@ class TurnsStream:
     ) -> None:
         self._stub: Any = stub
         self._metadata = metadata
-        self._is_shared = True
         self._name = name
         self._lost_seconds = lost_seconds
         self._numbers = count(1)
@@ -146,32 +144,25 @@ class TurnsStream:
 
     async def read(self, turn_id: str, after: int, interval: float) -> AsyncGenerator[TurnEvent, None]:
         """Yield a turn's events; see `GrpcRing.stream_turn`."""
-        request = rings_pb2.StreamTurnRequest(turn_id=turn_id, after=after, interval_seconds=interval)
-        if self._is_shared:
-            reading, asked, readings = self._begin(request)
-            try:
-                while True:
-                    event = await reading.next()
-                    if reading.is_held and not reading.num_tokens:
-                        reading.is_held = False
-                        asked.put_nowait(rings_pb2.TurnReading(number=reading.number, is_held=False))
-                    yield event
-                    if isinstance(event, FinishedEvent):
-                        return
-            except RingserveError:
-                if self._is_shared:
-                    raise
-            finally:
-                if readings.pop(reading.number, None) is not None:
-                    asked.put_nowait(rings_pb2.TurnReading(number=reading.number, left=rings_pb2.Left()))
-                if not readings and readings is self._readings:
-                    self._end()
-        async with aclosing(self._read_alone(request)) as events:
-            async for event in events:
+        request = rings_pb2.ReadTurn(turn_id=turn_id, after=after, interval_seconds=interval)
+        reading, asked, readings = self._begin(request)
+        try:
+            while True:
+                event = await reading.next()
+                if reading.is_held and not reading.num_tokens:
+                    reading.is_held = False
+                    asked.put_nowait(rings_pb2.TurnReading(number=reading.number, is_held=False))
                 yield event
+                if isinstance(event, FinishedEvent):
+                    return
+        finally:
+            if readings.pop(reading.number, None) is not None:
+                asked.put_nowait(rings_pb2.TurnReading(number=reading.number, left=rings_pb2.Left()))
+            if not readings and readings is self._readings:
+                self._end()
 
     def _begin(
-        self, request: rings_pb2.StreamTurnRequest
+        self, request: rings_pb2.ReadTurn
     ) -> tuple[_Reading, asyncio.Queue[rings_pb2.TurnReading], dict[int, _Reading]]:
         """Ask for a turn; the stream is opened where none of the leader's turns is read."""
         if self._receiving is None:
@@ -193,21 +184,6 @@ class TurnsStream:
             self._end()
             await asyncio.wait([receiving])
 
-    async def _read_alone(self, request: rings_pb2.StreamTurnRequest) -> AsyncGenerator[TurnEvent, None]:
-        """Yield a turn's events by a stream of its own."""
-        call = self._stub.StreamTurn(request, metadata=self._metadata)
-        silence = Silence(call, self._lost_seconds)
-        try:
-            async for event in call:
-                silence.end()
-                if event.WhichOneof("event") != "heartbeat":
-                    yield event_from(event)
-        except (grpc.aio.AioRpcError, asyncio.CancelledError) as failure:
-            raise self._error_of(failure, silence) from None
-        finally:
-            silence.close()
-            call.cancel()
-
     def _error_of(self, failure: BaseException, silence: Silence) -> BaseException:
         """Return what the failure of a call means: a cancellation by others is returned as it is."""
         if isinstance(failure, grpc.aio.AioRpcError):
@@ -228,9 +204,6 @@ class TurnsStream:
                 silence.end()
                 self._spread(message, asked, readings)
         except grpc.aio.AioRpcError as failure:
-            if failure.code() is grpc.StatusCode.UNIMPLEMENTED:
-                log.info("%s has no StreamTurns: each turn has a stream of its own", self._name)
-                self._is_shared = False
             error = self._error_of(failure, silence)
         except asyncio.CancelledError as failure:
             error = self._error_of(failure, silence)
@@ -342,7 +315,7 @@ class TurnsWriter:
             elif each.number in self._pumps:
                 self._pumps[each.number].cancel()
 
-    async def _pump(self, number: int, request: rings_pb2.StreamTurnRequest) -> None:
+    async def _pump(self, number: int, request: rings_pb2.ReadTurn) -> None:
         """Put a turn's events into the next message, unless it is held."""
         try:
             events = self._leader.stream_turn(request.turn_id, request.after, request.interval_seconds)

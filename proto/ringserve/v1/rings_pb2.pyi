@@ -452,7 +452,7 @@ class AdmitResponse(_message.Message):
 Global___AdmitResponse: _TypeAlias = AdmitResponse  # noqa: Y015
 
 @_typing.final
-class StreamTurnRequest(_message.Message):
+class ReadTurn(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TURN_ID_FIELD_NUMBER: _builtins.int
@@ -462,7 +462,7 @@ class StreamTurnRequest(_message.Message):
     after: _builtins.int
     """Tokens that the reader has; events come behind them."""
     interval_seconds: _builtins.float
-    """Seconds between two events with tokens at least, for a reader of many turns; tokens that come meanwhile are joined."""
+    """Minimum seconds between two events with tokens; tokens that come meanwhile are joined."""
     def __init__(
         self,
         *,
@@ -476,7 +476,7 @@ class StreamTurnRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___StreamTurnRequest: _TypeAlias = StreamTurnRequest  # noqa: Y015
+Global___ReadTurn: _TypeAlias = ReadTurn  # noqa: Y015
 
 @_typing.final
 class TurnEvent(_message.Message):
@@ -487,7 +487,6 @@ class TurnEvent(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     SCORED_FIELD_NUMBER: _builtins.int
     ENDING_FIELD_NUMBER: _builtins.int
-    HEARTBEAT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def prefilled(self) -> Global___PrefillReport: ...
     @_builtins.property
@@ -498,8 +497,6 @@ class TurnEvent(_message.Message):
     def scored(self) -> Global___PromptScored: ...
     @_builtins.property
     def ending(self) -> Global___Ending: ...
-    @_builtins.property
-    def heartbeat(self) -> Global___Heartbeat: ...
     def __init__(
         self,
         *,
@@ -508,13 +505,12 @@ class TurnEvent(_message.Message):
         finished: Global___Finished | None = ...,
         scored: Global___PromptScored | None = ...,
         ending: Global___Ending | None = ...,
-        heartbeat: Global___Heartbeat | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ending", b"ending", "event", b"event", "finished", b"finished", "heartbeat", b"heartbeat", "prefilled", b"prefilled", "scored", b"scored", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ending", b"ending", "event", b"event", "finished", b"finished", "prefilled", b"prefilled", "scored", b"scored", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ending", b"ending", "event", b"event", "finished", b"finished", "heartbeat", b"heartbeat", "prefilled", b"prefilled", "scored", b"scored", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ending", b"ending", "event", b"event", "finished", b"finished", "prefilled", b"prefilled", "scored", b"scored", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["prefilled", "tokens", "finished", "scored", "ending", "heartbeat"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["prefilled", "tokens", "finished", "scored", "ending"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -534,18 +530,18 @@ class TurnReading(_message.Message):
     is_held: _builtins.bool
     """The reader's client is slow: nothing comes while true."""
     @_builtins.property
-    def read(self) -> Global___StreamTurnRequest:
-        """Begins the reading, as a StreamTurn of its own would."""
+    def read(self) -> Global___ReadTurn:
+        """Begins the reading."""
 
     @_builtins.property
     def left(self) -> Global___Left:
-        """Ends the reading, as the end of its StreamTurn would."""
+        """Ends the reading."""
 
     def __init__(
         self,
         *,
         number: _builtins.int = ...,
-        read: Global___StreamTurnRequest | None = ...,
+        read: Global___ReadTurn | None = ...,
         is_held: _builtins.bool = ...,
         left: Global___Left | None = ...,
     ) -> None: ...
@@ -576,7 +572,7 @@ Global___Left: _TypeAlias = Left  # noqa: Y015
 
 @_typing.final
 class TurnsEvents(_message.Message):
-    """Events of many turns. An empty one is a heartbeat."""
+    """Events of many turns. An empty one is a heartbeat: the leader lives, and sends one each second."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -669,23 +665,6 @@ class ReadingFailure(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__retry_after_seconds) -> _WhichOneofReturnType__retry_after_seconds | None: ...
 
 Global___ReadingFailure: _TypeAlias = ReadingFailure  # noqa: Y015
-
-@_typing.final
-class Heartbeat(_message.Message):
-    """The leader lives: one comes each second, whatever else does."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
 
 @_typing.final
 class Tokens(_message.Message):

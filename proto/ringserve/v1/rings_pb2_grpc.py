@@ -28,7 +28,7 @@ if _version_not_supported:
 
 class RingServiceStub:
     """Leader of one ring, of either role. A prefill leader answers INVALID_ARGUMENT to what only decode rings do: Admit,
-    StreamTurn and FinishTurn, and each turn of StreamTurns.
+    FinishTurn, and each turn of StreamTurns.
     """
 
     def __init__(self, channel):
@@ -52,10 +52,10 @@ class RingServiceStub:
                 request_serializer=ringserve_dot_v1_dot_rings__pb2.AdmitRequest.SerializeToString,
                 response_deserializer=ringserve_dot_v1_dot_rings__pb2.AdmitResponse.FromString,
                 _registered_method=True)
-        self.StreamTurn = channel.unary_stream(
-                '/ringserve.v1.RingService/StreamTurn',
-                request_serializer=ringserve_dot_v1_dot_rings__pb2.StreamTurnRequest.SerializeToString,
-                response_deserializer=ringserve_dot_v1_dot_rings__pb2.TurnEvent.FromString,
+        self.StreamTurns = channel.stream_stream(
+                '/ringserve.v1.RingService/StreamTurns',
+                request_serializer=ringserve_dot_v1_dot_rings__pb2.TurnReading.SerializeToString,
+                response_deserializer=ringserve_dot_v1_dot_rings__pb2.TurnsEvents.FromString,
                 _registered_method=True)
         self.FinishTurn = channel.unary_unary(
                 '/ringserve.v1.RingService/FinishTurn',
@@ -102,16 +102,11 @@ class RingServiceStub:
                 request_serializer=ringserve_dot_v1_dot_rings__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=ringserve_dot_v1_dot_inference__pb2.RingInfo.FromString,
                 _registered_method=True)
-        self.StreamTurns = channel.stream_stream(
-                '/ringserve.v1.RingService/StreamTurns',
-                request_serializer=ringserve_dot_v1_dot_rings__pb2.TurnReading.SerializeToString,
-                response_deserializer=ringserve_dot_v1_dot_rings__pb2.TurnsEvents.FromString,
-                _registered_method=True)
 
 
 class RingServiceServicer:
     """Leader of one ring, of either role. A prefill leader answers INVALID_ARGUMENT to what only decode rings do: Admit,
-    StreamTurn and FinishTurn, and each turn of StreamTurns.
+    FinishTurn, and each turn of StreamTurns.
     """
 
     def Reserve(self, request, context):
@@ -139,9 +134,10 @@ class RingServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def StreamTurn(self, request, context):
-        """Decode ring only: streams the tokens of a turn to the gateway. A turn has one stream; its cancellation aborts the
-        turn.
+    def StreamTurns(self, request_iterator, context):
+        """Decode ring only: streams the tokens of all turns that a gateway reads here. All that waits goes into one message.
+        A turn has one reader; if it leaves, the turn is aborted. The stream ends when the gateway has asked for its last
+        turn and each of them has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -210,14 +206,6 @@ class RingServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def StreamTurns(self, request_iterator, context):
-        """Decode ring only: as StreamTurn, for a reader of many turns. All that they have to tell goes into one message. It
-        ends when the reader has asked for its last turn and each of them has ended.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_RingServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -236,10 +224,10 @@ def add_RingServiceServicer_to_server(servicer, server):
                     request_deserializer=ringserve_dot_v1_dot_rings__pb2.AdmitRequest.FromString,
                     response_serializer=ringserve_dot_v1_dot_rings__pb2.AdmitResponse.SerializeToString,
             ),
-            'StreamTurn': grpc.unary_stream_rpc_method_handler(
-                    servicer.StreamTurn,
-                    request_deserializer=ringserve_dot_v1_dot_rings__pb2.StreamTurnRequest.FromString,
-                    response_serializer=ringserve_dot_v1_dot_rings__pb2.TurnEvent.SerializeToString,
+            'StreamTurns': grpc.stream_stream_rpc_method_handler(
+                    servicer.StreamTurns,
+                    request_deserializer=ringserve_dot_v1_dot_rings__pb2.TurnReading.FromString,
+                    response_serializer=ringserve_dot_v1_dot_rings__pb2.TurnsEvents.SerializeToString,
             ),
             'FinishTurn': grpc.unary_unary_rpc_method_handler(
                     servicer.FinishTurn,
@@ -286,11 +274,6 @@ def add_RingServiceServicer_to_server(servicer, server):
                     request_deserializer=ringserve_dot_v1_dot_rings__pb2.GetStatusRequest.FromString,
                     response_serializer=ringserve_dot_v1_dot_inference__pb2.RingInfo.SerializeToString,
             ),
-            'StreamTurns': grpc.stream_stream_rpc_method_handler(
-                    servicer.StreamTurns,
-                    request_deserializer=ringserve_dot_v1_dot_rings__pb2.TurnReading.FromString,
-                    response_serializer=ringserve_dot_v1_dot_rings__pb2.TurnsEvents.SerializeToString,
-            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'ringserve.v1.RingService', rpc_method_handlers)
@@ -301,7 +284,7 @@ def add_RingServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class RingService:
     """Leader of one ring, of either role. A prefill leader answers INVALID_ARGUMENT to what only decode rings do: Admit,
-    StreamTurn and FinishTurn, and each turn of StreamTurns.
+    FinishTurn, and each turn of StreamTurns.
     """
 
     @staticmethod
@@ -386,7 +369,7 @@ class RingService:
             _registered_method=True)
 
     @staticmethod
-    def StreamTurn(request,
+    def StreamTurns(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -396,12 +379,12 @@ class RingService:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
-            '/ringserve.v1.RingService/StreamTurn',
-            ringserve_dot_v1_dot_rings__pb2.StreamTurnRequest.SerializeToString,
-            ringserve_dot_v1_dot_rings__pb2.TurnEvent.FromString,
+            '/ringserve.v1.RingService/StreamTurns',
+            ringserve_dot_v1_dot_rings__pb2.TurnReading.SerializeToString,
+            ringserve_dot_v1_dot_rings__pb2.TurnsEvents.FromString,
             options,
             channel_credentials,
             insecure,
@@ -645,33 +628,6 @@ class RingService:
             '/ringserve.v1.RingService/GetStatus',
             ringserve_dot_v1_dot_rings__pb2.GetStatusRequest.SerializeToString,
             ringserve_dot_v1_dot_inference__pb2.RingInfo.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def StreamTurns(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/ringserve.v1.RingService/StreamTurns',
-            ringserve_dot_v1_dot_rings__pb2.TurnReading.SerializeToString,
-            ringserve_dot_v1_dot_rings__pb2.TurnsEvents.FromString,
             options,
             channel_credentials,
             insecure,

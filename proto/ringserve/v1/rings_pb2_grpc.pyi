@@ -29,7 +29,7 @@ GRPC_VERSION: str
 
 class RingServiceStub:
     """Leader of one ring, of either role. A prefill leader answers INVALID_ARGUMENT to what only decode rings do: Admit,
-    StreamTurn and FinishTurn, and each turn of StreamTurns.
+    FinishTurn, and each turn of StreamTurns.
     """
 
     @_typing.overload
@@ -49,9 +49,10 @@ class RingServiceStub:
     """Decode ring only, from the prefill leader: the first token exists. Decoding begins when the KV is sealed.
     Idempotent per attempt.
     """
-    StreamTurn: _grpc.UnaryStreamMultiCallable[_rings_pb2.StreamTurnRequest, _rings_pb2.TurnEvent]
-    """Decode ring only: streams the tokens of a turn to the gateway. A turn has one stream; its cancellation aborts the
-    turn.
+    StreamTurns: _grpc.StreamStreamMultiCallable[_rings_pb2.TurnReading, _rings_pb2.TurnsEvents]
+    """Decode ring only: streams the tokens of all turns that a gateway reads here. All that waits goes into one message.
+    A turn has one reader; if it leaves, the turn is aborted. The stream ends when the gateway has asked for its last
+    turn and each of them has ended.
     """
     FinishTurn: _grpc.UnaryUnaryMultiCallable[_rings_pb2.FinishTurnRequest, _rings_pb2.FinishTurnResponse]
     """Decode ring only: ends a turn without error after its first `num_tokens` tokens; later ones are discarded. The
@@ -72,15 +73,11 @@ class RingServiceStub:
     Drain: _grpc.UnaryUnaryMultiCallable[_rings_pb2.DrainRequest, _rings_pb2.DrainResponse]
     """Takes no new turns, and leaves when the running turns have ended; or, with `undo`, takes turns again. Idempotent."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_rings_pb2.GetStatusRequest, _inference_pb2.RingInfo]
-    StreamTurns: _grpc.StreamStreamMultiCallable[_rings_pb2.TurnReading, _rings_pb2.TurnsEvents]
-    """Decode ring only: as StreamTurn, for a reader of many turns. All that they have to tell goes into one message. It
-    ends when the reader has asked for its last turn and each of them has ended.
-    """
 
 @_typing.type_check_only
 class RingServiceAsyncStub(RingServiceStub):
     """Leader of one ring, of either role. A prefill leader answers INVALID_ARGUMENT to what only decode rings do: Admit,
-    StreamTurn and FinishTurn, and each turn of StreamTurns.
+    FinishTurn, and each turn of StreamTurns.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -97,9 +94,10 @@ class RingServiceAsyncStub(RingServiceStub):
     """Decode ring only, from the prefill leader: the first token exists. Decoding begins when the KV is sealed.
     Idempotent per attempt.
     """
-    StreamTurn: _aio.UnaryStreamMultiCallable[_rings_pb2.StreamTurnRequest, _rings_pb2.TurnEvent]  # type: ignore[assignment]
-    """Decode ring only: streams the tokens of a turn to the gateway. A turn has one stream; its cancellation aborts the
-    turn.
+    StreamTurns: _aio.StreamStreamMultiCallable[_rings_pb2.TurnReading, _rings_pb2.TurnsEvents]  # type: ignore[assignment]
+    """Decode ring only: streams the tokens of all turns that a gateway reads here. All that waits goes into one message.
+    A turn has one reader; if it leaves, the turn is aborted. The stream ends when the gateway has asked for its last
+    turn and each of them has ended.
     """
     FinishTurn: _aio.UnaryUnaryMultiCallable[_rings_pb2.FinishTurnRequest, _rings_pb2.FinishTurnResponse]  # type: ignore[assignment]
     """Decode ring only: ends a turn without error after its first `num_tokens` tokens; later ones are discarded. The
@@ -120,14 +118,10 @@ class RingServiceAsyncStub(RingServiceStub):
     Drain: _aio.UnaryUnaryMultiCallable[_rings_pb2.DrainRequest, _rings_pb2.DrainResponse]  # type: ignore[assignment]
     """Takes no new turns, and leaves when the running turns have ended; or, with `undo`, takes turns again. Idempotent."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_rings_pb2.GetStatusRequest, _inference_pb2.RingInfo]  # type: ignore[assignment]
-    StreamTurns: _aio.StreamStreamMultiCallable[_rings_pb2.TurnReading, _rings_pb2.TurnsEvents]  # type: ignore[assignment]
-    """Decode ring only: as StreamTurn, for a reader of many turns. All that they have to tell goes into one message. It
-    ends when the reader has asked for its last turn and each of them has ended.
-    """
 
 class RingServiceServicer(metaclass=_abc_1.ABCMeta):
     """Leader of one ring, of either role. A prefill leader answers INVALID_ARGUMENT to what only decode rings do: Admit,
-    StreamTurn and FinishTurn, and each turn of StreamTurns.
+    FinishTurn, and each turn of StreamTurns.
     """
 
     @_abc_1.abstractmethod
@@ -162,13 +156,14 @@ class RingServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
-    def StreamTurn(
+    def StreamTurns(
         self,
-        request: _rings_pb2.StreamTurnRequest,
+        request_iterator: _MaybeAsyncIterator[_rings_pb2.TurnReading],
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_rings_pb2.TurnEvent], _abc.AsyncIterator[_rings_pb2.TurnEvent]]:
-        """Decode ring only: streams the tokens of a turn to the gateway. A turn has one stream; its cancellation aborts the
-        turn.
+    ) -> _typing.Union[_abc.Iterator[_rings_pb2.TurnsEvents], _abc.AsyncIterator[_rings_pb2.TurnsEvents]]:
+        """Decode ring only: streams the tokens of all turns that a gateway reads here. All that waits goes into one message.
+        A turn has one reader; if it leaves, the turn is aborted. The stream ends when the gateway has asked for its last
+        turn and each of them has ended.
         """
 
     @_abc_1.abstractmethod
@@ -243,15 +238,5 @@ class RingServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rings_pb2.GetStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.RingInfo, _abc.Awaitable[_inference_pb2.RingInfo]]: ...
-
-    @_abc_1.abstractmethod
-    def StreamTurns(
-        self,
-        request_iterator: _MaybeAsyncIterator[_rings_pb2.TurnReading],
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_rings_pb2.TurnsEvents], _abc.AsyncIterator[_rings_pb2.TurnsEvents]]:
-        """Decode ring only: as StreamTurn, for a reader of many turns. All that they have to tell goes into one message. It
-        ends when the reader has asked for its last turn and each of them has ended.
-        """
 
 def add_RingServiceServicer_to_server(servicer: RingServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -17,7 +17,7 @@ from ringserve.cp_core.errors import Unavailable
 from ringserve.orchestration.protocol.turns import EndingEvent, TurnEvent
 from ringserve.services.rpc.peers import GrpcPeers
 from ringserve.services.rpc.server import GrpcServer
-from ringserve.services.rpc.servicers import RingServicer, with_heartbeats
+from ringserve.services.rpc.servicers import RingServicer
 from ringserve.workers.protocol.decode_commands import FinishReason
 
 WAIT_SECONDS = 60.0
@@ -85,23 +85,6 @@ async def test_a_reader_that_is_cancelled_is_told_so_and_not_that_the_leader_is_
     async with asyncio.timeout(WAIT_SECONDS):
         await leader.is_closed.wait()
     await server.stop(0)
-
-
-async def test_heartbeats_pass_on_errors_and_close_what_they_accompany() -> None:
-    async def failing() -> AsyncGenerator[TurnEvent, None]:
-        yield LAST
-        raise Unavailable("gone")
-
-    beating = with_heartbeats(failing(), 3600.0)
-    assert await anext(beating) == LAST
-    with pytest.raises(Unavailable, match="gone"):
-        await anext(beating)
-    leader = Leader()
-    beating = with_heartbeats(leader.stream_turn("t"), 0.01)
-    assert await anext(beating) is None
-    await beating.aclose()
-    assert leader.is_closed.is_set()
-    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 SERVER = """

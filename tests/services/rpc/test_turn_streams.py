@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
-import grpc
 import pytest
 
 from ringserve.cp_core.errors import CapacityExceeded, NotFound, TurnCancelled, Unavailable, Unreachable
@@ -17,7 +16,6 @@ from ringserve.services.rpc import turn_streams
 from ringserve.services.rpc.peers import GrpcPeers
 from ringserve.services.rpc.server import GrpcServer
 from ringserve.services.rpc.servicers import RingServicer
-from ringserve.v1 import rings_pb2
 from ringserve.workers.protocol.decode_commands import FinishReason
 from ringserve.workers.sampling.parameters import TokenLogprobs
 from tests.waiting import eventually
@@ -217,30 +215,3 @@ async def test_a_stream_that_breaks_is_lost_for_all_its_turns_and_the_next_reade
         assert [event async for event in events] == [tokens(2), END]
     assert service.num_streams == 2
     assert service.leader.asked[-1] == ("a", 1, 0.0)
-
-
-async def test_turns_of_a_leader_of_an_earlier_release_have_streams_of_their_own(service: Service) -> None:
-    class Earlier(RingServicer):
-        num_calls = 0
-
-        async def StreamTurn(self, request: rings_pb2.StreamTurnRequest, context: Any) -> AsyncIterator[Any]:
-            self.num_calls += 1
-            yield rings_pb2.TurnEvent(heartbeat=rings_pb2.Heartbeat())
-            yield rings_pb2.TurnEvent(ending=rings_pb2.Ending(finish_reason=request.turn_id))
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
-
-        async def StreamTurns(self, asked: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
-            yield
-
-    earlier, server = Earlier(service.leader), GrpcServer()  # type: ignore[arg-type]
-    earlier.register(server)
-    service.endpoint = await server.start("127.0.0.1:0")
-    for _ in range(2):
-        async with aclosing(service.read("stop")) as events:
-            event: Any = await anext(events)
-            assert event.finish_reason == FinishReason.STOP
-            with pytest.raises(Unreachable):
-                await anext(events)
-    assert earlier.num_calls == 2
-    await server.stop(0)

@@ -184,8 +184,8 @@ CLIENT_PAIRS: list[tuple[type, type[Message]]] = [
     (infos.Aborted, inference_pb2.AbortResponse),
 ]
 
-HAND_WRITTEN = {"BeginForkRequest", "Heartbeat", "Alternative", "RankShard", "Range", "TurnEvent"} | {
-    *("TurnReading", "Left", "TurnsEvents", "ReadingEvent", "ReadingFailure"),
+HAND_WRITTEN = {"BeginForkRequest", "Alternative", "RankShard", "Range", "TurnEvent"} | {
+    *("TurnReading", "ReadTurn", "Left", "TurnsEvents", "ReadingEvent", "ReadingFailure"),
 }
 """Messages that a hand-written pair of functions converts, or a call reads field by field."""
 
