@@ -61,7 +61,7 @@ def kv(place: Place) -> Iterator[Line]:
     load = kv_carrier.Load(
         message_bytes=place.kv_message_bytes, count=place.kv_messages, repeats=place.rounds, device=place.device
     )
-    for candidate in (kv_carrier.BY_NIXL[0], kv_carrier.KV_TRANSFER):
+    for candidate in (kv_carrier.KV_BY_NIXL, kv_carrier.KV_TRANSFER):
         row = kv_carrier.measure(candidate, load)
         is_judged = place.is_gpu and row.carrier == "kv nixl"
         yield Line(

@@ -251,8 +251,7 @@ def receive_kv_transfer(load: Load, pipe: Connection, carrier: str = "sockets") 
     receiver.close()
 
 
-def send_kv_transfer(load: Load, pipe: Connection, carrier: str = "sockets", *, checksums: bool = True) -> Runs:
-    """Send with a checksum of every frame, the default, or without."""
+def send_kv_transfer(load: Load, pipe: Connection, carrier: str = "sockets") -> Runs:
     from ringserve.cp_core.layout.reshard import KvPiece
     from ringserve.cp_core.layout.shards import TokenRange
     from ringserve.workers.kv.sender import KvSender
@@ -260,7 +259,7 @@ def send_kv_transfer(load: Load, pipe: Connection, carrier: str = "sockets", *, 
 
     cache = kv_cache(load)
     endpoint = pipe.recv()
-    sender = KvSender(cache, "source", checksums=checksums, **way_of(carrier, "source", load.device))
+    sender = KvSender(cache, "source", **way_of(carrier, "source", load.device))
     attempts = iter(range(load.repeats + 1))
     piece = KvPiece(TokenRange(0, cache.num_blocks * 16), 0, 0, cache.num_kv_heads)
 
@@ -283,23 +282,21 @@ class Candidate:
     send: Callable[[Load, Connection], Runs]
 
 
-def kv_candidate(name: str, carrier: str = "sockets", *, checksums: bool = True) -> Candidate:
+def kv_candidate(name: str, carrier: str = "sockets") -> Candidate:
     receive, send = partial(receive_kv_transfer, carrier=carrier), partial(send_kv_transfer, carrier=carrier)
-    return Candidate(name, "nixl_cu12" if carrier == "nixl" else "torch", receive, partial(send, checksums=checksums))
+    return Candidate(name, "nixl_cu12" if carrier == "nixl" else "torch", receive, send)
 
 
-KV_TRANSFER, UNSUMMED = kv_candidate("kv_transfer"), kv_candidate("kv unsummed", checksums=False)
+KV_TRANSFER, KV_BY_NIXL = kv_candidate("kv_transfer"), kv_candidate("kv nixl", "nixl")
 CANDIDATES = (
     Candidate("gloo", "torch", receive_gloo, send_gloo),
     Candidate("sockets", "socket", receive_sockets, send_sockets),
     Candidate("zeromq", "zmq", receive_zeromq, send_zeromq),
     Candidate("grpc", "grpc", receive_grpc, send_grpc),
     KV_TRANSFER,
-    UNSUMMED,
 )
 TLS_CANDIDATES = (KV_TRANSFER, kv_candidate("kv tls", "tls"))
-BY_NIXL = (kv_candidate("kv nixl", "nixl"), kv_candidate("nixl unsummed", "nixl", checksums=False))
-CARRIERS = {"sockets": (KV_TRANSFER, UNSUMMED), "nixl": BY_NIXL}
+CARRIERS = {"sockets": (KV_TRANSFER,), "nixl": (KV_BY_NIXL,)}
 
 
 def cpu_seconds(pids: Sequence[int]) -> float:

@@ -1,11 +1,10 @@
 """Worth of each part of the scheduling under load (decisions 0007 and 0008), with the same arrivals for all.
 
     python bench/prefill_scheduling.py --rate 2 --duration 60 --every 10
-    python bench/prefill_scheduling.py --only "with long" --only "with long, no fusing"
+    python bench/prefill_scheduling.py --only "with long"
 
-The variants are short prompts alone, then with a long one at fixed intervals, then also without fusing, without
-chunking (a long prompt runs all its steps in a row) and without continuous batching. Each variant runs
-`ringserve bench load --start` with its own settings. The output is one JSON object a line: seconds of the short
+The variants are short prompts alone, then with a long one at fixed intervals, then with long steps too. Each variant
+runs `ringserve bench load --start` with its own settings. The output is one JSON object a line: seconds of the short
 requests, and the ratio of their p99 to that of short prompts alone.
 """
 
@@ -20,10 +19,7 @@ from typing import Any
 VARIANTS: dict[str, tuple[str, ...]] = {
     "short alone": (),
     "with long": (),
-    "with long, no fusing": ("prefill.fuse=false",),
-    "with long, no chunking": ("prefill.interleave=false",),
-    "with long, no continuous batching": ("decode.continuous=false",),
-    "with long, none of them": ("prefill.fuse=false", "prefill.interleave=false", "decode.continuous=false"),
+    "with long, long steps": ("prefill.step_seconds=0", "prefill.chunk_tokens=65536"),
 }
 ALONE = "short alone"
 

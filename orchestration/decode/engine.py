@@ -69,11 +69,7 @@ class DecodeEngine:
         """Make an empty feed and room for a new incarnation of the ring."""
         ring, settings = self._ring, self._ring.settings
         feed = self._feed = DecodeFeed(
-            ring.ranks[0],
-            settings.ranks.max_batch,
-            settings.control_timeout,
-            self._on_event,
-            continuous=settings.continuous,
+            ring.ranks[0], settings.ranks.max_batch, settings.control_timeout, self._on_event
         )
         self._room = _RoomActions(ring, feed, self._router, self._spawn, self._on_lost).room
         self._spawn(self._read(feed, ring.incarnation))
@@ -212,7 +208,7 @@ class _RoomActions:
         on_lost: Callable[[DecodeTurn, RingserveError], None],
     ) -> None:
         settings = ring.settings
-        self.room = DecodeRoom(ring.pool, settings.headroom_tokens, can_preempt=settings.preemption, actions=self)
+        self.room = DecodeRoom(ring.pool, settings.headroom_tokens, self)
         self._ring = ring
         self._feed = feed
         self._router = router

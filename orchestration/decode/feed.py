@@ -37,7 +37,7 @@ class DecodeFeed:
     """Turns in the loop's batch, at most `max_batch`, and turns that wait for a place, in order of arrival.
 
     One object a ring incarnation. `on_event` gets every event of a turn in the batch. Turns join and leave at every
-    step; with `continuous` False, which is for comparisons, turns join only an empty batch.
+    step.
     """
 
     def __init__(
@@ -46,14 +46,11 @@ class DecodeFeed:
         max_batch: int,
         timeout: float,
         on_event: Callable[[DecodeTurn, DecodeEvent], None],
-        *,
-        continuous: bool = True,
     ) -> None:
         self._lead = lead
         self._max_batch = max_batch
         self._timeout = timeout
         self._on_event = on_event
-        self._continuous = continuous
         self._waiting: list[DecodeTurn] = []
         self._running: dict[str, DecodeTurn] = {}
         self._prompts: dict[str, _Prompt] = {}
@@ -109,8 +106,6 @@ class DecodeFeed:
 
     def _fill(self) -> asyncio.Task[None] | None:
         """Admit turns that wait to free places of the batch."""
-        if self._running and not self._continuous:
-            return None
         admitted: list[DecodeCommand] = []
         while self._waiting and len(self._running) < self._max_batch:
             turn = self._waiting.pop(0)

@@ -49,11 +49,10 @@ class RoomActions(Protocol):
 class DecodeRoom:
     """Blocks of one ring incarnation and the turns that want them. `headroom` is in tokens of the whole ring."""
 
-    def __init__(self, pool: KvPool, headroom: int, *, can_preempt: bool, actions: RoomActions) -> None:
+    def __init__(self, pool: KvPool, headroom: int, actions: RoomActions) -> None:
         self.num_preemptions = 0
         self._pool = pool
         self._headroom = max(headroom, 1)
-        self._can_preempt = can_preempt
         self._actions = actions
         self._active: list[DecodeTurn] = []  # in the batch, waiting for a place in it, or starved; by arrival
         self._preempted: list[DecodeTurn] = []  # by arrival
@@ -75,7 +74,7 @@ class DecodeRoom:
             raise CapacityExceeded(
                 f"kv cache: {self.num_held_up} running turns wait for free blocks; retry when others have ended"
             )
-        answer = min(self._headroom, max_tokens) if self._can_preempt else max_tokens
+        answer = min(self._headroom, max_tokens)
         room = sum(filled) + answer
         self._pool.make_room(sequence, self._slots_for(filled, answer))
         return room

@@ -64,24 +64,12 @@ _OfRanks = RingRates | tuple[tuple[float, ...], tuple[float, ...]]
 
 
 class RingCosts:
-    """Costs of prefills of one model. `profile` stands for every ring; without it each ring's registered rates do.
+    """Costs of prefills of one model. `profile` stands for every ring; without it each ring's registered rates do."""
 
-    `compute_flops` and `link_bytes_per_second` replace the attention rate and the link of either; 0 leaves them.
-    """
-
-    def __init__(
-        self,
-        model: ModelInfo,
-        *,
-        profile: HardwareProfile | None = None,
-        compute_flops: float = 0.0,
-        link_bytes_per_second: float = 0.0,
-    ) -> None:
+    def __init__(self, model: ModelInfo, *, profile: HardwareProfile | None = None) -> None:
         self._model = model
         self._shape = model.shape
         self._profile = profile
-        self._compute_flops = compute_flops
-        self._link_bytes_per_second = link_bytes_per_second
         self._shapes: dict[int, ModelShape] = {}
         self._kinds: dict[tuple[_OfRanks, int, int, bool], _Kind] = {}
         self._of_ring: dict[str, tuple[RingRates, int, int, _Kind]] = {}  # by name: rates hash slowly
@@ -162,21 +150,11 @@ class RingCosts:
         )
 
     def _given(self, ring: RingRegistration, is_cached: bool) -> PrefillRates:
-        """Return the rates of the profile or of the ring itself, with those that the settings replace."""
+        """Return the rates of the profile, or without one of the ring itself."""
         if self._profile is None:
-            found = PrefillRates(ring=ring.rates)
-        else:
-            found = self._profile.prefill.rates(ring.num_ranks, is_cached=is_cached)
-            ranks = replace(found.ring, speeds=ring.rates.speeds, lateness=ring.rates.lateness)
-            found = replace(found, ring=ranks)
-        return replace(
-            found,
-            ring=replace(
-                found.ring,
-                attention_flops=self._compute_flops or found.ring.attention_flops,
-                link_bytes_per_second=self._link_bytes_per_second or found.ring.link_bytes_per_second,
-            ),
-        )
+            return PrefillRates(ring=ring.rates)
+        found = self._profile.prefill.rates(ring.num_ranks, is_cached=is_cached)
+        return replace(found, ring=replace(found.ring, speeds=ring.rates.speeds, lateness=ring.rates.lateness))
 
 
 WINDOW = 32

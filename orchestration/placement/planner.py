@@ -102,14 +102,11 @@ WORTH_TELLING = 0.05
 class PlannerSettings:
     """Settings of the planner. `missing_kv` is one of `cached_kv.MISSING_KV`.
 
-    `compute_flops` and `link_bytes_per_second` are C and BW, per rank; 0 takes those of `profile`, which predicts for
-    every ring, or without a profile those that the ring measured at its start. `fit` holds the constants of the
-    empirical selector, which has no defaults: they belong to one cluster.
+    `profile` predicts for every ring; without one, the rates that each ring measured at its start do. `fit` holds the
+    constants of the empirical selector, which has no defaults: they belong to one cluster.
     """
 
     selector: str = "auto"
-    compute_flops: float = 0.0
-    link_bytes_per_second: float = 0.0
     profile: HardwareProfile | None = None
     fit: EmpiricalFit | None = None
     missing_kv: str = AUTO
@@ -148,12 +145,7 @@ class Planner:
         self._settings = settings
         self._kv_bytes_a_token = model.kv_bytes_per_token
         self._work = WorkModel.of_shape(model.shape)
-        self._costs = RingCosts(
-            model,
-            profile=settings.profile,
-            compute_flops=settings.compute_flops,
-            link_bytes_per_second=settings.link_bytes_per_second,
-        )
+        self._costs = RingCosts(model, profile=settings.profile)
         self.corrections = RingCorrections()
 
     def plan(self, prompt: PromptOnRings, *, mode: PromptMode, algorithm: Algorithm | None = None) -> TurnPlan:

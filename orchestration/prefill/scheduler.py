@@ -68,7 +68,6 @@ class _Item:
     priority: int
     arrived: float
     advice: tuple[PlannedChunk, ...] = ()
-    is_begun: bool = False
 
     @property
     def num_left(self) -> int:
@@ -192,8 +191,6 @@ class PrefillScheduler:
         Turns of the same or a higher priority with less work than `outer` may overtake, by the two orders and in steps
         of ordinary length. While the oldest turn is in `outer` and its share of all work is due, no turn may.
         """
-        if not self._scheduling.interleave:
-            return None
         inside = {piece.turn_id for piece in outer.pieces}
         items = [item for turn_id, item in self._items.items() if item.advice]
         delayed = [item for item in items if item.turn_id in inside]
@@ -235,7 +232,7 @@ class PrefillScheduler:
             item = self._items.get(piece.turn_id)
             if item is None:
                 continue
-            item.position, item.is_begun = piece.tokens.stop, True
+            item.position = piece.tokens.stop
             if not item.num_left:
                 self.remove(piece.turn_id)
 
@@ -256,20 +253,13 @@ class PrefillScheduler:
 
     def _fill(self, by_age: Sequence[_Item], by_length: Sequence[_Item]) -> _Filling:
         """Choose the turns of the next step, and the number of tokens of each."""
-        scheduling, filling = self._scheduling, _Filling(self._work, self.limits)
-        begun = None if scheduling.interleave else next((item for item in by_age if item.is_begun), None)
-        is_due = begun is None and self._debt > 0
-        leader = begun or (by_age[0] if is_due else by_length[0])
-        is_divided = is_due and scheduling.fuse and scheduling.interleave
-        if is_divided:
+        filling, is_due = _Filling(self._work, self.limits), self._debt > 0
+        if is_due:
             filling.add_oldest(by_age)
-            filling.add_at_least(by_length[0])
-        else:
-            filling.add_at_least(leader)
-        if scheduling.fuse:
-            filling.add_whole(by_length)
-        if is_divided:
-            filling.extend(leader)
+        filling.add_at_least(by_length[0])
+        filling.add_whole(by_length)
+        if is_due:
+            filling.extend(by_age[0])
         return filling
 
     def _count(self, filling: _Filling, oldest: _Item) -> None:

@@ -58,8 +58,6 @@ class PrefillScheduling:
     step_seconds: float = 0.0
     min_chunk_tokens: int = 256
     whole_tokens: int = 512
-    fuse: bool = True
-    interleave: bool = True
     ageing_seconds: float = 10.0
     max_queue_work: float = 50e6
 
@@ -79,8 +77,6 @@ class RingSettings:
     num_ranks: int
     ranks: RankSettings
     kept_fraction: float = 1.0
-    continuous: bool = True
-    preemption: bool = True
     headroom_tokens: int = 128
     max_direct_tokens: int = 0
     max_direct_seconds: float = 0.15

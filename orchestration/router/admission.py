@@ -137,8 +137,7 @@ class PromptWaits:
 class TurnAdmission:
     """Admission of requests: waits for what a turn needs, checks it against limits and quotas, and chooses its rings.
 
-    `max_positions` is the longest sequence that the model takes. `answers_grow`: decode rings hold room for an answer
-    as it comes, not for the longest one from the start.
+    `max_positions` is the longest sequence that the model takes.
     """
 
     def __init__(
@@ -154,7 +153,6 @@ class TurnAdmission:
         sparse: SparseChooser,
         *,
         max_positions: int,
-        answers_grow: bool,
     ) -> None:
         self._conversations = conversations
         self._operations = operations
@@ -167,7 +165,6 @@ class TurnAdmission:
         self._sparse = sparse
         self._quotas = KvQuotas(conversations, turns)
         self._max_positions = max_positions
-        self._answers_grow = answers_grow
 
     async def admit(self, request: TurnRequest) -> RunningTurn:
         """Make a turn of a request; it may have to wait for its conversation, or for a ring to return.
@@ -288,8 +285,6 @@ class TurnAdmission:
     ) -> TurnRequest:
         """Bound an open-ended answer by the room after a prompt of `num_tokens`. Where there is none, checks refuse."""
         room = self._limit(choice)[1] - num_tokens
-        if not self._answers_grow:
-            room = min(room, USUAL_ANSWER_TOKENS)
         if request.kv_quota is not None:
             room = min(room, self._quotas.room_for_answer(request.kv_quota, conversation, num_tokens))
         sampling = replace(request.sampling, max_tokens=max(1, request.sampling.min_tokens, room))

@@ -73,7 +73,7 @@ class RouterSettings:
     prompt shares the KV of the longest prefix that rings retain, of its tenant or of one that `share_prompts` names
     beside it. Turns of a router that was started again wait a while
     for `num_rings` rings to tell what they hold (0: for one of each role). Turns may be sparse by `sparse_losses`;
-    those that name no bound of their own, within `bound`. Decode rings hold room for answers as they `answers_grow`.
+    those that name no bound of their own, within `bound`.
     """
 
     max_conversations: int = 10_000
@@ -86,7 +86,6 @@ class RouterSettings:
     retain_prompts: bool = True
     share_prompts: tuple[tuple[str, ...], ...] = ()
     max_positions: int
-    answers_grow: bool = True
     num_rings: int = 0
     sparse_losses: SparseLosses | None = None
     bound: Bound | None = None
@@ -144,7 +143,6 @@ class Router:
             self._prompt_waits,
             SparseChooser(rings, self.placer, planner, settings.sparse_losses, settings.bound),
             max_positions=settings.max_positions,
-            answers_grow=settings.answers_grow,
         )
         reservations = TurnReservations(peers, self.placer, turns, self._tasks, self.prefixes)
         self._attempts = TurnAttempts(

@@ -81,10 +81,8 @@ def check(config: Config) -> None:
     _within("router.max_waiting_turns", config.router.max_waiting_turns, 1, 100_000)
     _within("router.max_conversations", config.router.max_conversations, 1, 1 << 24)
     router = config.router
-    if router.selector == "empirical" and router.alpha == router.beta == router.gamma == 0 and not router.profile:
-        raise ConfigError(
-            "router.selector: 'empirical' needs router.alpha, beta and gamma, fitted on this cluster, or its profile"
-        )
+    if router.selector == "empirical" and not router.profile:
+        raise ConfigError("router.selector: 'empirical' needs router.profile, with constants fitted on this cluster")
     _within("router.max_loss", router.max_loss, 0.0, 1e6)
     _within("router.max_ttft", router.max_ttft, 0.0, 86_400)
     if router.max_loss and router.max_ttft:
@@ -94,10 +92,6 @@ def check(config: Config) -> None:
             f"router.{router.bound.name}: {router.bound.limit:g} needs router.sparse_losses, the file that ringserve "
             f"calibrate --sparse writes; allowed without it is 0"
         )
-    for key in ("compute_flops", "link_bytes_per_second"):
-        _within(f"router.{key}", getattr(config.router, key), 0, 1e30)
-    for key in ("alpha", "beta", "gamma"):
-        _within(f"router.{key}", getattr(config.router, key), -1e6, 1e6)
     for item in fields(config.timeouts):
         _within(f"timeouts.{item.name}", getattr(config.timeouts, item.name), 0.1, 86_400)
     if config.timeouts.lost < 2 * config.timeouts.heartbeat:

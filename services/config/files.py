@@ -46,9 +46,7 @@ def router_losses(config: Config) -> SparseLosses | None:
 
 
 def empirical_fit(router: RouterConfig, profile: HardwareProfile | None) -> EmpiricalFit | None:
-    """Return the configured constants, else the profile's. Raises ConfigError where the selector needs missing ones."""
-    if router.alpha or router.beta or router.gamma:
-        return EmpiricalFit(alpha=router.alpha, beta=router.beta, gamma=router.gamma)
+    """Return the profile's constants. Raises ConfigError where the selector needs missing ones."""
     fit = None if profile is None else profile.empirical
     if fit is None and router.selector == "empirical":
         raise ConfigError(

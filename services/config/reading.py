@@ -108,8 +108,6 @@ def _section(name: str, kind: type[Any], values: Mapping[str, Any]) -> Any:
     types = get_type_hints(kind)
     allowed = [item.name for item in fields(kind)]
     for key in values:
-        if key == "groups" and "rings" in allowed:
-            raise ConfigError(f"{name}.groups: this key is now {name}.rings")
         if key not in allowed:
             raise ConfigError(f"{name}.{key}: no such key; allowed are {', '.join(allowed)}")
     return kind(**{key: _typed(f"{name}.{key}", value, types[key]) for key, value in values.items()})

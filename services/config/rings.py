@@ -110,9 +110,8 @@ class PrefillConfig:
     A step aims to take at most `step_seconds`, by the rates that the ring measured at its start: about as long as a
     short prompt may wait for a step of others; 0 sets no limit. In a step of a lone turn on CPUs each layer aims to
     take at most as long, as shorter turns run between its layers. Long prompts are cut accordingly, into chunks of at
-    least `min_chunk_tokens`. `fuse` lets a step hold tokens of several turns. New prompts of one step with at most
-    `whole_tokens` tokens lie whole on a rank each, without messages, where that loads the ranks evenly. `interleave`
-    lets other turns run between the chunks of a long one. `ageing_seconds` of waiting make up for one step of priority.
+    least `min_chunk_tokens`. New prompts of one step with at most `whole_tokens` tokens lie whole on a rank each,
+    without messages, where that loads the ranks evenly. `ageing_seconds` of waiting make up for one step of priority.
     A ring whose queue holds `max_queue_work` work units refuses more.
     """
 
@@ -124,8 +123,6 @@ class PrefillConfig:
     step_seconds: float = 0.15
     min_chunk_tokens: int = 256
     whole_tokens: int = 512
-    fuse: bool = True
-    interleave: bool = True
     ageing_seconds: float = 10.0
     max_queue_work: float = 50e6
     max_waiting: int = 256
@@ -139,8 +136,6 @@ class PrefillConfig:
             step_seconds=self.step_seconds,
             min_chunk_tokens=self.min_chunk_tokens,
             whole_tokens=self.whole_tokens,
-            fuse=self.fuse,
-            interleave=self.interleave,
             ageing_seconds=self.ageing_seconds,
             max_queue_work=self.max_queue_work,
         )
@@ -153,10 +148,8 @@ class DecodeConfig:
     Each ring decodes up to `max_batch` turns. `variant` is how a ring decodes its batch: every rank all of it
     (`gather`), each rank a part (`pass_q`), or the one predicted to be faster (`auto`). With `helix` the ring's ranks
     share the weights behind attention: each reads only its part of them, and `tp` is 1. `auto` takes helix where a ring
-    predicts it to be faster when it starts. With `preemption` a turn begins
-    with KV room for `headroom_tokens` of its answer and grows; where no room is left the youngest turn is preempted and
-    resumed later. Without it, room for the whole answer is reserved at once. With `continuous` turns join the batch at
-    every step, without it when the batch is empty.
+    predicts it to be faster when it starts. A turn begins with KV room for `headroom_tokens` of its answer and grows;
+    where no room is left the youngest turn is preempted and resumed later.
 
     A ring computes up to `max_direct_tokens` new tokens of a turn whose other KV it retains (0: none), where that is
     predicted to be sooner than by a prefill ring and to delay its batch by at most `max_direct_seconds`.
@@ -170,8 +163,6 @@ class DecodeConfig:
     threads_per_rank: int = 1
     pools: PoolsByName = field(default_factory=dict)
     variant: str = "auto"
-    continuous: bool = True
-    preemption: bool = True
     headroom_tokens: int = 128
     max_direct_tokens: int = 128
     max_direct_seconds: float = 0.15
@@ -182,8 +173,7 @@ class KvCacheConfig:
     """KV of every rank: `tokens_per_rank` tokens in blocks of `block_tokens`, of its own heads where `tp` is not 1.
 
     On whole GPUs `memory_fraction` gives KV that part of the memory that the weights leave, instead; 0 is
-    `tokens_per_rank`. At most `kept_fraction` of it is retained between turns. `checksums` protect KV on its way
-    between rings.
+    `tokens_per_rank`. At most `kept_fraction` of it is retained between turns.
 
     Kernels that follow block tables need `block_tokens` to be a multiple of their page (256 on GPUs); otherwise runs of
     adjacent blocks are attended one by one.
@@ -193,7 +183,6 @@ class KvCacheConfig:
     tokens_per_rank: int = 65536
     memory_fraction: float = 0.0
     kept_fraction: float = 1.0
-    checksums: bool = True
 
     @property
     def num_blocks(self) -> int:

@@ -37,9 +37,6 @@ class RouterConfig:
     """Router: selection of a turn's algorithm, and conversations.
 
     `profile` is the file that `ringserve calibrate` wrote: it predicts times instead of each ring's own measurements.
-    `compute_flops` (C, FLOP/s per rank) and `link_bytes_per_second` (BW) feed Algorithms 1 and 5; 0 takes those of the
-    profile or the ring. alpha, beta and gamma are the constants of the empirical selector (natural logarithm). They are
-    fitted on one cluster, so no defaults would work; where all are 0 the profile's are taken.
 
     KV that only the decode ring retains is pulled, computed again, or treated in the way predicted to be faster
     (`missing_kv`: pull, recompute, auto). A conversation that names no time to live is deleted
@@ -56,11 +53,6 @@ class RouterConfig:
     """
 
     selector: str = "auto"
-    compute_flops: float = 0.0
-    link_bytes_per_second: float = 0.0
-    alpha: float = 0.0
-    beta: float = 0.0
-    gamma: float = 0.0
     profile: str = ""
     missing_kv: str = "auto"
     max_conversations: int = 10_000

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from ringserve.cp_core.cost.model import RingRates
 from ringserve.cp_core.cost.profile import HardwareProfile
 from ringserve.cp_core.cost.sparse import SparseLosses
 from ringserve.cp_core.errors import Unavailable
@@ -39,7 +40,7 @@ from ringserve.orchestration.router.router import Router, RouterSettings
 from ringserve.workers.model.info import read_model_info
 from ringserve.workers.protocol.prefill_steps import Algorithm
 from ringserve.workers.protocol.ranks import RankSettings
-from ringserve.workers.rank.thread_ranks import ThreadRanks
+from ringserve.workers.rank.thread_ranks import RATES, ThreadRanks
 from ringserve.workers.sampling.parameters import SamplingParameters, TokenLogprobs
 from tests.one_core import on_one_core
 from tests.waiting import eventually
@@ -127,8 +128,6 @@ class Service:
         max_batch: int = 8,
         max_waiting: int = 256,
         decode_blocks: int | None = None,
-        continuous: bool = True,
-        preemption: bool = True,
         headroom_tokens: int = 128,
         max_direct_tokens: int = 0,
         retain_prompts: bool = False,
@@ -142,7 +141,7 @@ class Service:
         other_decode: Sequence[Shape] = (),
         ring_lease: float = RouterSettings.ring_lease,
         orphan_timeout: float = 0.0,
-        link_bytes_per_second: float = 0.0,
+        rates: RingRates = RATES,
         sparse_losses: SparseLosses | None = None,
         bound: Bound | None = None,
     ) -> None:
@@ -154,16 +153,10 @@ class Service:
         self.peers = DirectPeers()
         self._planner = Planner(
             self.model,
-            PlannerSettings(
-                selector=selector,
-                missing_kv=missing_kv,
-                profile=profile,
-                link_bytes_per_second=link_bytes_per_second,
-            ),
+            PlannerSettings(selector=selector, missing_kv=missing_kv, profile=profile),
         )
         router_settings = RouterSettings(
             max_positions=self.model.max_positions,
-            answers_grow=preemption,
             max_waiting_turns=max_waiting_turns,
             conversation_ttl=conversation_ttl,
             ring_lease=ring_lease,
@@ -175,8 +168,8 @@ class Service:
         )
         self._journal, self._router_settings, self._clock = journal, router_settings, clock
         self.router = self._new_router()
-        self.prefill_ranks = ThreadRanks(poisoned=True)
-        self.decode_ranks = ThreadRanks(poisoned=True)
+        self.prefill_ranks = ThreadRanks(poisoned=True, rates=rates)
+        self.decode_ranks = ThreadRanks(poisoned=True, rates=rates)
 
         def settings(role: str, num_ranks: int, tp: int, number: int = 0) -> RingSettings:
             return RingSettings(
@@ -187,8 +180,6 @@ class Service:
                 chunk_tokens=chunk_tokens,
                 max_waiting=max_waiting,
                 prefill_scheduling=scheduling or PrefillScheduling(),
-                continuous=continuous,
-                preemption=preemption,
                 headroom_tokens=headroom_tokens,
                 orphan_timeout=orphan_timeout,
                 max_direct_tokens=max_direct_tokens,
@@ -215,14 +206,14 @@ class Service:
         for number, shape in enumerate(other_prefill, start=1):
             self.peers.leaders[f"prefill-{number}"] = PrefillLeader(
                 settings("prefill", *_shape(shape, prefill_tp), number),
-                ThreadRanks(poisoned=True),
+                ThreadRanks(poisoned=True, rates=rates),
                 self.peers,
                 register,
             )
         for number, shape in enumerate(other_decode, start=1):
             self.peers.leaders[f"decode-{number}"] = DecodeLeader(
                 settings("decode", *_shape(shape, decode_tp), number),
-                ThreadRanks(poisoned=True),
+                ThreadRanks(poisoned=True, rates=rates),
                 self.peers,
                 router,
                 register,

@@ -82,14 +82,12 @@ class Lane:
         *,
         connect_seconds: float,
         stall_seconds: float,
-        checksums: bool = True,
         tls: PeerTls | None = None,
         agent: PullAgent | None = None,
         counts: CarrierCounts | None = None,
     ) -> None:
         self.endpoint = endpoint
         self._cache = cache
-        self._checksums = checksums
         self._tls = tls
         self._connect_seconds = connect_seconds
         self._stall_seconds = stall_seconds
@@ -209,8 +207,7 @@ class Lane:
             return 0
         with self._copies.copying(ready):
             payload = layout.payload(layer, self._cache)
-        checksum = checksum_of(payload) if self._checksums else None
-        connection.send(layout.of_layer(transfer.key, layer, self._cache, checksum), payload)
+        connection.send(layout.of_layer(transfer.key, layer, self._cache, checksum_of(payload)), payload)
         return layout.num_bytes(self._cache)
 
     def _send_slot(
@@ -225,7 +222,7 @@ class Lane:
 
         No block is read after the packing: `release` does not wait for the destination.
         """
-        out, checksum = self._slots.out, None
+        out = self._slots.out
         slot = connection.take_slot()
         try:
             if not self._begin_reading(transfer):
@@ -233,8 +230,7 @@ class Lane:
                 return 0
             with out.writing(slot), self._copies.copying(ready):
                 packed = out.fill(slot, layout, layer, self._cache)
-                if self._checksums:
-                    checksum = digest_of(packed)
+                checksum = digest_of(packed)
             self._end_reading()
         except BaseException:
             connection.free_slot(slot)

@@ -47,7 +47,6 @@ class RankSettings:
     num_blocks: int
     block_tokens: int = 16
     kv_memory_fraction: float = 0.0
-    kv_checksums: bool = True
     kv_carrier: str = "auto"
     kv_slot_bytes: int = 16 << 20
     num_threads: int = 1

@@ -183,7 +183,7 @@ def parts_of(
         choose_variant=DecodeChoice(settings.decode_variant, model.share.shape, spec.cp),
         cache=cache,
         receiver=receiver,
-        sender=KvSender(cache, spec.incarnation, checksums=settings.kv_checksums, tls=settings.tls, agent=agent),
+        sender=KvSender(cache, spec.incarnation, tls=settings.tls, agent=agent),
         mailbox=DecodeMailbox(settings.max_batch),
         agent=agent,
         compilation=compilation,

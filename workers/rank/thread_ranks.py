@@ -24,7 +24,7 @@ from ringserve.workers.rank.worker import RankWorker
 T = TypeVar("T")
 
 RATES = RingRates(gemm_flops=5e10, attention_flops=3e10, link_bytes_per_second=1e9, link_latency_seconds=2e-4)
-"""Rates that every thread rank reports. Measured rates of threads would mean nothing and differ from run to run."""
+"""Rates that thread ranks report by default. Measured rates of threads mean nothing and differ from run to run."""
 
 
 class ThreadRendezvous:
@@ -53,15 +53,16 @@ class ThreadRendezvous:
 class ThreadRank:
     """`RankPort` to a RankWorker in this process. One thread computes, other threads answer calls.
 
-    With `poisoned`, unused KV holds NaN, so that a read of it is noticed.
+    With `poisoned`, unused KV holds NaN, so that a read of it is noticed. The rank reports `rates`.
     """
 
-    def __init__(self, rendezvous: ThreadRendezvous, rank: int, poisoned: bool) -> None:
+    def __init__(self, rendezvous: ThreadRendezvous, rank: int, poisoned: bool, rates: RingRates) -> None:
         self.worker = RankWorker()
         self._rendezvous = rendezvous
         self._tp = 1
         self._rank = rank
         self._poisoned = poisoned
+        self._rates = rates
         self._compute = ThreadPoolExecutor(1, f"rank-{rank}")
         self._others = ThreadPoolExecutor(32, f"rank-{rank}-calls")
         self._is_dead = False
@@ -98,11 +99,11 @@ class ThreadRank:
         self._rendezvous.join(self.worker, self._rank, self._tp)
 
     async def probe(self, timeout: float) -> RingRates:
-        return RATES
+        return self._rates
 
     async def probe_between_steps(self, timeout: float) -> RingRates:
         await self._run(self._others, timeout + 5, lambda: self.worker.probe_between_steps(timeout))
-        return RATES
+        return self._rates
 
     async def prefill(self, step: PrefillStep, timeout: float) -> PrefillOutput:
         return await self._run(self._compute, timeout, lambda: self.worker.prefill(step))
@@ -167,14 +168,15 @@ class ThreadRank:
 class ThreadRanks:
     """`RankFactory` of thread ranks. `made` holds the ranks of the latest ring."""
 
-    def __init__(self, *, poisoned: bool = False, ring_timeout: float = 30.0) -> None:
+    def __init__(self, *, poisoned: bool = False, ring_timeout: float = 30.0, rates: RingRates = RATES) -> None:
         self.made: list[ThreadRank] = []
         self._poisoned = poisoned
+        self._rates = rates
         self._ring_timeout = ring_timeout
 
     async def create(self, num_ranks: int, timeout: float) -> Sequence[ThreadRank]:
         rendezvous = ThreadRendezvous(num_ranks, self._ring_timeout)
-        self.made = [ThreadRank(rendezvous, rank, self._poisoned) for rank in range(num_ranks)]
+        self.made = [ThreadRank(rendezvous, rank, self._poisoned, self._rates) for rank in range(num_ranks)]
         return list(self.made)
 
     async def replace(self, lost: Sequence[int], timeout: float) -> Sequence[ThreadRank]:
@@ -182,7 +184,7 @@ class ThreadRanks:
         rendezvous = ThreadRendezvous(len(self.made), self._ring_timeout)
         for number in lost:
             await self.made[number].kill()
-            self.made[number] = ThreadRank(rendezvous, number, self._poisoned)
+            self.made[number] = ThreadRank(rendezvous, number, self._poisoned, self._rates)
         for rank in self.made:
             rank.meet(rendezvous)
         return list(self.made)

@@ -189,7 +189,7 @@ async def test_a_ring_that_has_evicted_the_kv_refuses_and_the_turn_goes_over_a_p
 
 
 async def test_a_decode_ring_without_room_refuses_as_it_does_every_turn(model_paths: Models) -> None:
-    async with conversing(model_paths["llama_gqa"], decode_blocks=16, preemption=False) as (service, _):
+    async with conversing(model_paths["llama_gqa"], decode_blocks=16) as (service, _):
         others = asyncio.create_task(service.answer(service.request(random_tokens(60), max_tokens=60)))
         await eventually(lambda: service.decode.num_running == 1)
         for algorithm in (DIRECT, None):

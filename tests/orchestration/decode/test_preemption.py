@@ -76,7 +76,7 @@ async def test_drawn_tokens_are_the_same_with_and_without_preemption(model_paths
     async with small_service(path, 2, 2) as service:
         preempted = await answer_all(service, temperature=0.9, seed=11)
         assert service.decode.num_preemptions > 0
-    async with Service(path, 2, 2, preemption=False) as service:
+    async with Service(path, 2, 2) as service:
         undisturbed = await answer_all(service, temperature=0.9, seed=11)
         assert service.decode.num_preemptions == 0
     assert [answer.token_ids for answer in preempted] == [answer.token_ids for answer in undisturbed]
@@ -279,28 +279,3 @@ async def test_a_prefill_ring_that_lost_the_prompt_computes_it_again(
         rebuilt.set()
         assert (await old).token_ids == oracles["llama_gqa"].greedy(random_tokens(20), 150)
         assert (await young).token_ids == oracles["llama_gqa"].greedy(random_tokens(31), 100)
-
-
-async def test_without_continuous_batching_nobody_joins_a_batch_that_runs(
-    model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
-) -> None:
-    async with Service(model_paths["llama_gqa"], 1, 2, continuous=False) as service:
-        first = asyncio.create_task(service.answer(service.request(random_tokens(20), max_tokens=200)))
-        await eventually(lambda: service.decode.num_running == 1)
-        others = [
-            asyncio.create_task(service.answer(service.request(random_tokens(9, seed), max_tokens=5 + seed)))
-            for seed in range(3)
-        ]
-        together: set[int] = set()
-
-        def done() -> bool:
-            if not first.done():
-                assert not any(turn.done() for turn in others)
-            together.add(service.decode.num_running)
-            return all(turn.done() for turn in others)
-
-        await eventually(done)
-        assert max(together) <= 3
-        for seed, turn in enumerate(others):
-            assert (await turn).token_ids == oracles["llama_gqa"].greedy(random_tokens(9, seed), 5 + seed)
-        assert (await first).token_ids == oracles["llama_gqa"].greedy(random_tokens(20), 200)

@@ -27,7 +27,7 @@ class Simulation:
 
     def __init__(self, num_ranks: int, num_blocks: int, headroom: int) -> None:
         self.pool = KvPool(num_ranks, num_blocks, BLOCK_TOKENS)
-        self.room = DecodeRoom(self.pool, headroom, can_preempt=True, actions=self)
+        self.room = DecodeRoom(self.pool, headroom, self)
         self.turns: list[DecodeTurn] = []
         self.running: dict[str, list[int]] = {}  # slots in the tables that the ring knows, by rank
         self.held: dict[str, list[int]] = {}
@@ -196,9 +196,8 @@ def test_the_youngest_is_preempted_and_no_new_turn_comes_before_it_is_back() -> 
     assert ring.begin(2, 1, 1)
 
 
-def test_without_preemption_the_whole_answer_has_room_from_the_start() -> None:
-    ring = Simulation(2, 8, 4)
-    ring.room = DecodeRoom(ring.pool, 4, can_preempt=False, actions=ring)
+def test_an_answer_within_the_headroom_has_its_whole_room_from_the_start() -> None:
+    ring = Simulation(2, 8, 40)
     assert ring.begin(0, 5, 40)
     # 23 and 22 tokens, and two that the other rank may not get.
     assert list(map(len, ring.turns[0].sequence.blocks)) == [7, 6]

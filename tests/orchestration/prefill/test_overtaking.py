@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 from ringserve.cp_core.cost.work import StepLimits
 from ringserve.orchestration.prefill.scheduler import AGE_SHARE
@@ -69,15 +68,6 @@ def test_shorter_turns_overtake_a_step_that_yields_and_longer_or_less_important_
     after = scheduler.next_step()
     assert after is not None
     assert {"long", "longer", "less important"} >= set(names(after))
-
-
-def test_no_turn_overtakes_where_turns_do_not_interleave() -> None:
-    simulation = lone_simulation(replace(SCHEDULING, interleave=False))
-    simulation.add("long", Prompt(new=3000))
-    outer = simulation.scheduler.next_step()
-    simulation.add("short", Prompt(new=5))
-    assert outer is not None
-    assert simulation.scheduler.next_step_within(outer) is None
 
 
 def test_a_long_turn_has_its_share_however_many_short_ones_overtake_it() -> None:

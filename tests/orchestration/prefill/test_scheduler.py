@@ -96,22 +96,20 @@ prompt_lists = st.lists(
     min_size=1,
     max_size=12,
 )
-switches = st.builds(PrefillScheduling, fuse=st.booleans(), interleave=st.booleans(), ageing_seconds=st.just(0.5))
 chunk_sizes = st.sampled_from([1, 2, 3, 4, 7, 64, 256])
 
 
 @settings(max_examples=200, deadline=None)
-@given(prompts=prompt_lists, scheduling=switches, chunk_tokens=chunk_sizes, budget=st.sampled_from([0.0, 20.0, 900.0]))
+@given(prompts=prompt_lists, chunk_tokens=chunk_sizes, budget=st.sampled_from([0.0, 20.0, 900.0]))
 def test_every_token_is_computed_once_and_no_step_breaks_its_limits(
-    prompts: list[Prompt], scheduling: PrefillScheduling, chunk_tokens: int, budget: float
+    prompts: list[Prompt], chunk_tokens: int, budget: float
 ) -> None:
-    ring = Simulation(scheduling, chunk_tokens=chunk_tokens, budget=budget)
+    ring = Simulation(PrefillScheduling(ageing_seconds=0.5), chunk_tokens=chunk_tokens, budget=budget)
     ring.run(prompts)
     limits = ring.limits
     position = {str(name): prompt.cached for name, prompt in enumerate(prompts)}
     for step in ring.steps:
         assert len(set(names(step))) == len(step.pieces)
-        assert len(step.pieces) == 1 or scheduling.fuse
         assert sum(len(piece.tokens) for piece in step.pieces) <= limits.tokens
         # Only the least chunks of the oldest turn and of the shortest may exceed the budget.
         least = sorted(WORK.work(min(len(p.tokens), limits.min_chunk), p.tokens.start) for p in step.pieces)[-2:]
@@ -127,17 +125,15 @@ def test_every_token_is_computed_once_and_no_step_breaks_its_limits(
 
 
 @settings(max_examples=200, deadline=None)
-@given(prompts=prompt_lists, budget=st.sampled_from([0.0, 100.0, 900.0]), fuse=st.booleans())
-def test_a_turn_waits_no_longer_than_for_those_before_it_by_age(
-    prompts: list[Prompt], budget: float, fuse: bool
-) -> None:
+@given(prompts=prompt_lists, budget=st.sampled_from([0.0, 100.0, 900.0]))
+def test_a_turn_waits_no_longer_than_for_those_before_it_by_age(prompts: list[Prompt], budget: float) -> None:
     """The work done while a turn waits is bounded, however many younger turns come.
 
     A step in which the debt is due advances the oldest turn by the longest chunk that the share allows. That bounds the
     number of such steps for the turns up to this one by age. Between them other turns get the work that makes a debt
     due: (1 - share) / share times the work of the older turns, the lead that these may have, and one more step.
     """
-    ring = Simulation(PrefillScheduling(ageing_seconds=0.5, fuse=fuse), budget=budget)
+    ring = Simulation(PrefillScheduling(ageing_seconds=0.5), budget=budget)
     ring.run(prompts)
     share = replace(ring.limits, budget=AGE_SHARE * ring.limits.budget, tokens=int(AGE_SHARE * ring.limits.tokens))
     age = {name: ring.arrived[name] - 0.5 * prompts[int(name)].priority for name in ring.arrived}
@@ -152,16 +148,15 @@ def test_a_turn_waits_no_longer_than_for_those_before_it_by_age(
         assert done - arrived * RATE <= bound + 1e-6
 
 
-@pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("priority", [0, 3])
-def test_a_flood_of_short_prompts_does_not_starve_a_long_one(fuse: bool, priority: int) -> None:
-    ring = Simulation(PrefillScheduling(fuse=fuse, ageing_seconds=0.5))
+def test_a_flood_of_short_prompts_does_not_starve_a_long_one(priority: int) -> None:
+    ring = Simulation(PrefillScheduling(ageing_seconds=0.5))
     ring.add("long", Prompt(new=800))
     # The share of the oldest pays for the prompt itself and for prompts that arrive while their priority counts more.
     owed = WORK.work(800, 0)
     number = 0
     while ring.now <= priority * 0.5 + 1.25 * owed / (AGE_SHARE * RATE) + 1.0:
-        for _ in range(6 if fuse else 2):  # more than a step's worth, at every step
+        for _ in range(6):  # more than a step's worth, at every step
             number += 1
             ring.add(f"short-{number}", Prompt(new=60, priority=priority))
             owed += WORK.work(60, 0) if ring.now <= priority * 0.5 else 0.0
@@ -197,17 +192,6 @@ def test_a_short_prompt_waits_for_shorter_ones_alone_however_long_the_others_are
     steps = [ring.step() for _ in range(1 + shorter)]
     pieces = [piece for step in steps if step is not None for piece in step.pieces]
     assert TokenRange(0, short) in [piece.tokens for piece in pieces if piece.turn_id == "short"]
-
-
-def test_without_fusing_a_short_prompt_waits_for_one_step_of_another_at_most() -> None:
-    ring = Simulation(PrefillScheduling(fuse=False))
-    ring.add("long", Prompt(new=50_000))
-    for number in range(30):
-        ring.step()
-        ring.add(f"short-{number}", Prompt(new=20))
-        ring.step()
-        ring.step()
-        assert ring.steps_of(f"short-{number}")
 
 
 def test_short_prompts_fuse_with_each_other_and_with_the_last_chunk_of_a_long_one() -> None:
@@ -274,23 +258,6 @@ def test_what_is_finished_soonest_goes_first() -> None:
     assert sorted(ends, key=lambda name: ends[name]) == ["1000", "2000", "3000"]
 
 
-@pytest.mark.parametrize("fuse", [True, False])
-def test_without_interleaving_a_long_prompt_runs_all_its_chunks_in_a_row(fuse: bool) -> None:
-    ring = Simulation(PrefillScheduling(interleave=False, fuse=fuse))
-    ring.add("first", Prompt(new=2000))
-    ring.step()
-    ring.add("second", Prompt(new=3000))
-    ring.add("short", Prompt(new=5, priority=100))
-    while ring.step():
-        pass
-    first, second = ring.steps_of("first"), ring.steps_of("second")
-    assert first == list(range(len(first)))
-    assert second == list(range(second[0], second[0] + len(second)))
-    # With fusing the short one fills a chunk that leaves room; without, it waits for the last chunk.
-    (short,) = ring.steps_of("short")
-    assert short in first if fuse else short == first[-1] + 1
-
-
 def test_a_step_takes_the_algorithm_of_most_of_its_work() -> None:
     ring = Simulation(PrefillScheduling(), budget=1e9)
     ring.add("deep", Prompt(new=20, cached=50_000, algorithm=Algorithm.PASS_Q))
@@ -300,12 +267,10 @@ def test_a_step_takes_the_algorithm_of_most_of_its_work() -> None:
     assert (len(step.pieces), step.algorithm) == (2, Algorithm.PASS_Q)
 
 
-@given(prompts=prompt_lists, forced=st.sampled_from(RING_ALGORITHMS), scheduling=switches)
+@given(prompts=prompt_lists, forced=st.sampled_from(RING_ALGORITHMS))
 @settings(max_examples=50, deadline=None)
-def test_a_forced_algorithm_stays_forced(
-    prompts: list[Prompt], forced: Algorithm, scheduling: PrefillScheduling
-) -> None:
-    ring = Simulation(scheduling)
+def test_a_forced_algorithm_stays_forced(prompts: list[Prompt], forced: Algorithm) -> None:
+    ring = Simulation(PrefillScheduling(ageing_seconds=0.5))
     ring.run([replace(prompt, algorithm=forced) for prompt in prompts])
     assert {step.algorithm for step in ring.steps} == {forced}
 

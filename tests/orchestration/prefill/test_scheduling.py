@@ -27,9 +27,6 @@ FOLLOW_UP = 9
 SELECTORS = ("auto", "pass_q", "pass_kv")
 SWITCHES = {
     "as it is": PrefillScheduling(min_chunk_tokens=8),
-    "not fused": PrefillScheduling(min_chunk_tokens=8, fuse=False),
-    "not interleaved": PrefillScheduling(min_chunk_tokens=8, interleave=False),
-    "one turn after the other": PrefillScheduling(min_chunk_tokens=8, fuse=False, interleave=False),
     "with a small budget": PrefillScheduling(min_chunk_tokens=3, step_budget=40.0),
 }
 
@@ -103,9 +100,8 @@ async def test_turns_side_by_side_give_the_tokens_of_transformers(
             assert [answer.token_ids for answer in followed] == [script[3] for script in conversations]
             assert alone.token_ids == conversations[0][1]
             for answer in [*done, *followed, alone]:
-                check_report(answer, scheduling, None if selector == "auto" or num_prefill == 1 else selector)
-            is_fused = any(chunk.num_turns > 1 for answer in done for chunk in answer.report.chunks)
-            assert is_fused == scheduling.fuse
+                check_report(answer, None if selector == "auto" or num_prefill == 1 else selector)
+            assert any(chunk.num_turns > 1 for answer in done for chunk in answer.report.chunks)
         service.check_integrity()
         for selector in selectors:
             for prompt, *_ in conversations:
@@ -113,7 +109,7 @@ async def test_turns_side_by_side_give_the_tokens_of_transformers(
         await is_idle(service, free)
 
 
-def check_report(answer: Answer, scheduling: PrefillScheduling, forced: str | None) -> None:
+def check_report(answer: Answer, forced: str | None) -> None:
     """Assert that the chunks cover the new tokens in order, by the algorithm that was demanded."""
     plan, report = answer.begun.plan, answer.report
     position = plan.cached_tokens
@@ -122,7 +118,6 @@ def check_report(answer: Answer, scheduling: PrefillScheduling, forced: str | No
         position = chunk.tokens.stop
         assert chunk.num_turns >= 1
         assert forced in (None, chunk.algorithm)
-        assert scheduling.fuse or chunk.num_turns == 1
     assert position == plan.cached_tokens + plan.new_tokens
     assert report.prefill_seconds > 0
     assert report.queue_seconds >= 0
@@ -140,8 +135,8 @@ async def test_a_short_prompt_does_not_wait_for_a_long_one(model_paths: Mapping[
 
 
 async def test_a_higher_priority_goes_first(model_paths: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduling = PrefillScheduling(fuse=False, interleave=False)
-    async with Service(model_paths["llama_gqa"], 2, 2, scheduling=scheduling) as service:
+    """A step has room for one of the prompts."""
+    async with Service(model_paths["llama_gqa"], 2, 2, chunk_tokens=6) as service:
         rank, lengths = service.prefill_ranks.made[0], list[int]()
         compute = rank.prefill
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from ringserve.cp_core.errors import InvalidRequest
-from ringserve.orchestration.conversations.quotas import USUAL_ANSWER_TOKENS
 from ringserve.orchestration.protocol.turns import KvQuota, TurnRequest
 from ringserve.workers.protocol.decode_commands import FinishReason
 from tests.orchestration.service import BLOCK_TOKENS, Service, is_idle
@@ -56,13 +55,6 @@ async def test_the_models_positions_bound_an_answer(model_paths: Models) -> None
     async with Service(model_paths["llama_gqa"], 1, 1, num_blocks=1 << 12) as service:
         request = open_ended(service, 30)
         assert (await service.router.begin_turn(request)).max_tokens == service.model.max_positions - 30
-        await service.router.abort_requests([request.request_id])
-
-
-async def test_a_ring_that_reserves_whole_answers_reserves_a_usual_one(model_paths: Models) -> None:
-    async with Service(model_paths["llama_gqa"], 1, 1, preemption=False) as service:
-        request = open_ended(service, 30)
-        assert (await service.router.begin_turn(request)).max_tokens == USUAL_ANSWER_TOKENS
         await service.router.abort_requests([request.request_id])
 
 

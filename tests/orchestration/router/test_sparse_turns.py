@@ -21,14 +21,15 @@ from ringserve.orchestration.protocol.rings import PrefillScheduling
 from ringserve.orchestration.protocol.turns import LostTurn
 from ringserve.orchestration.router import adoption
 from ringserve.workers.protocol.prefill_steps import Algorithm
+from ringserve.workers.rank.thread_ranks import RATES
 from tests.orchestration.service import Answer, Service
 from tests.waiting import eventually
 from tests.workers.models import SHAPE, Oracle, random_tokens
 
 SPARSE = Sparsity(keep=0.05, sinks=1, window=2)
 LOSS = Bound(name=MAX_LOSS, limit=0.5)
-SLOW_LINK = 1e5
-"""Bytes/s by which turns are planned: messages of other ranks' keys take longest."""
+SLOW_LINK = replace(RATES, link_bytes_per_second=1e5)
+"""Rates by which turns are planned: messages of other ranks' keys take longest."""
 
 
 def loss(num_tokens: int, keep: float, value: float) -> MeasuredLoss:
@@ -68,7 +69,7 @@ def oracle(path: Path) -> Oracle:
 def service_of(path: Path, **options: object) -> Service:
     # A chain would leave the prompt to one rank at such a rate.
     defaults = {"selector": "pass_kv", "max_direct_tokens": 64, "sparse_losses": LOSSES}
-    values = {"link_bytes_per_second": SLOW_LINK, **defaults, **options}
+    values = {"rates": SLOW_LINK, **defaults, **options}
     # A short prompt whole on one rank would be exact.
     values["scheduling"] = PrefillScheduling(whole_tokens=0)
     return Service(path, 2, 2, **values)  # type: ignore[arg-type]

@@ -38,12 +38,10 @@ def test_command_line_beats_environment_beats_file_beats_default(tmp_path: Path)
 
 
 def test_a_switch_is_read_from_every_place(tmp_path: Path) -> None:
-    path = written(tmp_path, "prefill: {fuse: false}")
-    config = load_config(path, {"prefill.interleave": "false"}, {"RINGSERVE_PREFILL__STEP_BUDGET": "2e4"})
-    assert (config.prefill.fuse, config.prefill.interleave, config.prefill.step_budget) == (False, False, 2e4)
-    assert config.prefill.scheduling == PrefillScheduling(
-        fuse=False, interleave=False, step_budget=2e4, step_seconds=0.15
-    )
+    path = written(tmp_path, "gateway: {page: false}")
+    config = load_config(path, {"router.retain_prompts": "false"}, {"RINGSERVE_PREFILL__STEP_BUDGET": "2e4"})
+    assert (config.gateway.page, config.router.retain_prompts, config.prefill.step_budget) == (False, False, 2e4)
+    assert config.prefill.scheduling == PrefillScheduling(step_budget=2e4, step_seconds=0.15)
 
 
 def test_variables_that_are_no_keys_are_left_alone() -> None:
@@ -51,7 +49,7 @@ def test_variables_that_are_no_keys_are_left_alone() -> None:
 
 
 def test_what_is_written_out_reads_back_as_the_same(tmp_path: Path) -> None:
-    config = config_from({"prefill": {"cp": 3}, "router": {"selector": "alg5", "compute_flops": 5e14}})
+    config = config_from({"prefill": {"cp": 3}, "router": {"missing_kv": "pull", "conversation_ttl_seconds": 5e3}})
     assert load_config(written(tmp_path, yaml.safe_dump(dataclasses.asdict(config))), environment={}) == config
 
 
@@ -73,8 +71,7 @@ def test_the_process_environment_is_read_where_none_is_given(monkeypatch: pytest
         ("model.path", "123", "123"),
         ("model.path", "~", "~"),
         ("gateway.max_seconds", "90", 90.0),
-        ("router.compute_flops", "5e14", 5e14),  # which YAML 1.1 takes for a text
-        ("router.gamma", "-1.5", -1.5),
+        ("prefill.max_queue_work", "5e14", 5e14),  # which YAML 1.1 takes for a text
         ("decode.max_batch", "0x10", 16),
     ],
 )
@@ -86,10 +83,10 @@ def test_a_value_from_outside_is_read_as_its_key_wants_it(key: str, text: str, v
 
 
 def test_a_number_without_a_point_in_the_file_is_a_float_where_one_is_wanted(tmp_path: Path) -> None:
-    config = load_config(written(tmp_path, "timeouts: {step: 5}\nrouter: {compute_flops: 5e14}"), environment={})
+    config = load_config(written(tmp_path, "timeouts: {step: 5}\nprefill: {max_queue_work: 5e14}"), environment={})
     assert config.timeouts.step == 5.0
     assert isinstance(config.timeouts.step, float)
-    assert config.router.compute_flops == 5e14
+    assert config.prefill.max_queue_work == 5e14
 
 
 def test_every_section_is_frozen_and_named_by_keywords_only() -> None:
@@ -144,11 +141,6 @@ RANGES = [
     ("router.conversation_ttl_seconds", 0.0, 1e9),
     ("router.max_waiting_turns", 1, 100_000),
     *(("router.max_loss", 0.0, 1e6), ("router.max_ttft", 0.0, 86_400)),
-    ("router.compute_flops", 0, 1e30),
-    ("router.link_bytes_per_second", 0, 1e30),
-    ("router.alpha", -1e6, 1e6),
-    ("router.beta", -1e6, 1e6),
-    ("router.gamma", -1e6, 1e6),
     ("gateway.max_seconds", 0.1, 86_400),
     ("gateway.max_calls", 1, 1_000_000),
     ("metrics.tenants", 0, 1000),
@@ -190,9 +182,8 @@ def test_every_number_has_a_range() -> None:
         ("timeouts.step", None, "float"),
         ("timeouts.step", {"a": 1}, "float"),
         ("timeouts.step", 10**400, "float"),
-        *(("prefill.fuse", 1, "bool"), ("prefill.interleave", "yes", "bool")),
+        *(("gateway.page", 1, "bool"), ("gateway.page", "yes", "bool")),
         ("model.path", 7, "str"),
-        *(("kv_cache.checksums", 1, "bool"), ("kv_cache.checksums", "on", "bool")),
         ("gateway.metrics", None, "str"),
     ],
 )
@@ -373,19 +364,3 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         load_config(tmp_path / "none.yaml", environment={})
     with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
         load_config(tmp_path, environment={})
-
-
-@pytest.mark.parametrize("place", ["file", "override", "environment"])
-@pytest.mark.parametrize("section", ["prefill", "decode", "prefill.pools.wide", "decode.pools.wide"])
-def test_the_former_key_groups_is_refused_by_the_name_of_the_key_of_today(
-    tmp_path: Path, section: str, place: str
-) -> None:
-    values: dict[str, Any] = {"groups": 2}
-    for name in reversed(section.split(".")):
-        values = {name: values}
-    path = written(tmp_path, yaml.safe_dump(values)) if place == "file" else None
-    overrides = {f"{section}.groups": "2"} if place == "override" else {}
-    variable = "RINGSERVE_" + f"{section}.groups".replace(".", "__").upper()
-    with pytest.raises(ConfigError) as refused:
-        load_config(path, overrides, {variable: "2"} if place == "environment" else {})
-    assert str(refused.value) == f"{section}.groups: this key is now {section}.rings"

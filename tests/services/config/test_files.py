@@ -35,11 +35,6 @@ def test_a_file_is_read_with_the_selector_that_was_fitted(tmp_path: Path) -> Non
     assert empirical_fit(router, profile) == FIT
 
 
-def test_constants_of_the_configuration_come_first(tmp_path: Path) -> None:
-    router = RouterConfig(profile=written(tmp_path / "measured.json", FIT), alpha=2.0)
-    assert empirical_fit(router, router_profile(router)) == EmpiricalFit(alpha=2.0, beta=0.0, gamma=0.0)
-
-
 def test_a_file_that_is_not_there_is_named_with_its_key() -> None:
     with pytest.raises(ConfigError, match=r"router.profile: hardware profile 'nowhere.json' is unknown"):
         router_profile(RouterConfig(profile="nowhere.json"))
@@ -49,7 +44,7 @@ def test_the_empirical_selector_needs_constants_from_somewhere(tmp_path: Path) -
     path = written(tmp_path / "measured.json", None)
     with pytest.raises(ConfigError, match=r"needs alpha, beta and gamma, and router.profile .* has none"):
         router_profile(RouterConfig(profile=path, selector="empirical"))
-    with pytest.raises(ConfigError, match="fitted on this cluster, or its profile"):
+    with pytest.raises(ConfigError, match="with constants fitted on this cluster"):
         config_from({"router": {"selector": "empirical"}})
     assert config_from({"router": {"selector": "empirical", "profile": path}}).router.profile == path
 

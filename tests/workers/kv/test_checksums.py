@@ -64,11 +64,10 @@ def test_after_a_damaged_frame_the_connection_goes_on() -> None:
         TRUTH.check(cache, BLOCKS, range(TOKENS))
 
 
-@pytest.mark.parametrize("is_on", [True, False])
-def test_a_sender_sums_up_what_it_sends_unless_it_is_told_not_to(is_on: bool) -> None:
+def test_a_sender_sums_up_what_it_sends() -> None:
     cache = cache_of()
     TRUTH.store(cache, BLOCKS, range(TOKENS))
-    sender = KvSender(cache, SOURCE, checksums=is_on)
+    sender = KvSender(cache, SOURCE)
     with hand_destination() as destination:
         sender.begin(send_of(key_of(), destination.endpoint, TOKENS, BLOCKS))
         sender.layer_ready(key_of(), 0)
@@ -76,7 +75,7 @@ def test_a_sender_sums_up_what_it_sends_unless_it_is_told_not_to(is_on: bool) ->
         frame, payload = destination.receive()
         assert isinstance(frame, LayerFrame)
         assert payload == TRUTH.payload(0, range(TOKENS))
-        assert frame.checksum == (checksum_of([memoryview(payload)]) if is_on else None)
+        assert frame.checksum == checksum_of([memoryview(payload)])
         sender.close()
 
 

@@ -104,20 +104,17 @@ def arriving(ring: SimulatedPrefillRing, name: str, tokens: int, done: list[tupl
 
 
 def test_a_prefill_ring_takes_the_steps_of_the_prefill_scheduler() -> None:
-    """Compute 30 tokens in steps of 10; 5 later ones join a step if steps are shared, and wait otherwise."""
-    finished = {}
-    for is_shared in (True, False):
-        clock, done = Clock(), list[tuple[str, float]]()
-        ring = prefill_ring(clock, PrefillScheduling(fuse=is_shared, interleave=is_shared))
-        clock.after(1.0, lambda: arriving(ring, "long", 30, done, clock))  # noqa: B023
-        clock.after(1.5, lambda: arriving(ring, "short", 5, done, clock))  # noqa: B023
-        clock.run()
-        assert ring.busy_seconds == pytest.approx(3.5)
-        assert ring.predicted_wait == 0.0
-        finished[is_shared] = dict(done)
-    assert finished[False] == {"long": 4.0, "short": 4.5}
-    assert finished[True]["short"] < 4.0
-    assert finished[True]["long"] == 4.5
+    """Compute 30 tokens in steps of 10; 5 later ones join a step."""
+    clock, done = Clock(), list[tuple[str, float]]()
+    ring = prefill_ring(clock, PrefillScheduling())
+    clock.after(1.0, lambda: arriving(ring, "long", 30, done, clock))
+    clock.after(1.5, lambda: arriving(ring, "short", 5, done, clock))
+    clock.run()
+    assert ring.busy_seconds == pytest.approx(3.5)
+    assert ring.predicted_wait == 0.0
+    finished = dict(done)
+    assert finished["short"] < 4.0
+    assert finished["long"] == 4.5
 
 
 def test_a_full_queue_says_when_to_ask_again() -> None:

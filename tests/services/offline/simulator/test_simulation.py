@@ -114,7 +114,7 @@ def test_short_prompts_that_wait_share_steps_and_their_overhead() -> None:
     """Compute the first prompt alone; the nine later ones fit one step, whose overhead counts once."""
     trace = [conversation(0.0, (200, 1, 0.0)) for _ in range(10)]
     shared = simulate(trace)
-    alone = simulate(trace, scheduling=PrefillScheduling(fuse=False, interleave=False))
+    alone = simulate(trace, chunk_tokens=200)
     overhead = MODEL.num_layers * CLUSTER.profile.prefill.rates(2, is_cached=False).layer_overhead_seconds
     assert busy_seconds(alone) == pytest.approx(10 * seconds_of(200))
     assert busy_seconds(alone) - busy_seconds(shared) == pytest.approx(8 * overhead)
@@ -132,8 +132,7 @@ def test_random_arrivals_wait_as_the_theory_of_queues_says() -> None:
     for _ in range(8_000):
         start += draw.expovariate(0.6 / service)
         trace.append(conversation(start, (8_000, 1, 0.0)))
-    one_by_one = PrefillScheduling(fuse=False, interleave=False)
-    result = simulate(trace, max_batch=1000, scheduling=one_by_one)
+    result = simulate(trace, max_batch=1000, chunk_tokens=8_000)  # a step has room for one turn
     alone = simulate(trace[:1])
     assert result.busy_share == pytest.approx(0.6, rel=0.02)
     assert result.ttft.mean - alone.ttft.mean == pytest.approx(0.6 * service / (2 * 0.4), rel=0.06)
@@ -142,7 +141,7 @@ def test_random_arrivals_wait_as_the_theory_of_queues_says() -> None:
 def test_a_wait_is_told_apart_from_the_prefill_itself() -> None:
     """Start two turns at once on one ring: the second begins when the first has ended."""
     trace = [conversation(0.0, (20_000, 1, 0.0)), conversation(0.0, (20_000, 1, 0.0))]
-    result = simulate(trace, scheduling=PrefillScheduling(fuse=False, interleave=False))
+    result = simulate(trace, chunk_tokens=20_000)
     assert (result.queue.p50, result.queue.p99) == pytest.approx((0.0, seconds_of(20_000)))
 
 
@@ -194,13 +193,12 @@ def test_the_same_trace_gives_the_same_result(placement: str) -> None:
 
 
 def test_rings_are_as_busy_as_the_load_was_made_for() -> None:
-    """Run a load without shared steps: rings are busy for the requested share of the time."""
+    """Run prompts that hardly ever share a step: rings are busy for the requested share of the time."""
     shape = TraceShape(
         num_conversations=1, seconds=300.0, first=(FirstPrompts(least=5000, most=40_000),), mean_turns=2.0, swing=0.0
     )
     pools = {"prefill": PoolShape(num_rings=4, cp=2, tp=2), "decode": PoolShape(num_rings=8, cp=1, tp=2)}
-    alone = PrefillScheduling(fuse=False)
-    cluster = replace(CLUSTER, scheduling=alone, **pools)  # type: ignore[arg-type]
+    cluster = replace(CLUSTER, **pools)  # type: ignore[arg-type]
     shape = replace(shape, num_conversations=conversations_for(0.5, cluster, shape, 3))
     result = Simulation(cluster, SyntheticTrace(shape, 4), "router").run()
     assert result.busy_share * result.simulated_seconds / shape.seconds == pytest.approx(0.5, rel=0.05)
