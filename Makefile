@@ -14,8 +14,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 USER_READY := $(VENV)/ready-user
 DEV_READY := $(VENV)/ready-dev
-# That of a GPU is a target of its own.
-BENCHES := $(filter-out bench/gpu.py,$(wildcard bench/*.py))
+# Studies behind decision records: commands of `python -m bench`.
+STUDIES := cost-model kv-carrier scheduling
 
 # Tests start many processes: where bytecode is not written, each of them compiles all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
@@ -48,13 +48,13 @@ format: $(DEV_READY) ## format the source and apply automatic fixes
 	$(BIN)/ruff format .
 
 bench: $(DEV_READY) ## run every measurement: rings, then the studies in bench/
-	$(BIN)/ringserve bench attention
-	$(BIN)/ringserve bench prefill --rings-only
-	$(BIN)/ringserve bench decode --rings-only
-	@set -e; for bench in $(BENCHES); do echo "== $$bench"; $(BIN)/python $$bench; done
+	$(BIN)/python -m bench attention
+	$(BIN)/python -m bench prefill --rings-only
+	$(BIN)/python -m bench decode --rings-only
+	@set -e; for study in $(STUDIES); do echo "== $$study"; $(BIN)/python -m bench $$study; done
 
 gpu: $(DEV_READY) ## test and measure this machine's GPU, each figure beside its target; ONLY=kernels,steps for parts
-	$(BIN)/python -m bench.gpu $(if $(ONLY),--only $(ONLY))
+	$(BIN)/python -m bench gpu $(if $(ONLY),--only $(ONLY))
 
 proto: $(DEV_READY) ## generate the stubs of proto/ringserve/v1/*.proto
 	$(BIN)/python proto/generate.py

@@ -10,16 +10,18 @@ import pytest
 
 from tests.test_repository import ROOT
 
-PACKAGES = ("cp_core", "workers", "orchestration", "services")
+PACKAGES = ("cp_core", "workers", "orchestration", "services", "bench")
 CODE_IN_DATA = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "jsonpickle"}
 """Modules whose data may run code on reading."""
 OWN_CHILDREN = {
     "services/cli/simulate.py",
-    "services/offline/bench/gateway.py",
-    "services/offline/bench/gpu/rank.py",
-    "services/offline/bench/ring_processes.py",
-    "services/offline/bench/router/restart.py",
-    "services/offline/bench/selection/measure.py",
+    "bench/gpu/command.py",
+    "bench/gpu/rank.py",
+    "bench/rings/kv_carrier.py",
+    "bench/rings/ring_processes.py",
+    "bench/router/restart.py",
+    "bench/selection/measure.py",
+    "bench/service/gateway.py",
 }
 """Files of commands that talk to their own child processes by pipes."""
 CALLS = {

@@ -1,312 +1,258 @@
-"""`ringserve bench`: measure a service, or rings of processes beside reference implementations in the same run."""
+"""`ringserve bench`: open-loop load on a whole service, already running or started for the measurement."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rich.console import Console
+import grpc
+from rich.table import Table
 
-from ringserve.cp_core.errors import ConfigError
-from ringserve.cp_core.transport.ring_backend import SERVING
-from ringserve.services.cli import bench_gateway, bench_load, bench_router, bench_selection, bench_steps, bench_systems
-from ringserve.services.cli.import_model import prepare
-from ringserve.services.cli.options import Subcommands, add_config_options, config_of
-from ringserve.services.offline.bench.report import (
-    Report,
-    closing_lines,
-    load_now,
-    require_matplotlib,
-    to_json,
-    to_table,
-    with_load,
-    write_plot,
+from ringserve.client import Client
+from ringserve.cp_core.errors import ConfigError, Unavailable
+from ringserve.services.cli.options import Subcommands, add_serving_options, serving
+from ringserve.services.offline.load.alike import count_differing, expected_shares, read_requests, scaled
+from ringserve.services.offline.load.replay import (
+    KINDS,
+    Arrival,
+    Outcome,
+    RequestKind,
+    draw_trace,
+    read_trace,
+    replay,
+    write_trace,
 )
-from ringserve.services.offline.terminal import Tell, console, print_table, progress_bar
-from ringserve.workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
-
-if TYPE_CHECKING:
-    from ringserve.services.offline.bench.attention import AttentionShape
+from ringserve.services.offline.load.summary import (
+    FIRST_TURNS,
+    Bounds,
+    LoadReport,
+    Percentiles,
+    summarize,
+    write_load_plot,
+)
+from ringserve.services.offline.reports import load_now, require_matplotlib
+from ringserve.services.offline.terminal import console, print_table, progress_bar, simple_table
+from ringserve.workers.model.builtin import resolve_model_path
 
 EXAMPLE = """example:
-  ringserve bench attention --tokens 4096,16384
-  ringserve bench attention --device cuda
-  ringserve bench prefill --model DIR --rounds 3
-  ringserve bench prefill --rings-only --ranks 1,2 --tokens 4096,16384 --plot prefill.png
-  ringserve bench prefill --rings-only --ranks 2,4 --tp 2,4 --tokens 4096
-  ringserve bench decode --rings-only --context 2048,16384,65536 --ranks 1,2 --batch 1,8 --json
+  ringserve bench --rate 2 --duration 60 --mix short:0.8,long:0.2
+  ringserve bench --start --rate 4 --duration 60 --mix short:1 --every long:10 --plot load.png
+  ringserve bench --target 127.0.0.1:50051 --trace requests.jsonl --json
+  ringserve bench --start --trace examples/traces/conversation_trace.jsonl.gz --divide 64 --requests 60 --check 10
 """
-HELP = """All contenders of a run alternate, round after round; figures are medians with least and most.
-Ratios are medians over the rounds. Targets hold for 2 otherwise idle cores."""
-SERVED_HELP = """A service is started, with rings of --ranks for prefill and for decode. One request at a time goes
-through gateway, router and rings, beside stock transformers with a thread for every core.
-With --rings-only, bare rings of processes are measured without a service."""
-PREFILL_HELP = f"""Time to first token of random prompts.
-{SERVED_HELP}"""
-DECODE_HELP = f"""Time between tokens of one stream, in conversations of --context tokens that grow by a turn a round.
-{SERVED_HELP} Their KV is then random
-numbers, written directly: nothing is prefilled. With --layers the weights are random too. The cost of a step depends
-on neither."""
-DECODE_LAYERS = 16
-LEAST_STEPS = 4
-# Sizes by default: of the whole service, and of bare rings.
-SERVED_TOKENS, SERVED_RANKS, SERVED_STEPS = [512, 2048, 6000], [2], 24
-RING_TOKENS, RING_CONTEXTS, RING_SIZES = [4096, 16384], [2048, 16384, 65536], [1, 2]
-RING_STEPS, RING_BATCHES = 8, [1, 8]
+HELP = """Requests arrive at random at a rate (Poisson), whatever the state of earlier ones, and with --every also at
+fixed intervals. A kind is NAME=PROMPT or LEAST-MOST:ANSWER in tokens."""
 PIPE_WIDTH = 120
-RING_TRANSPORTS = ("auto", *SERVING["cpu"])
+MAX_DIVIDE = 512
+"""Tokens of a block in Mooncake's traces."""
 
 
 def add(commands: Subcommands) -> None:
     parser = commands.add_parser(
-        "bench", help="measure", description=HELP, epilog=EXAMPLE, formatter_class=argparse.RawTextHelpFormatter
+        "bench",
+        help="time to first token and between tokens of a whole service under load",
+        description=HELP,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
-    kinds = parser.add_subparsers(required=True, metavar="KIND")
-
-    attention = _add_kind(kinds, "attention", "one layer's attention by ring size, beside torch's own ring attention")
-    attention.add_argument("--tokens", type=_counts, default=[4096, 16384], help="(default: 4096,16384)")
-    attention.add_argument(
-        "--cached",
-        type=int,
-        default=0,
-        help="cached tokens before the new ones; measures ringserve's rings alone (default: 0)",
-    )
-    for name, default, of_device in (("--heads", 8, 32), ("--kv-heads", 2, 8), ("--head-dim", 64, 128)):
-        attention.add_argument(name, type=_count, help=f"(default: {default}; with --device {of_device})")
-    attention.add_argument(
-        "--device",
-        choices=["cuda"],
-        help="measure the kernels of this device in one process instead of rings: prefill, decode, merge, sampling",
-    )
-    attention.set_defaults(run=run_attention)
-
-    prefill = _add_kind(kinds, "prefill", "time to first token, beside transformers", PREFILL_HELP, ranks=None)
-    prefill.add_argument(
-        "--tokens", type=_counts, help=f"(default: {_listed(SERVED_TOKENS)}; of bare rings {_listed(RING_TOKENS)})"
-    )
-    prefill.add_argument(
-        "--algorithm", choices=[each.value for each in RING_ALGORITHMS], help="of bare rings (default: pass_kv)"
-    )
-    prefill.add_argument(
-        "--tp",
-        type=_counts,
-        metavar="N,...",
-        help="processes that share the weights, beside rings (default: none)",
-    )
-    _add_served_options(prefill)
-    prefill.set_defaults(run=run_prefill)
-
-    decode = _add_kind(kinds, "decode", "time between tokens, beside transformers", DECODE_HELP, ranks=None)
-    decode.add_argument(
-        "--context", type=_counts, help=f"(default: {_listed(SERVED_TOKENS)}; of bare rings {_listed(RING_CONTEXTS)})"
-    )
-    decode.add_argument(
-        "--steps",
-        type=_count,
-        help=f"tokens a measurement (default: {SERVED_STEPS}; of bare rings {RING_STEPS})",
-    )
-    decode.add_argument("--batch", type=_counts, help="sequences a step of bare rings (default: 1,8)")
-    decode.add_argument(
-        "--short",
-        type=_count,
-        metavar="TOKENS",
-        help="tokens of all sequences of a batch but one, spread and whole on a rank each (default: --context)",
-    )
-    decode.add_argument(
-        "--layers", type=int, help=f"layers of the model of bare rings, 0 for its own (default: {DECODE_LAYERS})"
-    )
-    _add_served_options(decode)
-    decode.set_defaults(run=run_decode)
-
-    bench_load.add(kinds)
-    bench_router.add(kinds)
-    bench_gateway.add(kinds)
-    bench_selection.add(kinds)
-    bench_systems.add(kinds)
-    bench_steps.add(kinds)
-
-
-def run_attention(options: argparse.Namespace) -> int:
-    from ringserve.services.offline.bench.attention import AttentionShape, measure_attention, num_measurements
-
-    defaults = (8, 2, 64) if options.device is None else (32, 8, 128)
-    given = (options.heads, options.kv_heads, options.head_dim)
-    heads, kv_heads, head_dim = (value or default for value, default in zip(given, defaults, strict=True))
-    if heads % kv_heads:
-        raise ConfigError(f"--heads: {heads} is no multiple of the {kv_heads} KV heads")
-    shape = AttentionShape(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
-    if options.device is not None:
-        return _run_kernels(options, shape)
-    if options.cached < 0:
-        raise ConfigError(f"--cached: {options.cached} is negative; allowed are 0 or more")
-    ranks, tokens, rounds, cached = options.ranks, options.tokens, options.rounds, options.cached
-    return _run(
-        options,
-        num_measurements(ranks, tokens, rounds, cached),
-        lambda tell: measure_attention(shape, ranks, tokens, rounds, cached, _transport(options), tell),
-    )
-
-
-def _run_kernels(options: argparse.Namespace, shape: AttentionShape) -> int:
-    import torch
-
-    from ringserve.services.offline.bench.kernels import GPU_SIZES, NUM_KINDS, measure_kernels, table_of
-
-    _refuse(options, ("transport", "plot"), "not with --device, which measures no rings")
-    with progress_bar(NUM_KINDS) as tell:
-        figures = measure_kernels(
-            shape, torch.device(options.device, 0), torch.bfloat16, GPU_SIZES, options.rounds, tell
-        )
-    if options.json:
-        print(json.dumps([asdict(each) for each in figures], indent=2))
-    else:
-        print_table(console(pipe_width=PIPE_WIDTH), table_of(figures), num_keys=3)
-    return 0
-
-
-def run_prefill(options: argparse.Namespace) -> int:
-    if not options.rings_only:
-        _refuse(options, ("algorithm", "transport", "tp"), "needs --rings-only; a service chooses by its configuration")
-        return _run_served_prefill(options)
-    from ringserve.services.offline.bench.prefill import measure_prefill, num_measurements
-
-    _refuse(options, ("config", "set"), "not with --rings-only, which starts no service")
-    ranks, tokens = options.ranks or RING_SIZES, options.tokens or RING_TOKENS
-    algorithm, tensor_ranks = Algorithm(options.algorithm or Algorithm.PASS_KV), options.tp or []
-    return _run(
-        options,
-        num_measurements(ranks, tokens, options.rounds, tensor_ranks),
-        lambda tell: measure_prefill(
-            options.model, ranks, tokens, options.rounds, algorithm, _transport(options), tell, tensor_ranks
-        ),
-    )
-
-
-def _run_served_prefill(options: argparse.Namespace) -> int:
-    from ringserve.services.offline.bench.served import measure_served_prefill, num_measurements
-
-    ranks, tokens, rounds = options.ranks or SERVED_RANKS, options.tokens or SERVED_TOKENS, options.rounds
-    config = config_of(options)
-    return _run(
-        options,
-        num_measurements(ranks, tokens, rounds),
-        lambda tell: measure_served_prefill(options.model, config, ranks, tokens, rounds, tell),
-    )
-
-
-def run_decode(options: argparse.Namespace) -> int:
-    if options.steps is not None and options.steps < LEAST_STEPS:
-        raise ConfigError(f"--steps: {options.steps} is too few; allowed are {LEAST_STEPS} or more")
-    if not options.rings_only:
-        _refuse(options, ("batch", "layers", "transport", "short"), "needs --rings-only; a service runs one stream")
-        return _run_served_decode(options)
-    from ringserve.services.offline.bench.decode import DecodeCase, measure_decode, num_measurements
-
-    _refuse(options, ("config", "set"), "not with --rings-only, which starts no service")
-    layers = DECODE_LAYERS if options.layers is None else options.layers
-    if layers < 0:
-        raise ConfigError(f"--layers: {layers} is negative; allowed are 0 or more")
-    ranks, steps = options.ranks or RING_SIZES, options.steps or RING_STEPS
-    contexts, batches = options.context or RING_CONTEXTS, options.batch or RING_BATCHES
-    cases = [DecodeCase(context, batch, steps, options.short or 0) for context in contexts for batch in batches]
-    return _run(
-        options,
-        num_measurements(ranks, cases, options.rounds),
-        lambda tell: measure_decode(
-            options.model, layers or None, ranks, cases, options.rounds, _transport(options), tell
-        ),
-    )
-
-
-def _run_served_decode(options: argparse.Namespace) -> int:
-    from ringserve.services.offline.bench.served import measure_served_decode, num_measurements
-
-    ranks, contexts, rounds = options.ranks or SERVED_RANKS, options.context or SERVED_TOKENS, options.rounds
-    config, steps = config_of(options), options.steps or SERVED_STEPS
-    return _run(
-        options,
-        num_measurements(ranks, contexts, rounds),
-        lambda tell: measure_served_decode(options.model, config, ranks, contexts, steps, rounds, tell),
-    )
-
-
-def _transport(options: argparse.Namespace) -> str:
-    return str(options.transport or RING_TRANSPORTS[0])
-
-
-def _refuse(options: argparse.Namespace, names: Sequence[str], why: str) -> None:
-    """Raise ConfigError where one of these options is given."""
-    for name in names:
-        if getattr(options, name) is not None:
-            raise ConfigError(f"--{name}: {why}")
-
-
-def _run(options: argparse.Namespace, total: int, measure: Callable[[Tell], Report]) -> int:
-    if options.plot is not None:
-        require_matplotlib()
-    if "model" in vars(options):
-        prepare(options.model, Console(stderr=True))
-    before = load_now()
-    with progress_bar(total) as tell:
-        report = measure(tell)
-    report = with_load(report, before)
-    if options.plot is not None:
-        write_plot(report, options.plot)
-    if options.json:
-        print(to_json(report))
-    else:
-        print_table(console(pipe_width=PIPE_WIDTH), to_table(report))
-        print(*closing_lines(report), sep="\n")
-    return 0
-
-
-def _add_kind(
-    kinds: Subcommands,
-    name: str,
-    summary: str,
-    description: str | None = None,
-    ranks: Sequence[int] | None = RING_SIZES,
-) -> argparse.ArgumentParser:
-    parser = kinds.add_parser(
-        name, help=summary, description=description or summary, formatter_class=argparse.RawTextHelpFormatter
-    )
-    default = _listed(ranks) if ranks else f"{_listed(SERVED_RANKS)}; of bare rings {_listed(RING_SIZES)}"
-    parser.add_argument("--ranks", type=_counts, default=ranks, help=f"ring sizes (default: {default})")
-    parser.add_argument("--rounds", type=_count, default=5, help="measurements of each contender (default: 5)")
+    parser.add_argument("load", nargs="?", choices=["load"], help=argparse.SUPPRESS)  # `bench load` is its other name
+    parser.add_argument("--rate", type=_positive, default=1.0, help="requests a second (default: 1)")
+    parser.add_argument("--duration", type=_positive, default=60.0, help="seconds of arrivals (default: 60)")
     parser.add_argument(
-        "--transport",
-        choices=RING_TRANSPORTS,
-        help="transport of the messages of bare rings (default: auto)",
+        "--mix", default="short:1", help="weights of the kinds that arrive at random (default: short:1)"
     )
+    parser.add_argument("--every", default="", metavar="KIND:SECONDS", help="also one of a kind at fixed intervals")
+    defaults = " ".join(f"{kind.name}={kind.least_prompt}-{kind.most_prompt}:{kind.max_tokens}" for kind in KINDS)
+    parser.add_argument(
+        "--kind", action="append", metavar="NAME=TOKENS:ANSWER", help=f"another kind; repeatable (default: {defaults})"
+    )
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="arrivals from a file of JSON lines, not at random")
+    parser.add_argument(
+        "--divide", type=int, default=0, metavar="N", help="--trace has Mooncake's requests; divide their lengths by N"
+    )
+    parser.add_argument("--requests", type=int, default=100, help="first requests taken with --divide (default: 100)")
+    parser.add_argument("--pace", type=_positive, default=1.0, help="factor of the times with --divide (default: 1)")
+    parser.add_argument("--check", type=int, default=0, help="answers compared with transformers, with --divide")
+    parser.add_argument("--save-trace", type=Path, metavar="FILE", help="write the arrivals that were drawn")
+    parser.add_argument("--ttft-bound", type=_positive, default=2.0, help="seconds, for goodput (default: 2)")
+    parser.add_argument("--ttit-bound", type=_positive, default=0.1, help="seconds, for goodput (default: 0.1)")
+    parser.add_argument(
+        "--timeout", type=_positive, default=300.0, help="deadline of each request, seconds (default: 300)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of arrivals and prompts (default: 0)")
+    add_serving_options(parser)
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE.png", help="draw the figures; needs matplotlib, the extra `plot`"
     )
-    return parser
+    parser.set_defaults(run=run)
 
 
-def _add_served_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", default="builtin:tiny", metavar="DIR", help="directory or built-in model (default: builtin:tiny)"
+def run(options: argparse.Namespace) -> int:
+    if options.plot is not None:
+        require_matplotlib()
+    trace = _trace(options)
+    bounds = Bounds(ttft=options.ttft_bound, ttit=options.ttit_bound)
+    before = load_now()
+    with serving(options) as target, progress_bar(len(trace), "requests") as tell:
+        try:
+            outcomes = asyncio.run(
+                replay(
+                    target, trace, options.timeout, options.seed, lambda status: tell(f"requests, the latest {status}")
+                )
+            )
+        except grpc.aio.AioRpcError as failure:
+            raise Unavailable(f"{target} does not answer: {failure.details()}") from None
+        shares = _expected(options, target) if options.divide else ()
+    report = summarize(outcomes, bounds, _settings(options), (before, load_now()))
+    if options.divide:
+        report = replace(report, notes=_cached_lines(options, report, outcomes, *shares))
+    if options.plot is not None:
+        write_load_plot(report, outcomes, options.plot)
+    if options.json:
+        print(json.dumps(asdict(report)))
+    else:
+        print_table(console(pipe_width=PIPE_WIDTH), _table(report))
+        print(*_closing_lines(report), *report.notes, sep="\n")
+    return 0 if any(outcome.status == "ok" for outcome in outcomes) else 1
+
+
+def _expected(options: argparse.Namespace, target: str) -> tuple[float, float, str]:
+    """Return the cached shares of simulated rings and of one cache, and the path of the service's model."""
+    with Client(target) as client:
+        rings, model = client.server_info().rings, client.model_info().model_path
+    return *expected_shares(read_requests(options.trace, options.requests), rings, options.divide), model
+
+
+def _cached_lines(
+    options: argparse.Namespace,
+    report: LoadReport,
+    outcomes: Sequence[Outcome],
+    simulated: float,
+    ideal: float,
+    model: str,
+) -> tuple[str, ...]:
+    said = (
+        f"{report.cached_share:.1%} of the prompt tokens were cached; simulated rings have {simulated:.1%}, one cache "
+        f"of the room of a role's rings {ideal:.1%} (least recently used)"
     )
-    parser.add_argument("--rings-only", action="store_true", help="measure bare rings of processes, not a service")
-    add_config_options(parser)
+    if not options.check:
+        return (said,)
+    num_checked, num_differing = count_differing(outcomes, resolve_model_path(model), options.check)
+    return said, f"{num_checked} answers compared with transformers, {num_differing} differ"
 
 
-def _listed(counts: Sequence[int]) -> str:
-    return ",".join(map(str, counts))
+def _trace(options: argparse.Namespace) -> list[Arrival]:
+    if options.divide:
+        if options.trace is None or not 1 <= options.divide <= MAX_DIVIDE or options.requests < 1:
+            raise ConfigError(
+                f"--divide: {options.divide} needs --trace, and --requests of 1 or more; allowed are 1 to {MAX_DIVIDE}"
+            )
+        return scaled(read_requests(options.trace, options.requests), options.divide, options.pace)
+    if options.trace is not None:
+        return read_trace(options.trace)
+    kinds = {kind.name: kind for kind in (*KINDS, *map(_kind, options.kind or ()))}
+    mix, every = _numbers("--mix", options.mix, kinds), _numbers("--every", options.every, kinds)
+    if not mix:
+        raise ConfigError("--mix: names no kind; write it as short:0.8,long:0.2")
+    trace = draw_trace(
+        kinds=kinds, rate=options.rate, duration=options.duration, mix=mix, every=every, seed=options.seed
+    )
+    if not trace:
+        raise ConfigError(
+            f"--duration: no request arrives in {options.duration:g} s; give a longer one or a higher --rate"
+        )
+    if options.save_trace is not None:
+        write_trace(options.save_trace, trace)
+    return trace
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no count; allowed are integers of 1 or more")
-    return int(text)
+def _settings(options: argparse.Namespace) -> str:
+    if options.trace is not None:
+        return f"arrivals of {options.trace}"
+    every = f", plus {options.every} s" if options.every else ""
+    return f"{options.rate:g} requests/s for {options.duration:g} s, {options.mix}{every}, seed {options.seed}"
 
 
-def _counts(text: str) -> list[int]:
-    """Parse distinct counts, separated by commas."""
-    return list(dict.fromkeys(map(_count, text.split(","))))
+def _table(report: LoadReport) -> Table:
+    headers = ("kind", "requests", "ended", "what", "p50 ms", "p90 ms", "p99 ms", "most", "good")
+    table = simple_table(*headers, left_aligned=("kind", "ended", "what"), title=f"load: {report.settings}")
+    for kind in report.kinds:
+        ended = ", ".join(f"{count} {status}" for status, count in sorted(kind.statuses.items()))
+        for number, (name, figures) in enumerate((("TTFT", kind.ttft), ("TTIT", kind.ttit), ("queue", kind.queue))):
+            lead = ("", "", "") if number else (kind.kind, str(kind.requests), ended)
+            table.add_row(*lead, name, *_milliseconds(figures), "" if number else f"{kind.good:.0%}")
+    return table
+
+
+def _milliseconds(figures: Percentiles) -> list[str]:
+    return [f"{value * 1e3:.1f}" for value in (figures.p50, figures.p90, figures.p99, figures.most)]
+
+
+def _closing_lines(report: LoadReport) -> list[str]:
+    lag = max(kind.lag.p99 for kind in report.kinds)
+    before, after = report.load
+    return [
+        f"{report.requests_per_second:.2f} requests/s, {report.prompt_tokens_per_second:.0f} prompt tokens/s, "
+        f"{report.completion_tokens_per_second:.1f} tokens/s of answers over {report.seconds:.1f} s",
+        f"goodput {report.good_requests_per_second:.2f} requests/s within TTFT {report.bounds.ttft:g} s "
+        f"and TTIT {report.bounds.ttit:g} s on average",
+        *_prediction_line(report),
+        f"requests were sent {lag * 1e3:.1f} ms late at p99; load {before:.1f} before and {after:.1f} after",
+    ]
+
+
+def _prediction_line(report: LoadReport) -> list[str]:
+    errors = report.predictions
+    if errors is None:
+        return []
+    later = "" if errors.later is None else f", {errors.later:.0%} of the later ones"
+    return [
+        f"predicted prefill seconds differ from measured ones by {errors.first:.0%} of the first {FIRST_TURNS} turns"
+        f"{later} (medians)"
+    ]
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; give a number above 0")
+    return value
+
+
+def _numbers(option: str, text: str, kinds: dict[str, RequestKind]) -> dict[str, float]:
+    """Parse `name:number` pairs, separated by commas. Raises ConfigError."""
+    numbers = {}
+    for part in filter(None, text.split(",")):
+        name, _, number = part.partition(":")
+        if name not in kinds:
+            raise ConfigError(f"{option}: {name!r} is no kind; allowed are {', '.join(kinds)}, more with --kind")
+        try:
+            numbers[name] = _positive(number)
+        except argparse.ArgumentTypeError as error:
+            raise ConfigError(f"{option}: {part!r} is not NAME:NUMBER: {error}") from None
+    return numbers
+
+
+def _kind(text: str) -> RequestKind:
+    """Parse a kind of request. Raises ConfigError."""
+    name, _, sizes = text.partition("=")
+    prompt, _, answer = sizes.partition(":")
+    least, dash, most = prompt.partition("-")
+    try:
+        kind = RequestKind(
+            name=name, least_prompt=int(least), most_prompt=int(most if dash else least), max_tokens=int(answer)
+        )
+    except ValueError:
+        raise ConfigError(f"--kind: {text!r} is not NAME=TOKENS:ANSWER, e.g. short=64-192:32") from None
+    if not name or not 1 <= kind.least_prompt <= kind.most_prompt or kind.max_tokens < 1:
+        raise ConfigError(f"--kind: {text!r} needs a name, 1 or more tokens, the least first, and 1 or more of answer")
+    return kind

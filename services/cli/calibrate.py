@@ -13,7 +13,6 @@ from ringserve.cp_core.errors import ConfigError
 from ringserve.cp_core.layout.sparsity import Sparsity
 from ringserve.services.cli.options import Subcommands, add_serving_options, client_of, config_of, serving
 from ringserve.services.gateway.text import TextCodec
-from ringserve.services.offline.bench.report import require_matplotlib
 from ringserve.services.offline.calibration.fitting import Calibration, calibrate, profile_from_rings, shape_of
 from ringserve.services.offline.calibration.measurement import Calibrator, grid, max_sequence_tokens
 from ringserve.services.offline.calibration.report import (
@@ -23,6 +22,7 @@ from ringserve.services.offline.calibration.report import (
     write_calibration_plot,
 )
 from ringserve.services.offline.demo import document
+from ringserve.services.offline.reports import require_matplotlib
 from ringserve.services.offline.terminal import console, print_table, progress_bar
 from ringserve.services.offline.units import parse_token_counts
 from ringserve.workers.model.builtin import has_random_weights, resolve_model_path

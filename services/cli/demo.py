@@ -13,7 +13,6 @@ from rich.table import Table
 
 from ringserve.client import Client
 from ringserve.cp_core.errors import ModelRefused
-from ringserve.services.cli import demo_needle
 from ringserve.services.cli.import_model import prepare
 from ringserve.services.cli.options import Subcommands
 from ringserve.services.cluster.stopping import StopRequest, StopSignals
@@ -33,13 +32,12 @@ from ringserve.services.offline.demo import (
     passage,
 )
 from ringserve.services.offline.units import parse_tokens
-from ringserve.workers.model.builtin import NEEDLE, PREFIX, SMOLLM2, TINY, has_random_weights, resolve_model_path
+from ringserve.workers.model.builtin import PREFIX, SMOLLM2, TINY, has_random_weights, resolve_model_path
 from ringserve.workers.model.info import read_model_info
 
 EXAMPLE = """example:
   ringserve demo
   ringserve demo --model builtin:tiny --tokens 4000 --json
-  ringserve demo --model builtin:needle --tokens 1048576
 """
 EXIT_INTERRUPTED = 130
 RANDOM_TOKENS = 8192
@@ -64,18 +62,13 @@ def add(commands: Subcommands) -> None:
     parser.add_argument(
         "--model",
         metavar="DIR",
-        help=f"model (default: {PREFIX}{SMOLLM2}, or {PREFIX}{TINY} where that cannot be had);\n"
-        f"{PREFIX}{NEEDLE} looks for a code among up to a million tokens",
+        help=f"model (default: {PREFIX}{SMOLLM2}, or {PREFIX}{TINY} where that cannot be had)",
     )
     parser.add_argument(
         "--tokens",
         metavar="N",
         default="",
-        help=f"cut the document after so many tokens (default: all of it, {RANDOM_TOKENS} with {PREFIX}{TINY});\n"
-        f"length of the text of {PREFIX}{NEEDLE} (default: {demo_needle.TOKENS})",
-    )
-    parser.add_argument(
-        "--depth", type=float, default=0.3, help=f"place of the code of {PREFIX}{NEEDLE}, 0 to 1 (default: 0.3)"
+        help=f"cut the document after so many tokens (default: all of it, {RANDOM_TOKENS} with {PREFIX}{TINY})",
     )
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens of each answer, at most (default: 64)")
     parser.add_argument(
@@ -93,8 +86,6 @@ def run(options: argparse.Namespace) -> int:
     began = time.monotonic()
     num_tokens = parse_tokens("--tokens", options.tokens) if options.tokens else 0
     model = _choose_model(options.model, console)
-    if model == PREFIX + NEEDLE:
-        return demo_needle.run(console, num_tokens, depth=options.depth, is_json=options.json)
     path = resolve_model_path(model)
     info, codec = read_model_info(path), TextCodec(path)
     is_random = has_random_weights(model)

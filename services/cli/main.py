@@ -12,7 +12,6 @@ from ringserve.cp_core.errors import RingserveError
 from ringserve.services.cli import (
     bench,
     calibrate,
-    chaos,
     chat,
     config,
     conversations,
@@ -78,7 +77,6 @@ def build_parser() -> argparse.ArgumentParser:
         import_model,
         *planning,
         bench,
-        chaos,
         gateway,
         token,
     )

@@ -1,4 +1,4 @@
-"""`ringserve plan`: size a cluster by prediction, or compare predictions with published times."""
+"""`ringserve plan`: size a cluster by prediction."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from ringserve.cp_core.cost.profile import HardwareProfile, read_profile
 from ringserve.cp_core.errors import ConfigError
 from ringserve.services.cli.options import Subcommands
 from ringserve.services.config.rings import PrefillConfig
-from ringserve.services.offline.bench.report import require_matplotlib
 from ringserve.services.offline.planning.models import PlannedModel, planned_model
 from ringserve.services.offline.planning.proposal import Proposal, Traffic, propose
 from ringserve.services.offline.planning.report import (
@@ -17,10 +16,7 @@ from ringserve.services.offline.planning.report import (
     plan_table,
     proposal_lines,
     proposal_table,
-    reproduction_json,
-    reproduction_tables,
 )
-from ringserve.services.offline.planning.reproduction import reproduce
 from ringserve.services.offline.planning.sizing import (
     RingForecast,
     RingShape,
@@ -29,6 +25,7 @@ from ringserve.services.offline.planning.sizing import (
     forecast_ring,
     require_tp,
 )
+from ringserve.services.offline.reports import require_matplotlib
 from ringserve.services.offline.terminal import console, print_lines, print_table
 from ringserve.services.offline.units import (
     format_tokens,
@@ -44,10 +41,9 @@ EXAMPLE = r"""example:
   ringserve plan --model llama3-405b-fp8 --hardware gtt --context 128k:9,1m:1 --chunk whole \
       --rate 0.1/s --ttft 60s --ttit 100ms
   ringserve plan --model ./my-model --hardware ./measured.json --context 64k --cp 1,2,4 --tp 2 --plot plan.png
-  ringserve plan --reproduce --plot figures/
 """
 HELP = """Predicts time to first token, time between tokens, KV memory and throughput of rings, and the number and
-shape of rings that a traffic mix needs. 128k is 128,000 tokens. --reproduce shows the errors of such predictions."""
+shape of rings that a traffic mix needs. 128k is 128,000 tokens."""
 CP_SIZES = (1, 2, 4, 8, 16, 32, 64)
 CHUNK_TOKENS = PrefillConfig().chunk_tokens
 WHOLE = "whole"
@@ -82,15 +78,12 @@ def add(commands: Subcommands) -> None:
     parser.add_argument("--ttft", metavar="TIME", help="limit of the mean time to first token, e.g. 60s")
     parser.add_argument("--ttit", metavar="TIME", help="limit of the time between tokens, e.g. 100ms")
     parser.add_argument("--max-batch", type=int, default=32, help="sequences a decode ring takes (default: 32)")
-    parser.add_argument(
-        "--reproduce", action="store_true", help="published times of arXiv 2411.01783 beside predictions"
-    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--plot",
         type=Path,
-        metavar="PATH",
-        help="draw the plan: FILE.png, with --reproduce a directory; needs matplotlib",
+        metavar="FILE.png",
+        help="draw the plan; needs matplotlib",
     )
     parser.set_defaults(run=run)
 
@@ -98,31 +91,9 @@ def add(commands: Subcommands) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.plot is not None:
         require_matplotlib()
-    return run_reproduction(options) if options.reproduce else run_plan(options)
-
-
-def run_reproduction(options: argparse.Namespace) -> int:
-    reproduction = reproduce()
-    if options.plot is not None:
-        from ringserve.services.offline.planning.figures import write_published_figures
-
-        written = write_published_figures(options.plot)
-    if options.json:
-        print(reproduction_json(reproduction))
-        return 0
-    out = console()
-    for table in reproduction_tables(reproduction):
-        print_table(out, table, num_keys=2)
-    print_lines(*map(str, reproduction.targets))
-    if options.plot is not None:
-        print(*(f"figure: {path}" for path in written), sep="\n")
-    return 0
-
-
-def run_plan(options: argparse.Namespace) -> int:
     for name in ("model", "context"):
         if getattr(options, name) is None:
-            raise ConfigError(f"--{name}: no value is given; it is required without --reproduce")
+            raise ConfigError(f"--{name}: no value is given; it is required")
     model, profile = planned_model(options.model, options.device), read_profile(options.hardware)
     workload, traffic = _workload(options), _traffic(options)
     shapes = [RingShape(cp=cp, tp=tp) for tp in _tp_sizes(options, model, profile) for cp in _cp_sizes(options)]

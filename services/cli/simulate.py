@@ -17,9 +17,9 @@ from rich.table import Table
 from ringserve.cp_core.cost.profile import read_profile
 from ringserve.cp_core.errors import ConfigError
 from ringserve.services.cli.options import Subcommands
-from ringserve.services.offline.bench.report import require_matplotlib
 from ringserve.services.offline.planning.models import planned_model, to_model_info
 from ringserve.services.offline.planning.sizing import require_tp
+from ringserve.services.offline.reports import require_matplotlib
 from ringserve.services.offline.simulator.cluster import ClusterShape, PoolShape, conversations_for
 from ringserve.services.offline.simulator.placement import POLICIES
 from ringserve.services.offline.simulator.results import SimulationResult, write_simulation_plot

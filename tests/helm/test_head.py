@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ringserve.services.offline.chaos.nodes import HEALTH
+from bench.chaos.nodes import HEALTH
 from tests.helm.charts import CHART, pod_templates, render
 
 STOP_SECONDS = 30.0

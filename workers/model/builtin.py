@@ -3,8 +3,7 @@
 `builtin:smollm2` is a real chat model. A command of the user fetches it (`services/offline/importing`); here it is only
 found. `builtin:tiny` is written here on first use: a small Llama with a byte-level tokenizer. Its token id i < 256 is
 the byte i, and five special tokens follow. Its weights are random, not trained, and the same bits on every machine.
-They make its answers printable, varied and endless, but meaningless. `builtin:needle` has the same tokenizer and the
-weights of `workers/model/builtin_needle.py`. Writing them needs numpy only: no torch is loaded.
+They make its answers printable, varied and endless, but meaningless. Writing them needs numpy only: no torch is loaded.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,22 +25,19 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from ringserve.cp_core.errors import ModelRefused
-from ringserve.workers.model import builtin_needle
 
 PREFIX = "builtin:"
 TINY = "tiny"
-NEEDLE = "needle"
 SMOLLM2 = "smollm2"
 # Part of a directory's name: increase it with every change of weights, tokenizer or configuration.
-VERSIONS: Final[Mapping[str, int]] = {TINY: 1, NEEDLE: 1, SMOLLM2: 1}
-WRITTEN: Final = (TINY, NEEDLE)
+VERSIONS: Final[Mapping[str, int]] = {TINY: 1, SMOLLM2: 1}
 HUB_NAME: Final = re.compile(r"[\w-]+/[\w.-]+", re.ASCII)
 """Name of a model on Hugging Face's hub."""
-ALLOWED: Final = f"{PREFIX}{TINY}, {PREFIX}{NEEDLE} or {PREFIX}{SMOLLM2}"
+ALLOWED: Final = f"{PREFIX}{TINY} or {PREFIX}{SMOLLM2}"
 
 
 def resolve_model_path(model: str, environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the directory of a model; `builtin:tiny` and `builtin:needle` are written first if the cache lacks them.
+    """Return the directory of a model; `builtin:tiny` is written first if the cache lacks it.
 
     Raises ModelRefused for an unknown builtin name, one that was not fetched, and a path that is no directory.
     """
@@ -59,9 +55,9 @@ def resolve_model_path(model: str, environment: Mapping[str, str] = os.environ) 
     target = builtin_directory(name, environment)
     if (target / "config.json").is_file():
         return target
-    if name not in WRITTEN:
+    if name != TINY:
         raise ModelRefused(f"{model} is not in the cache ({target}); run 'ringserve import {model}' there once")
-    _write_once(name, target)
+    write_once(model, target, _write_tiny)
     return target
 
 
@@ -83,25 +79,28 @@ def cache_directory(environment: Mapping[str, str]) -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "ringserve"
 
 
-def _write_once(name: str, target: Path) -> None:
-    """Write a draft beside the target and rename it: of several processes at once, one succeeds."""
+def write_once(name: str, target: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a draft beside the target, then rename it: of several processes at once, one succeeds.
+
+    Raises ModelRefused if the directory cannot be written.
+    """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as directory:
             # The draft is a directory inside the temporary one, which is private to the user and removed in any case.
             draft = Path(directory) / target.name
             draft.mkdir()
-            if name == NEEDLE:
-                write_tokenizer(draft, builtin_needle.MAX_POSITIONS)
-                write_llama(draft, builtin_needle.set_weights(VOCAB_SIZE), builtin_needle.shape())
-            else:
-                write_tokenizer(draft)
-                write_llama(draft)
+            write(draft)
             draft.rename(target)
     except OSError as error:
         # Another process was first: rename refuses its non-empty target, which is as good as ours.
         if not (target / "config.json").is_file():
-            raise ModelRefused(f"cannot write {PREFIX}{name} to {target}: {error}") from error
+            raise ModelRefused(f"cannot write {name} to {target}: {error}") from error
+
+
+def _write_tiny(directory: Path) -> None:
+    write_tokenizer(directory)
+    write_llama(directory)
 
 
 NUM_BYTES: Final = 256

@@ -24,8 +24,8 @@ from ringserve.cp_core.cost.model import CHAIN, PASS_KV, PASS_Q, ModelShape, Rin
 from ringserve.cp_core.cost.profile import DecodeConstants, HardwareProfile, PrefillConstants
 from ringserve.cp_core.cost.selector import EmpiricalFit, Turn, empirical, least
 from ringserve.cp_core.errors import ConfigError, Unavailable
-from ringserve.services.offline.bench.figures import paired_ratio
 from ringserve.services.offline.calibration.measurement import Cell, Measurement
+from ringserve.services.offline.reports import paired_ratio
 from ringserve.workers.model.info import ELEMENT_BYTES
 
 LEAST_SECONDS = 1e-6

@@ -1,6 +1,6 @@
 """Measurements of serving rings: real prefills of a grid of cells by CALIBRATED_ALGORITHMS, and some decode steps.
 
-Used by `ringserve calibrate` and, in parts, by `ringserve bench selection`. Rings are reached by a gateway's client.
+Used by `ringserve calibrate` and, in parts, by `python -m bench selection`. Rings are reached by a gateway's client.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from ringserve.cp_core.cost.model import CHAIN, PASS_KV, PASS_Q
-from ringserve.services.offline.bench.report import save_figure
 from ringserve.services.offline.calibration.fitting import Calibration, Errors, Row
+from ringserve.services.offline.reports import save_figure
 from ringserve.services.offline.terminal import simple_table
 
 if TYPE_CHECKING:

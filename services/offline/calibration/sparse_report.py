@@ -11,8 +11,8 @@ from statistics import fmean
 from rich.table import Table
 
 from ringserve.cp_core.cost.sparse import MeasuredLoss, SparseLosses
-from ringserve.services.offline.bench.report import save_figure
 from ringserve.services.offline.calibration.sparse import Result
+from ringserve.services.offline.reports import save_figure
 from ringserve.services.offline.terminal import simple_table
 
 

@@ -12,13 +12,11 @@ from rich.table import Table
 from ringserve.cp_core.cost.selector import Selection
 from ringserve.services.offline.planning.explanation import DirectPrefill, Explanation, RingComparison
 from ringserve.services.offline.planning.proposal import Proposal, Traffic
-from ringserve.services.offline.planning.reproduction import ReproducedRow, Reproduction
 from ringserve.services.offline.planning.sizing import GIGABYTE, RingForecast, Workload
 from ringserve.services.offline.terminal import simple_table
 from ringserve.services.offline.units import format_seconds, format_tokens
 
-CHOSEN = "chosen, from T = 1,280 to 128,000"
-LEFT_ALIGNED = ("row", "what", "how", "", "pool", CHOSEN)
+LEFT_ALIGNED = ("how", "", "pool")
 _table = partial(simple_table, left_aligned=LEFT_ALIGNED)
 
 
@@ -190,36 +188,3 @@ def _direct_line(direct: DirectPrefill) -> str:
     verdict = "sooner" if direct.is_sooner else "no sooner"
     ring = f"a decode ring of {direct.shape.cp} ranks"
     return f"{ring} takes {seconds} itself, {verdict} than by a prefill ring: {over} ({steps})"
-
-
-def reproduction_json(reproduction: Reproduction) -> str:
-    """Format one JSON object with rows, selectors and targets."""
-    targets = [asdict(target) | {"is_met": target.is_met} for target in reproduction.targets]
-    return json.dumps(asdict(reproduction) | {"targets": targets})
-
-
-def reproduction_tables(reproduction: Reproduction) -> list[Table]:
-    """Return tables of published and predicted times with their errors, then one of the selectors."""
-    selectors = _table("what", "right of 14", "worst loss", CHOSEN, title="Selection on table 4")
-    for score in reproduction.selectors:
-        marks = " ".join("KV" if name == "pass_kv" else "Q" for name in score.chosen)
-        selectors.add_row(score.name, str(score.num_right), f"{score.worst_loss:.1%}", marks)
-    return [
-        _rows("Prefill: TTFT", reproduction.prefills),
-        _rows("Prefill: one ring iteration of table 5", reproduction.iterations),
-        _rows("Decode: TTIT, and one layer's pass-Q", reproduction.steps),
-        _rows("Decode: the other columns of table 8, one layer's", reproduction.parts),
-        selectors,
-    ]
-
-
-def _rows(title: str, rows: Sequence[ReproducedRow]) -> Table:
-    is_held_out = any(row.held_out is not None for row in rows)
-    headers = ["table", "row", "published", "predicted", "error", *(["held out", "its error"] if is_held_out else [])]
-    table = _table(*headers, title=title)
-    for row in rows:
-        cells = [row.table, row.label, *map(format_seconds, (row.published, row.predicted)), f"{row.error:+.1%}"]
-        if row.held_out is not None:
-            cells += [format_seconds(row.held_out), f"{row.held_out_error:+.1%}"]
-        table.add_row(*cells)
-    return table

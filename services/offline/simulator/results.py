@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ringserve.services.offline.bench.report import plain_seconds, save_figure
+from ringserve.services.offline.reports import plain_seconds, save_figure
 from ringserve.services.offline.units import format_tokens
 
 SIZES = {"short": 8_000, "document": 250_000, "longest": 1 << 62}

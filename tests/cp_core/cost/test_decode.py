@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.papers.published import published_model
 from ringserve.cp_core.cost.decode import (
     GATHER,
     HELIX,
@@ -28,7 +29,6 @@ from ringserve.cp_core.cost.memory import weight_bytes
 from ringserve.cp_core.cost.model import PASS_Q, ModelShape, RingRates
 from ringserve.cp_core.cost.profile import read_profile
 from ringserve.cp_core.errors import ConfigError
-from ringserve.services.offline.planning.published import published_model
 from tests.cp_core.cost.hardware import ROUND, TINY
 
 WEIGHTS = weight_bytes(TINY)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from bench.papers.published import published_model
 from ringserve.cp_core.cost.fit import (
     DECODE_CONSTANTS,
     PREFILL_CONSTANTS,
@@ -23,7 +24,6 @@ from ringserve.cp_core.cost.fit import (
 )
 from ringserve.cp_core.cost.profile import HardwareProfile, read_profile
 from ringserve.cp_core.errors import ConfigError
-from ringserve.services.offline.planning.published import published_model
 
 MODEL = published_model()
 

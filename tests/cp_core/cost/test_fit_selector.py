@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.papers.reproduction import comparisons
 from ringserve.cp_core.cost.fit_selector import Comparison, fit_compute_per_byte, fit_empirical
 from ringserve.cp_core.cost.selector import Turn, algorithm_1, algorithm_5, empirical
 from ringserve.cp_core.errors import ConfigError
-from ringserve.services.offline.planning.reproduction import comparisons
 from tests.cp_core.cost.test_selector import llama_405b
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from bench.papers.published import published_model
 from ringserve.cp_core.cost.memory import kv_bytes_per_token, process_memory, weight_bytes
 from ringserve.cp_core.cost.prefill import predict_migration
 from ringserve.cp_core.cost.profile import read_profile
 from ringserve.services.offline.planning.models import planned_model
-from ringserve.services.offline.planning.published import published_model
 from tests.cp_core.cost.hardware import ROUND, TINY
 
 

@@ -157,23 +157,6 @@ def test_explain_sets_rings_of_several_sizes_beside_each_other(capsys: pytest.Ca
     assert [line.split()[1:3] for line in shown.splitlines() if line.strip().startswith("*")] == [["8", "8"]]
 
 
-def test_reproduction_prints_row_by_row_and_says_which_targets_are_missed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--reproduce"]) == 0
-    shown = capsys.readouterr().out
-    assert "CP16+TP8 T=1000000" in shown
-    assert "TTFT, first half by the second, rms: 0.034, at most 0.05: met" in shown
-    assert "Table 8, its other columns, rms: 0.136, at most 0.05: MISSED" in shown
-    found = printed(capsys, "plan", "--reproduce")
-    assert len(found["prefills"]) == 40
-
-
-def test_figures_like_the_papers_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["plan", "--reproduce", "--plot", str(tmp_path / "figures")]) == 0
-    written = sorted(path.name for path in (tmp_path / "figures").iterdir())
-    assert [name[:8] for name in written] == ["figure-6", "figure-7", "figure-8", "figure-9"]
-    assert all((tmp_path / "figures" / name).read_bytes().startswith(b"\x89PNG") for name in written)
-
-
 def test_a_plan_is_drawn_even_with_a_single_context(tmp_path: Path) -> None:
     path = tmp_path / "plan.png"
     assert main(["plan", *MODEL, "--context", "128k", "--plot", str(path)]) == 0
@@ -214,17 +197,13 @@ def test_what_cannot_be_planned_is_refused_in_one_sentence(
 def test_plots_need_matplotlib_and_a_place_to_write_to(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "file"
-    file.write_text("")
-    assert main(["plan", "--reproduce", "--plot", str(file / "figures")]) == 1
-    assert "--plot: cannot make the directory" in capsys.readouterr().err
     assert main(["plan", *MODEL, "--context", "8k", "--plot", str(tmp_path / "none" / "plan.png")]) == 1
     assert "--plot: cannot write" in capsys.readouterr().err
     monkeypatch.setattr(
-        "ringserve.services.offline.bench.report.find_spec",
+        "ringserve.services.offline.reports.find_spec",
         lambda name: None if name == "matplotlib" else util.find_spec(name),
     )
-    assert main(["plan", "--reproduce", "--plot", str(tmp_path)]) == 1
+    assert main(["plan", *MODEL, "--context", "8k", "--plot", str(tmp_path / "plan.png")]) == 1
     assert "--plot needs matplotlib" in capsys.readouterr().err
 
 

@@ -130,9 +130,7 @@ def test_it_writes_printable_text_that_does_not_end_or_repeat_itself(model: Any,
 
 
 def test_an_unknown_name_and_a_missing_directory_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ModelRefused, match="no builtin model 'large'; give builtin:tiny, builtin:needle or builtin:smollm2"
-    ):
+    with pytest.raises(ModelRefused, match="no builtin model 'large'; give builtin:tiny or builtin:smollm2"):
         resolve_model_path("builtin:large")
     with pytest.raises(ModelRefused, match="is not a directory"):
         resolve_model_path(str(tmp_path / "nowhere"))

@@ -1,0 +1,1 @@
+"""The laboratory: measurements, faults and the papers' tables. `python -m bench` lists its commands."""

@@ -1,0 +1,67 @@
+"""Figures of repeated measurements, their targets, and the floating-point operations of the measured work."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ringserve.workers.protocol.ranks import ModelInfo
+
+GEMM = "GEMM"
+"""Name of the matrix product that every run measures as its reference rate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Median, least and most of `count` values, in seconds."""
+
+    median: float
+    least: float
+    most: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Figures:
+        return cls(statistics.median(values), min(values), max(values), len(values))
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Target of a measurement: `value` is at least, or at most, `limit`."""
+
+    text: str
+    value: float
+    limit: float
+    is_at_least: bool
+
+    @property
+    def is_met(self) -> bool:
+        return self.value >= self.limit if self.is_at_least else self.value <= self.limit
+
+    def __str__(self) -> str:
+        bound = "at least" if self.is_at_least else "at most"
+        return f"{self.text}: {self.value:.3f}, {bound} {self.limit:g}: {'met' if self.is_met else 'MISSED'}"
+
+
+GEMM_SIZE = 2048
+"""Rows of the square matrices of the reference product, which takes one core a fifth of a second."""
+
+
+def gemm_flops() -> float:
+    """Return the operations of one product of two square matrices of GEMM_SIZE; a multiply-add counts two."""
+    return 2.0 * GEMM_SIZE**3
+
+
+def attention_flops(num_tokens: int, num_heads: int, head_dim: int, cached_tokens: int = 0) -> float:
+    """Return the operations of causal attention of one layer; only visible pairs count, softmax does not."""
+    pairs = num_tokens * cached_tokens + num_tokens * (num_tokens + 1) / 2
+    return 4.0 * num_heads * head_dim * pairs
+
+
+def prefill_flops(info: ModelInfo, num_tokens: int) -> float:
+    """Return the operations of a model over `num_tokens` new tokens, with logits of the last; norms do not count."""
+    projections = info.hidden_size * info.head_dim * (2 * info.num_heads + 2 * info.num_kv_heads)
+    layer = 2.0 * num_tokens * (projections + 3 * info.hidden_size * info.intermediate_size)
+    attention = attention_flops(num_tokens, info.num_heads, info.head_dim)
+    return info.num_layers * (layer + attention) + 2.0 * info.hidden_size * info.vocab_size

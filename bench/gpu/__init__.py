@@ -1,0 +1,1 @@
+"""Figures of one GPU beside their targets."""

@@ -1,0 +1,161 @@
+"""All figures of one NVIDIA GPU beside their targets: kernels, steps, loading, KV between rings, the whole service.
+
+    python -m bench gpu
+    python -m bench gpu --only kernels,steps --json
+
+The model has the shape of Llama 3 8B and random weights. Each part runs in a process of its own, and its lines are
+printed when it ends: one that fails says so, and the others go on. `service` and `tokens` need Ray, the others do not.
+With `--device cpu` the same code runs with the sizes of a toy; targets are those of an H100 and mean nothing there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from bench.gpu import rank
+from bench.gpu.table import GPU, KV_GIGABYTES, TOY, Line, Place
+from bench.options import Subcommands
+from bench.rings import kv_carrier
+from ringserve.cp_core.errors import ConfigError
+
+NO_GPU = "no GPU here: torch finds no CUDA device"
+ROOT = Path(__file__).parents[2]
+CASES = ("tests/gpu_cases.py", "tests/cp_core/attention/triton_cases.py")
+# Limit of a part: weights of 16 GB are written, loaded, and compiled where no disk has their code yet.
+PART_SECONDS = 900.0
+JOIN_SECONDS = 10.0
+
+Answer = list[Line] | str
+"""Lines of a part, or the reason why it has none."""
+
+
+def cases(place: Place) -> Iterator[Line]:
+    """Run the tests that only a GPU can run, in a process of their own: Triton compiles its kernels there.
+
+    They need pytest alone: the project's configuration of it names plugins that a GPU's machine may lack.
+    """
+    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-c", os.devnull, "--rootdir", str(ROOT), *CASES]
+    path = os.pathsep.join([str(ROOT / "proto"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        command if place.is_gpu else [*command, "--collect-only"],
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=sys.stderr,
+    )
+    yield Line(part="cases", text="tests of the GPU: exit status", value=done.returncode, limit=0.0)
+
+
+def kv(place: Place) -> Iterator[Line]:
+    """Measure KV between two processes, by NIXL and by sockets."""
+    load = kv_carrier.Load(
+        message_bytes=place.kv_message_bytes, count=place.kv_messages, repeats=place.rounds, device=place.device
+    )
+    for candidate in (kv_carrier.KV_BY_NIXL, kv_carrier.KV_TRANSFER):
+        row = kv_carrier.measure(candidate, load)
+        is_judged = place.is_gpu and row.carrier == "kv nixl"
+        yield Line(
+            part="kv",
+            text=f"{row.carrier}, {row.message_bytes:,} bytes a layer",
+            value=row.median,
+            unit="GB/s",
+            limit=KV_GIGABYTES if is_judged else None,
+            is_at_least=True,
+            beside=f"best {row.best:g} GB/s",
+        )
+
+
+def service(place: Place) -> Iterator[Line]:
+    """Run the part of the same name; Ray is imported here alone."""
+    from bench.gpu import service as parts
+
+    return parts.service(place)
+
+
+def tokens(place: Place) -> Iterator[Line]:
+    """Run the part of the same name; Ray is imported here alone."""
+    from bench.gpu import service as parts
+
+    return parts.tokens(place)
+
+
+PARTS: dict[str, Callable[[Place], Iterator[Line]]] = {
+    "cases": cases,
+    "kernels": rank.kernels,
+    "steps": rank.steps,
+    "loading": rank.loading,
+    "kv": kv,
+    "tokens": tokens,
+    "service": service,
+}
+
+
+def run_part(name: str, place: Place, answer: Connection) -> None:
+    """Send a part's lines, or why it failed."""
+    try:
+        found: Answer = list(PARTS[name](place))
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+    answer.send(found)
+
+
+def run_apart(name: str, place: Place) -> Answer:
+    """Run a part in a process of its own, which gives the GPU's memory back at its end."""
+    spawn = multiprocessing.get_context("spawn")
+    here, there = spawn.Pipe()
+    process = spawn.Process(target=run_part, args=(name, place, there))
+    process.start()
+    there.close()
+    try:
+        return here.recv() if here.poll(PART_SECONDS) else f"it did not end within {PART_SECONDS:g} s"
+    except EOFError:
+        process.join(JOIN_SECONDS)
+        return f"its process ended with status {process.exitcode}"
+    finally:
+        process.join(JOIN_SECONDS)
+        process.kill()
+
+
+def add(commands: Subcommands) -> None:
+    parser = commands.add_parser("gpu", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default=",".join(PARTS), help=f"parts, with commas ({','.join(PARTS)})")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a toy, to try the parts")
+    parser.add_argument("--json", action="store_true", help="one JSON object for each part")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the parts; return 1 if one of them failed. A target that is missed is a line, not a failure."""
+    chosen = options.only.split(",")
+    if unknown := [name for name in chosen if name not in PARTS]:
+        raise ConfigError(f"--only: there is no part {unknown[0]!r}; allowed are {', '.join(PARTS)}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print(NO_GPU)
+        return 0
+    place, num_failed = GPU if options.device == "cuda" else TOY, 0
+    if place.is_gpu and not options.json:
+        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
+    for name in chosen:
+        began, found = time.perf_counter(), run_apart(name, place)
+        seconds = time.perf_counter() - began
+        lines, reason = ([], found) if isinstance(found, str) else (found, "")
+        num_failed += bool(reason)
+        if options.json:
+            told = [asdict(line) | {"verdict": line.verdict} for line in lines]
+            print(json.dumps({"part": name, "seconds": seconds, "failed": reason, "lines": told}), flush=True)
+            continue
+        print(*lines, sep="\n", end="\n" if lines else "")
+        print(f"{name:8} {f'FAILED: {reason}' if reason else 'done'}, {seconds:.0f} s", flush=True)
+    return 1 if num_failed else 0

@@ -1,0 +1,1 @@
+"""A code among a million tokens: a model that finds it, and the check of its answer."""

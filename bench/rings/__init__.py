@@ -1,0 +1,1 @@
+"""Bare rings of processes, and the kernels and steps of one rank, beside reference implementations."""

@@ -1,0 +1,226 @@
+"""`python -m bench attention --device`: the kernels of one device, each beside the others that serve it there.
+
+Prefill attention, decode attention over scattered blocks, merge of parts and sampling, with the shapes of a layer and
+a vocabulary. Shapes: T query tokens, S stored tokens, B sequences, H query heads, K KV heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import torch
+from rich.table import Table
+
+from bench.rings.attention import AttentionShape
+from ringserve.cp_core.attention.backends import BACKENDS, select_backend
+from ringserve.cp_core.attention.flash_attn import FlashAttention
+from ringserve.cp_core.attention.paged import PagedShards, attend_pages, takes_pages
+from ringserve.cp_core.attention.partial import AttentionBackend, Partial, merge
+from ringserve.cp_core.errors import ConfigError
+from ringserve.cp_core.layout.step_plans import RowIndices
+from ringserve.services.offline.terminal import Tell, simple_table
+from ringserve.workers.sampling.parameters import SamplingParameters
+from ringserve.workers.sampling.sampler import RowSampler, sample_rows
+
+PAGE_TOKENS = 16
+# Copy, prefill, decode, merge and sampling.
+NUM_KINDS = 5
+# Calls of one measurement, so that a start of the clock does not weigh in it.
+CALLS = 5
+COPIED_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Cases of a run: (T, S, is causal) of prefill, (B, S) of decode, (rows, parts) of merges, vocabulary."""
+
+    prefill: tuple[tuple[int, int, bool], ...]
+    decode: tuple[tuple[int, int], ...]
+    merges: tuple[tuple[int, int], ...]
+    vocabulary: int
+    copied_bytes: int = COPIED_BYTES
+
+
+GPU_SIZES = Sizes(
+    prefill=(
+        (8192, 8192, True),
+        (16384, 16384, True),
+        (8192, 65536, False),
+        (2048, 131072, False),
+        (128, 131072, False),
+    ),
+    decode=((1, 512), (1, 8192), (1, 131072), (8, 32768), (32, 8192)),
+    merges=((8192, 2), (8192, 8), (16, 4)),
+    vocabulary=128_256,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFigure:
+    """Median seconds of one call of a kernel, and the rate that its operations or bytes make of them."""
+
+    what: str
+    case: str
+    kernel: str
+    seconds: float
+    rate: float
+    unit: str
+
+
+def measure_kernels(
+    shape: AttentionShape, device: torch.device, dtype: torch.dtype, sizes: Sizes, num_rounds: int, tell: Tell
+) -> list[KernelFigure]:
+    """Measure every case with every fast backend that serves the device. Raises ConfigError where it is not there.
+
+    `tell` hears of each of NUM_KINDS kinds of measurements.
+    """
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device: 'cuda', but torch finds no GPU here; without it rings are measured on CPUs")
+    names = [kind.name for kind in BACKENDS if kind.is_fast and kind.supports(device, dtype)]
+    if FlashAttention.supports(device, dtype) and importlib.util.find_spec("flash_attn") is not None:
+        names.append(FlashAttention.name)
+    backends = [select_backend(name, device, dtype) for name in names]
+    bench = KernelBench(shape, device, dtype, backends, num_rounds)
+    figures: list[KernelFigure] = []
+    with torch.inference_mode():
+        for measure in (bench.copy, bench.prefill, bench.decode, bench.merge, bench.sampling):
+            figures += measure(sizes)
+            tell(measure.__name__)
+    return figures
+
+
+class KernelBench:
+    """Cases of one shape on one device. Inputs are random, the same for all kernels of a case."""
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        device: torch.device,
+        dtype: torch.dtype,
+        backends: list[AttentionBackend],
+        num_rounds: int,
+    ) -> None:
+        self._shape = shape
+        self._device = device
+        self._dtype = dtype
+        self._backends = backends
+        self._num_rounds = num_rounds
+
+    def copy(self, sizes: Sizes) -> Iterator[KernelFigure]:
+        """Measure a copy in the device's memory: the ceiling of decode and merge."""
+        source = torch.empty(sizes.copied_bytes, dtype=torch.uint8, device=self._device)
+        target = torch.empty_like(source)
+        seconds = self._seconds(lambda: target.copy_(source))
+        rate, unit = _bytes_rate(2 * sizes.copied_bytes, seconds)
+        yield KernelFigure("copy", f"{sizes.copied_bytes:,} bytes", "torch", seconds, rate, unit)
+
+    def prefill(self, sizes: Sizes) -> Iterator[KernelFigure]:
+        heads, scale = self._shape.num_heads, self._shape.head_dim**-0.5
+        for tokens, stored, causal in sizes.prefill:
+            q = self._draw(tokens, heads)
+            k, v = (self._draw(stored, self._shape.num_kv_heads) for _ in range(2))
+            flops = 4.0 * tokens * stored * heads * self._shape.head_dim / (2 if causal else 1)
+            for backend in self._backends:
+                seconds = self._seconds(partial(backend.partial_attention, q, k, v, causal=causal, scale=scale))
+                case = f"{tokens:,} x {stored:,} {'causal' if causal else 'full'}"
+                yield KernelFigure("prefill", case, backend.name, seconds, flops / seconds / 1e12, "TFLOP/s")
+
+    def decode(self, sizes: Sizes) -> Iterator[KernelFigure]:
+        """Measure decode over blocks of PAGE_TOKENS in random order, by the kernels that follow block tables."""
+        for batch, stored in sizes.decode:
+            shards = self._scattered(batch, stored)
+            q, indices = self._draw(batch, self._shape.num_heads), RowIndices()
+            scale = self._shape.head_dim**-0.5
+            num_bytes = 2 * batch * stored * self._shape.num_kv_heads * self._shape.head_dim * self._dtype.itemsize
+            for backend in self._backends:
+                if takes_pages(backend, PAGE_TOKENS):
+                    seconds = self._seconds(partial(attend_pages, backend, q, shards, scale, indices))
+                    yield KernelFigure(
+                        "decode", f"{batch} x {stored:,}", backend.name, seconds, *_bytes_rate(num_bytes, seconds)
+                    )
+
+    def merge(self, sizes: Sizes) -> Iterator[KernelFigure]:
+        heads, head_dim = self._shape.num_heads, self._shape.head_dim
+        for rows, count in sizes.merges:
+            parts = [
+                Partial(self._draw(rows, heads).float(), torch.randn(rows, heads, device=self._device))
+                for _ in range(count)
+            ]
+            seconds = self._seconds(partial(merge, parts))
+            num_bytes = 4 * rows * heads * (head_dim + 1) * (count + 1)
+            yield KernelFigure(
+                "merge", f"{rows:,} rows, {count} parts", "merge", seconds, *_bytes_rate(num_bytes, seconds)
+            )
+
+    def sampling(self, sizes: Sizes) -> Iterator[KernelFigure]:
+        """Measure the choice of tokens and its read by the host, for 1 and 16 rows."""
+        kinds = {
+            "greedy": SamplingParameters(),
+            "drawn": SamplingParameters(temperature=1.0),
+            "top_p": SamplingParameters(temperature=1.0, top_p=0.9),
+        }
+        for count in (1, 16):
+            logits = torch.randn(count, sizes.vocabulary, device=self._device)
+            for name, sampling in kinds.items():
+                rows = [_Row(RowSampler(sampling), position) for position in range(count)]
+                seconds = self._seconds(partial(sample_rows, rows, logits))
+                yield KernelFigure("sampling", f"{count} rows", name, seconds, count / seconds, "tokens/s")
+
+    def _draw(self, count: int, heads: int) -> torch.Tensor:
+        return torch.randn(count, heads, self._shape.head_dim, device=self._device, dtype=self._dtype)
+
+    def _scattered(self, batch: int, stored: int) -> PagedShards:
+        pages = -(-stored // PAGE_TOKENS)
+        order = torch.randperm(batch * pages, device=self._device).to(torch.int32)
+        k, v = (
+            self._draw(batch * pages * PAGE_TOKENS, self._shape.num_kv_heads).view(
+                batch * pages, PAGE_TOKENS, self._shape.num_kv_heads, self._shape.head_dim
+            )
+            for _ in range(2)
+        )
+        lengths = torch.full((batch,), stored, dtype=torch.int32, device=self._device)
+        return PagedShards(k, v, order.view(batch, pages), (stored,) * batch, lengths)
+
+    def _seconds(self, call: Callable[[], object]) -> float:
+        """Return the median seconds of a call, measured by events of the device where it has them."""
+        for _ in range(3):  # the first calls compile and allocate
+            call()
+        return median(self._timed(call) for _ in range(self._num_rounds)) / CALLS
+
+    def _timed(self, call: Callable[[], object]) -> float:
+        if self._device.type != "cuda":
+            began = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            return time.perf_counter() - began
+        began_at, ended_at = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began_at.record()
+        for _ in range(CALLS):
+            call()
+        ended_at.record()
+        ended_at.synchronize()
+        return float(began_at.elapsed_time(ended_at)) / 1e3
+
+
+@dataclass(slots=True)
+class _Row:
+    sampler: RowSampler
+    next_position: int
+
+
+def _bytes_rate(num_bytes: int, seconds: float) -> tuple[float, str]:
+    return num_bytes / seconds / 1e12, "TB/s"
+
+
+def table_of(figures: list[KernelFigure]) -> Table:
+    """Return the figures as a table: what was measured, by which kernel, milliseconds and rate."""
+    table = simple_table("what", "case", "kernel", "ms", "rate", "", left_aligned=("what", "case", "kernel", ""))
+    for figure in figures:
+        rate = f"{figure.rate:,.3f}" if figure.rate < 10 else f"{figure.rate:,.0f}"
+        table.add_row(figure.what, figure.case, figure.kernel, f"{1e3 * figure.seconds:.3f}", rate, figure.unit)
+    return table

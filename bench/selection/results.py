@@ -1,0 +1,346 @@
+"""Results of the selection bench: scores of selection policies on measured prefills, and their reports."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from bench.selection.links import LinkRate
+from ringserve.cp_core.cost.model import PASS_KV, PREFILL_ALGORITHMS, ModelShape, RingRates, StepPredictor
+from ringserve.cp_core.cost.profile import HardwareProfile
+from ringserve.cp_core.cost.selector import NAMES, POLICIES, Turn, select
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.offline.calibration.fitting import Errors, Row
+from ringserve.services.offline.calibration.measurement import Cell
+from ringserve.services.offline.reports import save_figure
+from ringserve.services.offline.terminal import simple_table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+OWN_RATES = "auto, uncalibrated"
+"""Name of `auto` by the rates that a ring measured at its start, as used without a profile."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JudgedCell:
+    """Cell with the seconds of every round and the prediction by algorithm, and the choice of every policy."""
+
+    cell: Cell
+    seconds: Mapping[str, tuple[float, ...]]
+    predicted: Mapping[str, float]
+    chosen: Mapping[str, str]
+
+    @property
+    def medians(self) -> dict[str, float]:
+        return {name: median(each) for name, each in self.seconds.items()}
+
+    @property
+    def best(self) -> str:
+        """Algorithm of the least median, the first of equals."""
+        return min(self.seconds, key=self.medians.__getitem__)
+
+    def rounds_from(self, start: int) -> JudgedCell:
+        """Return the cell with every second round."""
+        return replace(self, seconds={name: each[start::2] for name, each in self.seconds.items()})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyScore:
+    """Score of a selection policy over all cells.
+
+    `loss` is the relative excess of its `seconds` over the best algorithm of each cell; `wrong` are the cells where
+    it chose a slower one.
+    """
+
+    name: str
+    seconds: float
+    loss: float
+    wrong: tuple[Cell, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorCell:
+    """Prefill of `new_tokens` by ranks that share the weights, beside algorithms that share the tokens, round by round.
+
+    `over_pass_kv` are its seconds over those of pass-KV, `waits` its share of waiting for messages, and `ntp_waits`
+    that of SP-NTP.
+    """
+
+    new_tokens: int
+    over_pass_kv: float
+    waits: float
+    ntp_waits: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RingResult:
+    """Result of one ring at one rate.
+
+    `measured` are the rates of its own probe, `profile` the fit to its prefills `rows`, `fitted` and `held_out` the
+    errors of the fit. `noise` is the loss of a choice by an earlier measurement of the same cells.
+    """
+
+    ranks: int
+    rate: LinkRate
+    measured: RingRates
+    profile: HardwareProfile
+    rows: tuple[Row, ...]
+    fitted: Errors
+    held_out: Errors | None
+    cells: tuple[JudgedCell, ...]
+    ways: tuple[PolicyScore, ...]
+    noise: float | None
+    tensor: tuple[TensorCell, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SelectionReport:
+    """Report of the selection bench; `disagreements` name cells with different outputs, of which there must be none."""
+
+    settings: str
+    rings: tuple[RingResult, ...]
+    disagreements: tuple[str, ...]
+    load: tuple[float, float] = (0.0, 0.0)
+
+    def and_disagreements(self, found: Sequence[str]) -> SelectionReport:
+        """Return the report with further disagreements."""
+        return replace(self, disagreements=(*self.disagreements, *found))
+
+
+def judged_cells(new_tokens: Sequence[int], cached_tokens: Sequence[int], fitted: Sequence[Cell]) -> tuple[Cell, ...]:
+    """Return the cells of every T after every P. Raises ConfigError for a cell that the cost model is fitted to."""
+    cells = tuple(Cell(cached_tokens=cached, new_tokens=new) for cached, new in product(cached_tokens, new_tokens))
+    for cell in cells:
+        if cell in fitted:
+            raise ConfigError(
+                f"--new, --cached: {cell.new_tokens} tokens after {cell.cached_tokens} are also of --fit-new and "
+                f"--fit-cached; judged cells must differ from fitted ones"
+            )
+    return cells
+
+
+def judge(
+    model: ModelShape,
+    before: HardwareProfile,
+    fitted: HardwareProfile,
+    num_ranks: int,
+    cell: Cell,
+    seconds: Mapping[str, Sequence[float]],
+) -> JudgedCell:
+    """Judge a cell: the choices of all policies by the fitted profile, and of `auto` by the one `before` the fit."""
+    turn = Turn(new_tokens=cell.new_tokens, cached_tokens=cell.cached_tokens, num_ranks=num_ranks)
+    rates, own = (each.prefill.rates(num_ranks, is_cached=cell.cached_tokens > 0) for each in (fitted, before))
+    chosen = {name: select(name, turn, model, rates, fitted.empirical).algorithm for name in POLICIES}
+    return JudgedCell(
+        cell=cell,
+        seconds={name: tuple(each) for name, each in seconds.items()},
+        predicted=StepPredictor(model, rates, num_ranks).seconds(cell.new_tokens, cell.cached_tokens),
+        chosen=chosen | {OWN_RATES: select("auto", turn, model, own).algorithm},
+    )
+
+
+def score_policies(cells: Sequence[JudgedCell]) -> tuple[PolicyScore, ...]:
+    """Score every policy by the medians of all rounds, after the best choice of each cell, which loses nothing."""
+    chosen = {"best of each cell": [cell.best for cell in cells]} | {
+        name: [cell.chosen[name] for cell in cells] for name in cells[0].chosen
+    }
+    return tuple(_score(name, cells, algorithms) for name, algorithms in chosen.items())
+
+
+def noise_loss(cells: Sequence[JudgedCell]) -> float | None:
+    """Return the loss of choosing in each half of the rounds what was best in the other half; None for one round.
+
+    This loss is noise, which no policy can avoid.
+    """
+    if any(len(rounds) < 2 for cell in cells for rounds in cell.seconds.values()):
+        return None
+    first, second = ([cell.rounds_from(start) for cell in cells] for start in (0, 1))
+    scores = [_score("", half, [cell.best for cell in other]) for half, other in ((first, second), (second, first))]
+    beyond = sum(score.loss * score.seconds / (1 + score.loss) for score in scores)
+    return beyond / sum(score.seconds / (1 + score.loss) for score in scores)
+
+
+def _score(name: str, cells: Sequence[JudgedCell], algorithms: Sequence[str]) -> PolicyScore:
+    chosen = [(cell, algorithm) for cell, algorithm in zip(cells, algorithms, strict=True)]
+    seconds = sum(cell.medians[algorithm] for cell, algorithm in chosen)
+    best = sum(cell.medians[cell.best] for cell in cells)
+    wrong = tuple(cell.cell for cell, algorithm in chosen if algorithm != cell.best)
+    return PolicyScore(name=name, seconds=seconds, loss=seconds / best - 1.0, wrong=wrong)
+
+
+WANTED = 0.03
+"""Largest loss wanted of `auto`."""
+
+
+def losses_table(report: SelectionReport) -> Table:
+    """Return a table of every policy's seconds over all cells, and its loss."""
+    headers = ("ranks", "rate", "way to choose", "seconds", "loss", "wrong cells")
+    table = simple_table(*headers, left_aligned=("way to choose",), title=f"selection: {report.settings}")
+    for ring in report.rings:
+        for number, way in enumerate(ring.ways):
+            lead = ("", "") if number else (str(ring.ranks), str(ring.rate))
+            table.add_row(*lead, way.name, f"{way.seconds:.3f}", f"{way.loss:.1%}", f"{len(way.wrong)}")
+    return table
+
+
+def predictions_table(report: SelectionReport) -> Table:
+    """Return a table of every cell's milliseconds by algorithm, and how far the fitted prediction is off."""
+    headers = ("ranks", "rate", "T", "P", *(f"{NAMES[name]} ms" for name in PREFILL_ALGORITHMS), "auto", "best")
+    table = simple_table(*headers, left_aligned=("auto", "best"), title="medians, and predicted over measured")
+    for ring in report.rings:
+        for number, cell in enumerate(ring.cells):
+            lead = ("", "") if number else (str(ring.ranks), str(ring.rate))
+            table.add_row(
+                *lead,
+                str(cell.cell.new_tokens),
+                str(cell.cell.cached_tokens),
+                *(
+                    f"{cell.medians[name] * 1e3:.1f} {cell.predicted[name] / cell.medians[name] - 1:+.0%}"
+                    for name in PREFILL_ALGORITHMS
+                ),
+                NAMES[cell.chosen["auto"]],
+                NAMES[cell.best],
+            )
+    return table
+
+
+def wrong_table(report: SelectionReport) -> Table | None:
+    """Return a table of the cells where calibrated `auto` chose a slower algorithm; None without any.
+
+    Each time is a median with the least and the most of all rounds.
+    """
+    headers = ("ranks", "rate", "T", "P", *(f"{NAMES[name]} ms" for name in PREFILL_ALGORITHMS), "auto", "lost ms")
+    table = simple_table(*headers, left_aligned=("auto",), title="cells where auto took a slower one")
+    for ring in report.rings:
+        for cell in ring.cells:
+            chosen = cell.chosen["auto"]
+            if chosen == cell.best:
+                continue
+            lost = cell.medians[chosen] - cell.medians[cell.best]
+            table.add_row(
+                str(ring.ranks),
+                str(ring.rate),
+                str(cell.cell.new_tokens),
+                str(cell.cell.cached_tokens),
+                *(_spread(cell.seconds[name]) for name in PREFILL_ALGORITHMS),
+                NAMES[chosen],
+                f"{lost * 1e3:.1f}",
+            )
+    return table if table.row_count else None
+
+
+def _spread(seconds: Sequence[float]) -> str:
+    return f"{median(seconds) * 1e3:.1f} [{min(seconds) * 1e3:.1f}-{max(seconds) * 1e3:.1f}]"
+
+
+def gains_table(report: SelectionReport) -> Table:
+    """Return a table of the best algorithm of each cell, and of its seconds over those of pass-KV."""
+    cells = list(dict.fromkeys(cell.cell for ring in report.rings for cell in ring.cells))
+    headers = ("T", "P", *(f"{ring.ranks} ranks, {ring.rate}" for ring in report.rings))
+    table = simple_table(*headers, title="best algorithm of each cell, its seconds over those of pass-KV")
+    for each in cells:
+        shown = []
+        for ring in report.rings:
+            (cell,) = (found for found in ring.cells if found.cell == each)
+            shown.append(f"{NAMES[cell.best]} {cell.medians[cell.best] / cell.medians[PASS_KV]:.2f}")
+        table.add_row(str(each.new_tokens), str(each.cached_tokens), *shown)
+    return table
+
+
+def ring_lines(report: SelectionReport) -> list[str]:
+    """Return the rates, the fit and the noise of each ring."""
+    lines = []
+    for ring in report.rings:
+        own, fitted = ring.measured, ring.profile.prefill
+        noise = "" if ring.noise is None else f"; the best algorithm of every other round would lose {ring.noise:.1%}"
+        chain_overlap = fitted.overlap if fitted.chain_overlap is None else fitted.chain_overlap
+        held_out = "" if ring.held_out is None else f", {ring.held_out.rms:.1%} rms on held-out cells"
+        lines.append(
+            f"{ring.ranks} ranks, {ring.rate}: link {own.link_bytes_per_second * 8e-6:.0f} Mbit/s by itself, "
+            f"{fitted.link_bytes_per_second * 8e-6:.0f} fitted, overlap {own.overlap:.2f}, {fitted.overlap:.2f} fitted"
+            f", of chains {chain_overlap:.2f}; a rank alone {own.lone_speed:.2f} times as fast; "
+            f"fit {ring.fitted.rms:.1%} rms{held_out}{noise}"
+        )
+    return lines
+
+
+def closing_lines(report: SelectionReport) -> list[str]:
+    """Return the loss of `auto`, any disagreement and the machine's load."""
+    lines = []
+    auto = [way.loss for ring in report.rings for way in ring.ways if way.name == "auto"]
+    lines.append(f"auto loses {max(auto):.1%} at worst; at most {WANTED:.0%} is wanted")
+    lines += [f"the algorithms DISAGREE: {text}" for text in report.disagreements]
+    if not report.disagreements:
+        lines.append("all algorithms gave the same logits and tokens in every cell")
+    lines.append(f"load {report.load[0]:.1f} before and {report.load[1]:.1f} after")
+    return lines
+
+
+def selection_json(report: SelectionReport) -> str:
+    """Format one JSON object; all times in seconds, rates as texts."""
+    rings = [asdict(ring) | {"rate": str(ring.rate)} for ring in report.rings]
+    return json.dumps(asdict(report) | {"rings": rings})
+
+
+def write_selection_plot(report: SelectionReport, path: Path) -> None:
+    """Draw each algorithm's seconds over those of pass-KV, for each ring and rate.
+
+    Points are medians of the rounds' ratios with the least and the most, lines are predictions. Raises ConfigError for
+    the path.
+    """
+    from matplotlib.figure import Figure
+
+    ranks = list(dict.fromkeys(ring.ranks for ring in report.rings))
+    rates = list(dict.fromkeys(ring.rate for ring in report.rings))
+    figure = Figure(figsize=(4.5 * len(rates), 4.0 * len(ranks)), layout="constrained")
+    figure.suptitle(f"seconds over those of pass-KV, below 1 is faster\n{report.settings}")
+    grid = figure.subplots(len(ranks), len(rates), squeeze=False, sharex=True)
+    for ring in report.rings:
+        axes = grid[ranks.index(ring.ranks)][rates.index(ring.rate)]
+        loss = next(way.loss for way in ring.ways if way.name == "auto")
+        axes.set_title(f"{ring.ranks} ranks, {ring.rate}: auto loses {loss:.1%}")
+        axes.set(xscale="log", yscale="log", xlabel="new tokens")
+        axes.axhline(1.0, color="grey", linestyle=":")
+        axes.grid(True, which="both", alpha=0.3)
+        others = [name for name in PREFILL_ALGORITHMS if name != PASS_KV]
+        for shape, (cached, cells) in zip(MARKERS * len(ring.cells), _by_cached(ring).items(), strict=False):
+            tokens = [cell.cell.new_tokens for cell in cells]
+            for color, name in enumerate(others):
+                _draw_ratios(axes, cells, name, f"C{color}", shape, f"{NAMES[name]}, P {cached}")
+            axes.set_xticks(tokens, [str(count) for count in tokens])
+            axes.set_xticks([], minor=True)
+        axes.legend(fontsize="x-small")
+    save_figure(figure, path)
+
+
+MARKERS = "osD^v*"
+"""Marks of cached tokens; colours are algorithms."""
+
+
+def _draw_ratios(axes: Axes, cells: Sequence[JudgedCell], name: str, color: str, marker: str, label: str) -> None:
+    tokens = [cell.cell.new_tokens for cell in cells]
+    paired = [
+        sorted(other / kv for kv, other in zip(cell.seconds[PASS_KV], cell.seconds[name], strict=True))
+        for cell in cells
+    ]
+    middle = [median(ratios) for ratios in paired]
+    spread = [[at - ratios[0] for at, ratios in zip(middle, paired, strict=True)]]
+    spread.append([ratios[-1] - at for at, ratios in zip(middle, paired, strict=True)])
+    axes.errorbar(tokens, middle, yerr=spread, fmt=marker, capsize=3, color=color, label=label)
+    axes.plot(tokens, [cell.predicted[name] / cell.predicted[PASS_KV] for cell in cells], color=color)
+
+
+def _by_cached(ring: RingResult) -> dict[int, list[JudgedCell]]:
+    """Return the cells by cached tokens, in the order of new tokens."""
+    found: dict[int, list[JudgedCell]] = {}
+    for cell in sorted(ring.cells, key=lambda each: each.cell):
+        found.setdefault(cell.cell.cached_tokens, []).append(cell)
+    return found

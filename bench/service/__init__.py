@@ -1,0 +1,1 @@
+"""The whole service beside transformers, and its gateway alone."""

@@ -1,1 +1,0 @@
-"""Measurements of `ringserve bench`: rings of processes on this machine, one thread a rank."""

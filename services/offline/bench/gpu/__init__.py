@@ -1,1 +1,0 @@
-"""Figures of one GPU beside their targets; `bench/gpu.py` runs them."""

@@ -1,0 +1,50 @@
+"""Figures of measurements and plans: ratios of samples, and plots. matplotlib is an optional extra."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.offline.units import format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+
+def paired_ratio(above: Sequence[float], below: Sequence[float]) -> float:
+    """Return the median of above[i] / below[i]; pairs share a round, so that a slow machine slows both."""
+    return statistics.median(a / b for a, b in zip(above, below, strict=True))
+
+
+def load_now() -> float:
+    """Return the machine's 1-minute load."""
+    return os.getloadavg()[0]
+
+
+def require_matplotlib() -> None:
+    """Raise ConfigError without matplotlib, before anything is measured."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib; install it with: pip install 'ringserve[plot]'")
+
+
+def plain_seconds(axis: Axis) -> None:
+    """Mark a logarithmic axis of seconds at 1, 2 and 5 of each power, in words such as 50 ms and 20 s."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda seconds, _: format_seconds(seconds)))
+    axis.set_minor_locator(NullLocator())
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure. Raises ConfigError for the path."""
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plot: cannot write {path}: {error}") from error

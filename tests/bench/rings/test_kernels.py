@@ -1,0 +1,47 @@
+"""Bench of kernels, at sizes of a CPU: every kind of case is measured by every backend that can."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench.__main__ import main
+from bench.rings.attention import AttentionShape
+from bench.rings.kernels import NUM_KINDS, KernelBench, Sizes, measure_kernels, table_of
+from ringserve.cp_core.attention.reference import ReferenceAttention
+from ringserve.cp_core.attention.torch_cpu import TorchCpuFlash
+from ringserve.cp_core.errors import ConfigError
+
+SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16)
+SIZES = Sizes(
+    prefill=((32, 32, True), (4, 64, False)), decode=((3, 40),), merges=((8, 2),), vocabulary=50, copied_bytes=1 << 10
+)
+CPU = torch.device("cpu")
+
+
+def test_every_kind_of_kernel_is_measured_and_told() -> None:
+    told: list[str] = []
+    figures = measure_kernels(SHAPE, CPU, torch.float32, SIZES, 1, told.append)
+    assert told == ["copy", "prefill", "decode", "merge", "sampling"]
+    assert len(told) == NUM_KINDS
+    assert [(each.what, each.kernel) for each in figures[:4]] == [
+        ("copy", "torch"),
+        ("prefill", "torch_cpu_flash"),
+        ("prefill", "torch_cpu_flash"),
+        ("merge", "merge"),
+    ]
+    assert [each.kernel for each in figures[4:]] == ["greedy", "drawn", "top_p"] * 2
+    assert all(each.seconds > 0 and each.rate > 0 for each in figures)
+    assert table_of(figures).row_count == len(figures)
+
+
+def test_decode_is_measured_by_kernels_that_follow_block_tables_alone() -> None:
+    bench = KernelBench(SHAPE, CPU, torch.float32, [TorchCpuFlash(), ReferenceAttention()], 1)
+    assert [(each.case, each.kernel) for each in bench.decode(SIZES)] == [("3 x 40", "reference")]
+
+
+def test_where_there_is_no_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["attention", "--device", "cuda"]) != 0
+    assert "--device: 'cuda', but torch finds no GPU here" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="no GPU here"):
+        measure_kernels(SHAPE, torch.device("cuda", 0), torch.bfloat16, SIZES, 1, print)
