@@ -74,7 +74,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
     faulthandler.dump_traceback_later(seconds, file=item.config.stash[fault_handler_stderr_fd_key], exit=True)
 
 
-CLUSTER_SECONDS = 600.0
+CLUSTER_SECONDS = 3600.0
 
 
 def is_of_a_cluster(path: str) -> bool:

@@ -13,6 +13,7 @@ import pytest
 from ringserve.services.gateway.text import TextCodec
 from tests.services.gateway.openai.test_tools import model_of
 from tests.services.local_gateway import LocalGateway
+from tests.waiting import WAIT_SECONDS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -51,7 +52,7 @@ async def test_an_example_runs_as_it_is(gateway: LocalGateway, command: list[str
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_SECONDS):
         printed, errors = await process.communicate()
     assert process.returncode == 0, errors.decode()
     assert said in printed.decode()

@@ -19,6 +19,7 @@ from ringserve.services.cluster.state import ClusterStage, ClusterState, remove_
 from ringserve.services.config import Config, load_config
 from ringserve.v1 import inference_pb2
 from tests.services.local_gateway import MODEL, LocalGateway, codec, gateway, model_path
+from tests.waiting import WAIT_SECONDS
 
 __all__ = ["codec", "gateway", "model_path"]
 
@@ -58,7 +59,7 @@ def target() -> Iterator[str]:
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     yield f"127.0.0.1:{port}"
-    server.stop(grace=None).wait(timeout=10)
+    server.stop(grace=None).wait(timeout=WAIT_SECONDS)
 
 
 def example_with(language: str, word: str) -> str:

@@ -13,6 +13,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.waiting import WAIT_SECONDS
+
 ROOT = Path(__file__).resolve().parent.parent
 # Leaders, router and gateway load all of `orchestration` and these modules of the other layers.
 TORCH_FREE = (
@@ -48,7 +50,9 @@ def orchestration_modules() -> list[str]:
 def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT / "proto")}
     command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False
+    )
 
 
 def test_deciding_modules_load_without_torch() -> None:

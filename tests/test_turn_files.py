@@ -14,6 +14,7 @@ from ringserve.services.gateway.text import TextCodec
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from ringserve.workers.model.builtin import write_tokenizer
 from tests.services.local_gateway import LocalGateway
+from tests.waiting import WAIT_SECONDS
 from tests.workers.models import save_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,7 +52,7 @@ async def answer(stub: inference_pb2_grpc.InferenceAsyncStub, text: str) -> infe
     """Answer one turn of conversation c."""
     sampling = inference_pb2.SamplingParams(max_tokens=3)
     request = inference_pb2.GenerateRequest(text=text, conversation_id="c", sampling_params=sampling)
-    *_, last = [response async for response in stub.Generate(request, timeout=60)]
+    *_, last = [response async for response in stub.Generate(request, timeout=WAIT_SECONDS)]
     return last.complete
 
 

@@ -1,4 +1,8 @@
-"""Waits for conditions without an event of their own: the joint result of several tasks."""
+"""Waits for conditions without an event of their own, and the limits of all waits.
+
+No test passes or fails by these limits: they end a test that hangs, on a machine where 50 other processes want its two
+cores as well. The timeouts of whole tests are in pyproject.toml and conftest.py.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,10 @@ import asyncio
 import selectors
 from collections.abc import Callable
 
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 300.0
+"""Limit of one wait: for a message, an answer, a thread, a process's end."""
+START_SECONDS = 1200.0
+"""Limit of a wait for processes that load torch or models first: a cluster starts in 25 s on an idle machine."""
 
 Selected = list[tuple[selectors.SelectorKey, int]]
 

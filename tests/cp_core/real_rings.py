@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from ringserve.cp_core.transport.connect import RingStore, connect_ring
 from ringserve.cp_core.transport.interface import RingTransport
 from ringserve.cp_core.transport.peer_tls import PeerTls
+from tests.waiting import WAIT_SECONDS
 
 HOST = "127.0.0.1"
 
 
 @contextmanager
 def real_ring(
-    backend: str, size: int, timeout_seconds: float = 20.0, name: str = "ring", tls: PeerTls | None = None
+    backend: str, size: int, timeout_seconds: float = WAIT_SECONDS, name: str = "ring", tls: PeerTls | None = None
 ) -> Iterator[list[RingTransport]]:
     """Yield every rank's end of a ring of `size`."""
     store = RingStore(HOST, 0, timeout_seconds)

@@ -19,6 +19,7 @@ from ringserve.cp_core.ring.prefill import RingPrefill
 from ringserve.cp_core.transport.inprocess import InProcessRing
 from ringserve.cp_core.transport.interface import RingTransport, TransportStats, Work
 from tests.oracles import Tokens
+from tests.waiting import WAIT_SECONDS
 
 Answer = TypeVar("Answer")
 
@@ -36,7 +37,7 @@ def on_every_rank(transports: Sequence[RingTransport], act: Callable[[RingTransp
 
     with ThreadPoolExecutor(len(transports)) as pool:
         futures = [pool.submit(guarded, transport) for transport in transports]
-        return [future.result(timeout=60) for future in futures]
+        return [future.result(timeout=WAIT_SECONDS) for future in futures]
 
 
 class PoisoningTransport:

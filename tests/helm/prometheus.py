@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import WAIT_SECONDS
+
 
 def tool(name: str) -> str:
     """Return the path of `prometheus` or `promtool`, or fail with the command that installs it."""
@@ -31,7 +33,7 @@ class Prometheus:
     def get(self, path: str, **query: str) -> Any:
         """Return the `data` of an API answer."""
         url = f"http://{self.address}/api/v1/{path}?{urllib.parse.urlencode(query)}"
-        with urllib.request.urlopen(url, timeout=30) as answer:
+        with urllib.request.urlopen(url, timeout=WAIT_SECONDS) as answer:
             body = json.load(answer)
         assert body["status"] == "success", body
         return body["data"]
@@ -63,20 +65,20 @@ def running_prometheus(directory: Path, configuration: str, port: int) -> Iterat
         yield Prometheus(f"127.0.0.1:{port}")
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(WAIT_SECONDS)
         log.close()
 
 
 def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + WAIT_SECONDS
     while time.monotonic() < deadline:
         assert process.poll() is None, log.read_text()
         try:
-            with urllib.request.urlopen(url, timeout=5):
+            with urllib.request.urlopen(url, timeout=WAIT_SECONDS):
                 return
         except OSError:
             try:
                 process.wait(0.1)
             except subprocess.TimeoutExpired:
                 continue
-    raise AssertionError(f"Prometheus was not ready in 30 s: {log.read_text()}")
+    raise AssertionError(f"Prometheus was not ready in {WAIT_SECONDS:g} s: {log.read_text()}")

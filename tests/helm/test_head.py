@@ -15,8 +15,8 @@ import pytest
 
 from bench.chaos.nodes import HEALTH
 from tests.helm.charts import CHART, pod_templates, render
+from tests.waiting import WAIT_SECONDS
 
-STOP_SECONDS = 30.0
 RAY = "ray start --head --block"
 RINGSERVE = "ringserve up --config config.yaml --no-gateway --drain-seconds 30"
 PROGRAM = """#!{python} -S
@@ -47,7 +47,7 @@ class Head:
 
     def end(self) -> tuple[int, list[str]]:
         """Wait for the head's end -> (its status, the programs that were told to end)."""
-        return self.process.wait(STOP_SECONDS), self.log.read_text().splitlines()
+        return self.process.wait(WAIT_SECONDS), self.log.read_text().splitlines()
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def head(tmp_path: Path) -> Iterator[Head]:
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait(STOP_SECONDS)
+            process.wait(WAIT_SECONDS)
 
 
 @pytest.mark.parametrize(("failed", "other"), [("ringserve", "ray"), ("ray", "ringserve")])

@@ -11,6 +11,7 @@ import yaml
 
 from tests.helm.charts import CHART, ROOT, Object, only, render
 from tests.helm.prometheus import tool
+from tests.waiting import WAIT_SECONDS
 
 RULES = CHART / "files" / "rules.yaml"
 
@@ -22,7 +23,7 @@ def alerts() -> list[Object]:
 
 def promtool(*arguments: str, directory: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [tool("promtool"), *arguments], cwd=directory, capture_output=True, text=True, timeout=60, check=False
+        [tool("promtool"), *arguments], cwd=directory, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False
     )
 
 

@@ -43,7 +43,7 @@ from ringserve.workers.protocol.ranks import RankSettings
 from ringserve.workers.rank.thread_ranks import RATES, ThreadRanks
 from ringserve.workers.sampling.parameters import SamplingParameters, TokenLogprobs
 from tests.one_core import on_one_core
-from tests.waiting import eventually
+from tests.waiting import WAIT_SECONDS, eventually
 
 BLOCK_TOKENS = 4
 Shape = int | tuple[int, int]
@@ -276,7 +276,7 @@ class Service:
         temperature: float = 0.0,
         seed: int = 0,
         stop_token_ids: tuple[int, ...] = (),
-        deadline: float = 60.0,
+        deadline: float = WAIT_SECONDS,
         wait: bool = False,
         ttl: float | None = None,
         sampling: SamplingParameters | None = None,

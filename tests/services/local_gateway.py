@@ -24,11 +24,11 @@ from ringserve.services.telemetry.tracing.tracer import ServiceTracer
 from ringserve.v1 import inference_pb2_grpc
 from ringserve.workers.model.builtin import write_tokenizer
 from tests.orchestration.service import Service
-from tests.waiting import eventually
+from tests.waiting import WAIT_SECONDS, eventually
 from tests.workers.models import Oracle, save_model
 
 MODEL = "tiny-model"
-CALL_SECONDS = 60.0
+CALL_SECONDS = WAIT_SECONDS
 
 
 class LocalGateway:
@@ -97,7 +97,7 @@ class LocalGateway:
         """Open a channel without TLS, whatever the endpoints expect."""
         return grpc.aio.insecure_channel(self.target)
 
-    async def wait_idle(self, seconds: float = 10.0) -> None:
+    async def wait_idle(self, seconds: float = WAIT_SECONDS) -> None:
         """Return when no turn runs anywhere, and none holds KV; fail the test after `seconds`."""
         pools = [leader.ring.pool for leader in self.service.peers.leaders.values()]
         await eventually(

@@ -33,11 +33,11 @@ from ringserve.workers.protocol.transfers import KvSend
 from ringserve.workers.rank.worker import RankWorker
 from ringserve.workers.sampling.parameters import NO_HISTORY, SamplingParameters, TokenHistory
 from tests.cp_core.staging import PoisonedStaging
+from tests.waiting import WAIT_SECONDS
 
 T = TypeVar("T")
 
 BLOCK_TOKENS = 4
-WAIT_SECONDS = 60.0
 
 
 @dataclass

@@ -42,9 +42,7 @@ from ringserve.cp_core.transport.delayed import DelayedTransport
 from ringserve.cp_core.transport.interface import RingTransport, Work
 from ringserve.services.offline.calibration.measurement import Cell
 from ringserve.services.offline.terminal import Tell
-
-# A ring of processes starts, and prefills over slow links.
-pytestmark = pytest.mark.timeout(240)
+from tests.waiting import WAIT_SECONDS
 
 LONG, SHORT = Cell(cached_tokens=1500, new_tokens=24), Cell(cached_tokens=0, new_tokens=96)
 FIT_CELLS = tuple(Cell(cached_tokens=cached, new_tokens=new) for cached in (0, 700) for new in (16, 80))
@@ -250,7 +248,7 @@ def test_an_interrupted_or_refused_measurement_leaves_nothing_running(settings: 
         measured_in_namespaces(settings, interrupt)
     assert len(running) >= 3, "the measuring process and two ranks"
     # They are children of the measuring process, so they are polled.
-    _, alive = psutil.wait_procs(running, timeout=20)
+    _, alive = psutil.wait_procs(running, timeout=WAIT_SECONDS)
     assert alive == []
 
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.waiting import WAIT_SECONDS
+
 ROOT = Path(__file__).parents[3]
 
 
@@ -18,7 +20,7 @@ def run_alone(*arguments: str, **environment: str) -> None:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=WAIT_SECONDS,
         check=False,
     )
     assert process.returncode == 0, f"{process.stdout[-6000:]}\n{process.stderr[-2000:]}"

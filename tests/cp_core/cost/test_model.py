@@ -14,6 +14,7 @@ from ringserve.cp_core.cost.model import SP_NTP, ModelShape, PrefillRates, RingR
 from ringserve.cp_core.errors import ConfigError
 from tests.cp_core.cost import hardware
 from tests.cp_core.cost.test_selector import fitted_rates, llama_405b, table_4
+from tests.waiting import WAIT_SECONDS
 
 TINY = replace(hardware.TINY, element_bytes=4)
 RING = RingRates(gemm_flops=1e6, attention_flops=1e5, link_bytes_per_second=1e5, link_latency_seconds=1e-3)
@@ -119,7 +120,7 @@ def test_the_modules_that_decide_load_without_torch() -> None:
     code = (
         "import sys, cp_core.cost.selector, cp_core.cost.model, cp_core.layout.shards; sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=WAIT_SECONDS, check=False).returncode == 0
 
 
 def test_segments_of_sp_ntp_hide_messages_behind_attention() -> None:

@@ -27,6 +27,7 @@ from tests.cp_core.real_rings import HOST, real_ring
 from tests.cp_core.rings import PlacedSequence, on_every_rank, prefill_on_threads
 from tests.gloo import GlooRing, gloo_as_nccl
 from tests.oracles import fp32_bound, largest, oracle_causal, random_tokens
+from tests.waiting import WAIT_SECONDS
 
 
 @pytest.fixture(params=["nccl", "sockets"])
@@ -125,7 +126,7 @@ def test_closing_one_rank_ends_the_waits_of_all(backend: str) -> None:
         transports[1].close()
         for wait in waits:
             with pytest.raises(Unavailable):
-                wait.result(timeout=15)
+                wait.result(timeout=WAIT_SECONDS)
         assert time.monotonic() - started < 10.0, "the deadline is 20 s"
         with pytest.raises(Unavailable, match="left the ring"):
             transports[1].broadcast(torch.empty(1), 1)
@@ -181,7 +182,7 @@ def test_the_death_of_a_rank_surfaces_at_once_on_all_others(backend: str) -> Non
     finally:
         for process in processes:
             process.kill()
-            process.join(10)
+            process.join(WAIT_SECONDS)
             process.close()
 
 

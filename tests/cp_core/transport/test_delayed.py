@@ -21,6 +21,7 @@ from ringserve.cp_core.transport.inprocess import InProcessRing
 from ringserve.cp_core.transport.interface import RingTransport
 from tests.cp_core.rings import on_every_rank
 from tests.oracles import random_tokens
+from tests.waiting import WAIT_SECONDS
 
 UNLIMITED = 1e30
 NUM_TOKENS = 64
@@ -69,7 +70,7 @@ def prefill_seconds(
         backend = TimedAttention(clock, iteration_seconds)
         layout = plan.sequences[0].layout
         mine = torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in layout.ranges[inner.rank]])
-        start_together.wait(timeout=10)
+        start_together.wait(timeout=WAIT_SECONDS)
         started = clock.now()
         ring_prefill(tokens.q[mine], tokens.k[mine], tokens.v[mine], [[]], plan, transport, backend, 0.125, algorithm)
         return clock.now() - started
@@ -183,4 +184,4 @@ def test_closing_ends_a_wait_for_a_message_under_way() -> None:
     closing.start()
     with pytest.raises(Unavailable, match="rank 1 left the ring of 2"):
         work.wait()
-    closing.join(5)
+    closing.join(WAIT_SECONDS)

@@ -12,6 +12,7 @@ from ringserve.cp_core.errors import Unavailable
 from ringserve.cp_core.transport.inprocess import InProcessRing
 from ringserve.cp_core.transport.interface import RingTransport
 from tests.cp_core.rings import on_every_rank
+from tests.waiting import WAIT_SECONDS
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
@@ -108,7 +109,7 @@ def test_a_closed_peer_ends_every_wait_at_once() -> None:
         transports[1].close()
         for wait in waits:
             with pytest.raises(Unavailable, match="rank 1 left the ring of 3"):
-                wait.result(timeout=20)
+                wait.result(timeout=WAIT_SECONDS)
         assert time.monotonic() - started < 20.0, "the deadline is 60 s"
 
 

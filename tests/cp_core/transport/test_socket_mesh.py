@@ -25,9 +25,9 @@ from ringserve.cp_core.transport.socket_mesh import (
 from ringserve.cp_core.transport.socket_ring import SocketRing
 from tests.gloo import gloo_as_nccl
 from tests.services.auth.certificates import Authority
+from tests.waiting import WAIT_SECONDS
 
 HOST = "127.0.0.1"
-SECONDS = 20.0
 
 
 @pytest.fixture(params=["plain", "tls"])
@@ -38,7 +38,7 @@ def tls(request: pytest.FixtureRequest, authority: Authority) -> PeerTls | None:
 class Ranks:
     """Ranks as threads. `listeners` listen from the start; a test may change the rendezvous of each rank."""
 
-    def __init__(self, size: int, tls: PeerTls | None = None, seconds: float = SECONDS) -> None:
+    def __init__(self, size: int, tls: PeerTls | None = None, seconds: float = WAIT_SECONDS) -> None:
         self.listeners = [RingListener(HOST) for _ in range(size)]
         endpoints = tuple(listener.endpoint for listener in self.listeners)
         self.rendezvous = [
@@ -53,10 +53,10 @@ class Ranks:
             self._joining[rank] = self._pool.submit(self._join, rank)
 
     def _join(self, rank: int) -> SocketRing:
-        return SocketRing(rank, SECONDS, connect_mesh(self.listeners[rank], self.rendezvous[rank]))
+        return SocketRing(rank, WAIT_SECONDS, connect_mesh(self.listeners[rank], self.rendezvous[rank]))
 
     def ring(self, rank: int) -> SocketRing:
-        return self._joining[rank].result(SECONDS + 5)
+        return self._joining[rank].result(WAIT_SECONDS)
 
     def error(self, rank: int) -> str:
         with pytest.raises(Unavailable) as caught:
@@ -78,7 +78,7 @@ class Ranks:
 
     def close(self) -> None:
         for joining in self._joining.values():
-            if joining.exception(SECONDS + 5) is None:
+            if joining.exception(WAIT_SECONDS) is None:
                 joining.result().close()
         for listener in self.listeners:
             listener.close()
@@ -86,7 +86,7 @@ class Ranks:
 
 
 @contextmanager
-def ranks(size: int, tls: PeerTls | None = None, seconds: float = SECONDS) -> Iterator[Ranks]:
+def ranks(size: int, tls: PeerTls | None = None, seconds: float = WAIT_SECONDS) -> Iterator[Ranks]:
     made = Ranks(size, tls, seconds)
     try:
         yield made
@@ -96,7 +96,7 @@ def ranks(size: int, tls: PeerTls | None = None, seconds: float = SECONDS) -> It
 
 @contextmanager
 def guest(listener: RingListener, saying: bytes = b"") -> Iterator[socket.socket]:
-    with socket.create_connection(parse_endpoint(listener.endpoint), timeout=10.0) as connection:
+    with socket.create_connection(parse_endpoint(listener.endpoint), timeout=WAIT_SECONDS) as connection:
         connection.sendall(saying)
         yield connection
 
@@ -179,7 +179,7 @@ def test_who_answers_without_the_secret_is_no_rank() -> None:
         pretending = pool.submit(pretend)
         met.start(1)
         assert met.error(1) == f"the process at {endpoint} is not rank 0 of ring 'ring'"
-        pretending.result(SECONDS)
+        pretending.result(WAIT_SECONDS)
 
 
 def test_a_rank_that_calls_nobody_gives_up_at_its_deadline(tls: PeerTls | None) -> None:
@@ -251,7 +251,7 @@ def test_what_goes_between_ranks_with_tls_cannot_be_read_on_the_way(authority: A
             for each in (caller, onward):
                 each.shutdown(socket.SHUT_RDWR)
             for end in passing:
-                end.exception(SECONDS)
+                end.exception(WAIT_SECONDS)
 
 
 def test_a_closed_connection_never_goes_on_in_the_clear(authority: Authority) -> None:
@@ -260,7 +260,7 @@ def test_a_closed_connection_never_goes_on_in_the_clear(authority: Authority) ->
             pool.submit(connect_mesh, listener, each)
             for listener, each in zip(met.listeners, met.rendezvous, strict=True)
         ]
-        first, second = (side.result(SECONDS) for side in sides)
+        first, second = (side.result(WAIT_SECONDS) for side in sides)
         assert isinstance(first[1], ssl.SSLSocket)
         assert first[1].version() == "TLSv1.3"
         first[1].shutdown(socket.SHUT_WR)

@@ -138,7 +138,7 @@ def test_closing_during_a_wait_of_another_thread_ends_that_wait(tls: PeerTls | N
         left.close()
         left.close()
         with pytest.raises(Unavailable, match="rank 0 left the ring of 2"):
-            waiting.result(timeout=5)
+            waiting.result(timeout=WAIT_SECONDS)
 
 
 def test_a_ring_of_sockets_leaves_no_thread_and_no_descriptor_behind(tls: PeerTls | None) -> None:
@@ -181,7 +181,7 @@ def test_a_death_in_the_middle_of_a_large_message_surfaces_on_everybody_at_once(
     with ThreadPoolExecutor(2) as pool:
         joining = pool.submit(connect_ring, HOST, store.port, "doomed", 2, 3, 60.0, "sockets")
         first = connect_ring(HOST, store.port, "doomed", 0, 3, 60.0, "sockets", store=store)
-        third = joining.result(timeout=60)
+        third = joining.result(timeout=WAIT_SECONDS)
         try:
             assert ours.poll(30)
             # Twice as much as is sent: after half of it there is more to come.
@@ -193,13 +193,13 @@ def test_a_death_in_the_middle_of_a_large_message_surfaces_on_everybody_at_once(
             # Either rank may notice first, by the dead rank's kernel; the other then notices by it.
             for wait, reason in zip(waits, ["rank 0 lost rank [12]", "rank 2 lost rank [01]"], strict=True):
                 with pytest.raises(Unavailable, match=reason):
-                    wait.result(timeout=30)
+                    wait.result(timeout=WAIT_SECONDS)
             assert time.monotonic() - started < 30.0, "the deadline is 60 s"
         finally:
             first.close()
             third.close()
             process.kill()
-            process.join(10)
+            process.join(WAIT_SECONDS)
             process.close()
 
 

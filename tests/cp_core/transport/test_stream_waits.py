@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup, Work
 
 from ringserve.cp_core.errors import Unavailable
 from ringserve.cp_core.transport.nccl import NcclRing, ProcessGroupLike, ProcessGroupRing, StreamWaits
+from tests.waiting import WAIT_SECONDS
 
 
 @dataclass
@@ -68,7 +69,7 @@ class Group:
 
     def abort(self) -> None:
         self.is_aborting.set()
-        self.may_end.wait(60.0)
+        self.may_end.wait(WAIT_SECONDS)
         self.has_aborted.set()
 
     def rank(self) -> int:
@@ -145,9 +146,9 @@ def test_a_ring_of_nccl_is_closed_before_nccl_has_ended_it() -> None:
     group = Group()
     ring = NcclRing(cast("ProcessGroup", group), torch.device("cpu"), 60.0, None)
     ring.close()
-    assert group.is_aborting.wait(60.0)
+    assert group.is_aborting.wait(WAIT_SECONDS)
     assert not group.has_aborted.is_set()
     with pytest.raises(Unavailable, match="rank 0 left the ring of 2"):
         ring.await_event(event_asked(lambda: False))
     group.may_end.set()
-    assert group.has_aborted.wait(60.0)
+    assert group.has_aborted.wait(WAIT_SECONDS)

@@ -18,11 +18,10 @@ from ringserve.orchestration.protocol.views import DrainView, MoveReason
 from tests.orchestration.conversations.moving import Leader, kv_of
 from tests.orchestration.ring.test_kv_moves import HeldBack, kill_one
 from tests.orchestration.service import Answer, Service
-from tests.waiting import eventually
+from tests.waiting import WAIT_SECONDS, eventually
 from tests.workers.models import Oracle, random_tokens
 
 KIND = "llama_gqa"
-WAIT_SECONDS = 60.0
 ANSWER = 5
 DRAIN_INTERVAL = 0.01
 

@@ -26,7 +26,7 @@ from ringserve.workers.protocol.decode_commands import ComputePrompt
 from ringserve.workers.protocol.prefill_steps import Algorithm
 from ringserve.workers.sampling.parameters import Sampled
 from tests.orchestration.service import Answer, Service
-from tests.waiting import eventually
+from tests.waiting import WAIT_SECONDS, eventually
 from tests.workers.models import Oracle, random_tokens
 
 DIRECT = Algorithm.DECODE_RING
@@ -45,7 +45,7 @@ def held_prompts(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Ev
 
     def run_late(self: DecodePrompts, prompt: ComputePrompt) -> Sampled | None:
         begun.set()
-        assert may_go_on.wait(60.0), "nobody let the prompt go on"
+        assert may_go_on.wait(WAIT_SECONDS), "nobody let the prompt go on"
         return run(self, prompt)
 
     with monkeypatch.context() as patch:

@@ -13,9 +13,7 @@ from ringserve.orchestration.decode.turn import DecodeTurn
 from ringserve.workers.protocol.decode_commands import DecodeEvent, FinishReason
 from tests.orchestration.decode.decode_turns import decode_turn
 from tests.orchestration.fake_ranks import FakeRank
-from tests.waiting import eventually
-
-WAIT_SECONDS = 10.0
+from tests.waiting import WAIT_SECONDS, eventually
 
 
 class Batch:

@@ -26,7 +26,7 @@ from ringserve.workers.protocol.decode_commands import FinishReason
 from ringserve.workers.sampling.parameters import SamplingParameters, TokenLogprobs
 from tests.orchestration.decode.test_sampling import OpenAiPenalties
 from tests.orchestration.service import Service, is_idle
-from tests.waiting import eventually
+from tests.waiting import WAIT_SECONDS, eventually
 from tests.workers.models import Oracle, add_text, random_tokens
 
 ENDS = (EOS_TOKEN_ID, END_TOKEN_ID)
@@ -140,7 +140,7 @@ async def test_a_turn_waits_alone_while_its_ring_reads_the_tokenizer(
     prompt, oracle, may_read = random_tokens(30), oracles["llama_gqa"], threading.Event()
 
     def held_up(read: Callable[[], str]) -> str:
-        assert may_read.wait(60.0), "the test lets it read"
+        assert may_read.wait(WAIT_SECONDS), "the test lets it read"
         return read()
 
     async with Service(path, 1, 2) as service:

@@ -24,9 +24,7 @@ from ringserve.workers.protocol.ranks import RankSettings
 from ringserve.workers.protocol.transfers import TransferKey
 from tests.orchestration.decode.decode_turns import PROMPT_TOKENS, decode_turn
 from tests.orchestration.fake_ranks import FakeRanks
-from tests.waiting import eventually
-
-WAIT_SECONDS = 10.0
+from tests.waiting import WAIT_SECONDS, eventually
 
 
 class Router:

@@ -30,7 +30,7 @@ from ringserve.orchestration.protocol.turns import EndingEvent, FinishedEvent, T
 from ringserve.workers.protocol.decode_commands import FinishReason
 from ringserve.workers.sampling.parameters import SamplingParameters, TokenBias, TokenLogprobs
 from tests.orchestration.service import Service
-from tests.waiting import eventually
+from tests.waiting import WAIT_SECONDS, eventually
 from tests.workers.models import VOCAB_SIZE, Oracle, random_tokens
 
 RING_SIZES = [(1, 1), (1, 3), (3, 2)]
@@ -310,7 +310,7 @@ async def test_a_reader_that_leaves_before_it_says_where_the_answer_ends_aborts_
             async for event in events:
                 if isinstance(event, EndingEvent):
                     break
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT_SECONDS):
             await decode.abort_turn(begun.turn_id, TurnCancelled("gone"))
         assert service.router.num_running == 0
         assert service.free_blocks() == free

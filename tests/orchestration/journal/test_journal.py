@@ -14,6 +14,7 @@ from ringserve.orchestration.journal import schema
 from ringserve.orchestration.journal.journal import MAX_ENDED, SqliteJournal
 from ringserve.workers.protocol.decode_commands import FinishReason
 from tests.orchestration.journal.records import PLAN, SPARSE, begun, committed, fork
+from tests.waiting import WAIT_SECONDS
 
 
 @pytest.fixture(autouse=True)
@@ -159,12 +160,12 @@ def test_a_second_router_is_told_who_has_the_journal(tmp_path: Path) -> None:
     holder = context.Process(target=_hold, args=(tmp_path, held.set, free.wait), daemon=True)
     holder.start()
     try:
-        assert held.wait(30)
+        assert held.wait(WAIT_SECONDS)
         with pytest.raises(ConfigError, match=r"router\.journal: another router writes to"):
             SqliteJournal(tmp_path)
     finally:
         free.set()
-        holder.join(30)
+        holder.join(WAIT_SECONDS)
     SqliteJournal(tmp_path).close()
 
 

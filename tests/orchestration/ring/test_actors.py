@@ -15,6 +15,7 @@ import ray
 
 from ringserve.orchestration.ring import actors
 from ringserve.orchestration.ring.actors import RayRank, RayRanks
+from tests.waiting import WAIT_SECONDS
 
 
 def test_places_of_a_dead_leader_are_freed_and_those_of_another_deployment_are_left(
@@ -98,7 +99,7 @@ async def test_a_rank_that_stands_still_is_ended_at_once_on_this_node_and_by_ray
         if not is_ended:
             assert process.poll() is None
             process.kill()
-        assert process.wait(10.0) == -signal.SIGKILL
+        assert process.wait(WAIT_SECONDS) == -signal.SIGKILL
         await rank.kill()  # there is nobody of that id, or somebody else
     assert told == [actor, actor], "Ray frees the place"
 

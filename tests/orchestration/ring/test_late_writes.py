@@ -24,11 +24,10 @@ from ringserve.workers.kv.lane import Lane
 from ringserve.workers.kv.outgoing import OutgoingTransfer
 from ringserve.workers.kv.sender import KvSender
 from tests.orchestration.service import Service, is_idle
-from tests.waiting import eventually
+from tests.waiting import WAIT_SECONDS, eventually
 from tests.workers.kv.kv_peers import hand_source
 from tests.workers.models import Oracle, random_tokens
 
-WAIT_SECONDS = 20.0
 PROMPT_TOKENS = 101
 
 

@@ -19,8 +19,6 @@ from tests.orchestration.fake_ranks import RATES, FakeRanks
 from tests.orchestration.service import DirectPeers
 from tests.waiting import eventually
 
-WAIT_SECONDS = 10.0
-
 
 class Leader(RingLeader):
     """Leader of a ring without turns."""

@@ -17,9 +17,8 @@ from ringserve.orchestration.ring import life
 from ringserve.orchestration.ring.life import Ring
 from ringserve.workers.protocol.ranks import RankInfo, RankSettings, RankSpec, RankStatus
 from tests.orchestration.fake_ranks import RATES, FakeRanks
-from tests.waiting import eventually
+from tests.waiting import WAIT_SECONDS, eventually
 
-WAIT_SECONDS = 10.0
 DEAD = Unavailable("rank 1 died")
 
 

@@ -33,10 +33,10 @@ from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from tests.proto.client.both import QUICK, client
 from tests.services.e2e.cluster import wait_until
 from tests.services.local_gateway import LocalGateway
+from tests.waiting import WAIT_SECONDS
 from tests.workers.models import Oracle, random_tokens
 
 __all__ = ["client"]
-WAIT_SECONDS = 20.0
 
 FIVE = Sampling(max_tokens=5, temperature=0.0)
 LONG = Sampling(max_tokens=4000)
@@ -324,7 +324,7 @@ def test_a_generator_that_is_left_early_closes_its_source_in_the_loop() -> None:
     items = loop.items(source())
     assert next(items) == 1
     items.close()
-    assert ended.wait(5)
+    assert ended.wait(WAIT_SECONDS)
     loop.close(asyncio.sleep(0))
 
 

@@ -17,6 +17,7 @@ from hatchling.builders.wheel import WheelBuilder
 import ringserve
 from tests.services.local_gateway import LocalGateway
 from tests.test_repository import ROOT
+from tests.waiting import WAIT_SECONDS
 
 PROGRAM = """
 import json, sys
@@ -24,7 +25,7 @@ sys.path[:0] = sys.argv[2:]
 from ringserve.client import Client, Sampling
 from ringserve.client.errors import NotFound
 with Client(sys.argv[1]) as client:
-    answer = client.ask("Once upon a time", sampling=Sampling(max_tokens=3), timeout=60)
+    answer = client.ask("Once upon a time", sampling=Sampling(max_tokens=3), timeout=WAIT_SECONDS)
     try:
         client.conversation("nowhere")
     except NotFound as error:
@@ -56,7 +57,7 @@ async def test_the_client_is_answered_where_only_grpc_and_protobuf_are_installed
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_SECONDS):
         printed, errors = await process.communicate()
     assert process.returncode == 0, errors.decode()
     report = json.loads(printed)

@@ -12,6 +12,7 @@ import pytest
 
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from tests.services.local_gateway import CALL_SECONDS, MODEL, LocalGateway
+from tests.waiting import WAIT_SECONDS
 from tests.workers.models import random_tokens
 
 NUM_REQUESTS = 150
@@ -85,7 +86,7 @@ async def test_hostile_values_over_grpc_are_answered_or_refused_and_leave_nothin
         await gateway.wait_idle()
         for name in IDS:
             forgotten = stub.DeleteConversation(
-                inference_pb2.DeleteConversationRequest(conversation_id=name), timeout=10
+                inference_pb2.DeleteConversationRequest(conversation_id=name), timeout=WAIT_SECONDS
             )
             assert await forgotten.code() in {grpc.StatusCode.OK, *ALLOWED}
     assert NUM_REQUESTS > answered > NUM_REQUESTS / 10, "both kinds were drawn"

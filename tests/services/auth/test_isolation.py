@@ -22,6 +22,7 @@ from ringserve.services.auth.tenants import hash_of
 from ringserve.services.gateway.text import TextCodec
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from tests.services.local_gateway import CALL_SECONDS, MODEL, LocalGateway
+from tests.waiting import WAIT_SECONDS
 from tests.workers.models import random_tokens
 
 THREE = Sampling(max_tokens=3, temperature=0.0)
@@ -173,8 +174,12 @@ async def test_strangers_get_nothing_over_grpc(guarded: LocalGateway, sent: str 
             "ForkConversation": inference_pb2.ForkConversationRequest(source_id="c", new_id="d"),
             "DeleteConversation": inference_pb2.DeleteConversationRequest(conversation_id="c"),
         }
-        calls = [getattr(stub, name)(request, metadata=metadata, timeout=10) for name, request in requests.items()]
-        calls.append(stub.Generate(inference_pb2.GenerateRequest(text="x"), metadata=metadata, timeout=10).read())
+        calls = [
+            getattr(stub, name)(request, metadata=metadata, timeout=WAIT_SECONDS) for name, request in requests.items()
+        ]
+        calls.append(
+            stub.Generate(inference_pb2.GenerateRequest(text="x"), metadata=metadata, timeout=WAIT_SECONDS).read()
+        )
         for call in calls:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call

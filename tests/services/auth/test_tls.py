@@ -25,6 +25,7 @@ from ringserve.services.rpc.servicers import RouterServicer
 from ringserve.services.telemetry.metrics.router import RouterMetrics, RouterView
 from tests.services.auth.certificates import Authority
 from tests.services.local_gateway import CALL_SECONDS, MODEL, LocalGateway
+from tests.waiting import WAIT_SECONDS
 
 THREE = Sampling(max_tokens=3)
 
@@ -49,7 +50,7 @@ async def mutual(model_path: Path, codec: TextCodec, authority: Authority) -> As
 async def grpc_answer(gateway: LocalGateway, tls: TlsFiles | None) -> int:
     """Return the number of tokens of an answer over gRPC."""
     async with AsyncClient(gateway.target, tls=tls, retry=NO_RETRIES) as client:
-        return (await client.ask("x", sampling=THREE, timeout=10)).usage.completion_tokens
+        return (await client.ask("x", sampling=THREE, timeout=WAIT_SECONDS)).usage.completion_tokens
 
 
 async def http_status(gateway: LocalGateway, context: ssl.SSLContext) -> int:
@@ -75,7 +76,7 @@ async def test_both_endpoints_answer_by_tls_a_client_that_trusts_the_authority(
 async def test_an_endpoint_with_tls_answers_no_client_without(secure: LocalGateway) -> None:
     with pytest.raises(Unavailable):
         await grpc_answer(secure, None)
-    async with httpx2.AsyncClient(base_url=secure.url.replace("https", "http"), timeout=10) as http:
+    async with httpx2.AsyncClient(base_url=secure.url.replace("https", "http"), timeout=WAIT_SECONDS) as http:
         with pytest.raises(httpx2.TransportError):
             await http.get("/health")
 
@@ -150,7 +151,7 @@ async def test_our_own_processes_take_only_each_other(authority: Authority, stra
             (ours, True),
         ):
             peers = GrpcPeers(tls)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(WAIT_SECONDS):
                 if is_let_in:
                     assert (await peers.router(address).get_server_info()).conversations == 7
                 else:
@@ -190,12 +191,12 @@ async def test_oversized_metadata_and_messages_are_refused_and_harm_nothing(gate
         model: Any = channel.unary_unary("/ringserve.v1.Inference/GetModelInfo")
         nothing: Any = channel.unary_unary("/ringserve.v1.Inference/Nothing")
         sent: dict[str, tuple[Any, str]] = {
-            "metadata": (model(b"", metadata=(("x-long", "x" * 40_000),), timeout=10), "RESOURCE_EXHAUSTED"),
-            "message": (generate(b"\x1a" + b"\xff" * (65 << 20), timeout=30).read(), "RESOURCE_EXHAUSTED"),
-            "no protobuf": (generate(b"\xff\xff\xff", timeout=10).read(), "INVALID_ARGUMENT"),
-            "no protobuf of a unary method": (model(b"\xff\xff\xff", timeout=10), "INVALID_ARGUMENT"),
+            "metadata": (model(b"", metadata=(("x-long", "x" * 40_000),), timeout=WAIT_SECONDS), "RESOURCE_EXHAUSTED"),
+            "message": (generate(b"\x1a" + b"\xff" * (65 << 20), timeout=WAIT_SECONDS).read(), "RESOURCE_EXHAUSTED"),
+            "no protobuf": (generate(b"\xff\xff\xff", timeout=WAIT_SECONDS).read(), "INVALID_ARGUMENT"),
+            "no protobuf of a unary method": (model(b"\xff\xff\xff", timeout=WAIT_SECONDS), "INVALID_ARGUMENT"),
             "no such method": (
-                nothing(b"", timeout=10),
+                nothing(b"", timeout=WAIT_SECONDS),
                 "UNIMPLEMENTED",
             ),
         }

@@ -17,9 +17,8 @@ from ringserve.services.cluster.stopping import STOP_SIGNALS
 from ringserve.services.config import Config
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from ringserve.workers.model.builtin import write_tokenizer
+from tests.waiting import WAIT_SECONDS
 from tests.workers.models import save_model
-
-WAIT_SECONDS = 30.0
 
 
 class Interrupting(inference_pb2_grpc.InferenceServicer):

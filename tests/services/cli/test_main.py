@@ -12,6 +12,7 @@ import pytest
 import ringserve
 from ringserve.services.cli import down, main
 from ringserve.services.telemetry.metrics.registry import package_version
+from tests.waiting import WAIT_SECONDS
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,9 @@ def test_a_command_does_not_wait_for_packages_that_few_commands_use() -> None:
         "import sys; from ringserve.services.cli.main import build_parser; build_parser().parse_args(['status']); "
         "print([name for name in ('torch', 'transformers', 'ray', 'matplotlib') if name in sys.modules])"
     )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    shown = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_SECONDS, check=True
+    )
     assert shown.stdout.strip() == "[]"
 
 

@@ -14,6 +14,7 @@ from ringserve.services.cli.main import main
 from ringserve.services.cli.options import AT_ONCE
 from tests.proto.client.test_resumed_turns import PROMPT, Gateways, gateways
 from tests.services.local_gateway import codec, model_path
+from tests.waiting import WAIT_SECONDS
 
 __all__ = ["codec", "gateways", "model_path"]
 LONG = Sampling(max_tokens=60, ignore_eos=True)
@@ -29,7 +30,7 @@ async def killed(gateways: Gateways, monkeypatch: pytest.MonkeyPatch, tmp_path: 
         piece = follow(self)
         if not deaths:
             deaths.append(1)
-            asyncio.run_coroutine_threadsafe(gateways.kill(), loop).result(60)
+            asyncio.run_coroutine_threadsafe(gateways.kill(), loop).result(WAIT_SECONDS)
         return piece
 
     monkeypatch.setattr(AnswerStream, "__next__", followed)

@@ -29,6 +29,7 @@ from ringserve.services.cluster.state import (
 )
 from ringserve.services.cluster.stopping import StopRequest
 from ringserve.services.config import Config
+from tests.waiting import WAIT_SECONDS
 
 WAITING = [sys.executable, "-c", "input()"]
 
@@ -228,7 +229,7 @@ def detached(monkeypatch: pytest.MonkeyPatch, process: subprocess.Popen[bytes], 
     try:
         return main(["up", "--detach"])
     finally:
-        other.join(30)
+        other.join(WAIT_SECONDS)
 
 
 def claimed() -> None:
@@ -262,7 +263,7 @@ def test_down_ends_a_cluster_that_has_only_begun_to_start(
     assert detached(monkeypatch, child, end) == 1
     assert "the cluster did not start: it was told to end (log: " in capsys.readouterr().err
     # `end_cluster` may have taken the exit status in this process, so only the end is sure.
-    child.wait(30)
+    child.wait(WAIT_SECONDS)
     assert read_record("default") is None
 
 

@@ -17,6 +17,7 @@ from ray._private import worker as ray_worker
 
 from ringserve.cp_core.errors import Unavailable
 from ringserve.services.cluster import ray_guard
+from tests.waiting import WAIT_SECONDS
 
 WAIT_FOR_INPUT = [sys.executable, "-c", "input()"]
 
@@ -39,10 +40,10 @@ def test_a_ray_that_does_not_start_is_told_in_one_sentence_and_leaves_nothing(
         ray_guard.start_own_ray(1, "test", tmp_path)
     assert str(caught.value) == "Ray did not start: The node timed out."
     (process,) = left
-    process.communicate(timeout=30)
+    process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == -signal.SIGKILL
     assert of_others.poll() is None
-    of_others.communicate(b"\n", timeout=30)
+    of_others.communicate(b"\n", timeout=WAIT_SECONDS)
 
 
 @pytest.mark.parametrize("source", ["raylet", "autoscaler"])
@@ -89,7 +90,7 @@ def test_a_file_in_the_folder_of_the_command_takes_no_librarys_place(tmp_path: P
             env=os.environ | {"RAY_worker_niceness": "0"},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=WAIT_SECONDS,
             check=False,
         )
     finally:

@@ -31,6 +31,7 @@ from ringserve.services.cluster.state import (
     state_directory,
     write_state,
 )
+from tests.waiting import WAIT_SECONDS
 
 
 @pytest.fixture(autouse=True)
@@ -129,7 +130,7 @@ def test_a_process_that_ended_is_not_the_cluster() -> None:
     process = psutil.Process(ended.pid)
     started = started_after_boot(ended.pid)
     assert find_process(ended.pid, started) == process
-    ended.communicate(b"\n", timeout=30)
+    ended.communicate(b"\n", timeout=WAIT_SECONDS)
     assert find_process(ended.pid, started) is None
 
 
@@ -142,7 +143,7 @@ def test_a_process_nobody_has_waited_for_yet_has_ended() -> None:
         assert find_process(child.pid, started_after_boot(child.pid)) is None
     finally:
         child.kill()
-        child.wait(30)
+        child.wait(WAIT_SECONDS)
 
 
 def test_no_cluster_is_an_error_that_says_what_to_do() -> None:
@@ -203,7 +204,7 @@ def test_a_cluster_that_ends_by_itself_at_any_step_of_its_end_has_ended(
 
     def vanish(self: psutil.Process, *arguments: Any, **options: Any) -> Any:
         child.kill()
-        child.wait(30)
+        child.wait(WAIT_SECONDS)
         raise error
 
     monkeypatch.setattr(psutil.Process, step, vanish)

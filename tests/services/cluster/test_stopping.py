@@ -19,8 +19,7 @@ from ringserve.services.cluster.stopping import (
     keeping_handlers,
     run_until_set,
 )
-
-WAIT_SECONDS = 10.0
+from tests.waiting import WAIT_SECONDS
 
 
 @pytest.fixture(autouse=True)

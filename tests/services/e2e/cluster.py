@@ -24,17 +24,14 @@ from ringserve.client import RingInfo, ServerInfo
 from ringserve.client.results import MAPPER
 from ringserve.services.cli.main import main
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
+from tests.waiting import START_SECONDS, WAIT_SECONDS
 
 Call = Any
 """A running stream: an iterator of GenerateResponse that is also a grpc.Call, for which gRPC's stubs have no name."""
 ROOT = Path(__file__).resolve().parents[3]
-START_SECONDS = 240.0
-"""A cluster starts in 25 s, on a machine with nothing else to do."""
-CALL_SECONDS = 60.0
-REBUILD_SECONDS = 90.0
 
 
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = WAIT_SECONDS) -> None:
     """Return when `condition` holds; fail the test, saying `what` did not come, after `seconds`."""
     pause, deadline = threading.Event(), time.monotonic() + seconds
     while not condition():
@@ -84,7 +81,7 @@ class Ringserve:
         return subprocess.CompletedProcess(arguments, status, printed.getvalue(), errors.getvalue())
 
     def run_process(
-        self, *arguments: str, typed: str = "", seconds: float = CALL_SECONDS
+        self, *arguments: str, typed: str = "", seconds: float = WAIT_SECONDS
     ) -> subprocess.CompletedProcess[str]:
         """Run a command to its end in a process and a folder of its own, with `typed` on its standard input."""
         return subprocess.run(
@@ -136,7 +133,7 @@ class Family:
         self.look()
         return [" ".join(_command(process)) for process in self._seen if is_alive(process)]
 
-    def wait_gone(self, seconds: float = 20.0) -> None:
+    def wait_gone(self, seconds: float = WAIT_SECONDS) -> None:
         """Nothing of it may be left."""
         wait_until(lambda: not self.alive(), f"processes still run: {self.alive()}", seconds)
 
@@ -192,7 +189,7 @@ class Inference:
         self.channel = grpc.secure_channel(target, credentials) if credentials else grpc.insecure_channel(target)
         self.stub = inference_pb2_grpc.InferenceStub(self.channel)
 
-    def stream(self, request: inference_pb2.GenerateRequest, seconds: float = CALL_SECONDS) -> Call:
+    def stream(self, request: inference_pb2.GenerateRequest, seconds: float = WAIT_SECONDS) -> Call:
         return self.stub.Generate(request, timeout=seconds)
 
     def answer(self, request: inference_pb2.GenerateRequest) -> inference_pb2.GenerateComplete:
@@ -215,7 +212,7 @@ class Inference:
             call.cancel()
 
     def info(self) -> ServerInfo:
-        found = self.stub.GetServerInfo(inference_pb2.GetServerInfoRequest(), timeout=CALL_SECONDS)
+        found = self.stub.GetServerInfo(inference_pb2.GetServerInfoRequest(), timeout=WAIT_SECONDS)
         return MAPPER.from_message(ServerInfo, found)
 
     def ring(self, role: str) -> RingInfo:
@@ -223,14 +220,14 @@ class Inference:
 
     def conversation(self, conversation_id: str) -> inference_pb2.GetConversationResponse:
         request = inference_pb2.GetConversationRequest(conversation_id=conversation_id)
-        return self.stub.GetConversation(request, timeout=CALL_SECONDS)
+        return self.stub.GetConversation(request, timeout=WAIT_SECONDS)
 
     def delete(self, conversation_id: str) -> None:
         request = inference_pb2.DeleteConversationRequest(conversation_id=conversation_id)
-        self.stub.DeleteConversation(request, timeout=CALL_SECONDS)
+        self.stub.DeleteConversation(request, timeout=WAIT_SECONDS)
 
     def abort(self, *request_ids: str) -> inference_pb2.AbortResponse:
-        return self.stub.Abort(inference_pb2.AbortRequest(request_ids=request_ids), timeout=CALL_SECONDS)
+        return self.stub.Abort(inference_pb2.AbortRequest(request_ids=request_ids), timeout=WAIT_SECONDS)
 
     def free_blocks(self) -> list[int]:
         """Free KV blocks of every rank of both rings."""
@@ -249,12 +246,12 @@ class Inference:
 
 
 @contextmanager
-def idle_after(gateway: str, seconds: float) -> Iterator[Inference]:
-    """Yield a client of the gateway; within `seconds` of its use the cluster is idle and all rings are ready."""
+def idle_after(gateway: str) -> Iterator[Inference]:
+    """Yield a client of the gateway; after its use the cluster becomes idle, with all rings ready."""
     inference = Inference(gateway)
     try:
         yield inference
-        wait_until(inference.is_idle, f"the cluster is not idle: {inference.info()}", seconds)
+        wait_until(inference.is_idle, f"the cluster is not idle: {inference.info()}")
     finally:
         inference.channel.close()
 

@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.services.e2e.cluster import START_SECONDS, Ringserve, wait_until
-
-STOP_SECONDS = 60.0
+from tests.services.e2e.cluster import Ringserve, wait_until
+from tests.waiting import START_SECONDS, WAIT_SECONDS
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,6 @@ def started_gateway(ringserve: Ringserve, router: str, model_path: Path, log: Pa
     finally:
         process.terminate()
         try:
-            process.wait(STOP_SECONDS)
+            process.wait(WAIT_SECONDS)
         finally:
             process.kill()

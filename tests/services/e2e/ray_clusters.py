@@ -18,9 +18,9 @@ from typing import Any
 import yaml
 
 from tests.helm.charts import CHART, only, render
-from tests.services.e2e.cluster import START_SECONDS, Family, Ringserve, wait_until
+from tests.services.e2e.cluster import Family, Ringserve, wait_until
+from tests.waiting import START_SECONDS, WAIT_SECONDS
 
-STOP_SECONDS = 60.0
 DRAIN_SECONDS = 30
 
 
@@ -94,7 +94,7 @@ def running_head(ringserve: Ringserve, directory: Path, config: Mapping[str, Any
         family.look()
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-            process.wait(STOP_SECONDS)
+            process.wait(WAIT_SECONDS)
         family.kill()  # agents of a Ray that has ended may hang
         shutil.rmtree(ray_directory, ignore_errors=True)
 
@@ -138,5 +138,5 @@ def running_node(head: Head, address: str, role: str, log: Path) -> Iterator[sub
         families[-1].look()
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-            process.wait(STOP_SECONDS)
+            process.wait(WAIT_SECONDS)
         families[-1].kill()

@@ -10,7 +10,8 @@ from functools import cache
 from ringserve.client import Client, Sampling
 from ringserve.cp_core.errors import RingserveError
 from ringserve.services.offline.reference import Reference, StockModel
-from tests.services.e2e.cluster import START_SECONDS, wait_until
+from tests.services.e2e.cluster import wait_until
+from tests.waiting import START_SECONDS
 from tests.workers.models import random_tokens
 
 PAUSE_SECONDS = 0.4

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.services.e2e.cluster import Family, Ringserve
-
-STOP_SECONDS = 60.0
+from tests.waiting import WAIT_SECONDS
 
 
 class Foreground:
@@ -36,7 +35,7 @@ class Foreground:
         self._family.look()
         self._num_printed = len(self.output)
         os.killpg(self._process.pid, signal.SIGINT)
-        return self._process.wait(STOP_SECONDS)
+        return self._process.wait(WAIT_SECONDS)
 
     def check_nothing_is_left(self) -> None:
         """No process, no directory, and no stack trace in what the user saw after the Ctrl-C."""
@@ -47,7 +46,7 @@ class Foreground:
     def kill(self) -> None:
         """Whatever the test came to, the machine is cleared."""
         self._family.kill()
-        self._process.wait(STOP_SECONDS)
+        self._process.wait(WAIT_SECONDS)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from ringserve.cp_core.errors import InvalidRequest, ModelRefused
 from ringserve.services.gateway.text import REPLACEMENT, AnswerText, IncrementalText, StopRule, TextCodec
 from ringserve.workers.model.builtin import BOS_TOKEN_ID, END_TOKEN_ID, EOS_TOKEN_ID, VOCAB_SIZE, write_tokenizer
 from ringserve.workers.model.tokenizer import plain_backend
+from tests.waiting import WAIT_SECONDS
 from tests.workers.models import save_model
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=60).filter(lambda text: "<|" not in text)
@@ -231,7 +232,7 @@ def test_the_codec_of_a_llama_directory_needs_no_torch_and_is_that_of_auto_token
     )
     text = "Hällo <|end|> ring"
     shown = subprocess.run(
-        [sys.executable, "-c", code, str(path), text], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code, str(path), text], capture_output=True, text=True, timeout=WAIT_SECONDS, check=True
     ).stdout
     auto = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     chat = auto.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False)

@@ -20,6 +20,7 @@ from ringserve.errors import RETRY_KEY
 from ringserve.services.rpc.errors import CODES, MAX_MESSAGE, answer, answering, code_of, error_from, error_named
 from ringserve.services.rpc.server import GrpcServer
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
+from tests.waiting import WAIT_SECONDS
 
 Context = grpc.aio.ServicerContext[Any, Any]
 ABORT = inference_pb2.AbortRequest()
@@ -88,8 +89,8 @@ class FailingServer:
         """Return the error as it arrives by a unary call and by a stream."""
         self._servicer.error = error
         with pytest.raises(grpc.aio.AioRpcError) as unary:
-            await self._stub.Abort(ABORT, timeout=10)
-        call = self._stub.Generate(GENERATE, timeout=10)
+            await self._stub.Abort(ABORT, timeout=WAIT_SECONDS)
+        call = self._stub.Generate(GENERATE, timeout=WAIT_SECONDS)
         assert await call.read() == inference_pb2.GenerateResponse(), "what was sent before the error arrives"
         with pytest.raises(grpc.aio.AioRpcError) as stream:
             await call.read()
@@ -245,10 +246,10 @@ async def test_what_grpc_itself_reports_is_unavailable() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as late:
             await stub.Abort(ABORT, timeout=0.05)
         with pytest.raises(grpc.aio.AioRpcError) as missing:
-            await stub.GetServerInfo(inference_pb2.GetServerInfoRequest(), timeout=5)
+            await stub.GetServerInfo(inference_pb2.GetServerInfoRequest(), timeout=WAIT_SECONDS)
         await server.stop(0)
         with pytest.raises(grpc.aio.AioRpcError) as gone:
-            await stub.Abort(ABORT, timeout=5)
+            await stub.Abort(ABORT, timeout=WAIT_SECONDS)
     said = [str(error_from(caught.value, "the router")) for caught in (late, missing, gone)]
     assert said == [
         "the router did not answer in time",

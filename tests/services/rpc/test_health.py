@@ -14,11 +14,11 @@ from ringserve.cp_core.errors import Unavailable
 from ringserve.services.rpc.health import HealthWatch
 from ringserve.services.rpc.server import LIVE, GrpcServer
 from ringserve.v1 import inference_pb2_grpc
+from tests.waiting import WAIT_SECONDS
 
 SERVICE = "ringserve.v1.Inference"
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-WAIT_SECONDS = 10.0
 
 
 class Process:

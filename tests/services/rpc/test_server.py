@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from ringserve.cp_core.errors import ConfigError, Unauthenticated
 from ringserve.services.rpc.server import GrpcServer
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
+from tests.waiting import WAIT_SECONDS
 
 SERVICE = "ringserve.v1.Inference"
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -39,12 +40,12 @@ async def server() -> AsyncIterator[tuple[GrpcServer, grpc.aio.Channel]]:
 async def health_of(channel: grpc.aio.Channel, service: str) -> object:
     request = health_pb2.HealthCheckRequest(service=service)
     stub: Any = health_pb2_grpc.HealthStub(channel)
-    return (await stub.Check(request, timeout=10)).status
+    return (await stub.Check(request, timeout=WAIT_SECONDS)).status
 
 
 async def reflected(channel: Any, request: reflection_pb2.ServerReflectionRequest) -> Any:
     stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT_SECONDS):
         (answer,) = [answer async for answer in stub.ServerReflectionInfo(iter([request]))]
     return answer
 
@@ -87,7 +88,7 @@ async def test_port_0_takes_a_free_port_and_reports_it() -> None:
     for address in addresses:
         host, _, port = address.rpartition(":")
         assert host == "127.0.0.1"
-        with socket.create_connection((host, int(port)), timeout=5):
+        with socket.create_connection((host, int(port)), timeout=WAIT_SECONDS):
             pass
     await asyncio.gather(*(server.stop(0) for server in servers))
 
@@ -107,7 +108,7 @@ async def test_a_stopped_server_refuses_calls_and_its_port_is_free_again() -> No
     server = server_of_inference()
     address = await server.start("127.0.0.1:0")
     await server.stop(0)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT_SECONDS):
         await server.wait()
     again = server_of_inference()
     assert await again.start(address) == address
@@ -144,11 +145,11 @@ async def test_an_unknown_caller_is_refused_before_its_message_is_read(monkeypat
         large = inference_pb2.AbortRequest(request_ids=["x" * (1 << 24)])
         for metadata in ((), (("authorization", "Bearer wrong"),)):
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await stub.Abort(large, timeout=30, metadata=metadata)
+                await stub.Abort(large, timeout=WAIT_SECONDS, metadata=metadata)
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
             assert refused.value.details() == "authorization: the token is not known"
         assert (parsed, read) == ([], [])
-        await stub.Abort(large, timeout=30, metadata=(("authorization", "Bearer right"),))
+        await stub.Abort(large, timeout=WAIT_SECONDS, metadata=(("authorization", "Bearer right"),))
         assert read == [large.ByteSize()]
         assert await health_of(channel, "") == SERVING, "health is for all"
     await server.stop(0)
@@ -167,10 +168,10 @@ async def test_a_server_takes_so_many_calls_at_a_time() -> None:
     server.add(SERVICE, lambda target: inference_pb2_grpc.add_InferenceServicer_to_server(servicer, target))
     async with grpc.aio.insecure_channel(await server.start("127.0.0.1:0")) as channel:
         stub: Any = inference_pb2_grpc.InferenceStub(channel)
-        first = asyncio.ensure_future(stub.Abort(inference_pb2.AbortRequest(), timeout=30))
+        first = asyncio.ensure_future(stub.Abort(inference_pb2.AbortRequest(), timeout=WAIT_SECONDS))
         await running.wait()
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await stub.Abort(inference_pb2.AbortRequest(), timeout=30)
+            await stub.Abort(inference_pb2.AbortRequest(), timeout=WAIT_SECONDS)
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         go_on.set()
         await first

@@ -19,8 +19,8 @@ from ringserve.services.rpc.peers import GrpcPeers
 from ringserve.services.rpc.server import GrpcServer
 from ringserve.services.rpc.servicers import RingServicer
 from ringserve.workers.protocol.decode_commands import FinishReason
+from tests.waiting import WAIT_SECONDS
 
-WAIT_SECONDS = 60.0
 LAST = EndingEvent(finish_reason=FinishReason.LENGTH)
 
 

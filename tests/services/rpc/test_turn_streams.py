@@ -18,7 +18,7 @@ from ringserve.services.rpc.server import GrpcServer
 from ringserve.services.rpc.servicers import RingServicer
 from ringserve.workers.protocol.decode_commands import FinishReason
 from ringserve.workers.sampling.parameters import TokenLogprobs
-from tests.waiting import eventually
+from tests.waiting import WAIT_SECONDS, eventually
 
 END = FinishedEvent(finish_reason=FinishReason.LENGTH, migrated_bytes=1, migration_seconds=0.5, handoff_seconds=0.25)
 
@@ -94,7 +94,7 @@ class Service:
 async def service() -> AsyncIterator[Service]:
     made = Service()
     await made.start()
-    async with asyncio.timeout(60.0):
+    async with asyncio.timeout(WAIT_SECONDS):
         yield made
     await made.peers.close()
     await made.server.stop(0)

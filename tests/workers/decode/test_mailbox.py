@@ -11,6 +11,7 @@ from ringserve.cp_core.errors import Unavailable
 from ringserve.workers.decode.mailbox import DecodeMailbox
 from ringserve.workers.protocol.decode_commands import DecodeEvent, FinishReason, GrowSequence, RemoveSequence
 from ringserve.workers.sampling.parameters import TokenHistory
+from tests.waiting import WAIT_SECONDS
 from tests.workers.decode.admissions import admission
 from tests.workers.rings import run_in_thread
 
@@ -36,7 +37,7 @@ def test_a_poll_waits_for_the_first_event_and_no_longer() -> None:
     mailbox = DecodeMailbox(max_batch=4)
     waiting = run_in_thread(lambda: mailbox.poll(0, 30.0))
     mailbox.post([event("a", 1)])
-    assert waiting.result(5.0).events == (event("a", 1),)
+    assert waiting.result(WAIT_SECONDS).events == (event("a", 1),)
 
 
 def test_a_poll_with_nothing_to_tell_ends_at_its_timeout() -> None:

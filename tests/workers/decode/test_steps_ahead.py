@@ -28,11 +28,12 @@ from ringserve.workers.rank import parts as rank_parts
 from ringserve.workers.rank import worker as rank_worker
 from ringserve.workers.rank.worker import RankWorker
 from ringserve.workers.sampling.parameters import SamplingParameters, TokenBias
+from tests.waiting import WAIT_SECONDS
 from tests.workers.decode.lazy_device import LazyStream, lazy_devices
 from tests.workers.decode.recording import RATES, KeptFunctions, TabledAttention, compile_ranks, recording
 from tests.workers.decode.test_variants import ENDS, PROMPTS, greedy, serve_all
 from tests.workers.models import Oracle, random_tokens
-from tests.workers.rings import BLOCK_TOKENS, WAIT_SECONDS, LocalRing, Turn
+from tests.workers.rings import BLOCK_TOKENS, LocalRing, Turn
 
 Models = Mapping[str, Path]
 Oracles = Mapping[str, Oracle]

@@ -13,6 +13,7 @@ from ringserve.workers.kv.nixl_agent import Disconnected, NixlAgent, NixlRead, U
 from ringserve.workers.kv.pulls import PullAgent
 from ringserve.workers.kv.receiver import KvReceiver
 from ringserve.workers.kv.sender import KvSender
+from tests.waiting import WAIT_SECONDS
 from tests.workers.kv.kv_peers import (
     BLOCKS,
     DESTINATION,
@@ -21,7 +22,6 @@ from tests.workers.kv.kv_peers import (
     SOURCE,
     TOKENS,
     TRUTH,
-    WAIT_SECONDS,
     cache_of,
     expect_of,
     key_of,

@@ -21,10 +21,10 @@ from ringserve.workers.kv.receiver import KvReceiver
 from ringserve.workers.kv.sender import KvSender
 from ringserve.workers.kv.staging import SlotPool
 from ringserve.workers.protocol.transfers import KvExpect, KvPart, KvSend, TransferKey
+from tests.waiting import WAIT_SECONDS
 
 NUM_LAYERS, NUM_BLOCKS, BLOCK_TOKENS, NUM_KV_HEADS, HEAD_DIM = 3, 48, 4, 2, 8
 SOURCE, DESTINATION = "prefill-0/1", "decode-0/1"
-WAIT_SECONDS = 20.0
 
 
 def cache_of(dtype: torch.dtype = torch.float32, *, heads: range = range(NUM_KV_HEADS)) -> KvCache:
@@ -222,9 +222,9 @@ def receiving(
     *,
     port: int = 0,
     tls: PeerTls | None = None,
-    greeting_seconds: float = 10.0,
+    greeting_seconds: float = WAIT_SECONDS,
     agent: PullAgent | None = None,
-    stall_seconds: float = 30.0,
+    stall_seconds: float = WAIT_SECONDS,
 ) -> closing[KvReceiver]:
     return closing(
         KvReceiver(
@@ -240,7 +240,7 @@ def receiving(
 
 
 def sending(
-    cache: KvCache, *, tls: PeerTls | None = None, agent: PullAgent | None = None, stall_seconds: float = 30.0
+    cache: KvCache, *, tls: PeerTls | None = None, agent: PullAgent | None = None, stall_seconds: float = WAIT_SECONDS
 ) -> closing[KvSender]:
     return closing(KvSender(cache, SOURCE, tls=tls, agent=agent, stall_seconds=stall_seconds))
 

@@ -11,6 +11,7 @@ from ringserve.cp_core.errors import TransferError, Unavailable
 from ringserve.workers.kv.arrivals import Arrivals, EndedTransfers
 from ringserve.workers.kv.incoming import TransferTable
 from ringserve.workers.protocol.transfers import KvEnd, KvEnds, TransferReport
+from tests.waiting import WAIT_SECONDS
 from tests.workers.kv.kv_peers import DESTINATION, cache_of, expect_of, key_of
 
 REPORT = TransferReport(payload_bytes=7, seconds=0.0)
@@ -115,7 +116,7 @@ def test_a_table_tells_of_each_transfer_once() -> None:
     waiting = threading.Thread(target=table.poll_ended, args=(2, 60.0))
     waiting.start()
     table.abort_all(Unavailable("the rank is stopping"))
-    waiting.join(30.0)
+    waiting.join(WAIT_SECONDS)
     assert not waiting.is_alive()
     (last,) = table.poll_ended(2, 0.0).ends
     assert (last.key.transfer_id, str(last.error)) == ("open", "the rank is stopping")

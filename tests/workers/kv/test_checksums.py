@@ -10,13 +10,13 @@ from ringserve.cp_core.errors import TransferError
 from ringserve.workers.kv.frames import LayerFrame, TransferFrame, checksum_of
 from ringserve.workers.kv.outgoing import DestinationConnection
 from ringserve.workers.kv.sender import KvSender
+from tests.waiting import WAIT_SECONDS
 from tests.workers.kv.kv_peers import (
     BLOCKS,
     NUM_LAYERS,
     SOURCE,
     TOKENS,
     TRUTH,
-    WAIT_SECONDS,
     cache_of,
     expect_of,
     hand_destination,

@@ -12,12 +12,12 @@ from ringserve.workers.kv.frames import LeaveFrame, SettledFrame, SettleFrame
 from ringserve.workers.kv.outgoing import DestinationConnection, OutgoingTransfer
 from ringserve.workers.kv.receiver import KvReceiver
 from tests.services.auth.certificates import Authority
+from tests.waiting import WAIT_SECONDS
 from tests.workers.kv.kv_peers import (
     BLOCKS,
     DESTINATION,
     TOKENS,
     TRUTH,
-    WAIT_SECONDS,
     cache_of,
     expect_of,
     hand_destination,

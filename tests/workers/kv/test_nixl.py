@@ -14,6 +14,7 @@ from ringserve.workers.kv import pulls
 from ringserve.workers.kv.cache import KvCache
 from ringserve.workers.kv.pulls import PullAgent
 from ringserve.workers.kv.receiver import KvReceiver
+from tests.waiting import WAIT_SECONDS
 from tests.workers.kv.kv_peers import (
     BLOCKS,
     DESTINATION,
@@ -21,7 +22,6 @@ from tests.workers.kv.kv_peers import (
     SOURCE,
     TOKENS,
     TRUTH,
-    WAIT_SECONDS,
     Truth,
     cache_of,
     expect_of,

@@ -14,6 +14,7 @@ from ringserve.workers.kv.cutting import weighted_sum
 from ringserve.workers.kv.frames import Reach, ReachedFrame, ReadFrame, RefusedFrame, SettledFrame, SettleFrame, SlotRef
 from ringserve.workers.kv.pulls import PullAgent
 from ringserve.workers.kv.receiver import KvReceiver
+from tests.waiting import WAIT_SECONDS
 from tests.workers.kv.fake_nixl import FakeNetwork, Pair
 from tests.workers.kv.kv_peers import (
     BLOCKS,
@@ -24,7 +25,6 @@ from tests.workers.kv.kv_peers import (
     SOURCE,
     TOKENS,
     TRUTH,
-    WAIT_SECONDS,
     HandSource,
     cache_of,
     expect_of,

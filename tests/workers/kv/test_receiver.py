@@ -28,13 +28,13 @@ from ringserve.workers.kv.frames import (
 )
 from ringserve.workers.kv.receiver import KvReceiver
 from ringserve.workers.kv.source_connection import SourceConnection
+from tests.waiting import WAIT_SECONDS
 from tests.workers.kv.kv_peers import (
     BLOCKS,
     DESTINATION,
     NUM_LAYERS,
     TOKENS,
     TRUTH,
-    WAIT_SECONDS,
     HandSource,
     cache_of,
     expect_of,
@@ -240,7 +240,7 @@ def test_a_source_that_dies_in_the_middle_of_a_frame_fails_the_wait_at_once(
             dying.connection.sendall(encode(layer_frame(key_of(), 0, [(0, TOKENS)]), len(payload)) + payload[:99])
         # Far less than the wait's own timeout.
         with pytest.raises(Unavailable, match=r"the source 127.0.0.1:\d+ of transfer 'turn-1' attempt 1 is gone"):
-            waiting.result(5.0)
+            waiting.result(WAIT_SECONDS)
     assert is_untouched(cache)
     check_still_serves(receiver, cache, source)
 

@@ -20,13 +20,13 @@ from ringserve.workers.kv.frames import (
 from ringserve.workers.kv.incoming import IncomingTransfer, TransferState
 from ringserve.workers.kv.receiver import KvReceiver
 from ringserve.workers.protocol.transfers import KvExpect
+from tests.waiting import WAIT_SECONDS
 from tests.workers.kv.kv_peers import (
     BLOCKS,
     NUM_BLOCKS,
     NUM_LAYERS,
     TOKENS,
     TRUTH,
-    WAIT_SECONDS,
     HandSource,
     Truth,
     cache_of,
@@ -100,7 +100,7 @@ def test_a_drop_ends_the_wait_and_may_be_repeated(receiver: KvReceiver) -> None:
         receiver.drop(key_of())
         receiver.drop(key_of())
         with pytest.raises(TransferError, match=r"dropped|not expected"):
-            waiting.result(5.0)
+            waiting.result(WAIT_SECONDS)
     assert receiver.num_open == 0
 
 

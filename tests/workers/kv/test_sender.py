@@ -17,6 +17,7 @@ from ringserve.workers.kv.cache import KvCache
 from ringserve.workers.kv.frames import AbandonFrame, LayerFrame, RefusedFrame, SettledFrame, SettleFrame
 from ringserve.workers.kv.sender import KvSender
 from ringserve.workers.protocol.transfers import KvPart, KvSend, TransferReport
+from tests.waiting import WAIT_SECONDS
 from tests.workers.kv.kv_peers import (
     BLOCK_TOKENS,
     BLOCKS,
@@ -26,7 +27,6 @@ from tests.workers.kv.kv_peers import (
     SOURCE,
     TOKENS,
     TRUTH,
-    WAIT_SECONDS,
     HandDestination,
     cache_of,
     expect_of,
@@ -89,7 +89,7 @@ def test_finish_asks_and_returns_when_the_destination_has_confirmed(
         assert frames[-1] == SettleFrame(key_of())
         assert not finishing.done()
         destination.reply(SettledFrame(key_of(), NUM_LAYERS * LAYER_BYTES))
-        assert finishing.result(5.0).payload_bytes == NUM_LAYERS * LAYER_BYTES
+        assert finishing.result(WAIT_SECONDS).payload_bytes == NUM_LAYERS * LAYER_BYTES
     assert sender.num_open == 0
 
 
@@ -134,7 +134,7 @@ def test_a_refusal_ends_finish_at_once_with_the_peers_reason(
         destination.receive()
         destination.reply(RefusedFrame(key_of(), is_stale, "we met in another life"))
         with pytest.raises(error, match="we met in another life"):
-            finishing.result(5.0)
+            finishing.result(WAIT_SECONDS)
 
 
 def test_fewer_bytes_confirmed_than_sent_is_an_error(sender: KvSender, destination: HandDestination) -> None:
@@ -145,7 +145,7 @@ def test_fewer_bytes_confirmed_than_sent_is_an_error(sender: KvSender, destinati
             destination.receive()
         destination.reply(SettledFrame(key_of(), 64))
         with pytest.raises(TransferError, match=f"64 of {NUM_LAYERS * LAYER_BYTES} bytes arrived"):
-            finishing.result(5.0)
+            finishing.result(WAIT_SECONDS)
 
 
 def test_a_destination_that_goes_away_ends_finish_at_once(sender: KvSender, destination: HandDestination) -> None:
@@ -156,7 +156,7 @@ def test_a_destination_that_goes_away_ends_finish_at_once(sender: KvSender, dest
             destination.receive()
         destination.hang_up()
         with pytest.raises(Unavailable, match=r"the KV receiver at .* is gone: the peer closed the connection"):
-            finishing.result(5.0)
+            finishing.result(WAIT_SECONDS)
 
 
 def test_a_destination_that_does_not_answer_is_unavailable(sender: KvSender) -> None:
@@ -229,7 +229,7 @@ def test_abandoning_tells_the_destination_and_ends_finish(sender: KvSender, dest
         sender.abandon(key_of())
         sender.abandon(key_of())
         with pytest.raises(TransferError, match="was abandoned"):
-            finishing.result(5.0)
+            finishing.result(WAIT_SECONDS)
     assert destination.receive()[0] == AbandonFrame(key_of(), "it was abandoned")
     # Later layers of the running step are ignored.
     sender.layer_ready(key_of(), 0)
@@ -330,7 +330,7 @@ def test_closing_fails_what_is_open_and_leaves_no_thread(cache: KvCache) -> None
                 destination.receive()
             sender.close()
             with pytest.raises(TransferError, match="was abandoned"):
-                finishing.result(5.0)
+                finishing.result(WAIT_SECONDS)
         with pytest.raises(Unavailable, match="the KV sender is closed"):
             sender.begin(send_of(key_of("late"), destination.endpoint, TOKENS, BLOCKS))
     assert set(threading.enumerate()) <= before

@@ -18,6 +18,7 @@ from ringserve.workers.kv.frames import SlotRef
 from ringserve.workers.kv.nixl_agent import Disconnected, engine_of
 from ringserve.workers.kv.pulls import PullAgent
 from ringserve.workers.kv.staging import SlotPool
+from tests.waiting import WAIT_SECONDS
 from tests.workers.kv.fake_nixl import FakeNetwork, Pair
 from tests.workers.kv.kv_peers import (
     BLOCKS,
@@ -28,7 +29,6 @@ from tests.workers.kv.kv_peers import (
     SOURCE,
     TOKENS,
     TRUTH,
-    WAIT_SECONDS,
     Truth,
     cache_of,
     expect_of,

@@ -14,12 +14,12 @@ from ringserve.cp_core.transport.peer_tls import PeerTls
 from ringserve.workers.kv.frames import MAGIC, MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, PREFIX, VERSION, SettleFrame, encode
 from ringserve.workers.kv.receiver import KvReceiver
 from tests.services.auth.certificates import Authority
+from tests.waiting import WAIT_SECONDS
 from tests.workers.kv.kv_peers import (
     BLOCKS,
     DESTINATION,
     TOKENS,
     TRUTH,
-    WAIT_SECONDS,
     HandSource,
     cache_of,
     check_transfer,

@@ -20,11 +20,11 @@ from ringserve.workers.kv.cache import KvCache
 from ringserve.workers.kv.receiver import KvReceiver
 from ringserve.workers.kv.sockets import KvStream
 from tests.services.auth.certificates import Authority
+from tests.waiting import WAIT_SECONDS
 from tests.workers.kv.kv_peers import (
     BLOCKS,
     TOKENS,
     TRUTH,
-    WAIT_SECONDS,
     HandSource,
     cache_of,
     check_transfer,
@@ -234,7 +234,7 @@ def test_closing_one_end_wakes_who_waits_on_it(authority: Authority) -> None:
         second.shut()
         second.close()
         with contextlib.suppress(ConnectionError):  # if it was closed before the wait began
-            assert waiting.result(5.0)
+            assert waiting.result(WAIT_SECONDS)
     with pytest.raises(ConnectionError):
         second.send([memoryview(b"nothing")])
     first.close()

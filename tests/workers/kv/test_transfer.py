@@ -18,12 +18,12 @@ from ringserve.workers.kv.sender import KvSender
 from ringserve.workers.protocol.transfers import KvExpect, KvPart, KvSend, TransferReport
 from tests.cp_core.layout.decoded import decoded
 from tests.services.auth.certificates import Authority
+from tests.waiting import WAIT_SECONDS
 from tests.workers.kv.kv_peers import (
     BLOCK_TOKENS,
     NUM_BLOCKS,
     NUM_KV_HEADS,
     NUM_LAYERS,
-    WAIT_SECONDS,
     Truth,
     Way,
     cache_of,

@@ -19,6 +19,7 @@ from ringserve.cp_core.errors import ModelRefused
 from ringserve.workers.model.builtin import builtin_directory, cache_directory, has_random_weights, resolve_model_path
 from ringserve.workers.model.info import read_model_info
 from ringserve.workers.sampling.parameters import SamplingParameters
+from tests.waiting import WAIT_SECONDS
 from tests.workers.sampling.one_row import choose_token
 
 TEXT = "".join(topics.values())
@@ -62,7 +63,7 @@ def test_several_processes_may_write_it_at_once(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", program, str(tmp_path)]
     with ThreadPoolExecutor(3) as threads:
-        runs = list(threads.map(lambda _: subprocess.run(command, check=False, timeout=60), range(3)))
+        runs = list(threads.map(lambda _: subprocess.run(command, check=False, timeout=WAIT_SECONDS), range(3)))
     assert [run.returncode for run in runs] == [0, 0, 0]
     assert [path.name for path in (tmp_path / "models").iterdir()] == ["tiny-1"], "a draft was left behind"
 
@@ -74,7 +75,9 @@ def test_neither_writing_it_nor_reading_its_shape_loads_torch(tmp_path: Path) ->
         "print(read_model_info(resolve_model_path('builtin:tiny', {'RINGSERVE_CACHE': sys.argv[1]})).num_layers);"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
-    run = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, check=False, timeout=60)
+    run = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, check=False, timeout=WAIT_SECONDS
+    )
     assert (run.returncode, run.stdout) == (0, b"4\n")
 
 

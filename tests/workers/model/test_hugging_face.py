@@ -5,6 +5,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.waiting import WAIT_SECONDS
+
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -33,6 +35,6 @@ assert callable(torch._dynamo.reset) and torch.compiler.disable.__module__ == "t
 
 def test_a_rank_loads_neither_torchs_compiler_nor_sharded_tensors(model_paths: Mapping[str, Path]) -> None:
     command = [sys.executable, "-c", PROGRAM, str(model_paths["llama_gqa"])]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == "[]\n"

@@ -15,8 +15,9 @@ from ringserve.workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
 from ringserve.workers.protocol.transfers import KvExpect, KvPart, KvSend, TransferKey
 from ringserve.workers.sampling.parameters import SamplingParameters
 from tests.gloo import gloo_as_nccl
+from tests.waiting import WAIT_SECONDS
 from tests.workers.models import Oracle, random_tokens
-from tests.workers.rings import WAIT_SECONDS, Conversation, LocalRing, Turn
+from tests.workers.rings import Conversation, LocalRing, Turn
 
 NUM_KV_HEADS = 2
 

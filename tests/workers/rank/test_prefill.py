@@ -23,6 +23,7 @@ from ringserve.workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm,
 from ringserve.workers.rank import parts as rank_parts
 from ringserve.workers.rank.worker import RankWorker
 from ringserve.workers.sampling.parameters import SamplingParameters
+from tests.waiting import WAIT_SECONDS
 from tests.workers.models import KINDS, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn, run_in_thread
 
@@ -168,7 +169,7 @@ def test_a_step_between_the_layers_of_another_changes_no_token_and_no_kv_of_eith
         inner = ring.steps([Turn(b, second[9:], SamplingParameters()), Turn(c, third)], Algorithm.PASS_Q)
         asked = ring.asked_within(inner, 7)
         done = ring.together(lambda worker, rank: worker.prefill(replace(outer[rank], number=7, yields=True)))
-        answers = [each.result(20.0) for each in asked]
+        answers = [each.result(WAIT_SECONDS) for each in asked]
         assert {name: token for output in done for name, token in output.tokens.items()} == {
             "a": oracle.greedy(first, 1)[0]
         }
@@ -213,7 +214,7 @@ def test_a_step_of_which_a_rank_does_not_know_in_time_is_computed_by_no_rank(
         inner = ring.steps([Turn(ring.open("b", 64), tokens)], Algorithm.PASS_KV)
         in_time = ring.asked_within(inner[:num_asked], 3)
         done = ring.together(lambda worker, rank: worker.prefill(replace(outer[rank], number=3, yields=True)))
-        assert [each.result(20.0) for each in in_time] == [None] * num_asked
+        assert [each.result(WAIT_SECONDS) for each in in_time] == [None] * num_asked
         assert [worker.prefill_within(replace(inner[0], within=3), 20.0) for worker in ring.workers] == [None] * 3
     assert [token for output in done for token in output.tokens.values()] == oracles["llama_gqa"].greedy(tokens, 1)
 
@@ -229,7 +230,7 @@ def test_a_step_that_is_ended_between_two_layers_leaves_the_ring_as_it_was(
         end = PrefillStep(algorithm=Algorithm.PASS_KV, sequences=())
         asked = ring.asked_within([end] * num_ranks, 3)
         done = ring.together(lambda worker, rank: worker.prefill(replace(outer[rank], number=3, yields=True)))
-        assert [each.result(20.0) for each in asked] == done == [PrefillOutput()] * num_ranks
+        assert [each.result(WAIT_SECONDS) for each in asked] == done == [PrefillOutput()] * num_ranks
         assert ring.prefill([Turn(ring.open("b", 64), tokens, SamplingParameters())]) == {
             "b": oracles["llama_gqa"].greedy(tokens, 1)[0]
         }
@@ -243,7 +244,7 @@ def test_a_rank_that_fails_between_two_layers_ends_both_steps_at_every_rank(mode
         asked = ring.asked_within([inner[0], broken], 1)
         steps = [replace(step, number=1, yields=True) for step in outer]
         runs = [run_in_thread(partial(worker.prefill, step)) for worker, step in zip(ring.workers, steps, strict=True)]
-        errors = [*(run.exception(20.0) for run in runs), *(each.exception(20.0) for each in asked)]
+        errors = [*(run.exception(WAIT_SECONDS) for run in runs), *(each.exception(WAIT_SECONDS) for each in asked)]
     assert [type(error) for error in errors] == [Unavailable, AssertionError] * 2
 
 
@@ -264,7 +265,7 @@ def test_a_rank_that_fails_takes_its_peers_out_of_the_step_at_once(model_paths: 
         failing._started = replace(failing.parts, backend=FailingBackend())
         steps = ring.steps([Turn(ring.open("a", 64), random_tokens(20))], Algorithm.PASS_KV)
         runs = [run_in_thread(partial(worker.prefill, step)) for worker, step in zip(ring.workers, steps, strict=True)]
-        errors = [run.exception(20.0) for run in runs]
+        errors = [run.exception(WAIT_SECONDS) for run in runs]
     assert [type(error) for error in errors] == [Unavailable, MemoryError, Unavailable]
 
 

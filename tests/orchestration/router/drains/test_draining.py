@@ -15,9 +15,8 @@ from ringserve.orchestration.prefill.leader import PrefillLeader
 from ringserve.orchestration.protocol.rings import RingEvent
 from ringserve.workers.rank.thread_ranks import ThreadRanks
 from tests.orchestration.service import Answer, Service
+from tests.waiting import WAIT_SECONDS
 from tests.workers.models import random_tokens
-
-WAIT_SECONDS = 60.0
 
 
 class TwoOfEach(Service):

@@ -29,10 +29,9 @@ from ringserve.orchestration.router.drains import RingReturns
 from ringserve.workers.rank.thread_ranks import ThreadRanks
 from tests.orchestration.service import Answer, Service
 from tests.rings import registration as ring_registration
-from tests.waiting import eventually
+from tests.waiting import WAIT_SECONDS, eventually
 from tests.workers.models import random_tokens
 
-WAIT_SECONDS = 60.0
 MAX_WAITING = 3
 
 

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from contextlib import aclosing
 from pathlib import Path
 
-import pytest
-
 from ringserve.cp_core.errors import DeadlineExceeded, NotFound, TurnCancelled
 from ringserve.orchestration.protocol.turns import TokensEvent, TurnRequest
 from tests.orchestration.service import Service
@@ -149,7 +147,6 @@ def num_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-@pytest.mark.timeout(300)
 async def test_a_storm_of_requests_that_end_at_random_stages_leaves_nothing_behind_three_times(
     model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
 ) -> None:

@@ -13,10 +13,8 @@ from ringserve.cp_core.errors import Unavailable
 from ringserve.orchestration.placement.registry import LEASE_TICKS
 from ringserve.orchestration.protocol.turns import Reservation, Reserve
 from tests.orchestration.service import Service
-from tests.waiting import eventually
+from tests.waiting import WAIT_SECONDS, eventually
 from tests.workers.models import Oracle, random_tokens
-
-WAIT_SECONDS = 30.0
 
 
 class Losing(Service):

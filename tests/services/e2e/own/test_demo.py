@@ -11,7 +11,8 @@ from hatchling.builders.wheel import WheelBuilder
 
 from ringserve import __version__
 from ringserve.cp_core.cost.model import PREFILL_ALGORITHMS
-from tests.services.e2e.cluster import ROOT, START_SECONDS, Ringserve
+from tests.services.e2e.cluster import ROOT, Ringserve
+from tests.waiting import START_SECONDS
 
 SMALL = ("demo", "--model", "builtin:tiny", "--tokens", "1024", "--max-tokens", "8")
 

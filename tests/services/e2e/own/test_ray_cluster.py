@@ -15,17 +15,17 @@ import grpc
 from ringserve.client import Client, RingInfo, ServerInfo
 from ringserve.client.retries import NO_RETRIES
 from ringserve.services.offline.reference import StockModel
-from tests.services.e2e.cluster import START_SECONDS, Inference, Ringserve, ids, wait_until
+from tests.services.e2e.cluster import Inference, Ringserve, ids, wait_until
 from tests.services.e2e.gateways import started_gateway
 from tests.services.e2e.ports import free_port
 from tests.services.e2e.ray_clusters import (
-    STOP_SECONDS,
     Head,
     configuration,
     running_head,
     running_node,
 )
 from tests.services.e2e.talking import under_load
+from tests.waiting import START_SECONDS, WAIT_SECONDS
 from tests.workers.models import random_tokens
 
 NUM_TOKENS = 200
@@ -50,7 +50,7 @@ def is_ready(head: Head, inference: Inference) -> bool:
 
 def check_metrics(info: ServerInfo) -> None:
     for address in (info.router_metrics_endpoint, *(ring.metrics_endpoint for ring in info.rings)):
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as answer:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=WAIT_SECONDS) as answer:
             assert b"ringserve_build_info" in answer.read()
 
 
@@ -88,7 +88,7 @@ def test_rings_serve_on_the_nodes_of_pods_that_come_and_go_and_end_when_their_tu
             again = ringserve.run("drain", *asked)
             assert json.loads(again.stdout)["rings"] == [], "it is on that node no more"
             leaving.send_signal(signal.SIGTERM)
-            leaving.wait(STOP_SECONDS)
+            leaving.wait(WAIT_SECONDS)
             start("127.0.0.4")
             wait_until(lambda: ring().state == "ready", "the ring is back", START_SECONDS)
 
@@ -99,4 +99,4 @@ def test_rings_serve_on_the_nodes_of_pods_that_come_and_go_and_end_when_their_tu
             head.process.send_signal(signal.SIGTERM)
             *_, last = call
             assert last.complete.usage.completion_tokens == NUM_TOKENS
-        assert head.process.wait(STOP_SECONDS) == 0, head.log.read_text()
+        assert head.process.wait(WAIT_SECONDS) == 0, head.log.read_text()

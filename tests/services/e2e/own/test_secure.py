@@ -25,13 +25,16 @@ from ringserve.workers.protocol.transfers import TransferKey
 from tests.services.auth.certificates import Authority
 from tests.services.e2e.cluster import pid_at, wait_until
 from tests.services.e2e.own.conftest import Secure
+from tests.waiting import WAIT_SECONDS
 from tests.workers.models import random_tokens
 
 
 def test_tenants_are_served_exactly_and_apart_over_grpc_and_http(secure: Secure, stock: StockModel) -> None:
     prompt = random_tokens(200)
     with secure.client("acme") as acme, secure.client("beta") as beta:
-        answer = acme.ask(prompt, conversation_id="diary", sampling=Sampling(max_tokens=6, temperature=0.0), timeout=60)
+        answer = acme.ask(
+            prompt, conversation_id="diary", sampling=Sampling(max_tokens=6, temperature=0.0), timeout=WAIT_SECONDS
+        )
         assert list(answer.token_ids) == stock.greedy(prompt, 6).token_ids
         with pytest.raises(NotFound):
             beta.conversation("diary")
@@ -55,7 +58,7 @@ def test_kv_moves_both_ways_by_tls_and_every_token_is_that_of_the_stock_model(
         for turn in range(3):
             new = random_tokens(150 - 40 * turn, seed=turn)
             answer = acme.ask(
-                new, conversation_id="long", sampling=Sampling(max_tokens=20, temperature=0.0), timeout=60
+                new, conversation_id="long", sampling=Sampling(max_tokens=20, temperature=0.0), timeout=WAIT_SECONDS
             )
             history += new
             assert list(answer.token_ids) == stock.greedy(history, 20).token_ids
@@ -79,7 +82,7 @@ def test_strangers_at_the_endpoints_of_ranks_are_sent_away_and_harm_nobody(
             with pytest.raises(OSError, match=r".+"):
                 talk(wrong.call(socket.create_connection(address, 10), address[0]))
             assert b"RSKV" not in everything_of(plain)
-        answer = acme.ask(prompt, sampling=Sampling(max_tokens=6, temperature=0.0), timeout=60)
+        answer = acme.ask(prompt, sampling=Sampling(max_tokens=6, temperature=0.0), timeout=WAIT_SECONDS)
         assert list(answer.token_ids) == stock.greedy(prompt, 6).token_ids
 
 
@@ -131,14 +134,14 @@ def test_ray_itself_wants_the_token_of_this_cluster(secure: Secure) -> None:
 
 def test_strangers_and_plain_text_get_nowhere(secure: Secure) -> None:
     with secure.client("nobody") as nobody, pytest.raises(Unauthenticated):
-        nobody.ask("x", timeout=30)
+        nobody.ask("x", timeout=WAIT_SECONDS)
     with secure.openai("nobody") as http, pytest.raises(openai.AuthenticationError):
         http.models.list()
     for address in (secure.cluster.gateway, secure.cluster.router):
         with grpc.insecure_channel(address) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             with pytest.raises(grpc.RpcError) as caught:
-                stub.Check(health_pb2.HealthCheckRequest(), timeout=10)  # type: ignore[attr-defined]
+                stub.Check(health_pb2.HealthCheckRequest(), timeout=WAIT_SECONDS)  # type: ignore[attr-defined]
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     # Of the authority that the router trusts, and yet no certificate is no certificate.
     trusted = grpc.ssl_channel_credentials(secure.authority.own.cert.read_bytes())
@@ -146,7 +149,7 @@ def test_strangers_and_plain_text_get_nowhere(secure: Secure) -> None:
     with grpc.secure_channel(secure.cluster.router, trusted, options=name) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         with pytest.raises(grpc.RpcError):
-            stub.Check(health_pb2.HealthCheckRequest(), timeout=10)  # type: ignore[attr-defined]
+            stub.Check(health_pb2.HealthCheckRequest(), timeout=WAIT_SECONDS)  # type: ignore[attr-defined]
 
 
 def test_commands_call_by_tls_with_the_token_of_the_environment(secure: Secure) -> None:
@@ -171,7 +174,7 @@ def test_one_more_gateway_guards_the_same_conversations(secure: Secure, model_pa
     try:
         addresses = _addresses(log)
         with secure.client("acme") as first:
-            answer = first.ask([1, 2, 3], conversation_id="both", sampling=Sampling(max_tokens=4), timeout=60)
+            answer = first.ask([1, 2, 3], conversation_id="both", sampling=Sampling(max_tokens=4), timeout=WAIT_SECONDS)
         other = replace(secure, cluster=replace(secure.cluster, gateway=addresses["gateway"], http=addresses["http"]))
         with other.client("beta") as beta, pytest.raises(NotFound):
             beta.conversation("both")
@@ -185,7 +188,9 @@ def test_one_more_gateway_guards_the_same_conversations(secure: Secure, model_pa
     finally:
         for process in (second, open_one):
             process.terminate()
-        assert [process.wait(30) for process in (second, open_one)] == [0, 0], log.read_text() + plain.read_text()
+        assert [process.wait(WAIT_SECONDS) for process in (second, open_one)] == [0, 0], (
+            log.read_text() + plain.read_text()
+        )
 
 
 def _addresses(log: Path) -> dict[str, str]:

@@ -18,10 +18,9 @@ from ringserve.v1 import inference_pb2
 from tests.services.e2e.cluster import Ringserve, ids, pid_at, wait_until
 from tests.services.e2e.own.conftest import OPERATOR, Secure
 from tests.services.e2e.talking import under_load
+from tests.waiting import WAIT_SECONDS
 from tests.workers.models import random_tokens
 
-RESTART_SECONDS = 120.0
-STOP_SECONDS = 30.0
 NUM_TOKENS = 200
 CROWDED_TOKENS = 220
 CROWDED_LENGTHS = (200, 170, 110)
@@ -77,7 +76,7 @@ def test_both_rings_restart_and_turns_wait_instead_of_failing(
             is_shown_away |= any(ring.state == "away" and ring.restarting for ring in info.rings)
             return restarting.poll() is not None
 
-        wait_until(is_over, "both rings have restarted", RESTART_SECONDS)
+        wait_until(is_over, "both rings have restarted")
         assert restarting.returncode == 0, (tmp_path / "restart.log").read_text()
         told = (tmp_path / "restart.log").read_text().splitlines()[-1]
         assert json.loads(told) == {"rings": ["prefill-0", "decode-0"], "serves": True}
@@ -101,7 +100,7 @@ def test_the_clusters_own_gateway_comes_back_at_its_place_when_its_turns_have_en
         assert last.complete.usage.completion_tokens == NUM_TOKENS
     again = secure.inference()
     request = ids(random_tokens(9), max_tokens=4)
-    (*_, complete) = again.stub.Generate(request, timeout=RESTART_SECONDS, wait_for_ready=True)
+    (*_, complete) = again.stub.Generate(request, timeout=WAIT_SECONDS, wait_for_ready=True)
     assert len(complete.complete.output_ids) == 4
     assert pid_at(secure.cluster.gateway) != before
 
@@ -113,4 +112,4 @@ def test_a_cluster_that_is_told_to_end_lets_its_turns_end_first(ringserve: Rings
         responses = thread.submit(list, call)
         down = ringserve.run("down", "--name", secure.cluster.name)
         assert down.returncode == 0, down.stderr
-        assert responses.result(STOP_SECONDS)[-1].complete.usage.completion_tokens == NUM_TOKENS
+        assert responses.result(WAIT_SECONDS)[-1].complete.usage.completion_tokens == NUM_TOKENS

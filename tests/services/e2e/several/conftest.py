@@ -9,7 +9,7 @@ import pytest
 
 from ringserve.client import Client
 from ringserve.cp_core.cost.profile import HardwareProfile, read_profile
-from tests.services.e2e.cluster import REBUILD_SECONDS, Cluster, Inference, Ringserve, idle_after, running_cluster
+from tests.services.e2e.cluster import Cluster, Inference, Ringserve, idle_after, running_cluster
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +50,7 @@ def several(
 @pytest.fixture
 def inference(several: Cluster) -> Iterator[Inference]:
     """Yield a client of the cluster; check afterwards that all rings are idle, and delete all conversations."""
-    with idle_after(several.gateway, REBUILD_SECONDS) as inference:
+    with idle_after(several.gateway) as inference:
         yield inference
     with Client(several.gateway) as client:
         for each in list(client.list_conversations()):

@@ -17,11 +17,11 @@ from ringserve.services.offline.reference import StockModel
 from tests.services.e2e.cluster import Cluster, Inference, Ringserve, ids, wait_until
 from tests.services.e2e.gateways import started_gateway
 from tests.services.e2e.talking import under_load
+from tests.waiting import WAIT_SECONDS
 from tests.workers.models import random_tokens
 
 RINGS = {"prefill-0", "decode-0", "prefill-long-0", "decode-wide-0"}
 RESTARTED = ("prefill-0", "decode-0")
-WAIT_SECONDS = 30.0
 NUM_TOKENS = 200
 ENDED = {"outcome", "prompt_tokens", "cached_tokens", "completion_tokens", "ttft_seconds", "total_seconds"}
 """Fields of the line with which a request ends, besides those of all lines."""

@@ -8,7 +8,8 @@ from urllib.request import urlopen
 from ringserve.client import ServerInfo
 from ringserve.services.offline.reference import StockModel
 from ringserve.v1 import inference_pb2
-from tests.services.e2e.cluster import CALL_SECONDS, Cluster, Inference, ids
+from tests.services.e2e.cluster import Cluster, Inference, ids
+from tests.waiting import WAIT_SECONDS
 from tests.workers.models import random_tokens
 
 NAMES = ("one", "two", "three")
@@ -59,13 +60,13 @@ def test_the_next_turns_of_conversations_whose_ring_has_left_find_all_their_kv(
 
 def _token_bytes(inference: Inference) -> int:
     request = inference_pb2.GetModelInfoRequest()
-    return inference.stub.GetModelInfo(request, timeout=CALL_SECONDS).kv_bytes_per_token
+    return inference.stub.GetModelInfo(request, timeout=WAIT_SECONDS).kv_bytes_per_token
 
 
 def _moved_bytes(info: ServerInfo) -> int:
     """Return the bytes moved by drains of decode rings, and check that status and metrics agree."""
     told = sum(each.payload_bytes for each in info.kv_moves if (each.role, each.reason) == ("decode", "drain"))
-    with urlopen(f"http://{info.router_metrics_endpoint}/metrics", timeout=CALL_SECONDS) as page:
+    with urlopen(f"http://{info.router_metrics_endpoint}/metrics", timeout=WAIT_SECONDS) as page:
         lines = page.read().decode().splitlines()
     series = 'ringserve_router_kv_moved_bytes_total{reason="drain",role="decode"}'
     assert sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(series)) == told

@@ -14,7 +14,8 @@ from ringserve.mapping import name_of
 from ringserve.services.offline.calibration.fitting import shape_of
 from ringserve.services.offline.reference import StockModel
 from ringserve.v1 import inference_pb2
-from tests.services.e2e.cluster import REBUILD_SECONDS, Cluster, Inference, ids, kill, wait_until
+from tests.services.e2e.cluster import Cluster, Inference, ids, kill, wait_until
+from tests.waiting import WAIT_SECONDS
 from tests.workers.models import random_tokens
 
 RINGS = {"prefill-0": 1, "prefill-long-0": 2, "decode-0": 1, "decode-wide-0": 2}
@@ -36,11 +37,11 @@ def test_every_ring_is_shown_with_its_size_and_serves_its_metrics(several: Clust
     shown = several.ringserve.run("status", "--name", several.name)
     assert shown.returncode == 0, shown.stderr
     assert "prefill rings: 1 of cp 2, 1 of cp 1; decode rings: 1 of cp 2, 1 of cp 1" in shown.stdout
-    with urllib.request.urlopen(f"http://{several.metrics}/targets", timeout=20) as answer:
+    with urllib.request.urlopen(f"http://{several.metrics}/targets", timeout=WAIT_SECONDS) as answer:
         targets = {each["labels"].get("ringserve_ring", ""): each["targets"][0] for each in json.load(answer)}
     assert set(RINGS) < set(targets)
     for name in RINGS:
-        with urllib.request.urlopen(f"http://{targets[name]}/metrics", timeout=20) as page:
+        with urllib.request.urlopen(f"http://{targets[name]}/metrics", timeout=WAIT_SECONDS) as page:
             assert f'ring="{name}"' in page.read().decode()
 
 
@@ -125,7 +126,7 @@ def test_while_a_ring_is_gone_the_others_serve_on(inference: Inference, stock: S
             assert answer.plan.prefill_ring == "prefill-0", answer.plan.reason
         *_, last = call
         assert last.complete.usage.completion_tokens == NUM_TOKENS, "a turn on other rings notices nothing"
-    wait_until(lambda: ring(inference, lost.name).state == "ready", "the ring is rebuilt", REBUILD_SECONDS)
+    wait_until(lambda: ring(inference, lost.name).state == "ready", "the ring is rebuilt")
     answer = inference.answer(ids(long))
     assert (answer.plan.prefill_ring, list(answer.output_ids)) == (lost.name, expected[LONG])
     assert ring(inference, lost.name).rebuilds == lost.rebuilds + 1

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.services.e2e.cluster import (
-    START_SECONDS,
     Cluster,
     Inference,
     Ringserve,
@@ -18,8 +17,7 @@ from tests.services.e2e.cluster import (
     wait_until,
 )
 from tests.services.e2e.terminal import Foreground, started
-
-IDLE_SECONDS = 30.0
+from tests.waiting import START_SECONDS
 
 
 @pytest.fixture(scope="package")
@@ -47,5 +45,5 @@ def cluster(terminal: tuple[Foreground, Cluster]) -> Cluster:
 @pytest.fixture
 def inference(cluster: Cluster) -> Iterator[Inference]:
     """Yield a client of the shared cluster's gateway. Every test leaves the cluster idle."""
-    with idle_after(cluster.gateway, IDLE_SECONDS) as inference:
+    with idle_after(cluster.gateway) as inference:
         yield inference

@@ -16,6 +16,7 @@ from ringserve.cp_core.errors import Busy, InvalidRequest, NotFound
 from ringserve.services.offline.reference import StockModel
 from ringserve.v1 import inference_pb2
 from tests.services.e2e.cluster import Cluster, Inference, ids, wait_until
+from tests.waiting import WAIT_SECONDS
 from tests.workers.models import random_tokens
 
 
@@ -88,7 +89,7 @@ def test_a_second_turn_is_refused_by_the_name_of_the_first_or_waits_for_it(
             waiting = pool.submit(go_on, inference, "line", [2], wait=True)
             wait_until(lambda: inference.conversation("line").num_waiting == 1, "one turn waits")
             call.cancel()
-        assert list(waiting.result(30).output_ids) == stock.greedy([*history, 2], 6).token_ids
+        assert list(waiting.result(WAIT_SECONDS).output_ids) == stock.greedy([*history, 2], 6).token_ids
     client.delete_conversation("line")
 
 

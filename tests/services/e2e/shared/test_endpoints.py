@@ -19,7 +19,8 @@ from ringserve.mapping import name_of
 from ringserve.services.offline.reference import StockModel
 from ringserve.services.rpc.server import LIVE
 from ringserve.v1 import inference_pb2, rings_pb2, rings_pb2_grpc, router_pb2, router_pb2_grpc
-from tests.services.e2e.cluster import CALL_SECONDS, Cluster, Inference, ids
+from tests.services.e2e.cluster import Cluster, Inference, ids
+from tests.waiting import WAIT_SECONDS
 from tests.workers.models import random_tokens
 
 SERVICES = {
@@ -44,12 +45,12 @@ def test_every_process_answers_health_checks_and_lists_its_services(
         health: Any = health_pb2_grpc.HealthStub(channel)  # the stubs of these two packages know no methods
         for name in ("", service, LIVE):
             asked = health_pb2.HealthCheckRequest(service=name)
-            for answer in health.Watch(asked, timeout=CALL_SECONDS):  # a gateway looks every second
+            for answer in health.Watch(asked, timeout=WAIT_SECONDS):  # a gateway looks every second
                 if answer.status == health_pb2.HealthCheckResponse.SERVING:
                     break
         ask = reflection_pb2.ServerReflectionRequest(list_services="")
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
-        (listed,) = stub.ServerReflectionInfo(iter([ask]), timeout=CALL_SECONDS)
+        (listed,) = stub.ServerReflectionInfo(iter([ask]), timeout=WAIT_SECONDS)
         names = {each.name for each in listed.list_services_response.service}
         assert names == {service, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
 
@@ -66,7 +67,7 @@ def test_other_users_of_the_machine_can_ask_no_process_but_the_gateway(
         else:
             call = partial(rings_pb2_grpc.RingServiceStub(channel).GetStatus, rings_pb2.GetStatusRequest())
         with pytest.raises(grpc.RpcError) as refusal:
-            call(timeout=CALL_SECONDS)
+            call(timeout=WAIT_SECONDS)
     error: Any = refusal.value
     assert error.code() is grpc.StatusCode.UNAUTHENTICATED
     assert "RINGSERVE_PEER_SECRET" in error.details()
@@ -74,7 +75,7 @@ def test_other_users_of_the_machine_can_ask_no_process_but_the_gateway(
 
 def scrape(cluster: Cluster) -> Mapping[str, float]:
     """Every sample as name{label=value,...}."""
-    with urllib.request.urlopen(f"http://{cluster.metrics}/metrics", timeout=CALL_SECONDS) as answer:
+    with urllib.request.urlopen(f"http://{cluster.metrics}/metrics", timeout=WAIT_SECONDS) as answer:
         body = answer.read().decode()
     return {
         sample.name + "".join(f"{{{key}={value}}}" for key, value in sorted(sample.labels.items())): sample.value
@@ -117,7 +118,7 @@ def test_openais_client_is_answered_by_the_rings(cluster: Cluster, inference: In
     expected = stock.greedy(prompt, 5).token_ids
     for extra in (answer.model_extra, last.model_extra):
         assert (extra or {})["ringserve"]["token_ids"] == expected
-    with urllib.request.urlopen(f"http://{cluster.http}/health", timeout=CALL_SECONDS) as health:
+    with urllib.request.urlopen(f"http://{cluster.http}/health", timeout=WAIT_SECONDS) as health:
         assert json.loads(health.read()) == {"status": "ok"}
 
 
@@ -137,7 +138,7 @@ def test_status_shows_every_ring_for_people_and_for_machines(cluster: Cluster, i
 
 
 def test_the_model_is_described_as_it_is(inference: Inference) -> None:
-    info = inference.stub.GetModelInfo(inference_pb2.GetModelInfoRequest(), timeout=CALL_SECONDS)
+    info = inference.stub.GetModelInfo(inference_pb2.GetModelInfoRequest(), timeout=WAIT_SECONDS)
     assert (info.model_type, info.dtype, info.num_layers, info.vocab_size) == ("llama", "float32", 2, 300)
     assert (info.num_heads, info.num_kv_heads, info.head_dim, info.max_context_length) == (4, 2, 16, 8192)
     assert info.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4

@@ -17,13 +17,10 @@ from ringserve.mapping import name_of
 from ringserve.services.offline.reference import StockModel
 from ringserve.v1 import inference_pb2
 from tests.services.e2e.cluster import Cluster, Inference, ids, kill, pid_at, wait_until
+from tests.waiting import WAIT_SECONDS
 from tests.workers.models import random_tokens
 
 LONG = 600
-STREAM_SECONDS = 150.0
-"""Seconds for a stream whose ring is rebuilt meanwhile: it is the only one of its role."""
-REBUILD_SECONDS = 90.0
-"""A rebuild takes some 6 s, on a machine with nothing else to do."""
 NOTICE_SECONDS = 5.0
 """A turn that was hit must say so by then."""
 
@@ -41,7 +38,7 @@ def goes_on_unseen(
     Return the answer's tokens.
     """
     max_tokens = request.sampling_params.max_tokens
-    call = inference.stream(request, STREAM_SECONDS)
+    call = inference.stream(request, WAIT_SECONDS)
     try:
         seen: list[int] = []
         for response in call:
@@ -85,7 +82,7 @@ def wait_for_rebuild(
         ring = inference.ring(role)
         return ring.state == "ready" and ring.incarnation != old.incarnation
 
-    wait_until(is_new, f"the {role} ring is rebuilt", REBUILD_SECONDS)
+    wait_until(is_new, f"the {role} ring is rebuilt")
     new = inference.ring(role)
     pids = list(zip(new.rank_pids, old.rank_pids, strict=True))
     made = {number for number, (now, before) in enumerate(pids) if now != before}
@@ -146,7 +143,7 @@ def test_a_frozen_decode_rank_is_noticed_and_replaced(inference: Inference, stoc
     request = ids(random_tokens(30), max_tokens=LONG)
     goes_on_unseen(inference, stock, request, "decode", 5, lambda: freeze(old.rank_pids[1]))
     assert wait_for_rebuild(inference, "decode", old, lost=[1]).rebuilds == old.rebuilds + 1
-    wait_until(lambda: not psutil.pid_exists(old.rank_pids[1]), "the frozen rank is killed", REBUILD_SECONDS)
+    wait_until(lambda: not psutil.pid_exists(old.rank_pids[1]), "the frozen rank is killed")
     goes_on(inference, stock, "frozen-rank", history)
 
 
@@ -158,7 +155,7 @@ def test_a_frozen_decode_leader_is_noticed_killed_and_replaced(inference: Infere
     goes_on_unseen(inference, stock, request, "decode", 5, lambda: freeze(leader))
     wait_for_rebuild(inference, "decode", old)
     gone = {leader, *old.rank_pids}
-    wait_until(lambda: not gone & set(psutil.pids()), "the frozen leader is killed, and its ranks", REBUILD_SECONDS)
+    wait_until(lambda: not gone & set(psutil.pids()), "the frozen leader is killed, and its ranks")
     wait_until(inference.is_idle, "the turn is over for the router, too")
     goes_on(inference, stock, "frozen-leader", history)
 
@@ -198,6 +195,6 @@ def test_a_killed_gateway_comes_back_at_its_address_and_knows_the_conversations(
         except grpc.RpcError:
             return False
 
-    wait_until(answers, "the gateway is back and the turn it served is over", REBUILD_SECONDS)
+    wait_until(answers, "the gateway is back and the turn it served is over")
     assert inference.free_blocks() == free
     goes_on(inference, stock, "gateway", history)

@@ -13,7 +13,8 @@ from ringserve.client import Client
 from ringserve.cp_core.errors import NotFound
 from ringserve.services.offline.reference import StockModel
 from ringserve.v1 import inference_pb2_grpc
-from tests.services.e2e.cluster import CALL_SECONDS, Cluster, Inference, ids, wait_until
+from tests.services.e2e.cluster import Cluster, Inference, ids, wait_until
+from tests.waiting import WAIT_SECONDS
 from tests.workers.models import random_tokens
 
 NUM_REQUESTS = 100
@@ -67,7 +68,7 @@ class Storm:
         conversation = f"storm-{number}" if number % 4 < 2 else ""
         is_hasty = number % 2 == 1
         request = ids(random_tokens(length, seed=length), max_tokens=MAX_TOKENS, conversation=conversation)
-        call = self._stub.Generate(request, timeout=CALL_SECONDS)
+        call = self._stub.Generate(request, timeout=WAIT_SECONDS)
         timer = asyncio.get_running_loop().call_later(patience, call.cancel) if is_hasty else None
         if conversation:
             self.conversations.add(conversation)

@@ -19,6 +19,7 @@ from tests.helm.dashboards import load_annotations, load_queries
 from tests.helm.prometheus import Prometheus, running_prometheus, tool
 from tests.services.e2e.cluster import Cluster, Inference, ids, wait_until
 from tests.services.e2e.ports import free_port
+from tests.waiting import WAIT_SECONDS
 from tests.workers.models import random_tokens
 
 CONFIGURATION = """
@@ -60,7 +61,7 @@ def prometheus(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> It
         wait_until(lambda: scraped(2), "Prometheus does not find the four processes by /targets", 60)
         before = int(server.query('max(count_over_time(up{job="ringserve"}[5m]))')[0]["value"][1])
         with ThreadPoolExecutor(1) as pool:
-            pool.submit(load, cluster).result(90)
+            pool.submit(load, cluster).result(WAIT_SECONDS)
         # Rates need samples on both sides of the load, and rules one evaluation after the last of them.
         wait_until(lambda: scraped(before + 4), "Prometheus does not go on scraping", 60)
         evaluated = "count_over_time(ringserve:requests_failed:ratio_rate5m[5m])"
@@ -114,13 +115,13 @@ def test_every_metric_that_an_alert_reads_exists_and_none_fires_on_a_healthy_ser
 
 
 def test_metrics_of_every_process_are_as_prometheus_likes_them(cluster: Cluster) -> None:
-    with urllib.request.urlopen(f"http://{cluster.metrics}/targets", timeout=30) as answer:
+    with urllib.request.urlopen(f"http://{cluster.metrics}/targets", timeout=WAIT_SECONDS) as answer:
         addresses = [target["targets"][0] for target in json.load(answer)]
     assert len(addresses) == 4
     for address in addresses:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as answer:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=WAIT_SECONDS) as answer:
             text = answer.read()
         checked = subprocess.run(
-            [tool("promtool"), "check", "metrics"], input=text, capture_output=True, timeout=60, check=False
+            [tool("promtool"), "check", "metrics"], input=text, capture_output=True, timeout=WAIT_SECONDS, check=False
         )
         assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b""), address

@@ -11,10 +11,9 @@ import grpc
 from ringserve.services.offline.reference import StockModel
 from ringserve.v1 import inference_pb2
 from tests.services.e2e.cluster import Cluster, Inference, ids, kill, pid_at, wait_until
+from tests.waiting import WAIT_SECONDS
 from tests.workers.models import random_tokens
 
-RESTART_SECONDS = 90.0
-"""A router starts again within some 6 s, on a machine with nothing else to do."""
 NUM_TOKENS = 1200
 """Tokens of a stream, some seconds of them: it runs for most of the time in which the router is away."""
 
@@ -46,7 +45,7 @@ def test_a_killed_router_comes_back_and_neither_streams_nor_conversations_notice
     prompt = random_tokens(30, seed=51)
     request = ids(prompt, max_tokens=NUM_TOKENS, conversation="running")
     gaps, last, complete = [], None, None
-    for response in inference.stream(request, seconds=2 * RESTART_SECONDS):
+    for response in inference.stream(request, seconds=2 * WAIT_SECONDS):
         now = time.monotonic()
         if last is not None:
             gaps.append(now - last)
@@ -59,8 +58,8 @@ def test_a_killed_router_comes_back_and_neither_streams_nor_conversations_notice
     assert complete.finish_reason == inference_pb2.FINISH_REASON_LENGTH
     assert len(complete.output_ids) == NUM_TOKENS
     assert list(complete.output_ids) == stock.follow(prompt, complete.output_ids).token_ids
-    wait_until(lambda: is_back(cluster, inference, old), "the router is back", RESTART_SECONDS)
-    wait_until(inference.is_idle, "the turn is over for the new router, too", RESTART_SECONDS)
+    wait_until(lambda: is_back(cluster, inference, old), "the router is back")
+    wait_until(inference.is_idle, "the turn is over for the new router, too")
     goes_on(inference, stock, "idle", idle)
     goes_on(inference, stock, "running", prompt + list(complete.output_ids))
 
@@ -72,5 +71,5 @@ def test_a_router_that_stands_still_is_killed_and_comes_back(
     history += inference.answer(ids(history, conversation="still")).output_ids
     old = pid_at(cluster.router)
     os.kill(old, signal.SIGSTOP)
-    wait_until(lambda: is_back(cluster, inference, old), "the router is back", RESTART_SECONDS)
+    wait_until(lambda: is_back(cluster, inference, old), "the router is back")
     goes_on(inference, stock, "still", history)

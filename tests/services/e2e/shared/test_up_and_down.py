@@ -13,8 +13,9 @@ import grpc
 import psutil
 import pytest
 
-from tests.services.e2e.cluster import START_SECONDS, Cluster, Inference, Ringserve, ids, options_of, wait_until
+from tests.services.e2e.cluster import Cluster, Inference, Ringserve, ids, options_of, wait_until
 from tests.services.e2e.terminal import Foreground, started
+from tests.waiting import START_SECONDS
 from tests.workers.models import random_tokens
 
 

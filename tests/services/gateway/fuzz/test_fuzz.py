@@ -17,10 +17,9 @@ from ringserve.services.rpc.errors import CODES
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from tests.services.gateway.fuzz.messages import filled
 from tests.services.local_gateway import LocalGateway
-from tests.waiting import eventually
+from tests.waiting import WAIT_SECONDS, eventually
 
 NUM_CLIENTS = 16
-CALL_SECONDS = 30.0
 HURRY_SECONDS = 0.3
 """Deadline of a turn that might have thousands of tokens, so that the test does not wait for them."""
 FEW_TOKENS = 8
@@ -55,7 +54,7 @@ async def send(stub: Any, draw: random.Random) -> tuple[str, grpc.StatusCode, st
         request, verb = turn(draw), "Generate"
         params = request.sampling_params
         is_long = params.max_tokens > FEW_TOKENS or not params.HasField("max_tokens")
-        call = stub.Generate(request, timeout=HURRY_SECONDS if is_long else CALL_SECONDS)
+        call = stub.Generate(request, timeout=HURRY_SECONDS if is_long else WAIT_SECONDS)
         if draw.random() < 0.05:
             call.cancel()
         try:
@@ -65,17 +64,17 @@ async def send(stub: Any, draw: random.Random) -> tuple[str, grpc.StatusCode, st
             pass
     else:
         verb = draw.choice(list(VERBS))
-        call = getattr(stub, verb)(filled(draw, VERBS[verb](), 0.8), timeout=CALL_SECONDS)
+        call = getattr(stub, verb)(filled(draw, VERBS[verb](), 0.8), timeout=WAIT_SECONDS)
     code, details = await call.code(), await call.details() or ""
     return verb, code, details
 
 
 async def forget_all(stub: Any) -> None:
     while True:
-        page = await stub.ListConversations(inference_pb2.ListConversationsRequest(), timeout=CALL_SECONDS)
+        page = await stub.ListConversations(inference_pb2.ListConversationsRequest(), timeout=WAIT_SECONDS)
         for each in page.conversations:
             request = inference_pb2.DeleteConversationRequest(conversation_id=each.conversation_id)
-            await stub.DeleteConversation(request, timeout=CALL_SECONDS)
+            await stub.DeleteConversation(request, timeout=WAIT_SECONDS)
         if not page.conversations:
             return
 
@@ -87,7 +86,7 @@ async def test_generated_requests_are_answered_or_refused_and_leave_nothing(
     free, seen = gateway.service.free_blocks(), Counter[tuple[str, str]]()
     async with gateway.channel() as channel:
         stub: Any = inference_pb2_grpc.InferenceStub(channel)
-        await stub.GetServerInfo(inference_pb2.GetServerInfoRequest(), timeout=CALL_SECONDS)
+        await stub.GetServerInfo(inference_pb2.GetServerInfoRequest(), timeout=WAIT_SECONDS)
         tasks = len(asyncio.all_tasks())
 
         async def client(number: int) -> None:
@@ -102,10 +101,10 @@ async def test_generated_requests_are_answered_or_refused_and_leave_nothing(
         async with asyncio.TaskGroup() as clients:
             for number in range(NUM_CLIENTS):
                 clients.create_task(client(number))
-        await gateway.wait_idle(CALL_SECONDS)
+        await gateway.wait_idle(WAIT_SECONDS)
         await forget_all(stub)
         await eventually(
-            lambda: len(asyncio.all_tasks()) <= tasks and gateway.service.free_blocks() == free, CALL_SECONDS
+            lambda: len(asyncio.all_tasks()) <= tasks and gateway.service.free_blocks() == free, WAIT_SECONDS
         )
     assert seen["Generate", "OK"] > count / 50, seen
     assert seen["Generate", "INVALID_ARGUMENT"] > count / 50, seen

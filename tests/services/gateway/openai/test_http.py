@@ -22,6 +22,7 @@ from ringserve.services.gateway.openai import app
 from ringserve.services.gateway.openai.server import KEEP_ALIVE, MAX_HEADER_BYTES, EventStream, HttpServer
 from tests.rings import LLAMA_8B
 from tests.services.local_gateway import CALL_SECONDS, MODEL, LocalGateway
+from tests.waiting import WAIT_SECONDS
 
 
 @pytest.fixture
@@ -170,7 +171,7 @@ async def test_a_body_that_does_not_come_is_given_up(gateway: LocalGateway, monk
     host, _, port = gateway.url.removeprefix("http://").rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT_SECONDS):
         assert b" 408 " in await reader.readline()
     writer.close()
     await writer.wait_closed()
@@ -265,7 +266,7 @@ async def test_a_silent_stream_is_kept_open_by_comments() -> None:
         await asyncio.Event().wait()
         raise AssertionError("never")
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT_SECONDS):
         stream = events()
         await EventStream(await anext(stream), stream, keep_alive_seconds=0.05)({}, receive, send)
     assert [body for body in sent if body != KEEP_ALIVE] == [None, b"data: first\n\n", b"data: second\n\n", b""]

@@ -14,6 +14,7 @@ from ringserve.services.gateway.openai import prompts
 from ringserve.services.gateway.text import TextCodec
 from tests.services.gateway.openai.test_openai_client import extra
 from tests.services.local_gateway import MODEL, LocalGateway
+from tests.waiting import WAIT_SECONDS
 from tests.workers.models import Oracle
 
 TEXTS = ["Once", "A ring of ranks", "Twice upon a time"]
@@ -76,7 +77,7 @@ async def test_hanging_up_ends_all_prompts(gateway: LocalGateway) -> None:
     async with gateway.openai() as client:
         stream = await client.completions.create(prompt=TEXTS, stream=True, **ASKED | {"max_tokens": 8000})
         seen: set[int] = set()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(WAIT_SECONDS):
             async for event in stream:
                 seen |= {choice.index for choice in event.choices if choice.text}
                 if len(seen) == len(TEXTS):

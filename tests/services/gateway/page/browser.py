@@ -14,8 +14,8 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-START_SECONDS = 60.0
-CALL_SECONDS = 30.0
+from tests.waiting import WAIT_SECONDS
+
 READ_BYTES = 1 << 26
 FLAGS = (
     "--headless=new",
@@ -61,7 +61,7 @@ class Browser:
         session = {"sessionId": self._session} if self._session else {}
         message = {"id": number, "method": method, "params": parameters, **session}
         self._writer.write(json.dumps(message).encode() + b"\0")
-        async with asyncio.timeout(CALL_SECONDS):
+        async with asyncio.timeout(WAIT_SECONDS):
             return await told
 
     async def read(self) -> None:
@@ -98,7 +98,7 @@ class Browser:
         await self.call("Emulation.setEmulatedMedia", features=[scheme])
         self._loaded.clear()
         await self.call("Page.navigate", url=url)
-        async with asyncio.timeout(CALL_SECONDS):
+        async with asyncio.timeout(WAIT_SECONDS):
             await self._loaded.wait()
 
     async def value(self, expression: str) -> Any:
@@ -110,7 +110,7 @@ class Browser:
             raise AssertionError(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
 
-    async def until(self, condition: str, seconds: float = 20.0) -> None:
+    async def until(self, condition: str, seconds: float = WAIT_SECONDS) -> None:
         """Return when an expression is true; it is looked at after each change of the page."""
         await self.value(
             f"""new Promise((resolve, reject) => {{
@@ -161,7 +161,7 @@ async def browser() -> AsyncIterator[Browser]:
         page = Browser(reader, asyncio.StreamWriter(transport, protocol, None, loop))
         reading = asyncio.create_task(page.read())
         try:
-            async with asyncio.timeout(START_SECONDS):
+            async with asyncio.timeout(WAIT_SECONDS):
                 await page.attach()
             yield page
             with suppress(EOFError):
@@ -171,7 +171,7 @@ async def browser() -> AsyncIterator[Browser]:
             with suppress(ProcessLookupError):
                 if process.returncode is None:
                     try:
-                        await asyncio.wait_for(process.wait(), CALL_SECONDS)
+                        await asyncio.wait_for(process.wait(), WAIT_SECONDS)
                     except TimeoutError:
                         process.kill()
             await process.wait()

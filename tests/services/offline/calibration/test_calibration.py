@@ -22,12 +22,13 @@ from ringserve.services.offline.calibration.measurement import (
 )
 from ringserve.services.offline.calibration.report import calibration_json, closing_lines, write_calibration_plot
 from tests.services.offline.calibration.ring import INFO, FakeClient, server, truth
+from tests.waiting import WAIT_SECONDS
 
 CELLS = grid([128, 512, 2048, 8192, 32768], [0, 4096, 60_000], 100_000)
 
 
 def calibrated(client: FakeClient, cells: list[Cell] | None = None, repeats: int = 3) -> Calibration:
-    calibrator = Calibrator(cast(Client, client), repeats=repeats, timeout=60.0, seed=0)
+    calibrator = Calibrator(cast(Client, client), repeats=repeats, timeout=WAIT_SECONDS, seed=0)
     measurements = calibrator.prefills(cells or CELLS)
     steps = calibrator.steps([1000, 50_000])
     before = profile_from_rings(INFO, client.server_info().rings, "measured")

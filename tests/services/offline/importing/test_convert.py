@@ -25,6 +25,7 @@ from ringserve.services.offline.importing.gguf_file import _llama3_divisors
 from ringserve.services.offline.importing.tokenizer import LLAMA3_SPLIT, QWEN2_SPLIT
 from ringserve.workers.model.info import read_model_info
 from tests.services.offline.importing.files import CONTROL_TOKENS, tokens, write_gguf
+from tests.waiting import WAIT_SECONDS
 
 PROMPT = [5, 77, 130, 3, 250, 9, 41, 41, 200, 17]
 
@@ -199,7 +200,9 @@ def test_every_file_has_a_checksum_that_other_tools_read(tmp_path: Path) -> None
     file, _ = write_gguf("llama_gqa", tmp_path)
     model = tmp_path / "model"
     convert(file, model, silent)
-    subprocess.run(["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"], cwd=model, check=True, timeout=60)
+    subprocess.run(
+        ["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"], cwd=model, check=True, timeout=WAIT_SECONDS
+    )
     digest = hashlib.sha256((model / "config.json").read_bytes()).hexdigest()
     assert f"{digest}  config.json" in (model / "SHA256SUMS").read_text()
     assert is_intact(model)

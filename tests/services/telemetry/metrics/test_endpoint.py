@@ -21,11 +21,12 @@ from ringserve.services.telemetry.metrics.endpoint import (
 )
 from ringserve.services.telemetry.metrics.registry import new_registry
 from tests.services.telemetry.metrics.test_ring import status
+from tests.waiting import WAIT_SECONDS
 
 
 def fetch(address: str, path: str, accept: str = "*/*") -> tuple[str, bytes]:
     request = urllib.request.Request(f"http://{address}{path}", headers={"Accept": accept})
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=WAIT_SECONDS) as answer:
         return answer.headers["Content-Type"], answer.read()
 
 

@@ -23,9 +23,9 @@ from ringserve.services.telemetry.tracing.tracer import (
     check_installed,
     tracer_for,
 )
+from tests.waiting import WAIT_SECONDS
 
 Request = trace_service_pb2.ExportTraceServiceRequest
-WAIT_SECONDS = 20.0
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
