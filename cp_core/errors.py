@@ -1,12 +1,12 @@
-"""Errors that code of every layer raises: those that clients know (`ringserve.errors`), and those within a cluster.
+"""Errors that every layer raises: the client errors of `ringserve.errors`, and errors inside a cluster.
 
 RingserveError
-├── the errors of `ringserve.errors`, drawn there
+├── the client errors, drawn in `ringserve.errors`
 ├── Unavailable
-│   └── StaleIncarnation  a message was meant for (or came from) an earlier life of a ring
+│   └── StaleIncarnation  a message belongs to an earlier incarnation of a ring
 ├── TransferError         a KV transfer broke a rule: unknown, stale, overlapping, incomplete
 ├── ReshardError          a reshard plan would not deliver every token, layer and head exactly once
-└── ModelRefused          the model needs something the core does not have, or cannot be loaded
+└── ModelRefused          the model cannot be loaded, or needs something that the core lacks
 
 `services.rpc.errors` maps each to one gRPC status code.
 """
@@ -58,7 +58,7 @@ __all__ = [
 
 
 class StaleIncarnation(Unavailable):
-    """Message for, or from, an earlier life of a ring."""
+    """Message to or from an earlier incarnation of a ring."""
 
 
 class TransferError(RingserveError):
@@ -66,7 +66,7 @@ class TransferError(RingserveError):
 
 
 LOSSES = (Unavailable, TransferError, NotFound)
-"""Errors of a turn by which one of its rings, or the way to it, may be lost: the turn may go on elsewhere."""
+"""Errors that may mean a turn has lost a ring or the connection to it. The turn may continue on another ring."""
 
 
 class ReshardError(RingserveError):

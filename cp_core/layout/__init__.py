@@ -1,1 +1,1 @@
-"""Layouts: tokens on ranks, plans of steps, and plans of resharding KV."""
+"""Layouts: tokens on ranks, step plans, reshard plans."""

@@ -1,4 +1,4 @@
-"""Shares of a model's attention heads, one a rank. Pure Python."""
+"""Attention heads of each rank in head-parallel prefill. Pure Python."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from ringserve.cp_core.layout.shards import TokenRange, even_share
 class HeadShare:
     """Query heads [start, stop) of one rank, and the KV heads that they read.
 
-    A KV head whose group of query heads lies across a border is read by both ranks; query heads are not replicated.
+    If the query heads of one KV head belong to two ranks, both ranks read that KV head. Query heads are never
+    replicated. Example: 6 query heads, 2 KV heads, 2 ranks: rank 0 has query heads 0-2 and KV head 0.
     """
 
     heads: TokenRange
@@ -24,13 +25,16 @@ class HeadShare:
     @classmethod
     @lru_cache(maxsize=4096)  # a fit of the cost model asks for few shares, a million times
     def of_rank(cls, rank: int, num_ranks: int, num_heads: int, num_kv_heads: int) -> HeadShare:
-        """Return one rank's share; shares of query heads differ by at most one."""
+        """Return one rank's share. Shares differ by at most one query head."""
         start, stop = even_share(num_heads, rank, num_ranks)
         group = num_heads // num_kv_heads
         return cls(TokenRange(start, stop), TokenRange(start // group, max(start // group, -(-stop // group))), group)
 
     def runs(self) -> Iterator[tuple[TokenRange, TokenRange]]:
-        """Yield (query heads, KV heads), counted from the share's first: runs of KV heads with equally many readers."""
+        """Yield (query heads, KV heads) of each run of KV heads with the same number of query heads.
+
+        Both ranges count from the first head of the share.
+        """
         start, stop = self.heads.start, self.heads.stop
         first, last = -(-start // self.group) * self.group, stop // self.group * self.group
         borders = sorted({start, stop, *(border for border in (first, last) if start < border < stop)})

@@ -1,10 +1,10 @@
-"""Plans of moving KV from any ring layout to any other: N to M ranks, tp to tp', exactly once. No torch.
+"""Reshard plans: move KV from any ring layout to any other (N to M ranks, tp to tp') exactly once. No torch.
 
-A rank is numbered cp_rank * tp + tp_rank. Tensor parallelism cuts the KV heads evenly: tp rank t of tp holds heads
-[t * K / tp, (t + 1) * K / tp) of the K heads of the model. Layers are not planned: every layer moves in the same way.
+Ranks are numbered cp_rank * tp + tp_rank. Tensor parallelism divides the KV heads evenly: tp rank t of tp holds heads
+[t * K / tp, (t + 1) * K / tp) of the model's K heads. A plan serves every layer.
 
-A long decode leaves shards of one-token ranges (consecutive tokens lie on different ranks), so a plan may have as many
-pieces as tokens. Intervals are therefore cut, matched and proved as numpy columns; objects are made once, at the end.
+A long decode leaves one-token ranges, since consecutive tokens lie on different ranks, so a plan may have as many
+pieces as tokens. Intervals are therefore cut, matched and proved as numpy columns. Objects are made once, at the end.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Column = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class KvPiece:
-    """Consecutive tokens that lie at consecutive stored indices of the source rank; KV heads [head_start, head_stop).
+    """Consecutive tokens at consecutive stored indices of the source rank, for KV heads [head_start, head_stop).
 
-    Heads are numbered as in the whole model, stored indices from the beginning of the source rank's shard.
+    Head numbers are model-wide. Stored indices count from the start of the source rank's shard.
     """
 
     tokens: TokenRange
@@ -37,7 +37,7 @@ class KvPiece:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Pieces that one source rank sends to one destination rank, in ascending position. Never empty."""
+    """Pieces that one source rank sends to one destination rank, by ascending position. Never empty."""
 
     source: int
     destination: int
@@ -46,7 +46,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class ReshardPlan:
-    """Every route of one reshard, ordered by source, then destination. Only `plan_reshard` makes one, and proves it."""
+    """Routes of one reshard, ordered by source, then destination. Only `plan_reshard` makes plans; it proves each."""
 
     routes: tuple[Route, ...]
 
@@ -65,11 +65,13 @@ def plan_reshard(
     source_tp: int = 1,
     destination_tp: int = 1,
 ) -> ReshardPlan:
-    """Plan the move of the KV of positions `tokens` between two rings.
+    """Plan the move of positions `tokens` between two rings.
 
-    `source` may hold more than `tokens`; `destination` holds exactly them (see `ShardMap.within`). Maps are of cp
-    ranks; the tp ranks of one cp rank hold the same tokens. Raises ReshardError, naming what is wrong, unless every
-    (token, head) of `tokens` arrives exactly once on the destination rank that wants it.
+    `source` may hold more than `tokens`. `destination` holds exactly `tokens` (see `ShardMap.within`). Both maps list
+    cp ranks; all tp ranks of a cp rank hold the same tokens. Raises ReshardError with the first fault unless every
+    (token, head) arrives exactly once on the destination rank that wants it.
+
+    Example: with 4 tokens, ranks ((0, 1), (2, 3)) to one rank makes two routes of one piece each.
     """
     have = Intervals.of(source).clip(tokens)
     want = Intervals.of(destination)
@@ -78,7 +80,7 @@ def plan_reshard(
     source_heads = _head_ranges(num_kv_heads, source_tp)
     destination_heads = _head_ranges(num_kv_heads, destination_tp)
 
-    # Both sides tile `tokens`, so between two neighbouring cuts there is one source and one destination.
+    # Both sides tile `tokens`, so each stretch between two cuts has one source and one destination.
     starts = np.union1d(have.start, want.start)
     stops = np.append(starts[1:], tokens.stop)[: len(starts)]
     giver, taker = have.index_at(starts), want.index_at(starts)
@@ -112,10 +114,10 @@ def prove(
     source_tp: int = 1,
     destination_tp: int = 1,
 ) -> None:
-    """Check a finished plan against the two maps, independently of the way it was made.
+    """Check a finished plan against both maps, independently of the way it was made.
 
-    Raises ReshardError unless each destination rank gets each of its heads of each of its tokens exactly once, from a
-    source rank that stores that head of that token at the stored index named.
+    Raises ReshardError unless each destination rank receives every head of every token it wants exactly once, from a
+    source rank that stores this head and token at the named stored index.
     """
     source_heads = _head_ranges(num_kv_heads, source_tp)
     destination_heads = _head_ranges(num_kv_heads, destination_tp)
@@ -149,7 +151,7 @@ def prove(
 
 
 def _head_ranges(num_kv_heads: int, tensor_parallel: int) -> tuple[range, ...]:
-    """Return the heads of each tp rank. Raises ReshardError where they do not divide evenly."""
+    """Return the heads of each tp rank. Raises ReshardError if they do not divide evenly."""
     if tensor_parallel < 1 or num_kv_heads % tensor_parallel:
         allowed = [size for size in range(1, num_kv_heads + 1) if num_kv_heads % size == 0]
         raise ReshardError(f"tp {tensor_parallel} does not divide {num_kv_heads} KV heads: allowed are {allowed}")
@@ -164,7 +166,7 @@ def _pieces(intervals: Intervals, head_start: int, head_stop: int) -> Iterator[K
 
 
 def _by_heads(pieces: Sequence[KvPiece]) -> Iterator[tuple[range, Intervals]]:
-    """Yield pieces as columns, once for each head range (a planned route has one)."""
+    """Yield the pieces of each head range as columns. A planned route has one head range."""
     for start, stop in sorted({(piece.head_start, piece.head_stop) for piece in pieces}):
         alike = [piece for piece in pieces if (piece.head_start, piece.head_stop) == (start, stop)]
         starts = _column(piece.tokens.start for piece in alike)
@@ -179,7 +181,7 @@ def _column(values: Iterable[int]) -> Column:
 
 @dataclass(frozen=True, slots=True)
 class Intervals:
-    """Position ranges as columns: positions [start, stop) lie on `rank` from stored index `stored` on. No empties."""
+    """Position ranges as columns: positions [start, stop) lie on `rank`, from stored index `stored`. None is empty."""
 
     rank: Column
     start: Column
@@ -188,7 +190,7 @@ class Intervals:
 
     @classmethod
     def of(cls, shards: ShardMap) -> Intervals:
-        """Return a map's ranges in ascending position. Raises ReshardError where a rank's order is not ascending."""
+        """Return a map's ranges by ascending position. Raises ReshardError if a rank's order is not ascending."""
         columns: list[Intervals] = []
         for rank, ranges in enumerate(shards.ranks):
             start = _column(item.start for item in ranges)
@@ -218,13 +220,13 @@ class Intervals:
         return Intervals(self.rank[which], self.start[which], self.stop[which], self.stored[which])
 
     def clip(self, tokens: TokenRange) -> Intervals:
-        """Return the parts inside `tokens`; stored indices still count from the beginning of the shard."""
+        """Return the parts inside `tokens`. Stored indices still count from the start of the shard."""
         start, stop = np.maximum(self.start, tokens.start), np.minimum(self.stop, tokens.stop)
         clipped = Intervals(self.rank, start, stop, self.stored + start - self.start)
         return clipped.take(start < stop)
 
     def joined(self) -> Intervals:
-        """Return the intervals with neighbours joined where both position and stored index run on."""
+        """Join neighbours if both their positions and their stored indices are consecutive."""
         if len(self.start) < 2:
             return self
         touches = self.start[1:] == self.stop[:-1]
@@ -234,11 +236,11 @@ class Intervals:
         return Intervals(self.rank[first], self.start[first], self.stop[last], self.stored[first])
 
     def index_at(self, positions: Column) -> Column:
-        """Return the index of the interval that holds each position; the intervals must cover them."""
+        """Return the index of the interval that holds each position. The intervals must cover all positions."""
         return np.searchsorted(self.start, positions, side="right").astype(np.int64) - 1
 
     def check_covers(self, tokens: TokenRange, side: str) -> None:
-        """Raise ReshardError, naming the first fault, unless every position of `tokens` is held once, and no other."""
+        """Raise ReshardError with the first fault unless the intervals hold each of `tokens` once, and nothing else."""
         expected = np.append(tokens.start, self.stop)
         found = np.append(self.start, tokens.stop)
         faults = np.flatnonzero(expected != found)
@@ -249,7 +251,7 @@ class Intervals:
         raise ReshardError(f"position {min(wanted, got)} {fault} on the {side} side of [{tokens.start}, {tokens.stop})")
 
     def check_stores(self, pieces: Intervals, rank: int) -> None:
-        """Raise ReshardError unless these intervals of one source rank store the pieces at the stored indices named."""
+        """Raise ReshardError unless these intervals of a source rank store the pieces at their stored indices."""
         at = self.index_at(pieces.start)
         inside = at >= 0
         if inside.all():
@@ -257,10 +259,10 @@ class Intervals:
             inside &= (pieces.stop <= self.stop[at]) & (pieces.stored == stored)
         if not inside.all():
             position = int(pieces.start[np.flatnonzero(~inside)[0]])
-            raise ReshardError(f"source rank {rank} does not store position {position} where the plan says")
+            raise ReshardError(f"source rank {rank} does not store position {position} at the planned index")
 
     def check_equals(self, wanted: Sequence[TokenRange], rank: int) -> None:
-        """Raise ReshardError unless these intervals, none overlapping, make up exactly `wanted`."""
+        """Raise ReshardError unless these intervals cover exactly `wanted`, without overlap."""
         overlaps = np.flatnonzero(self.start[1:] < self.stop[:-1])
         if len(overlaps):
             raise ReshardError(f"position {self.start[overlaps[0] + 1]} reaches destination rank {rank} twice")
@@ -269,4 +271,4 @@ class Intervals:
         stops = self.stop[np.append(breaks, len(self.stop) - 1)] if len(self.stop) else self.stop
         right_starts = np.array_equal(starts, _column(item.start for item in wanted))
         if not right_starts or not np.array_equal(stops, _column(item.stop for item in wanted)):
-            raise ReshardError(f"the tokens that reach destination rank {rank} are not those it expects")
+            raise ReshardError(f"destination rank {rank} receives other tokens than it expects")

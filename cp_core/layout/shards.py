@@ -1,9 +1,9 @@
-"""Layout of one sequence's tokens over the ranks of a ring. Pure Python: leaders and router use it without torch.
+"""Layout of one sequence's tokens over the ranks of a ring. Pure Python: leaders and the router load it without torch.
 
-Positions are absolute token positions in the sequence. On every rank tokens are *stored* in the order in which they
-arrived, and they always arrive in ascending position: a turn's new tokens follow all cached ones, a decoded token
-follows all others. So a rank's shard is an ascending list of ranges, cutting a sequence short cuts each rank's stored
-order short, and "stored index j of rank r" names one token.
+Positions are absolute token positions in the sequence. Every rank *stores* tokens in arrival order, and tokens always
+arrive by ascending position: new tokens follow all cached tokens, a decoded token follows all others. A rank's shard is
+therefore an ascending list of ranges, truncating a sequence truncates each rank's stored order, and "stored index j of
+rank r" names one token.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 from ringserve.cp_core.errors import ReshardError
 
 UNEVEN = 1.125
-"""Work of the fullest rank over the mean, up to which sequences lie whole: they save their messages in every layer."""
+"""Highest ratio of the fullest rank's work to the mean for whole sequences: a whole sequence needs no messages."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -32,18 +32,21 @@ class TokenRange:
         return self.stop - self.start
 
     def intersect(self, other: TokenRange) -> TokenRange:
-        """Return the common part; empty (start == stop) where there is none."""
+        """Return the common part. It is empty (start == stop) if there is none."""
         start = max(self.start, other.start)
         return TokenRange(start, max(start, min(self.stop, other.stop)))
 
 
 def even_share(total: int, rank: int, num_ranks: int) -> tuple[int, int]:
-    """Return [start, stop) of one rank in `total` rows, columns or heads; shares differ by at most one."""
+    """Return one rank's [start, stop) of `total` rows, columns or heads. Shares differ by at most one.
+
+    Example: `even_share(5, 1, 2)` is (2, 5).
+    """
     return total * rank // num_ranks, total * (rank + 1) // num_ranks
 
 
 def coalesce(ranges: Iterable[TokenRange]) -> tuple[TokenRange, ...]:
-    """Join neighbours and drop empties; the order must be ascending already."""
+    """Join neighbours and drop empty ranges. The ranges must already ascend."""
     joined: list[TokenRange] = []
     for item in ranges:
         if not len(item):
@@ -57,11 +60,11 @@ def coalesce(ranges: Iterable[TokenRange]) -> tuple[TokenRange, ...]:
 
 @dataclass(frozen=True, slots=True)
 class StoredRanges:
-    """Ranges of one rank in stored order: neighbours are joined, none is empty.
+    """Ranges of one rank in stored order. Neighbours are joined, and none is empty.
 
-    Decoded tokens go from rank to rank, so most ranges are as long as the one before and as far from it. `runs` has
-    four numbers for each series of such ranges: the start of the first, their length, the distance of their starts and
-    their number. Equal ranges have equal runs.
+    Decoded tokens rotate over the ranks, so most ranges repeat the length and distance of the range before. `runs` has
+    four numbers for each series of such ranges: first start, length, distance between starts, count. Equal ranges have
+    equal runs. Example: positions 4, 6 and 8 are the run (4, 1, 2, 3).
     """
 
     runs: tuple[int, ...] = ()
@@ -126,7 +129,7 @@ class _Runs:
         if runs:
             first, each, distance, number = runs[-4:]
             latest = first + (number - 1) * distance
-            if start == latest + each:  # the two ranges are one, of another length than those before
+            if start == latest + each:  # joined, the two ranges have another length than the series
                 self._drop_latest()
                 start = latest
         if runs:
@@ -165,7 +168,7 @@ class _Runs:
 
 @dataclass(frozen=True, slots=True)
 class ShardMap:
-    """Positions of one sequence on each rank, in stored order. `ranks[r]` are the ranges of rank r."""
+    """Positions of one sequence on each rank, in stored order: `ranks[r]` holds the ranges of rank r."""
 
     ranks: tuple[StoredRanges, ...]
 
@@ -205,9 +208,9 @@ class ShardMap:
         return ShardMap(tuple(old.extend(new) for old, new in zip(self.ranks, later.ranks, strict=True)))
 
     def check(self, covered: TokenRange) -> None:
-        """Prove that every position of `covered` lies on exactly one rank, and nothing else does.
+        """Prove that every position of `covered` lies on exactly one rank, and that no rank holds another position.
 
-        Raises ReshardError naming the first position that is missing, doubled, out of order or outside.
+        Raises ReshardError with the first position that is missing, doubled, out of order or outside.
         """
         for rank, ranges in enumerate(self.ranks):
             for before, after in pairwise(ranges):
@@ -228,8 +231,8 @@ class ShardMap:
 class PrefillLayout:
     """Layout of a step's new tokens [start, start + num_tokens): rank r computes and stores `ranges[r]`.
 
-    A rank's ranges ascend, none is empty, and no two of them touch. All ranks' ranges together are the new tokens, each
-    once: the constructors below make them so.
+    A rank's ranges ascend, none is empty, and no two touch. Together, the ranks hold each new token once. The
+    constructors below guarantee this.
     """
 
     start: int
@@ -264,7 +267,8 @@ class PrefillLayout:
 def chunked_layout(start: int, num_tokens: int, slots: Sequence[int]) -> PrefillLayout:
     """Lay out new tokens in 2N chunks (arXiv 2411.01783, 3.5.1): rank r gets chunks slots[r] and 2N-1-slots[r].
 
-    Chunk sizes differ by at most one; the remainder goes to the first chunks. `slots` is a permutation of 0..N-1.
+    Chunk sizes differ by at most one, and the first chunks are the longer ones. `slots` is a permutation of 0..N-1.
+    Example: 8 tokens on slots (0, 1) give rank 0 positions 0-1 and 6-7, and rank 1 positions 2-5.
     """
     num_chunks = 2 * len(slots)
     size, remainder = divmod(num_tokens, num_chunks)
@@ -274,11 +278,11 @@ def chunked_layout(start: int, num_tokens: int, slots: Sequence[int]) -> Prefill
 
 
 def balanced_layout(start: int, num_tokens: int, held: Sequence[int], load: Sequence[int] = ()) -> PrefillLayout:
-    """Lay out `num_tokens` new tokens in 2N chunks from position `start` over ranks that already hold `held` tokens.
+    """Lay out `num_tokens` new tokens in 2N chunks from position `start`; rank r already holds `held[r]` tokens.
 
-    The fullest slots go to the emptiest ranks: with fixed slots rank 0 gets every turn's remainder, and a
-    conversation of many short turns lies on it alone. Among equally empty ranks they go to those with least `load`: the
-    tokens that each rank computes of other sequences in the same step, none by default.
+    The fullest slots go to the emptiest ranks. With fixed slots, rank 0 would get every turn's remainder, and all of a
+    conversation of short turns. Ties go to the rank with the least `load`: the number of tokens that it computes for
+    other sequences in the same step (default: 0 each).
     """
     num_ranks = len(held)
     identity = chunked_layout(start, num_tokens, range(num_ranks))
@@ -290,15 +294,15 @@ def balanced_layout(start: int, num_tokens: int, held: Sequence[int], load: Sequ
 
 
 def whole_layout(start: int, num_tokens: int, rank: int, num_ranks: int) -> PrefillLayout:
-    """Lay all new tokens on one rank: its queries see them without a message."""
+    """Lay all new tokens on one rank, so that its queries see them without a message."""
     whole = coalesce([TokenRange(start, start + num_tokens)])
     return PrefillLayout(start, num_tokens, tuple(whole if each == rank else () for each in range(num_ranks)))
 
 
 def cut_layout(start: int, cuts: Sequence[int], order: Sequence[int]) -> PrefillLayout:
-    """Lay new tokens in one range a rank: [start + cuts[i], start + cuts[i + 1]) on rank `order[i]`.
+    """Give each rank one range of the new tokens: [start + cuts[i], start + cuts[i + 1]) to rank `order[i]`.
 
-    The cuts are N + 1 and ascend from 0 to the number of new tokens; ranges may be empty.
+    The N + 1 cuts ascend from 0 to the number of new tokens. Ranges may be empty.
     """
     place_of = {rank: place for place, rank in enumerate(order)}
     assert len(place_of) == len(order) == len(cuts) - 1 and cuts[0] == 0, f"cuts {cuts} of a chain of ranks {order}"
@@ -307,7 +311,7 @@ def cut_layout(start: int, cuts: Sequence[int], order: Sequence[int]) -> Prefill
 
 
 def segment_layout(start: int, counts: Sequence[int], num_segments: int) -> PrefillLayout:
-    """Lay new tokens in consecutive segments, each over all ranks: rank r has an even share of `counts[r]` in each."""
+    """Lay new tokens in consecutive segments over all ranks: each has an even share of rank r's `counts[r]` tokens."""
     ranges: list[list[TokenRange]] = [[] for _ in counts]
     stop = start
     for segment in range(num_segments):
@@ -319,10 +323,11 @@ def segment_layout(start: int, counts: Sequence[int], num_segments: int) -> Pref
 
 
 def stored_on_chain(start: int, cuts: Sequence[int], counts: Sequence[int], order: Sequence[int]) -> ShardMap:
-    """Return which new tokens each rank of a chain stores: `counts[r]` on rank r, as far as it gets them.
+    """Return the new tokens that each rank of a chain stores: up to `counts[r]` on rank r.
 
-    Position i of the chain gets all tokens below cuts[i + 1], so it stores [s_i, s_(i+1)) with s_(i+1) the lesser of
-    cuts[i + 1] and of what it and earlier positions are to store. Where no cut is below that, all counts are met.
+    The rank at chain position i receives all tokens below cuts[i + 1], so it stores [s_i, s_(i+1)), where s_(i+1) is
+    the lesser of cuts[i + 1] and the sum of the counts up to position i. If no cut is below this sum, each rank stores
+    its whole count.
     """
     ranges: dict[int, TokenRange] = {}
     first = level = 0
@@ -335,9 +340,9 @@ def stored_on_chain(start: int, cuts: Sequence[int], counts: Sequence[int], orde
 
 
 def ranks_of_whole(lengths: Sequence[int], num_ranks: int) -> list[int] | None:
-    """Return the rank that computes each sequence of a step whole: the longest first, to the rank with least work.
+    """Assign each sequence of a step to one rank, the longest first, to the rank with the least work.
 
-    None where the fullest rank would have more than `UNEVEN` times its even share.
+    Return None if the fullest rank would have more than `UNEVEN` times its even share.
     """
     load, ranks = [0] * num_ranks, [0] * len(lengths)
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
@@ -347,12 +352,12 @@ def ranks_of_whole(lengths: Sequence[int], num_ranks: int) -> list[int] | None:
 
 
 def assign_owners(held: Sequence[Sequence[int]], room: Sequence[Sequence[int]]) -> list[int]:
-    """Return the rank that stores the next decoded token of each row of a batch: B rows over N ranks.
+    """Return the rank that stores the next decoded token of each row, for B rows over N ranks.
 
-    Rank r stores `held[row][r]` tokens of a row, and its table has slots for `room[row][r]`. Each row has a free slot
-    on some rank. A rank gets at most ceil(B / N) rows, more only of rows without a free slot elsewhere. Each row takes
-    the emptiest rank that is left. Rows whose shards are furthest apart choose first, so rows that began level stay
-    within a few tokens, whatever rows join and leave.
+    Rank r stores `held[row][r]` tokens of a row and has slots for `room[row][r]`. Each row needs a free slot on some
+    rank. A rank gets at most ceil(B / N) rows, unless further rows have no free slot elsewhere. Each row takes its
+    emptiest remaining rank, and the rows with the most uneven shards choose first: shards that start even stay within a
+    few tokens of each other, whichever rows join and leave.
     """
     num_rows, num_ranks = len(held), len(held[0]) if held else 1
     limit = -(-num_rows // num_ranks)
@@ -369,7 +374,10 @@ def assign_owners(held: Sequence[Sequence[int]], room: Sequence[Sequence[int]]) 
 
 
 def level_counts(held: Sequence[int], num_tokens: int) -> tuple[int, ...]:
-    """Return the tokens that each rank gets of `num_tokens` if each goes to the emptiest, the lowest of equals."""
+    """Return how many of `num_tokens` each rank gets if every token goes to the emptiest rank (ties: the lowest).
+
+    Example: `level_counts((3, 0), 5)` is (1, 4).
+    """
     counts = [0] * len(held)
     order = sorted(range(len(held)), key=lambda rank: (held[rank], rank))
     left = num_tokens
@@ -386,14 +394,14 @@ def level_counts(held: Sequence[int], num_tokens: int) -> tuple[int, ...]:
 
 
 def spread(start: int, num_tokens: int, held: Sequence[int]) -> ShardMap:
-    """Lay positions [start, start + num_tokens) over ranks as one contiguous range each, levelling their counts."""
+    """Lay positions [start, start + num_tokens) over ranks, one contiguous range each, to level their token counts."""
     counts = level_counts(held, num_tokens)
     bounds = accumulate(counts, initial=start)
     return ShardMap.of([TokenRange(begin, end)] for begin, end in pairwise(bounds))
 
 
 def appended(start: int, owners: Iterable[int], num_ranks: int) -> ShardMap:
-    """Lay decoded tokens from position `start` over ranks; `owners` are the ranks that store them, in order."""
+    """Lay decoded tokens from position `start` over ranks: `owners[i]` stores position start + i."""
     ranks = [_Runs() for _ in range(num_ranks)]
     for position, owner in enumerate(owners, start):
         ranks[owner].add(position, position + 1)

@@ -1,9 +1,9 @@
-"""Sparsity of a prefill: how many keys of a partition reach the queries of other ranks. Pure Python.
+"""Sparse prefill: how many keys of a partition reach the queries of other ranks. Pure Python.
 
-A *partition* is what one rank stores of a sequence in one piece: its cached tokens, or one range of its new ones. A
-rank sees its own partitions whole, and of every other partition the chosen keys alone (CSPS, arXiv 2409.15104, with
-two levels of segments: the rank itself, and the whole ring). The number of chosen keys follows from the partition's
-length, so messages have known lengths; which keys they are is decided in every layer, for each KV head.
+A *partition* is one contiguous part of a sequence on one rank: its cached tokens, or one range of its new tokens. A
+rank sees its own partitions whole, and only the chosen keys of other partitions (CSPS, arXiv 2409.15104, with two
+segment levels: the rank and the whole ring). The number of chosen keys follows from the partition's length, so message
+lengths are known. Each layer and KV head chooses its own keys.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ringserve.cp_core.layout.shards import PrefillLayout, TokenRange
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sparsity:
-    """Share of keys, above 0 and up to 1, that reach other ranks; 1 is exact.
+    """Share of keys that reach other ranks: above 0, up to 1. 1 is exact.
 
-    The first `sinks` keys of a partition and its last `window` are always among the chosen ones.
+    The first `sinks` keys and the last `window` keys of a partition are always chosen.
     """
 
     keep: float
@@ -27,7 +27,7 @@ class Sparsity:
     window: int = 64
 
     def check(self) -> None:
-        """Raise InvalidRequest for values that are out of range."""
+        """Raise InvalidRequest if a value is out of range."""
         if not 0.0 < self.keep <= 1.0:
             raise InvalidRequest(f"keep is {self.keep}; allowed are numbers above 0, up to 1")
         if self.sinks < 0 or self.window < 1:
@@ -41,22 +41,22 @@ class Sparsity:
         return self.keep == 1.0
 
     def chosen(self, num_tokens: int) -> int:
-        """Return how many keys of a partition of so many tokens reach other ranks."""
-        # Rounded first: 0.1 * 30 is a little above 3 in floating point, and would keep a fourth.
+        """Return how many keys of a partition of `num_tokens` tokens reach other ranks."""
+        # Rounded first: 0.1 * 30 is slightly above 3 in floating point and would keep a fourth key.
         share = -int(-round(self.keep * num_tokens, 6) // 1)
         return min(num_tokens, max(share, self.sinks + self.window))
 
     def thinned(self, ranges: tuple[TokenRange, ...]) -> tuple[TokenRange, ...]:
-        """Return ranges of those lengths that end where the given ones do: what sees them is found by their ends."""
+        """Shrink each range to its chosen keys, keeping its end: visibility checks use only the end."""
         return tuple(TokenRange(each.stop - self.chosen(len(each)), each.stop) for each in ranges)
 
 
 LATEST, STRIDED = 64, 64
-"""Sampled queries of a step that say which keys are important: its last ones, and others at even distances."""
+"""Queries sampled in each step to rank keys by importance: the step's last queries, and others at even distances."""
 
 
 def sampled_positions(layout: PrefillLayout) -> list[int]:
-    """Return the positions of a step's sampled queries, ascending: at most LATEST + STRIDED."""
+    """Return the positions of a step's sampled queries, ascending, at most LATEST + STRIDED of them."""
     start, stop = layout.start, layout.tokens.stop
     latest = max(start, stop - LATEST)
     strided = {start + (latest - start) * place // STRIDED for place in range(STRIDED if latest > start else 0)}
@@ -64,7 +64,7 @@ def sampled_positions(layout: PrefillLayout) -> list[int]:
 
 
 def sampled_rows(layout: PrefillLayout, rank: int) -> Iterator[tuple[int, int]]:
-    """Yield (row among the rank's new tokens, position) of the sampled queries on a rank, ascending."""
+    """Yield (row among the rank's new tokens, position) for each sampled query on a rank, ascending."""
     positions = sampled_positions(layout)
     row = 0
     for each in layout.ranges[rank]:

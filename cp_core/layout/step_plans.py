@@ -1,8 +1,8 @@
-"""Plans of prefill and decode steps, which every rank knows before the step: the tokens and rows of each rank.
+"""Step plans for prefill and decode: the tokens and rows of each rank, known to every rank before the step.
 
 Shapes: S stored tokens, K key/value heads, D head dimension; B sequences (rows) of a decode batch with one new token
-each, N ranks. Every rank derives the same plan of a decode step, so lengths are exact and no batch ids are sent with
-the queries (arXiv 2411.01783, algorithm 4, sends them).
+each, N ranks. Every rank derives the same decode plan, so message lengths are exact and queries carry no batch ids
+(arXiv 2411.01783, algorithm 4, sends batch ids).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ringserve.cp_core.layout.sparsity import Sparsity
 
 @dataclass(frozen=True, slots=True)
 class KvRun:
-    """Views of the cache: k[S, K, D] and v[S, K, D] of tokens stored side by side."""
+    """Cache views k[S, K, D] and v[S, K, D] of tokens stored side by side."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -28,7 +28,7 @@ class KvRun:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Query rows [start, stop) of a sequence's new tokens on a rank."""
+    """Query rows [start, stop) among a sequence's new tokens on a rank."""
 
     start: int
     stop: int
@@ -39,7 +39,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's part of one sequence: the number of cached tokens, and the positions of its new tokens, ascending."""
+    """One rank's part of a sequence: its number of cached tokens, and its new tokens' positions, ascending."""
 
     cached: int
     ranges: tuple[TokenRange, ...]
@@ -50,13 +50,13 @@ class Shard:
 
     @property
     def stored(self) -> int:
-        """Tokens whose K and V the rank holds in this step."""
+        """Tokens whose KV the rank holds in this step."""
         return self.cached + self.new
 
 
 @dataclass(frozen=True, slots=True)
 class SeenKeys:
-    """Query rows `rows` that see the first `count` of a shard's new keys in stored order: the same for all rows.
+    """Query rows that all see the first `count` new keys of a shard, in stored order.
 
     A rank's rows see its own new keys causally: row i sees keys 0..i, and `count` is the number of rows.
     """
@@ -66,9 +66,10 @@ class SeenKeys:
 
 
 def seen_keys(queries: Shard, keys: Shard) -> tuple[SeenKeys, ...]:
-    """Return what all query rows of a sequence on one rank see of the new keys on another, or the same, rank.
+    """Return which new keys of shard `keys` the query rows of shard `queries` see. Both may be the same rank's shard.
 
-    Each range of positions sees the stored keys below its start; neighbours that see equally many are one item.
+    Each range of query positions sees the keys below its start. Neighbouring ranges that see equally many keys are
+    joined.
     """
     if queries.ranges == keys.ranges:
         return (SeenKeys(Rows(0, queries.new), keys.new),) if queries.new else ()
@@ -83,16 +84,16 @@ def seen_keys(queries: Shard, keys: Shard) -> tuple[SeenKeys, ...]:
 
 
 def seen_rows(queries: Shard, keys: Shard) -> tuple[Rows, ...]:
-    """Return the query rows that see any key of `keys`, as ranges that see equally much. None is empty."""
+    """Return the query rows that see any key of `keys`, split by the number of keys they see. None is empty."""
     return tuple(each.rows for each in seen_keys(queries, keys) if each.count or keys.cached)
 
 
 @dataclass(frozen=True, slots=True)
 class SequencePlan:
-    """Layout of a sequence's new tokens; `cached[r]` tokens of it lie on rank r, in any order of position.
+    """Layout of a sequence's new tokens. Rank r holds `cached[r]` earlier tokens, in any order of position.
 
-    `stored` says which rank stores the new tokens where it is not the one that computes them: a chain alone has it.
-    With a `sparsity` other than an exact one not all keys reach other ranks; None: all do.
+    `stored` says which rank stores each new token if other ranks than the computing ones do: only chains set it.
+    `sparsity` limits the keys that reach other ranks; None means all of them.
     """
 
     layout: PrefillLayout
@@ -108,20 +109,20 @@ class SequencePlan:
 
     @property
     def is_sparse(self) -> bool:
-        """True if other ranks get less than all keys in some layers."""
+        """True if other ranks get only some of the keys in some layers."""
         return self.sparsity is not None and not self.sparsity.is_exact
 
     def shard(self, rank: int) -> Shard:
         return Shard(self.cached[rank], self.layout.ranges[rank])
 
     def stores(self, rank: int, source: int) -> bool:
-        """Return whether a rank stores any token that another one, `source`, computes."""
+        """Return whether `rank` stores any token that `source` computes."""
         if self.stored is None:
             return False
         return any(len(own.intersect(each)) for own in self.stored.ranks[rank] for each in self.layout.ranges[source])
 
     def thinned(self, rank: int) -> Shard:
-        """Return the lengths of what other ranks get of a rank's shard in a layer that is sparse."""
+        """Return the part of a rank's shard that other ranks get in a sparse layer."""
         shard, sparsity = self.shard(rank), self.sparsity
         if sparsity is None or sparsity.is_exact:
             return shard
@@ -130,9 +131,9 @@ class SequencePlan:
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """Sequences of a step, in the order in which every rank packs their tokens. Made once a step, not a layer.
+    """Sequences of a step, in the order in which every rank packs their tokens. Made once per step.
 
-    `order` are the ranks along a chain; empty: as they are numbered. `num_segments` are those of head-parallel prefill.
+    `order` lists the ranks along a chain (empty: 0, 1, 2, ...). `num_segments` applies to head-parallel prefill.
     """
 
     sequences: tuple[SequencePlan, ...]
@@ -141,7 +142,7 @@ class PrefillPlan:
 
     @cached_property
     def shards(self) -> tuple[tuple[Shard, ...], ...]:
-        """Shard of every sequence by rank: `shards[rank][sequence]`."""
+        """Shards by rank and sequence: `shards[rank][sequence]`."""
         ranks = {sequence.layout.num_ranks for sequence in self.sequences}
         assert len(ranks) <= 1, f"sequences of rings of {ranks} ranks in one step"
         return tuple(
@@ -150,12 +151,12 @@ class PrefillPlan:
 
     @cached_property
     def thinned(self) -> tuple[tuple[Shard, ...], ...]:
-        """Shards as `shards` has them, with what other ranks get of them in a layer that is sparse."""
+        """The parts of `shards` that other ranks get in a sparse layer, by rank and sequence."""
         return tuple(tuple(sequence.thinned(rank) for sequence in self.sequences) for rank in range(len(self.shards)))
 
     @cached_property
     def seen(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """Sequences of which the queries of a rank see keys of another: `seen[rank][source]`; none of its own."""
+        """`seen[rank][source]`: sequences whose queries on `rank` see keys on `source`. Empty for the rank itself."""
         return tuple(
             tuple(
                 tuple(
@@ -170,16 +171,16 @@ class PrefillPlan:
 
     @cached_property
     def kv_reach(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks that the KV of a rank travels on along the ring, by rank and sequence: the last one sees any of it."""
+        """Hops that a rank's KV travels along the ring, by rank and sequence: up to the last rank that sees it."""
         return self._reach(lambda rank, other: self.seen[other][rank])
 
     @cached_property
     def query_reach(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks that the queries of a rank travel on, by rank and sequence: they see keys of the last one."""
+        """Hops that a rank's queries travel, by rank and sequence: up to the last rank whose keys they see."""
         return self._reach(lambda rank, other: self.seen[rank][other])
 
     def _reach(self, sent: Callable[[int, int], tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-        """Return the last hop for each rank and sequence; `sent(rank, other)` are the sequences that `other` needs."""
+        """Return the last hop by rank and sequence. `sent(rank, other)` lists the sequences that `other` needs."""
         size = len(self.shards)
         return tuple(
             tuple(
@@ -190,38 +191,38 @@ class PrefillPlan:
         )
 
     def of_rank(self, rank: int) -> tuple[Shard, ...]:
-        """Return the shards of one rank, one for each sequence."""
+        """Return the shards of one rank, one per sequence."""
         return self.shards[rank] if self.sequences else ()
 
     def new_on(self, rank: int) -> int:
-        """Return the new tokens of all sequences on a rank: the rows of its packed q."""
+        """Return the number of new tokens on a rank over all sequences: the rows of its packed q."""
         return sum(shard.new for shard in self.of_rank(rank))
 
     def kv_at(self, rank: int, hop: int) -> tuple[int, ...]:
-        """Return the sequences of which the KV of `rank` is in its message `hop` ranks further on."""
+        """Return the sequences whose KV on `rank` is still in its message after `hop` hops."""
         return tuple(index for index, reach in enumerate(self.kv_reach[rank]) if reach >= hop)
 
     def queries_at(self, rank: int, hop: int) -> tuple[int, ...]:
-        """Return the sequences of which the queries of `rank` are in their message `hop` ranks further on."""
+        """Return the sequences whose queries on `rank` are still in its message after `hop` hops."""
         return tuple(index for index, reach in enumerate(self.query_reach[rank]) if reach >= hop)
 
 
 def split_new(rows: torch.Tensor, shards: Sequence[Shard]) -> tuple[torch.Tensor, ...]:
-    """Return views of each sequence's rows of a packed q, k, v or out [T, ...]."""
+    """Split a packed q, k, v or out [T, ...] into views of each sequence's rows."""
     return rows.split([shard.new for shard in shards]) if shards else ()
 
 
 class RowIndices:
-    """Indices of rows on a device, each made once a step: a list as an index would be uploaded in every layer."""
+    """Row indices on a device, uploaded once per step. A Python list as an index would be uploaded in every layer."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, ...], torch.Tensor] = {}
 
     def of(self, rows: Sequence[int], device: torch.device) -> torch.Tensor:
-        """Return int64[R] on the device. The upload does not wait for the device."""
+        """Return int64[R] on the device, without waiting for the device."""
         key = tuple(rows)
         if key not in self._made:
-            # The allocator of pinned memory holds it until the copy is done.
+            # The pinned-memory allocator holds the host copy until the upload is done.
             index = torch.tensor(key, dtype=torch.int64, pin_memory=device.type == "cuda")
             self._made[key] = index.to(device, non_blocking=True)
         return self._made[key]
@@ -229,9 +230,9 @@ class RowIndices:
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """Owner of each row and its tokens by rank. Made once a step, not a layer.
+    """Owner of each row, and its tokens by rank. Made once per step.
 
-    `owners[i]` computes row i and stores its new token; `held[i][r]` tokens of it, with the new one, lie on rank r.
+    `owners[i]` computes row i and stores its new token. Rank r holds `held[i][r]` tokens of row i, with the new one.
     """
 
     num_ranks: int
@@ -249,7 +250,7 @@ class DecodePlan:
 
     @cached_property
     def holders(self) -> tuple[list[int], ...]:
-        """Rows of which each rank holds any token, by rank, ascending."""
+        """Rows with any token on a rank, by rank, ascending."""
         return tuple(self.held_by(rank, range(len(self))) for rank in range(self.num_ranks))
 
     def rows_of(self, rank: int) -> list[int]:
@@ -257,20 +258,20 @@ class DecodePlan:
         return [row for row, owner in enumerate(self.owners) if owner == rank]
 
     def held_by(self, rank: int, rows: Sequence[int]) -> list[int]:
-        """Return the rows among `rows` of which the rank holds any token: it has a part of no others."""
+        """Return the rows of `rows` with any token on the rank. The rank contributes to no other row."""
         return [row for row in rows if self.held[row][rank]]
 
     def sent_on(self, source: int, hop: int) -> list[int]:
-        """Return the rows of `source` whose queries reach rank source + hop: it, or one behind it, holds their keys."""
+        """Return the rows of `source` whose queries travel at least `hop` hops, to a rank that holds their keys."""
         later = [(source + step) % self.num_ranks for step in range(max(hop, 1), self.num_ranks)]
         return [row for row in self.rows_of(source) if hop == 0 or any(self.held[row][rank] for rank in later)]
 
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """Queries of `source` at one rank: `rows` of the batch, in the order of the message.
+    """Queries of `source` that arrive at one rank: batch rows, in message order.
 
-    `answered` and `onward` are places in the message: of queries that this rank attends, and that it sends on.
+    `answered` and `onward` are places in the message: the queries that this rank attends, and those it sends on.
     """
 
     source: int
@@ -280,10 +281,10 @@ class Visit:
 
 
 class PassQRoute:
-    """Work of one rank in every layer of a pass-Q step, derived once a step.
+    """One rank's work in every layer of a pass-Q step, derived once per step.
 
-    `visits[j]` is hop j of N; the first is the rank's own queries. `returns[p]` are the places, among the rank's own
-    rows, of those that rank p answers.
+    `visits[j]` describes hop j of N; hop 0 has the rank's own queries. `returns[p]` lists the places, among the rank's
+    own rows, that rank p answers.
     """
 
     def __init__(self, plan: DecodePlan, rank: int) -> None:
