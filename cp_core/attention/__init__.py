@@ -1,1 +1,1 @@
-"""Partial attention with log-sum-exp: its kernels, paged forms, and the exact merge of parts."""
+"""Partial attention with log-sum-exp: kernels, paged attention, and the exact merge of parts."""

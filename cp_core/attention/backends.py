@@ -1,4 +1,4 @@
-"""Registry of the attention kernels, fastest first, and the choice of one. A new kernel is a class and a line here."""
+"""Attention kernels, fastest first, and the choice of one. A new kernel is a class and a line here."""
 
 from __future__ import annotations
 
@@ -33,23 +33,25 @@ BACKENDS: tuple[Backend, ...] = (
 
 
 def select_backend(name: str, device: torch.device | str, dtype: torch.dtype) -> AttentionBackend:
-    """Return the backend called `name`, or for "auto" the fastest one that serves `device` and `dtype`.
+    """Return the backend called `name`, or for "auto" the fastest backend that supports `device` and `dtype`.
 
-    Raises ConfigError for an unknown name, for one that does not serve this device and dtype or is not installed, and
-    for "auto" where only the reference would serve: the slow kernel is used only where it is named.
+    Raises ConfigError if the name is unknown, or if the backend does not support this device and dtype or is not
+    installed. "auto" never chooses the slow reference kernel: it raises ConfigError if no other backend fits.
+
+    Example: `select_backend("auto", "cpu", torch.float32)` is torch's flash kernel for CPUs.
     """
     device = torch.device(device)
     if name == "auto":
         fast = [kind for kind in BACKENDS if kind.is_fast and kind.supports(device, dtype)]
         if not fast:
             raise ConfigError(
-                f"attention_backend is 'auto', but no fast one serves {dtype} on {device}; name 'reference' to use it"
+                f"attention_backend is 'auto', but no fast kernel supports {dtype} on {device}; use 'reference'"
             )
         return fast[0]()
     for kind in BACKENDS:
         if kind.name == name:
             if not kind.supports(device, dtype):
-                raise ConfigError(f"attention_backend {name!r} does not serve {dtype} on {device}")
+                raise ConfigError(f"attention_backend {name!r} does not support {dtype} on {device}")
             return kind()
     allowed = ", ".join(["auto", *(kind.name for kind in BACKENDS)])
     raise ConfigError(f"attention_backend is {name!r}; allowed are {allowed}")

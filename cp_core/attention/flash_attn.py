@@ -20,9 +20,9 @@ from ringserve.cp_core.errors import ConfigError
 
 
 class FlashAttention:
-    """`flash_attn_varlen_func` on one sequence: 16-bit inputs, fp32 natural-log LSE, out in 16 bits, widened.
+    """`flash_attn_varlen_func` on one sequence: 16-bit inputs, fp32 natural-log LSE, 16-bit out, widened to fp32.
 
-    "auto" never takes it: the kernel that serves must not depend on the packages that happen to be installed.
+    "auto" never chooses it: the kernel must not depend on the packages that happen to be installed.
     """
 
     name: ClassVar[str] = "flash_attn"
@@ -31,7 +31,7 @@ class FlashAttention:
     skips_empty: ClassVar[bool] = False
 
     def __init__(self, kernel: Callable[..., Any] | None = None) -> None:
-        """`kernel` stands in for the package's function in tests. Raises ConfigError where the package is missing."""
+        """`kernel` replaces the package's function in tests. Raises ConfigError if the package is missing."""
         self._kernel = kernel or _load_kernel()
 
     @staticmethod
@@ -47,7 +47,7 @@ class FlashAttention:
         assert not causal or num_tokens == num_stored, f"causal needs T == S, not {num_tokens} and {num_stored}"
         if not num_tokens or not num_stored:
             return empty_partial(q)
-        # This function returns its LSE where the attention probabilities are asked for; those stay empty.
+        # The function returns the LSE only if attention probabilities are requested. They stay empty.
         out_thd, lse_ht, _ = self._kernel(
             q,
             k,

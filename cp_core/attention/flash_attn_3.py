@@ -1,7 +1,7 @@
-"""Kernel of FlashAttention 3 for GPUs of the Hopper kind, from the package `fa3-fwd`: prefill about twice as fast.
+"""FlashAttention 3 kernel for Hopper GPUs, from the package `fa3-fwd`: prefill about twice as fast.
 
-Written against version 0.0.3, whose build has bfloat16 alone and follows no block tables. Its LSE was compared with
-that of torch's kernel on an H100 (3e-8).
+Written against version 0.0.3, which supports only bfloat16 and no block tables. On an H100 its LSE differs from torch's
+kernel by at most 3e-8.
 
 Shapes: T query tokens, S stored tokens, H query heads, D head dimension.
 """
@@ -25,7 +25,7 @@ HOPPER = 9
 
 
 class FlashAttention3:
-    """`flash_attn_func` for many queries; few queries over long keys, and decode, are `triton_decode`'s."""
+    """`flash_attn_func` for many queries. `triton_decode` serves decode, and few queries over long keys."""
 
     name: ClassVar[str] = "flash_attn_3"
     is_fast: ClassVar[bool] = True
@@ -34,9 +34,9 @@ class FlashAttention3:
     fills = staticmethod(fills_gpu)
 
     def __init__(self, kernels: Any = None, few: TritonDecode | None = None) -> None:
-        """`kernels` stand in for the package's functions in tests, `few` for the backend of few queries.
+        """`kernels` replaces the package's functions in tests, `few` the backend for few queries.
 
-        Raises ConfigError where the package is there and does not fit the installed torch.
+        Raises ConfigError if the installed package does not fit the installed torch.
         """
         self._kernels = kernels or _load_kernels()
         self._few = few or TritonDecode()

@@ -1,4 +1,4 @@
-"""Attention over pages of a cache: a kernel that follows block tables attends a whole decode batch in one call.
+"""Paged attention: a kernel that follows block tables attends a whole decode batch in one call.
 
 Shapes: B sequences with one query each, P pages of a cache, G tokens a page, M pages of the longest table, H query
 heads, K key/value heads, D head dimension.
@@ -22,9 +22,9 @@ from ringserve.cp_core.layout.step_plans import RowIndices
 class PagedShards:
     """One rank's shards of a batch: pages k[P, G, K, D] and v[P, G, K, D] of one layer, in any order.
 
-    table[B, M] (int32, on their device) names each sequence's pages in stored order. Entries after its last page are
-    never read but must be numbers of pages. `stored` are the tokens of each, 0 where this rank holds none; `lengths`
-    are the same numbers, int32[B] on the device, for kernels that read them there.
+    table[B, M] (int32, on the same device) lists each sequence's pages in stored order. Entries after the last page are
+    never read, but must be valid page numbers. `stored` has each sequence's token count on this rank, possibly 0.
+    `lengths` has the same counts as int32[B] on the device, for kernels that read them there.
     """
 
     k: torch.Tensor
@@ -37,7 +37,7 @@ class PagedShards:
         return len(self.stored)
 
     def of(self, rows: Sequence[int], indices: RowIndices) -> PagedShards:
-        """Return the shards of some sequences, whose rows ascend; all of them take no copy."""
+        """Return the shards of some sequences. Rows must ascend. All rows need no copy."""
         if len(rows) == len(self):
             return self
         index = indices.of(rows, self.table.device)
@@ -48,23 +48,23 @@ class PagedShards:
 class PagedBackend(AttentionBackend, Protocol):
     """Kernel that takes block tables. Its pages hold a multiple of `page_multiple` tokens.
 
-    One that `skips_empty` reads the lengths on the device, and gives (0, -inf) for those of 0.
+    A kernel with `skips_empty` reads the lengths on the device and returns (0, -inf) for empty shards.
     """
 
     page_multiple: ClassVar[int]
     skips_empty: ClassVar[bool]
 
     def paged_attention(self, q: torch.Tensor, shards: PagedShards, *, scale: float) -> Partial:
-        """Attend q[B, H, D], one query a sequence, over that sequence's shard.
+        """Attend q[B, H, D], one query per sequence, over the sequence's shard.
 
-        B is 1 or more, and so is every `stored` unless the backend `skips_empty`. A row with an LSE of NaN has such an
+        B is 1 or more, and so is every `stored` unless the backend has `skips_empty`. If a row's LSE is NaN, so is its
         out.
         """
         ...
 
 
 def takes_pages(backend: AttentionBackend, page_tokens: int) -> TypeGuard[PagedBackend]:
-    """Return whether the backend follows block tables over pages of so many tokens."""
+    """Return whether the backend follows block tables over pages of `page_tokens` tokens."""
     multiple = getattr(backend, "page_multiple", 0)
     return bool(multiple) and page_tokens % multiple == 0
 
@@ -72,9 +72,9 @@ def takes_pages(backend: AttentionBackend, page_tokens: int) -> TypeGuard[PagedB
 def attend_pages(
     backend: PagedBackend, q_bhd: torch.Tensor, shards: PagedShards, scale: float, indices: RowIndices
 ) -> Partial:
-    """Return the part of q[B, H, D] over the shards; where nothing is stored the LSE is -inf.
+    """Return the part of q[B, H, D] over the shards. The LSE of an empty shard is -inf.
 
-    A backend that `skips_empty` decides on the device alone, so that a recording serves all lengths.
+    A backend with `skips_empty` finds empty shards on the device, so one CUDA graph serves all lengths.
     """
     if backend.skips_empty and len(shards):
         return backend.paged_attention(q_bhd, shards, scale=scale)
@@ -91,9 +91,9 @@ def attend_pages(
 
 @lru_cache(maxsize=64)
 def cumulative(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return int32[B + 1]: 0, then the sums of the first 1, 2, .. B lengths, as varlen kernels take them.
+    """Return the cumulative lengths int32[B + 1] that varlen kernels take: (2, 3) gives 0, 2, 5.
 
-    All layers of a step ask for the same ones: only the first uploads them, without waiting for the device.
+    All layers of a step ask for the same lengths. Only the first layer uploads them, without waiting for the device.
     """
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, pin_memory=device.type == "cuda")
     return ends.to(device, non_blocking=True)

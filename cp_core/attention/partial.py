@@ -1,4 +1,4 @@
-"""Partial attention: contract of its kernels, exact merge, and the part of one rank's queries over another's keys.
+"""Partial attention: kernel contract, exact merge, and one rank's queries over another rank's keys.
 
 Shapes: M parts, T query tokens, S stored tokens, H query heads, K key/value heads (H is a multiple of K), D head
 dimension. Parts merge in fp32, in their order (arXiv 2411.01783, 3.3 and appendix B):
@@ -6,8 +6,8 @@ dimension. Parts merge in fp32, in their order (arXiv 2411.01783, 3.3 and append
     out = sum_i exp(lse_i) out_i / sum_i exp(lse_i)         lse = log sum_i exp(lse_i)
 
 Stable: m = max_i lse_i (0 if all are -inf), w_i = exp(lse_i - m), s = sum_i w_i, out = sum_i (w_i / s) out_i,
-lse = m + log s. A part that attended nothing has lse -inf and an out that may be NaN: it is selected away, because
-0 * NaN is NaN. Callers that need the same bits on every rank give the parts in source-rank order.
+lse = m + log s. A part that attended nothing has lse -inf and possibly a NaN out. It is selected away, because 0 * NaN
+is NaN. For equal bits on every rank, pass the parts in source-rank order.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from ringserve.cp_core.layout.step_plans import KvRun, Rows, Shard, seen_keys
 class Partial:
     """Attention over a part of the keys, to be merged with the other parts.
 
-    out[T, H, D] and lse[T, H] are fp32 whatever the inputs' dtype (fp64 from the oracle); the out of kernels for GPUs
-    that answer in 16 bits stays so. lse is the natural log of the softmax denominator. Where lse is -inf nothing was
-    attended and out is undefined, possibly NaN.
+    out[T, H, D] and lse[T, H] are fp32 for any input dtype (fp64 from the oracle). GPU kernels that return a 16-bit out
+    keep it. lse is the natural log of the softmax denominator. If lse is -inf, the row attended nothing and its out is
+    undefined, possibly NaN.
     """
 
     out: torch.Tensor
@@ -50,21 +50,21 @@ class AttentionBackend(Protocol):
     def partial_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
     ) -> Partial:
-        """Attend q[T, H, D] over k[S, K, D], v[S, K, D]; query head h reads KV head h // (H // K).
+        """Attend q[T, H, D] over k[S, K, D], v[S, K, D]. Query head h reads KV head h // (H // K).
 
-        Inputs may be strided views (the last dimension contiguous); none is copied when it is fp32. T or S may be 0.
+        Inputs may be strided views with a contiguous last dimension; fp32 inputs are not copied. T or S may be 0.
         `causal` needs T == S: query t sees keys 0..t.
         """
         ...
 
 
 class RowAttention(AttentionBackend, Protocol):
-    """Backend that attends many single queries, each over keys of its own, cheaper than by one call each."""
+    """Backend that attends many single queries, each over its own keys, cheaper than one call per query."""
 
     def attend_rows(self, q: torch.Tensor, runs: Sequence[KvRun], *, scale: float) -> Partial:
-        """Attend query b of q[B, H, D] over k[S, K, D] and v[S, K, D] of runs[b], S >= 1 and of any size.
+        """Attend query b of q[B, H, D] over k[S, K, D] and v[S, K, D] of runs[b], with S >= 1.
 
-        The result has the bits of B calls of `partial_attention`.
+        The result has the same bits as B calls of `partial_attention`.
         """
         ...
 
@@ -75,7 +75,7 @@ def attends_rows(backend: AttentionBackend) -> TypeGuard[RowAttention]:
 
 
 def empty_partial(q_thd: torch.Tensor, dtype: torch.dtype = torch.float32) -> Partial:
-    """Return the part that attended nothing: (0, -inf)."""
+    """Return a part that attended nothing: (0, -inf)."""
     return Partial(
         torch.zeros(q_thd.shape, dtype=dtype, device=q_thd.device),
         torch.full(q_thd.shape[:2], -torch.inf, dtype=dtype, device=q_thd.device),
@@ -83,7 +83,7 @@ def empty_partial(q_thd: torch.Tensor, dtype: torch.dtype = torch.float32) -> Pa
 
 
 class PartialBuffer:
-    """Message of the partials of T rows: one flat fp32 buffer with out[T, H, D], then lse[T, H], as views."""
+    """Message of T rows' partials: views out[T, H, D], then lse[T, H], of one flat fp32 buffer."""
 
     def __init__(self, num_rows: int, num_heads: int, head_dim: int, device: torch.device) -> None:
         num_out = num_rows * num_heads * head_dim
@@ -92,7 +92,7 @@ class PartialBuffer:
         self.lse = self.flat[num_out:].view(num_rows, num_heads)
 
     def fill(self, partials: Sequence[Partial]) -> None:
-        """Copy partials of all rows, in order."""
+        """Copy the partials of all rows, in order."""
         at = 0
         for partial in partials:
             stop = at + partial.lse.shape[0]
@@ -103,16 +103,16 @@ class PartialBuffer:
 
 
 class MergeKernels(Protocol):
-    """Merge of parts in one launch, which no host waits for: `cp_core.attention.triton_kernels`."""
+    """Merge of parts in one kernel launch, without a wait on the host: `cp_core.attention.triton_kernels`."""
 
     def merge_parts(self, parts: Sequence[Partial], into: torch.Tensor | None = None) -> Partial:
-        """Merge as `merge` does; rows that no part attended have an out of 0. With `into` that is out, in its dtype."""
+        """Merge like `merge`. Rows that no part attended get an out of 0. If `into` is given, write out there."""
         ...
 
 
 @cache
 def kernels_on(device: torch.device) -> MergeKernels | None:
-    """Return the kernels that merge parts on this device; None where plain tensor operations do."""
+    """Return the merge kernels for this device, or None if plain tensor operations merge parts."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return None
     kernels: MergeKernels = importlib.import_module("ringserve.cp_core.attention.triton_kernels")
@@ -120,14 +120,16 @@ def kernels_on(device: torch.device) -> MergeKernels | None:
 
 
 def merge(parts: Sequence[Partial]) -> Partial:
-    """Merge M >= 1 parts of the same rows. One part is returned as it is; otherwise the result is new memory.
+    """Merge M >= 1 parts of the same rows. A single part is returned as it is; otherwise the result is new memory.
 
-    out and lse have the parts' dtype (fp32). A row with an lse of NaN in a part has NaN in the result, and no other row
-    has: its query is not finite, or a kernel or its memory is broken, and its sequence ends where it is sampled.
+    out and lse have the parts' dtype (fp32). If a part's lse is NaN in some row, this row of the result is NaN, and no
+    other: its query was not finite, or a kernel or memory failed. Sampling then ends the row's sequence.
+
+    Example: two parts of one row with lse 0 and out 1 and 3 merge to out 2 and lse log 2.
     """
     assert parts, "nothing to merge"
     if kernels := kernels_on(parts[0].lse.device):
-        # Kernels of a GPU give an out of NaN where the LSE is NaN, so one part is right as it is.
+        # GPU kernels return a NaN out for a NaN LSE, so a single part is right as it is.
         return kernels.merge_parts(parts) if len(parts) > 1 else parts[0]
     if len(parts) == 1:
         return _without_a_number(parts[0])
@@ -142,9 +144,10 @@ def merge(parts: Sequence[Partial]) -> Partial:
 
 
 class Accumulator:
-    """Merge of any number of parts of the same rows that come one by one; at most `max_pending` are held.
+    """Merge of parts that arrive one by one, holding at most `max_pending` of them.
 
-    Up to `max_pending` parts the result has the bits of one `merge`; beyond, it is within 2e-7 relative of it.
+    With up to `max_pending` parts the result has the bits of one `merge`. With more, it differs by at most 2e-7
+    relative.
     """
 
     def __init__(self, max_pending: int = 8) -> None:
@@ -153,7 +156,7 @@ class Accumulator:
         self._pending: list[Partial] = []
 
     def add(self, part: Partial) -> None:
-        """Take one more part."""
+        """Add one more part of the same rows."""
         if len(self._pending) == self._max_pending:
             self._pending = [merge(self._pending)]
         self._pending.append(part)
@@ -165,23 +168,23 @@ class Accumulator:
 
 
 def finished_out(part: Partial) -> torch.Tensor:
-    """Return the part's out with rows that attended nothing set to 0: it may be used without looking at lse."""
+    """Return the part's out with 0 in rows that attended nothing, so that it can be used without lse."""
     nothing_th = part.lse == -torch.inf
     return part.out.masked_fill(nothing_th[..., None], 0.0) if bool(nothing_th.any()) else part.out
 
 
 def _weights(lse_mth: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Return (w_i / s, merged lse, True if any weight is 0 so that its out must not be touched)."""
+    """Return (w_i / s, merged lse, whether any weight is 0). The out of a part with weight 0 must not be used."""
     highest_th = lse_mth.amax(dim=0)
     weights_mth = torch.exp(lse_mth - highest_th.masked_fill(highest_th == -torch.inf, 0.0))
     total_th = weights_mth.sum(dim=0)
-    # A row without any key has s = 0; dividing by 1 leaves its weights, and so its out, at 0.
+    # A row without any key has s = 0. Dividing by 1 leaves its weights and its out at 0.
     weights_mth.div_(total_th.masked_fill(total_th == 0.0, 1.0))
     return weights_mth, highest_th + total_th.log(), not bool(weights_mth.all())
 
 
 def _without_a_number(part: Partial) -> Partial:
-    """Return the part with an out of NaN in rows whose lse is NaN."""
+    """Set out to NaN in rows with a NaN lse."""
     if not part.lse.numel() or not bool(part.lse.amax().isnan()):  # amax passes a NaN on
         return part
     return Partial(part.out.masked_fill(part.lse.isnan()[..., None], torch.nan), part.lse)
@@ -189,7 +192,7 @@ def _without_a_number(part: Partial) -> Partial:
 
 @dataclass(frozen=True, slots=True)
 class RowPartial:
-    """Partial attention of the query rows `rows`."""
+    """Partial attention of query rows `rows`."""
 
     rows: Rows
     partial: Partial
@@ -197,7 +200,7 @@ class RowPartial:
 
 @dataclass(frozen=True, slots=True)
 class KeyShard:
-    """Keys and values of `shard`: runs of cached tokens, and the new tokens in stored order, as one run."""
+    """KV of `shard`: runs of cached tokens, and the new tokens in stored order, as one run."""
 
     shard: Shard
     cached: Sequence[KvRun]
@@ -215,8 +218,8 @@ def attend_pair(
 ) -> list[RowPartial]:
     """Return one RowPartial for each range of `seen_rows(queries, keys.shard)`, in that order.
 
-    q_thd[T, H, D] holds the queries in stored order. Cached and new keys are attended in separate calls even where
-    they lie side by side, as they do in pass-KV: so it has the bits of pass-Q.
+    q_thd[T, H, D] holds the queries in stored order. Cached and new keys are always attended in separate calls, even if
+    they lie side by side as in pass-KV, so pass-KV and pass-Q have the same bits.
     """
     seen = [each for each in seen_keys(queries, keys.shard) if each.count or keys.shard.cached]
     if not seen:
@@ -243,9 +246,9 @@ def attend_pair(
 
 
 def merge_rows(parts: Sequence[RowPartial], out_thd: torch.Tensor) -> None:
-    """Merge the parts of one sequence, given in source-rank order, into out_thd[T, H, D] (cast to its dtype).
+    """Merge one sequence's parts, in source-rank order, into out_thd[T, H, D] (cast to its dtype).
 
-    Every row is in some part: it sees at least itself.
+    Every row is in some part, since it sees at least itself.
     """
     kernels = kernels_on(out_thd.device)
     for rows, covering in _by_rows(parts):
@@ -255,14 +258,14 @@ def merge_rows(parts: Sequence[RowPartial], out_thd: torch.Tensor) -> None:
             out_thd[rows.start : rows.stop] = merge(covering).out
 
 
-# Parts of one sequence that a GPU holds at a time: each has the size of the queries.
+# Parts of one sequence that a GPU holds at a time. Each part is as large as the queries.
 MAX_HELD_PARTS = 4
 
 
 def merge_held(parts: list[RowPartial], like_thd: torch.Tensor) -> list[RowPartial]:
-    """Return parts of a sequence's rows, merged to one where they are too many to be held on a GPU.
+    """Merge a sequence's parts into one if there are too many to hold on a GPU.
 
-    On a CPU all stay: merged at once, in source-rank order, they have the same bits by every algorithm.
+    On a CPU all parts stay until one merge in source-rank order, so that every algorithm gives the same bits.
     """
     if len(parts) <= MAX_HELD_PARTS or kernels_on(like_thd.device) is None:
         return parts
@@ -274,7 +277,7 @@ def merge_held(parts: list[RowPartial], like_thd: torch.Tensor) -> list[RowParti
 
 
 def _by_rows(parts: Sequence[RowPartial]) -> Iterator[tuple[Rows, list[Partial]]]:
-    """Yield ranges of rows, each with the parts that cover it, in their order."""
+    """Yield ranges of rows with the parts that cover them, in order."""
     borders = sorted({border for part in parts for border in (part.rows.start, part.rows.stop)})
     for start, stop in pairwise(borders):
         covering = [

@@ -1,6 +1,6 @@
-"""Attention in plain tensor operations: slow, available on every device, and in fp64 the oracle of the tests.
+"""Attention in plain tensor operations: slow, available on every device, and the tests' oracle in fp64.
 
-`cp_core.attention.backends` takes it only where the configuration names "reference".
+It serves only if the configuration names "reference".
 Shapes: T query tokens, S stored tokens, H query heads, K key/value heads, D head dimension.
 """
 
@@ -32,7 +32,7 @@ class ReferenceAttention:
     def partial_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
     ) -> Partial:
-        """Attend as AttentionBackend says. The whole [H, T, S] score matrix is in memory; out and lse have `dtype`."""
+        """See AttentionBackend. The whole [H, T, S] score matrix is in memory; out and lse have `dtype`."""
         num_tokens, num_heads, _ = q.shape
         num_stored, num_kv_heads, _ = k.shape
         assert not causal or num_tokens == num_stored, f"causal needs T == S, not {num_tokens} and {num_stored}"
@@ -51,7 +51,7 @@ class ReferenceAttention:
         return Partial(out_thd.contiguous(), lse_ht.transpose(0, 1).contiguous())
 
     def paged_attention(self, q: torch.Tensor, shards: PagedShards, *, scale: float) -> Partial:
-        """Attend as PagedBackend says, one sequence after another."""
+        """See PagedBackend. Sequences are attended one by one."""
         parts = []
         for row, stored in enumerate(shards.stored):
             pages = shards.table[row, : -(-stored // shards.k.shape[1])].long()

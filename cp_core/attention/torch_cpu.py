@@ -1,4 +1,4 @@
-"""Kernel of torch's flash attention for CPUs, the only CPU kernel of torch that returns the log-sum-exp.
+"""Torch's flash attention kernel for CPUs, the only torch CPU kernel that returns the log-sum-exp.
 
 Shapes: T query tokens, S stored tokens, H query heads, K key/value heads, G = H // K query heads of one KV head,
 D head dimension.
@@ -14,16 +14,17 @@ import torch
 from ringserve.cp_core.attention.partial import Partial, empty_partial
 from ringserve.cp_core.layout.step_plans import KvRun
 
-# Up to this many tokens the G query heads of a KV head become G * T rows of one head: each K and V is then read once
-# instead of G times (65,536 keys, T = 1: 6.5 ms for 26.5). Above it the copy of q costs as much as it saves.
+# Up to this many tokens, the G query heads of a KV head become G * T rows of one head, so each K and V is read once
+# instead of G times (65,536 keys, T = 1: 6.5 ms instead of 26.5). With more tokens, copying q costs what it saves.
 MAX_FOLDED_TOKENS = 512
 
 
 class TorchCpuFlash:
     """`aten::_scaled_dot_product_flash_attention_for_cpu`, guarded against its traps (torch 2.13).
 
-    It dies of SIGFPE on zero lengths, aligns causal masks to the top left, and answers 16-bit inputs in 16 bits,
-    which rounds every partial. Such inputs are widened to fp32 first. K and V are read strided, without a copy.
+    The kernel raises SIGFPE on zero lengths, aligns causal masks to the top left, and returns 16-bit results for 16-bit
+    inputs, which rounds every partial. 16-bit inputs are therefore widened to fp32. K and V are read strided, without a
+    copy.
     """
 
     name: ClassVar[str] = "torch_cpu_flash"
@@ -42,7 +43,7 @@ class TorchCpuFlash:
         assert not causal or num_tokens == num_stored, f"causal needs T == S, not {num_tokens} and {num_stored}"
         if not num_tokens or not num_stored:
             return empty_partial(q)
-        # A single query sees a single key whether the call is causal or not; so does folding.
+        # With T = S = 1 causal and full attention are the same, so a causal call may be folded too.
         folded = num_heads != num_kv_heads and num_tokens <= MAX_FOLDED_TOKENS and (not causal or num_tokens == 1)
         q_bhtd = _fold(q.float(), num_kv_heads) if folded else q.float().transpose(0, 1).unsqueeze(0)
         out_bhtd, lse_bht = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -64,7 +65,7 @@ class TorchCpuFlash:
         )
 
     def attend_rows(self, q: torch.Tensor, runs: Sequence[KvRun], *, scale: float) -> Partial:
-        """See RowAttention. Work common to all rows is done once, so a row costs two views and the kernel."""
+        """See RowAttention. Shared work is done once, so a row costs two views and the kernel."""
         batch, num_heads, head_dim = q.shape
         num_kv_heads = runs[0].k.shape[1]
         q_bkgd = q.float().reshape(batch, 1, num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -82,7 +83,7 @@ class TorchCpuFlash:
 
 
 def _fold(q_thd: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """Return q[T, H, D] as [1, K, T * G, D]; a view where T is 1."""
+    """Return q[T, H, D] as [1, K, T * G, D]: a view if T is 1."""
     num_tokens, num_heads, head_dim = q_thd.shape
     q_tkgd = q_thd.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
     return q_tkgd.transpose(0, 1).reshape(1, num_kv_heads, -1, head_dim)

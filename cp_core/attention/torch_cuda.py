@@ -1,4 +1,4 @@
-"""Kernel of torch's own flash attention for NVIDIA GPUs. Written against torch 2.13; run on an H100 with 2.11.
+"""Torch's flash attention kernel for NVIDIA GPUs. Written against torch 2.13; run on an H100 with 2.11.
 
 Shapes: T query tokens, S stored tokens, H query heads, K key/value heads, D head dimension.
 """
@@ -15,24 +15,23 @@ from ringserve.cp_core.attention.partial import Partial, empty_partial
 
 # The kernel is compiled for head dimensions up to this one, in steps of 8.
 MAX_HEAD_DIM = 256
-# Tokens of a page, where the flash kernels follow a block table.
+# Page size, in tokens, for flash kernels that follow a block table.
 PAGE_MULTIPLE = 256
-# Query tokens of one tile of a kernel, and processors of a GPU. With fewer tiles some would be idle, and a call that
-# splits the keys is faster (128 queries over 128K keys on an H100: 282 TFLOP/s for 200 of FlashAttention 3).
+# Query tokens per kernel tile, and processors per GPU. With fewer tiles some processors idle, and a call that splits
+# the keys is faster (128 queries over 128K keys on an H100: 282 TFLOP/s, FlashAttention 3 has 200).
 TILE_TOKENS = 128
 PROCESSORS = 132
 
 
 def fills_gpu(queries: Sequence[int], num_heads: int) -> bool:
-    """Return whether so many queries of several sequences are a tile for each processor of a GPU."""
+    """Return whether these queries, counted by sequence, make a tile for each processor of a GPU."""
     return sum(-(-tokens // TILE_TOKENS) for tokens in queries) * num_heads >= PROCESSORS
 
 
 class TorchCudaFlash:
     """`aten::_scaled_dot_product_flash_attention`: 16-bit inputs, grouped K/V heads, fp32 natural-log LSE.
 
-    Its out has 16 bits and stays so, which rounds each partial once more than on CPU. Zero lengths never reach the
-    kernel.
+    Its out stays in 16 bits, which rounds each partial once more than on a CPU. Zero lengths never reach the kernel.
     """
 
     name: ClassVar[str] = "torch_cuda_flash"
@@ -44,7 +43,7 @@ class TorchCudaFlash:
     def __init__(
         self, kernel: Callable[..., Any] | None = None, varlen_kernel: Callable[..., Any] | None = None
     ) -> None:
-        """`kernel` and `varlen_kernel` stand in for the operators in tests."""
+        """`kernel` and `varlen_kernel` replace the operators in tests."""
         self._kernel = kernel or torch.ops.aten._scaled_dot_product_flash_attention
         self._varlen_kernel = varlen_kernel or torch.ops.aten._flash_attention_forward
 
@@ -61,7 +60,7 @@ class TorchCudaFlash:
         assert not causal or num_tokens == num_stored, f"causal needs T == S, not {num_tokens} and {num_stored}"
         if not num_tokens or not num_stored:
             return empty_partial(q)
-        # [T, H, D] -> [1, H, T, D]. Dropout, and with it randomness, is off; no debug mask.
+        # [T, H, D] -> [1, H, T, D]. No dropout, no debug mask.
         out_bhtd, lse_bht, *_ = self._kernel(
             *(each.transpose(0, 1).unsqueeze(0) for each in (q, k, v)), 0.0, causal, False, scale=scale
         )
@@ -121,7 +120,7 @@ class TorchCudaFlash:
 
 
 def check_head_dim(head_dim: int) -> None:
-    """Assert an invariant of the flash kernels; models that break it need the reference backend."""
+    """Assert that the flash kernels support this head dimension. Other models need the reference backend."""
     assert head_dim <= MAX_HEAD_DIM and head_dim % 8 == 0, (
-        f"flash attention has head dimensions that are multiples of 8 up to {MAX_HEAD_DIM}, not {head_dim}"
+        f"head dimension is {head_dim}; flash attention supports multiples of 8 up to {MAX_HEAD_DIM}"
     )

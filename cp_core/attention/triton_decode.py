@@ -1,4 +1,4 @@
-"""Backend for NVIDIA GPUs: torch's flash attention for many queries, Triton's kernel for decode over any block size.
+"""Backend for NVIDIA GPUs: torch's flash attention for many queries, a Triton kernel for decode over any block size.
 
 Shapes: B sequences with one query each, H query heads, D head dimension.
 """
@@ -18,9 +18,9 @@ from ringserve.cp_core.attention.torch_cuda import TorchCudaFlash, check_head_di
 
 
 class TritonDecode:
-    """Triton's kernel over block tables; calls with many queries go to another backend.
+    """Triton kernel over block tables. Calls with many queries go to another backend.
 
-    Tables and lengths are read on the device alone, so a decode step can be captured in a CUDA graph.
+    Only the device reads tables and lengths, so a CUDA graph can capture a decode step.
     """
 
     name: ClassVar[str] = "triton_decode"
@@ -30,9 +30,9 @@ class TritonDecode:
     fills = staticmethod(fills_gpu)
 
     def __init__(self, prefill: TorchCudaFlash | None = None, kernels: Any = None) -> None:
-        """`prefill` attends many queries, torch's flash kernel if None; `kernels` stand in for Triton's in tests."""
+        """`prefill` attends many queries (default: torch's flash kernel). Tests replace `kernels`."""
         self._prefill = prefill or TorchCudaFlash()
-        # Its package is imported here alone: torch's builds for CPUs come without it.
+        # Only here is Triton imported: CPU builds of torch come without it.
         self._kernels = kernels or importlib.import_module("ringserve.cp_core.attention.triton_kernels")
 
     @staticmethod
@@ -60,7 +60,7 @@ class TritonDecode:
         return self._prefill.attend_many(q, k, v, queries, keys, causal=causal, scale=scale)
 
     def paged_attention(self, q: torch.Tensor, shards: PagedShards, *, scale: float) -> Partial:
-        """See PagedBackend: two launches for the batch, whatever its lengths are."""
+        """See PagedBackend: two kernel launches for the batch, for any lengths."""
         check_head_dim(q.shape[-1])
         part: Partial = self._kernels.attend_pages(q, shards.k, shards.v, shards.table, shards.lengths, scale)
         return part

@@ -1,4 +1,4 @@
-"""Attention of several sequences in one call, for backends that take sequences of any lengths side by side.
+"""Attention of several sequences in one call, for backends that take sequences of different lengths side by side.
 
 Shapes: T query tokens, S stored tokens, H query heads, K key/value heads, D head dimension.
 """
@@ -22,7 +22,7 @@ from ringserve.cp_core.attention.partial import (
 from ringserve.cp_core.layout.step_plans import KvRun, Rows, Shard, seen_keys
 
 Key = TypeVar("Key")
-"""Name of one sequence, or of a part of it, among those that are attended together."""
+"""Key of one sequence, or of a part of it, in a call for several sequences."""
 
 
 class VarlenAttention(AttentionBackend, Protocol):
@@ -41,12 +41,12 @@ class VarlenAttention(AttentionBackend, Protocol):
     ) -> Partial:
         """Attend the next queries[i] rows of q[T, H, D] over the next keys[i] rows of k and v[S, K, D], for every i.
 
-        All numbers are 1 or more. `causal` needs as many keys as queries.
+        All counts are 1 or more. `causal` needs queries[i] == keys[i].
         """
         ...
 
     def fills(self, queries: Sequence[int], num_heads: int) -> bool:
-        """Return whether one call for so many queries keeps the device busy, though it does not split the keys."""
+        """Return whether one call for these queries keeps the device busy without splitting the keys."""
         ...
 
 
@@ -62,11 +62,11 @@ def attend_pairs(
     keys: Mapping[int, KeyShard],
     scale: float,
 ) -> list[list[RowPartial]]:
-    """Return, for each sequence, `attend_pair` of its queries and its keys; [] for sequences without keys here.
+    """Return `attend_pair` of each sequence's queries and keys, or [] for a sequence without keys here.
 
-    A backend that takes several sequences in a call attends the cached keys of all in one, those of the rank's own new
-    tokens in one, and those of another rank's in two: its tokens are two ranges of positions. A cache in pieces is
-    copied to one, which costs less than a call for each of them.
+    A backend that takes several sequences per call needs one call for all cached keys, one for the rank's own new keys,
+    and two for another rank's new keys, which are two position ranges. A cache in several runs is copied to one run,
+    which costs less than a call per run.
     """
     if not attends_many(backend):
         return [
@@ -116,7 +116,7 @@ def _given(parts: dict[int, Partial], rows: Rows) -> list[Partial]:
 
 
 def _joined(runs: Sequence[KvRun]) -> KvRun:
-    """Return runs as one, a copy if they are several."""
+    """Join runs into one. Several runs are copied."""
     filled = [run for run in runs if run.k.shape[0]]
     if len(filled) == 1:
         return filled[0]
@@ -126,10 +126,10 @@ def _joined(runs: Sequence[KvRun]) -> KvRun:
 def attend_runs(
     backend: AttentionBackend, calls: Mapping[Key, tuple[torch.Tensor, Sequence[KvRun]]], scale: float
 ) -> dict[Key, Partial]:
-    """Return the part of each call's queries q[T, H, D] over all its runs of keys, of which one has a token at least.
+    """Return the part of each call's queries q[T, H, D] over all its runs of keys. Each call has at least one key.
 
-    A backend that takes several sequences in a call attends all runs of all calls in one; any other attends run by run,
-    and merges as the parts come.
+    A backend that takes several sequences per call attends everything in one call. Other backends attend run by run and
+    merge the parts.
     """
     if attends_many(backend):
         joined = {key: (q, _joined(runs)) for key, (q, runs) in calls.items()}
@@ -147,10 +147,10 @@ def attend_runs(
 def attend_together(
     backend: AttentionBackend, calls: Mapping[Key, tuple[torch.Tensor, KvRun]], *, causal: bool, scale: float
 ) -> dict[Key, Partial]:
-    """Return the part of each call's queries q[T, H, D] over its keys; neither is empty.
+    """Return the part of each call's queries q[T, H, D] over its keys. Neither may be empty.
 
-    They are one call of a backend that takes several sequences. Few queries are not, unless each sees its own keys
-    alone: one call for each lets the kernel split the keys.
+    A backend that takes several sequences attends all of them in one call. If there are few queries and the call is not
+    causal, each gets its own call, so that the kernel can split the keys.
     """
     queries, runs = [q for q, _ in calls.values()], [run for _, run in calls.values()]
     lengths = [q.shape[0] for q in queries]

@@ -1,1 +1,1 @@
-"""Ring algorithms: pass-KV and pass-Q prefill, and the decode variants. A new algorithm is one file here."""
+"""Ring algorithms: one file per prefill algorithm and decode variant."""

@@ -1,14 +1,14 @@
-"""Chain prefill, fused over sequences of any length (KV-Runahead, arXiv 2405.05329): KV goes one way along the ranks.
+"""Chain prefill, fused over sequences of any length (KV-Runahead, arXiv 2405.05329): KV moves one way along the ranks.
 
-Each rank computes one range of a sequence's new tokens, and gets the KV of all before them from the rank before it. It
-sends its own KV at once and what it has received as soon as that is there, while it attends: a message costs its start
-once a hop and not once a layer, and hides behind a whole layer. Cached KV, which nothing in the step changes, goes
-straight to the ranks that attend it, two layers ahead: the ranks of a chain are at different layers, and each needs the
-cached KV of all.
+Each rank computes one range of a sequence's new tokens and receives the KV of all earlier new tokens from the rank
+before it. It sends its own KV at once, and forwards received KV as soon as it arrives, while attending. So message
+latency is paid once per hop instead of once per layer, and each message hides behind a whole layer. Cached KV does not
+change during the step, so it goes straight to the ranks that attend it, two layers ahead: the ranks of a chain are at
+different layers, and each rank needs every other rank's cached KV.
 
-Messages of a rank leave in this order, in which the others await them: its new KV, what it has received, the cached KV
-of a later layer. Sends of two layers may be under way. Not tried with NCCL: one communicator runs its operations in
-order, so a receive posted early holds back the sends behind it; the chain needs one for each neighbour and direction.
+A rank's messages leave in the order in which its peers await them: its new KV, forwarded KV, a later layer's cached KV.
+Sends of two layers may be in flight. Not tried with NCCL: a communicator runs its operations in order, so an early
+receive would hold back later sends; the chain would need a communicator per neighbour and direction.
 
 Shapes: T query tokens, S tokens of a message, K key/value heads, D head dimension.
 """
@@ -31,12 +31,12 @@ from ringserve.cp_core.ring.pass_kv import SequenceParts, merge_all_held
 from ringserve.cp_core.transport.interface import RingTransport, Work
 
 MAX_LAYERS_UNDER_WAY = 2
-"""Layers whose sends may be under way: a rank that runs further ahead would only fill memory."""
+"""Layers whose sends may be in flight. A rank that runs further ahead would only fill memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewKv:
-    """New KV of a sequence that one rank, `source`, computes: `count` tokens of a message."""
+    """A sequence's new KV, computed by rank `source`: `count` tokens of a message."""
 
     source: int
     sequence: int
@@ -44,10 +44,10 @@ class NewKv:
 
 
 class ChainRoute:
-    """New KV that one rank of a chain gets and sends on in every layer, derived once a step.
+    """New KV that a rank of a chain receives and sends in every layer, derived once per step.
 
-    `received` comes from the rank `before`: first what that one got itself, of `num_passed` tokens, then its own.
-    `sent` is the rank's own and `onward` what it passes on to the rank `after`.
+    `received` comes from rank `before`: first the KV that it forwards (`num_passed` tokens), then its own. `sent` is
+    this rank's own KV and `onward` the KV that it forwards, both to rank `after`.
     """
 
     def __init__(self, plan: PrefillPlan, rank: int, size: int) -> None:
@@ -64,7 +64,7 @@ class ChainRoute:
 
     @property
     def num_received(self) -> int:
-        """Tokens that the rank gets in a layer."""
+        """Tokens that the rank receives per layer."""
         return sum(each.count for each in self.received)
 
 
@@ -74,13 +74,13 @@ def _check(plan: PrefillPlan, order: Sequence[int]) -> None:
         filled = [each[0] for each in ranges if each]
         if any(len(each) > 1 for each in ranges) or any(one.start > other.start for one, other in pairwise(filled)):
             raise InvalidRequest(
-                f"layout of a chain of ranks {tuple(order)} is {sequence.layout.ranges}; allowed is one range a rank, "
-                f"in this order"
+                f"layout of a chain of ranks {tuple(order)} is {sequence.layout.ranges}; "
+                f"allowed is one range per rank, in this order"
             )
 
 
 def _needed(plan: PrefillPlan, order: Sequence[int], source: int, place: int) -> list[NewKv]:
-    """Return what a place of the chain, or one behind it, needs of the new KV of the place `source` before it."""
+    """Return the new KV of chain place `source` that `place` or a later place needs."""
     needed = []
     for index, sequence in enumerate(plan.sequences):
         count = sequence.layout.tokens_on(order[source])
@@ -91,9 +91,9 @@ def _needed(plan: PrefillPlan, order: Sequence[int], source: int, place: int) ->
 
 
 class Chain:
-    """Chain of one step on one rank: `attend` for every layer, in order, then `finish`.
+    """Chain prefill of one step on one rank: call `attend` for every layer, in order, then `finish`.
 
-    Where all ranks come together before every `period`-th layer, `period` is above 0: no receive is then posted across.
+    If all ranks synchronise before every `period`-th layer, no receive is posted across such a layer. 0: they do not.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Chain:
         num_layers: int = 1,
         period: int = 0,
     ) -> None:
-        """Derive the route. Raises InvalidRequest for a plan that is no chain."""
+        """Derive the route. Raises InvalidRequest if the plan is no chain."""
         self._plan = plan
         self._transport = transport
         self._backend = backend
@@ -127,8 +127,8 @@ class Chain:
     ) -> list[SequenceParts]:
         """Return the parts of this rank's queries: result[source][sequence].
 
-        q_of_sequence[i][T, H, D] are this rank's queries, keys_of_sequence[i] its keys; `cached_of(layer)` are its runs
-        of cached tokens by sequence. Raises Unavailable.
+        q_of_sequence[i][T, H, D] and keys_of_sequence[i] are this rank's queries and keys. `cached_of(layer)` has its
+        cached runs by sequence. Raises Unavailable if a peer is lost.
         """
         rank, size, route = self._transport.rank, self._transport.size, self._route
         like = keys_of_sequence[0].new.k
@@ -172,7 +172,7 @@ class Chain:
         return parts
 
     def stored(self, index: int) -> KvRun:
-        """Return k and v[S, K, D] of the new tokens of a sequence that this rank stores, of the layer attended last."""
+        """Return k and v[S, K, D] of the new tokens that this rank stores, for the layer attended last."""
         rank, sequence = self._transport.rank, self._plan.sequences[index]
         if sequence.stored is None:
             return self._new[rank, index]
@@ -192,7 +192,7 @@ class Chain:
         )
 
     def finish(self) -> None:
-        """Wait until everything has left. Raises Unavailable."""
+        """Wait until all sends are done. Raises Unavailable if a peer is lost."""
         while self._under_way:
             for work in self._under_way.popleft():
                 work.wait()
@@ -207,7 +207,7 @@ class Chain:
             sends.append(self._transport.exchange(message, after, message[:0], after))
 
     def _receive(self, like: torch.Tensor) -> None:
-        """Await this layer's message of the rank before: the tokens that it got itself lie in front of its own."""
+        """Post the receives of this layer from the rank before: forwarded tokens lie in front of its own tokens."""
         route = self._route
         buffer = like.new_empty(route.num_received, 2, *like.shape[1:])
         works = []
@@ -217,14 +217,14 @@ class Chain:
         self._coming = buffer, works
 
     def _cached_to(self, queries: int, keys: int) -> list[int]:
-        """Return the sequences whose cached KV one rank needs of another."""
+        """Return the sequences whose cached KV rank `queries` needs from rank `keys`."""
         mine, theirs = self._plan.of_rank(queries), self._plan.of_rank(keys)
         return [index for index, shard in enumerate(theirs) if queries != keys and shard.cached and mine[index].new]
 
     def _exchange_cached(
         self, cached_of: Callable[[int], Sequence[Sequence[KvRun]]], until: int, like: torch.Tensor
     ) -> None:
-        """Exchange the cached KV of all layers up to `until` that are left, with the ranks that attend it."""
+        """Exchange the cached KV of all remaining layers up to `until` with the ranks that attend it."""
         while self._num_exchanged <= min(until, self._num_layers - 1):
             self._exchange_layer(cached_of(self._num_exchanged), like)
             self._num_exchanged += 1
@@ -241,12 +241,12 @@ class Chain:
             count = sum(self._plan.of_rank(peer)[index].cached for index in self._cached_to(rank, peer))
             receives.append(like.new_empty(count, 2, *like.shape[1:]))
         if size > 1 and any(each.numel() for each in (*sends, *receives)):
-            # The transport copies the own part of an all-to-all: there is none.
+            # An all-to-all would copy the rank's own part, so it is left empty.
             sends[rank] = receives[rank] = like.new_empty(0)
             self._coming_cached.append((receives, self._transport.all_to_all(sends, receives)))
 
     def _received_cached(self) -> dict[tuple[int, int], KvRun]:
-        """Wait for the other ranks' cached KV of this layer, by source and sequence."""
+        """Wait for the other ranks' cached KV of this layer. Return it by source and sequence."""
         if not self._coming_cached:
             return {}
         receives, work = self._coming_cached.popleft()
@@ -261,7 +261,7 @@ class Chain:
         return cached
 
     def _keys(self, source: int, index: int, cached: dict[tuple[int, int], KvRun], like: torch.Tensor) -> KeyShard:
-        """Return another rank's keys of a sequence that have come: cached ones, and new ones of a rank before."""
+        """Return another rank's received keys of a sequence: cached keys, and new keys of an earlier rank."""
         new, old = self._new.get((source, index)), cached.get((source, index))
         planned = self._plan.of_rank(source)[index]
         shard = Shard(planned.cached if old else 0, planned.ranges if new else ())
@@ -269,7 +269,7 @@ class Chain:
 
 
 def _packed(runs: Sequence[KvRun], like: torch.Tensor) -> torch.Tensor:
-    """Return [S, 2, K, D]: k and v of one token side by side, so that any run of tokens is one piece of memory."""
+    """Pack runs into [S, 2, K, D]: k and v of a token lie side by side, so any run of tokens is contiguous."""
     packed = like.new_empty(sum(run.k.shape[0] for run in runs), 2, *like.shape[1:])
     at = 0
     for run in runs:
@@ -281,7 +281,7 @@ def _packed(runs: Sequence[KvRun], like: torch.Tensor) -> torch.Tensor:
 
 
 def _views(packed: torch.Tensor, parts: Sequence[NewKv]) -> dict[tuple[int, int], KvRun]:
-    """Return views of the parts that fill a packed[S, 2, K, D], by source and sequence."""
+    """Return views of the parts of packed[S, 2, K, D], by source and sequence."""
     views, at = {}, 0
     for each in parts:
         stop = at + each.count

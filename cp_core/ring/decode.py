@@ -1,9 +1,9 @@
-"""Attention of one layer of a decode step over sharded KV: each rank attends its shard, the parts are merged.
+"""Decode attention of one layer over sharded KV: each rank attends its shard, and the parts are merged.
 
-There are two variants. In `sharded_decode` every rank has every query, and parts are gathered and merged everywhere
-(vLLM RFC #26133). In `ring_decode` each rank has the queries of its own rows, which go round the ring, and parts return
-(arXiv 2411.01783, algorithm 4). A rank that holds nothing of a sequence sends no part of it, so sequences on one rank
-add no messages to those that are spread.
+There are two variants. In `sharded_decode` every rank has every query, and all ranks gather and merge the parts (vLLM
+RFC #26133). In `ring_decode` each rank has the queries of its own rows; queries travel round the ring, and parts return
+(arXiv 2411.01783, algorithm 4). A rank sends no part of a sequence that it does not hold, so a sequence on one rank
+adds no messages.
 
 Shapes: B sequences with one new token each, b of them this rank's own, S stored tokens, H query heads, K key/value
 heads, D head dimension, N ranks.
@@ -32,7 +32,7 @@ from ringserve.cp_core.layout.step_plans import DecodePlan, KvRun, PassQRoute, R
 from ringserve.cp_core.transport.interface import RingTransport
 
 Shards = Sequence[Sequence[KvRun]] | PagedShards
-"""Shards of this rank, one a sequence: runs, attended as views one by one, or pages for a backend that takes them."""
+"""This rank's shards, one per sequence: runs, attended one by one as views, or pages for a paged backend."""
 
 
 def sharded_decode(
@@ -43,12 +43,12 @@ def sharded_decode(
     scale: float,
     plan: DecodePlan | None = None,
 ) -> torch.Tensor:
-    """Return out[B, H, D], in q's dtype and with the same bits on every rank, of q[B, H, D].
+    """Attend q[B, H, D]. Return out[B, H, D] in q's dtype, with the same bits on every rank.
 
-    `shards[i]` are this rank's runs of sequence i, the new token's KV among them on the rank that stores it; a shard
-    may be empty. `plan` says which; without it every rank answers for every sequence. The parts are gathered (one
-    gather, none if B is 0 or N is 1) and merged in rank order.
-    Raises Unavailable when a peer is lost.
+    `shards[i]` has this rank's runs of sequence i, possibly none. The new token's KV is among them on the rank that
+    stores it. `plan` says which ranks hold which sequences; without it, every rank sends a part of every sequence. The
+    parts are gathered (one gather, or none if B is 0 or N is 1) and merged in rank order. Raises Unavailable if a peer
+    is lost.
     """
     batch, num_heads, head_dim = q.shape
     assert len(shards) == batch, f"{len(shards)} shards for a batch of {batch}"
@@ -59,7 +59,7 @@ def sharded_decode(
     rows = held[transport.rank]
     mine = attend_rows(q, rows, rows, shards, backend, scale, indices)
     if transport.size == 1 and len(mine) == 1 and len(rows) == batch:
-        # Pages give (0, -inf) where nothing is stored, and NaN where the LSE is NaN.
+        # Paged kernels return (0, -inf) for an empty shard, and NaN for a NaN LSE.
         return (mine[0].out if isinstance(shards, PagedShards) else merged_out(mine)).to(q.dtype)
     buffers = [PartialBuffer(len(rows), num_heads, head_dim, q.device) for rows in held]
     own = buffers[transport.rank]
@@ -77,12 +77,12 @@ def ring_decode(
     backend: AttentionBackend,
     scale: float,
 ) -> torch.Tensor:
-    """Return out[b, H, D], in q's dtype, of the queries q[b, H, D] of this rank's own rows, in their order.
+    """Attend q[b, H, D], the queries of this rank's own rows. Return out[b, H, D] in q's dtype.
 
-    `shards[i]` are this rank's runs of row i of the whole batch. The next queries are sent while these attend: N-1
-    exchanges and one all-to-all, or nothing if B is 0 or N is 1. b may be 0, and B less than N: nothing is padded.
-    Within 4e-7 relative of `sharded_decode` for the same queries; the bits may differ, since how vectors are cut
-    depends on the number of rows. Raises as that does.
+    `shards[i]` has this rank's runs of row i of the whole batch. Queries are sent on while they attend: N-1 exchanges
+    and one all-to-all, or no message if B is 0 or N is 1. b may be 0, and B less than N: nothing is padded. The result
+    is within 4e-7 relative of `sharded_decode`. Bits may differ, since kernels vectorise by the number of rows. Raises
+    Unavailable if a peer is lost.
     """
     assert len(shards) == route.batch, f"{len(shards)} shards for a batch of {route.batch}"
     assert q.shape[0] == len(route.own), f"{q.shape[0]} queries for {len(route.own)} rows"
@@ -94,7 +94,7 @@ def ring_decode(
 
     if not route.batch:
         return torch.empty_like(q)
-    # No message goes to the rank itself: its own part is put where the others' arrive.
+    # No message goes to the rank itself: its own part is put beside the parts that arrive.
     arrived = buffers_of([len(places) for places in route.returns])
     outgoing = buffers_of([0] * size)
     message = q.contiguous()
@@ -123,7 +123,7 @@ def ring_decode(
 
 
 def _onward(message_bhd: torch.Tensor, visit: Visit, indices: RowIndices) -> torch.Tensor:
-    """Return the queries to send on: a copy only if some have no reader further on."""
+    """Return the queries to send on. They are copied only if some have no reader on later ranks."""
     if len(visit.onward) == len(visit.rows):
         return message_bhd
     return message_bhd[indices.of(visit.onward, message_bhd.device)]
@@ -138,8 +138,8 @@ def attend_rows(
     scale: float,
     indices: RowIndices,
 ) -> list[Partial]:
-    """Return the parts of queries q[places], which belong to these rows of the batch, over this rank's shards."""
-    # Places ascend and differ, so as many as queries are all of them.
+    """Return the parts of queries q[places], which are these batch rows, over this rank's shards."""
+    # Places ascend and differ, so as many places as queries are all queries.
     queries = q_bhd if len(places) == q_bhd.shape[0] else q_bhd[indices.of(places, q_bhd.device)]
     if isinstance(shards, PagedShards):
         assert takes_pages(backend, shards.k.shape[1]), f"{backend.name} takes no pages of {shards.k.shape[1]} tokens"
@@ -151,7 +151,7 @@ def attend_rows(
 
 
 def _attend_shard(q_1hd: torch.Tensor, runs: Sequence[KvRun], backend: AttentionBackend, scale: float) -> Partial:
-    """Return the part of one rank. The last merge checks the LSE of a single run, the common case."""
+    """Return this rank's part. The final merge checks the LSE of a single run, the common case."""
     filled = [run for run in runs if run.k.shape[0]]
     if len(filled) == 1:
         return backend.partial_attention(q_1hd, filled[0].k, filled[0].v, causal=False, scale=scale)
@@ -166,7 +166,7 @@ def _attend_shard(q_1hd: torch.Tensor, runs: Sequence[KvRun], backend: Attention
 def _merged(
     q_bhd: torch.Tensor, buffers: Sequence[PartialBuffer], rows: Sequence[Sequence[int]], indices: RowIndices
 ) -> torch.Tensor:
-    """Merge the ranks' parts in rank order: buffers[r] holds the parts of rows[r] of q."""
+    """Merge the ranks' parts in rank order. buffers[r] holds the parts of query rows rows[r]."""
     batch = q_bhd.shape[0]
     if not batch:
         return torch.empty_like(q_bhd)
@@ -182,11 +182,12 @@ def _merged(
 
 
 def merged_out(parts: Sequence[Partial]) -> torch.Tensor:
-    """Return the merged out[B, H, D] of M parts, with 0 where nothing was attended; it may be the out of one part."""
+    """Merge M parts to out[B, H, D], with 0 in rows that attended nothing. The result may be a part's own out."""
     if kernels := kernels_on(parts[0].lse.device):
         return kernels.merge_parts(parts).out
     lse_mbh = torch.stack([part.lse for part in parts]) if len(parts) > 1 else parts[0].lse[None]
-    # One number read from the device decides: a NaN is the least of all, and no part is empty if the least is finite.
+    # One number read from the device decides. `amin` returns NaN if any LSE is NaN, and a finite minimum means that no
+    # part is empty.
     if not math.isfinite(lse_mbh.amin().item()):
         return finished_out(merge(parts))
     if len(parts) == 1:

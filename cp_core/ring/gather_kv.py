@@ -1,7 +1,8 @@
-"""Gather prefill: every rank gets the KV of all others at once (TSP, the baseline of KV-Runahead, arXiv 2405.05329).
+"""Gather-KV prefill: every rank gets all other ranks' KV at once (TSP, KV-Runahead's baseline, arXiv 2405.05329).
 
-Every rank keeps its queries, as in pass-KV, and the same layout gives the same bits. One start of messages a layer in
-place of N - 1, hidden only behind the attention of the rank's own keys: for few new tokens on fast links.
+Every rank keeps its queries, as in pass-KV, and the same layout gives the same bits. Message latency is paid once per
+layer instead of N - 1 times, but messages hide only behind the attention over the rank's own keys. It suits few new
+tokens on fast links.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def gather_kv(
 ) -> list[SequenceParts]:
     """Return the parts of this rank's queries: result[source][sequence]. KV goes only to ranks whose queries see it.
 
-    q_of_sequence[i][T, H, D] are this rank's queries, keys_of_sequence[i] its keys. Raises Unavailable.
+    q_of_sequence[i][T, H, D] and keys_of_sequence[i] are this rank's queries and keys. Raises Unavailable if a peer is
+    lost.
     """
     rank, size = transport.rank, transport.size
     queries = plan.of_rank(rank)
@@ -44,7 +46,7 @@ def gather_kv(
         receives.append(like.new_empty(2, stored, *like.shape[1:]))
     work = transport.all_to_all(sends, receives)
     own = dict(enumerate(keys_of_sequence))
-    # A packed copy takes fewer calls than a cache in pieces.
+    # The packed copy needs fewer attention calls than a cache in several runs.
     most = max(packed, key=len)
     if any(len(own[index].cached) > 1 for index in most):
         own |= unpack_keys(packed[most], queries, most)

@@ -1,8 +1,8 @@
-"""Attention of one layer where all ranks have all rows and share the columns that the output projection reads.
+"""Helix attention of one layer: all ranks have all rows and share the input columns of the output projection.
 
-Each rank attends every query over its own shard of the KV. One all-to-all gives rank r its columns of every rank's
-part: outputs, and the log-sum-exp of the heads that the columns touch. The rank merges them and multiplies them by its
-rows of the output projection (Helix parallelism, arXiv 2507.07120). Columns are cut anywhere, also through a head.
+Each rank attends every query over its own KV shard. One all-to-all gives rank r its columns of every rank's part:
+outputs, and the log-sum-exp of the heads that these columns touch. The rank merges them and multiplies them by its rows
+of the output projection (Helix parallelism, arXiv 2507.07120). A cut between columns may lie inside a head.
 
 Shapes: T rows, H query heads, K key/value heads, D head dimension, C = H * D columns, N ranks.
 """
@@ -23,33 +23,33 @@ from ringserve.cp_core.transport.interface import RingTransport
 
 
 class HelixColumns:
-    """Columns of each rank among the C columns of a layer, and the heads that they touch; made once for a model."""
+    """Each rank's columns among a layer's C columns, and the heads that they touch. Made once per model."""
 
     def __init__(self, num_heads: int, head_dim: int, rank: int, num_ranks: int, device: torch.device) -> None:
         size = num_heads * head_dim
         self._columns = [slice(*even_share(size, each, num_ranks)) for each in range(num_ranks)]
         self._heads = [slice(cut.start // head_dim, -(-cut.stop // head_dim)) for cut in self._columns]
         self._own, self._own_heads = self._columns[rank], self._heads[rank]
-        # Head of each own column, counted from the first one that this rank touches.
+        # Head of each own column, counted from this rank's first head.
         own = torch.arange(self._own.start, self._own.stop, device=device)
         self._head_of_column = own // head_dim - self._own_heads.start
 
     def __len__(self) -> int:
-        """Return how many columns this rank has."""
+        """Return the number of this rank's columns."""
         return self._own.stop - self._own.start
 
     @property
     def numbers_per_row(self) -> int:
-        """Numbers of one row in a message to this rank: its columns, then the log-sum-exp of its heads."""
+        """Numbers per row in a message to this rank: its columns, then the log-sum-exps of its heads."""
         return len(self) + self._own_heads.stop - self._own_heads.start
 
     def message(self, part: Partial, rank: int) -> torch.Tensor:
-        """Return a rank's columns of a part of some rows, then their log-sum-exps, as one flat tensor."""
+        """Return the flat message to a rank: its columns of `part`, then the log-sum-exps of its heads."""
         out_tc = part.out.flatten(1)
         return torch.cat([out_tc[:, self._columns[rank]].reshape(-1), part.lse[:, self._heads[rank]].reshape(-1)])
 
     def part(self, flat: torch.Tensor, rows: Sequence[int], num_rows: int, indices: RowIndices) -> Partial:
-        """Return a message of `rows` as out[T, C / N, 1], lse[T, C / N]: each column is merged as a head of its own."""
+        """Read a message of `rows` as out[T, C / N, 1], lse[T, C / N]: each column is merged like a head."""
         num_out = len(rows) * len(self)
         out_tc1 = flat[:num_out].view(len(rows), len(self), 1)
         lse_tc = flat[num_out:].view(len(rows), self.numbers_per_row - len(self))[:, self._head_of_column]
@@ -63,9 +63,9 @@ class HelixColumns:
 
 @dataclass(frozen=True, slots=True)
 class NewRows:
-    """Rows `rows` of a packed step: all new tokens of one sequence, in the order of their positions.
+    """Rows `rows` of a packed step: all new tokens of one sequence, by position.
 
-    `stored` are the row ranges, ascending, whose keys lie on this rank; `cached` are its runs of earlier tokens.
+    `stored` has the row ranges, ascending, whose keys lie on this rank. `cached` has its runs of earlier tokens.
     """
 
     rows: TokenRange
@@ -82,11 +82,11 @@ def helix_decode(
     backend: AttentionBackend,
     scale: float,
 ) -> torch.Tensor:
-    """Return this rank's columns out[B, C / N], in q's dtype, of q[B, H, D], one query a sequence.
+    """Attend q[B, H, D], one query per sequence. Return this rank's columns out[B, C / N] in q's dtype.
 
-    `shards[i]` are this rank's runs of sequence i, the new token's KV among them on the rank that stores it; a shard
-    may be empty. A rank sends no part of a sequence of which it holds nothing. No message if B is 0 or N is 1.
-    Raises Unavailable when a peer is lost.
+    `shards[i]` has this rank's runs of sequence i, possibly none. The new token's KV is among them on the rank that
+    stores it. A rank sends no part of a sequence that it does not hold. There are no messages if B is 0 or N is 1.
+    Raises Unavailable if a peer is lost.
     """
     batch = q.shape[0]
     assert len(shards) == batch == len(plan), f"{len(shards)} shards for {batch} queries of {len(plan)} rows"
@@ -106,12 +106,12 @@ def helix_prefill(
     backend: AttentionBackend,
     scale: float,
 ) -> torch.Tensor:
-    """Return this rank's columns out[T, C / N], in q's dtype, of q[T, H, D] over cached tokens and k, v[T, K, D].
+    """Attend q[T, H, D] over cached tokens and k, v[T, K, D]. Return this rank's columns out[T, C / N] in q's dtype.
 
-    Every rank has all new keys, and attends those that it stores: a token sees all cached ones and, of the new ones,
-    those up to itself. Raises as `helix_decode` does.
+    Every rank has all new keys and attends the keys that it stores. A token sees all cached keys, and the new keys up
+    to itself. Raises Unavailable if a peer is lost.
     """
-    # Of each sequence: all its rows over cached keys, and of each stored chunk its own rows, then all rows behind it.
+    # For each sequence: all rows over cached keys; for each stored chunk, its own rows, then all later rows.
     cached, same, later = {}, {}, {}
     for index, sequence in enumerate(sequences):
         rows = sequence.rows
@@ -144,7 +144,7 @@ def helix_prefill(
 
 
 def _stacked(q_bhd: torch.Tensor, parts: Sequence[Partial]) -> Partial:
-    """Return parts of single rows as one part; one without rows if there are none."""
+    """Stack parts of single rows to one part, which may have no rows."""
     if not parts:
         return empty_partial(q_bhd[:0])
     return Partial(torch.cat([part.out for part in parts]), torch.cat([part.lse for part in parts]))
@@ -158,7 +158,7 @@ def _merged_columns(
     transport: RingTransport,
     indices: RowIndices,
 ) -> torch.Tensor:
-    """Exchange the parts of rows held[r] that each rank r has, and merge this rank's columns of all T rows."""
+    """Exchange the parts, of rows held[r] on each rank r, and merge this rank's columns of all T rows."""
     num_rows = q_thd.shape[0]
     if not num_rows:
         return q_thd.new_empty(0, len(columns))

@@ -1,7 +1,7 @@
 """Ring pass-KV prefill, fused over sequences of any length (arXiv 2411.01783, algorithm 2).
 
-Every rank keeps its queries. The packed KV of the sequences goes round the ring, N - 1 hops, each sequence's as far as
-any rank's queries see it.
+Every rank keeps its queries. The sequences' packed KV travels round the ring, N - 1 hops, and each sequence's KV stops
+at the last rank whose queries see it.
 
 Shapes: T query tokens, S stored tokens, K key/value heads, D head dimension.
 """
@@ -29,10 +29,10 @@ def pass_kv(
     scale: float,
     thinned: Sequence[KeyShard] = (),
 ) -> list[SequenceParts]:
-    """Return the parts of this rank's queries: result[source][sequence]. The next KV is sent while one is attended.
+    """Return the parts of this rank's queries: result[source][sequence]. KV is sent on while it is attended.
 
-    q_of_sequence[i][T, H, D] are this rank's queries, keys_of_sequence[i] its keys. With `thinned` the other ranks get
-    these in place of all keys, in the lengths of `plan.thinned`. Raises Unavailable.
+    q_of_sequence[i][T, H, D] and keys_of_sequence[i] are this rank's queries and keys. If `thinned` is given, other
+    ranks get these keys instead of all keys, with the lengths of `plan.thinned`. Raises Unavailable if a peer is lost.
     """
     rank, size = transport.rank, transport.size
     queries = plan.of_rank(rank)
@@ -41,7 +41,7 @@ def pass_kv(
     if size > 1:
         sent = plan.kv_at(rank, 1)
         message = pack_keys([(thinned or keys)[index] for index in sent], keys_of_sequence[0].new.k)
-        # The packed copy exists already, and takes fewer calls where the cache is in pieces.
+        # The packed copy exists already, and needs fewer attention calls if the cache has several runs.
         if not thinned and any(len(keys[index].cached) > 1 for index in sent):
             keys |= unpack_keys(message, queries, sent)
     for hop in range(size):
@@ -65,7 +65,7 @@ def pass_kv(
 
 
 def merge_all_held(parts: Sequence[SequenceParts], q_of_sequence: Sequence[torch.Tensor]) -> None:
-    """Merge the parts of each sequence that all sources have given so far, where a GPU holds too many."""
+    """Merge each sequence's parts of all sources so far if a GPU holds too many."""
     for index, q_thd in enumerate(q_of_sequence):
         held = [part for source in parts if source for part in source[index]]
         merged = merge_held(held, q_thd)
@@ -77,7 +77,7 @@ def merge_all_held(parts: Sequence[SequenceParts], q_of_sequence: Sequence[torch
 
 
 def pack_keys(shards: Sequence[KeyShard], like: torch.Tensor) -> torch.Tensor:
-    """Return [2, S, K, D]: k, then v, of the sequences' cached and new tokens. `like` is any k[.., K, D]."""
+    """Pack the sequences' cached and new tokens into [2, S, K, D]: k, then v. `like` is any k[.., K, D]."""
     num_stored = sum(keys.shard.stored for keys in shards)
     packed = like.new_empty(2, num_stored, *like.shape[1:])
     at = 0
@@ -92,7 +92,7 @@ def pack_keys(shards: Sequence[KeyShard], like: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_keys(packed: torch.Tensor, shards: Sequence[Shard], sequences: Sequence[int]) -> dict[int, KeyShard]:
-    """Return views of each sequence's keys in a packed[2, S, K, D] that holds the given sequences' shards."""
+    """Return views of each sequence's keys in packed[2, S, K, D], which holds the shards of `sequences`."""
     keys = {}
     at = 0
     for index in sequences:

@@ -1,8 +1,8 @@
 """Ring pass-Q prefill, fused over sequences of any length (arXiv 2411.01783, algorithm 3).
 
-Every rank keeps its KV. The packed queries go round the ring, N - 1 hops, each sequence's as far as they see any key,
-and the partial results return to the queries' owners by one all-to-all. Cheaper than pass-KV where few new tokens
-follow many cached ones.
+Every rank keeps its KV. The packed queries travel round the ring, N - 1 hops, and each sequence's queries stop at the
+last rank whose keys they see. One all-to-all returns the partial results to the queries' owners. Cheaper than pass-KV
+if few new tokens follow many cached tokens.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def pass_q(
     backend: AttentionBackend,
     scale: float,
 ) -> list[SequenceParts]:
-    """Return the parts of this rank's queries: result[source][sequence]. The next queries are sent while some attend.
+    """Return the parts of this rank's queries: result[source][sequence]. Queries are sent on while they attend.
 
-    q_thd[T, H, D] are this rank's queries of all sequences, contiguous; keys_of_sequence[i] its keys.
-    Raises Unavailable.
+    q_thd[T, H, D] has this rank's queries of all sequences, contiguous; keys_of_sequence[i] its keys. Raises
+    Unavailable if a peer is lost.
     """
     rank, size = transport.rank, transport.size
     num_heads, head_dim = q_thd.shape[1:]
     own = plan.of_rank(rank)
     parts: list[SequenceParts] = [[] for _ in range(size)]
-    # No message goes to the rank itself: its own part stays where it is.
+    # No message goes to the rank itself. Its own part stays in place.
     returned = [PartialBuffer(0, num_heads, head_dim, q_thd.device)] * size
     queries = dict(enumerate(split_new(q_thd, own)))
     message = q_thd
@@ -95,7 +95,7 @@ def _pack(answers: SequenceParts, num_heads: int, head_dim: int, device: torch.d
 
 
 def _unpack(buffer: PartialBuffer, expected: Sequence[Sequence[Rows]]) -> SequenceParts:
-    """Return views of the consecutive ranges of rows that fill the buffer, sequence by sequence."""
+    """Return views of the consecutive row ranges in the buffer, sequence by sequence."""
     start = 0
     parts: SequenceParts = []
     for ranges in expected:

@@ -1,7 +1,7 @@
-"""Attention of a prefill step on one rank of a ring: fused sequences, full or partial prefill, exact.
+"""Prefill attention of one step on one rank: fused sequences, full or partial prefill, exact.
 
 Shapes: T new tokens of this rank over all sequences, S stored tokens, H query heads, K key/value heads,
-D head dimension, N ranks. On a rank the new tokens of a sequence lie together, in the order of their positions.
+D head dimension, N ranks. On a rank, a sequence's new tokens lie together, by position.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ringserve.cp_core.ring.sparse_keys import KeyChooser
 from ringserve.cp_core.transport.interface import RingTransport
 
 CachedOf = Callable[[int], Sequence[Sequence[KvRun]]]
-"""Runs of this rank's cached tokens in a layer, by sequence."""
+"""Function of the layer: this rank's runs of cached tokens, by sequence."""
 
 
 class RingPrefill:
-    """Exchange of one step on one rank: `attend` for each of its layers, in order, then `finish`.
+    """Prefill attention of one step on one rank: call `attend` for each layer, in order, then `finish`.
 
-    Every rank makes one with the same plan and algorithm. Where all ranks come together before every `period`-th layer
-    the chain must know it; 0: nowhere.
+    All ranks pass the same plan and algorithm. If all ranks synchronise before every `period`-th layer, the chain must
+    know it (0: they do not).
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class RingPrefill:
         num_layers: int = 1,
         period: int = 0,
     ) -> None:
-        """Raise ConfigError for an algorithm that is none of PREFILL_ALGORITHMS, InvalidRequest for a wrong layout."""
+        """Raise ConfigError if `algorithm` is unknown, InvalidRequest if a chain's layout is wrong."""
         if algorithm not in PREFILL_ALGORITHMS:
             raise ConfigError(f"algorithm is {algorithm!r}; allowed are {', '.join(PREFILL_ALGORITHMS)}")
         self._plan = plan
@@ -59,11 +59,10 @@ class RingPrefill:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cached_of: CachedOf, scale: float
     ) -> torch.Tensor:
-        """Return out[T, H, D], in q's dtype, of q[T, H, D] over cached and new keys of all ranks.
+        """Attend q[T, H, D] over the cached and new keys of all ranks. Return out[T, H, D] in q's dtype.
 
-        k and v[T, K, D] are those of the new tokens. `cached_of(layer)[i]` are this rank's runs of sequence i without
-        its new tokens; they are attended in place. A rank without tokens takes part too. Raises Unavailable when a peer
-        is lost.
+        k and v[T, K, D] belong to the new tokens. `cached_of(layer)[i]` has this rank's cached runs of sequence i,
+        which are attended in place. A rank without tokens must call it too. Raises Unavailable if a peer is lost.
         """
         plan, transport, backend = self._plan, self._transport, self._backend
         shards, num_new, cached = plan.of_rank(transport.rank), plan.new_on(transport.rank), cached_of(layer)
@@ -100,12 +99,12 @@ class RingPrefill:
         return out
 
     def stored(self, index: int) -> KvRun:
-        """Return k and v of the tokens that this rank stores of a sequence whose plan has `stored`, after `attend`."""
+        """Return KV of the tokens that this rank stores, after `attend`. The sequence's plan must have `stored`."""
         assert self._chain is not None, "a chain alone stores elsewhere"
         return self._chain.stored(index)
 
     def finish(self) -> None:
-        """Wait, after the last layer, until everything has left. Raises Unavailable."""
+        """Wait until all sends are done. Call it after the last layer. Raises Unavailable if a peer is lost."""
         if self._chain is not None:
             self._chain.finish()
 
@@ -121,11 +120,11 @@ def ring_prefill(
     scale: float,
     algorithm: str,
 ) -> torch.Tensor:
-    """Return out[T, H, D] of a single layer, as `RingPrefill` has it, of q[T, H, D] and k, v[T, K, D].
+    """Attend a single layer: q[T, H, D] over k, v[T, K, D] and `cached`. Return out[T, H, D].
 
-    All algorithms but sp_ntp give the same bits on the same layout where a rank's cached tokens of each sequence are
-    one run; otherwise they differ by at most 4e-7 of max |v|. Only what another rank sees is sent.
-    Raises Unavailable, ConfigError and InvalidRequest as that does.
+    On the same layout, all algorithms except sp_ntp give the same bits if each sequence has at most one cached run per
+    rank. Otherwise they differ by at most 4e-7 of max |v|. Only KV that another rank sees is sent. Raises like
+    `RingPrefill`.
     """
     ring = RingPrefill(plan, transport, backend, algorithm)
     out = ring.attend(0, q, k, v, lambda _: cached, scale)

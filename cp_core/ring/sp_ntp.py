@@ -1,14 +1,14 @@
 """Head-parallel prefill: each rank attends a share of the heads for all tokens (SP-NTP of CSPS, arXiv 2409.15104).
 
-One all-to-all brings q, k and v from shares of the tokens to shares of the heads, with the cached KV of those heads; a
-second one brings finished outputs back, without LSE. KV at rest stays where its tokens are. Between pass-KV and pass-Q
-in bytes at middle miss rates.
+One all-to-all moves q, k, v and cached KV from token shares to head shares. A second all-to-all returns the finished
+outputs, without LSE. Stored KV stays with its tokens. At medium miss rates the bytes sent lie between pass-KV's and
+pass-Q's.
 
-In several segments of the new tokens both all-to-alls overlap with attention: all segments leave at once, cached KV
-with the first; each is attended when it has come, over the cached KV and the segments before it, and its outputs return
-while the next one is attended.
+With several segments of new tokens, both all-to-alls overlap with attention. All segments leave at once, cached KV with
+the first. Each segment is attended when it has arrived, over cached KV and earlier segments, and its outputs return
+while the next segment is attended.
 
-Shapes: T new tokens of this rank, P cached tokens, H query heads, K KV heads, h and k those of one rank's share, D head
+Shapes: T new tokens of this rank, P cached tokens, H query heads, K KV heads, h and k heads of one rank's share, D head
 dimension, N ranks.
 """
 
@@ -30,7 +30,7 @@ from ringserve.cp_core.transport.interface import RingTransport
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One rank's rows [start, stop) of one sequence in one segment; the first one has all its `cached` tokens."""
+    """One rank's rows [start, stop) of a sequence in one segment. The first segment has all `cached` tokens."""
 
     start: int
     stop: int
@@ -40,19 +40,19 @@ class Piece:
         return self.stop - self.start
 
     def num_sent(self, share: HeadShare) -> int:
-        """Return the rows [.., D] of a message that brings the piece to a share."""
+        """Return the number of rows [.., D] in the message that brings the piece to a share."""
         return len(self) * len(share.heads) + 2 * (len(self) + self.cached) * len(share.kv_heads)
 
 
 def pieces_of(shard: Shard, borders: Sequence[int]) -> list[Piece]:
-    """Return a shard's piece of each segment: the tokens between two borders, which are positions."""
+    """Cut a shard into one piece per segment. Borders are positions."""
     below = [sum(len(each.intersect(TokenRange(0, border))) for each in shard.ranges) for border in borders]
     return [Piece(start, stop, 0 if segment else shard.cached) for segment, (start, stop) in enumerate(pairwise(below))]
 
 
 @dataclass(frozen=True, slots=True)
 class SharePart:
-    """A piece for one share of heads: q[T, h, D], new k and v[T, k, D], cached runs."""
+    """Piece for one share of heads: q[T, h, D], new k and v[T, k, D], cached runs."""
 
     q: torch.Tensor
     new: KvRun
@@ -70,7 +70,7 @@ class SharePart:
 
     @classmethod
     def of_message(cls, rows: torch.Tensor, piece: Piece, share: HeadShare) -> SharePart:
-        """Return views of what `packed` has put into rows[.., D]."""
+        """Return views of rows[.., D], which `packed` has filled."""
         num_new, num_kv, head_dim = len(piece), len(share.kv_heads), rows.shape[1]
         counts = (num_new * len(share.heads), *(num_new * num_kv,) * 2, *(piece.cached * num_kv,) * 2)
         q, k, v, cached_k, cached_v = rows.split(counts)
@@ -101,10 +101,10 @@ def sp_ntp(
     scale: float,
     out_of_sequence: Sequence[torch.Tensor],
 ) -> None:
-    """Fill out_of_sequence[i][T, H, D], this rank's rows, for its queries q_of_sequence[i][T, H, D].
+    """Attend this rank's queries q_of_sequence[i][T, H, D] and fill its rows out_of_sequence[i][T, H, D].
 
-    keys_of_sequence[i] are this rank's keys. A sequence whose keys no other rank's queries see is attended where it
-    lies. Raises Unavailable.
+    keys_of_sequence[i] has this rank's keys. A sequence whose keys no other rank's queries see is attended in place.
+    Raises Unavailable if a peer is lost.
     """
     rank, size = transport.rank, transport.size
     num_heads, head_dim = q_of_sequence[0].shape[1:]
@@ -176,9 +176,9 @@ def sp_ntp(
 
 
 class _ServedSequence:
-    """One sequence on the rank that serves a share of its heads: pieces[r][m] are rank r's of segment m.
+    """One sequence on the rank that serves a share of its heads. pieces[r][m] belongs to rank r and segment m.
 
-    `queries` are those of the segment taken last, whose tokens are [start, stop) of the new ones.
+    `queries` belong to the segment taken last: new tokens [start, stop).
     """
 
     def __init__(self, plan: PrefillPlan, index: int, share: HeadShare, q_thd: torch.Tensor, keys: KeyShard) -> None:
@@ -203,9 +203,9 @@ class _ServedSequence:
         return SharePart.of_own(self._q, self._keys, self.pieces[rank][segment], share)
 
     def take(self, segment: int, parts: Sequence[SharePart]) -> None:
-        """Put the queries and keys of a segment in the order of their positions; parts[r] are those of rank r."""
+        """Order a segment's queries and keys by position. parts[r] come from rank r."""
         tokens = TokenRange(self._borders[segment], self._borders[segment + 1])
-        # Places of every range of positions: (first position, rank, first row of the part, rows).
+        # For every range of positions: (first position, rank, first row of the part, rows).
         self._places = []
         for peer, shard in enumerate(self._shards):
             here = [each.intersect(tokens) for each in shard.ranges]
@@ -226,16 +226,16 @@ class _ServedSequence:
         self._cached += [run for each in parts for run in each.cached if run.k.shape[0]]
 
     def earlier(self, heads: slice) -> list[KvRun]:
-        """Return the keys before the segment, of some KV heads: cached ones, and those of the segments before it."""
+        """Return the keys before the segment for some KV heads: cached keys and keys of earlier segments."""
         before = [KvRun(self._new.k[: self.start], self._new.v[: self.start])] if self.start else []
         return [KvRun(run.k[:, heads], run.v[:, heads]) for run in (*self._cached, *before)]
 
     def same(self, heads: slice) -> KvRun:
-        """Return the keys of the segment itself, of some KV heads."""
+        """Return the segment's own keys for some KV heads."""
         return KvRun(self._new.k[self.start : self.stop, heads], self._new.v[self.start : self.stop, heads])
 
     def given_back(self, parts: Sequence[SharePart], out: torch.Tensor) -> list[torch.Tensor]:
-        """Return the rows of the segment's out[T, h, D] that go to each rank, in the order of its queries."""
+        """Split the segment's out[T, h, D] into the rows of each rank, in the order of its queries."""
         outs = [torch.empty_like(each.q, memory_format=torch.contiguous_format) for each in parts]
         at = 0
         for _, peer, row, count in self._places:
@@ -247,7 +247,7 @@ class _ServedSequence:
 def _attend(
     served: Sequence[_ServedSequence], share: HeadShare, backend: AttentionBackend, scale: float
 ) -> list[torch.Tensor]:
-    """Return out[T, h, D] of each sequence's queries of a segment, in q's dtype."""
+    """Return out[T, h, D] of each sequence's queries in a segment, in q's dtype."""
     outs = [torch.empty_like(each.queries) for each in served]
     for heads, kv_heads in share.runs():
         kv = slice(kv_heads.start, kv_heads.stop)

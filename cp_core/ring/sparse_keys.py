@@ -1,9 +1,9 @@
-"""Chosen keys of a sparse prefill: the keys that sampled queries attend most reach other ranks, in each layer and head.
+"""Chosen keys of a sparse prefill: in each layer and head, the keys that sampled queries attend most reach other ranks.
 
-In every sparse layer the ranks first exchange the queries at a few positions of each sequence, its last ones among
-them. Each rank then sums the attention of these queries over its own keys, and for each KV head and partition the keys
-of the largest sums are chosen (CSPS, arXiv 2409.15104, leaves open who ranks keys; decision 0032 compares rules).
-The first and the last layer are exact.
+In every sparse layer the ranks first exchange the queries at a few positions of each sequence, including its last. Each
+rank then sums the attention of these queries over its own keys, and chooses the keys with the largest sums for each KV
+head and partition (CSPS, arXiv 2409.15104, leaves open who ranks keys; decision 0032 compares rules). The first and the
+last layer are exact.
 
 Shapes: T new tokens of this rank, S stored tokens, M sampled queries, H query heads, K KV heads, G = H // K, D head
 dimension, C chosen keys.
@@ -22,11 +22,11 @@ from ringserve.cp_core.ring.pass_kv import pack_keys
 from ringserve.cp_core.transport.interface import RingTransport
 
 SCORED_AT_ONCE = 16
-"""Sampled queries whose attention is in memory at a time: it has G * S numbers for each."""
+"""Sampled queries scored at a time: each needs G * S numbers in memory."""
 
 
 class KeyChooser:
-    """Chooser of keys in the layers of one step on one rank. Made once a step, not a layer."""
+    """Chooser of keys for all layers of one step on one rank. Made once per step."""
 
     def __init__(self, plan: PrefillPlan, transport: RingTransport, num_layers: int) -> None:
         self._plan = plan
@@ -34,20 +34,20 @@ class KeyChooser:
         self._sparse = [index for index, sequence in enumerate(plan.sequences) if sequence.is_sparse]
         self._is_needed = bool(self._sparse) and transport.size > 1
         self._last_layer = num_layers - 1
-        # (row, position) of every sampled query: by sparse sequence, then by rank.
+        # (row, position) of every sampled query, by sparse sequence, then rank.
         self._sampled = [
             [list(sampled_rows(plan.sequences[index].layout, rank)) for rank in range(transport.size)]
             for index in self._sparse
         ]
 
     def is_sparse(self, layer: int) -> bool:
-        """Return whether other ranks get less than all keys in a layer."""
+        """Return whether other ranks get only some of the keys in a layer."""
         return self._is_needed and 0 < layer < self._last_layer
 
     def thin(
         self, q_of_sequence: Sequence[torch.Tensor], keys_of_sequence: Sequence[KeyShard], scale: float
     ) -> list[KeyShard]:
-        """Return what other ranks get of this rank's keys, by sequence. Collective. Raises Unavailable."""
+        """Choose the keys that other ranks get from this rank, by sequence. Collective. Raises Unavailable."""
         thinned = list(keys_of_sequence)
         for index, ranks, q_mhd in zip(self._sparse, self._sampled, self._gather(q_of_sequence), strict=True):
             keys, sequence = keys_of_sequence[index], self._plan.sequences[index]
@@ -60,7 +60,7 @@ class KeyChooser:
         return thinned
 
     def _gather(self, q_of_sequence: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return q[M, H, D] of every sparse sequence's sampled queries, in the order of ranks."""
+        """Gather every sparse sequence's sampled queries q[M, H, D], in rank order."""
         rank, size = self._transport.rank, self._transport.size
         own = torch.cat(
             [
@@ -80,9 +80,9 @@ class KeyChooser:
 def importance_of(
     q_mhd: torch.Tensor, k_skd: torch.Tensor, shard: Shard, positions: Sequence[int], scale: float
 ) -> torch.Tensor:
-    """Return fp32[K, S]: the attention of sampled queries at `positions` over a shard's stored keys, summed.
+    """Sum the attention of sampled queries at `positions` over a shard's stored keys, as fp32[K, S].
 
-    Each query's attention over the keys that it sees here is 1 in total, for each of its heads.
+    Each head of a query adds 1 in total, over the keys that it sees here.
     """
     num_kv_heads, group = k_skd.shape[1], q_mhd.shape[1] // k_skd.shape[1]
     device, total = k_skd.device, torch.zeros(num_kv_heads, k_skd.shape[0], device=k_skd.device)
@@ -102,7 +102,7 @@ def importance_of(
 def _chosen_keys(
     packed: torch.Tensor, importance: torch.Tensor, sequence: SequencePlan, shard: Shard, rank: int
 ) -> KeyShard:
-    """Return the chosen keys of packed[2, S, K, D], in stored order, as the shard that other ranks expect."""
+    """Return the chosen keys of packed[2, S, K, D], in stored order: the shard that other ranks expect."""
     sparsity, thinned = sequence.sparsity, sequence.thinned(rank)
     assert sparsity is not None, "a sparse sequence"
     chosen, begin = [], 0

@@ -1,1 +1,1 @@
-"""Transports: how tensors travel between the ranks of one ring. No mathematics."""
+"""Transports: tensor messages between the ranks of one ring. No mathematics."""

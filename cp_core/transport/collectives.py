@@ -1,6 +1,6 @@
-"""Collectives of a ring, built from sends and receives between pairs of ranks, and sums over tensor parallel ranks.
+"""Ring collectives, built from sends and receives between pairs of ranks, and sums over tensor-parallel ranks.
 
-T tokens, any leading dims. Every collective leaves the same bits on each rank.
+Shapes: T tokens, any leading dims. Every collective leaves the same bits on each rank.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import torch
 from ringserve.cp_core.layout.shards import even_share
 from ringserve.cp_core.transport.interface import RingTransport, TransportStats, Work
 
-# Bytes up to which one round of whole tensors beats two rounds of parts: a message costs more to start than to carry.
+# Up to this size, one round of whole tensors beats two rounds of parts: latency costs more than bytes.
 ONE_ROUND_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Tensor that goes to, or comes from, `peer`."""
+    """Tensor to send to `peer`, or to receive from it."""
 
     tensor: torch.Tensor
     peer: int
 
 
 class PointToPointRing(ABC):
-    """Base of a RingTransport whose subclass moves one batch of messages: `_start`."""
+    """Base class of ring transports. A subclass moves one batch of messages in `_start`."""
 
     is_on_stream = False
 
@@ -46,7 +46,7 @@ class PointToPointRing(ABC):
 
     @abstractmethod
     def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Work:
-        """Start all messages. No tensor is empty and no peer is this rank. Raises Unavailable if the ring is broken."""
+        """Start all messages. No tensor is empty, no peer is this rank. Raises Unavailable if the ring is broken."""
 
     @abstractmethod
     def close(self) -> None:
@@ -90,7 +90,7 @@ class PointToPointRing(ABC):
         return self._begin([], [Message(tensor, source)])
 
     def _peers(self) -> list[int]:
-        # Each rank starts with the next one, so that not all of them send to rank 0 first.
+        # Each rank starts with its successor, so that not all ranks send to rank 0 first.
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def _begin(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Work:
@@ -103,7 +103,7 @@ class PointToPointRing(ABC):
 
 
 class TimedWork:
-    """Work that adds the seconds waited for it to the transport's stats."""
+    """Work that adds its waits to the transport's stats."""
 
     __slots__ = ("_stats", "_work")
 
@@ -121,10 +121,10 @@ class TimedWork:
 
 
 def all_reduce(partial: torch.Tensor, transport: RingTransport) -> torch.Tensor:
-    """Return the sum of every rank's `partial`, of its shape and dtype, added in rank order and in fp32 at least.
+    """Sum every rank's `partial`, in rank order and at least in fp32. The result has its shape and dtype.
 
-    Moves (N - 1) * size bytes from each rank where N is 2 or the tensor is small, else 2 * (N - 1) / N * size.
-    Raises Unavailable if the ring breaks.
+    Each rank sends (N - 1) * size bytes if N is 2 or the tensor is small, else 2 * (N - 1) / N * size bytes. Raises
+    Unavailable if the ring breaks.
     """
     if transport.size == 1:
         return partial
@@ -142,10 +142,10 @@ def all_reduce(partial: torch.Tensor, transport: RingTransport) -> torch.Tensor:
 
 
 def reduce_scatter_rows(partial: torch.Tensor, transport: RingTransport) -> torch.Tensor:
-    """Return this rank's rows [..., even share of T, C] of the sum of every rank's `partial` [..., T, C].
+    """Return this rank's rows [..., even share of T, C] of the sum over all ranks' `partial` [..., T, C].
 
-    Added as `all_reduce` does, with the bits of its sums. Moves (N - 1) / N * size bytes from each rank. Raises as that
-    does.
+    The sum has the same bits as `all_reduce`. Each rank sends (N - 1) / N * size bytes. Raises Unavailable if the ring
+    breaks.
     """
     if transport.size == 1:
         return partial
@@ -156,7 +156,7 @@ def reduce_scatter_rows(partial: torch.Tensor, transport: RingTransport) -> torc
 
 
 def gather_rows(own: torch.Tensor, num_rows: int, transport: RingTransport) -> torch.Tensor:
-    """Return every rank's rows [..., even share of T, C] below each other: [..., T, C]. Raises as `all_reduce`."""
+    """Gather every rank's rows [..., even share of T, C] to [..., T, C]. Raises Unavailable if the ring breaks."""
     if transport.size == 1:
         return own
     own = own.contiguous()
@@ -171,7 +171,7 @@ def _row_shares(num_rows: int, size: int) -> list[tuple[int, int]]:
 
 
 def join_last_dim(part: torch.Tensor, widths: tuple[int, ...], transport: RingTransport) -> torch.Tensor:
-    """Return every rank's `part` [..., widths[rank]] side by side: [..., sum(widths)]. Raises as `all_reduce`."""
+    """Join every rank's `part` [..., widths[rank]] to [..., sum(widths)]. Raises Unavailable if the ring breaks."""
     if transport.size == 1:
         return part
     own = part.contiguous()

@@ -1,6 +1,6 @@
-"""Joining of a ring: its ranks find each other in a key-value store that one of them serves.
+"""Joining a ring: ranks find each other in a key-value store that one of them serves.
 
-Ranks that were told each other's endpoints in another way need no store: `cp_core.transport.socket_mesh` connects them.
+Ranks that already know each other's endpoints need no store: `cp_core.transport.socket_mesh` connects them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ringserve.cp_core.transport.staged import for_device
 
 
 class RingStore:
-    """Key-value store for any number of rings, served by this process on one address only.
+    """Key-value store for any number of rings, served by this process on one address.
 
-    torch would listen on every interface, so the socket is bound to `host` first. Port 0 takes a free one.
-    Raises Unavailable if the address cannot be listened on.
+    torch would listen on every interface, so the socket is bound to `host` first. Port 0 picks a free port. Raises
+    Unavailable if it cannot listen on the address.
     """
 
     def __init__(self, host: str, port: int = 0, timeout_seconds: float = 60.0) -> None:
@@ -47,7 +47,7 @@ class RingStore:
 
 
 def find_store(host: str, port: int, timeout_seconds: float) -> TCPStore:
-    """Wait for the store that another rank serves at host:port and return it. Raises Unavailable."""
+    """Connect to the store that another rank serves at host:port. Raises Unavailable after `timeout_seconds`."""
     try:
         return TCPStore(
             host,
@@ -74,14 +74,14 @@ def connect_ring(
     device: torch.device | str = "cpu",
     tls: PeerTls | None = None,
 ) -> RingTransport:
-    """Join the ring called `name` of `size` ranks; return when all have joined. The name must be new to the store.
+    """Join the ring `name` of `size` ranks and return when all ranks have joined. The name must be new to the store.
 
-    The store guards nothing: any process that reaches it can be part of the ring.
+    The store is not guarded: any process that reaches it can join a ring.
 
-    The ranks find the store at host:port, except the one that serves it: it passes `store`, which may serve several
-    rings. `timeout_seconds` bounds the joining and every later wait. `backend`, the same on all ranks, is one of
-    `transport.ring_backend` that serves `device`; only sockets can use `tls`. Raises Unavailable if the others do not
-    come, ConfigError for a backend that does not serve the device, or cannot encrypt where it should.
+    Ranks find the store at host:port. The rank that serves it passes `store`, which may serve several rings.
+    `timeout_seconds` bounds the joining and every later wait. `backend` must be the same on all ranks and support
+    `device` (see `transport.ring_backend`). Only sockets support `tls`. Raises Unavailable if other ranks do not join,
+    ConfigError if the backend does not support the device or `tls`.
     """
     device = torch.device(device)
     backend = select_ring_backend(backend, device.type)
@@ -94,7 +94,7 @@ def connect_ring(
     prefixed = PrefixStore(name, found)
     try:
         if backend == "nccl":
-            # Loaded only where it serves: torch.distributed takes a while to import.
+            # Imported only if needed: torch.distributed takes a while to import.
             from ringserve.cp_core.transport import nccl
 
             return nccl.join_nccl(prefixed, rank, size, device, timeout_seconds, store)
@@ -110,7 +110,7 @@ def connect_ring(
 def _rendezvous_by_store(
     store: Store, endpoint: str, name: str, rank: int, size: int, deadline: float, tls: PeerTls | None
 ) -> Rendezvous:
-    """Publish this rank's endpoint and return those of all with the secret of rank 0.
+    """Publish this rank's endpoint. Return all ranks' endpoints and rank 0's secret.
 
     Raises RuntimeError at the deadline.
     """

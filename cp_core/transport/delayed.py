@@ -1,10 +1,10 @@
-"""Ring with delayed messages: the effect of a slow link on an algorithm, on one machine.
+"""Ring with delayed messages: shows the effect of slow links on one machine.
 
-Each rank has one outgoing link, to all its peers together. A message leaves when the link is free, occupies it for
-bytes / rate, and arrives a latency later. Only a wait for a message takes time, as on a real link.
+Each rank has one outgoing link for all its peers. A message leaves when the link is free, occupies it for bytes / rate,
+and arrives one latency later. Only waiting for a message takes time, as on a real link.
 
-With a `VirtualClock` a rank, no scheduler disturbs the times. Deadlines are in it too: in virtual time, choose rates by
-which a step takes milliseconds.
+With one `VirtualClock` per rank, the machine's load does not change the times. Deadlines use the same clock, so choose
+rates that make a step take milliseconds.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ringserve.cp_core.transport.interface import RingTransport, Work
 
 
 class Clock(Protocol):
-    """Time of a rank in seconds, the same for all ranks of a ring."""
+    """Time in seconds, common to all ranks of a ring."""
 
     def now(self) -> float: ...
 
     def wait_until(self, moment: float) -> None:
-        """Return at `moment`, at once if it has passed, or when the rank leaves the ring."""
+        """Wait until `moment`, or until the rank leaves the ring."""
         ...
 
     def stop(self) -> None:
@@ -38,7 +38,7 @@ class Clock(Protocol):
 
 
 class WallClock:
-    """Clock of real time."""
+    """Real time."""
 
     def __init__(self) -> None:
         self._is_stopped = threading.Event()
@@ -55,7 +55,7 @@ class WallClock:
 
 
 class VirtualClock:
-    """Clock of one rank that advances only where the rank computes or waits. The clocks of all ranks start at 0."""
+    """Clock of one rank that advances only through `wait_until`. All ranks' clocks start at 0."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -72,9 +72,10 @@ class VirtualClock:
 
 @dataclass(frozen=True, slots=True)
 class ChangingRate:
-    """Rate of a link that changes: (moment of the rank's clock, bytes/s from then on), ascending.
+    """Changing rate of a link: (moment of the rank's clock, bytes/s from then on), ascending.
 
-    The first rate also holds before its moment. A rate of 0 stops the link until the next moment; the last is above 0.
+    The first rate also holds before its moment. A rate of 0 stops the link until the next moment. The last rate is
+    above 0. Example: ((0, 1e6), (2, 0), (3, 1e6)) cuts the link from second 2 to 3.
     """
 
     changes: tuple[tuple[float, float], ...]
@@ -86,7 +87,7 @@ class ChangingRate:
         assert self.changes[-1][1] > 0.0, "the last rate is 0: its messages never arrive"
 
     def end(self, start: float, num_bytes: float) -> float:
-        """Return the moment at which `num_bytes` that leave from `start` on have left."""
+        """Return the moment at which `num_bytes` have left if they start at `start`."""
         for (_, rate), (until, _) in pairwise(self.changes):
             if start < until:
                 carried = rate * (until - start)
@@ -98,7 +99,7 @@ class ChangingRate:
 
 
 class DelayedTransport(PointToPointRing):
-    """One rank's end of `inner`, usually an in-process ring, delayed. Its statistics count what callers sent."""
+    """Delayed end of `inner`, usually an in-process ring. Its stats count the callers' messages."""
 
     def __init__(
         self,
@@ -121,7 +122,7 @@ class DelayedTransport(PointToPointRing):
         works: list[Work] = []
         arrivals = []
         for message in recvs:
-            # Each message follows one with its moment of arrival.
+            # A message with the arrival time precedes each message.
             arrival = torch.empty(1, dtype=torch.float64)
             arrivals.append(arrival)
             works += [self._receive(arrival, message.peer), self._receive(message.tensor, message.peer)]
@@ -139,13 +140,13 @@ class DelayedTransport(PointToPointRing):
         return self._inner.exchange(torch.empty(0), peer, tensor, peer)
 
     def wait_until(self, moment: float, deadline: float) -> None:
-        """Wait for a message that arrives at `moment`, until `deadline`; both are times of the rank's clock."""
+        """Wait for a message that arrives at `moment`, at most until `deadline`, by the rank's clock."""
         self._clock.wait_until(min(moment, deadline))
         if self._clock.now() < min(moment, deadline):
             raise Unavailable(f"rank {self.rank} left the ring of {self.size}")
         if moment > deadline:
             self.close()
-            raise Unavailable(f"rank {self.rank} waited too long for a message that is still under way")
+            raise Unavailable(f"rank {self.rank} waited too long for a message that is still in flight")
 
     def now(self) -> float:
         """Return the time of the rank's clock, seconds."""
@@ -158,7 +159,7 @@ class DelayedTransport(PointToPointRing):
 
 
 class DelayedWork:
-    """Operations of the inner ring for one batch, and the moments at which their messages arrive."""
+    """Operations of the inner ring for one batch, with their messages' arrival times."""
 
     def __init__(self, transport: DelayedTransport, works: Sequence[Work], arrivals: Sequence[torch.Tensor]) -> None:
         self._transport = transport

@@ -1,4 +1,4 @@
-"""Ring whose ranks are threads of one process: the semantics of the real one, for tests and for newcomers."""
+"""In-process ring whose ranks are threads: the semantics of a real ring, for tests and newcomers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Pair = tuple[int, int]
 
 
 class InProcessRing:
-    """Ring of one transport per rank, each for its own thread. `timeout_seconds` is the deadline of every wait."""
+    """Ring with one transport per rank, each for its own thread. `timeout_seconds` bounds every wait."""
 
     def __init__(self, size: int, timeout_seconds: float = 30.0) -> None:
         post = _Post()
@@ -28,7 +28,7 @@ class InProcessRing:
 
 
 class _Post:
-    """Messages under way, by (source, destination) pair and number within the pair."""
+    """Messages in flight, by (source, destination) pair and number within the pair."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -37,7 +37,7 @@ class _Post:
 
 
 class InProcessTransport(PointToPointRing):
-    """One rank's end of an InProcessRing. Sent tensors are copied at once, so they may be written before the wait."""
+    """One rank's end of an InProcessRing. Sent tensors are copied at once."""
 
     def __init__(self, rank: int, size: int, timeout_seconds: float, post: _Post) -> None:
         super().__init__(rank, size, timeout_seconds)
@@ -48,7 +48,7 @@ class InProcessTransport(PointToPointRing):
     def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> _Delivery:
         copies = [(message.peer, message.tensor.clone()) for message in sends]
         with self._post.changed:
-            if copies:  # what was sent before a rank left can still be received, as from sockets
+            if copies:  # messages sent before a rank left can still be received, as with sockets
                 self._check_open()
             for peer, copy in copies:
                 self._post.messages[(self.rank, peer), _next(self._num_sent, peer)] = copy
@@ -59,7 +59,7 @@ class InProcessTransport(PointToPointRing):
         return _Delivery(self, expected)
 
     def take(self, key: tuple[Pair, int], deadline: float) -> torch.Tensor:
-        """Wait for the message called `key` and return it. Raises Unavailable at `deadline` (time.monotonic)."""
+        """Wait for message `key` and return it. Raises Unavailable at `deadline` (time.monotonic)."""
         with self._post.changed:
             while key not in self._post.messages:
                 self._check_open()
@@ -84,7 +84,7 @@ class InProcessTransport(PointToPointRing):
 
 
 class _Delivery:
-    """Expected messages of one batch, each copied to its tensor once it is there."""
+    """Expected messages of one batch. Each is copied to its tensor when it arrives."""
 
     def __init__(self, transport: InProcessTransport, expected: list[tuple[tuple[Pair, int], torch.Tensor]]) -> None:
         self._transport = transport

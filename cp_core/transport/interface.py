@@ -1,13 +1,12 @@
-"""Contract of a ring: the operations by which its ranks move tensors.
+"""Ring transport contract: the operations that move tensors between ranks.
 
-All operations start at once and return a `Work`. Between the start and the end of `Work.wait()` a sent tensor may be
-read but not written, and a received one neither. Tensors are contiguous. Both sides know every size beforehand, so
-lengths are exact and a tensor without elements puts no byte on the wire. Messages of a pair of ranks arrive in the
-order in which they were issued; every rank issues its operations in the same order.
+Operations start at once and return a `Work`. Until `Work.wait()` returns, sent tensors may be read but not written, and
+received tensors may be neither. Tensors are contiguous. Both sides know every size in advance, so lengths are exact,
+and an empty tensor sends nothing. Messages between two ranks arrive in issue order, and every rank issues its
+operations in the same order.
 
-Messages of a ring that `is_on_stream` are work of the device's stream: what the device is given after a wait comes
-after the messages, and the host goes on. A recording of the stream's work has them. Of any other ring a wait returns
-when they have come.
+If `is_on_stream`, messages are work of the device's stream: `wait` returns at once, and work that is queued later runs
+after the messages. CUDA graphs record them. On other rings, `wait` returns when the messages have arrived.
 """
 
 from __future__ import annotations
@@ -20,24 +19,23 @@ import torch
 
 
 class Work(Protocol):
-    """Operation under way."""
+    """Operation in progress."""
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """Return when the tensors may be used again.
+        """Wait until the tensors may be used again.
 
-        Raises Unavailable when a peer died or closed, or after `timeout_seconds` (None: the transport's timeout).
-        The ring is then broken: its every later operation fails, here and at the peers.
+        Raises Unavailable if a peer died or closed, or after `timeout_seconds` (None: the transport's timeout). The
+        ring is then broken: all later operations fail, here and on the peers.
         """
         ...
 
 
 @dataclass(slots=True)
 class TransportStats:
-    """Counters of a transport since it was made.
+    """Counters since the transport was made.
 
-    `seconds_waited` is the time that its user spent in waits; messages of a recording that a device replays have none.
-    `seconds_under_way` is the time in which any message was under way, waited for or not; None for a transport that
-    does not see when a message is done.
+    `seconds_waited` counts the caller's waits, without messages that a CUDA graph replays. `seconds_under_way` counts
+    the time with any message in flight, awaited or not. It is None if the transport cannot see when a message is done.
     """
 
     exchanges: int = 0
@@ -50,11 +48,11 @@ class TransportStats:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Return how many operations were issued by their kind, and the bytes sent."""
+        """Return the number of operations issued, by kind, and the bytes sent."""
         return {name: getattr(self, name) for name in COUNTERS}
 
     def add(self, counts: Mapping[str, int], times: int = 1) -> None:
-        """Count operations that a device did again without their issue."""
+        """Count operations that a CUDA graph repeated."""
         for name, count in counts.items():
             setattr(self, name, getattr(self, name) + times * count)
 
@@ -63,7 +61,7 @@ COUNTERS = ("exchanges", "all_to_alls", "gathers", "broadcasts", "bytes_sent")
 
 
 class RingTransport(Protocol):
-    """One rank's end of a ring. Used by one thread at a time, except `close`."""
+    """One rank's end of a ring. Only one thread at a time may use it, except for `close`."""
 
     @property
     def rank(self) -> int: ...
@@ -82,24 +80,24 @@ class RingTransport(Protocol):
         ...
 
     def all_to_all(self, send: Sequence[torch.Tensor], recv: Sequence[torch.Tensor]) -> Work:
-        """Send send[r] to, and receive recv[r] from, every rank r. The own part is copied."""
+        """Send send[r] to every rank r and receive recv[r] from it. The rank's own part is copied."""
         ...
 
     def gather_all(self, send: torch.Tensor, recv: Sequence[torch.Tensor]) -> Work:
-        """Receive into recv[r] the `send` of every rank r. The own part is copied."""
+        """Receive every rank r's `send` into recv[r]. The rank's own part is copied."""
         ...
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
-        """Send `tensor` of rank `source` to every other rank, which receives it into its own `tensor`."""
+        """Send rank `source`'s `tensor` to every other rank, into its `tensor`."""
         ...
 
     def await_event(self, event: torch.Event) -> None:
-        """Wait until the device has passed `event`, and with it the messages of its stream before that.
+        """Wait until the device has passed `event`, and with it all earlier messages of its stream.
 
-        Raises Unavailable as the wait for these messages would.
+        Raises Unavailable like a wait for these messages.
         """
         ...
 
     def close(self) -> None:
-        """Leave the ring. Waits of this rank and of its peers raise Unavailable. May be called again."""
+        """Leave the ring. Waits of this rank and its peers raise Unavailable. Idempotent."""
         ...

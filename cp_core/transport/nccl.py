@@ -1,7 +1,7 @@
-"""Ring over a torch process group, and the one that serves GPUs: NCCL.
+"""Rings over torch process groups, among them the GPU ring over NCCL.
 
-The process group is private to the ring. torch's default group is never touched, so several rings can live in one
-process, and one of them can be torn down and rebuilt.
+The process group is private to the ring. torch's default process group is never touched, so one process can have
+several rings and rebuild any of them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ringserve.cp_core.errors import ConfigError, Unavailable
 from ringserve.cp_core.transport.collectives import Message, PointToPointRing
 from ringserve.cp_core.transport.interface import TransportStats
 
-# Messages of one tag and pair of ranks keep the order in which they were issued.
+# Messages with one tag between two ranks keep their issue order.
 DATA_TAG = 0
-# Time between two questions whether a device has passed an event.
+# Interval for polling whether the device has passed an event.
 POLL_SECONDS = 50e-6
 
 
 class ProcessGroupLike(Protocol):
-    """Operations of a torch process group, or of a backend such as ProcessGroupGloo, that a ring uses."""
+    """Operations that a ring uses of a torch process group, or of a backend such as ProcessGroupGloo."""
 
     def rank(self) -> int: ...
     def size(self) -> int: ...
@@ -40,12 +40,12 @@ class ProcessGroupLike(Protocol):
 class ProcessGroupRing(PointToPointRing):
     """One rank's end of a ring over a process group.
 
-    A rank that meets an error breaks its own connections. So the news of a lost rank goes round a ring of any size
-    without waiting for a timeout.
+    A rank that meets an error breaks its own connections, so the loss of a rank spreads through the ring without
+    waiting for timeouts.
     """
 
     def __init__(self, process_group: ProcessGroupLike, timeout_seconds: float, store: object) -> None:
-        """Take `process_group` over, and retain `store` as long as the ring: on rank 0 it serves the others."""
+        """Own `process_group`, and keep `store` alive as long as the ring: on rank 0 it serves the other ranks."""
         super().__init__(process_group.rank(), process_group.size(), timeout_seconds)
         self._group = process_group
         self._store = store
@@ -61,7 +61,7 @@ class ProcessGroupRing(PointToPointRing):
 
     def _issue(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[tuple[Work, int]]:
         """Start all messages and return each operation with its peer. Raises RuntimeError if the ring is broken."""
-        # Receives first: a message that finds its receiver ready needs one trip, not three.
+        # Receives first: if the receiver is ready, a message needs one trip instead of three.
         received = [(self._group.recv([each.tensor], each.peer, DATA_TAG), each.peer) for each in recvs]
         sent = [(self._group.send([each.tensor], each.peer, DATA_TAG), each.peer) for each in sends]
         return received + sent
@@ -75,10 +75,10 @@ class ProcessGroupRing(PointToPointRing):
         """End every wait of this rank and of its peers."""
 
     def await_event(self, event: torch.Event) -> None:
-        """See RingTransport. A broken ring ends the wait: its messages end without data, and work behind them is void.
+        """See RingTransport. A broken ring ends the wait; messages then end without data, and later results are void.
 
-        The deadline is that of any wait. Nothing else has one for messages of a recording that is replayed. A rank
-        that is alone has no messages, and sees the event sooner by a plain wait.
+        The transport's timeout bounds the wait. It is the only deadline for messages that a CUDA graph replays. A lone
+        rank has no messages, so a plain wait serves it sooner.
         """
         if self.size == 1:
             return super().await_event(event)
@@ -103,7 +103,7 @@ class ProcessGroupRing(PointToPointRing):
 
 
 class Operations:
-    """Operations of one message batch, each with its peer."""
+    """Operations of one message batch with their peers."""
 
     def __init__(self, ring: ProcessGroupRing, started: list[tuple[Work, int]]) -> None:
         self._ring = ring
@@ -122,26 +122,26 @@ class Operations:
 
 
 class StreamEvent(Protocol):
-    """Event with a time, recorded on a stream: `torch.cuda.Event(enable_timing=True)`."""
+    """Timed event on a stream, for example `torch.cuda.Event(enable_timing=True)`."""
 
     def query(self) -> bool: ...
     def elapsed_time(self, end_event: Any, /) -> float: ...
 
 
 class StreamWaits:
-    """Seconds for which a stream waited for messages, by events before and after each wait.
+    """Seconds that a stream waited for messages, measured by events before and after each wait.
 
-    Waits of a stream that is being recorded are not known: its replays record no events with times.
+    Waits inside a CUDA graph are not measured: replays record no timed events.
     """
 
     def __init__(self, record: Callable[[], StreamEvent], is_recorded: Callable[[], bool]) -> None:
-        """`record` records an event on the stream; `is_recorded` tells whether the stream's work is."""
+        """`record` records an event on the stream. `is_recorded` returns whether a graph records the stream."""
         self._record = record
         self._is_recorded = is_recorded
         self._open: deque[tuple[StreamEvent, StreamEvent]] = deque()
 
     def around(self, wait: Callable[[], object]) -> None:
-        """Let the stream wait by `wait`, which returns at once."""
+        """Make the stream wait by calling `wait`, which returns at once."""
         if self._is_recorded():
             wait()
             return
@@ -150,7 +150,7 @@ class StreamWaits:
         self._open.append((began, self._record()))
 
     def take(self) -> float:
-        """Return the seconds of the waits that have ended since the last call, without waiting for others."""
+        """Return the seconds of all waits that ended since the last call. Does not block."""
         seconds = 0.0
         while self._open and self._open[0][1].query():
             began, ended = self._open.popleft()
@@ -159,11 +159,10 @@ class StreamWaits:
 
 
 class NcclRing(ProcessGroupRing):
-    """One rank's end of an NCCL ring. Waits are the CUDA stream's; NCCL's watchdog keeps their deadline.
+    """One rank's end of an NCCL ring. The CUDA stream waits; NCCL's watchdog enforces the deadline.
 
-    `stats.seconds_waited` are those of the stream that has waited when they are read. The watchdog is not told of
-    messages that are recorded: `await_event` has the deadline of their replays. NCCL allows a recording only where all
-    ranks record the same messages, and replay that together.
+    `stats.seconds_waited` counts the stream's finished waits. The watchdog does not see recorded messages:
+    `await_event` bounds their replays. NCCL requires that all ranks record the same messages and replay them together.
     """
 
     is_on_stream = True
@@ -190,27 +189,27 @@ class NcclRing(ProcessGroupRing):
     def _issue(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[tuple[Work, int]]:
         if not sends and not recvs:
             return []
-        # NCCL needs the sends and receives of a batch in one call, or ranks that all send first wait for each other.
+        # NCCL needs a batch's sends and receives in one call: ranks that all send first would deadlock.
         self._nccl._start_coalescing(self._device)
         super()._issue(sends, recvs)
         return [(self._nccl._end_coalescing(self._device), self.rank)]
 
     def wait_for(self, work: Work, deadline: float) -> None:
-        """See ProcessGroupRing. Returns at once: later work of the CUDA stream waits."""
+        """See ProcessGroupRing. Returns at once; later work of the CUDA stream waits."""
         self._waits.around(work.wait)
 
     def _break_connections(self) -> None:
-        # It ends NCCL's kernels at once, but returns only when all recordings of messages are gone: some may be those
-        # of the thread that breaks the ring.
+        # `abort` ends NCCL's kernels at once, but returns only when all graphs with messages are gone, and this thread
+        # may own some of them.
         threading.Thread(target=self._nccl.abort, daemon=True, name=f"abort of rank {self.rank}").start()
 
 
 def join_nccl(
     prefixed: Store, rank: int, size: int, device: torch.device, timeout_seconds: float, store: object
 ) -> ProcessGroupRing:
-    """Return the ring of the ranks that find each other in `prefixed`; `store` lives as long as the ring.
+    """Join the ring of the ranks that meet in `prefixed`. `store` lives as long as the ring.
 
-    Raises ConfigError where torch is built without NCCL, RuntimeError if the others do not come.
+    Raises ConfigError if torch is built without NCCL, RuntimeError if other ranks do not join.
     """
     if not torch.distributed.is_nccl_available():
         raise ConfigError("ring transport is 'nccl', but this torch is built without NCCL")

@@ -1,7 +1,7 @@
-"""Mutual TLS between processes of one cluster: their certificates, the peers they take, and encrypted sockets.
+"""Mutual TLS between the processes of one cluster: certificates, peer checks and encrypted sockets.
 
-A `PeerSocket` is used like a plain non-blocking socket: a call that would block raises BlockingIOError, whether OpenSSL
-waits to read or to write. It never sends in the clear, not even after it was closed.
+A `PeerSocket` works like a plain non-blocking socket: a call that would block raises BlockingIOError, whether OpenSSL
+waits to read or to write. It never sends plaintext, not even after `close`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any, Final
 
 from ringserve.cp_core.errors import ConfigError
 
-# Most bytes that one call moves: a sender that would block must come back with the same bytes.
+# Limit per call: a sender that would block must retry with the same bytes.
 SLICE_BYTES: Final = 256 << 10
 
 
 class PeerSocket(ssl.SSLSocket):
-    """A TLS connection to a peer. One thread at a time: OpenSSL does not even let one read while another writes."""
+    """TLS connection to a peer, for one thread at a time: OpenSSL does not allow a read during a write."""
 
     def send(self, data: Any, flags: int = 0) -> int:
-        """Send some of `data`. Raises BlockingIOError; the next call must then begin with the same bytes."""
+        """Send a part of `data`. After BlockingIOError, the next call must begin with the same bytes."""
         self._check_open()
         try:
             return super().send(memoryview(data)[:SLICE_BYTES])
@@ -33,9 +33,9 @@ class PeerSocket(ssl.SSLSocket):
             raise BlockingIOError from None
 
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
-        """Receive about a slice of the bytes that are there; 0 at the end of the stream. Raises BlockingIOError.
+        """Receive about one slice of the available bytes; 0 at the end of the stream. Raises BlockingIOError.
 
-        A record is taken whole where the buffer has room for it, because a poll does not see bytes that OpenSSL holds.
+        Records are read whole if the buffer has room, because a poll does not see bytes inside OpenSSL.
         """
         self._check_open()
         view = memoryview(buffer)[:nbytes]
@@ -53,22 +53,22 @@ class PeerSocket(ssl.SSLSocket):
         return filled
 
     def shutdown(self, how: int) -> None:
-        """Shut the connection beneath down, from any thread. TLS stays, so that no later call sends in the clear."""
+        """Shut down the underlying connection, from any thread. TLS stays, so later calls never send plaintext."""
         socket.socket.shutdown(self, how)
 
     def _check_open(self) -> None:
         if self.version() is None:
-            # SSLSocket itself would go on in the clear.
+            # SSLSocket itself would continue in plaintext.
             raise ConnectionError("there is no TLS on this connection")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerTls:
-    """PEM files by which the processes of a cluster prove themselves: each shows `cert`, takes only what `ca` signed.
+    """PEM files for mutual TLS in a cluster: each process shows `cert` and accepts peers that `ca` signed.
 
-    `server_name` is the name in every certificate, where that is not the host that is called. Contexts are made anew
-    for each connection, so that files that were replaced count for the next one. `accept` and `call` take a connection
-    over, and close it where they raise.
+    `server_name` is the name in every certificate if it differs from the called host. Each connection loads the files
+    again, so replaced files apply to the next connection. `accept` and `call` own the connection and close it if they
+    raise.
     """
 
     cert: str
@@ -77,22 +77,22 @@ class PeerTls:
     server_name: str = ""
 
     def accept(self, connection: socket.socket) -> ssl.SSLSocket:
-        """Return the TLS connection of a caller, its handshake still to be done. Raises ConfigError, OSError."""
+        """Return a caller's TLS connection before its handshake. Raises ConfigError, OSError."""
         with _closed_on_failure(connection):
             context = self._context(ssl.PROTOCOL_TLS_SERVER)
             context.verify_mode = ssl.CERT_REQUIRED
-            # A peer that only sends would leave tickets unread, which turns the end of its stream into a reset.
+            # A peer that only sends would leave tickets unread, so the end of its stream would become a reset.
             context.num_tickets = 0
             return context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
 
     def call(self, connection: socket.socket, host: str) -> ssl.SSLSocket:
-        """Return the connection after the handshake, which the socket's timeout bounds. Raises ConfigError, OSError."""
+        """Return the connection after its handshake, within the socket's timeout. Raises ConfigError, OSError."""
         with _closed_on_failure(connection):
             context = self._context(ssl.PROTOCOL_TLS_CLIENT)
             return context.wrap_socket(connection, server_hostname=self.server_name or host)
 
     def check(self) -> None:
-        """Raise ConfigError for files that cannot be used."""
+        """Raise ConfigError if a file cannot be used."""
         self._context(ssl.PROTOCOL_TLS_SERVER)
 
     def _context(self, protocol: Any) -> ssl.SSLContext:
@@ -104,9 +104,9 @@ class PeerTls:
 
 
 def handshake_events(connection: socket.socket) -> int:
-    """Go on with the handshake of a non-blocking TLS connection.
+    """Continue the handshake of a non-blocking TLS connection.
 
-    Returns the poll events to wait for before the next call, 0 once the handshake is done. Raises OSError.
+    Returns the poll events to wait for before the next call, or 0 when the handshake is done. Raises OSError.
     """
     assert isinstance(connection, ssl.SSLSocket), "a handshake of a plain connection"
     try:
@@ -128,9 +128,9 @@ def _closed_on_failure(connection: socket.socket) -> Iterator[None]:
 
 
 def load_files(section: str, context: ssl.SSLContext, cert: str, key: str, authority: tuple[str, str]) -> None:
-    """Load PEM files as OpenSSL does; `authority` is its key in that section and its path, which may be empty.
+    """Load PEM files into `context`. `authority` is (key in the section, path); the path may be empty.
 
-    Raises ConfigError naming the key of the file that cannot be used.
+    Raises ConfigError with the configuration key of a file that cannot be used.
     """
     for name, path in (("cert", cert), ("key", key)):
         read(f"{section}.{name}", path)
@@ -148,7 +148,7 @@ def load_files(section: str, context: ssl.SSLContext, cert: str, key: str, autho
 
 
 def read(name: str, path: str) -> bytes:
-    """Return the content of the file at `path`. Raises ConfigError naming the key `name`."""
+    """Read the file at `path`. Raises ConfigError with the configuration key `name`."""
     try:
         return Path(path).read_bytes()
     except OSError as error:
@@ -156,7 +156,7 @@ def read(name: str, path: str) -> bytes:
 
 
 def reason_of(error: OSError) -> str:
-    """Return why a connection failed, without the source line that OpenSSL adds."""
+    """Return why a connection failed, without OpenSSL's source line."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is refused: {error.verify_message}"
     if isinstance(error, ssl.SSLError):

@@ -1,8 +1,8 @@
-"""Connections between the ranks of a ring: each rank listens, and is told the endpoints of all others.
+"""Connections between the ranks of a ring: each rank listens and knows all other ranks' endpoints.
 
-Each rank calls all lower ranks. The caller proves by the ring's secret that it belongs to this ring and is the rank it
-says; the rank that answers proves the same. With TLS both show a certificate before. A stranger therefore never enters
-a ring. Silent strangers delay no rank, and make room for later callers.
+Each rank calls all lower ranks. With the ring's secret, caller and callee prove to each other that they belong to this
+ring and are the ranks they claim. With TLS, both show a certificate first. So a stranger never enters a ring. Silent
+strangers delay no rank, and are dropped for later callers.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ from ringserve.cp_core.transport.peer_tls import PeerTls, handshake_events, reas
 RANK: Final = struct.Struct("!I")
 PROOF_BYTES: Final = 32
 GREETING_BYTES: Final = RANK.size + PROOF_BYTES
-# Callers that have not proved themselves, beyond those that are expected. Of more the oldest is disconnected.
+# Unproven callers beyond the expected ranks. If there are more, the oldest is disconnected.
 MAX_STRANGERS: Final = 64
 
 
 def parse_endpoint(endpoint: str) -> tuple[str, int]:
-    """Return (host, port) of HOST:PORT, an IPv6 host in brackets or not. Raises ConfigError."""
+    """Parse HOST:PORT to (host, port). An IPv6 host may be in brackets. Raises ConfigError.
+
+    Example: `parse_endpoint("[::1]:7000")` is ("::1", 7000).
+    """
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigError(f"endpoint {endpoint!r} is not allowed; it must be HOST:PORT")
@@ -36,7 +39,7 @@ def parse_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 def listen(host: str, port: int, purpose: str) -> socket.socket:
-    """Return a listening socket on one address only; port 0 takes a free one. Raises Unavailable, naming `purpose`."""
+    """Listen on one address; port 0 picks a free port. Raises Unavailable, naming `purpose`."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -53,7 +56,7 @@ def listen(host: str, port: int, purpose: str) -> socket.socket:
 
 
 def own_address(host: str, port: int) -> str:
-    """Return the address of this machine's interface towards `host`. No packet is sent. Raises Unavailable."""
+    """Return the address of this machine's interface towards `host`, without sending a packet. Raises Unavailable."""
     try:
         family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -64,9 +67,9 @@ def own_address(host: str, port: int) -> str:
 
 
 class RingListener:
-    """Endpoint at which one rank awaits its ring, on one address only, from construction to `close`.
+    """Endpoint on which one rank awaits its ring, on one address, from construction to `close`.
 
-    Raises Unavailable.
+    Raises Unavailable if it cannot listen.
     """
 
     def __init__(self, host: str) -> None:
@@ -75,15 +78,15 @@ class RingListener:
         self.endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def close(self) -> None:
-        """Stop listening. May be called again."""
+        """Stop listening. Idempotent."""
         self.socket.close()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendezvous:
-    """Knowledge of one rank before ring `name` connects: the `endpoints` of all by rank, and their common `secret`.
+    """What one rank knows before ring `name` connects: all ranks' `endpoints` and their common `secret`.
 
-    With `tls` the connections are encrypted, and both ends show a certificate.
+    With `tls` the connections are encrypted and both ends show certificates.
     """
 
     name: str
@@ -97,12 +100,12 @@ class Rendezvous:
 def connect_mesh(listener: RingListener, rendezvous: Rendezvous) -> dict[int, socket.socket]:
     """Connect to every other rank, close the listener, and return the connections by rank.
 
-    Raises Unavailable if the others have not come after the rendezvous's timeout, or one of them is not the rank it
-    should be; ConfigError for files of TLS that cannot be used.
+    Raises Unavailable if a rank does not connect within the rendezvous's timeout or fails its proof, and ConfigError if
+    a TLS file cannot be used.
     """
     mesh = _Mesh(rendezvous, time.monotonic() + rendezvous.timeout_seconds)
     with mesh.closed_on_failure(), listener.socket:
-        # Every rank waits for answers of lower ranks first, and rank 0 for none: so all get theirs.
+        # Every rank first waits for answers from lower ranks, and rank 0 for none, so this cannot deadlock.
         for peer in range(rendezvous.rank):
             mesh.call(peer)
         mesh.accept(listener.socket)
@@ -111,7 +114,7 @@ def connect_mesh(listener: RingListener, rendezvous: Rendezvous) -> dict[int, so
 
 @dataclass(slots=True)
 class _Caller:
-    """Connection of an unproven caller, and the part of its greeting that has come. `awaits` are poll events."""
+    """Connection of an unproven caller, with the received part of its greeting. `awaits` are poll events."""
 
     connection: socket.socket
     has_tls: bool
@@ -119,7 +122,7 @@ class _Caller:
     awaits: int = select.POLLIN
 
     def receive(self) -> None:
-        """Read more of the greeting, after the handshake where there is TLS. Raises BlockingIOError, OSError."""
+        """Read more of the greeting, after the handshake if there is TLS. Raises BlockingIOError, OSError."""
         if self.has_tls:
             events = handshake_events(self.connection)
             self.awaits = events or select.POLLIN
@@ -135,7 +138,7 @@ class _Caller:
 
 @dataclass(slots=True)
 class _Mesh:
-    """Connections of one rank while they are made."""
+    """Connections of one rank while they are being made."""
 
     rendezvous: Rendezvous
     deadline: float
@@ -156,7 +159,7 @@ class _Mesh:
                 caller.connection.close()
 
     def call(self, peer: int) -> None:
-        """Connect to a lower rank, prove this rank to it, and check its proof."""
+        """Connect to a lower rank, prove this rank's identity, and check the peer's proof."""
         rendezvous, endpoint = self.rendezvous, self.rendezvous.endpoints[peer]
         host, port = parse_endpoint(endpoint)
         try:
@@ -182,7 +185,7 @@ class _Mesh:
             raise Unavailable(f"the process at {endpoint} is not rank {peer} of ring {rendezvous.name!r}")
 
     def accept(self, listener: socket.socket) -> None:
-        """Take the connections of all higher ranks."""
+        """Accept the connections of all higher ranks."""
         listener.setblocking(False)
         while len(self.connections) < len(self.rendezvous.endpoints) - 1:
             poll = select.poll()
@@ -203,14 +206,14 @@ class _Mesh:
             if tls is not None:
                 connection = tls.accept(connection)
         except OSError:
-            # The caller has gone already.
+            # The caller is gone already.
             return
         while len(self.callers) >= MAX_STRANGERS + len(self.rendezvous.endpoints):
             self.callers.pop(next(iter(self.callers))).connection.close()
         self.callers[connection.fileno()] = _Caller(connection, has_tls=tls is not None)
 
     def _answer(self, descriptor: int) -> None:
-        """Read more of a greeting. Answer and retain the connection if it is right, else close it."""
+        """Read more of a greeting. Answer and keep the connection if it is right, else close it."""
         caller = self.callers[descriptor]
         try:
             caller.receive()
@@ -218,7 +221,7 @@ class _Mesh:
                 return
             peer = self._proven_rank(caller.greeting)
             if peer is not None:
-                # The first bytes on a connection: the kernel takes them whole.
+                # These are the first bytes on the connection, so the kernel takes them whole.
                 caller.connection.sendall(self._proof(self.rendezvous.rank, peer))
                 self.connections[peer] = caller.connection
             else:

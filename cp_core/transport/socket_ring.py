@@ -1,16 +1,16 @@
-"""Ring over TCP sockets, plain or with TLS, one connection for each pair of ranks: the ring of CPU ranks.
+"""Ring over TCP sockets, plain or with TLS, with one connection per pair of ranks: the ring for CPU ranks.
 
-Both sides know every size, so nothing but payload is on the wire. A caller that starts messages hands the kernel at
-once as much as it takes, and a caller that waits moves bytes itself. On busy cores every change of thread waits for the
-scheduler, so small messages need none (docs/decisions/0004). One background thread, the mover, moves bytes that do
-not fit in the kernel's buffers while no caller waits.
+Both sides know every size, so the wire carries only payload. A caller that starts messages hands the kernel as many
+bytes as it takes, and a waiting caller moves bytes itself. On busy cores every thread switch waits for the scheduler,
+so small messages need none (docs/decisions/0004). One background thread, the mover, moves bytes that do not fit in the
+kernel's buffers while no caller waits.
 
-    OPEN --close()--> CLOSED   in order, if nothing is under way: peers that expect nothing more never notice
+    OPEN --close()--> CLOSED   in order, if no message is in flight: peers that expect no more messages never notice
       |
       +--a peer lost, a deadline passed, close() amid messages--> CLOSED   by reset: every peer's next wait fails
 
-The last thread that polls the connections closes them: a descriptor closed under a poll could belong to another file
-by then.
+The last thread that polls the connections closes them. If a descriptor were closed during a poll, it could already
+belong to another file.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from ringserve.cp_core.errors import Unavailable
 from ringserve.cp_core.transport.collectives import Message, PointToPointRing
 from ringserve.cp_core.transport.interface import TransportStats
 
-# Linux' default send buffer takes a message of this size whole, so that sending it never waits for the receiver.
+# Linux's default send buffer takes a message of this size whole, so sending it never waits for the receiver.
 LARGE_BYTES: Final = 256 << 10
-# A waiting rank looks again and again for this long before it sleeps: to wake takes longer than a small message needs,
-# and a virtual machine gives an idle processor away. Whatever else can run goes first between two looks.
+# A waiting rank spins for this long before it sleeps: waking up takes longer than a small message, and a virtual
+# machine gives an idle core away. The spin yields to other threads.
 SPIN_SECONDS: Final = 0.0005
 BROKEN: Final = select.POLLERR | select.POLLHUP | select.POLLNVAL
 RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)
@@ -46,7 +46,7 @@ FINISH_ON_CLOSE: Final = struct.pack("ii", 0, 0)
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """One message in one direction; `rest` are its bytes that have not been moved yet."""
+    """One message in one direction. `rest` has the bytes that are still to be moved."""
 
     peer: int
     rest: memoryview
@@ -57,13 +57,13 @@ class Transfer:
 
 
 class Link:
-    """Connection to `peer` with the messages under way in both directions. No call waits. Used under a lock."""
+    """Connection to `peer` with the messages in flight in both directions. Calls never block. Use it under a lock."""
 
     def __init__(self, peer: int, connection: socket.socket) -> None:
-        """Take the connection over.
+        """Own the connection.
 
-        A process that dies resets its connections, and peers that wait for another rank notice the reset. A rank that
-        leaves in order ends its streams, which those peers need not look at.
+        A process that dies resets its connections, which peers notice even while they wait for another rank. A rank
+        that leaves in order ends its streams, which such peers may ignore.
         """
         self.peer = peer
         self.is_lost = False
@@ -81,16 +81,16 @@ class Link:
 
     @property
     def needs_mover(self) -> bool:
-        """True if bytes must be moved while no caller waits. The kernel holds small messages meanwhile."""
+        """True if bytes must be moved while no caller waits. Small messages wait in the kernel."""
         return bool(self.sends) or any(len(recv.rest) > LARGE_BYTES for recv in self.recvs)
 
     @property
     def wanted_events(self) -> int:
-        """Poll events to wait for. BROKEN is always reported, the end of a stream only where more is expected."""
+        """Poll events to wait for. BROKEN is always reported, the end of a stream only if more bytes are expected."""
         return (select.POLLIN if self.recvs else 0) | (select.POLLOUT if self.sends else 0)
 
     def move(self) -> None:
-        """Send the bytes that the kernel takes and receive those it has; set `is_lost` if the peer is gone."""
+        """Send the bytes that the kernel takes, receive the bytes it has, and set `is_lost` if the peer is gone."""
         try:
             self._send()
             self._receive()
@@ -106,7 +106,7 @@ class Link:
                 return
             transfer.rest = transfer.rest[num_bytes:]
             if transfer.rest:
-                # The kernel is full. Another attempt at once would delay the other direction.
+                # The kernel is full. Retrying at once would delay the other direction.
                 return
             self.sends.popleft()
 
@@ -125,7 +125,7 @@ class Link:
             self.recvs.popleft()
 
     def close(self, in_order: bool) -> None:
-        """End the stream after the bytes that the kernel still holds, or else reset the connection."""
+        """End the stream after the kernel's remaining bytes, or reset the connection."""
         if in_order:
             self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, FINISH_ON_CLOSE)
         self._connection.close()
@@ -142,7 +142,7 @@ class Wakeup:
 
     def set(self) -> None:
         """Make the descriptor readable."""
-        # It is readable already if nothing more fits in.
+        # If the buffer is full, the descriptor is readable already.
         with suppress(BlockingIOError):
             self._writer.send(b"\0")
 
@@ -153,21 +153,21 @@ class Wakeup:
                 pass
 
     def close(self) -> None:
-        """Free the descriptor. No thread may be polling it any more."""
+        """Free the descriptor. No thread may still poll it."""
         self._reader.close()
         self._writer.close()
 
 
 class Links:
-    """All links of `rank`. Any thread may call; `start` calls decide the order of messages."""
+    """All links of `rank`. Any thread may call. The order of `start` calls is the order of messages."""
 
     def __init__(
         self, rank: int, connections: Mapping[int, socket.socket], mover_seconds: float, stats: TransportStats
     ) -> None:
-        """Take the connections over, one for each peer. A poll of the mover ends after `mover_seconds` at the latest.
+        """Own the connections, one per peer. The mover's polls end after at most `mover_seconds`.
 
-        `stats` gets the seconds in which messages were under way, whenever none is left. A message that the kernel
-        holds whole is under way until a caller waits for it.
+        `stats` is updated whenever no message is left in flight. A message that the kernel holds whole counts as in
+        flight until a caller waits for it.
         """
         self._rank = rank
         self._mover_seconds = mover_seconds
@@ -186,7 +186,7 @@ class Links:
         self._under_way_since: float | None = None
 
     def start(self, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> None:
-        """Queue the transfers behind those of earlier calls. Raises Unavailable once the ring is closed."""
+        """Queue transfers after those of earlier calls. Raises Unavailable if the ring is closed."""
         with self._lock:
             if self._closed_because is not None:
                 raise Unavailable(self._closed_because)
@@ -202,7 +202,7 @@ class Links:
             self._wake_mover()
 
     def wait(self, transfers: Sequence[Transfer], seconds: float) -> None:
-        """Return when all are done. If a peer is lost, or after `seconds`, close the ring and raise Unavailable."""
+        """Wait until all are done. If a peer is lost, or after `seconds`, close the ring and raise Unavailable."""
         deadline = time.monotonic() + seconds
         with self._lock:
             self._num_waiting += 1
@@ -223,7 +223,7 @@ class Links:
                 self._stop_polling()
 
     def close(self, reason: str) -> None:
-        """Leave the ring. Waits here, and those of peers that expect more of this rank, fail."""
+        """Leave the ring. Waits fail here, and on peers that expect more messages of this rank."""
         with self._lock:
             self._close(reason, is_in_order=all(link.is_idle for link in self._links.values()))
             if not self._num_polling:
@@ -239,7 +239,7 @@ class Links:
             left = [transfer for transfer in transfers if not transfer.is_done]
             if not left:
                 return True
-            # An awaited peer is named first: a peer that closed because it lost another one is lost as well.
+            # Check awaited peers first, to name them: a peer that closed because it lost another rank is lost too.
             self._check_peers([*(self._links[transfer.peer] for transfer in left), *self._links.values()])
             if time.monotonic() >= deadline:
                 self._close(f"rank {self._rank} lost rank {left[0].peer} after its deadline", is_in_order=False)
@@ -257,7 +257,7 @@ class Links:
         for descriptor, events in poll.poll(max(0, math.ceil(seconds * 1e3))):
             link = self._by_descriptor.get(descriptor)
             if link is not None and events & BROKEN:
-                # Acted upon only after the bytes that have arrived from the peer are read.
+                # Handled only after the peer's bytes that have arrived are read.
                 link.is_lost = True
 
     def _poll_links(self) -> select.poll:
@@ -291,7 +291,7 @@ class Links:
             self._stop_polling()
 
     def _move_unless_awaited(self) -> select.poll | None:
-        """Move bytes unless a caller waits. Return the mover's next poll, or None once the ring is closed."""
+        """Move bytes unless a caller waits. Return the mover's next poll, or None if the ring is closed."""
         with self._lock:
             assert self._mover_wakeup is not None
             self._mover_wakeup.clear()
@@ -332,10 +332,10 @@ class Links:
 
 
 class SocketRing(PointToPointRing):
-    """One rank's end of a ring of sockets. Tensors are on the CPU.
+    """One rank's end of a socket ring. Tensors are on the CPU.
 
-    The death of a rank resets its connections, which ends the waits of all others at once. The ranks that expect a
-    message of a rank that leaves in order see its streams end, and leave by a reset, which the others see.
+    The death of a rank resets its connections, which ends all other ranks' waits at once. If a rank leaves in order,
+    ranks that expect its messages see its streams end and leave by a reset, which the other ranks see.
     """
 
     def __init__(
@@ -345,7 +345,7 @@ class SocketRing(PointToPointRing):
         connections: Mapping[int, socket.socket],
         store: object = None,
     ) -> None:
-        """Take over `connections`, one to every other rank. `store` is retained as long: on rank 0 it serves all."""
+        """Own `connections`, one per other rank, and keep `store` alive: on rank 0 it serves all ranks."""
         super().__init__(rank, len(connections) + 1, timeout_seconds)
         self._links = Links(rank, connections, timeout_seconds, self.stats)
         self._store = store
@@ -378,7 +378,7 @@ class SocketWork:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the tensor's own memory: the view holds it, without a copy."""
+    """Return a view of the tensor's own memory, without a copy."""
     assert tensor.device.type == "cpu", f"a socket ring moves tensors on the CPU, not on {tensor.device}"
     # numpy has no bfloat16.
     array = tensor.detach().view(-1).view(torch.uint8) if tensor.dtype == torch.bfloat16 else tensor.detach()

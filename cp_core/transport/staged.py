@@ -1,7 +1,7 @@
-"""Ring of ranks whose tensors are on a GPU, over a transport of host memory: several ranks may then share a GPU.
+"""Ring for GPU tensors over a host-memory transport, so that several ranks may share a GPU.
 
-NCCL refuses two ranks on one device. Here a message is copied to pinned host memory, goes over the host's transport,
-and is copied to the device of its receiver. Tensors on the host pass as they are.
+NCCL refuses two ranks on one device. Here, a message is copied to pinned host memory, sent by the host transport, and
+copied to the receiver's device. Host tensors are sent as they are.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ class Staging(Protocol):
         ...
 
     def room(self, like: torch.Tensor) -> torch.Tensor:
-        """Return host memory for a tensor of the shape and dtype of `like`."""
+        """Return host memory for a tensor with the shape and dtype of `like`."""
         ...
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy tensors into host memory. They may be read there at once."""
+        """Copy tensors to host memory. They may be read there at once."""
         ...
 
     def to_device(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Copy into a tensor on the device, ahead of the work that the caller gives the device afterwards."""
+        """Copy to a tensor on the device, before any work that the caller queues later."""
         ...
 
 
 class PinnedStaging:
-    """Staging of CUDA tensors in pinned memory of torch's caching allocator.
+    """Staging of CUDA tensors in pinned memory from torch's caching allocator.
 
-    That allocator gives memory to nothing else before the copies from it are over.
+    The allocator reuses memory only after copies from it are done.
     """
 
     def covers(self, tensor: torch.Tensor) -> bool:
@@ -48,7 +48,7 @@ class PinnedStaging:
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         copies = [self.room(tensor).copy_(tensor, non_blocking=True) for tensor in tensors]
-        # The transport reads them outside the stream.
+        # The transport reads the copies outside the stream.
         torch.cuda.current_stream(tensors[0].device).synchronize()
         return copies
 
@@ -57,12 +57,12 @@ class PinnedStaging:
 
 
 def for_device(ring: RingTransport, device: torch.device) -> RingTransport:
-    """Return a ring of host memory as one for tensors on `device`."""
+    """Adapt a host-memory ring to tensors on `device`."""
     return StagedRing(ring, PinnedStaging()) if device.type == "cuda" else ring
 
 
 class _Arrival:
-    """Operation whose received tensors are copied to the device in its first `wait`."""
+    """Operation whose first `wait` copies the received tensors to the device."""
 
     def __init__(self, work: Work, staging: Staging, received: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._work = work
@@ -78,7 +78,7 @@ class _Arrival:
 
 
 class StagedRing:
-    """`RingTransport` over another one, which moves host memory."""
+    """`RingTransport` over another transport, which moves host memory."""
 
     is_on_stream = False
 
@@ -98,7 +98,7 @@ class StagedRing:
         return self._arrival(self._inner.exchange(sent, dst, room, src), [room], [recv])
 
     def all_to_all(self, send: Sequence[torch.Tensor], recv: Sequence[torch.Tensor]) -> Work:
-        """See `RingTransport.all_to_all`. The own part does not leave the device."""
+        """See `RingTransport.all_to_all`. The rank's own part stays on the device."""
         send, recv = list(send), list(recv)
         recv[self.rank].copy_(send[self.rank])
         send[self.rank] = recv[self.rank] = torch.empty(0)
@@ -106,7 +106,7 @@ class StagedRing:
         return self._arrival(self._inner.all_to_all(self._sent(send), rooms), rooms, recv)
 
     def gather_all(self, send: torch.Tensor, recv: Sequence[torch.Tensor]) -> Work:
-        """See `RingTransport.gather_all`. The own part does not leave the device but to be sent."""
+        """See `RingTransport.gather_all`. The rank's own part is copied on the device."""
         recv = list(recv)
         if recv[self.rank] is not send:
             recv[self.rank].copy_(send)
@@ -132,7 +132,7 @@ class StagedRing:
         self._inner.close()
 
     def _sent(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return host memory with what tensors hold now; one synchronisation for all."""
+        """Copy the tensors' current content to host memory, with one synchronisation."""
         covered = [place for place, tensor in enumerate(tensors) if tensor.numel() and self._staging.covers(tensor)]
         sent = [tensor if tensor.numel() else torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
         if covered:

@@ -131,7 +131,7 @@ def test_an_unknown_backend_is_refused_with_the_names_there_are() -> None:
 
 
 def test_a_backend_that_does_not_serve_the_device_is_refused_and_nothing_falls_back() -> None:
-    with pytest.raises(ConfigError, match=r"does not serve torch\.float32 on cuda:0"):
+    with pytest.raises(ConfigError, match=r"does not support torch\.float32 on cuda:0"):
         select_backend("torch_cpu_flash", "cuda:0", torch.float32)
-    with pytest.raises(ConfigError, match="no fast one serves"):
+    with pytest.raises(ConfigError, match="no fast kernel supports"):
         select_backend("auto", "cuda:0", torch.float32)

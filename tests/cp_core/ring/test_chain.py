@@ -124,7 +124,7 @@ def test_a_layout_that_is_no_chain_is_refused() -> None:
     rows = torch.zeros(4, 2, 64)
     for layout in (balanced_layout(0, 8, (0, 0)), cut_layout(0, (0, 4, 8), (1, 0))):
         plan = PrefillPlan((SequencePlan(layout, (0, 0)),))
-        with pytest.raises(InvalidRequest, match="allowed is one range a rank, in this order"):
+        with pytest.raises(InvalidRequest, match="allowed is one range per rank, in this order"):
             ring_prefill(rows, rows, rows, [[]], plan, transport, TorchCpuFlash(), SCALE, "chain")
 
 

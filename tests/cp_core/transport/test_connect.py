@@ -217,8 +217,8 @@ def test_a_ring_of_one_needs_no_store() -> None:
     ("name", "device", "reason"),
     [
         ("mpi", "cpu", "'mpi' is no ring transport; allowed are auto, nccl, sockets"),
-        ("nccl", "cpu", "'nccl' does not serve device 'cpu'; allowed there are auto, sockets"),
-        ("auto", "meta", "no ring transport serves device 'meta'"),
+        ("nccl", "cpu", "'nccl' does not support device 'cpu'; allowed are auto, sockets"),
+        ("auto", "meta", "no ring transport supports device 'meta'"),
         ("auto", "cuda", "built without NCCL"),
     ],
 )

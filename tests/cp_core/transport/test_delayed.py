@@ -169,7 +169,7 @@ def test_a_wait_ends_at_its_deadline_though_the_message_is_under_way() -> None:
     left.broadcast(torch.zeros(1), 0).wait()
     assert time.monotonic() - started < 20.0, "who sends does not wait"
     started = time.monotonic()
-    with pytest.raises(Unavailable, match="rank 1 waited too long for a message that is still under way"):
+    with pytest.raises(Unavailable, match="rank 1 waited too long for a message that is still in flight"):
         right.broadcast(torch.empty(1), 0).wait(timeout_seconds=0.1)
     assert 0.1 <= time.monotonic() - started < 20.0
     with pytest.raises(Unavailable, match="rank 1 left the ring of 2"):

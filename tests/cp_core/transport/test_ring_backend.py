@@ -26,5 +26,5 @@ def test_ranks_with_a_gpu_each_take_nccl_and_others_sockets(
 
 
 def test_nccl_is_refused_where_ranks_share_a_gpu() -> None:
-    with pytest.raises(ConfigError, match=r"'nccl' takes one rank on a GPU, and gpus_per_rank is 0\.25; allowed there"):
+    with pytest.raises(ConfigError, match=r"'nccl' needs a whole GPU per rank, and gpus_per_rank is 0\.25; allowed"):
         select_ring_backend("nccl", "cuda", 0.25)

@@ -214,7 +214,7 @@ def test_a_word_that_is_not_allowed_is_refused_with_those_that_are(key: str, val
     ("device", "transport", "sentence"),
     [
         ("cpu", "mpi", "'mpi' is no ring transport; allowed are auto, nccl, sockets"),
-        ("cpu", "nccl", "ring transport 'nccl' does not serve device 'cpu'; allowed there are auto, sockets"),
+        ("cpu", "nccl", "ring transport 'nccl' does not support device 'cpu'; allowed are auto, sockets"),
         ("cpu", "gloo", "'gloo' is no ring transport; allowed are auto, nccl, sockets"),
     ],
 )

@@ -147,7 +147,7 @@ def test_ranks_meet_over_a_real_ring_and_compute_the_same(
 
 
 def test_a_ring_transport_that_does_not_serve_the_device_is_refused(model_paths: Models) -> None:
-    with pytest.raises(ConfigError, match="'nccl' does not serve device 'cpu'"):
+    with pytest.raises(ConfigError, match="'nccl' does not support device 'cpu'"):
         LocalRing(model_paths["llama_gqa"], 2, ring_transport="nccl")
 
 
