@@ -37,7 +37,7 @@ from ringserve.services.config import Config
 from ringserve.services.gateway.failover import begun_in_time
 from ringserve.services.rpc.peers import GrpcPeers, peer_metadata
 from ringserve.services.rpc.server import GrpcServer
-from ringserve.services.rpc.servicers import RingServicer
+from ringserve.services.rpc.servicers import DecodeServicer
 from ringserve.services.rpc.wire.contract import to_message
 from ringserve.v1 import router_pb2, router_pb2_grpc
 from ringserve.workers.protocol.ranks import ModelInfo
@@ -251,7 +251,7 @@ class _Restart:
         servers, endpoints = [], {}
         for kind, instant in kinds.items():
             server = GrpcServer()
-            RingServicer(instant).register(server)
+            DecodeServicer(instant).register(server)
             servers.append(server)
             endpoints[kind] = await server.start("127.0.0.1:0")
         known = registrations(self._load.rings, 0, endpoints)

@@ -31,7 +31,7 @@ from ringserve.orchestration.protocol.turns import (
 )
 from ringserve.services.gateway.settings import GatewaySettings
 from ringserve.services.rpc.server import GrpcServer
-from ringserve.services.rpc.servicers import RingServicer, RouterServicer
+from ringserve.services.rpc.servicers import DecodeServicer, RouterServicer
 from ringserve.services.telemetry.metrics.router import RouterMetrics, RouterView
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from ringserve.workers.model.builtin import resolve_model_path
@@ -176,7 +176,7 @@ async def _serve_rings(load: GatewayLoad, pipe: Connection) -> None:
     steps, servers, endpoints = [], [], []
     for _ in range(load.rings):
         ring, server = SteppingRing(1.0 / load.rate, load.num_tokens), GrpcServer()
-        RingServicer(ring).register(server)  # type: ignore[arg-type]
+        DecodeServicer(ring).register(server)  # type: ignore[arg-type]
         servers.append(server)
         endpoints.append(await server.start("127.0.0.1:0"))
         steps.append(asyncio.create_task(ring.run()))

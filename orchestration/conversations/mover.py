@@ -17,7 +17,7 @@ from ringserve.orchestration.conversations.store import ConversationStore
 from ringserve.orchestration.placement.kv_locations import KvLocation
 from ringserve.orchestration.placement.registry import RegisteredRing
 from ringserve.orchestration.protocol.kv import TakeKv, TakenKv
-from ringserve.orchestration.protocol.ports import Peers, RingPort
+from ringserve.orchestration.protocol.ports import Peers, PrefillPort
 from ringserve.orchestration.protocol.views import MoveReason, MoveTotals
 
 log = logging.getLogger(__name__)
@@ -158,5 +158,5 @@ class ConversationMover:
         except (RingserveError, TimeoutError) as error:
             log.warning("ring %s could not free %s, which has moved: %s", source.name, kv_id, error)
 
-    def _port(self, ring: RegisteredRing) -> RingPort:
+    def _port(self, ring: RegisteredRing) -> PrefillPort:
         return self._peers.leader(ring.role, ring.registration.endpoint)

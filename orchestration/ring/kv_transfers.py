@@ -20,7 +20,7 @@ from ringserve.cp_core.errors import RingserveError
 from ringserve.cp_core.layout.reshard import plan_reshard
 from ringserve.cp_core.layout.shards import ShardMap, TokenRange, spread
 from ringserve.orchestration.protocol.kv import SendKv, SentKv, TakeKv, TakenKv
-from ringserve.orchestration.protocol.ports import Peers, RingPort
+from ringserve.orchestration.protocol.ports import Peers, PrefillPort
 from ringserve.orchestration.ring.kv_pool import KvPool, SequenceKv
 from ringserve.orchestration.ring.life import Ring
 from ringserve.orchestration.tasks import begin_joined, finish_despite_cancellation, gather_all, gather_first_error
@@ -129,7 +129,7 @@ async def expect(ring: Ring, sequence: SequenceKv, key: TransferKey, shards: Sha
 async def fetch(
     ring: Ring,
     sequence: SequenceKv,
-    source: RingPort,
+    source: PrefillPort,
     key: TransferKey,
     tokens: TokenRange,
     shards: ShardMap,

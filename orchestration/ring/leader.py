@@ -6,14 +6,14 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
-from ringserve.cp_core.errors import InvalidRequest, RingserveError, StaleIncarnation, Unavailable
+from ringserve.cp_core.errors import RingserveError, StaleIncarnation, Unavailable
 from ringserve.orchestration.protocol.inventory import KnownEpoch, Registered, RingInventory, TurnOnRing
 from ringserve.orchestration.protocol.kv import ForkedKv, ForkKv, RetainedKv, SendKv, SentKv, TakeKv, TakenKv
 from ringserve.orchestration.protocol.ports import Peers, RankFactory
 from ringserve.orchestration.protocol.rings import RingSettings, RingState
-from ringserve.orchestration.protocol.turns import Admit, NoTracer, RingRegistration, Tracer, TurnEvent
+from ringserve.orchestration.protocol.turns import NoTracer, RingRegistration, Tracer
 from ringserve.orchestration.protocol.views import RingStatus
 from ringserve.orchestration.ring.kv_transfers import KvMoves, copy_blocks
 from ringserve.orchestration.ring.life import Ring
@@ -280,21 +280,6 @@ class RingLeader(ABC):
     async def take_kv(self, request: TakeKv) -> TakenKv:
         """Fetch KV as `KvMoves.take` does. Raises CapacityExceeded, Busy, NotFound, TransferError, Unavailable."""
         return await self.kv_moves.take(request)
-
-    async def admit(self, admit: Admit) -> None:
-        """Raise InvalidRequest: only a decode leader admits, streams and finishes turns, and overrides this."""
-        raise self._no_decode_ring()
-
-    def stream_turn(self, turn_id: str, after: int = 0, interval: float = 0.0) -> AsyncGenerator[TurnEvent, None]:
-        """Raise InvalidRequest, as `admit`."""
-        raise self._no_decode_ring()
-
-    async def finish_turn(self, turn_id: str, num_tokens: int) -> None:
-        """Raise InvalidRequest, as `admit`."""
-        raise self._no_decode_ring()
-
-    def _no_decode_ring(self) -> InvalidRequest:
-        return InvalidRequest(f"ring {self.settings.name} is no decode ring: it admits, streams and finishes no turns")
 
     async def get_retained(self, kv_ids: Sequence[str]) -> RetainedKv:
         """Return the number of tokens retained of each sequence. Raises Unavailable."""

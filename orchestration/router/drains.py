@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from ringserve.cp_core.errors import Busy, CapacityExceeded, DeadlineExceeded, InvalidRequest, NotFound, RingserveError
 from ringserve.orchestration.placement.registry import RegisteredRing, RingRegistry
-from ringserve.orchestration.protocol.ports import Peers, RingPort
+from ringserve.orchestration.protocol.ports import Peers, PrefillPort
 from ringserve.orchestration.protocol.rings import ROLES, RingEvent
 from ringserve.orchestration.protocol.turns import RingRegistration
 
@@ -255,7 +255,7 @@ class Drains:
             raise NotFound(f"ring: {name!r} is not known; there are {known}")
         return ring
 
-    def _port(self, ring: RegisteredRing) -> RingPort:
+    def _port(self, ring: RegisteredRing) -> PrefillPort:
         return self._peers.leader(ring.role, ring.registration.endpoint)
 
 

@@ -16,7 +16,7 @@ from ringserve.orchestration.placement.placer import RingPlacer
 from ringserve.orchestration.placement.planner import RetainedPrefix
 from ringserve.orchestration.placement.registry import RegisteredRing
 from ringserve.orchestration.protocol.plans import TurnPlan
-from ringserve.orchestration.protocol.ports import Peers, RingPort
+from ringserve.orchestration.protocol.ports import Peers, PrefillPort
 from ringserve.orchestration.protocol.turns import Reserve
 from ringserve.orchestration.router.registry import TurnRegistry
 from ringserve.orchestration.router.turn import RunningTurn
@@ -170,7 +170,7 @@ class TurnReservations:
         except RingserveError as error:
             log.info("decode ring %s could not be told to drop %s: %s", ring.name, turn_id, error)
 
-    def _port(self, ring: RegisteredRing) -> RingPort:
+    def _port(self, ring: RegisteredRing) -> PrefillPort:
         return self._peers.leader(ring.role, ring.registration.endpoint)
 
     def take_prefill_ring(self, turn: RunningTurn) -> None:

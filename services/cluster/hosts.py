@@ -32,7 +32,7 @@ from ringserve.services.config.rings import Pool
 from ringserve.services.rpc.health import HealthWatch
 from ringserve.services.rpc.peers import GrpcPeers
 from ringserve.services.rpc.server import EPOCH_KEY, GrpcServer, admitting_peers
-from ringserve.services.rpc.servicers import RingServicer, RouterServicer
+from ringserve.services.rpc.servicers import DecodeServicer, PrefillServicer, RouterServicer
 from ringserve.services.telemetry.logs import set_up_logs
 from ringserve.services.telemetry.metrics.endpoint import MetricsEndpoint, metrics_page, probe_pages
 from ringserve.services.telemetry.metrics.registry import RING_NAMES, WithVllmNames, new_registry
@@ -279,10 +279,12 @@ class RunningLeader:
         ranks = RayRanks(host.name, host.resources(), host.pool.tp)
         leader: RingLeader
         if host.role == "prefill":
-            leader = PrefillLeader(host.settings(), ranks, self._peers, router.register_ring)
+            leader = prefill = PrefillLeader(host.settings(), ranks, self._peers, router.register_ring)
+            servicer = PrefillServicer(prefill)
         else:
-            leader = DecodeLeader(host.settings(), ranks, self._peers, router, router.register_ring)
-        RingServicer(leader, host.config.timeouts.heartbeat).register(server)
+            leader = decode = DecodeLeader(host.settings(), ranks, self._peers, router, router.register_ring)
+            servicer = DecodeServicer(decode, host.config.timeouts.heartbeat)
+        servicer.register(server)
         leader.tracer = self._tracer
         leader.has_left = self._drained  # `wait_event` waits for it already
         self._leader = leader

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from ringserve.cp_core.errors import LOSSES, NotBegun, NotFound, RingserveError, Unavailable, Unreachable
-from ringserve.orchestration.protocol.ports import RingPort
+from ringserve.orchestration.protocol.ports import DecodePort
 from ringserve.orchestration.protocol.turns import (
     BegunTurn,
     FinishedEvent,
@@ -85,7 +85,7 @@ class LastingTurn:
         request: TurnRequest,
         begun: BegunTurn,
         begin: Begin,
-        leader_at: Callable[[str], RingPort],
+        leader_at: Callable[[str], DecodePort],
         *,
         interval: Callable[[], float] = lambda: 0.0,
         noted: Callable[[str, bool], None] = lambda role, went_on: None,

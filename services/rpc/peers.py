@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 import grpc
 from google.protobuf.message import Message
@@ -77,17 +77,16 @@ class _Peer:
         return await self._reach(method(request, timeout=timeout, metadata=self._metadata))
 
 
-class GrpcRing(_Peer):
-    """`RingPort` over a channel."""
+class GrpcPrefillRing(_Peer):
+    """`PrefillPort` over a channel."""
 
-    def __init__(
-        self, role: str, endpoint: str, channel: grpc.aio.Channel, turns: TurnsStream, metadata: Metadata
-    ) -> None:
-        super().__init__(f"the {role} leader at {endpoint}", metadata)
-        self._turns = turns
+    role = "prefill"
+    settle_seconds = ABORT_SECONDS
+    """Deadline of `settle`: a prefill ring finishes the step under way before it unpins a sequence."""
+
+    def __init__(self, endpoint: str, channel: grpc.aio.Channel, metadata: Metadata) -> None:
+        super().__init__(f"the {self.role} leader at {endpoint}", metadata)
         self._stub = rings_pb2_grpc.RingServiceStub(channel)
-        # A prefill ring finishes the step under way before it unpins a sequence.
-        self._settle_seconds = ABORT_SECONDS if role == "prefill" else CONTROL_SECONDS
 
     async def reserve(self, request: Reserve) -> Reservation:
         return await self._ask(self._stub.Reserve, to_message(rings_pb2.ReserveRequest, request), Reservation)
@@ -97,29 +96,13 @@ class GrpcRing(_Peer):
         timeout = turn.deadline_seconds + CONTROL_SECONDS
         return await self._ask(self._stub.Prefill, to_message(rings_pb2.PrefillRequest, turn), PrefillDone, timeout)
 
-    async def admit(self, admit: Admit) -> None:
-        request = to_message(rings_pb2.AdmitRequest, admit)
-        await self._tell(self._stub.Admit, request)
-
-    def stream_turn(self, turn_id: str, after: int = 0, interval: float = 0.0) -> AsyncGenerator[TurnEvent, None]:
-        """Yield a turn's events; they share one stream with other turns of the leader. Leaving the iterator leaves it.
-
-        Raises Unavailable also where neither events nor heartbeats come, and Unreachable where the connection breaks
-        while they do.
-        """
-        return self._turns.read(turn_id, after, interval)
-
-    async def finish_turn(self, turn_id: str, num_tokens: int) -> None:
-        request = rings_pb2.FinishTurnRequest(turn_id=turn_id, num_tokens=num_tokens)
-        await self._tell(self._stub.FinishTurn, request)
-
     async def abort_turn(self, turn_id: str, error: RingserveError) -> None:
         request = rings_pb2.AbortTurnRequest(turn_id=turn_id, message=str(error), error=type(error).__name__)
         await self._tell(self._stub.AbortTurn, request, ABORT_SECONDS)
 
     async def settle(self, kv_id: str, turn_id: str, retain_tokens: int) -> None:
         request = rings_pb2.SettleRequest(kv_id=kv_id, turn_id=turn_id, retain_tokens=retain_tokens)
-        await self._tell(self._stub.Settle, request, self._settle_seconds)
+        await self._tell(self._stub.Settle, request, self.settle_seconds)
 
     async def send_kv(self, request: SendKv) -> SentKv:
         timeout = request.deadline_seconds + CONTROL_SECONDS
@@ -144,6 +127,33 @@ class GrpcRing(_Peer):
 
     async def get_status(self) -> RingStatus:
         return await self._ask(self._stub.GetStatus, rings_pb2.GetStatusRequest(), RingStatus)
+
+
+class GrpcDecodeRing(GrpcPrefillRing):
+    """`DecodePort` over a channel."""
+
+    role = "decode"
+    settle_seconds = CONTROL_SECONDS
+
+    def __init__(self, endpoint: str, channel: grpc.aio.Channel, turns: TurnsStream, metadata: Metadata) -> None:
+        super().__init__(endpoint, channel, metadata)
+        self._turns = turns
+
+    async def admit(self, admit: Admit) -> None:
+        request = to_message(rings_pb2.AdmitRequest, admit)
+        await self._tell(self._stub.Admit, request)
+
+    def stream_turn(self, turn_id: str, after: int = 0, interval: float = 0.0) -> AsyncGenerator[TurnEvent, None]:
+        """Yield a turn's events; they share one stream with other turns of the leader. Leaving the iterator leaves it.
+
+        Raises Unavailable also where neither events nor heartbeats come, and Unreachable where the connection breaks
+        while they do.
+        """
+        return self._turns.read(turn_id, after, interval)
+
+    async def finish_turn(self, turn_id: str, num_tokens: int) -> None:
+        request = rings_pb2.FinishTurnRequest(turn_id=turn_id, num_tokens=num_tokens)
+        await self._tell(self._stub.FinishTurn, request)
 
 
 class GrpcRouter(_Peer):
@@ -273,13 +283,19 @@ class GrpcPeers:
         alive = keepalive(lost_seconds / SILENT_TICKS, lost_seconds, is_always_on=True)
         self._options = (*CHANNEL_OPTIONS, *alive, *options)
 
-    def leader(self, role: str, endpoint: str) -> GrpcRing:
+    @overload
+    def leader(self, role: Literal["decode"], endpoint: str) -> GrpcDecodeRing: ...
+    @overload
+    def leader(self, role: str, endpoint: str) -> GrpcPrefillRing: ...
+    def leader(self, role: str, endpoint: str) -> GrpcPrefillRing:
         epoch = ((EPOCH_KEY, str(self.epoch)),) if self.epoch else ()
         metadata, channel = (*self._metadata, *epoch), self._channel(endpoint)
+        if role == "prefill":
+            return GrpcPrefillRing(endpoint, channel, metadata)
         if endpoint not in self._turns:
-            stub, name = rings_pb2_grpc.RingServiceStub(channel), f"the {role} leader at {endpoint}"
+            stub, name = rings_pb2_grpc.RingServiceStub(channel), f"the decode leader at {endpoint}"
             self._turns[endpoint] = TurnsStream(stub, metadata, name, self._lost_seconds)
-        return GrpcRing(role, endpoint, channel, self._turns[endpoint], metadata)
+        return GrpcDecodeRing(endpoint, channel, self._turns[endpoint], metadata)
 
     def router(self, endpoint: str) -> GrpcRouter:
         return GrpcRouter(endpoint, self._channel(endpoint), self._router_patience, self._metadata)

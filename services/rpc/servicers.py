@@ -6,14 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
+from ringserve.cp_core.errors import InvalidRequest
 from ringserve.orchestration.protocol.inventory import KnownEpoch, RingInventory
 from ringserve.orchestration.protocol.kv import ForkKv, SendKv, TakeKv
-from ringserve.orchestration.protocol.ports import RingPort, RouterPort
+from ringserve.orchestration.protocol.ports import DecodePort, PrefillPort, RouterPort
 from ringserve.orchestration.protocol.rings import HEARTBEAT_SECONDS
 from ringserve.orchestration.protocol.turns import (
     Admit,
@@ -50,13 +51,11 @@ async def _serve(
     return await answer(context, call())
 
 
-class RingServicer(rings_pb2_grpc.RingServiceServicer):
-    """Endpoint of a ring's leader: each method is one verb of `RingPort`."""
+class PrefillServicer(rings_pb2_grpc.RingServiceServicer):
+    """Endpoint of a prefill leader: each method is one verb of `PrefillPort`. It refuses what only decode rings do."""
 
-    def __init__(self, leader: RingPort, heartbeat: float = HEARTBEAT_SECONDS) -> None:
-        """Give a sign of life in every stream each `heartbeat` seconds."""
+    def __init__(self, leader: PrefillPort) -> None:
         self._leader = leader
-        self._heartbeat = heartbeat
 
     def register(self, server: GrpcServer) -> None:
         """Add the service to a server that has not started."""
@@ -67,21 +66,6 @@ class RingServicer(rings_pb2_grpc.RingServiceServicer):
 
     async def Prefill(self, request: rings_pb2.PrefillRequest, context: Context) -> rings_pb2.PrefillResponse:
         return await _serve(context, self._leader.prefill, PrefillTurn, request, rings_pb2.PrefillResponse)
-
-    async def Admit(self, request: rings_pb2.AdmitRequest, context: Context) -> rings_pb2.AdmitResponse:
-        return await _serve(context, self._leader.admit, Admit, request, rings_pb2.AdmitResponse)
-
-    async def StreamTurns(
-        self, asked: AsyncIterator[rings_pb2.TurnReading], context: Context
-    ) -> AsyncIterator[rings_pb2.TurnsEvents]:
-        # A caller that hangs up cancels this coroutine: `aclosing` tells the leader at once, not at garbage collection.
-        async with answering(context), aclosing(TurnsWriter(self._leader, self._heartbeat).messages(asked)) as messages:
-            async for message in messages:
-                yield message
-
-    async def FinishTurn(self, request: rings_pb2.FinishTurnRequest, context: Context) -> rings_pb2.FinishTurnResponse:
-        await answer(context, self._leader.finish_turn(request.turn_id, request.num_tokens))
-        return rings_pb2.FinishTurnResponse()
 
     async def SendKv(self, request: rings_pb2.SendKvRequest, context: Context) -> rings_pb2.SendKvResponse:
         return await _serve(context, self._leader.send_kv, SendKv, request, rings_pb2.SendKvResponse)
@@ -113,6 +97,47 @@ class RingServicer(rings_pb2_grpc.RingServiceServicer):
 
     async def GetStatus(self, request: rings_pb2.GetStatusRequest, context: Context) -> inference_pb2.RingInfo:
         return to_message(inference_pb2.RingInfo, await answer(context, self._leader.get_status()))
+
+    async def Admit(self, request: rings_pb2.AdmitRequest, context: Context) -> rings_pb2.AdmitResponse:
+        return await answer(context, _refuse())
+
+    async def StreamTurns(
+        self, asked: AsyncIterator[rings_pb2.TurnReading], context: Context
+    ) -> AsyncIterator[rings_pb2.TurnsEvents]:
+        yield await answer(context, _refuse())
+
+    async def FinishTurn(self, request: rings_pb2.FinishTurnRequest, context: Context) -> rings_pb2.FinishTurnResponse:
+        return await answer(context, _refuse())
+
+
+async def _refuse() -> NoReturn:
+    raise InvalidRequest("this is the leader of a prefill ring, which admits, streams and finishes no turns")
+
+
+class DecodeServicer(PrefillServicer):
+    """Endpoint of a decode leader: each method is one verb of `DecodePort`."""
+
+    _leader: DecodePort
+
+    def __init__(self, leader: DecodePort, heartbeat: float = HEARTBEAT_SECONDS) -> None:
+        """Give a sign of life in every stream each `heartbeat` seconds."""
+        super().__init__(leader)
+        self._heartbeat = heartbeat
+
+    async def Admit(self, request: rings_pb2.AdmitRequest, context: Context) -> rings_pb2.AdmitResponse:
+        return await _serve(context, self._leader.admit, Admit, request, rings_pb2.AdmitResponse)
+
+    async def StreamTurns(
+        self, asked: AsyncIterator[rings_pb2.TurnReading], context: Context
+    ) -> AsyncIterator[rings_pb2.TurnsEvents]:
+        # A caller that hangs up cancels this coroutine: `aclosing` tells the leader at once, not at garbage collection.
+        async with answering(context), aclosing(TurnsWriter(self._leader, self._heartbeat).messages(asked)) as messages:
+            async for message in messages:
+                yield message
+
+    async def FinishTurn(self, request: rings_pb2.FinishTurnRequest, context: Context) -> rings_pb2.FinishTurnResponse:
+        await answer(context, self._leader.finish_turn(request.turn_id, request.num_tokens))
+        return rings_pb2.FinishTurnResponse()
 
 
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):

@@ -22,7 +22,7 @@ import grpc
 import numpy as np
 
 from ringserve.cp_core.errors import CapacityExceeded, RingserveError, Unavailable, Unreachable
-from ringserve.orchestration.protocol.ports import RingPort
+from ringserve.orchestration.protocol.ports import DecodePort
 from ringserve.orchestration.protocol.turns import FinishedEvent, TokensEvent, TurnEvent
 from ringserve.services.rpc.errors import error_from, error_named
 from ringserve.services.rpc.wire.contract import event_from, event_to
@@ -143,7 +143,7 @@ class TurnsStream:
         self._receiving: asyncio.Task[None] | None = None
 
     async def read(self, turn_id: str, after: int, interval: float) -> AsyncGenerator[TurnEvent, None]:
-        """Yield a turn's events; see `GrpcRing.stream_turn`."""
+        """Yield a turn's events; see `GrpcDecodeRing.stream_turn`."""
         request = rings_pb2.ReadTurn(turn_id=turn_id, after=after, interval_seconds=interval)
         reading, asked, readings = self._begin(request)
         try:
@@ -269,7 +269,7 @@ def _error_of(failure: rings_pb2.ReadingFailure) -> RingserveError:
 class TurnsWriter:
     """Writer of a leader's turns to one gateway, with a sign of life each `heartbeat` seconds."""
 
-    def __init__(self, leader: RingPort, heartbeat: float) -> None:
+    def __init__(self, leader: DecodePort, heartbeat: float) -> None:
         self._leader = leader
         self._heartbeat = heartbeat
         self._pumps: dict[int, asyncio.Task[None]] = {}

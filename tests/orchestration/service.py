@@ -24,7 +24,6 @@ from ringserve.orchestration.placement.planner import Planner, PlannerSettings
 from ringserve.orchestration.prefill.leader import PrefillLeader
 from ringserve.orchestration.protocol.inventory import UNKNOWN_EPOCH, KnownEpoch, Registered
 from ringserve.orchestration.protocol.plans import Bound, PromptMode
-from ringserve.orchestration.protocol.ports import RingPort
 from ringserve.orchestration.protocol.rings import PrefillScheduling, RingSettings
 from ringserve.orchestration.protocol.turns import (
     BegunTurn,
@@ -68,7 +67,7 @@ class DirectPeers:
     def __init__(self) -> None:
         self.leaders: dict[str, PrefillLeader | DecodeLeader] = {}
 
-    def leader(self, role: str, endpoint: str) -> RingPort:
+    def leader(self, role: str, endpoint: str) -> Any:
         leader = self.leaders[endpoint]
         assert leader.settings.role == role
         return leader

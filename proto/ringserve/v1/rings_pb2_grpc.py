@@ -28,7 +28,7 @@ if _version_not_supported:
 
 class RingServiceStub:
     """Leader of one ring, of either role. A prefill leader answers INVALID_ARGUMENT to what only decode rings do: Admit,
-    FinishTurn, and each turn of StreamTurns.
+    FinishTurn and StreamTurns.
     """
 
     def __init__(self, channel):
@@ -106,7 +106,7 @@ class RingServiceStub:
 
 class RingServiceServicer:
     """Leader of one ring, of either role. A prefill leader answers INVALID_ARGUMENT to what only decode rings do: Admit,
-    FinishTurn, and each turn of StreamTurns.
+    FinishTurn and StreamTurns.
     """
 
     def Reserve(self, request, context):
@@ -284,7 +284,7 @@ def add_RingServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class RingService:
     """Leader of one ring, of either role. A prefill leader answers INVALID_ARGUMENT to what only decode rings do: Admit,
-    FinishTurn, and each turn of StreamTurns.
+    FinishTurn and StreamTurns.
     """
 
     @staticmethod

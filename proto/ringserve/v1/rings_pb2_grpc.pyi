@@ -29,7 +29,7 @@ GRPC_VERSION: str
 
 class RingServiceStub:
     """Leader of one ring, of either role. A prefill leader answers INVALID_ARGUMENT to what only decode rings do: Admit,
-    FinishTurn, and each turn of StreamTurns.
+    FinishTurn and StreamTurns.
     """
 
     @_typing.overload
@@ -77,7 +77,7 @@ class RingServiceStub:
 @_typing.type_check_only
 class RingServiceAsyncStub(RingServiceStub):
     """Leader of one ring, of either role. A prefill leader answers INVALID_ARGUMENT to what only decode rings do: Admit,
-    FinishTurn, and each turn of StreamTurns.
+    FinishTurn and StreamTurns.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -121,7 +121,7 @@ class RingServiceAsyncStub(RingServiceStub):
 
 class RingServiceServicer(metaclass=_abc_1.ABCMeta):
     """Leader of one ring, of either role. A prefill leader answers INVALID_ARGUMENT to what only decode rings do: Admit,
-    FinishTurn, and each turn of StreamTurns.
+    FinishTurn and StreamTurns.
     """
 
     @_abc_1.abstractmethod

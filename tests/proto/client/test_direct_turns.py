@@ -14,7 +14,7 @@ from ringserve.orchestration.placement.registry import RegisteredRing
 from ringserve.services.gateway.text import TextCodec
 from ringserve.services.rpc.peers import GrpcPeers
 from ringserve.services.rpc.server import GrpcServer
-from ringserve.services.rpc.servicers import RingServicer
+from ringserve.services.rpc.servicers import DecodeServicer
 from tests.orchestration.service import Service
 from tests.services.local_gateway import LocalGateway
 from tests.workers.models import Oracle, random_tokens
@@ -29,7 +29,7 @@ async def gateway(model_path: Path, codec: TextCodec, monkeypatch: pytest.Monkey
     service = Service(model_path, 2, 3, max_direct_tokens=32)
     async with LocalGateway(model_path, codec, service=service) as gateway:
         server, peers, leader = GrpcServer(), GrpcPeers(), gateway.service.decode
-        RingServicer(leader).register(server)
+        DecodeServicer(leader).register(server)
         address = await server.start("127.0.0.1:0")
         direct = gateway.service.peers.leader
         monkeypatch.setattr(

@@ -12,7 +12,7 @@ from ringserve.cp_core.errors import ConfigError, StaleIncarnation, TurnCancelle
 from ringserve.services.auth.sections import SECRET_VARIABLE
 from ringserve.services.rpc.peers import GrpcPeers
 from ringserve.services.rpc.server import EPOCH_KEY, GrpcServer, admitting_peers
-from ringserve.services.rpc.servicers import RingServicer
+from ringserve.services.rpc.servicers import DecodeServicer
 
 
 class Leader:
@@ -39,7 +39,7 @@ async def test_a_leader_refuses_the_calls_of_an_earlier_epoch_and_of_nobody_else
             raise StaleIncarnation("another router has taken over")
 
     server = GrpcServer(admit=admit)
-    RingServicer(leader).register(server)
+    DecodeServicer(leader).register(server)
     address = await server.start("127.0.0.1:0")
     old, new, gateway = GrpcPeers(), GrpcPeers(), GrpcPeers()
     old.epoch, new.epoch = 1, 2
@@ -61,7 +61,7 @@ async def test_a_stranger_tells_a_leader_nothing(secret: str, monkeypatch: pytes
     leader: Any = Leader()
     monkeypatch.setenv(SECRET_VARIABLE, "of the cluster")
     server = GrpcServer(admit=admitting_peers())
-    RingServicer(leader).register(server)
+    DecodeServicer(leader).register(server)
     address = await server.start("127.0.0.1:0")
     stranger, peer = GrpcPeers(secret=secret), GrpcPeers()
     with pytest.raises(Unauthenticated, match="RINGSERVE_PEER_SECRET"):
@@ -79,7 +79,7 @@ async def test_without_a_secret_every_process_is_a_peer(monkeypatch: pytest.Monk
     leader: Any = Leader()
     monkeypatch.delenv(SECRET_VARIABLE, raising=False)
     server = GrpcServer(admit=admitting_peers())
-    RingServicer(leader).register(server)
+    DecodeServicer(leader).register(server)
     address = await server.start("127.0.0.1:0")
     peers = GrpcPeers(secret="of another cluster")
     await peers.leader("decode", address).settle("c", "", 0)
@@ -94,7 +94,7 @@ async def test_a_process_of_another_release_is_refused_with_a_sentence(
 ) -> None:
     leader: Any = Leader()
     server = GrpcServer(admit=admitting_peers())
-    RingServicer(leader).register(server)
+    DecodeServicer(leader).register(server)
     address = await server.start("127.0.0.1:0")
     with monkeypatch.context() as other:
         other.setattr("ringserve.services.rpc.peers.__version__", version)

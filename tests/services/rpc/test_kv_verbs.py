@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from ringserve.cp_core.errors import InvalidRequest, NotFound
+from ringserve.orchestration.decode.leader import DecodeLeader
 from ringserve.orchestration.protocol.turns import Admit, PrefillReport
 from ringserve.services.rpc.peers import GrpcPeers
 from ringserve.services.rpc.server import GrpcServer
-from ringserve.services.rpc.servicers import RingServicer
+from ringserve.services.rpc.servicers import DecodeServicer, PrefillServicer
 from tests.orchestration.conversations.moving import Leader, kv_of, take
 from tests.orchestration.service import Service
 from tests.workers.models import random_tokens, save_model
@@ -22,7 +23,8 @@ from tests.workers.models import random_tokens, save_model
 async def serve(leader: Leader, peers: GrpcPeers) -> GrpcServer:
     """Put a leader behind a server of its own, and let it reach others through theirs."""
     server = GrpcServer(None)
-    RingServicer(leader).register(server)
+    servicer = DecodeServicer(leader) if isinstance(leader, DecodeLeader) else PrefillServicer(leader)
+    servicer.register(server)
     leader.endpoint = await server.start("127.0.0.1:0")
     leader.kv_moves._peers = peers
     return server
@@ -57,10 +59,10 @@ async def test_a_ring_takes_over_what_another_keeps(behind_servers: tuple[Servic
 
 async def test_a_prefill_ring_refuses_what_only_decode_rings_do(behind_servers: tuple[Service, GrpcPeers]) -> None:
     service, peers = behind_servers
-    port = peers.leader("prefill", service.prefill.endpoint)
+    port = peers.leader("decode", service.prefill.endpoint)
     admit = Admit(turn_id="t", attempt=1, first_token=1, report=PrefillReport())
     for call in (port.admit(admit), anext(port.stream_turn("t")), port.finish_turn("t", 1)):
-        with pytest.raises(InvalidRequest, match="ring prefill-0 is no decode ring"):
+        with pytest.raises(InvalidRequest, match="the leader of a prefill ring"):
             await call
 
 

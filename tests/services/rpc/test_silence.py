@@ -17,7 +17,7 @@ from ringserve.cp_core.errors import Unavailable
 from ringserve.orchestration.protocol.turns import EndingEvent, TurnEvent
 from ringserve.services.rpc.peers import GrpcPeers
 from ringserve.services.rpc.server import GrpcServer
-from ringserve.services.rpc.servicers import RingServicer
+from ringserve.services.rpc.servicers import DecodeServicer
 from ringserve.workers.protocol.decode_commands import FinishReason
 from tests.waiting import WAIT_SECONDS
 
@@ -48,7 +48,7 @@ async def peers() -> AsyncIterator[GrpcPeers]:
 
 async def serve(leader: Leader, heartbeat: float) -> tuple[GrpcServer, str]:
     server, port = GrpcServer(), leader
-    RingServicer(port, heartbeat).register(server)  # type: ignore[arg-type]
+    DecodeServicer(port, heartbeat).register(server)  # type: ignore[arg-type]
     return server, await server.start("127.0.0.1:0")
 
 

@@ -15,7 +15,7 @@ from ringserve.orchestration.protocol.turns import FinishedEvent, PrefillReport,
 from ringserve.services.rpc import turn_streams
 from ringserve.services.rpc.peers import GrpcPeers
 from ringserve.services.rpc.server import GrpcServer
-from ringserve.services.rpc.servicers import RingServicer
+from ringserve.services.rpc.servicers import DecodeServicer
 from ringserve.workers.protocol.decode_commands import FinishReason
 from ringserve.workers.sampling.parameters import TokenLogprobs
 from tests.waiting import WAIT_SECONDS, eventually
@@ -71,7 +71,7 @@ class Service:
     async def start(self, listen: str = "127.0.0.1:0") -> None:
         counted = self
 
-        class Servicer(RingServicer):
+        class Servicer(DecodeServicer):
             async def StreamTurns(self, asked: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
                 counted.num_streams += 1
                 async with aclosing(super().StreamTurns(asked, context)) as messages:  # type: ignore[type-var]
