@@ -1,5 +1,7 @@
 # Every target makes .venv if needed, from a clean clone, and leaves it alone while it is up to date.
 #   PYTHON       interpreter of .venv (3.11 or newer)
+#   PROGRAMS     no: install no system packages for tests; those that need one are skipped
+#   TESTS        folder or file that `make quick` tests (default: what changed)
 #   ONLY         parts of gpu, with commas (default: all)
 #   DEVICE       device of the demo: cpu (default), or cuda for all its ranks on one GPU
 #   TORCH_INDEX  package index for torch, e.g. https://download.pytorch.org/whl/cpu (default: pip's own)
@@ -8,6 +10,8 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 DEVICE ?=
 ONLY ?=
+PROGRAMS ?=
+TESTS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,7 +25,7 @@ STUDIES := cost-model kv-carrier scheduling
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test pytest lint format bench gpu proto clean distclean
+.PHONY: help demo test quick programs lint format docs bench gpu proto clean distclean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -30,11 +34,19 @@ help: ## list the targets
 demo: $(USER_READY) ## ask a real model about a document on this machine and check every token
 	$(BIN)/ringserve demo $(if $(DEVICE),--device $(DEVICE))
 
-test: $(DEV_READY) ## run lint and tests, required before a commit
-	@$(MAKE) --no-print-directory -j 2 lint pytest
+# pytest's summary is the last output, unless lint fails. It has four processes on two cores: two wait for clusters most
+# of the time.
+test: programs $(DEV_READY) ## run lint and all tests, required before a commit; installs the system programs they need
+	@$(MAKE) --no-print-directory lint >$(VENV)/lint.log 2>&1 & lint=$$!; \
+	$(BIN)/pytest -n 4 || failed=1; \
+	wait $$lint || { cat $(VENV)/lint.log; echo "lint failed"; failed=1; }; \
+	exit $${failed:-0}
 
-pytest: $(DEV_READY)
-	$(BIN)/pytest -n 4  # two wait for clusters most of the time
+quick: $(DEV_READY) ## run lint and the tests of what changed, or of one folder: TESTS=tests/workers/kv
+	@$(BIN)/python tests/quick.py $(TESTS)
+
+programs: ## install the system programs that tests run: a browser, Prometheus, iproute2
+	@$(if $(filter no,$(PROGRAMS)),,PYTHON=$(PYTHON) tests/system_programs.sh)
 
 lint: $(DEV_READY) ## check style, types, import contracts, stub freshness
 	$(BIN)/ruff check .
@@ -46,6 +58,9 @@ lint: $(DEV_READY) ## check style, types, import contracts, stub freshness
 format: $(DEV_READY) ## format the source and apply automatic fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(DEV_READY) ## build the documentation as a site in build/site
+	$(BIN)/mkdocs build --strict --quiet
 
 bench: $(DEV_READY) ## run every measurement: rings, then the studies in bench/
 	$(BIN)/python -m bench attention

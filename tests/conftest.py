@@ -15,6 +15,7 @@ from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.programs import count_missing
 from tests.services.auth.certificates import Authority
 from tests.waiting import WatchedLoop
 
@@ -107,6 +108,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # objects of modules stay: a search for garbage among them is slow, and pytest searches often
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if line := count_missing(terminalreporter.stats.get("skipped", [])):
+        terminalreporter.write_line(line)
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, type[WatchedLoop]]:

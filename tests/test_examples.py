@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ringserve.services.gateway.text import TextCodec
+from tests.programs import require
 from tests.services.gateway.openai.test_tools import model_of
 from tests.services.local_gateway import LocalGateway
 from tests.waiting import WAIT_SECONDS
@@ -44,6 +45,8 @@ async def gateway(model_path: Path) -> AsyncIterator[LocalGateway]:
 
 @pytest.mark.parametrize(("command", "said"), EXAMPLES.values(), ids=EXAMPLES.keys())
 async def test_an_example_runs_as_it_is(gateway: LocalGateway, command: list[str], said: str) -> None:
+    if "curl.sh" in command:
+        require("curl")
     words = [word.format(python=sys.executable, target=gateway.target, url=gateway.url) for word in command]
     process = await asyncio.create_subprocess_exec(
         *words,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import time
 import urllib.parse
@@ -14,14 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.programs import require
 from tests.waiting import WAIT_SECONDS
-
-
-def tool(name: str) -> str:
-    """Return the path of `prometheus` or `promtool`, or fail with the command that installs it."""
-    path = shutil.which(name)
-    assert path, f"{name} is not installed; on Debian: apt-get install --no-install-recommends prometheus"
-    return path
 
 
 @dataclass(frozen=True)
@@ -47,12 +40,13 @@ class Prometheus:
 @contextmanager
 def running_prometheus(directory: Path, configuration: str, port: int) -> Iterator[Prometheus]:
     """Start a server on loopback, stop it at the end; its data goes with the directory."""
+    program = require("prometheus")
     config = directory / "prometheus.yml"
     config.write_text(configuration)
     log = (directory / "prometheus.log").open("wb")
     process = subprocess.Popen(
         [
-            tool("prometheus"),
+            program,
             f"--config.file={config}",
             f"--storage.tsdb.path={directory / 'data'}",
             f"--web.listen-address=127.0.0.1:{port}",

@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from tests.helm.charts import CHART, ROOT, Object, only, render
-from tests.helm.prometheus import tool
+from tests.programs import require
 from tests.waiting import WAIT_SECONDS
 
 RULES = CHART / "files" / "rules.yaml"
@@ -23,7 +23,12 @@ def alerts() -> list[Object]:
 
 def promtool(*arguments: str, directory: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [tool("promtool"), *arguments], cwd=directory, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False
+        [require("promtool"), *arguments],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_SECONDS,
+        check=False,
     )
 
 

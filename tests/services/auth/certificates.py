@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ringserve.cp_core.transport.peer_tls import PeerTls
+from tests.programs import require
 from tests.waiting import WAIT_SECONDS
 
 DAYS = "2"
@@ -67,5 +68,7 @@ class Authority:
 
 
 def _openssl(*arguments: str) -> None:
-    done = subprocess.run(["openssl", *arguments], capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
+    done = subprocess.run(
+        [require("openssl"), *arguments], capture_output=True, text=True, timeout=WAIT_SECONDS, check=False
+    )
     assert done.returncode == 0, done.stderr

@@ -16,7 +16,8 @@ import yaml
 
 from tests.helm.charts import CHART
 from tests.helm.dashboards import load_annotations, load_queries
-from tests.helm.prometheus import Prometheus, running_prometheus, tool
+from tests.helm.prometheus import Prometheus, running_prometheus
+from tests.programs import require
 from tests.services.e2e.cluster import Cluster, Inference, ids, wait_until
 from tests.services.e2e.ports import free_port
 from tests.waiting import WAIT_SECONDS
@@ -122,6 +123,10 @@ def test_metrics_of_every_process_are_as_prometheus_likes_them(cluster: Cluster)
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=WAIT_SECONDS) as answer:
             text = answer.read()
         checked = subprocess.run(
-            [tool("promtool"), "check", "metrics"], input=text, capture_output=True, timeout=WAIT_SECONDS, check=False
+            [require("promtool"), "check", "metrics"],
+            input=text,
+            capture_output=True,
+            timeout=WAIT_SECONDS,
+            check=False,
         )
         assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b""), address

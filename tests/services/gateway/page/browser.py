@@ -7,13 +7,13 @@ import base64
 import itertools
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from tests.programs import require
 from tests.waiting import WAIT_SECONDS
 
 READ_BYTES = 1 << 26
@@ -30,8 +30,6 @@ FLAGS = (
     "--remote-debugging-pipe",
     "about:blank",
 )
-
-EXECUTABLE = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 class Browser:
@@ -139,7 +137,7 @@ class Browser:
 @asynccontextmanager
 async def browser() -> AsyncIterator[Browser]:
     """Start Chromium, and end it."""
-    assert EXECUTABLE, "Chromium is not installed; on Debian: apt-get install --no-install-recommends chromium"
+    program = require("chromium", "chromium-browser", "google-chrome")
     loop = asyncio.get_running_loop()
     to_browser, from_us = os.pipe()
     to_us, from_browser = os.pipe()
@@ -147,7 +145,7 @@ async def browser() -> AsyncIterator[Browser]:
         # The browser reads its descriptor 3 and writes its descriptor 4.
         process = await asyncio.create_subprocess_exec(
             *("bash", "-c", f'exec "$@" 3<&{to_browser} 4>&{from_browser}', "bash"),
-            *(EXECUTABLE, *FLAGS, f"--user-data-dir={folder}"),
+            *(program, *FLAGS, f"--user-data-dir={folder}"),
             pass_fds=(to_browser, from_browser),
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
