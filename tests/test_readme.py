@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from ringserve.services.auth.tenants import hash_of, read_tenants
-from ringserve.services.cli.main import build_parser, main
+from ringserve.services.cli.main import main, parse
 from ringserve.services.cluster.state import ClusterStage, ClusterState, remove_state, started_after_boot, write_state
 from ringserve.services.config import Config, load_config
 from ringserve.v1 import inference_pb2
@@ -98,7 +98,7 @@ async def test_every_shell_command_of_the_readme_runs_as_written(
         statuses = []
         for words in own:
             if words[0] in ("serve", "down"):
-                build_parser().parse_args(words)
+                parse(words)
                 is_running = words[0] == "serve"
                 gateway_at = ClusterState(
                     name="default",
@@ -126,7 +126,7 @@ def test_shell_commands_of_the_documents_are_known() -> None:
     named = [words[1:] for words in commands_of(*blocks) if words[0] == "ringserve"]
     assert len(named) > 10
     for words in named:
-        build_parser().parse_args(words)
+        parse(words)
 
 
 async def test_habits_of_the_documents_are_taken(gateway: LocalGateway) -> None:

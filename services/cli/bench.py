@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Annotated
 
 import grpc
 from rich.table import Table
+from typer import Argument, BadParameter, Option
 
 from ringserve.client import Client
 from ringserve.cp_core.errors import ConfigError, Unavailable
-from ringserve.services.cli.options import Subcommands, add_serving_options, serving
+from ringserve.services.cli.command import command
+from ringserve.services.cli.options import JsonFlag, PlotFile, ServingOptions
 from ringserve.services.offline.load.alike import count_differing, expected_shares, read_requests, scaled
 from ringserve.services.offline.load.replay import (
     KINDS,
@@ -39,67 +41,80 @@ from ringserve.services.offline.reports import load_now, require_matplotlib
 from ringserve.services.offline.terminal import console, print_table, progress_bar, simple_table
 from ringserve.workers.model.builtin import resolve_model_path
 
-EXAMPLE = """example:
-  ringserve bench --rate 2 --duration 60 --mix short:0.8,long:0.2
-  ringserve bench --start --rate 4 --duration 60 --mix short:1 --every long:10 --plot load.png
-  ringserve bench --target 127.0.0.1:50051 --trace requests.jsonl --json
-  ringserve bench --start --trace examples/traces/conversation_trace.jsonl.gz --divide 64 --requests 60 --check 10
-"""
-HELP = """Requests arrive at random at a rate (Poisson), whatever the state of earlier ones, and with --every also at
-fixed intervals. A kind is NAME=PROMPT or LEAST-MOST:ANSWER in tokens."""
 PIPE_WIDTH = 120
 MAX_DIVIDE = 512
 """Tokens of a block in Mooncake's traces."""
 
 
-def add(commands: Subcommands) -> None:
-    parser = commands.add_parser(
-        "bench",
-        help="time to first token and between tokens of a whole service under load",
-        description=HELP,
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
-    parser.add_argument("load", nargs="?", choices=["load"], help=argparse.SUPPRESS)  # `bench load` is its other name
-    parser.add_argument("--rate", type=_positive, default=1.0, help="requests a second (default: 1)")
-    parser.add_argument("--duration", type=_positive, default=60.0, help="seconds of arrivals (default: 60)")
-    parser.add_argument(
-        "--mix", default="short:1", help="weights of the kinds that arrive at random (default: short:1)"
-    )
-    parser.add_argument("--every", default="", metavar="KIND:SECONDS", help="also one of a kind at fixed intervals")
-    defaults = " ".join(f"{kind.name}={kind.least_prompt}-{kind.most_prompt}:{kind.max_tokens}" for kind in KINDS)
-    parser.add_argument(
-        "--kind", action="append", metavar="NAME=TOKENS:ANSWER", help=f"another kind; repeatable (default: {defaults})"
-    )
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="arrivals from a file of JSON lines, not at random")
-    parser.add_argument(
-        "--divide", type=int, default=0, metavar="N", help="--trace has Mooncake's requests; divide their lengths by N"
-    )
-    parser.add_argument("--requests", type=int, default=100, help="first requests taken with --divide (default: 100)")
-    parser.add_argument("--pace", type=_positive, default=1.0, help="factor of the times with --divide (default: 1)")
-    parser.add_argument("--check", type=int, default=0, help="answers compared with transformers, with --divide")
-    parser.add_argument("--save-trace", type=Path, metavar="FILE", help="write the arrivals that were drawn")
-    parser.add_argument("--ttft-bound", type=_positive, default=2.0, help="seconds, for goodput (default: 2)")
-    parser.add_argument("--ttit-bound", type=_positive, default=0.1, help="seconds, for goodput (default: 0.1)")
-    parser.add_argument(
-        "--timeout", type=_positive, default=300.0, help="deadline of each request, seconds (default: 300)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of arrivals and prompts (default: 0)")
-    add_serving_options(parser)
-    parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="draw the figures; needs matplotlib, the extra `plot`"
-    )
-    parser.set_defaults(run=run)
+def _positive(text: str) -> float:
+    """Parse a number above 0. Raises ValueError."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError("is not allowed; give a number above 0")
+    return value
 
 
-def run(options: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    load: Annotated[str, Argument(hidden=True)] = ""  # `bench load` is its other name
+    rate: Annotated[float, Option(parser=_positive, metavar="N", help="requests a second")] = 1.0
+    duration: Annotated[float, Option(parser=_positive, metavar="SECONDS", help="time of arrivals")] = 60.0
+    mix: Annotated[str, Option(metavar="KIND:WEIGHT,...", help="weights of the kinds that arrive at random")] = (
+        "short:1"
+    )
+    every: Annotated[str, Option(metavar="KIND:SECONDS", help="also one of a kind at fixed intervals")] = ""
+    kind: Annotated[
+        list[str],
+        Option(
+            metavar="NAME=TOKENS:ANSWER",
+            help="another kind; repeatable (default: "
+            + " ".join(f"{kind.name}={kind.least_prompt}-{kind.most_prompt}:{kind.max_tokens}" for kind in KINDS)
+            + ")",
+        ),
+    ] = field(default_factory=list)
+    trace: Annotated[Path | None, Option(metavar="FILE", help="arrivals from a file of JSON lines, not at random")] = (
+        None
+    )
+    divide: Annotated[
+        int, Option(show_default=False, metavar="N", help="--trace has Mooncake's requests; divide their lengths by N")
+    ] = 0
+    requests: Annotated[int, Option(metavar="N", help="first requests taken with --divide")] = 100
+    pace: Annotated[float, Option(parser=_positive, metavar="X", help="factor of the times with --divide")] = 1.0
+    check: Annotated[
+        int, Option(show_default=False, metavar="N", help="answers compared with transformers, with --divide")
+    ] = 0
+    save_trace: Annotated[Path | None, Option(metavar="FILE", help="write the arrivals that were drawn")] = None
+    ttft_bound: Annotated[float, Option(parser=_positive, metavar="SECONDS", help="for goodput")] = 2.0
+    ttit_bound: Annotated[float, Option(parser=_positive, metavar="SECONDS", help="for goodput")] = 0.1
+    timeout: Annotated[float, Option(parser=_positive, metavar="SECONDS", help="deadline of each request")] = 300.0
+    seed: Annotated[int, Option(metavar="N", help="seed of arrivals and prompts")] = 0
+    service: ServingOptions
+    json: JsonFlag = False
+    plot: PlotFile = None
+
+    def __post_init__(self) -> None:
+        if self.load not in ("", "load"):
+            raise BadParameter(f"{self.load}: there is no such bench; 'ringserve bench --help' shows the options")
+
+
+@command(
+    "ringserve bench --rate 2 --duration 60 --mix short:0.8,long:0.2",
+    "ringserve bench --start --rate 4 --duration 60 --mix short:1 --every long:10 --plot load.png",
+    "ringserve bench --target 127.0.0.1:50051 --trace requests.jsonl --json",
+    "ringserve bench --start --trace examples/traces/conversation_trace.jsonl.gz --divide 64 --requests 60 --check 10",
+    description="""Requests arrive at random at a rate (Poisson), whatever the state of earlier ones, and with --every
+also at fixed intervals. A kind is NAME=PROMPT or LEAST-MOST:ANSWER in tokens.""",
+)
+def bench(options: BenchOptions) -> int:
     if options.plot is not None:
         require_matplotlib()
     trace = _trace(options)
     bounds = Bounds(ttft=options.ttft_bound, ttit=options.ttit_bound)
     before = load_now()
-    with serving(options) as target, progress_bar(len(trace), "requests") as tell:
+    with options.service.serving() as target, progress_bar(len(trace), "requests") as tell:
         try:
             outcomes = asyncio.run(
                 replay(
@@ -122,15 +137,16 @@ def run(options: argparse.Namespace) -> int:
     return 0 if any(outcome.status == "ok" for outcome in outcomes) else 1
 
 
-def _expected(options: argparse.Namespace, target: str) -> tuple[float, float, str]:
+def _expected(options: BenchOptions, target: str) -> tuple[float, float, str]:
     """Return the cached shares of simulated rings and of one cache, and the path of the service's model."""
+    assert options.trace is not None, "--divide needs it"
     with Client(target) as client:
         rings, model = client.server_info().rings, client.model_info().model_path
     return *expected_shares(read_requests(options.trace, options.requests), rings, options.divide), model
 
 
 def _cached_lines(
-    options: argparse.Namespace,
+    options: BenchOptions,
     report: LoadReport,
     outcomes: Sequence[Outcome],
     simulated: float,
@@ -147,7 +163,7 @@ def _cached_lines(
     return said, f"{num_checked} answers compared with transformers, {num_differing} differ"
 
 
-def _trace(options: argparse.Namespace) -> list[Arrival]:
+def _trace(options: BenchOptions) -> list[Arrival]:
     if options.divide:
         if options.trace is None or not 1 <= options.divide <= MAX_DIVIDE or options.requests < 1:
             raise ConfigError(
@@ -156,7 +172,7 @@ def _trace(options: argparse.Namespace) -> list[Arrival]:
         return scaled(read_requests(options.trace, options.requests), options.divide, options.pace)
     if options.trace is not None:
         return read_trace(options.trace)
-    kinds = {kind.name: kind for kind in (*KINDS, *map(_kind, options.kind or ()))}
+    kinds = {kind.name: kind for kind in (*KINDS, *map(_kind, options.kind))}
     mix, every = _numbers("--mix", options.mix, kinds), _numbers("--every", options.every, kinds)
     if not mix:
         raise ConfigError("--mix: names no kind; write it as short:0.8,long:0.2")
@@ -172,7 +188,7 @@ def _trace(options: argparse.Namespace) -> list[Arrival]:
     return trace
 
 
-def _settings(options: argparse.Namespace) -> str:
+def _settings(options: BenchOptions) -> str:
     if options.trace is not None:
         return f"arrivals of {options.trace}"
     every = f", plus {options.every} s" if options.every else ""
@@ -218,16 +234,6 @@ def _prediction_line(report: LoadReport) -> list[str]:
     ]
 
 
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; give a number above 0")
-    return value
-
-
 def _numbers(option: str, text: str, kinds: dict[str, RequestKind]) -> dict[str, float]:
     """Parse `name:number` pairs, separated by commas. Raises ConfigError."""
     numbers = {}
@@ -237,8 +243,8 @@ def _numbers(option: str, text: str, kinds: dict[str, RequestKind]) -> dict[str,
             raise ConfigError(f"{option}: {name!r} is no kind; allowed are {', '.join(kinds)}, more with --kind")
         try:
             numbers[name] = _positive(number)
-        except argparse.ArgumentTypeError as error:
-            raise ConfigError(f"{option}: {part!r} is not NAME:NUMBER: {error}") from None
+        except ValueError as error:
+            raise ConfigError(f"{option}: {part!r} is not NAME:NUMBER: {number!r} {error}") from None
     return numbers
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
+
+from typer import Option
 
 from ringserve.client import Client
 from ringserve.cp_core.cost.profile import format_profile
 from ringserve.cp_core.cost.sparse import format_losses
 from ringserve.cp_core.errors import ConfigError
 from ringserve.cp_core.layout.sparsity import Sparsity
-from ringserve.services.cli.options import Subcommands, add_serving_options, client_of, config_of, serving
+from ringserve.services.cli.command import command
+from ringserve.services.cli.options import JsonFlag, PlotFile, ServingOptions
 from ringserve.services.gateway.text import TextCodec
-from ringserve.services.offline.calibration.fitting import Calibration, calibrate, profile_from_rings, shape_of
+from ringserve.services.offline.calibration.fitting import Calibration, profile_from_rings, shape_of
+from ringserve.services.offline.calibration.fitting import calibrate as fit_profile
 from ringserve.services.offline.calibration.measurement import Calibrator, grid, max_sequence_tokens
 from ringserve.services.offline.calibration.report import (
     calibration_json,
@@ -28,67 +32,71 @@ from ringserve.services.offline.units import parse_token_counts
 from ringserve.workers.model.builtin import has_random_weights, resolve_model_path
 from ringserve.workers.protocol.prefill_steps import CALIBRATED_ALGORITHMS
 
-EXAMPLE = """example:
-  ringserve calibrate --write measured.json
-  ringserve calibrate --start --config cluster.yaml --tokens 1k,8k,64k --cached 0,64k,512k --plot calibration.png
-  ringserve up --config cluster.yaml --set router.profile=measured.json
-  ringserve calibrate --sparse --set model.path=builtin:smollm2 --tokens 500,1k,2k --write losses.json
-  ringserve up --set model.path=builtin:smollm2 --set router.sparse_losses=losses.json
-"""
-HELP = """Runs a grid of prefills by pass-KV, pass-Q and chain, and fits to them the rates that the rings measured of
-themselves: rates, links, overheads, what a chain alone has, and the empirical selector. Serve nothing else meanwhile.
-
-With --sparse it serves nothing: it measures in this process how far answers of sparse prefills are from exact ones, by
-questions about sentences hidden in a text, and writes the losses that requests may bound by max_loss or max_ttft."""
 PROFILE_NAME = "measured"
 MAX_THREAD_RANKS = 16
 
 
-def add(commands: Subcommands) -> None:
-    parser = commands.add_parser(
-        "calibrate",
-        help="measure serving rings, and fit a profile to plan by",
-        description=HELP,
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawTextHelpFormatter,
+@dataclass(frozen=True, kw_only=True)
+class SparseOptions:
+    """Options of the losses of sparse prefills."""
+
+    sparse: Annotated[bool, Option("--sparse", help="measure losses of the configured model instead of times")] = False
+    ranks: Annotated[
+        int,
+        Option(min=2, max=MAX_THREAD_RANKS, metavar="N", help="with --sparse: ranks, threads of this process"),
+    ] = 4
+    keep: Annotated[str, Option(metavar="SHARE,...", help="with --sparse: shares of keys")] = "0.5,0.25,0.125"
+    depths: Annotated[str, Option(metavar="X,...", help="with --sparse: places of the hidden sentences, 0 to 1")] = (
+        "0.1,0.3,0.5,0.7,0.9"
     )
-    add_serving_options(parser)
-    parser.add_argument("--tokens", metavar="T,...", help="new tokens (default: of 32,128,512,2048 those that fit)")
-    parser.add_argument("--cached", metavar="P,...", help="cached tokens (default: of 0,1024,4096 those that fit)")
-    parser.add_argument("--repeats", type=int, default=5, help="runs of every prefill; the median counts (default: 5)")
-    parser.add_argument("--timeout", type=float, default=300.0, help="deadline of each turn, seconds (default: 300)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the prompts (default: 0)")
-    parser.add_argument(
-        "--write", type=Path, metavar="FILE", help="write the profile, for router.profile and --hardware"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="draw the fit; needs matplotlib, the extra `plot`"
-    )
-    sparse = parser.add_argument_group("losses of sparse prefills")
-    sparse.add_argument("--sparse", action="store_true", help="measure losses of the configured model instead of times")
-    sparse.add_argument("--ranks", type=int, default=4, help="ranks of the ring, threads of this process (default: 4)")
-    sparse.add_argument(
-        "--keep", default="0.5,0.25,0.125", metavar="SHARE,...", help="shares of keys (default: 0.5,0.25,0.125)"
-    )
-    sparse.add_argument(
-        "--depths", default="0.1,0.3,0.5,0.7,0.9", metavar="X,...", help="places of the hidden sentences, 0 to 1"
-    )
-    sparse.add_argument("--sinks", type=int, default=4, help="first keys of a partition that are always among them")
-    sparse.add_argument("--window", type=int, default=64, help="last keys that are (default: 64)")
-    sparse.add_argument("--text", type=Path, metavar="FILE", help="text to hide sentences in (default: a short diary)")
-    parser.set_defaults(run=run)
+    sinks: Annotated[
+        int, Option(metavar="N", help="with --sparse: first keys of a partition that are always among them")
+    ] = 4
+    window: Annotated[int, Option(metavar="N", help="with --sparse: last keys that are")] = 64
+    text: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="with --sparse: text to hide sentences in (default: a short diary)"),
+    ] = None
 
 
-def run(options: argparse.Namespace) -> int:
-    if options.sparse:
-        return run_sparse(options)
-    new_tokens = None if options.tokens is None else parse_token_counts("--tokens", options.tokens)
-    cached_tokens = None if options.cached is None else parse_token_counts("--cached", options.cached, least=0)
+@dataclass(frozen=True, kw_only=True)
+class CalibrateOptions:
+    service: ServingOptions
+    tokens: Annotated[str, Option(metavar="T,...", help="new tokens (default: of 32,128,512,2048 those that fit)")] = ""
+    cached: Annotated[str, Option(metavar="P,...", help="cached tokens (default: of 0,1024,4096 those that fit)")] = ""
+    repeats: Annotated[int, Option(min=1, metavar="N", help="runs of every prefill; the median counts")] = 5
+    timeout: Annotated[float, Option(metavar="SECONDS", help="deadline of each turn")] = 300.0
+    seed: Annotated[int, Option(metavar="N", help="seed of the prompts")] = 0
+    write: Annotated[
+        Path | None, Option(metavar="FILE", help="write the profile, for router.profile and --hardware")
+    ] = None
+    json: JsonFlag = False
+    plot: PlotFile = None
+    sparse: SparseOptions
+
+
+@command(
+    "ringserve calibrate --write measured.json",
+    "ringserve calibrate --start --config cluster.yaml --tokens 1k,8k,64k --cached 0,64k,512k --plot calibration.png",
+    "ringserve up --config cluster.yaml --set router.profile=measured.json",
+    "ringserve calibrate --sparse --set model.path=builtin:smollm2 --tokens 500,1k,2k --write losses.json",
+    "ringserve up --set model.path=builtin:smollm2 --set router.sparse_losses=losses.json",
+    description="""Runs a grid of prefills by pass-KV, pass-Q and chain, and fits to them the rates that the rings
+measured of themselves: rates, links, overheads, what a chain alone has, and the empirical selector. Serve nothing else
+meanwhile.
+
+With --sparse it serves nothing: it measures in this process how far answers of sparse prefills are from exact ones, by
+questions about sentences hidden in a text, and writes the losses that requests may bound by max_loss or max_ttft.""",
+)
+def calibrate(options: CalibrateOptions) -> int:
     _check(options)
+    if options.sparse.sparse:
+        return _measure_losses(options, options.sparse)
+    new_tokens = parse_token_counts("--tokens", options.tokens) if options.tokens else None
+    cached_tokens = parse_token_counts("--cached", options.cached, least=0) if options.cached else None
     if options.plot is not None:
         require_matplotlib()
-    with serving(options) as target, client_of(options, target) as client:
+    with options.service.serving() as target, options.service.gateway.client(target) as client:
         calibration = _calibrate(client, options, new_tokens, cached_tokens)
     if options.write is not None:
         options.write.write_text(format_profile(calibration.profile), encoding="utf-8")
@@ -104,17 +112,14 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def run_sparse(options: argparse.Namespace) -> int:
+def _measure_losses(options: CalibrateOptions, sparse: SparseOptions) -> int:
     """Measure losses of sparse prefills in this process."""
-    _check(options)
-    config = config_of(options)
+    config = options.service.config.load()
     lengths = parse_token_counts("--tokens", options.tokens or "512,1024,2048")
-    keeps, depths = _shares("--keep", options.keep, least=1e-6), _shares("--depths", options.depths, least=0.0)
-    sparsities = [Sparsity(keep=keep, sinks=options.sinks, window=options.window) for keep in keeps]
+    keeps, depths = _shares("--keep", sparse.keep, least=1e-6), _shares("--depths", sparse.depths, least=0.0)
+    sparsities = [Sparsity(keep=keep, sinks=sparse.sinks, window=sparse.window) for keep in keeps]
     for sparsity in sparsities:
         sparsity.check()
-    if not 2 <= options.ranks <= MAX_THREAD_RANKS:
-        raise ConfigError(f"--ranks: {options.ranks} is out of range; allowed are 2 to {MAX_THREAD_RANKS}")
     if has_random_weights(config.model.path):
         raise ConfigError(f"model.path: {config.model.path} is not trained, and has no answers that could be lost")
     if options.plot is not None:
@@ -125,9 +130,9 @@ def run_sparse(options: argparse.Namespace) -> int:
     from ringserve.services.offline.calibration.sparse_report import losses_json, losses_table, write_losses_plot
 
     codec = TextCodec(path)
-    text = document(codec) if options.text is None else _read_text(options.text)
+    text = document(codec) if sparse.text is None else _read_text(sparse.text)
     questions = {length: make_questions(codec, text, length, depths) for length in lengths}
-    meter = LossMeter(path, config.model.dtype, options.ranks)
+    meter = LossMeter(path, config.model.dtype, sparse.ranks)
     if lengths[-1] > meter.max_tokens:
         raise ConfigError(f"--tokens: {lengths[-1]} is out of range; the model allows at most {meter.max_tokens}")
     results: list[Result] = []
@@ -135,7 +140,7 @@ def run_sparse(options: argparse.Namespace) -> int:
         for length, asked in questions.items():
             for question in asked:
                 results += meter.measure(length, question, sparsities, tell)
-    losses = losses_of(Path(config.model.path).name, options.ranks, options.sinks, options.window, results)
+    losses = losses_of(Path(config.model.path).name, sparse.ranks, sparse.sinks, sparse.window, results)
     if options.write is not None:
         options.write.write_text(format_losses(losses), encoding="utf-8")
     if options.plot is not None:
@@ -171,7 +176,7 @@ def _read_text(path: Path) -> str:
 
 
 def _calibrate(
-    client: Client, options: argparse.Namespace, new_tokens: list[int] | None, cached_tokens: list[int] | None
+    client: Client, options: CalibrateOptions, new_tokens: list[int] | None, cached_tokens: list[int] | None
 ) -> Calibration:
     model, server = client.model_info(), client.server_info()
     cells = grid(new_tokens, cached_tokens, max_sequence_tokens(model, server))
@@ -187,13 +192,11 @@ def _calibrate(
         f"median of {options.repeats}. Decode: time between tokens of single sequences. Not measured: KV links beside "
         f"those of the ring, memory beyond weights and KV, row, hop and sum times of decode."
     )
-    return calibrate(shape_of(model), replace(before, source=source), measurements, steps)
+    return fit_profile(shape_of(model), replace(before, source=source), measurements, steps)
 
 
-def _check(options: argparse.Namespace) -> None:
+def _check(options: CalibrateOptions) -> None:
     """Check what would otherwise fail only after measuring. Raises ConfigError."""
-    if options.repeats < 1:
-        raise ConfigError(f"--repeats: {options.repeats} is out of range; allowed are 1 or more")
     if not options.timeout > 0:
         raise ConfigError(f"--timeout: {options.timeout} is no duration; allowed are numbers above 0")
     for key in ("write", "plot"):

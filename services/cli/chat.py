@@ -2,56 +2,56 @@
 
 from __future__ import annotations
 
-import argparse
+import hashlib
+import json
 import re
 import shutil
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import TextIO
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, TextIO
 
 from rich.cells import cell_len
+from typer import Option
 
 from ringserve.client import Answer, Client, Message, Sampling
-from ringserve.cp_core.errors import InvalidRequest, NotFound, RingserveError
-from ringserve.services.cli.options import Subcommands, add_target_options, check_text, client_of
-from ringserve.services.cli.transcripts import read_transcript, remove_transcript, write_transcript
-from ringserve.services.cli.turns import add_sampling_options, sampling_of, show_plan
+from ringserve.cp_core.errors import ConfigError, InvalidRequest, NotFound, RingserveError
+from ringserve.services.cli.command import check_text, command
+from ringserve.services.cli.generate import SamplingOptions, show_plan
+from ringserve.services.cli.options import TargetOptions
+from ringserve.services.cluster.state import state_directory
 
-EXAMPLE = """example:
-  ringserve chat
-  ringserve chat --conversation thesis
-  ringserve chat --target 127.0.0.1:50051 --system "Answer in one sentence." --max-tokens 128
-"""
 HELP = """/plan          show how the last answer was computed
 /retry         ask again; a chat at temperature 0 draws this answer at 0.7
-/fork [NAME]   go on in a copy of the conversation; the original stays as it is
+/fork [NAME]   go on in a copy of the conversation; the original stays
 /system TEXT   set the system message, /system alone shows it
 /help          show this list
-Ctrl-C ends an answer, Ctrl-D the chat. A line that ends with \\ goes on in the next. // begins a text with a slash."""
+Ctrl-C ends an answer, Ctrl-D the chat. A line that ends with \\ goes on in
+the next. // begins a text with a slash."""
 RETRY_TEMPERATURE = 0.7
 
 
-def add(commands: Subcommands) -> None:
-    parser = commands.add_parser(
-        "chat",
-        help="talk on the terminal",
-        description="Talk with the model. Without --conversation the conversation is deleted at the end.\n\n" + HELP,
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
-    add_target_options(parser)
-    parser.add_argument("--conversation", default="", metavar="ID", help="go on with this chat, or begin it; it stays")
-    parser.add_argument("--system", help="a system message to begin with")
-    parser.add_argument("--plan", action="store_true", help="show the plan after every answer")
-    add_sampling_options(parser)
-    parser.set_defaults(run=run, max_tokens=None)
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    gateway: TargetOptions
+    conversation: Annotated[str, Option(metavar="ID", help="go on with this chat, or begin it; it stays")] = ""
+    system: Annotated[str, Option(metavar="TEXT", help="a system message to begin with")] = ""
+    plan: Annotated[bool, Option("--plan", help="show the plan after every answer")] = False
+    max_tokens: Annotated[int | None, Option(metavar="N", help="new tokens at most (default: no limit)")] = None
+    sampling: SamplingOptions
 
 
-def run(options: argparse.Namespace) -> int:
-    sampling = sampling_of(options)
-    with client_of(options) as client:
+@command(
+    "ringserve chat",
+    "ringserve chat --conversation thesis",
+    'ringserve chat --target 127.0.0.1:50051 --system "Be brief." --max-tokens 128',
+    description="Talk with the model. Without --conversation the conversation is deleted at the end.\n\n\b\n" + HELP,
+)
+def chat(options: ChatOptions) -> int:
+    sampling = options.sampling.sampling(max_tokens=options.max_tokens)
+    with options.gateway.client() as client:
         chat = Chat(client, options.conversation, sampling, shows_plan=options.plan)
         if options.system:
             chat.set_system(check_text("--system", options.system))
@@ -287,3 +287,40 @@ def _ask() -> str | None:
         lines.append(line.removesuffix("\\"))
         if not line.endswith("\\"):
             return "\n".join(lines)
+
+
+def read_transcript(conversation: str) -> tuple[Message, ...] | None:
+    """Return the messages of a conversation, None where this user has none of it. Raises ConfigError."""
+    path = _transcript_path(conversation)
+    try:
+        return tuple(Message(**each) for each in json.loads(path.read_text(encoding="utf-8"))["messages"])
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"RINGSERVE_STATE: {path} cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError):
+        raise ConfigError(f"--conversation: {path} is no transcript of a chat; remove it") from None
+
+
+def write_transcript(conversation: str, messages: Sequence[Message]) -> None:
+    """Write the messages of a conversation, readable for this user alone. Raises ConfigError."""
+    path = _transcript_path(conversation)
+    draft = path.with_suffix(".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        draft.touch(mode=0o600)
+        content = {"conversation": conversation, "messages": [asdict(message) for message in messages]}
+        draft.write_text(json.dumps(content), encoding="utf-8")
+        draft.replace(path)
+    except OSError as error:
+        raise ConfigError(f"RINGSERVE_STATE: {path} cannot be written: {error.strerror}") from error
+
+
+def remove_transcript(conversation: str) -> None:
+    """Remove the messages of a conversation. Idempotent."""
+    _transcript_path(conversation).unlink(missing_ok=True)
+
+
+def _transcript_path(conversation: str) -> Path:
+    """Return the file of a conversation: its id may hold characters that no file name can."""
+    return state_directory() / "chats" / f"{hashlib.sha256(conversation.encode()).hexdigest()[:32]}.json"

@@ -5,40 +5,34 @@ With `--markdown` it prints the page docs/configuration.md: the same words, and 
 
 from __future__ import annotations
 
-import argparse
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
-from typing import Any
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Annotated, Any
 
 import yaml
+from typer import Option
 
-from ringserve.services.cli.options import Subcommands, add_config_options, config_of
+from ringserve.services.cli.command import command
+from ringserve.services.cli.options import ConfigOptions
 from ringserve.services.config import Config
 from ringserve.services.config.reading import ENV_PREFIX
 
-EXAMPLES = """examples:
-  ringserve config > cluster.yaml
-  ringserve config --config cluster.yaml --set prefill.cp=4
-  ringserve config --markdown > docs/configuration.md
-"""
+
+@dataclass(frozen=True, kw_only=True)
+class ShownConfig:
+    config: ConfigOptions
+    markdown: Annotated[bool, Option("--markdown", help="print a page of all keys and their values instead")] = False
 
 
-def add(commands: Subcommands) -> None:
-    parser = commands.add_parser(
-        "config",
-        help="print all keys of the configuration with their values",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_config_options(parser)
-    parser.add_argument("--markdown", action="store_true", help="print a page of all keys and their values instead")
-    parser.set_defaults(run=run)
-
-
-def run(options: argparse.Namespace) -> int:
+@command(
+    "ringserve config > cluster.yaml",
+    "ringserve config --config cluster.yaml --set prefill.cp=4",
+    "ringserve config --markdown > docs/configuration.md",
+)
+def config(options: ShownConfig) -> int:
     lines = markdown_of if options.markdown else lines_of
-    print("\n".join(lines(config_of(options))))
+    print("\n".join(lines(options.config.load())))
     return 0
 
 

@@ -2,66 +2,90 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Annotated
 
 from rich.console import Console
 from rich.table import Table
+from typer import Argument, Option
 
 from ringserve.client import ConversationInfo, ConversationSummary
-from ringserve.cp_core.errors import InvalidRequest
-from ringserve.services.cli.options import Subcommands, add_target_options, client_of
+from ringserve.services.cli.command import Group, command
+from ringserve.services.cli.options import JsonFlag, TargetOptions
 from ringserve.services.offline.terminal import listing, print_table
 
-EXAMPLE = """example:
-  ringserve conversations list --prefix tale
-  ringserve conversations show tale
-  ringserve conversations fork tale tale-2 --at-token 1000
-  ringserve conversations delete tale-2
-"""
+
+@dataclass(frozen=True, kw_only=True)
+class ListOptions:
+    gateway: TargetOptions
+    json: JsonFlag = False
+    prefix: Annotated[str, Option(metavar="TEXT", help="only ids with this prefix")] = ""
 
 
-def add(commands: Subcommands) -> None:
-    parser = commands.add_parser(
-        "conversations",
-        help="list, show, fork and delete conversations",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
-    verbs = parser.add_subparsers(required=True, metavar="VERB")
-    listing = _verb(verbs, "list", "every conversation, with the tokens that prefill and decode rings retain", run_list)
-    listing.add_argument("--prefix", default="", help="only ids with this prefix")
-    show = _verb(verbs, "show", "location of a conversation's KV", run_show)
-    show.add_argument("id")
-    fork = _verb(verbs, "fork", "begin a new conversation with the history of another", run_fork)
-    fork.add_argument("source")
-    fork.add_argument("new")
-    fork.add_argument("--at-token", type=int, metavar="N", help="only the first N tokens (default: all)")
-    delete = _verb(verbs, "delete", "delete a conversation and free its KV", run_delete)
-    delete.add_argument("id")
+@dataclass(frozen=True, kw_only=True)
+class OneConversation:
+    id: Annotated[str, Argument(help="the conversation")]
+    gateway: TargetOptions
+    json: JsonFlag = False
 
 
-def _verb(verbs: Subcommands, name: str, summary: str, run: object) -> argparse.ArgumentParser:
-    parser = verbs.add_parser(
-        name, help=summary, epilog=EXAMPLE, formatter_class=argparse.RawTextHelpFormatter, description=summary
-    )
-    add_target_options(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run)
-    return parser
+@dataclass(frozen=True, kw_only=True)
+class ForkOptions:
+    source: Annotated[str, Argument(help="the conversation")]
+    new: Annotated[str, Argument(help="id of the new one")]
+    gateway: TargetOptions
+    json: JsonFlag = False
+    at_token: Annotated[
+        int | None, Option(min=1, max=2**32 - 1, metavar="N", help="only the first N tokens (default: all)")
+    ] = None
 
 
-def run_list(options: argparse.Namespace) -> int:
-    with client_of(options) as client:
+@command("ringserve conversations list --prefix tale")
+def list_(options: ListOptions) -> int:
+    with options.gateway.client() as client:
         found = list(client.list_conversations(options.prefix))
     if options.json:
-        _print_json({"conversations": [asdict(each) for each in found], "next_page_token": ""})
-        return 0
-    print_table(Console(), _table(found))
+        print(json.dumps({"conversations": [asdict(each) for each in found], "next_page_token": ""}))
+    else:
+        print_table(Console(), _table(found))
     return 0
+
+
+@command("ringserve conversations show tale")
+def show(options: OneConversation) -> int:
+    with options.gateway.client() as client:
+        _show(client.conversation(options.id), options.json)
+    return 0
+
+
+@command("ringserve conversations fork tale tale-2 --at-token 1000")
+def fork(options: ForkOptions) -> int:
+    with options.gateway.client() as client:
+        client.fork_conversation(options.source, options.new, options.at_token)
+        _show(client.conversation(options.new), options.json)
+    return 0
+
+
+@command("ringserve conversations delete tale-2")
+def delete(options: OneConversation) -> int:
+    with options.gateway.client() as client:
+        client.delete_conversation(options.id)
+    if options.json:
+        print(json.dumps({}))
+    return 0
+
+
+conversations = Group(
+    verbs={
+        "list": ("every conversation, with the tokens that prefill and decode rings retain", list_),
+        "show": ("location of a conversation's KV", show),
+        "fork": ("begin a new conversation with the history of another", fork),
+        "delete": ("delete a conversation and free its KV", delete),
+    },
+    examples=[*list_.examples, *show.examples, *fork.examples, *delete.examples],
+)
 
 
 def _table(conversations: Sequence[ConversationSummary]) -> Table:
@@ -82,37 +106,9 @@ def _table(conversations: Sequence[ConversationSummary]) -> Table:
     return table
 
 
-def run_show(options: argparse.Namespace) -> int:
-    with client_of(options) as client:
-        _show(client.conversation(options.id), options.json)
-    return 0
-
-
-def run_fork(options: argparse.Namespace) -> int:
-    with client_of(options) as client:
-        client.fork_conversation(options.source, options.new, _count(options.at_token))
-        _show(client.conversation(options.new), options.json)
-    return 0
-
-
-def run_delete(options: argparse.Namespace) -> int:
-    with client_of(options) as client:
-        client.delete_conversation(options.id)
-    if options.json:
-        _print_json({})
-    return 0
-
-
-def _count(value: int | None) -> int | None:
-    """Check a count against the contract's type. Raises InvalidRequest."""
-    if value is not None and not 0 < value < 2**32:
-        raise InvalidRequest(f"--at-token: {value} is out of range; allowed are 1 to {2**32 - 1}")
-    return value
-
-
 def _show(view: ConversationInfo, as_json: bool) -> None:
     if as_json:
-        _print_json(asdict(view))
+        print(json.dumps(asdict(view)))
         return
     retained = ", ".join(
         f"{place.num_tokens} on {place.ring} ({'+'.join(str(rank.num_tokens) for rank in place.ranks)})"
@@ -123,7 +119,3 @@ def _show(view: ConversationInfo, as_json: bool) -> None:
         f"{view.conversation_id}: {view.num_tokens} tokens, {view.num_turns} turns{running}; "
         f"retained at epoch {view.epoch}: {retained or 'nothing'}"
     )
-
-
-def _print_json(values: dict[str, Any]) -> None:
-    print(json.dumps(values))

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 from rich.console import Console
 from rich.table import Table
+from typer import Option
 
 from ringserve.client import Client
 from ringserve.cp_core.errors import ModelRefused
+from ringserve.services.cli.command import command, one_of
 from ringserve.services.cli.import_model import prepare
-from ringserve.services.cli.options import Subcommands
 from ringserve.services.cluster.stopping import StopRequest, StopSignals
 from ringserve.services.config.checks import DEVICES
 from ringserve.services.gateway.text import TextCodec
@@ -35,10 +36,6 @@ from ringserve.services.offline.units import parse_tokens
 from ringserve.workers.model.builtin import PREFIX, SMOLLM2, TINY, has_random_weights, resolve_model_path
 from ringserve.workers.model.info import read_model_info
 
-EXAMPLE = """example:
-  ringserve demo
-  ringserve demo --model builtin:tiny --tokens 4000 --json
-"""
 EXIT_INTERRUPTED = 130
 RANDOM_TOKENS = 8192
 """Length of the document for a random model: a token of `builtin:tiny` is a byte."""
@@ -52,36 +49,26 @@ FOLLOW_UP_TOOK = {
 }
 
 
-def add(commands: Subcommands) -> None:
-    parser = commands.add_parser(
-        "demo",
-        help="ask a model about a document and check every token",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
-    parser.add_argument(
-        "--model",
-        metavar="DIR",
-        help=f"model (default: {PREFIX}{SMOLLM2}, or {PREFIX}{TINY} where that cannot be had)",
-    )
-    parser.add_argument(
-        "--tokens",
-        metavar="N",
-        default="",
-        help=f"cut the document after so many tokens (default: all of it, {RANDOM_TOKENS} with {PREFIX}{TINY})",
-    )
-    parser.add_argument("--max-tokens", type=int, default=64, help="tokens of each answer, at most (default: 64)")
-    parser.add_argument(
-        "--device",
-        choices=DEVICES,
-        default="cpu",
-        help="device of the ranks; on cuda they share a GPU (default: cpu)",
-    )
-    parser.add_argument("--json", action="store_true", help="print turns and verdicts as one JSON object")
-    parser.set_defaults(run=run)
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    model: Annotated[
+        str,
+        Option(metavar="DIR", help=f"model (default: {PREFIX}{SMOLLM2}, or {PREFIX}{TINY} if that cannot be had)"),
+    ] = ""
+    tokens: Annotated[
+        str,
+        Option(
+            metavar="N",
+            help=f"cut the document after so many tokens (default: all of it, {RANDOM_TOKENS} with {PREFIX}{TINY})",
+        ),
+    ] = ""
+    max_tokens: Annotated[int, Option(metavar="N", help="tokens of each answer, at most")] = 64
+    device: Annotated[str, one_of(DEVICES, help="device of the ranks; on cuda they share a GPU")] = "cpu"
+    json: Annotated[bool, Option("--json", help="print turns and verdicts as one JSON object")] = False
 
 
-def run(options: argparse.Namespace) -> int:
+@command("ringserve demo", "ringserve demo --model builtin:tiny --tokens 4000 --json")
+def demo(options: DemoOptions) -> int:
     console = Console(stderr=options.json)
     began = time.monotonic()
     num_tokens = parse_tokens("--tokens", options.tokens) if options.tokens else 0
@@ -119,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
     return _report(console, options, turns, verdicts, time.monotonic() - began)
 
 
-def _choose_model(asked: str | None, console: Console) -> str:
+def _choose_model(asked: str, console: Console) -> str:
     """Return the model that was asked for, else the real built-in one, else the random one. Raises ModelRefused."""
     model = asked or PREFIX + SMOLLM2
     try:
@@ -162,7 +149,7 @@ def _play(console: Console, gateway: str, codec: TextCodec, text: str, max_token
 
 
 def _report(
-    console: Console, options: argparse.Namespace, turns: list[DemoTurn], verdicts: list[Verdict], seconds: float
+    console: Console, options: DemoOptions, turns: list[DemoTurn], verdicts: list[Verdict], seconds: float
 ) -> int:
     console.print(_table(turns))
     for verdict in verdicts:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from typer import Option
 
 from ringserve.cp_core.cost.profile import read_profile
 from ringserve.cp_core.cost.selector import POLICIES, EmpiricalFit
 from ringserve.cp_core.cost.sparse import read_losses
 from ringserve.cp_core.errors import ConfigError
-from ringserve.services.cli.options import Subcommands
+from ringserve.services.cli.command import command, one_of
+from ringserve.services.cli.options import JsonFlag
 from ringserve.services.offline.planning.explanation import Explanation, RingComparison, compare_rings, explain_turn
 from ringserve.services.offline.planning.models import planned_model
 from ringserve.services.offline.planning.report import (
@@ -24,56 +28,42 @@ from ringserve.services.offline.planning.sizing import RingShape, require_tp
 from ringserve.services.offline.terminal import console, print_lines, print_table
 from ringserve.services.offline.units import parse_sizes, parse_tokens
 
-EXAMPLE = """example:
-  ringserve explain --model llama3-405b-fp8 --hardware gtt --tokens 3200 --cached 124800 --ranks 4 --tp 8
-  ringserve explain --model llama3-70b --hardware gtt --tokens 2k --ranks 1,2,4,8 --tp 8
-  ringserve explain --model llama3-70b --hardware gti --tokens 8k --ranks 2 --tp 8 --json
-  ringserve explain --model llama3-8b --tokens 20 --cached 128k --missing 300 --ranks 4 --decode-ranks 2
-"""
-HELP = """Predicted by a hardware profile, for one turn computed in one step on an idle ring; * marks the choice.
-Several sizes (--ranks 1,2,4) are compared; * marks the ring that a router would take.
-Linear layers, tensor parallel sums, attention, messages exposed and hidden behind it, all-to-all, overhead."""
 NUM_CONSTANTS = 3
 
 
-def add(commands: Subcommands) -> None:
-    parser = commands.add_parser(
-        "explain",
-        help="explain how a turn would be computed",
-        description=HELP,
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
-    parser.add_argument("--model", metavar="DIR_OR_NAME", required=True, help="a shipped shape, or a model directory")
-    parser.add_argument(
-        "--hardware", metavar="PROFILE", default="gtt", help="a shipped profile or a file (default: gtt)"
-    )
-    parser.add_argument("--tokens", metavar="T", required=True, help="new tokens, e.g. 3200 or 8k")
-    parser.add_argument("--cached", metavar="P", default="0", help="cached tokens before them (default: 0)")
-    parser.add_argument("--ranks", metavar="N,...", required=True, help="ranks of the ring, or of several to compare")
-    parser.add_argument("--tp", metavar="N,...", default="1", help="processes of a rank (default: 1)")
-    parser.add_argument(
-        "--decode-ranks", metavar="N", type=int, help="ranks of the decode ring that retains P: it may compute T itself"
-    )
-    parser.add_argument("--decode-tp", metavar="N", type=int, default=1, help="processes of a rank there (default: 1)")
-    parser.add_argument(
-        "--missing", metavar="TOKENS", default="0", help="cached tokens that only the decode ring retains (default: 0)"
-    )
-    parser.add_argument("--selector", choices=POLICIES, default="auto", help="selection policy (default: auto)")
-    parser.add_argument(
-        "--fit", metavar="ALPHA,BETA,GAMMA", help="constants of the empirical selector, as --fit=-1,1,12"
-    )
-    parser.add_argument(
-        "--sparse-losses", type=Path, metavar="FILE", help="tell approximate ways too, by what calibrate --sparse wrote"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run)
+@dataclass(frozen=True, kw_only=True)
+class ExplainOptions:
+    model: Annotated[str, Option(metavar="DIR_OR_NAME", help="a shipped shape, or a model directory")]
+    hardware: Annotated[str, Option(metavar="PROFILE", help="a shipped profile or a file")] = "gtt"
+    tokens: Annotated[str, Option(metavar="T", help="new tokens, e.g. 3200 or 8k")]
+    cached: Annotated[str, Option(metavar="P", help="cached tokens before them")] = "0"
+    ranks: Annotated[str, Option(metavar="N,...", help="ranks of the ring, or of several to compare")]
+    tp: Annotated[str, Option(metavar="N,...", help="processes of a rank")] = "1"
+    decode_ranks: Annotated[
+        int | None, Option(min=1, metavar="N", help="ranks of the decode ring that retains P: it may compute T itself")
+    ] = None
+    decode_tp: Annotated[int, Option(min=1, metavar="N", help="processes of a rank there")] = 1
+    missing: Annotated[str, Option(metavar="TOKENS", help="cached tokens that only the decode ring retains")] = "0"
+    selector: Annotated[str, one_of(POLICIES, help="selection policy")] = "auto"
+    fit: Annotated[
+        str, Option(metavar="ALPHA,BETA,GAMMA", help="constants of the empirical selector, e.g. -1,1,12")
+    ] = ""
+    sparse_losses: Annotated[
+        Path | None, Option(metavar="FILE", help="tell approximate ways too, by what calibrate --sparse wrote")
+    ] = None
+    json: JsonFlag = False
 
 
-def run(options: argparse.Namespace) -> int:
-    for key, value in (("--decode-ranks", options.decode_ranks), ("--decode-tp", options.decode_tp)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{key}: {value} is out of range; allowed are 1 or more")
+@command(
+    "ringserve explain --model llama3-405b-fp8 --hardware gtt --tokens 3200 --cached 124800 --ranks 4 --tp 8",
+    "ringserve explain --model llama3-70b --hardware gtt --tokens 2k --ranks 1,2,4,8 --tp 8",
+    "ringserve explain --model llama3-70b --hardware gti --tokens 8k --ranks 2 --tp 8 --json",
+    "ringserve explain --model llama3-8b --tokens 20 --cached 128k --missing 300 --ranks 4 --decode-ranks 2",
+    description="""Predicted by a hardware profile, for one turn computed in one step on an idle ring; * marks the
+choice. Several sizes (--ranks 1,2,4) are compared; * marks the ring that a router would take. Linear layers, tensor
+parallel sums, attention, messages exposed and hidden behind it, all-to-all, overhead.""",
+)
+def explain(options: ExplainOptions) -> int:
     model, profile = planned_model(options.model), read_profile(options.hardware)
     ranks, widths = parse_sizes("--ranks", options.ranks), parse_sizes("--tp", options.tp)
     for tp in (*widths, options.decode_tp):
@@ -90,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
             cached_tokens=_tokens_or_none("--cached", options.cached),
             decode=decode,
             missing_tokens=_tokens_or_none("--missing", options.missing),
-            fit=None if options.fit is None else _fit(options.fit),
+            fit=None if not options.fit else _fit(options.fit),
             losses=losses,
         )
         for tp in widths

@@ -2,64 +2,54 @@
 
 from __future__ import annotations
 
-import argparse
 import os
+from dataclasses import dataclass
+from typing import Annotated
+
+from typer import Option
 
 from ringserve.cp_core.errors import ConfigError
 from ringserve.services.auth.sections import SECRET_VARIABLE, check_public_endpoints
-from ringserve.services.cli.options import Subcommands, add_config_options, check_drain_seconds, config_of
+from ringserve.services.cli.command import command, one_of
+from ringserve.services.cli.options import ConfigOptions, DrainSeconds
 from ringserve.services.cluster.state import secret_of
 from ringserve.services.config import LOG_LEVELS, METRIC_NAMES
 from ringserve.services.config.checks import DEVICES
 from ringserve.services.gateway.settings import GatewaySettings
 from ringserve.services.telemetry.logs import LOG_FORMATS, levels_by_module
 
-EXAMPLE = """example:
-  ringserve gateway --listen 127.0.0.1:50052 --router 127.0.0.1:41000 --model builtin:tiny
-"""
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayOptions:
+    config: ConfigOptions
+    listen: Annotated[str, Option(metavar="HOST:PORT", help="where clients call")]
+    http: Annotated[str, Option(metavar="HOST:PORT", help="where OpenAI's HTTP is served (default: nowhere)")] = ""
+    metrics: Annotated[str, Option(metavar="HOST:PORT", help="where Prometheus asks (default: nowhere)")] = ""
+    metric_names: Annotated[str, one_of(METRIC_NAMES, help="vllm: show its names as well (default: ours alone)")] = ""
+    router: Annotated[str, Option(metavar="HOST:PORT", help="the router, as 'ringserve status' shows it")]
+    model: Annotated[str, Option(metavar="DIR", help="model directory or built-in model")]
+    model_name: Annotated[
+        str, Option(metavar="NAME", help="what HTTP clients call it (default: the directory's name)")
+    ] = ""
+    dtype: Annotated[str, Option(metavar="NAME", help="the rings' dtype")] = "float32"
+    device: Annotated[str, one_of(DEVICES, help="the rings' device")] = "cpu"
+    max_seconds: Annotated[float, Option(metavar="N", help="longest a turn may take")] = 600.0
+    log_level: Annotated[str, one_of(LOG_LEVELS, help="what to log")] = "info"
+    log_levels: Annotated[
+        str, Option(metavar="LIST", help="of single modules: 'MODULE=LEVEL ...' (as logs.levels)")
+    ] = ""
+    log_format: Annotated[str, one_of(LOG_FORMATS, help="for people or machines")] = "human"
+    drain_seconds: DrainSeconds = 2.0
 
 
-def add(commands: Subcommands) -> None:
-    parser = commands.add_parser(
-        "gateway", help="run one more gateway", epilog=EXAMPLE, formatter_class=argparse.RawTextHelpFormatter
-    )
-    add_config_options(parser)
-    parser.add_argument("--listen", required=True, help="HOST:PORT for clients")
-    parser.add_argument("--http", default="", help="HOST:PORT for OpenAI's HTTP (default: none)")
-    parser.add_argument("--metrics", default="", help="HOST:PORT for Prometheus (default: none)")
-    parser.add_argument(
-        "--metric-names", choices=METRIC_NAMES, default="", help="vllm: show its names as well (default: ours alone)"
-    )
-    parser.add_argument("--router", required=True, help="HOST:PORT of the router, as 'ringserve status' shows it")
-    parser.add_argument("--model", required=True, help="model directory or built-in model")
-    parser.add_argument("--model-name", default="", help="what HTTP clients call it (default: the directory's name)")
-    parser.add_argument("--dtype", default="float32", help="the rings' dtype (default: float32)")
-    parser.add_argument(
-        "--device", choices=DEVICES, default="cpu", help="the rings' device, cpu or cuda (default: cpu)"
-    )
-    parser.add_argument("--max-seconds", type=float, default=600.0, help="longest a turn may take (default: 600)")
-    parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="what to log (default: info)")
-    parser.add_argument(
-        "--log-levels", default="", metavar="LIST", help="of single modules: 'MODULE=LEVEL ...' (as logs.levels)"
-    )
-    parser.add_argument(
-        "--log-format", choices=LOG_FORMATS, default="human", help="for people or machines (default: human)"
-    )
-    parser.add_argument(
-        "--drain-seconds", type=float, default=2.0, help="how long turns may go on when it is told to end (default: 2)"
-    )
-    parser.set_defaults(run=run)
-
-
-def run(options: argparse.Namespace) -> int:
+@command("ringserve gateway --listen 127.0.0.1:50052 --router 127.0.0.1:41000 --model builtin:tiny")
+def gateway(options: GatewayOptions) -> int:
     from ringserve.services.gateway.process import run_gateway
 
-    config = config_of(
-        options
-    )  # tls, auth, tracing, http, gateway.insecure and .page, metrics.tenants: the rest are options
+    # Of these only tls, auth, tracing, http, timeouts.lost, gateway.insecure and .page, and metrics.tenants count.
+    config = options.config.load()
     endpoints = {"--listen": options.listen, "--http": options.http}
     check_public_endpoints(endpoints, config.tls, config.auth, is_insecure=config.gateway.insecure)
-    check_drain_seconds(options.drain_seconds)
     if secret := secret_of(options.router):
         os.environ.setdefault(SECRET_VARIABLE, secret)
     return run_gateway(

@@ -1,112 +1,181 @@
-"""`ringserve generate`: run one turn."""
+"""`ringserve generate`: run one turn. Its sampling options and the display of plans serve `ringserve chat` too."""
 
 from __future__ import annotations
 
-import argparse
 import json
+import shutil
 import sys
+import textwrap
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Any
 
-from ringserve.client import Message, Prompt
+from rich.table import Table
+from typer import BadParameter, Option
+
+from ringserve.client import Answer, Message, Plan, Prompt, Sampling
 from ringserve.cp_core.errors import InvalidRequest
 from ringserve.orchestration.protocol.turns import MAX_PRIORITY
-from ringserve.services.cli.options import Subcommands, add_target_options, check_text, client_of
-from ringserve.services.cli.turns import (
-    add_answer_options,
-    add_form_options,
-    add_sampling_options,
-    check_ids,
-    read_text,
-    sampling_of,
-    show_plan,
-)
-from ringserve.services.rpc.answer import answer_dict, answers_dict
+from ringserve.services.cli.command import check_text, command, one_of
+from ringserve.services.cli.options import TargetOptions, read_text
+from ringserve.services.offline.terminal import console, print_table, simple_table
+from ringserve.services.offline.units import format_seconds
+from ringserve.services.rpc.answer import answer_dict, answers_dict, plan_line
 from ringserve.workers.protocol.prefill_steps import Algorithm
 
-EXAMPLE = """example:
-  ringserve generate --prompt "Once upon a time" --max-tokens 32
-  ringserve generate --target 127.0.0.1:50051 --prompt-ids turn2.json --conversation c1 --max-tokens 16 --json
-"""
-MODES = ("auto", "append", "whole-history")
+UINT32 = 2**32 - 1
+"""Largest number of the contract's unsigned fields, but for seeds."""
 
 
-def add(commands: Subcommands) -> None:
-    parser = commands.add_parser(
-        "generate", help="run one turn", epilog=EXAMPLE, formatter_class=argparse.RawTextHelpFormatter
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """Options of every answer, but for its length."""
+
+    min_tokens: Annotated[int, Option(show_default=False, metavar="N", help="no stop within the first N tokens")] = 0
+    temperature: Annotated[float, Option(metavar="X", help="0 is greedy")] = 0.0
+    seed: Annotated[int | None, Option(metavar="N", help="same seed, same tokens (default: drawn)")] = None
+    top_p: Annotated[float | None, Option(metavar="X", help="draw from the most likely tokens that make up X")] = None
+    top_k: Annotated[int, Option(show_default=False, metavar="N", help="draw from the N most likely tokens")] = 0
+    min_p: Annotated[
+        float, Option(show_default=False, metavar="X", help="draw from tokens X times as likely as the likeliest")
+    ] = 0.0
+    presence_penalty: Annotated[
+        float, Option(show_default=False, metavar="X", help="against tokens that the answer holds")
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, Option(show_default=False, metavar="X", help="the same for each time it holds them")
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float | None, Option(metavar="X", help="above 1: against tokens of prompt and answer")
+    ] = None
+    logit_bias: Annotated[list[str], Option(metavar="ID=X ...", help="add X to a token's logit")] = field(
+        default_factory=list
     )
-    add_target_options(parser)
-    prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", metavar="TEXT", help="the prompt; '-' reads standard input")
-    prompt.add_argument("--prompt-ids", type=Path, metavar="FILE.json", help="the prompt as a JSON list of token ids")
-    prompt.add_argument(
-        "--messages", type=Path, metavar="FILE.json", help='chat messages: [{"role":..., "content":...}]'
+    stop: Annotated[list[str], Option(metavar="TEXT ...", help="end before any of these")] = field(default_factory=list)
+    include_stop: Annotated[bool, Option("--include-stop", help="show the stop text that ended the answer")] = False
+    stop_token_ids: Annotated[list[int], Option(metavar="ID ...", help="end after any of these")] = field(
+        default_factory=list
     )
-    parser.add_argument("--conversation", default="", metavar="ID", help="continue or begin this conversation")
-    parser.add_argument(
-        "--mode",
-        choices=MODES,
-        default="auto",
-        help="prompt is the new text only, or the whole history (default: auto)",
+    ignore_eos: Annotated[bool, Option("--ignore-eos", help="do not end at the model's end-of-sequence token")] = False
+
+    def sampling(self, **others: Any) -> Sampling:
+        """Convert the options, and others of Sampling. Raises InvalidRequest for what the contract cannot hold."""
+        for name, least, most in (
+            ("max_tokens", 1, UINT32),
+            ("min_tokens", 0, UINT32),
+            ("top_k", 0, UINT32),
+            ("n", 1, UINT32),
+            ("logprobs", 0, UINT32),
+            ("prompt_logprobs", 0, UINT32),
+            ("seed", 0, 2**64 - 1),
+        ):
+            value = getattr(self, name, others.get(name))
+            if value is not None and not least <= value <= most:
+                key = name.replace("_", "-")
+                raise InvalidRequest(f"--{key}: {value} is out of range; allowed are {least} to {most}")
+        return Sampling(
+            temperature=self.temperature,
+            seed=self.seed,
+            stop_token_ids=check_ids("--stop-token-ids", self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=dict(_bias(item) for item in self.logit_bias),
+            min_tokens=self.min_tokens,
+            stop=self.stop,
+            include_stop_str_in_output=self.include_stop,
+            **others,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    prompt: Annotated[str | None, Option(metavar="TEXT", help="the prompt; '-' reads standard input")] = None
+    prompt_ids: Annotated[Path | None, Option(metavar="FILE", help="the prompt as a JSON list of token ids")] = None
+    messages: Annotated[
+        Path | None, Option(metavar="FILE", help='chat messages, as JSON: [{"role": ..., "content": ...}]')
+    ] = None
+    gateway: TargetOptions
+    conversation: Annotated[str, Option(metavar="ID", help="continue or begin this conversation")] = ""
+    mode: Annotated[
+        str,
+        one_of(("auto", "append", "whole-history"), help="the prompt is the new text only, or the whole history"),
+    ] = "auto"
+    max_tokens: Annotated[int, Option(metavar="N", help="new tokens at most")] = 64
+    sampling: SamplingOptions
+    json_schema: Annotated[Path | None, Option(metavar="FILE", help="answer with JSON that fits this schema")] = None
+    json_object: Annotated[bool, Option("--json-object", help="answer with any JSON object")] = False
+    regex: Annotated[str, Option(metavar="REGEX", help="answer with a text that matches")] = ""
+    choice: Annotated[list[str], Option(metavar="TEXT ...", help="answer with one of these")] = field(
+        default_factory=list
     )
-    add_sampling_options(parser)
-    add_form_options(parser)
-    add_answer_options(parser)
-    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end the turn everywhere after this long")
-    parser.add_argument("--wait", action="store_true", help="wait for the conversation's running turn")
-    parser.add_argument(
-        "--conversation-ttl",
-        type=float,
-        metavar="SECONDS",
-        help="delete the conversation this long after its last use; 0: never",
+    grammar: Annotated[Path | None, Option(metavar="FILE", help="answer by this grammar, of Lark's form or GBNF")] = (
+        None
     )
-    parser.add_argument("--no-cache", action="store_true", help="share no KV of earlier prompts, and leave none")
-    parser.add_argument(
-        "--cache-key", default="", metavar="KEY", help="prefer the rings of earlier requests of this key"
+    n: Annotated[int, Option(metavar="N", help="answers to the prompt")] = 1
+    logprobs: Annotated[int | None, Option(metavar="N", help="with --json: of each token and the N most likely")] = None
+    prompt_logprobs: Annotated[int | None, Option(metavar="N", help="the same of the prompt's tokens")] = None
+    timeout: Annotated[float | None, Option(metavar="SECONDS", help="end the turn everywhere after this long")] = None
+    wait: Annotated[bool, Option("--wait", help="wait for the conversation's running turn")] = False
+    conversation_ttl: Annotated[
+        float | None,
+        Option(metavar="SECONDS", help="delete the conversation this long after its last use; 0: never"),
+    ] = None
+    no_cache: Annotated[bool, Option("--no-cache", help="share no KV of earlier prompts, and leave none")] = False
+    cache_key: Annotated[str, Option(metavar="KEY", help="prefer the rings of earlier requests of this key")] = ""
+    priority: Annotated[int, Option(min=-MAX_PRIORITY, max=MAX_PRIORITY, metavar="N", help="higher first")] = 0
+    algorithm: Annotated[
+        str,
+        one_of(
+            [each.value for each in Algorithm],
+            help="algorithm of the prefill; the tokens are the same (default: chosen)",
+        ),
+    ] = ""
+    max_loss: Annotated[
+        float | None, Option(metavar="NATS", help="may be approximate, up to this loss, to be sooner; 0: exact")
+    ] = None
+    max_ttft: Annotated[
+        float | None, Option(metavar="SECONDS", help="may be approximate, to have the first token by then")
+    ] = None
+    request_id: Annotated[str, Option(metavar="ID", help="name the request, e.g. to abort it")] = ""
+    json: Annotated[bool, Option("--json", help="print one JSON object instead of the text")] = False
+
+    def __post_init__(self) -> None:
+        """Check what needs no gateway. Raises BadParameter, InvalidRequest."""
+        if [self.prompt, self.prompt_ids, self.messages].count(None) != 2:
+            raise BadParameter("--prompt, --prompt-ids, --messages: give exactly one of them")
+        if len(self.form()) > 1:
+            raise BadParameter("--json-schema, --json-object, --regex, --choice, --grammar: give one of them at most")
+        if self.timeout is not None and not self.timeout > 0:
+            raise InvalidRequest(f"--timeout: {self.timeout:g} is not allowed; give seconds above 0")
+        if self.mode == "append" and not self.conversation:
+            raise InvalidRequest("--mode: append needs a conversation; give --conversation ID")
+
+    def form(self) -> dict[str, Any]:
+        """Return what holds the answer to a form, by its name in Sampling; files are not read yet."""
+        names = ("json_schema", "json_object", "regex", "choice", "grammar")
+        return {name: getattr(self, name) for name in names if getattr(self, name)}
+
+
+@command(
+    'ringserve generate --prompt "Once upon a time" --max-tokens 32',
+    "ringserve generate --target 127.0.0.1:50051 --prompt-ids turn2.json --conversation c1 --max-tokens 16 --json",
+)
+def generate(options: GenerateOptions) -> int:
+    form = {name: read_text(value) if isinstance(value, Path) else value for name, value in options.form().items()}
+    is_streamed, prompt = not options.json and options.n == 1, _prompt(options)
+    sampling = options.sampling.sampling(
+        max_tokens=options.max_tokens,
+        n=options.n,
+        logprobs=options.logprobs,
+        prompt_logprobs=options.prompt_logprobs,
+        **form,
     )
-    parser.add_argument("--priority", type=int, default=0, metavar="N", help="-100 to 100, higher first (default: 0)")
-    parser.add_argument(
-        "--algorithm",
-        choices=[each.value for each in Algorithm],
-        default="",
-        help="algorithm of the prefill; the tokens are the same (default: chosen)",
-    )
-    parser.add_argument(
-        "--max-loss", type=float, metavar="NATS", help="may be approximate, up to this loss, to be sooner; 0: exact"
-    )
-    parser.add_argument(
-        "--max-ttft", type=float, metavar="SECONDS", help="may be approximate, to have the first token by then"
-    )
-    parser.add_argument("--request-id", default="", help="name the request, e.g. to abort it")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
-    parser.set_defaults(run=run)
-
-
-def _priority(value: int) -> int:
-    if abs(value) > MAX_PRIORITY:
-        raise InvalidRequest(f"--priority: {value} is out of range; allowed are -{MAX_PRIORITY} to {MAX_PRIORITY}")
-    return value
-
-
-def _read_stdin() -> str:
-    """Read the prompt. Raises InvalidRequest for bytes that are no text."""
-    try:
-        return check_text("standard input", sys.stdin.read())
-    except UnicodeDecodeError as error:
-        raise InvalidRequest(f"standard input: byte {error.start + 1} is no UTF-8 text; convert it to UTF-8") from None
-
-
-def _check_options(options: argparse.Namespace) -> None:
-    """Check what needs no gateway. Raises InvalidRequest."""
-    if options.timeout is not None and not options.timeout > 0:
-        raise InvalidRequest(f"--timeout: {options.timeout:g} is not allowed; give seconds above 0")
-    if options.mode == "append" and not options.conversation:
-        raise InvalidRequest("--mode: append needs a conversation; give --conversation ID")
-
-
-def run(options: argparse.Namespace) -> int:
-    _check_options(options)
-    is_streamed, prompt, sampling = not options.json and options.n == 1, _prompt(options), sampling_of(options)
-    with client_of(options) as client:
+    with options.gateway.client() as client:
         stream = client.stream(
             prompt,
             sampling=sampling,
@@ -117,7 +186,7 @@ def run(options: argparse.Namespace) -> int:
             wait=options.wait,
             no_cache=options.no_cache,
             cache_key=options.cache_key,
-            priority=_priority(options.priority),
+            priority=options.priority,
             algorithm=options.algorithm,
             max_loss=options.max_loss,
             max_ttft=options.max_ttft,
@@ -136,11 +205,12 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _prompt(options: argparse.Namespace) -> Prompt:
+def _prompt(options: GenerateOptions) -> Prompt:
     if options.prompt is not None:
         return _read_stdin() if options.prompt == "-" else str(options.prompt)
     if options.prompt_ids is not None:
         return check_ids(str(options.prompt_ids), _read_json(options.prompt_ids))
+    assert options.messages is not None, "exactly one of the three is given"
     messages = _read_json(options.messages)
     if not isinstance(messages, list):
         raise InvalidRequest(f'{options.messages}: must be a list like [{{"role": "user", "content": "hello"}}]')
@@ -152,3 +222,55 @@ def _read_json(path: Path) -> object:
         return json.loads(read_text(path))
     except ValueError as error:
         raise InvalidRequest(f"{path} is not valid JSON: {error}") from error
+
+
+def _read_stdin() -> str:
+    """Read the prompt. Raises InvalidRequest for bytes that are no text."""
+    try:
+        return check_text("standard input", sys.stdin.read())
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"standard input: byte {error.start + 1} is no UTF-8 text; convert it to UTF-8") from None
+
+
+def check_ids(name: str, ids: object) -> list[int]:
+    """Check a list of token ids. Raises InvalidRequest."""
+    if not isinstance(ids, list):
+        raise InvalidRequest(f"{name}: must be a list of token ids, e.g. [1, 2, 3]")
+    for place, token in enumerate(ids):
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < 2**32:
+            raise InvalidRequest(f"{name}[{place}]: {token!r} is no token id; allowed are integers from 0")
+    return ids
+
+
+def _bias(item: str) -> tuple[int, float]:
+    token_id, _, bias = item.partition("=")
+    try:
+        return check_ids("--logit-bias", [int(token_id)])[0], float(bias)
+    except ValueError:
+        raise InvalidRequest(f"--logit-bias: {item!r} is not ID=X, e.g. 50256=-100") from None
+
+
+def show_plan(answer: Answer) -> None:
+    """Print the plan in a line, and a table of the compared prefill rings, on standard error."""
+    line = plan_line(answer)
+    if sys.stderr.isatty():
+        line = textwrap.fill(line, shutil.get_terminal_size().columns, break_on_hyphens=False)
+    print(line, file=sys.stderr, flush=True)
+    if answer.plan.ring_alternatives:
+        print_table(console(stderr=True), ring_table(answer.plan), num_keys=2)
+
+
+def ring_table(plan: Plan) -> Table:
+    """Return a table with a line for each ring, the quickest first; * marks the chosen one."""
+    headers = ("", "ring", "cp", "tp", "predicted", "queue", "moving KV", "prefill", "hand-off", "stall")
+    table = simple_table(*headers, left_aligned=headers[:2])
+    for each in sorted(plan.ring_alternatives, key=lambda each: each.total_seconds):
+        parts = (each.queue_seconds, each.move_seconds, each.prefill_seconds, each.handoff_seconds, each.stall_seconds)
+        table.add_row(
+            "*" if each.ring == plan.prefill_ring else "",
+            each.ring,
+            str(each.num_ranks),
+            str(each.tp),
+            *map(format_seconds, (each.total_seconds, *parts)),
+        )
+    return table

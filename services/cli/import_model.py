@@ -2,46 +2,37 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from rich.console import Console
 from rich.progress import Progress
+from typer import Argument
 
 from ringserve.cp_core.errors import ConfigError
-from ringserve.services.cli.options import Subcommands
+from ringserve.services.cli.command import command, one_of
 from ringserve.workers.model.builtin import PREFIX, SMOLLM2, resolve_model_path
 from ringserve.workers.model.info import ELEMENT_BYTES
 
-EXAMPLE = """example:
-  ringserve import Llama-3.2-1B-Instruct-Q8_0.gguf llama-1b
-  ringserve import builtin:smollm2
-"""
+
+@dataclass(frozen=True, kw_only=True)
+class ImportOptions:
+    source: Annotated[str, Argument(metavar="MODEL", help="GGUF file of a Llama, Qwen2 or Qwen3, or builtin:smollm2")]
+    directory: Annotated[Path | None, Argument(metavar="DIR", help="new directory for a GGUF file's model")] = None
+    dtype: Annotated[
+        str,
+        one_of(
+            sorted(ELEMENT_BYTES),
+            help="type of the weights on disk; float32 is exact, the others round, and take half the space",
+        ),
+    ] = "float32"
 
 
-def add(commands: Subcommands) -> None:
-    """Add the subcommand."""
-    parser = commands.add_parser(
-        "import",
-        help="make a model directory of a GGUF file",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
-    parser.add_argument("source", metavar="MODEL", help="GGUF file of a Llama, Qwen2 or Qwen3, or builtin:smollm2")
-    parser.add_argument("directory", nargs="?", metavar="DIR", type=Path, help="new directory for a GGUF file's model")
-    parser.add_argument(
-        "--dtype",
-        choices=sorted(ELEMENT_BYTES),
-        default="float32",
-        help="type of the weights on disk (default: float32, exact; the others round, and take half the space)",
-    )
-    parser.set_defaults(run=run)
-
-
-def run(options: argparse.Namespace) -> int:
-    """Run the subcommand."""
+@command("ringserve import Llama-3.2-1B-Instruct-Q8_0.gguf llama-1b", "ringserve import builtin:smollm2")
+def import_(options: ImportOptions) -> int:
     console = Console(stderr=True)
     if options.source.startswith(PREFIX):
         if options.directory is not None:

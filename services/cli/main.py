@@ -2,117 +2,117 @@
 
 from __future__ import annotations
 
-import argparse
-import difflib
+import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from contextlib import suppress
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
 from ringserve.cp_core.errors import RingserveError
-from ringserve.services.cli import (
-    bench,
-    calibrate,
-    chat,
-    config,
-    conversations,
-    demo,
-    down,
-    explain,
-    gateway,
-    generate,
-    import_model,
-    plan,
-    rings,
-    simulate,
-    status,
-    token,
-    up,
-)
-from ringserve.services.cli.options import check_text
-from ringserve.services.telemetry.metrics.registry import package_version
+from ringserve.services.cli.command import Call, Command, Group, check_text, is_out_of_range, new_app, refusal
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+PLACES = {
+    "up": ("up", "start a cluster on this machine, or the rings on a Ray cluster"),
+    "serve": ("up", "start a cluster that serves a model: 'up' with its directory"),
+    "down": ("up", "stop a local cluster"),
+    "config": ("config", "print all keys of the configuration with their values"),
+    "drain": ("rings", "take a ring out of service without losing a turn"),
+    "undrain": ("rings", "bring a ring back that drains or has drained"),
+    "restart": ("rings", "start rings again without losing a turn"),
+    "status": ("status", "show rings and KV"),
+    "generate": ("generate", "run one turn"),
+    "chat": ("chat", "talk on the terminal"),
+    "conversations": ("conversations", "list, show, fork and delete conversations"),
+    "demo": ("demo", "ask a model about a document and check every token"),
+    "import": ("import_model", "make a model directory of a GGUF file"),
+    "plan": ("plan", "size a cluster by prediction"),
+    "explain": ("explain", "explain how a turn would be computed"),
+    "simulate": ("simulate", "run a trace over many rings, in simulated time"),
+    "calibrate": ("calibrate", "measure serving rings, and fit a profile to plan by"),
+    "bench": ("bench", "time to first token and between tokens of a whole service under load"),
+    "gateway": ("gateway", "run one more gateway"),
+    "token": ("token", "make a bearer token"),
+}
+"""Command -> its module in this folder, and a summary. It is the module's attribute of its name."""
 
 
-class Parser(argparse.ArgumentParser):
-    """Parser that refuses a command line in one sentence, and names an unknown option before a missing one."""
+class _Commands(TyperGroup):
+    """Group that imports the module of a command when that is called: help and completion of the rest need none."""
 
-    def parse_known_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> tuple[argparse.Namespace, list[str]]:
-        given = list(sys.argv[1:] if args is None else args)
-        if self._subparsers is None:
-            for argument in given[: given.index("--")] if "--" in given else given:
-                self._check_known(argument.partition("=")[0])
-        return super().parse_known_args(given, namespace)
-
-    def _check_known(self, name: str) -> None:
-        known = [option for option in self._option_string_actions if option.startswith("--")]
-        if name.startswith("--") and not any(option.startswith(name) for option in known):
-            near = difflib.get_close_matches(name, known, n=1)
-            self.error(f"{name}: there is no such option{f'; did you mean {near[0]}?' if near else ''}")
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_USAGE, f"ringserve: {message}; '{self.prog} --help' lists what is allowed\n")
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, listed, rest = super().resolve_command(ctx, args)
+        if name is None or listed is None:
+            return name, listed, rest
+        place, summary = PLACES[name]
+        module = import_module(f"ringserve.services.cli.{place}")
+        found: Command[Any] | Group = getattr(module, "import_" if name == "import" else name)
+        return name, found.build(name, summary), rest
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the program and of all its subcommands."""
-    parser = Parser(prog="ringserve", description="Serve long-context language models on rings of ranks, exactly.")
-    parser.add_argument("--version", action="version", version=f"ringserve {package_version()}")
-    commands = parser.add_subparsers(metavar="COMMAND", dest="subcommand")
-    planning = (plan, explain, simulate, calibrate)
-    modules = (
-        up,
-        down,
-        config,
-        rings,
-        status,
-        generate,
-        chat,
-        conversations,
-        demo,
-        import_model,
-        *planning,
-        bench,
-        gateway,
-        token,
-    )
-    for module in modules:
-        module.add(commands)
-    return parser
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        from ringserve.services.telemetry.metrics.registry import package_version
+
+        print(f"ringserve {package_version()}")
+        raise typer.Exit
+
+
+def _program(
+    version: Annotated[
+        bool, typer.Option("--version", help="print the version", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Serve long-context language models on rings of ranks, exactly."""
+
+
+def parse(arguments: Sequence[str]) -> Call[Any]:
+    """Parse a command line without running it, e.g. `["status", "--json"]`.
+
+    Raises TyperException for one that cannot be meant, SystemExit for one that asks for help, version or completion.
+    """
+    epilog = "'ringserve COMMAND --help' shows the options of a command, and examples."
+    app = new_app(cls=_Commands, callback=_program, epilog=epilog, add_completion=True)
+    for name, (_, summary) in PLACES.items():
+        app.command(name, short_help=summary)(lambda: None)
+    found: Call[Any] | int = get_command(app).main([*arguments], prog_name="ringserve", standalone_mode=False)
+    if isinstance(found, int):
+        raise SystemExit(found)
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Return its exit status."""
-    parser = build_parser()
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if not given:
-        parser.print_help()
-        return 0
+    name = ""
     try:
-        for argument in given:
-            check_text(f"argument {given.index(argument) + 1}", argument)
-        options = parser.parse_args(given)
-        if options.subcommand is None:
-            parser.error("no command is given")
-        return _run(options)
+        for place, argument in enumerate(given, 1):
+            check_text(f"argument {place}", argument)
+        call = parse(given or ["--help"])
+        name = call.name
+        return call.run(call.options)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except typer.TyperException as error:
+        print(f"ringserve: {refusal(error)}", file=sys.stderr)
+        return EXIT_FAILED if is_out_of_range(error) else EXIT_USAGE
     except RingserveError as error:
         print(f"ringserve: {error}", file=sys.stderr)
         return EXIT_FAILED
-
-
-def _run(options: argparse.Namespace) -> int:
-    try:
-        return int(options.run(options))
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
     except BrokenPipeError:
+        # Nobody reads on; Python would tell of it once more at its end.
+        with suppress(OSError):  # of a test, which has no such file
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     except OSError as error:
-        print(f"ringserve: {_sentence(options.subcommand, error)}", file=sys.stderr)
+        print(f"ringserve: {_sentence(name, error)}", file=sys.stderr)
         return EXIT_FAILED
 
 

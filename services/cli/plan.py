@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Annotated
+
+from typer import Option
 
 from ringserve.cp_core.cost.profile import HardwareProfile, read_profile
 from ringserve.cp_core.errors import ConfigError
-from ringserve.services.cli.options import Subcommands
+from ringserve.services.cli.command import command, one_of
+from ringserve.services.cli.options import JsonFlag, PlotFile
 from ringserve.services.config.rings import PrefillConfig
 from ringserve.services.offline.planning.models import PlannedModel, planned_model
-from ringserve.services.offline.planning.proposal import Proposal, Traffic, propose
+from ringserve.services.offline.planning.proposal import Traffic, propose
 from ringserve.services.offline.planning.report import (
     plan_json,
     plan_table,
@@ -36,67 +39,46 @@ from ringserve.services.offline.units import (
     parse_tokens,
 )
 
-EXAMPLE = r"""example:
-  ringserve plan --model llama3-405b-fp8 --hardware gtt --context 128k,1m --chunk 64k
-  ringserve plan --model llama3-405b-fp8 --hardware gtt --context 128k:9,1m:1 --chunk whole \
-      --rate 0.1/s --ttft 60s --ttit 100ms
-  ringserve plan --model ./my-model --hardware ./measured.json --context 64k --cp 1,2,4 --tp 2 --plot plan.png
-"""
-HELP = """Predicts time to first token, time between tokens, KV memory and throughput of rings, and the number and
-shape of rings that a traffic mix needs. 128k is 128,000 tokens."""
-CP_SIZES = (1, 2, 4, 8, 16, 32, 64)
-CHUNK_TOKENS = PrefillConfig().chunk_tokens
 WHOLE = "whole"
 
 
-def add(commands: Subcommands) -> None:
-    parser = commands.add_parser(
-        "plan",
-        help="size a cluster by prediction",
-        description=HELP,
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
-    parser.add_argument("--model", metavar="DIR_OR_NAME", help="a shipped shape, or a model directory")
-    parser.add_argument(
-        "--hardware", metavar="PROFILE", default="gtt", help="a shipped profile or a file (default: gtt)"
-    )
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="its device: KV on cpu is float32 (default: cuda)"
-    )
-    parser.add_argument("--context", metavar="TOKENS,...", help="prompt lengths; 128k:9,1m:1 weighs them")
-    parser.add_argument("--cached", type=float, default=0.0, help="share of a prompt that is cached (default: 0)")
-    parser.add_argument(
-        "--chunk",
-        metavar="TOKENS",
-        help=f"longest prefill step, or 'whole' for prompts in one step (default: {CHUNK_TOKENS}, the service's)",
-    )
-    parser.add_argument("--cp", metavar="N,...", help=f"ranks of a ring (default: {','.join(map(str, CP_SIZES))})")
-    parser.add_argument("--tp", metavar="N,...", help="processes of a rank (default: the most on one host)")
-    parser.add_argument("--rate", metavar="TURNS", help="traffic, e.g. 0.1/s or 360/h: proposes a cluster for it")
-    parser.add_argument("--output", metavar="TOKENS", default="256", help="tokens a turn writes (default: 256)")
-    parser.add_argument("--ttft", metavar="TIME", help="limit of the mean time to first token, e.g. 60s")
-    parser.add_argument("--ttit", metavar="TIME", help="limit of the time between tokens, e.g. 100ms")
-    parser.add_argument("--max-batch", type=int, default=32, help="sequences a decode ring takes (default: 32)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--plot",
-        type=Path,
-        metavar="FILE.png",
-        help="draw the plan; needs matplotlib",
-    )
-    parser.set_defaults(run=run)
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    model: Annotated[str, Option(metavar="DIR_OR_NAME", help="a shipped shape, or a model directory")]
+    hardware: Annotated[str, Option(metavar="PROFILE", help="a shipped profile or a file")] = "gtt"
+    device: Annotated[str, one_of(("cuda", "cpu"), help="its device: KV on cpu is float32")] = "cuda"
+    context: Annotated[str, Option(metavar="TOKENS,...", help="prompt lengths; 128k:9,1m:1 weighs them")]
+    cached: Annotated[float, Option(metavar="SHARE", help="share of a prompt that is cached")] = 0.0
+    chunk: Annotated[
+        str, Option(metavar="TOKENS", help="longest prefill step, as the service's; 'whole' for prompts in one step")
+    ] = str(PrefillConfig().chunk_tokens)
+    cp: Annotated[str, Option(metavar="N,...", help="ranks of a ring")] = "1,2,4,8,16,32,64"
+    tp: Annotated[str, Option(metavar="N,...", help="processes of a rank (default: the most on one host)")] = ""
+    rate: Annotated[str, Option(metavar="TURNS", help="traffic, e.g. 0.1/s or 360/h: proposes a cluster for it")] = ""
+    output: Annotated[str, Option(metavar="TOKENS", help="tokens a turn writes")] = "256"
+    ttft: Annotated[str, Option(metavar="TIME", help="limit of the mean time to first token, e.g. 60s")] = ""
+    ttit: Annotated[str, Option(metavar="TIME", help="limit of the time between tokens, e.g. 100ms")] = ""
+    max_batch: Annotated[int, Option(min=1, metavar="N", help="sequences a decode ring takes")] = 32
+    json: JsonFlag = False
+    plot: PlotFile = None
 
 
-def run(options: argparse.Namespace) -> int:
+@command(
+    "ringserve plan --model llama3-405b-fp8 --hardware gtt --context 128k,1m --chunk 64k",
+    "ringserve plan --model llama3-405b-fp8 --hardware gtt --context 128k:9,1m:1 --chunk whole --rate 0.1/s "
+    "--ttft 60s --ttit 100ms",
+    "ringserve plan --model ./my-model --hardware ./measured.json --context 64k --cp 1,2,4 --tp 2 --plot plan.png",
+    description="""Predicts time to first token, time between tokens, KV memory and throughput of rings, and the number
+and shape of rings that a traffic mix needs. 128k is 128,000 tokens.""",
+)
+def plan(options: PlanOptions) -> int:
     if options.plot is not None:
         require_matplotlib()
-    for name in ("model", "context"):
-        if getattr(options, name) is None:
-            raise ConfigError(f"--{name}: no value is given; it is required")
     model, profile = planned_model(options.model, options.device), read_profile(options.hardware)
     workload, traffic = _workload(options), _traffic(options)
-    shapes = [RingShape(cp=cp, tp=tp) for tp in _tp_sizes(options, model, profile) for cp in _cp_sizes(options)]
+    shapes = [
+        RingShape(cp=cp, tp=tp) for tp in _tp_sizes(options, model, profile) for cp in parse_sizes("--cp", options.cp)
+    ]
     forecasts = [forecast_ring(model, profile, shape, workload) for shape in shapes]
     smallest = first_that_fits(forecasts)
     proposal = None if traffic is None else propose(model, profile, workload, traffic, forecasts)
@@ -109,7 +91,8 @@ def run(options: argparse.Namespace) -> int:
         return 0
     _print_plan(model, profile, workload, forecasts, smallest)
     if proposal is not None and traffic is not None:
-        _print_proposal(proposal, workload, traffic)
+        print_table(console(), proposal_table(proposal))
+        print_lines(*proposal_lines(proposal, workload, traffic))
     return 0
 
 
@@ -139,53 +122,35 @@ def _print_plan(
         )
 
 
-def _print_proposal(proposal: Proposal, workload: Workload, traffic: Traffic) -> None:
-    print_table(console(), proposal_table(proposal))
-    print_lines(*proposal_lines(proposal, workload, traffic))
-
-
-def _workload(options: argparse.Namespace) -> Workload:
+def _workload(options: PlanOptions) -> Workload:
     if not 0.0 <= options.cached < 1.0:
         raise ConfigError(f"--cached: {options.cached} is no share; allowed are 0 to below 1")
     return Workload(
         contexts=parse_contexts("--context", options.context),
         cached_share=options.cached,
-        chunk_tokens=_chunk_tokens(options.chunk),
+        chunk_tokens=None if options.chunk == WHOLE else parse_tokens("--chunk", options.chunk),
     )
 
 
-def _chunk_tokens(text: str | None) -> int | None:
-    """Return the longest step; None for whole prompts. Raises ConfigError."""
-    if text is None:
-        return CHUNK_TOKENS
-    return None if text == WHOLE else parse_tokens("--chunk", text)
-
-
-def _traffic(options: argparse.Namespace) -> Traffic | None:
+def _traffic(options: PlanOptions) -> Traffic | None:
     """Return the traffic, None without --rate. Raises ConfigError for limits without a rate."""
-    if options.rate is None:
+    if not options.rate:
         for name in ("ttft", "ttit"):
-            if getattr(options, name) is not None:
+            if getattr(options, name):
                 raise ConfigError(f"--{name}: a limit needs traffic; give --rate too")
         return None
-    if options.max_batch < 1:
-        raise ConfigError(f"--max-batch: {options.max_batch} is no batch; allowed are 1 or more")
     return Traffic(
         turns_per_second=parse_rate("--rate", options.rate),
         output_tokens=parse_tokens("--output", options.output),
-        max_ttft_seconds=None if options.ttft is None else parse_seconds("--ttft", options.ttft),
-        max_ttit_seconds=None if options.ttit is None else parse_seconds("--ttit", options.ttit),
+        max_ttft_seconds=parse_seconds("--ttft", options.ttft) if options.ttft else None,
+        max_ttit_seconds=parse_seconds("--ttit", options.ttit) if options.ttit else None,
         max_batch=options.max_batch,
     )
 
 
-def _cp_sizes(options: argparse.Namespace) -> list[int]:
-    return list(CP_SIZES) if options.cp is None else parse_sizes("--cp", options.cp)
-
-
-def _tp_sizes(options: argparse.Namespace, model: PlannedModel, profile: HardwareProfile) -> list[int]:
+def _tp_sizes(options: PlanOptions, model: PlannedModel, profile: HardwareProfile) -> list[int]:
     """Return the given sizes, by default the largest that divides the KV heads and fits one host."""
-    if options.tp is None:
+    if not options.tp:
         heads = model.shape.num_kv_heads
         return [max(size for size in range(1, profile.processes_per_host + 1) if heads % size == 0)]
     sizes = parse_sizes("--tp", options.tp)

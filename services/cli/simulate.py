@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 from rich.table import Table
+from typer import BadParameter, Option
 
 from ringserve.cp_core.cost.profile import read_profile
 from ringserve.cp_core.errors import ConfigError
-from ringserve.services.cli.options import Subcommands
+from ringserve.services.cli.command import command
+from ringserve.services.cli.options import JsonFlag
 from ringserve.services.offline.planning.models import planned_model, to_model_info
 from ringserve.services.offline.planning.sizing import require_tp
 from ringserve.services.offline.reports import require_matplotlib
@@ -37,18 +39,6 @@ from ringserve.services.offline.simulator.trace import (
 from ringserve.services.offline.terminal import bar, console, print_lines, print_table, simple_table
 from ringserve.services.offline.units import format_seconds, parse_seconds, parse_tokens
 
-EXAMPLE = """example:
-  ringserve simulate --model llama3-70b --prefill 20x2x8 --decode 20x1x8 --conversations 2000 --time 1h
-  ringserve simulate --model llama3-70b --prefill 20x2x8 --decode 20x1x8 --busy 0.6 --time 24h \\
-    --first 500-4k:50,8k-128k:45,1m:5 --jobs 2 --plot day.png
-  ringserve simulate --model llama3-70b --prefill 200x4x8 --decode 100x1x8 --trace trace.jsonl --json
-  ringserve simulate --model llama3-70b --prefill 8x2x8 --decode 8x1x8 --kv-tokens 20m --max-batch 64 \\
-    --trace examples/traces/conversation_trace.jsonl.gz --placement router,least_loaded,round_robin
-"""
-HELP = """Conversations of several turns arrive at a cluster of rings. A hardware profile predicts durations; the code
-of a running cluster decides. Placements: `router` is that of the service; `least_loaded` and `round_robin` ignore KV;
-`kv_aware` weighs exact queues against the KV that rings hold. Pools are RINGSxCPxTP. A seed fixes the conversations;
-most of them begin in the middle of the time."""
 PIPE_WIDTH = 170
 MAX_TURNS = 1000
 MAX_JOBS = 64
@@ -56,52 +46,60 @@ MAX_JOBS = 64
 Trace = SyntheticTrace | list[TracedConversation]
 
 
-def add(commands: Subcommands) -> None:
-    parser = commands.add_parser(
-        "simulate",
-        help="run a trace over many rings, in simulated time",
-        description=HELP,
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
-    parser.add_argument("--model", metavar="DIR_OR_NAME", required=True, help="a shipped shape, or a model directory")
-    parser.add_argument("--hardware", metavar="PROFILE", default="gtt", help="shipped profile, or file (default: gtt)")
-    parser.add_argument("--prefill", metavar="RxCPxTP", required=True, help="prefill rings, e.g. 20x2x8")
-    parser.add_argument("--decode", metavar="RxCPxTP", required=True, help="decode rings, e.g. 20x1x8")
-    parser.add_argument("--placement", default=",".join(POLICIES), help=f"(default: {','.join(POLICIES)})")
-    parser.add_argument("--chunk", metavar="TOKENS", default="64k", help="longest prefill step (default: 64k)")
-    parser.add_argument("--max-batch", type=int, default=32, help="sequences a decode ring takes (default: 32)")
-    parser.add_argument(
-        "--kv-tokens", metavar="TOKENS", help="KV room of all rings of a role together (default: what memory takes)"
-    )
-    parser.add_argument(
-        "--trace", type=Path, help="conversations or Mooncake's requests, one JSON object a line (default: synthetic)"
-    )
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument(
-        "--conversations", type=int, default=1000, help="conversations of a synthetic trace (default: 1000)"
-    )
-    size.add_argument(
-        "--busy", type=float, metavar="SHARE", help="as many conversations as keep prefill rings this busy, e.g. 0.6"
-    )
-    parser.add_argument(
-        "--first",
-        metavar="TOKENS[-TOKENS][:WEIGHT],...",
-        default="4k,32k,128k",
-        help="sizes of first prompts; single sizes vary by half (default: 4k,32k,128k)",
-    )
-    parser.add_argument("--turns", type=float, default=4.0, help="mean turns of a conversation (default: 4)")
-    parser.add_argument("--answer", metavar="TOKENS", default="300", help="mean tokens of an answer (default: 300)")
-    parser.add_argument("--time", metavar="TIME", default="1h", help="span in which conversations begin (default: 1h)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of a synthetic trace (default: 0)")
-    parser.add_argument("--write-trace", type=Path, metavar="FILE", help="write the trace, as --trace takes it")
-    parser.add_argument("--jobs", type=int, default=1, help="placements simulated at a time (default: 1)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw TTFT over time and by size of turn")
-    parser.set_defaults(run=run)
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions:
+    model: Annotated[str, Option(metavar="DIR_OR_NAME", help="a shipped shape, or a model directory")]
+    hardware: Annotated[str, Option(metavar="PROFILE", help="a shipped profile or a file")] = "gtt"
+    prefill: Annotated[str, Option(metavar="RxCPxTP", help="prefill rings, e.g. 20x2x8")]
+    decode: Annotated[str, Option(metavar="RxCPxTP", help="decode rings, e.g. 20x1x8")]
+    placement: Annotated[str, Option(metavar="NAME,...", help="placements to compare")] = ",".join(POLICIES)
+    chunk: Annotated[str, Option(metavar="TOKENS", help="longest prefill step")] = "64k"
+    max_batch: Annotated[int, Option(min=1, metavar="N", help="sequences a decode ring takes")] = 32
+    kv_tokens: Annotated[
+        str, Option(metavar="TOKENS", help="KV room of all rings of a role together (default: what memory takes)")
+    ] = ""
+    trace: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="conversations or Mooncake's requests, a JSON object a line (default: synthetic)"),
+    ] = None
+    conversations: Annotated[
+        int | None, Option(min=1, metavar="N", help="conversations of a synthetic trace (default: 1000)")
+    ] = None
+    busy: Annotated[
+        float | None,
+        Option(metavar="SHARE", help="as many conversations as keep prefill rings this busy, e.g. 0.6"),
+    ] = None
+    first: Annotated[
+        str,
+        Option(metavar="TOKENS[-TOKENS][:WEIGHT],...", help="sizes of first prompts; single sizes vary by half"),
+    ] = "4k,32k,128k"
+    turns: Annotated[float, Option(min=1, max=MAX_TURNS, metavar="N", help="mean turns of a conversation")] = 4.0
+    answer: Annotated[str, Option(metavar="TOKENS", help="mean tokens of an answer")] = "300"
+    time: Annotated[str, Option(metavar="TIME", help="span in which conversations begin")] = "1h"
+    seed: Annotated[int, Option(metavar="N", help="seed of a synthetic trace")] = 0
+    write_trace: Annotated[Path | None, Option(metavar="FILE", help="write the trace, as --trace takes it")] = None
+    jobs: Annotated[int, Option(min=1, max=MAX_JOBS, metavar="N", help="placements simulated at a time")] = 1
+    json: JsonFlag = False
+    plot: Annotated[Path | None, Option(metavar="FILE.png", help="draw TTFT over time and by size of turn")] = None
+
+    def __post_init__(self) -> None:
+        if self.conversations is not None and self.busy is not None:
+            raise BadParameter("--conversations, --busy: give one of them at most")
 
 
-def run(options: argparse.Namespace) -> int:
+@command(
+    "ringserve simulate --model llama3-70b --prefill 20x2x8 --decode 20x1x8 --conversations 2000 --time 1h",
+    "ringserve simulate --model llama3-70b --prefill 20x2x8 --decode 20x1x8 --busy 0.6 --time 24h "
+    "--first 500-4k:50,8k-128k:45,1m:5 --jobs 2 --plot day.png",
+    "ringserve simulate --model llama3-70b --prefill 200x4x8 --decode 100x1x8 --trace trace.jsonl --json",
+    "ringserve simulate --model llama3-70b --prefill 8x2x8 --decode 8x1x8 --kv-tokens 20m --max-batch 64 "
+    "--trace examples/traces/conversation_trace.jsonl.gz --placement router,least_loaded,round_robin",
+    description="""Conversations of several turns arrive at a cluster of rings. A hardware profile predicts durations;
+the code of a running cluster decides. Placements: `router` is that of the service; `least_loaded` and `round_robin`
+ignore KV; `kv_aware` weighs exact queues against the KV that rings hold. Pools are RINGSxCPxTP. A seed fixes the
+conversations; most of them begin in the middle of the time.""",
+)
+def simulate(options: SimulateOptions) -> int:
     if options.plot is not None:
         require_matplotlib()
     cluster = _cluster(options)
@@ -155,35 +153,28 @@ def _simulate(
     return Simulation(cluster, trace, placement).run(tell)
 
 
-def _cluster(options: argparse.Namespace) -> ClusterShape:
+def _cluster(options: SimulateOptions) -> ClusterShape:
     model = planned_model(options.model)
     prefill, decode = _pool("--prefill", options.prefill), _pool("--decode", options.decode)
     for pool in (prefill, decode):
         require_tp(model, pool.tp)
-    for key, value in (("--max-batch", options.max_batch), ("--conversations", options.conversations)):
-        if value < 1:
-            raise ConfigError(f"{key}: {value} is out of range; allowed are 1 or more")
-    if not 1 <= options.jobs <= MAX_JOBS:
-        raise ConfigError(f"--jobs: {options.jobs} is out of range; allowed are 1 to {MAX_JOBS}")
     return ClusterShape(
         model=to_model_info(model),
         weights=model.weights,
         profile=read_profile(options.hardware),
         prefill=prefill,
         decode=decode,
-        kv_tokens=0 if options.kv_tokens is None else parse_tokens("--kv-tokens", options.kv_tokens),
+        kv_tokens=parse_tokens("--kv-tokens", options.kv_tokens) if options.kv_tokens else 0,
         chunk_tokens=parse_tokens("--chunk", options.chunk),
         max_batch=options.max_batch,
     )
 
 
-def _trace(options: argparse.Namespace, cluster: ClusterShape) -> Trace:
+def _trace(options: SimulateOptions, cluster: ClusterShape) -> Trace:
     if options.trace is not None:
         return read_trace(options.trace)
-    if not 1.0 <= options.turns <= MAX_TURNS:
-        raise ConfigError(f"--turns: {options.turns} is no mean of turns; allowed are 1 to {MAX_TURNS}")
     shape = TraceShape(
-        num_conversations=options.conversations,
+        num_conversations=options.conversations or 1000,
         seconds=parse_seconds("--time", options.time),
         first=tuple(_first(item) for item in options.first.split(",")),
         mean_turns=options.turns,

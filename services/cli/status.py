@@ -2,56 +2,54 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
+from typer import Argument, Option
 
 from ringserve.client import RingInfo, ServerInfo
 from ringserve.client.infos import RankKvUsage, RingDrain
 from ringserve.cp_core.errors import ConfigError, NotFound
-from ringserve.services.cli.options import Subcommands, add_target_options, client_of
+from ringserve.services.cli.command import command
+from ringserve.services.cli.options import JsonFlag, TargetOptions
 from ringserve.services.cluster.state import OR_TARGET, ClusterStage, ClusterState, require_state, starting_line
 from ringserve.services.offline.terminal import listing, print_table
 
-EXAMPLE = """example:
-  ringserve status
-  ringserve status prefill-0
-  ringserve status --target 127.0.0.1:50051 --json
-  ringserve status --wide --svg status.svg
-
-Exit status: 0 where the cluster serves, 3 where a role has no ring that takes turns, or the cluster is starting.
-"""
 EXIT_NOT_SERVING = 3
 PICTURE_COLUMNS = 100
 BAR_COLUMNS = 10
 ROLES = ("prefill", "decode")
 
 
-def add(commands: Subcommands) -> None:
-    parser = commands.add_parser(
-        "status", help="show rings and KV", epilog=EXAMPLE, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("ring", nargs="?", default="", help="name of a ring: show its details")
-    add_target_options(parser)
-    parser.add_argument("--wide", action="store_true", help="show more columns, for wide terminals")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw what is printed")
-    parser.set_defaults(run=run)
+@dataclass(frozen=True, kw_only=True)
+class StatusOptions:
+    ring: Annotated[str, Argument(help="name of a ring: show its details")] = ""
+    gateway: TargetOptions
+    wide: Annotated[bool, Option("--wide", help="show more columns, for wide terminals")] = False
+    json: JsonFlag = False
+    svg: Annotated[Path | None, Option(metavar="FILE", help="also draw what is printed")] = None
 
 
-def run(options: argparse.Namespace) -> int:
-    if not options.target:
-        state = require_state(options.name, OR_TARGET)
+@command(
+    "ringserve status",
+    "ringserve status prefill-0",
+    "ringserve status --target 127.0.0.1:50051 --json",
+    "ringserve status --wide --svg status.svg",
+    notes="Exit status: 0 if the cluster serves, 3 if a role has no ring that takes turns, or the cluster is starting.",
+)
+def status(options: StatusOptions) -> int:
+    if not options.gateway.target:
+        state = require_state(options.gateway.name, OR_TARGET)
         if state.stage is ClusterStage.STARTING:
             return _show_starting(state, as_json=options.json)
-    with client_of(options) as client:
+    with options.gateway.client() as client:
         info = client.server_info()
     if options.json:
         print(json.dumps(asdict(info)))
@@ -77,7 +75,7 @@ def _missing_roles(info: ServerInfo) -> list[str]:
     return [role for role in ROLES if role not in serving]
 
 
-def _draw(info: ServerInfo, options: argparse.Namespace) -> None:
+def _draw(info: ServerInfo, options: StatusOptions) -> None:
     """Draw the status as SVG. Raises ConfigError."""
     console = Console(record=True, file=io.StringIO(), width=PICTURE_COLUMNS)
     _show(console, info, options)
@@ -87,7 +85,7 @@ def _draw(info: ServerInfo, options: argparse.Namespace) -> None:
         raise ConfigError(f"--svg: {options.svg} cannot be written: {error.strerror}") from error
 
 
-def _show(console: Console, info: ServerInfo, options: argparse.Namespace) -> None:
+def _show(console: Console, info: ServerInfo, options: StatusOptions) -> None:
     if options.ring:
         console.print(_ring_table(_ring_of(info, options.ring)))
         return

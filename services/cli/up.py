@@ -1,8 +1,7 @@
-"""`ringserve up`: run a cluster on this machine, or on one of Ray, until Ctrl-C, SIGTERM or `ringserve down`."""
+"""`ringserve up`, `serve` and `down`: a cluster on this machine, or on one of Ray, until Ctrl-C, SIGTERM or `down`."""
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -12,24 +11,28 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 import psutil
 from rich.console import Console
+from typer import Argument, Option
 
-from ringserve.cp_core.errors import ConfigError, Unavailable
+from ringserve.cp_core.errors import ConfigError, NotFound, Unavailable
 from ringserve.services.auth.sections import SECRET_VARIABLE
+from ringserve.services.cli.command import command
 from ringserve.services.cli.import_model import prepare
-from ringserve.services.cli.options import Subcommands, add_config_options, check_drain_seconds, config_of
+from ringserve.services.cli.options import ClusterName, ConfigOptions, DrainSeconds, JsonFlag
 from ringserve.services.cluster.state import (
     ClusterStage,
     ClusterState,
     claim_name,
+    end_cluster,
     read_record,
     remove_state,
     require_free_name,
+    require_state,
     started_after_boot,
     state_directory,
     write_state,
@@ -44,104 +47,117 @@ if TYPE_CHECKING:
     from ringserve.services.cluster.local import LocalCluster
 
 STOP_SECONDS = 60.0
-"""Seconds for a detached cluster that does not start in time to end."""
+"""Seconds for a cluster to end in, beyond those for its turns."""
 TOLD_TO_END = (0, -signal.SIGTERM, -signal.SIGINT)
 """Exit statuses of a cluster that a signal or `ringserve down` has ended while it started."""
-EXAMPLE = """example:
-  ringserve up --detach
-  ringserve up --set prefill.cp=4 --set gateway.listen=127.0.0.1:0 --ready-file ready.json
-  ringserve up --config cluster.yaml --ray-address auto --no-gateway
-"""
-SERVE_EXAMPLE = """example:
-  ringserve serve ./my-model --detach
-  ringserve serve ./my-model --set prefill.cp=4 --set model.dtype=bfloat16
-"""
-
-
 ALIASES: Mapping[str, tuple[str, ...]] = {
-    "--served-model-name": ("gateway.model_name",),
-    "--dtype": ("model.dtype",),
-    "--tensor-parallel-size": ("prefill.tp", "decode.tp"),
-    "--max-num-seqs": ("decode.max_batch",),
-    "--block-size": ("kv_cache.block_tokens",),
-    "--max-num-batched-tokens": ("prefill.chunk_tokens",),
-    "--quantization": ("model.quantization",),
+    "served_model_name": ("gateway.model_name",),
+    "dtype": ("model.dtype",),
+    "tensor_parallel_size": ("prefill.tp", "decode.tp"),
+    "max_num_seqs": ("decode.max_batch",),
+    "block_size": ("kv_cache.block_tokens",),
+    "max_num_batched_tokens": ("prefill.chunk_tokens",),
+    "quantization": ("model.quantization",),
 }
 """Options of `vllm serve`, and the keys that they stand for."""
 ELSEWHERE: Mapping[str, str] = {
-    "--api-key": "command lines are public; 'ringserve token' makes a token, auth.tokens names the file",
-    "--max-model-len": "a context ends where the model's or the KV does; kv_cache.tokens_per_rank is the KV of a rank",
-    "--gpu-memory-utilization": "KV is given in tokens; kv_cache.tokens_per_rank",
-    "--pipeline-parallel-size": "long prompts go to rings; prefill.cp and decode.cp",
-    "--enforce-eager": "leave it out, or set model.compile=off",
-    "--enable-prefix-caching": "leave it out: prefixes are shared unless router.retain_prompts is false",
-    "--trust-remote-code": "leave it out: no code of a model is run",
+    "api_key": "command lines are public; 'ringserve token' makes a token, auth.tokens names the file",
+    "max_model_len": "a context ends where the model's or the KV does; kv_cache.tokens_per_rank is the KV of a rank",
+    "gpu_memory_utilization": "KV is given in tokens; kv_cache.tokens_per_rank",
+    "pipeline_parallel_size": "long prompts go to rings; prefill.cp and decode.cp",
+    "enforce_eager": "leave it out, or set model.compile=off",
+    "enable_prefix_caching": "leave it out: prefixes are shared unless router.retain_prompts is false",
+    "trust_remote_code": "leave it out: no code of a model is run",
 }
 """Options of `vllm serve` without a key of the same meaning -> what is there instead."""
 
 
-def add(commands: Subcommands) -> None:
-    """Add both subcommands."""
-    _add(commands, "up", "start a cluster on this machine, or the rings on a Ray cluster", EXAMPLE)
-    serve = _add(commands, "serve", "start a cluster that serves a model: 'up' with its directory", SERVE_EXAMPLE)
-    serve.add_argument("model", help="Hugging Face model directory, or the name of a built-in model")
-    for name, keys in ALIASES.items():
-        serve.add_argument(name, metavar="VALUE", help=f"as in vLLM: {' and '.join(keys)}")
-    for name in ELSEWHERE:
-        if ELSEWHERE[name].startswith("leave it out"):
-            serve.add_argument(name, action="store_true", default=None, help=argparse.SUPPRESS)
-        else:
-            serve.add_argument(name, help=argparse.SUPPRESS)
-    serve.add_argument("--host", help="as in vLLM: address of gateway.http (default: 127.0.0.1)")
-    serve.add_argument("--port", type=int, help="as in vLLM: port of gateway.http (default: 8000)")
+def _as_in_vllm(name: str) -> Any:
+    return Option(metavar="VALUE", help=f"as in vLLM: {' and '.join(ALIASES[name])}")
 
 
-def _add(commands: Subcommands, name: str, summary: str, example: str) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=summary, epilog=example, formatter_class=argparse.RawTextHelpFormatter)
-    add_config_options(parser)
-    parser.add_argument(
-        "--name", default="default", help="name of the cluster for 'down' and 'status' (default: default)"
-    )
-    parser.add_argument(
-        "--ray-address", help="run on this Ray cluster, auto or HOST:PORT (default: ray.address of the configuration)"
-    )
-    parser.add_argument("--no-gateway", action="store_true", help="start none: 'ringserve gateway' runs elsewhere")
-    parser.add_argument(
-        "--drain-seconds",
-        type=float,
-        default=0.0,
-        help="how long turns may go on when it is told to end; a second signal ends them (default: 0)",
-    )
-    parser.add_argument("--detach", action="store_true", help="return when the cluster serves, and leave it running")
-    parser.add_argument("--detached-log", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--ready-file", type=Path, help="write the addresses here, as JSON, when the cluster serves")
-    parser.add_argument("--json", action="store_true", help="print the addresses as JSON")
-    parser.set_defaults(run=run, model=None)
-    return parser
+@dataclass(frozen=True, kw_only=True)
+class UpOptions:
+    config: ConfigOptions
+    name: ClusterName = "default"
+    ray_address: Annotated[
+        str,
+        Option(metavar="ADDRESS", help="run on this Ray cluster, auto or HOST:PORT (default: ray.address)"),
+    ] = ""
+    no_gateway: Annotated[bool, Option("--no-gateway", help="start none: 'ringserve gateway' runs elsewhere")] = False
+    drain_seconds: DrainSeconds = 0.0
+    detach: Annotated[bool, Option("--detach", help="return when the cluster serves, and leave it running")] = False
+    detached_log: Annotated[str, Option(hidden=True)] = ""
+    ready_file: Annotated[
+        Path | None, Option(metavar="FILE", help="write the addresses here, as JSON, when the cluster serves")
+    ] = None
+    json: Annotated[bool, Option("--json", help="print the addresses as JSON")] = False
 
 
-def _values_of(options: argparse.Namespace) -> list[str]:
-    """Return the values that vLLM's options stand for, as those of --set. Raises ConfigError for those without one."""
-    of_vllm = {name: getattr(options, name.removeprefix("--").replace("-", "_")) for name in (*ALIASES, *ELSEWHERE)}
-    for name, instead in ELSEWHERE.items():
-        if of_vllm[name] is not None:
-            raise ConfigError(f"{name}: there is no such option: {instead}")
-    given = {keys: of_vllm[name] for name, keys in ALIASES.items()}
-    values = [f"{key}={value}" for keys, value in given.items() if value is not None for key in keys]
-    if options.host is not None or options.port is not None:
-        port = 8000 if options.port is None else options.port
-        values.append(f"gateway.http={options.host or '127.0.0.1'}:{port}")
-    return values
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    model: Annotated[str, Argument(help="Hugging Face model directory, or the name of a built-in model")]
+    up: UpOptions
+    served_model_name: Annotated[str | None, _as_in_vllm("served_model_name")] = None
+    dtype: Annotated[str | None, _as_in_vllm("dtype")] = None
+    tensor_parallel_size: Annotated[str | None, _as_in_vllm("tensor_parallel_size")] = None
+    max_num_seqs: Annotated[str | None, _as_in_vllm("max_num_seqs")] = None
+    block_size: Annotated[str | None, _as_in_vllm("block_size")] = None
+    max_num_batched_tokens: Annotated[str | None, _as_in_vllm("max_num_batched_tokens")] = None
+    quantization: Annotated[str | None, _as_in_vllm("quantization")] = None
+    host: Annotated[
+        str | None, Option(metavar="HOST", help="as in vLLM: address of gateway.http (default: 127.0.0.1)")
+    ] = None
+    port: Annotated[int | None, Option(metavar="PORT", help="as in vLLM: port of gateway.http (default: 8000)")] = None
+    api_key: Annotated[str | None, Option(hidden=True)] = None
+    max_model_len: Annotated[str | None, Option(hidden=True)] = None
+    gpu_memory_utilization: Annotated[str | None, Option(hidden=True)] = None
+    pipeline_parallel_size: Annotated[str | None, Option(hidden=True)] = None
+    enforce_eager: Annotated[bool, Option("--enforce-eager", hidden=True)] = False
+    enable_prefix_caching: Annotated[bool, Option("--enable-prefix-caching", hidden=True)] = False
+    trust_remote_code: Annotated[bool, Option("--trust-remote-code", hidden=True)] = False
+
+    def overrides(self) -> list[str]:
+        """Return the values that vLLM's options stand for, as --set takes them. Raises ConfigError."""
+        for name, instead in ELSEWHERE.items():
+            if getattr(self, name) not in (None, False):
+                raise ConfigError(f"--{name.replace('_', '-')}: there is no such option: {instead}")
+        given = {keys: getattr(self, name) for name, keys in ALIASES.items()}
+        values = [f"{key}={value}" for keys, value in given.items() if value is not None for key in keys]
+        if self.host is not None or self.port is not None:
+            values.append(f"gateway.http={self.host or '127.0.0.1'}:{8000 if self.port is None else self.port}")
+        return values
 
 
-def run(options: argparse.Namespace) -> int:
-    """Run the subcommand."""
-    if options.model is not None:
-        options.set = [*_values_of(options), *(options.set or ()), f"model.path={options.model}"]
-    if options.ray_address is not None:
-        options.set = [*(options.set or ()), f"ray.address={options.ray_address}"]
-    check_drain_seconds(options.drain_seconds)
-    config = config_of(options)  # before anything else: a wrong key must not cost half a minute
+@dataclass(frozen=True, kw_only=True)
+class DownOptions:
+    name: ClusterName = "default"
+    timeout: Annotated[
+        float | None,
+        Option(metavar="SECONDS", help="when the cluster is killed (default: after 60 and its --drain-seconds)"),
+    ] = None
+    json: JsonFlag = False
+
+
+@command(
+    "ringserve serve ./my-model --detach", "ringserve serve ./my-model --set prefill.cp=4 --set model.dtype=bfloat16"
+)
+def serve(options: ServeOptions) -> int:
+    settings = options.up.config
+    overrides = [*options.overrides(), *settings.overrides, f"model.path={options.model}"]
+    return up.run(replace(options.up, config=replace(settings, overrides=overrides)))
+
+
+@command(
+    "ringserve up --detach",
+    "ringserve up --set prefill.cp=4 --set gateway.listen=127.0.0.1:0 --ready-file ready.json",
+    "ringserve up --config cluster.yaml --ray-address auto --no-gateway",
+)
+def up(options: UpOptions) -> int:
+    if options.ray_address:
+        overrides = [*options.config.overrides, f"ray.address={options.ray_address}"]
+        options = replace(options, config=replace(options.config, overrides=overrides))
+    config = options.config.load()  # before anything else: a wrong key must not cost half a minute
     require_free_name(options.name, os.getpid())
     if options.ready_file is not None and not options.ready_file.absolute().parent.is_dir():
         raise ConfigError(f"--ready-file: {options.ready_file} cannot be written, its directory does not exist")
@@ -149,7 +165,24 @@ def run(options: argparse.Namespace) -> int:
     return _detach(options, config) if options.detach else _serve(options, config)
 
 
-def _serve(options: argparse.Namespace, config: Config) -> int:
+@command("ringserve down", "ringserve down --name second --json")
+def down(options: DownOptions) -> int:
+    try:
+        state = require_state(options.name)
+    except NotFound:
+        remove_state(options.name)  # of a cluster that ended by itself, as the error tells
+        raise
+    seconds = STOP_SECONDS + state.drain_seconds if options.timeout is None else options.timeout
+    killed = end_cluster(state, seconds)
+    remove_state(options.name)
+    if options.json:
+        print(json.dumps({"name": options.name, "pid": state.pid, "killed": killed}))
+    else:
+        print(f"ringserve: cluster {options.name!r} is down")
+    return 0
+
+
+def _serve(options: UpOptions, config: Config) -> int:
     """Run a cluster in the foreground until it is told to end."""
     # Here, not above: other commands do without Ray, whose import takes longer than all else of them.
     from ringserve.services.cluster.local import LocalCluster
@@ -199,7 +232,7 @@ def journal_directory(config: Config, name: str) -> str:
     return str(state_directory() / "journals" / f"{name}-{model}")
 
 
-def _starting(options: argparse.Namespace, config: Config, pid: int) -> ClusterState:
+def _starting(options: UpOptions, config: Config, pid: int) -> ClusterState:
     """Return the first state of a cluster that a process starts."""
     return ClusterState(
         name=options.name,
@@ -257,7 +290,7 @@ class _Record:
         write_state(state)
 
 
-def _announce(options: argparse.Namespace, config: Config, state: ClusterState) -> None:
+def _announce(options: UpOptions, config: Config, state: ClusterState) -> None:
     """Tell that a cluster serves, and where."""
     shown = ("gateway", "http", "metrics", "router", "pid", "name")
     text = json.dumps({key: getattr(state, key) for key in shown})
@@ -291,10 +324,10 @@ def remove_state_of(name: str, pid: int) -> None:
         remove_state(name)
 
 
-def _detach(options: argparse.Namespace, config: Config) -> int:
+def _detach(options: UpOptions, config: Config) -> int:
     """Run the same command in a session of its own, and wait until it serves or ends."""
     log_path = state_directory() / f"{options.name}.log"
-    options.detached_log = str(log_path)
+    options = replace(options, detached_log=str(log_path))
     process = _start_detached(_detached_command(options), log_path)
     try:
         # Not left to the process: it needs seconds to load, in which `down` and `status` must know of it.
@@ -310,14 +343,14 @@ def _detach(options: argparse.Namespace, config: Config) -> int:
     return 0
 
 
-def _detached_command(options: argparse.Namespace) -> list[str]:
-    command = [sys.executable, "-P", "-m", "ringserve.services.cli.main", "up", "--name", options.name]
-    command += ["--detached-log", options.detached_log, "--drain-seconds", str(options.drain_seconds)]
-    if options.config is not None:
-        command += ["--config", str(options.config.resolve())]
-    for item in options.set or ():
-        command += ["--set", item]
-    return [*command, "--no-gateway"] if options.no_gateway else command
+def _detached_command(options: UpOptions) -> list[str]:
+    words = [sys.executable, "-P", "-m", "ringserve.services.cli.main", "up", "--name", options.name]
+    words += ["--detached-log", options.detached_log, "--drain-seconds", str(options.drain_seconds)]
+    if options.config.config is not None:
+        words += ["--config", str(options.config.config.resolve())]
+    for item in options.config.overrides:
+        words += ["--set", item]
+    return [*words, "--no-gateway"] if options.no_gateway else words
 
 
 def _start_detached(command: list[str], log_path: Path) -> subprocess.Popen[bytes]:

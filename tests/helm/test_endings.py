@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ringserve.services.cli.main import build_parser
+from ringserve.services.cli.main import parse
 from tests.helm.charts import AUTOSCALED, CUDA, only, pod_templates, render
 
 
@@ -25,9 +25,9 @@ def test_a_pod_of_a_ring_drains_it_before_it_ends(role: str) -> None:
     assert (shell, flag) == ("/bin/sh", "-c")
     program, *words = shlex.split(line.removeprefix("exec ").replace("$POD_IP", "10.0.0.7"))
     assert program == "ringserve"
-    options = build_parser().parse_args(words)
-    assert (options.node, options.target) == ("10.0.0.7", "test-ringserve-router:50050")
-    assert str(options.config) == "/etc/ringserve/config.yaml"
+    options = parse(words).options
+    assert (options.node, options.router.target) == ("10.0.0.7", "test-ringserve-router:50050")
+    assert str(options.router.config.config) == "/etc/ringserve/config.yaml"
     assert options.seconds == 340 < spec["terminationGracePeriodSeconds"] == 400
     (address,) = (each for each in container["env"] if each["name"] == "POD_IP")
     assert address["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}

@@ -10,7 +10,7 @@ from tests.helm.test_render import configuration
 
 
 def test_gateways_and_rings_log_alike() -> None:
-    from ringserve.services.cli.main import build_parser
+    from ringserve.services.cli.main import parse
 
     logs = {
         "level": "warning",
@@ -20,5 +20,5 @@ def test_gateways_and_rings_log_alike() -> None:
     either: list[Mapping[str, Any]] = [{"logs": logs}, {"config": {"logs": logs}}]
     for values in either:
         container = pod_templates(render(values))["gateway"]["spec"]["containers"][0]
-        told = vars(build_parser().parse_args([*container["command"][1:], *container["args"]]))
+        told = vars(parse([*container["command"][1:], *container["args"]]).options)
         assert {name: told[f"log_{name}"] for name in logs} == vars(configuration(values).logs) == logs

@@ -130,24 +130,23 @@ def test_the_gateway_is_told_where_the_router_listens() -> None:
 
 
 def test_the_gateways_arguments_are_those_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    from ringserve.services.cli.main import build_parser
+    from ringserve.services.cli.main import parse
 
     container = pod_templates(render(ALL_OPTIONS))["gateway"]["spec"]["containers"][0]
     assert container["command"] == ["ringserve", "gateway"]
-    options = build_parser().parse_args([*container["command"][1:], *container["args"]])
+    options = parse([*container["command"][1:], *container["args"]]).options
     assert (options.listen, options.metrics, options.metric_names) == ("0.0.0.0:50051", "0.0.0.0:9464", "vllm")
-    assert (options.http, options.set) == ("0.0.0.0:8000", ["gateway.insecure=true", "metrics.tenants=20"])
+    assert (options.http, options.config.overrides) == ("0.0.0.0:8000", ["gateway.insecure=true", "metrics.tenants=20"])
     assert (options.model, options.dtype, options.max_seconds) == ("builtin:tiny", "float32", 600.0)
 
 
 def test_a_guarded_gateway_reads_its_secrets_where_they_are_mounted() -> None:
-    from ringserve.services.cli.main import build_parser
-    from ringserve.services.cli.options import config_of
+    from ringserve.services.cli.main import parse
 
     objects = render(SECURE)
     pod = pod_templates(objects)["gateway"]["spec"]
     container = pod["containers"][0]
-    config = config_of(build_parser().parse_args([*container["command"][1:], *container["args"]]))
+    config = parse([*container["command"][1:], *container["args"]]).options.config.load()
     assert not config.gateway.insecure
     assert config.tls == TlsConfig(
         cert="/etc/ringserve-tls/tls.crt", key="/etc/ringserve-tls/tls.key", client_ca="/etc/ringserve-tls/ca.crt"
@@ -208,8 +207,7 @@ def is_selected(selector: Mapping[str, Any], template: Mapping[str, Any]) -> boo
 
 
 def test_tls_between_processes_is_that_of_the_secret_in_every_pod() -> None:
-    from ringserve.services.cli.main import build_parser
-    from ringserve.services.cli.options import config_of
+    from ringserve.services.cli.main import parse
 
     objects = render(SECURE, {"internalTls": {"serverName": "rings.example"}})
     files = {f"/etc/ringserve-internal/{name}" for name in ("tls.crt", "tls.key", "ca.crt")}
@@ -223,7 +221,7 @@ def test_tls_between_processes_is_that_of_the_secret_in_every_pod() -> None:
         (mount,) = (each for each in template["spec"]["containers"][0]["volumeMounts"] if each["name"] == "internal")
         assert (mount["mountPath"], mount["readOnly"]) == ("/etc/ringserve-internal", True)
     gateway = pod_templates(objects)["gateway"]["spec"]["containers"][0]
-    assert config_of(build_parser().parse_args([*gateway["command"][1:], *gateway["args"]])).internal_tls == inside
+    assert parse([*gateway["command"][1:], *gateway["args"]]).options.config.load().internal_tls == inside
 
 
 def test_without_tls_between_processes_the_configuration_says_so_by_name() -> None:
@@ -311,13 +309,12 @@ def test_ray_is_guarded_by_a_token_unless_switched_off() -> None:
 
 
 def test_traces_of_gateways_and_rings_go_to_one_collector() -> None:
-    from ringserve.services.cli.main import build_parser
-    from ringserve.services.cli.options import config_of
+    from ringserve.services.cli.main import parse
 
     tracing = {"endpoint": "http://otel-collector.monitoring:4317", "sampleRatio": 0.25}
     wanted = TracingConfig(endpoint="http://otel-collector.monitoring:4317", sample_ratio=0.25)
     container = pod_templates(render({"tracing": tracing}))["gateway"]["spec"]["containers"][0]
-    gateway = config_of(build_parser().parse_args([*container["command"][1:], *container["args"]]))
+    gateway = parse([*container["command"][1:], *container["args"]]).options.config.load()
     assert gateway.tracing == configuration({"tracing": tracing}).tracing == wanted
     assert configuration().tracing == TracingConfig()
     plain = pod_templates(render())["gateway"]["spec"]["containers"][0]["args"]

@@ -16,8 +16,7 @@ from ringserve.client import Answer, Client, Piece, Sampling, Usage
 from ringserve.client.sync_client import AnswerStream
 from ringserve.cp_core.errors import InvalidRequest
 from ringserve.services.cli import chat as chat_module
-from ringserve.services.cli.chat import AnswerWriter, Chat, figures
-from ringserve.services.cli.transcripts import read_transcript
+from ringserve.services.cli.chat import AnswerWriter, Chat, figures, read_transcript
 from tests.services.local_gateway import LocalGateway, codec, gateway, model_path
 from tests.waiting import eventually
 

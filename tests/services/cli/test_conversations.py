@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from ringserve.client import ConversationSummary
-from ringserve.services.cli import conversations
-from ringserve.services.cli.main import build_parser
+from ringserve.services.cli.main import main
+from ringserve.services.cli.options import TargetOptions
 
 
 def listed(
@@ -18,8 +18,8 @@ def listed(
 ) -> list[str]:
     monkeypatch.setenv("COLUMNS", "80")
     client = SimpleNamespace(list_conversations=lambda prefix: found)
-    monkeypatch.setattr(conversations, "client_of", lambda options: nullcontext(client))
-    assert conversations.run_list(build_parser().parse_args(["conversations", "list"])) == 0
+    monkeypatch.setattr(TargetOptions, "client", lambda self: nullcontext(client))
+    assert main(["conversations", "list"]) == 0
     return capsys.readouterr().out.splitlines()
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from ringserve.client import Answer, Plan, RingInfo, ServerInfo
 from ringserve.client.results import MAPPER, RingAlternative
+from ringserve.services.cli.generate import show_plan
 from ringserve.services.cli.status import pool_sizes
-from ringserve.services.cli.turns import show_plan
 from ringserve.v1 import inference_pb2
 
 

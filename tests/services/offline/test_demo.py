@@ -133,7 +133,7 @@ def test_where_the_real_model_cannot_be_had_the_demo_says_so_and_takes_the_rando
         raise ModelRefused("pip cannot download it: no network")
 
     monkeypatch.setattr(command, "prepare", refuse)
-    assert command._choose_model(None, Console(width=200)) == "builtin:tiny"
+    assert command._choose_model("", Console(width=200)) == "builtin:tiny"
     sentence = "pip cannot download it: no network; the demo runs builtin:tiny, whose answers mean nothing\n"
     assert capsys.readouterr().out == sentence
     with pytest.raises(ModelRefused, match="no network"):
