@@ -119,15 +119,14 @@ def test_two_rings_share_a_process_and_a_store(backend: str) -> None:
 
 def test_closing_one_rank_ends_the_waits_of_all(backend: str) -> None:
     with real_ring(backend, 3) as transports, ThreadPoolExecutor(3) as pool:
-        started = time.monotonic()
         waits = [
             pool.submit(transport.broadcast(torch.empty(1), (transport.rank + 1) % 3).wait) for transport in transports
         ]
         transports[1].close()
         for wait in waits:
-            with pytest.raises(Unavailable):
+            with pytest.raises(Unavailable) as caught:
                 wait.result(timeout=WAIT_SECONDS)
-        assert time.monotonic() - started < 10.0, "the deadline is 20 s"
+            assert "deadline" not in str(caught.value)
         with pytest.raises(Unavailable, match="left the ring"):
             transports[1].broadcast(torch.empty(1), 1)
 
@@ -137,13 +136,13 @@ def test_a_wait_ends_at_its_deadline(backend: str) -> None:
         started = time.monotonic()
         with pytest.raises(Unavailable, match="rank 0 lost rank 1 after its deadline"):
             transports[0].broadcast(torch.empty(1), 1).wait(timeout_seconds=0.2)
-        assert 0.2 <= time.monotonic() - started < 10.0
+        assert time.monotonic() - started >= 0.2
 
 
 def _rank_until_killed(backend: str, rank: int, port: int, told: Connection) -> None:
     """Join as rank 1 or 2 of 3, report it, then wait for a message that never comes."""
     with gloo_as_nccl():
-        ring = connect_ring(HOST, port, "doomed", rank, 3, 60.0, backend)
+        ring = connect_ring(HOST, port, "doomed", rank, 3, WAIT_SECONDS, backend)
     told.send("joined")
     try:
         ring.broadcast(torch.empty(1), 0).wait()
@@ -164,21 +163,21 @@ def test_the_death_of_a_rank_surfaces_at_once_on_all_others(backend: str) -> Non
     for process in processes:
         process.start()
     try:
-        ring = connect_ring(HOST, store.port, "doomed", 0, 3, 60.0, backend, store=store)
+        ring = connect_ring(HOST, store.port, "doomed", 0, 3, WAIT_SECONDS, backend, store=store)
         for ours, _ in pipes:
-            assert ours.poll(30)
+            assert ours.poll(WAIT_SECONDS)
             assert ours.recv() == "joined"
         work = ring.broadcast(torch.empty(1), 2)
         victim = processes[1].pid
         assert victim is not None
-        started = time.monotonic()
         os.kill(victim, signal.SIGKILL)
         # Of a process group only the rank that waits for the dead one notices, and tells the others; sockets tell all.
-        with pytest.raises(Unavailable, match="rank 0 lost rank 2" if backend == "nccl" else "rank 0 lost rank [12]"):
+        lost = "rank 0 lost rank 2" if backend == "nccl" else "rank 0 lost rank [12]"
+        with pytest.raises(Unavailable, match=lost) as caught:
             work.wait()
-        assert pipes[0][0].poll(30)
+        assert "deadline" not in str(caught.value)
+        assert pipes[0][0].poll(WAIT_SECONDS)
         assert pipes[0][0].recv() in ("rank 1 lost rank 0", "rank 1 lost rank 2")
-        assert time.monotonic() - started < 30.0, "the deadline is 60 s"
     finally:
         for process in processes:
             process.kill()
@@ -187,7 +186,7 @@ def test_the_death_of_a_rank_surfaces_at_once_on_all_others(backend: str) -> Non
 
 
 def test_joining_fails_when_the_others_do_not_come(backend: str) -> None:
-    store = RingStore(HOST, 0, timeout_seconds=0.5)
+    store = RingStore(HOST)
     with pytest.raises(Unavailable, match=r"rank 0 cannot join ring 'lonely' of 2"):
         connect_ring(HOST, store.port, "lonely", 0, 2, 0.5, backend, store=store)
 

