@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ringserve.cp_core.cost.model import RingRates
 from ringserve.orchestration.protocol.turns import RingRegistration
+from ringserve.views import RingRates
 from ringserve.workers.protocol.ranks import ModelInfo
 
 LLAMA_8B = ModelInfo(

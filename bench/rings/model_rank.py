@@ -19,10 +19,11 @@ from ringserve.cp_core.cost.chain import Cuts
 from ringserve.cp_core.cost.chain_cuts import equal_work_cuts
 from ringserve.cp_core.cost.chain_steps import chain_rates
 from ringserve.cp_core.cost.decode import GATHER
-from ringserve.cp_core.cost.model import ModelShape, PrefillRates, RingRates
+from ringserve.cp_core.cost.model import ModelShape, PrefillRates
 from ringserve.cp_core.layout.shards import cut_layout, segment_layout, stored_on_chain
 from ringserve.cp_core.transport.inprocess import InProcessRing
 from ringserve.cp_core.transport.interface import RingTransport
+from ringserve.views import RingRates
 from ringserve.workers.model.builtin import resolve_model_path
 from ringserve.workers.model.info import read_model_info
 from ringserve.workers.protocol.prefill_steps import Algorithm, PrefillStep, SequencePrefill

@@ -6,7 +6,6 @@ import random
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import cache
 
-from ringserve.cp_core.cost.model import RingRates
 from ringserve.cp_core.errors import NotFound, RingserveError
 from ringserve.cp_core.layout.shards import ShardMap, spread
 from ringserve.orchestration.protocol.kv import ForkedKv, ForkKv, RetainedKv, SendKv, SentKv, TakeKv, TakenKv
@@ -20,8 +19,8 @@ from ringserve.orchestration.protocol.turns import (
     RingRegistration,
     TurnEvent,
 )
-from ringserve.orchestration.protocol.views import RingStatus
 from ringserve.services.config.rings import DecodeConfig
+from ringserve.views import RingInfo, RingRates
 
 SIZES = (1, 2, 4, 8)
 """Ranks of the rings, in rotation."""
@@ -135,7 +134,7 @@ class InstantRing:
     async def undrain(self) -> None:
         raise AssertionError("nothing drains")
 
-    async def get_status(self) -> RingStatus:
+    async def get_status(self) -> RingInfo:
         raise AssertionError("no status is asked for")
 
 

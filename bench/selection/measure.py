@@ -46,13 +46,14 @@ from bench.selection.results import (
 from ringserve.cp_core.cost.chain import Cuts
 from ringserve.cp_core.cost.chain_steps import chain_rates, quick_cuts
 from ringserve.cp_core.cost.fit import PrefillSample
-from ringserve.cp_core.cost.model import ModelShape, RingRates, StepPredictor
+from ringserve.cp_core.cost.model import ModelShape, StepPredictor
 from ringserve.cp_core.cost.profile import HardwareProfile
 from ringserve.cp_core.errors import RingserveError, Unavailable
 from ringserve.services.offline.calibration.fitting import Calibration, calibrate, profile_from_rates
 from ringserve.services.offline.calibration.measurement import Cell, Measurement
 from ringserve.services.offline.reports import paired_ratio
 from ringserve.services.offline.terminal import Tell
+from ringserve.views import RingRates
 from ringserve.workers.model.builtin import resolve_model_path
 from ringserve.workers.model.info import read_model_info
 from ringserve.workers.protocol.prefill_steps import CALIBRATED_ALGORITHMS, RING_ALGORITHMS, Algorithm

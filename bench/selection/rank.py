@@ -17,9 +17,9 @@ from bench.rings.ring_processes import RankPlace
 from bench.rings.rounds import Sample, timed
 from bench.selection.links import LinkRate, Links
 from ringserve.cp_core.cost.chain import Cuts
-from ringserve.cp_core.cost.model import RingRates
 from ringserve.cp_core.layout.shards import PrefillLayout, balanced_layout
 from ringserve.services.offline.calibration.measurement import Cell
+from ringserve.views import RingRates
 from ringserve.workers.model.builtin import resolve_model_path
 from ringserve.workers.model.info import read_model_info
 from ringserve.workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm, PrefillStep, SequencePrefill

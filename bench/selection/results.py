@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from bench.selection.links import LinkRate
-from ringserve.cp_core.cost.model import PASS_KV, PREFILL_ALGORITHMS, ModelShape, RingRates, StepPredictor
+from ringserve.cp_core.cost.model import PASS_KV, PREFILL_ALGORITHMS, ModelShape, StepPredictor
 from ringserve.cp_core.cost.profile import HardwareProfile
 from ringserve.cp_core.cost.selector import NAMES, POLICIES, Turn, select
 from ringserve.cp_core.errors import ConfigError
@@ -21,6 +21,7 @@ from ringserve.services.offline.calibration.fitting import Errors, Row
 from ringserve.services.offline.calibration.measurement import Cell
 from ringserve.services.offline.reports import save_figure
 from ringserve.services.offline.terminal import simple_table
+from ringserve.views import RingRates
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from ringserve.cp_core.cost.chain import ChainRates, Cuts, chain_closed_form
 
 if TYPE_CHECKING:
-    from ringserve.cp_core.cost.model import ModelShape, PrefillRates, RingRates
+    from ringserve.cp_core.cost.model import ModelShape, PrefillRates
+    from ringserve.views import RingRates
 
 MAX_STEPS = 24
 TOLERANCE = 0.25

@@ -22,9 +22,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ringserve.cp_core.cost.memory import WeightBytes
-from ringserve.cp_core.cost.model import PASS_Q, ModelShape, RingRates
+from ringserve.cp_core.cost.model import PASS_Q, ModelShape
 from ringserve.cp_core.cost.profile import HardwareProfile
 from ringserve.cp_core.errors import ConfigError
+from ringserve.views import RingRates
 
 GATHER = "gather"
 HELIX = "helix"

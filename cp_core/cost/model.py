@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields, replace
 from ringserve.cp_core.cost.chain_steps import ChainPredictor
 from ringserve.cp_core.errors import ConfigError
 from ringserve.cp_core.layout.head_shares import head_shares
+from ringserve.views import RingRates
 
 PASS_KV = "pass_kv"
 PASS_Q = "pass_q"
@@ -91,29 +92,6 @@ class ModelShape:
             num_kv_heads=max(1, self.num_kv_heads // tp),
             vocab_size=-(-self.vocab_size // tp),
         )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RingRates:
-    """Rates that a ring measures of itself: FLOP/s of a rank, bytes/s in each direction of a link, seconds a message.
-
-    `overlap` is the share of communication that is hidden behind attention, 0 to 1. `step_seconds` are those that a
-    step of any length takes in addition. All rates are 0 before the first measurement. Where ranks are unlike, the
-    rates are those of the slowest, and `speeds` says how many times as fast as that one each rank is; empty where all
-    are alike. `lateness` are the seconds by which each rank begins a step after the first; empty where none is late.
-    `step_seconds` contain the longest, for which the ranks of a ring wait. All rates are those of ranks that compute
-    together: where they share cores, a GPU or its memory, one computes `lone_speed` times as fast while others wait.
-    """
-
-    gemm_flops: float
-    attention_flops: float
-    link_bytes_per_second: float
-    link_latency_seconds: float
-    overlap: float = 1.0
-    speeds: tuple[float, ...] = ()
-    step_seconds: float = 0.0
-    lateness: tuple[float, ...] = ()
-    lone_speed: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,9 +10,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ringserve.cp_core.cost.model import PrefillRates, RingRates
+from ringserve.cp_core.cost.model import PrefillRates
 from ringserve.cp_core.cost.selector import EmpiricalFit
 from ringserve.cp_core.errors import ConfigError
+from ringserve.views import RingRates
 
 SUFFIX = ".json"
 # Everything else is a rate or a size, and must be above 0.

@@ -11,20 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ringserve import views
 from ringserve.cp_core.errors import InvalidRequest
 from ringserve.cp_core.layout.shards import PrefillLayout, TokenRange
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sparsity:
-    """Share of keys that reach other ranks: above 0, up to 1. 1 is exact.
-
-    The first `sinks` keys and the last `window` keys of a partition are always chosen.
-    """
-
-    keep: float
-    sinks: int = 4
-    window: int = 64
+class Sparsity(views.Sparsity):
+    """Share of keys that reach other ranks: above 0, up to 1. 1 is exact."""
 
     def check(self) -> None:
         """Raise InvalidRequest if a value is out of range."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +12,8 @@ import numpy as np
 from ringserve.cp_core.errors import RingserveError
 from ringserve.cp_core.layout.sparsity import Sparsity
 from ringserve.orchestration.placement.kv_locations import KvLocation, KvLocations
-from ringserve.orchestration.protocol.views import ConversationView, KvLocationView
+from ringserve.orchestration.protocol.views import rank_shards
+from ringserve.views import ConversationInfo, Placement
 from ringserve.workers.protocol.prefill_steps import TokenIds
 
 UNNAMED = "\u00adprompt-"
@@ -138,9 +139,9 @@ class Conversation:
             return f"request {self.running_request!r}"
         return "a fork of it" if self.num_forks else "a move of its KV"
 
-    def view(self, now: float = 0.0) -> ConversationView:
-        """Show the conversation as the store knows it."""
-        return ConversationView(
+    def view(self, now: float = 0.0, places: Iterable[tuple[str, KvLocation]] | None = None) -> ConversationInfo:
+        """Show the conversation at the store's time `now`, with its KV in `places` by role; None: in all it knows."""
+        return ConversationInfo(
             conversation_id=self.conversation_id,
             num_tokens=self.num_tokens,
             num_turns=self.num_turns,
@@ -152,15 +153,15 @@ class Conversation:
             sparsity=self.sparsity,
             turn_ends=tuple(self.turn_ends),
             placements=tuple(
-                KvLocationView(
+                Placement(
                     role=role,
                     ring=place.ring,
                     incarnation=place.incarnation,
                     num_tokens=place.num_tokens,
-                    shards=place.shards,
+                    ranks=rank_shards(place.shards),
                     epoch=place.epoch,
                 )
-                for role, place in self.places.items()
+                for role, place in (self.places.items() if places is None else places)
             ),
         )
 

@@ -18,7 +18,8 @@ from ringserve.orchestration.placement.kv_locations import KvLocation
 from ringserve.orchestration.placement.registry import RegisteredRing
 from ringserve.orchestration.protocol.kv import TakeKv, TakenKv
 from ringserve.orchestration.protocol.ports import Peers, PrefillPort
-from ringserve.orchestration.protocol.views import MoveReason, MoveTotals
+from ringserve.orchestration.protocol.views import MoveReason
+from ringserve.views import KvMoves
 
 log = logging.getLogger(__name__)
 
@@ -48,14 +49,14 @@ class MoveCounts:
         """Count a move that failed."""
         self._of(role, reason).num_failed += 1
 
-    def totals(self) -> tuple[MoveTotals, ...]:
+    def totals(self) -> tuple[KvMoves, ...]:
         """Return the counts that are not zero."""
         return tuple(
-            MoveTotals(
+            KvMoves(
                 role=role,
                 reason=reason,
-                num_moved=count.num_moved,
-                num_failed=count.num_failed,
+                moved=count.num_moved,
+                failed=count.num_failed,
                 payload_bytes=count.payload_bytes,
                 seconds=count.seconds,
             )

@@ -19,13 +19,8 @@ from ringserve.orchestration.placement.registry import RingRegistry
 from ringserve.orchestration.protocol.kv import ForkKv, RetainedKv
 from ringserve.orchestration.protocol.ports import Peers
 from ringserve.orchestration.protocol.turns import KvQuota
-from ringserve.orchestration.protocol.views import (
-    ConversationList,
-    ConversationSummary,
-    ConversationView,
-    KvLocationView,
-)
 from ringserve.orchestration.tasks import TaskSet
+from ringserve.views import ConversationInfo, ConversationPage, ConversationSummary
 
 log = logging.getLogger(__name__)
 
@@ -53,13 +48,13 @@ class ConversationOperations:
         self._tasks = tasks
         self._expiring: asyncio.Task[None] | None = None
 
-    async def get(self, conversation_id: str) -> ConversationView:
+    async def get(self, conversation_id: str) -> ConversationInfo:
         """Show a conversation. Raises NotFound."""
         self.expire()
         conversation = self._store.get(conversation_id)
         return _with_last(self._view(conversation, await self._retained([conversation])), conversation)
 
-    async def list(self, prefix: str, after: str, limit: int) -> ConversationList:
+    async def list(self, prefix: str, after: str, limit: int) -> ConversationPage:
         """Return at most `limit` conversations by id, beginning behind `after`. Raises InvalidRequest."""
         self.expire()
         if not 1 <= limit <= MAX_PAGE:
@@ -67,7 +62,7 @@ class ConversationOperations:
         conversations, next_after = self._store.page(prefix, after, limit)
         retained = await self._retained(conversations)
         views = [self._view(conversation, retained) for conversation in conversations]
-        return ConversationList(conversations=tuple(map(_summary, views)), next_after=next_after)
+        return ConversationPage(conversations=tuple(map(_summary, views)), next_page_token=next_after)
 
     async def delete(self, conversation_id: str) -> None:
         """Forget a conversation and release its KV; forks of it retain theirs. Raises NotFound, Busy."""
@@ -81,7 +76,7 @@ class ConversationOperations:
 
     async def fork(
         self, source_id: str, new_id: str, at_token: int | None, kv_quota: KvQuota | None = None
-    ) -> ConversationView:
+    ) -> ConversationInfo:
         """Begin a conversation with the source's finished turns, or with its first `at_token` tokens.
 
         On each ring both share the retained KV. A ring that cannot fork leaves the KV to be pulled or computed again.
@@ -179,20 +174,19 @@ class ConversationOperations:
             log.info("%s ring %s cannot say what it retains: %s", role, name, error)
             return None
 
-    def _view(self, conversation: Conversation, retained: Retained) -> ConversationView:
+    def _view(self, conversation: Conversation, retained: Retained) -> ConversationInfo:
         """Show a conversation with the locations that are still true: none on a ring that does not answer."""
-        view = conversation.view(self._store.clock())
         limit = self.num_agreeing(conversation)
 
-        def still_there(places: Iterable[KvLocationView]) -> Iterable[KvLocationView]:
-            for place in places:
-                on_ring = retained.get((place.role, place.ring), {})
+        def still_there() -> Iterable[tuple[str, KvLocation]]:
+            for role, place in conversation.places.items():
+                on_ring = retained.get((role, place.ring), {})
                 incarnation, count = on_ring.get(conversation.conversation_id, ("", 0))
-                shards = place.shards.truncate(min(count, limit))
-                if incarnation == place.incarnation and shards.num_tokens:
-                    yield replace(place, num_tokens=shards.num_tokens, shards=shards)
+                left = place.cut(min(count, limit))
+                if incarnation == place.incarnation and left.num_tokens:
+                    yield role, left
 
-        return replace(view, placements=tuple(still_there(view.placements)))
+        return conversation.view(self._store.clock(), still_there())
 
     # --- expiry ------------------------------------------------------------------------------------------------------
 
@@ -213,7 +207,7 @@ class ConversationOperations:
             self.expire()
 
 
-def _summary(view: ConversationView) -> ConversationSummary:
+def _summary(view: ConversationInfo) -> ConversationSummary:
     return ConversationSummary(
         conversation_id=view.conversation_id,
         num_tokens=view.num_tokens,
@@ -227,5 +221,5 @@ def _summary(view: ConversationView) -> ConversationSummary:
     )
 
 
-def _with_last(view: ConversationView, conversation: Conversation) -> ConversationView:
+def _with_last(view: ConversationInfo, conversation: Conversation) -> ConversationInfo:
     return view if conversation.tokens is None else replace(view, last_token=int(conversation.tokens[-1]))

@@ -23,8 +23,9 @@ from ringserve.orchestration.conversations.mover import ConversationMover, MoveC
 from ringserve.orchestration.conversations.store import ConversationStore
 from ringserve.orchestration.placement.planner import Planner
 from ringserve.orchestration.placement.registry import RegisteredRing, RingRegistry
-from ringserve.orchestration.protocol.views import DrainView, MoveReason
+from ringserve.orchestration.protocol.views import MoveReason
 from ringserve.orchestration.tasks import TaskSet
+from ringserve.views import RingDrain
 
 log = logging.getLogger(__name__)
 
@@ -113,18 +114,18 @@ class DrainRebalancing:
         """Take notice that a ring takes turns, still or again."""
         self._drains.pop(name, None)
 
-    def views(self) -> tuple[DrainView, ...]:
+    def views(self) -> tuple[RingDrain, ...]:
         """Show the rings that drain, and those that have left."""
         return tuple(
-            DrainView(
+            RingDrain(
                 role=drain.ring.role,
                 ring=name,
                 has_left=drain.has_left,
                 running_turns=drain.ring.num_turns,
-                num_moved=drain.num_moved,
-                num_left=drain.num_left,
-                num_no_room=drain.num_no_room,
-                num_failed=drain.num_failed,
+                moved=drain.num_moved,
+                left=drain.num_left,
+                no_room=drain.num_no_room,
+                failed=drain.num_failed,
                 moved_bytes=drain.moved_bytes,
             )
             for name, drain in self._drains.items()

@@ -27,10 +27,10 @@ from ringserve.orchestration.protocol.turns import (
     ScoredEvent,
     TurnEvent,
 )
-from ringserve.orchestration.protocol.views import RingStatus
 from ringserve.orchestration.ring.kv_transfers import copy_blocks, expect, send
 from ringserve.orchestration.ring.leader import Announce, RingLeader
 from ringserve.orchestration.tasks import begin_joined, gather_first_error
+from ringserve.views import RingInfo
 from ringserve.workers.protocol.decode_commands import FinishReason
 from ringserve.workers.protocol.prefill_steps import TokenIds
 from ringserve.workers.protocol.transfers import TransferKey
@@ -344,7 +344,7 @@ class DecodeLeader(RingLeader):
         """Turns that are not over, or whose last event no stream has read yet."""
         return self._turns.num_unfinished
 
-    async def get_status(self) -> RingStatus:
+    async def get_status(self) -> RingInfo:
         """Return the ring's state, load and preemptions."""
         status = self.status_with(running=self.num_running, waiting=len(self._turns) - self.num_running)
         return replace(status, num_preemptions=self.num_preemptions)

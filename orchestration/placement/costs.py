@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple
 
-from ringserve.cp_core.cost.model import ModelShape, PrefillRates, RingRates, StepPredictor
+from ringserve.cp_core.cost.model import ModelShape, PrefillRates, StepPredictor
 from ringserve.cp_core.cost.prefill import sum_seconds
 from ringserve.cp_core.cost.profile import HardwareProfile
 from ringserve.cp_core.cost.sparse import sparse_seconds
 from ringserve.cp_core.layout.sparsity import Sparsity
 from ringserve.orchestration.protocol.turns import RingRegistration
-from ringserve.orchestration.protocol.views import Correction, RingStatus
+from ringserve.views import Correction, RingInfo, RingRates
 from ringserve.workers.model.info import tensor_share
 from ringserve.workers.protocol.prefill_steps import Algorithm
 from ringserve.workers.protocol.ranks import ModelInfo
@@ -276,7 +276,7 @@ class RingCorrections:
             if is_cached is None
         )
 
-    def shown_in(self, status: RingStatus, ring: RingRegistration) -> RingStatus:
+    def shown_in(self, status: RingInfo, ring: RingRegistration) -> RingInfo:
         """Return a ring's own status with its announced figures and its corrections."""
         return replace(
             status,

@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from ringserve.orchestration.protocol.views import EventKind, ServerEvent
+from ringserve.orchestration.protocol.views import EventKind
+from ringserve.views import ServerEvent
 
 MAX_EVENTS = 100
 COUNTED = (EventKind.FAILOVER, EventKind.REFUSAL, EventKind.EVICTION)
@@ -32,7 +33,7 @@ class EventLog:
         event = ServerEvent(at=self._clock(), kind=kind, ring=ring, text=text[:MAX_TEXT], count=count)
         for place in range(len(self._events) - 1, -1, -1):
             other = self._events[place]
-            if other.kind is kind and (kind is not EventKind.EVICTION or other.ring == ring):
+            if other.kind == kind and (kind is not EventKind.EVICTION or other.ring == ring):
                 if kind in COUNTED and (other.ring, other.text) == (event.ring, event.text):
                     del self._events[place]
                     event = replace(event, count=other.count + count)

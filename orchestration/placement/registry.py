@@ -15,7 +15,8 @@ from ringserve.orchestration.placement.ring_order import RingOrder
 from ringserve.orchestration.protocol.ports import Peers
 from ringserve.orchestration.protocol.rings import LOST, RingStanding, RingState
 from ringserve.orchestration.protocol.turns import RingRegistration
-from ringserve.orchestration.protocol.views import EventKind, RingStatus
+from ringserve.orchestration.protocol.views import EventKind
+from ringserve.views import RingInfo
 
 T = TypeVar("T")
 RingKind = tuple[int, int, int, int]
@@ -367,7 +368,7 @@ def _kind_of(registration: RingRegistration) -> RingKind:
     return registration.num_ranks, registration.tp, speed, link
 
 
-async def status_of(ring: RegisteredRing, peers: Peers) -> RingStatus:
+async def status_of(ring: RegisteredRing, peers: Peers) -> RingInfo:
     """Ask a ring's leader for its status. A ring that cannot be reached is "lost"; this never raises for it."""
     registration = ring.registration
     if ring.lost is not None:
@@ -379,9 +380,9 @@ async def status_of(ring: RegisteredRing, peers: Peers) -> RingStatus:
         return status_without(registration, LOST)
 
 
-def status_without(registration: RingRegistration, state: str, *, is_draining: bool = False) -> RingStatus:
+def status_without(registration: RingRegistration, state: str, *, is_draining: bool = False) -> RingInfo:
     """Return the status of a ring that cannot be asked, by its last announcement."""
-    return RingStatus(
+    return RingInfo(
         role=registration.role,
         name=registration.name,
         endpoint=registration.endpoint,
@@ -389,7 +390,7 @@ def status_without(registration: RingRegistration, state: str, *, is_draining: b
         state=state,
         num_ranks=registration.num_ranks,
         tp=registration.tp,
-        is_draining=is_draining,
+        draining=is_draining,
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ringserve.cp_core.cost.chain import ChainRates, Cuts
 from ringserve.cp_core.cost.chain_steps import chain_order, chain_rates, quick_cuts
-from ringserve.cp_core.cost.model import PrefillRates, RingRates, StepPredictor
+from ringserve.cp_core.cost.model import PrefillRates, StepPredictor
 from ringserve.cp_core.errors import CapacityExceeded
 from ringserve.cp_core.layout.shards import (
     PrefillLayout,
@@ -23,6 +23,7 @@ from ringserve.cp_core.layout.shards import (
 )
 from ringserve.orchestration.protocol.plans import LayoutFallback
 from ringserve.orchestration.ring.kv_pool import KvPool, SequenceKv
+from ringserve.views import RingRates
 from ringserve.workers.model.info import tensor_share
 from ringserve.workers.protocol.ranks import ModelInfo
 

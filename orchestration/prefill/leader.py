@@ -33,10 +33,10 @@ from ringserve.orchestration.protocol.turns import (
     Reservation,
     Reserve,
 )
-from ringserve.orchestration.protocol.views import RingStatus
 from ringserve.orchestration.ring.kv_pool import KvPool, SequenceKv
 from ringserve.orchestration.ring.leader import Announce, RingLeader
 from ringserve.orchestration.tasks import begin_joined
+from ringserve.views import RingInfo
 
 log = logging.getLogger(__name__)
 
@@ -315,7 +315,7 @@ class PrefillLeader(RingLeader):
         """Turns that are not settled."""
         return len(self._turns)
 
-    async def get_status(self) -> RingStatus:
+    async def get_status(self) -> RingInfo:
         """Return the ring's state and the load of its queue."""
         runs = [turn.run for turn in self._turns.values() if turn.run is not None]
         computing = sum(run.is_computing for run in runs)

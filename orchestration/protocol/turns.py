@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ringserve.cp_core.cost.model import RingRates
 from ringserve.cp_core.layout.shards import ShardMap
 from ringserve.cp_core.layout.sparsity import Sparsity
 from ringserve.orchestration.protocol.plans import Bound, PlannedChunk, PromptMode, TurnPlan
+from ringserve.views import RingRates
 from ringserve.workers.protocol.decode_commands import FinishReason
 from ringserve.workers.protocol.prefill_steps import Algorithm, TokenIds
 from ringserve.workers.sampling.parameters import SamplingParameters, TokenLogprobs

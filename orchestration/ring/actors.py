@@ -30,9 +30,9 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from ringserve.cp_core.cost.model import RingRates
 from ringserve.cp_core.errors import RingserveError, Unavailable
 from ringserve.orchestration.protocol.rings import RingEvent
+from ringserve.views import RingRates
 from ringserve.workers.kv.arrivals import Arrivals
 from ringserve.workers.protocol.decode_commands import DecodeCommand, DecodeEvents
 from ringserve.workers.protocol.prefill_steps import PrefillOutput, PrefillStep

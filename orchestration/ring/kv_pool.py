@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from ringserve.cp_core.errors import Busy, CapacityExceeded, NotFound
 from ringserve.cp_core.layout.shards import ShardMap
 from ringserve.orchestration.protocol.inventory import SequenceOnRing
-from ringserve.orchestration.protocol.views import RankKvUsage
 from ringserve.orchestration.ring.block_allocator import BlockAllocator
 from ringserve.orchestration.ring.eviction import tails_to_evict
+from ringserve.views import RankKvUsage
 
 EXTENT_TOKENS = 128
 """Least size of an extent: attention over shorter runs spends more time on its calls than on their tokens."""

@@ -14,10 +14,10 @@ from ringserve.orchestration.protocol.kv import ForkedKv, ForkKv, RetainedKv, Se
 from ringserve.orchestration.protocol.ports import Peers, RankFactory
 from ringserve.orchestration.protocol.rings import RingSettings, RingState
 from ringserve.orchestration.protocol.turns import NoTracer, RingRegistration, Tracer
-from ringserve.orchestration.protocol.views import RingStatus
 from ringserve.orchestration.ring.kv_transfers import KvMoves, copy_blocks
 from ringserve.orchestration.ring.life import Ring
 from ringserve.orchestration.tasks import TaskSet, gather_first_error
+from ringserve.views import RingInfo
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class RingLeader(ABC):
         """Measure the ring's rates again, now that nothing else starts on its machine."""
 
     @abstractmethod
-    async def get_status(self) -> RingStatus:
+    async def get_status(self) -> RingInfo:
         """Return the ring's state and load."""
 
     async def close(self) -> None:
@@ -287,10 +287,10 @@ class RingLeader(ABC):
         retained = tuple(self.ring.pool.num_retained(kv_id) for kv_id in kv_ids)
         return RetainedKv(incarnation=self.ring.incarnation, num_tokens=retained)
 
-    def status_with(self, *, running: int, waiting: int) -> RingStatus:
+    def status_with(self, *, running: int, waiting: int) -> RingInfo:
         """Return the ring's state with the numbers of running and waiting turns."""
         ring = self.ring
-        return RingStatus(
+        return RingInfo(
             role=self.settings.role,
             name=self.settings.name,
             endpoint=self.endpoint,
@@ -308,6 +308,6 @@ class RingLeader(ABC):
             metrics_endpoint=self.metrics_endpoint,
             decode_variant=ring.decode_variant,
             decode_reason=ring.decode_reason,
-            is_draining=self.is_draining,
+            draining=self.is_draining,
             nodes=ring.nodes,
         )

@@ -19,13 +19,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from ringserve.cp_core.cost.decode import GATHER
-from ringserve.cp_core.cost.model import RingRates
 from ringserve.cp_core.errors import RingserveError, Unavailable
 from ringserve.orchestration.protocol.ports import RankFactory, RankPort
 from ringserve.orchestration.protocol.rings import RingSettings, RingState
 from ringserve.orchestration.ring.kv_pool import KvPool
 from ringserve.orchestration.ring.step_probe import StepCorrection, measure_steps
 from ringserve.orchestration.tasks import TaskSet, gather_all, gather_first_error
+from ringserve.views import RingRates
 from ringserve.workers.protocol.ranks import ModelInfo, RankInfo, RankSpec, RankStatus, RingSpec
 
 log = logging.getLogger(__name__)

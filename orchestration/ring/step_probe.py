@@ -17,11 +17,12 @@ from statistics import median
 
 import numpy as np
 
-from ringserve.cp_core.cost.model import PrefillRates, RingRates, StepPredictor
+from ringserve.cp_core.cost.model import PrefillRates, StepPredictor
 from ringserve.cp_core.layout.shards import balanced_layout
 from ringserve.orchestration.protocol.ports import RankPort
 from ringserve.orchestration.protocol.rings import RingSettings
 from ringserve.orchestration.tasks import gather_first_error
+from ringserve.views import RingRates
 from ringserve.workers.model.info import tensor_share
 from ringserve.workers.protocol.prefill_steps import Algorithm, PrefillOutput, PrefillStep, SequencePrefill
 from ringserve.workers.protocol.ranks import ModelInfo

@@ -43,14 +43,7 @@ from ringserve.orchestration.protocol.turns import (
     TurnOutcome,
     TurnRequest,
 )
-from ringserve.orchestration.protocol.views import (
-    ConversationList,
-    ConversationView,
-    EventKind,
-    MoveTotals,
-    ServerView,
-    roles_fault,
-)
+from ringserve.orchestration.protocol.views import EventKind, roles_fault
 from ringserve.orchestration.router.admission import PromptWaits, TurnAdmission, refused_whole
 from ringserve.orchestration.router.adoption import Adoption
 from ringserve.orchestration.router.attempts import TurnAttempts
@@ -59,6 +52,7 @@ from ringserve.orchestration.router.failover import Failover
 from ringserve.orchestration.router.registry import TurnRegistry
 from ringserve.orchestration.router.reservations import TurnReservations
 from ringserve.orchestration.tasks import TaskSet
+from ringserve.views import ConversationInfo, ConversationPage, KvMoves, ServerInfo
 
 log = logging.getLogger(__name__)
 
@@ -280,21 +274,21 @@ class Router:
         return (0, 0) if self.prefixes is None else (self.prefixes.queried, self.prefixes.hit)
 
     @property
-    def moves(self) -> tuple[MoveTotals, ...]:
+    def moves(self) -> tuple[KvMoves, ...]:
         """Retained KV that was moved between rings."""
         return self._moves.totals()
 
-    async def get_conversation(self, conversation_id: str) -> ConversationView:
+    async def get_conversation(self, conversation_id: str) -> ConversationInfo:
         """Show a conversation. Raises NotFound."""
         return await self._operations.get(conversation_id)
 
-    async def list_conversations(self, prefix: str, after: str, limit: int) -> ConversationList:
+    async def list_conversations(self, prefix: str, after: str, limit: int) -> ConversationPage:
         """Return a page of the conversations whose id begins with `prefix`. Raises InvalidRequest."""
         return await self._operations.list(prefix, after, limit)
 
     async def fork_conversation(
         self, source_id: str, new_id: str, at_token: int | None, kv_quota: KvQuota | None = None
-    ) -> ConversationView:
+    ) -> ConversationInfo:
         """Fork a conversation; see `ConversationOperations.fork`."""
         return await self._operations.fork(source_id, new_id, at_token, kv_quota)
 
@@ -384,9 +378,9 @@ class Router:
         shown = [status_without(ring, states[ring.name], is_draining=ring.is_draining) for ring in rings]
         shown += [status_without(ring, AWAY) for ring in self._returns.away()]
         expected = self._returns.is_expected
-        return roles_fault(replace(status, is_restarting=expected(status.name)) for status in shown)
+        return roles_fault(replace(status, restarting=expected(status.name)) for status in shown)
 
-    async def get_server_info(self) -> ServerView:
+    async def get_server_info(self) -> ServerInfo:
         """Show every ring, and how busy the service is."""
         # Read before the rings are asked: a ring that leaves or returns meanwhile is shown once all the same.
         rings, away, returns = self._rings.all(), self._returns.away(), self._returns
@@ -394,14 +388,14 @@ class Router:
         shown_in = self._planner.corrections.shown_in
         shown = [shown_in(status, ring.registration) for status, ring in zip(statuses, rings, strict=True)]
         shown += [status_without(ring, AWAY) for ring in away]
-        return ServerView(
+        return ServerInfo(
             selector=self._planner.selector,
-            rings=tuple(replace(status, is_restarting=returns.is_expected(status.name)) for status in shown),
+            rings=tuple(replace(status, restarting=returns.is_expected(status.name)) for status in shown),
             conversations=self.num_conversations,
             running_turns=len(self._turns),
             turns_waiting_for_rings=returns.num_waiting,
             drains=self._drain_rebalancing.views(),
-            moves=self._moves.totals(),
+            kv_moves=self._moves.totals(),
             events=self._rings.events.latest(),
         )
 

@@ -13,11 +13,11 @@ from typing import TypeVar
 from ringserve.cp_core.errors import RingserveError
 from ringserve.orchestration.protocol.ports import RouterPort
 from ringserve.orchestration.protocol.turns import BegunTurn, KvQuota, TurnRequest
-from ringserve.orchestration.protocol.views import ConversationList, ConversationSummary, ConversationView, ServerView
 from ringserve.services.auth.tenants import Tenant
+from ringserve.views import ConversationInfo, ConversationPage, ConversationSummary, ServerInfo
 
 T = TypeVar("T")
-TView = TypeVar("TView", ConversationView, ConversationSummary)
+TView = TypeVar("TView", ConversationInfo, ConversationSummary)
 TError = TypeVar("TError", bound=RingserveError)
 
 
@@ -60,27 +60,27 @@ class ScopedRouter:
         aborted, unknown = ([self.unscoped(name) for name in names] for names in answer)
         return aborted, unknown
 
-    async def get_conversation(self, conversation_id: str) -> ConversationView:
+    async def get_conversation(self, conversation_id: str) -> ConversationInfo:
         return self._own(await self._shown(self._router.get_conversation(self.scoped(conversation_id))))
 
-    async def list_conversations(self, prefix: str, after: str, limit: int) -> ConversationList:
+    async def list_conversations(self, prefix: str, after: str, limit: int) -> ConversationPage:
         """List the tenant's own conversations: the router is asked for ids that begin with its name."""
         listing = self._router.list_conversations(f"{self._prefix}{prefix}", self.scoped(after), limit)
         page = await self._shown(listing)
         return replace(
             page,
             conversations=tuple(map(self._own, page.conversations)),
-            next_after=self.unscoped(page.next_after),
+            next_page_token=self.unscoped(page.next_page_token),
         )
 
-    async def fork_conversation(self, source_id: str, new_id: str, at_token: int | None) -> ConversationView:
+    async def fork_conversation(self, source_id: str, new_id: str, at_token: int | None) -> ConversationInfo:
         fork = self._router.fork_conversation(self.scoped(source_id), self.scoped(new_id), at_token, self.kv_quota)
         return self._own(await self._shown(fork))
 
     async def delete_conversation(self, conversation_id: str) -> None:
         await self._shown(self._router.delete_conversation(self.scoped(conversation_id)))
 
-    async def get_server_info(self) -> ServerView:
+    async def get_server_info(self) -> ServerInfo:
         """Return the state of the whole service; the server decides who may ask."""
         return await self._shown(self._router.get_server_info())
 

@@ -11,11 +11,11 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from ringserve.cp_core.errors import ConfigError
-from ringserve.orchestration.protocol.views import DrainView
 from ringserve.services.cli.command import command
 from ringserve.services.cli.options import ClusterName, ConfigOptions, JsonFlag
 from ringserve.services.cluster.operator import RouterAccess, drain_node, drain_ring, restart_ring, undrain_ring
 from ringserve.services.cluster.state import require_ready, secret_of
+from ringserve.views import RingDrain
 
 TurnSeconds = Annotated[float, Option(metavar="N", help="how long turns may go on")]
 
@@ -113,26 +113,26 @@ def restart(options: RestartOptions) -> int:
     return options.router.show({"rings": options.rings, "serves": True}, f"{', '.join(options.rings)} restarted")
 
 
-def _moves(drain: DrainView | None) -> dict[str, int]:
+def _moves(drain: RingDrain | None) -> dict[str, int]:
     if drain is None:
         return {}
     return {
-        "moved": drain.num_moved,
-        "left": drain.num_left,
-        "no_room": drain.num_no_room,
-        "failed": drain.num_failed,
+        "moved": drain.moved,
+        "left": drain.left,
+        "no_room": drain.no_room,
+        "failed": drain.failed,
         "moved_bytes": drain.moved_bytes,
     }
 
 
-def _moves_sentence(drain: DrainView | None) -> str:
+def _moves_sentence(drain: RingDrain | None) -> str:
     """Return how many conversations of the ring were moved; later turns compute the others again."""
     if drain is None:
         return ""
     stayed = [
-        (drain.num_left, "had no time"),
-        (drain.num_no_room, "found no room elsewhere"),
-        (drain.num_failed, "could not be moved"),
+        (drain.left, "had no time"),
+        (drain.no_room, "found no room elsewhere"),
+        (drain.failed, "could not be moved"),
     ]
     others = "".join(f", {count} {why}" for count, why in stayed if count)
-    return f"; {drain.num_moved} conversations were moved{others}"
+    return f"; {drain.moved} conversations were moved{others}"

@@ -15,12 +15,12 @@ from rich.table import Table
 from typer import Argument, Option
 
 from ringserve.client import RingInfo, ServerInfo
-from ringserve.client.infos import RankKvUsage, RingDrain
 from ringserve.cp_core.errors import ConfigError, NotFound
 from ringserve.services.cli.command import command
 from ringserve.services.cli.options import JsonFlag, TargetOptions
 from ringserve.services.cluster.state import OR_TARGET, ClusterStage, ClusterState, require_state, starting_line
 from ringserve.services.offline.terminal import listing, print_table
+from ringserve.views import RankKvUsage, RingDrain
 
 EXIT_NOT_SERVING = 3
 PICTURE_COLUMNS = 100

@@ -133,7 +133,7 @@ class RunningRouter:
         names = {(pool.role, pool.ring_name(number)): None for pool in pools for number in range(pool.rings)}
         names |= {(ring.role, ring.name): None for ring in self._router.rings}
         corrections = (
-            (ring.name, each.algorithm.value, each.min_work, each.factor)
+            (ring.name, each.algorithm, each.min_work, each.factor)
             for ring in self._router.rings
             for each in self._planner.corrections.of_ring(ring.registration)
         )

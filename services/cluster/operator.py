@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from ringserve.cp_core.errors import DeadlineExceeded, NotFound, Unavailable
 from ringserve.cp_core.transport.peer_tls import PeerTls
 from ringserve.orchestration.protocol.rings import AWAY, RingState
-from ringserve.orchestration.protocol.views import DrainView, RingStatus, ServerView
 from ringserve.services.rpc.peers import GrpcPeers, GrpcRouter
+from ringserve.views import RingDrain, RingInfo, ServerInfo
 
 POLL_SECONDS = 0.5
 LEAVE_SECONDS = 30.0
@@ -37,7 +37,7 @@ class RouterAccess:
             await peers.close()
 
 
-async def drain_ring(access: RouterAccess, ring: str, *, seconds: float, force: bool) -> DrainView | None:
+async def drain_ring(access: RouterAccess, ring: str, *, seconds: float, force: bool) -> RingDrain | None:
     """Drain a ring, and wait until it has left.
 
     Returns the result; None where the router was restarted meanwhile. Raises NotFound, Busy, InvalidRequest,
@@ -96,7 +96,7 @@ async def restart_ring(access: RouterAccess, ring: str, *, seconds: float, start
         await router.restart_ring(ring, seconds)
         access.progress(f"ring {ring} restarts")
 
-        def is_back(view: ServerView) -> bool:
+        def is_back(view: ServerInfo) -> bool:
             status = _status_of(view, ring)
             return _serves(status) and status is not None and status.incarnation != was
 
@@ -110,17 +110,17 @@ async def undrain_ring(access: RouterAccess, ring: str, *, seconds: float) -> No
         await _until(router, ring, lambda view: _serves(_status_of(view, ring)), seconds, "serve again")
 
 
-def _serves(status: RingStatus | None) -> bool:
-    return status is not None and status.state == RingState.READY and not status.is_draining
+def _serves(status: RingInfo | None) -> bool:
+    return status is not None and status.state == RingState.READY and not status.draining
 
 
 async def _until_left(
     router: GrpcRouter, ring: str, seconds: float, progress: Callable[[str], None]
-) -> DrainView | None:
+) -> RingDrain | None:
     shown = ""
-    seen: DrainView | None = None
+    seen: RingDrain | None = None
 
-    def has_left(view: ServerView) -> bool:
+    def has_left(view: ServerInfo) -> bool:
         nonlocal shown, seen
         seen = next((drain for drain in view.drains if drain.ring == ring), seen)
         status = _status_of(view, ring)
@@ -137,11 +137,11 @@ async def _until_left(
     return seen
 
 
-def _moves_told(drain: DrainView | None) -> str:
-    return "" if drain is None else f", {drain.num_moved} conversations are moved and {drain.num_left} left"
+def _moves_told(drain: RingDrain | None) -> str:
+    return "" if drain is None else f", {drain.moved} conversations are moved and {drain.left} left"
 
 
-async def _until(router: GrpcRouter, ring: str, holds: Callable[[ServerView], bool], seconds: float, what: str) -> None:
+async def _until(router: GrpcRouter, ring: str, holds: Callable[[ServerInfo], bool], seconds: float, what: str) -> None:
     """Poll the router until a condition holds. Raises DeadlineExceeded."""
     deadline = time.monotonic() + seconds
     while not holds(await router.get_server_info()):
@@ -150,5 +150,5 @@ async def _until(router: GrpcRouter, ring: str, holds: Callable[[ServerView], bo
         await asyncio.sleep(POLL_SECONDS)
 
 
-def _status_of(view: ServerView, name: str) -> RingStatus | None:
+def _status_of(view: ServerInfo, name: str) -> RingInfo | None:
     return next((ring for ring in view.rings if ring.name == name), None)

@@ -21,7 +21,6 @@ from ringserve.mapping import name_of
 from ringserve.orchestration.protocol.plans import TurnPlan
 from ringserve.orchestration.protocol.ports import Peers, RouterPort
 from ringserve.orchestration.protocol.turns import TurnRequest
-from ringserve.orchestration.protocol.views import ConversationView, ServerView
 from ringserve.services.auth.authenticator import Authenticator, of_grpc
 from ringserve.services.auth.scoped_router import ScopedRouter
 from ringserve.services.auth.tenants import Tenant
@@ -39,12 +38,13 @@ from ringserve.services.gateway.turn_stream import (
     turns_of,
 )
 from ringserve.services.rpc.errors import answer, answering, code_of
-from ringserve.services.rpc.wire.contract import fork_to, model_info_to, to_message
+from ringserve.services.rpc.wire.contract import model_info_to, to_message
 from ringserve.services.telemetry.logs import TurnRecord
 from ringserve.services.telemetry.metrics.gateway import GatewayMetrics
 from ringserve.services.telemetry.metrics.registry import package_version
 from ringserve.services.telemetry.tracing.tracer import NoServiceTracer, ServiceTracer, TurnTrace
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
+from ringserve.views import ConversationInfo, ServerInfo
 from ringserve.workers.protocol.ranks import ModelInfo
 
 log = logging.getLogger(__name__)
@@ -288,7 +288,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Return the router as a tenant sees it."""
         return ScopedRouter(self._whole_router, tenant)
 
-    async def server_view(self) -> ServerView:
+    async def server_view(self) -> ServerInfo:
         """Return the state of the service as the router sees it. Raises Unavailable."""
         return await self._whole_router.get_server_info()
 
@@ -321,17 +321,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def ForkConversation(
         self, request: inference_pb2.ForkConversationRequest, context: Context
-    ) -> inference_pb2.ForkConversationResponse:
-        return fork_to(await self._answer(context, lambda router: self._fork(router, request)))
+    ) -> inference_pb2.GetConversationResponse:
+        view = await self._answer(context, lambda router: self._fork(router, request))
+        return to_message(inference_pb2.GetConversationResponse, view)
 
-    async def _fork(self, router: ScopedRouter, request: inference_pb2.ForkConversationRequest) -> ConversationView:
+    async def _fork(self, router: ScopedRouter, request: inference_pb2.ForkConversationRequest) -> ConversationInfo:
         at_token = request.at_token if request.HasField("at_token") else None
         source, new = named("source_id", request.source_id), named("new_id", request.new_id)
         return await self.fork_conversation(router.tenant, source, new, at_token)
 
     async def fork_conversation(
         self, tenant: Tenant, source_id: str, new_id: str, at_token: int | None
-    ) -> ConversationView:
+    ) -> ConversationInfo:
         """Begin a conversation with another's tokens, within the tenant's limits. Raises RingserveError."""
         with self._authenticator.limits.turns(tenant):  # it costs what a turn costs the router
             return await self.router_for(tenant).fork_conversation(source_id, new_id, at_token)
@@ -375,7 +376,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
         return await answer(context, asked())
 
-    async def _operators_view(self, router: ScopedRouter) -> ServerView:
+    async def _operators_view(self, router: ScopedRouter) -> ServerInfo:
         with self._counted("grpc"):
             self._authenticator.check_operator(router.tenant)
         return await router.get_server_info()

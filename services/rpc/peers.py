@@ -31,7 +31,6 @@ from ringserve.orchestration.protocol.turns import (
     TurnOutcome,
     TurnRequest,
 )
-from ringserve.orchestration.protocol.views import ConversationList, ConversationView, RingStatus, ServerView
 from ringserve.orchestration.tasks import until_reached
 from ringserve.services.auth.sections import SECRET_VARIABLE
 from ringserve.services.auth.tls import peer_channel
@@ -40,6 +39,7 @@ from ringserve.services.rpc.server import EPOCH_KEY, SECRET_KEY, VERSION_KEY
 from ringserve.services.rpc.turn_streams import SILENT_TICKS, TurnsStream
 from ringserve.services.rpc.wire.contract import from_message, to_message
 from ringserve.v1 import inference_pb2, rings_pb2, rings_pb2_grpc, router_pb2, router_pb2_grpc
+from ringserve.views import ConversationInfo, ConversationPage, RingInfo, ServerInfo
 
 T = TypeVar("T")
 Metadata = tuple[tuple[str, str], ...]
@@ -125,8 +125,8 @@ class GrpcPrefillRing(_Peer):
     async def undrain(self) -> None:
         await self._tell(self._stub.Drain, rings_pb2.DrainRequest(undo=True))
 
-    async def get_status(self) -> RingStatus:
-        return await self._ask(self._stub.GetStatus, rings_pb2.GetStatusRequest(), RingStatus)
+    async def get_status(self) -> RingInfo:
+        return await self._ask(self._stub.GetStatus, rings_pb2.GetStatusRequest(), RingInfo)
 
 
 class GrpcDecodeRing(GrpcPrefillRing):
@@ -193,20 +193,20 @@ class GrpcRouter(_Peer):
         answer = await self._repeat(lambda: self._tell(self._stub.AbortTurns, request, ABORT_SECONDS))
         return list(answer.aborted), list(answer.unknown)
 
-    async def get_conversation(self, conversation_id: str) -> ConversationView:
+    async def get_conversation(self, conversation_id: str) -> ConversationInfo:
         request = inference_pb2.GetConversationRequest(conversation_id=conversation_id)
-        return await self._repeat(lambda: self._ask(self._stub.GetConversation, request, ConversationView))
+        return await self._repeat(lambda: self._ask(self._stub.GetConversation, request, ConversationInfo))
 
-    async def list_conversations(self, prefix: str, after: str, limit: int) -> ConversationList:
+    async def list_conversations(self, prefix: str, after: str, limit: int) -> ConversationPage:
         request = inference_pb2.ListConversationsRequest(prefix=prefix, page_token=after, page_size=limit)
-        return await self._repeat(lambda: self._ask(self._stub.ListConversations, request, ConversationList))
+        return await self._repeat(lambda: self._ask(self._stub.ListConversations, request, ConversationPage))
 
     async def fork_conversation(
         self, source_id: str, new_id: str, at_token: int | None, kv_quota: KvQuota | None = None
-    ) -> ConversationView:
+    ) -> ConversationInfo:
         quota = None if kv_quota is None else to_message(router_pb2.KvQuota, kv_quota)
         request = router_pb2.BeginForkRequest(source_id=source_id, new_id=new_id, at_token=at_token, kv_quota=quota)
-        return await self._repeat(lambda: self._ask(self._stub.ForkConversation, request, ConversationView))
+        return await self._repeat(lambda: self._ask(self._stub.ForkConversation, request, ConversationInfo))
 
     async def delete_conversation(self, conversation_id: str) -> None:
         request, num_calls = inference_pb2.DeleteConversationRequest(conversation_id=conversation_id), 0
@@ -246,8 +246,8 @@ class GrpcRouter(_Peer):
         answer: router_pb2.FindFaultResponse = await self._tell(self._stub.FindFault, request, FAULT_SECONDS)
         return answer.fault
 
-    async def get_server_info(self) -> ServerView:
-        return await self._ask(self._stub.GetServerInfo, inference_pb2.GetServerInfoRequest(), ServerView)
+    async def get_server_info(self) -> ServerInfo:
+        return await self._ask(self._stub.GetServerInfo, inference_pb2.GetServerInfoRequest(), ServerInfo)
 
 
 def peer_metadata(secret: str | None = None) -> Metadata:

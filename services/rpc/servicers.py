@@ -248,4 +248,6 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self, request: inference_pb2.GetServerInfoRequest, context: Context
     ) -> inference_pb2.GetServerInfoResponse:
         view = await answer(context, self._router.get_server_info())
-        return to_message(inference_pb2.GetServerInfoResponse, replace(view, metrics_endpoint=self.metrics_endpoint))
+        return to_message(
+            inference_pb2.GetServerInfoResponse, replace(view, router_metrics_endpoint=self.metrics_endpoint)
+        )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from ringserve.cp_core.cost.model import RingRates
 from ringserve.cp_core.errors import RingserveError, Unavailable
+from ringserve.views import RingRates
 from ringserve.workers.protocol.decode_commands import AdmitSequence, DecodeCommand, DecodeEvent, DecodeEvents
 from ringserve.workers.protocol.prefill_steps import PrefillOutput, PrefillStep
 from ringserve.workers.protocol.ranks import ModelInfo, RankEndpoints, RankInfo, RankSpec, RankStatus, RingSpec

@@ -14,7 +14,6 @@ from typing import Any, Self
 
 import numpy as np
 
-from ringserve.cp_core.cost.model import RingRates
 from ringserve.cp_core.cost.profile import HardwareProfile
 from ringserve.cp_core.cost.sparse import SparseLosses
 from ringserve.cp_core.errors import Unavailable
@@ -36,6 +35,7 @@ from ringserve.orchestration.protocol.turns import (
     TurnRequest,
 )
 from ringserve.orchestration.router.router import Router, RouterSettings
+from ringserve.views import RingRates
 from ringserve.workers.model.info import read_model_info
 from ringserve.workers.protocol.prefill_steps import Algorithm
 from ringserve.workers.protocol.ranks import RankSettings

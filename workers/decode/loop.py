@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ringserve.cp_core.cost.model import RingRates
+from ringserve.views import RingRates
 from ringserve.workers.decode.batch import BatchState
 from ringserve.workers.decode.mailbox import DecodeMailbox
 from ringserve.workers.decode.messages import (

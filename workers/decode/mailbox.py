@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Sequence
 
-from ringserve.cp_core.cost.model import RingRates
 from ringserve.cp_core.errors import Unavailable
+from ringserve.views import RingRates
 from ringserve.workers.protocol.decode_commands import (
     AdmitSequence,
     ComputePrompt,

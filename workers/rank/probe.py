@@ -18,9 +18,9 @@ from ringserve.cp_core.attention.paged import PagedBackend, PagedShards, attend_
 from ringserve.cp_core.attention.partial import AttentionBackend
 from ringserve.cp_core.attention.reference import ReferenceAttention
 from ringserve.cp_core.cost.decode import DecodeRates
-from ringserve.cp_core.cost.model import RingRates
 from ringserve.cp_core.layout.step_plans import RowIndices
 from ringserve.cp_core.transport.interface import RingTransport
+from ringserve.views import RingRates
 from ringserve.workers.model.layers import pack
 from ringserve.workers.model.loading import DTYPES
 from ringserve.workers.protocol.ranks import ModelInfo

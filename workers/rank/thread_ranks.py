@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from ringserve.cp_core.cost.model import RingRates
 from ringserve.cp_core.errors import RingserveError, Unavailable
 from ringserve.cp_core.transport.inprocess import InProcessRing
+from ringserve.views import RingRates
 from ringserve.workers.kv.arrivals import Arrivals
 from ringserve.workers.protocol.decode_commands import DecodeCommand, DecodeEvents
 from ringserve.workers.protocol.prefill_steps import PrefillOutput, PrefillStep

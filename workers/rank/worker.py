@@ -18,9 +18,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ringserve.cp_core.cost.model import RingRates
 from ringserve.cp_core.errors import Unavailable
 from ringserve.cp_core.transport.interface import RingTransport
+from ringserve.views import RingRates
 from ringserve.workers.decode.batch import BatchState
 from ringserve.workers.decode.graphs import GraphRunner
 from ringserve.workers.decode.loop import FollowingLoop, LeadingLoop, LoopWork

@@ -11,19 +11,11 @@ with Client("127.0.0.1:50051") as client:
 
 from ringserve.client.async_client import AsyncClient, AsyncConversation
 from ringserve.client.channel import TlsFiles
-from ringserve.client.infos import (
-    Aborted,
-    ConversationInfo,
-    ConversationSummary,
-    ForkInfo,
-    ModelInfo,
-    RingInfo,
-    ServerInfo,
-)
 from ringserve.client.requests import Message, Prompt, Sampling
 from ringserve.client.results import Answer, Piece, Plan, TokenLogprobs, Usage
 from ringserve.client.retries import RetryPolicy
 from ringserve.client.sync_client import Client, Conversation
+from ringserve.views import Aborted, ConversationInfo, ConversationSummary, ModelInfo, RingInfo, ServerInfo
 
 __all__ = [
     "Aborted",
@@ -34,7 +26,6 @@ __all__ = [
     "Conversation",
     "ConversationInfo",
     "ConversationSummary",
-    "ForkInfo",
     "Message",
     "ModelInfo",
     "Piece",

@@ -16,12 +16,12 @@ import grpc
 
 from ringserve.client.channel import OPTIONS, TlsFiles, metadata_of
 from ringserve.client.failures import error_from_call
-from ringserve.client.infos import Aborted, ConversationInfo, ConversationSummary, ForkInfo, ModelInfo, ServerInfo
 from ringserve.client.requests import Prompt, RequestOptions, TurnOptions, count_of, is_chat, request_of
 from ringserve.client.results import MAPPER, Answer, AnswerReader, Piece, Plan
 from ringserve.client.retries import Retries, RetryPolicy, is_lost
 from ringserve.errors import Unavailable
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
+from ringserve.views import Aborted, ConversationInfo, ConversationSummary, ModelInfo, ServerInfo
 
 T = TypeVar("T")
 Responses = AsyncGenerator[inference_pb2.GenerateResponse, None]
@@ -203,10 +203,10 @@ class AsyncClient:
                 return
             request.page_token = page.next_page_token
 
-    async def fork_conversation(self, source_id: str, new_id: str, at_token: int | None = None) -> ForkInfo:
+    async def fork_conversation(self, source_id: str, new_id: str, at_token: int | None = None) -> ConversationInfo:
         """Begin a conversation with another's tokens, or with the first `at_token` of them. Raises NotFound."""
         request = inference_pb2.ForkConversationRequest(source_id=source_id, new_id=new_id, at_token=at_token)
-        return MAPPER.from_message(ForkInfo, await self._unary(self._stub.ForkConversation, request))
+        return MAPPER.from_message(ConversationInfo, await self._unary(self._stub.ForkConversation, request))
 
     async def delete_conversation(self, conversation_id: str) -> None:
         """Delete a conversation and free its KV. Raises NotFound, and Busy while a turn runs."""

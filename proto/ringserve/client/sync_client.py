@@ -11,11 +11,11 @@ from typing import TypeVar, Unpack
 
 from ringserve.client.async_client import AsyncAnswerStream, AsyncClient, AsyncConversation
 from ringserve.client.channel import TlsFiles
-from ringserve.client.infos import Aborted, ConversationInfo, ConversationSummary, ForkInfo, ModelInfo, ServerInfo
 from ringserve.client.requests import Prompt, RequestOptions, TurnOptions
 from ringserve.client.results import Answer, Piece, Plan
 from ringserve.client.retries import RetryPolicy
 from ringserve.errors import RingserveError
+from ringserve.views import Aborted, ConversationInfo, ConversationSummary, ModelInfo, ServerInfo
 
 T = TypeVar("T")
 
@@ -206,7 +206,7 @@ class Client:
         """Yield every conversation whose id begins with `prefix`, fetched page by page."""
         return self._loop.items(self._client.list_conversations(prefix, page_size))
 
-    def fork_conversation(self, source_id: str, new_id: str, at_token: int | None = None) -> ForkInfo:
+    def fork_conversation(self, source_id: str, new_id: str, at_token: int | None = None) -> ConversationInfo:
         """Begin a conversation with another's tokens, or with the first `at_token` of them. Raises NotFound."""
         return self._loop.run(self._client.fork_conversation(source_id, new_id, at_token))
 

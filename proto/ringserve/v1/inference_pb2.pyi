@@ -2038,47 +2038,6 @@ class ForkConversationRequest(_message.Message):
 Global___ForkConversationRequest: _TypeAlias = ForkConversationRequest  # noqa: Y015
 
 @_typing.final
-class ForkConversationResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    CONVERSATION_ID_FIELD_NUMBER: _builtins.int
-    NUM_TOKENS_FIELD_NUMBER: _builtins.int
-    NUM_TURNS_FIELD_NUMBER: _builtins.int
-    TTL_SECONDS_FIELD_NUMBER: _builtins.int
-    PLACEMENTS_FIELD_NUMBER: _builtins.int
-    SPARSITY_FIELD_NUMBER: _builtins.int
-    conversation_id: _builtins.str
-    num_tokens: _builtins.int
-    num_turns: _builtins.int
-    ttl_seconds: _builtins.float
-    """0: it is never forgotten for its age."""
-    @_builtins.property
-    def placements(self) -> _containers.RepeatedCompositeFieldContainer[Global___Placement]:
-        """Rings that keep KV of it, shared with the source."""
-
-    @_builtins.property
-    def sparsity(self) -> Global___Sparsity:
-        """As of GetConversationResponse."""
-
-    def __init__(
-        self,
-        *,
-        conversation_id: _builtins.str = ...,
-        num_tokens: _builtins.int = ...,
-        num_turns: _builtins.int = ...,
-        ttl_seconds: _builtins.float = ...,
-        placements: _abc.Iterable[Global___Placement] | None = ...,
-        sparsity: Global___Sparsity | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sparsity", b"sparsity"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation_id", b"conversation_id", "num_tokens", b"num_tokens", "num_turns", b"num_turns", "placements", b"placements", "sparsity", b"sparsity", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ForkConversationResponse: _TypeAlias = ForkConversationResponse  # noqa: Y015
-
-@_typing.final
 class Placement(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

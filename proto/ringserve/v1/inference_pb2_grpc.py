@@ -72,7 +72,7 @@ class InferenceStub:
         self.ForkConversation = channel.unary_unary(
                 '/ringserve.v1.Inference/ForkConversation',
                 request_serializer=ringserve_dot_v1_dot_inference__pb2.ForkConversationRequest.SerializeToString,
-                response_deserializer=ringserve_dot_v1_dot_inference__pb2.ForkConversationResponse.FromString,
+                response_deserializer=ringserve_dot_v1_dot_inference__pb2.GetConversationResponse.FromString,
                 _registered_method=True)
         self.DeleteConversation = channel.unary_unary(
                 '/ringserve.v1.Inference/DeleteConversation',
@@ -190,7 +190,7 @@ def add_InferenceServicer_to_server(servicer, server):
             'ForkConversation': grpc.unary_unary_rpc_method_handler(
                     servicer.ForkConversation,
                     request_deserializer=ringserve_dot_v1_dot_inference__pb2.ForkConversationRequest.FromString,
-                    response_serializer=ringserve_dot_v1_dot_inference__pb2.ForkConversationResponse.SerializeToString,
+                    response_serializer=ringserve_dot_v1_dot_inference__pb2.GetConversationResponse.SerializeToString,
             ),
             'DeleteConversation': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteConversation,
@@ -413,7 +413,7 @@ class Inference:
             target,
             '/ringserve.v1.Inference/ForkConversation',
             ringserve_dot_v1_dot_inference__pb2.ForkConversationRequest.SerializeToString,
-            ringserve_dot_v1_dot_inference__pb2.ForkConversationResponse.FromString,
+            ringserve_dot_v1_dot_inference__pb2.GetConversationResponse.FromString,
             options,
             channel_credentials,
             insecure,

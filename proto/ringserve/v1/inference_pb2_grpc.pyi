@@ -53,7 +53,7 @@ class InferenceStub:
     """Where a conversation's KV lies now, as the rings say. NOT_FOUND where there is none."""
     ListConversations: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListConversationsRequest, _inference_pb2.ListConversationsResponse]
     """Conversations by id, a page at a time."""
-    ForkConversation: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ForkConversationRequest, _inference_pb2.ForkConversationResponse]
+    ForkConversation: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ForkConversationRequest, _inference_pb2.GetConversationResponse]
     """A new conversation that begins with another's finished turns; both share the retained KV of them. A running
     turn of the source is no part of it. Asking again before the new one is used is answered as before. NOT_FOUND
     where there is no source, INVALID_ARGUMENT where `new_id` is taken or `at_token` is out of range.
@@ -79,7 +79,7 @@ class InferenceAsyncStub(InferenceStub):
     """Where a conversation's KV lies now, as the rings say. NOT_FOUND where there is none."""
     ListConversations: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListConversationsRequest, _inference_pb2.ListConversationsResponse]  # type: ignore[assignment]
     """Conversations by id, a page at a time."""
-    ForkConversation: _aio.UnaryUnaryMultiCallable[_inference_pb2.ForkConversationRequest, _inference_pb2.ForkConversationResponse]  # type: ignore[assignment]
+    ForkConversation: _aio.UnaryUnaryMultiCallable[_inference_pb2.ForkConversationRequest, _inference_pb2.GetConversationResponse]  # type: ignore[assignment]
     """A new conversation that begins with another's finished turns; both share the retained KV of them. A running
     turn of the source is no part of it. Asking again before the new one is used is answered as before. NOT_FOUND
     where there is no source, INVALID_ARGUMENT where `new_id` is taken or `at_token` is out of range.
@@ -150,7 +150,7 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _inference_pb2.ForkConversationRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_inference_pb2.ForkConversationResponse, _abc.Awaitable[_inference_pb2.ForkConversationResponse]]:
+    ) -> _typing.Union[_inference_pb2.GetConversationResponse, _abc.Awaitable[_inference_pb2.GetConversationResponse]]:
         """A new conversation that begins with another's finished turns; both share the retained KV of them. A running
         turn of the source is no part of it. Asking again before the new one is used is answered as before. NOT_FOUND
         where there is no source, INVALID_ARGUMENT where `new_id` is taken or `at_token` is out of range.

@@ -13,13 +13,13 @@ from typing import Any
 
 from ringserve.cp_core.errors import Unavailable
 from ringserve.mapping import name_of
-from ringserve.orchestration.protocol.views import ConversationView
 from ringserve.services.gateway.openai.calls import CallForm, CallReader, CallStart, ReadCall, Said
 from ringserve.services.gateway.openai.requests import HttpTurn
 from ringserve.services.gateway.text import REPLACEMENT
 from ringserve.services.rpc.answer import message_dict
 from ringserve.services.rpc.wire.contract import to_message
 from ringserve.v1 import inference_pb2
+from ringserve.views import ConversationInfo
 
 Json = dict[str, Any]
 Decode = Callable[[Sequence[int]], str]
@@ -273,7 +273,7 @@ def _reason(complete: inference_pb2.GenerateComplete, reader: CallReader | None 
     return "tool_calls" if reader and reader.calls and reason == "stop" else reason
 
 
-def conversation_json(view: ConversationView) -> Json:
+def conversation_json(view: ConversationInfo) -> Json:
     """Return a conversation in OpenAI's shape, with its own fields in `ringserve`."""
     known = message_dict(to_message(inference_pb2.GetConversationResponse, view))
     return {"id": view.conversation_id, "object": "conversation", "metadata": {}, "ringserve": known}

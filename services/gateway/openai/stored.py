@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from ringserve.cp_core.errors import Busy, ConversationLost, InvalidRequest, NotFound, RingserveError
-from ringserve.orchestration.protocol.views import ConversationView
 from ringserve.services.auth.scoped_router import ScopedRouter
 from ringserve.v1 import inference_pb2
+from ringserve.views import ConversationInfo
 
 ID = re.compile(
     r"resp_(?P<conversation>[0-9a-f]{12}(?P<instructions>[0-9a-f]{8})(?P<tools>[0-9a-f]{8}))_(?P<turn>\d{1,9})"
@@ -174,7 +174,7 @@ class LinkedTurn:
         return is_forked
 
 
-def _end_of(view: ConversationView, name: ResponseName) -> int:
+def _end_of(view: ConversationInfo, name: ResponseName) -> int:
     """Return the tokens of a conversation after a turn. Raises NotFound where they are not known any more."""
     place = name.turn - 1 - (view.num_turns - len(view.turn_ends))
     if not 0 <= place < len(view.turn_ends):

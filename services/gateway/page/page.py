@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ringserve.cp_core.errors import Forbidden, InvalidRequest, Unavailable
-from ringserve.orchestration.protocol.views import ConversationView, RingStatus, ServerView, service_fault
+from ringserve.orchestration.protocol.views import service_fault
 from ringserve.services.auth.authenticator import Authenticator
 from ringserve.services.auth.scoped_router import ScopedRouter
 from ringserve.services.auth.tenants import Tenant
@@ -28,6 +28,7 @@ from ringserve.services.rpc.answer import message_dict
 from ringserve.services.rpc.wire.contract import to_message
 from ringserve.services.telemetry.metrics.registry import package_version
 from ringserve.v1 import inference_pb2
+from ringserve.views import ConversationInfo, RingInfo, ServerInfo
 from ringserve.workers.protocol.ranks import ModelInfo
 
 SEEN_SECONDS = 5.0
@@ -59,12 +60,12 @@ class ViewedService(Protocol):
     def router_for(self, tenant: Tenant) -> ScopedRouter:
         """Return the router as a tenant sees it."""
 
-    async def server_view(self) -> ServerView:
+    async def server_view(self) -> ServerInfo:
         """Return the state of the service as the router sees it. Raises Unavailable."""
 
     async def fork_conversation(
         self, tenant: Tenant, source_id: str, new_id: str, at_token: int | None
-    ) -> ConversationView:
+    ) -> ConversationInfo:
         """Begin a conversation with another's tokens, within the tenant's limits. Raises RingserveError."""
 
 
@@ -85,7 +86,7 @@ class ServiceViews:
         self._authenticator = authenticator
         self._caller = caller
         self._looking = asyncio.Lock()
-        self._seen: ServerView | None = None
+        self._seen: ServerInfo | None = None
         self._seen_at = 0.0
 
     def routes(self) -> list[Route]:
@@ -142,7 +143,7 @@ class ServiceViews:
         more = known["next_page_token"]
         return JSONResponse({"object": "list", "data": data, "has_more": bool(more), "next_after": more})
 
-    async def _view(self) -> ServerView:
+    async def _view(self) -> ServerInfo:
         """Return the state of the service, SEEN_AGE old at most. Raises Unavailable."""
         try:
             async with asyncio.timeout(SEEN_SECONDS), self._looking:
@@ -154,7 +155,7 @@ class ServiceViews:
             raise Unavailable(f"the router did not answer within {SEEN_SECONDS:.0f} s") from None
 
 
-def queue_seconds(ring: RingStatus, model: ModelInfo) -> float | None:
+def queue_seconds(ring: RingInfo, model: ModelInfo) -> float | None:
     """Return the seconds of work that wait at a prefill ring; None where it has not measured its speed."""
     if ring.rates is None or ring.rates.gemm_flops <= 0:
         return None

@@ -20,12 +20,13 @@ from ringserve.cp_core.cost.fit import (
 )
 from ringserve.cp_core.cost.fit_selector import Comparison, fit_empirical
 from ringserve.cp_core.cost.memory import WeightBytes, weight_bytes
-from ringserve.cp_core.cost.model import CHAIN, PASS_KV, PASS_Q, ModelShape, RingRates
+from ringserve.cp_core.cost.model import CHAIN, PASS_KV, PASS_Q, ModelShape
 from ringserve.cp_core.cost.profile import DecodeConstants, HardwareProfile, PrefillConstants
 from ringserve.cp_core.cost.selector import EmpiricalFit, Turn, empirical, least
 from ringserve.cp_core.errors import ConfigError, Unavailable
 from ringserve.services.offline.calibration.measurement import Cell, Measurement
 from ringserve.services.offline.reports import paired_ratio
+from ringserve.views import RingRates
 from ringserve.workers.model.info import ELEMENT_BYTES
 
 LEAST_SECONDS = 1e-6

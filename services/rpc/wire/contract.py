@@ -22,15 +22,6 @@ from ringserve.orchestration.protocol.turns import (
     TokensEvent,
     TurnEvent,
 )
-from ringserve.orchestration.protocol.views import (
-    ConversationList,
-    ConversationView,
-    DrainView,
-    KvLocationView,
-    MoveTotals,
-    RingStatus,
-    ServerView,
-)
 from ringserve.v1 import inference_pb2, rings_pb2
 from ringserve.workers.protocol.prefill_steps import Algorithm, TokenIds
 from ringserve.workers.protocol.ranks import ModelInfo
@@ -92,12 +83,6 @@ SPECIAL: dict[Any, Any] = {
 MIRRORS: dict[type, Mirror] = {
     CachedSource: Mirror(renamed={"tokens": ("start", "stop")}),
     PlannedChunk: Mirror(renamed={"tokens": ("start", "stop")}),
-    ConversationList: Mirror(renamed={"next_after": "next_page_token"}),
-    DrainView: Mirror(
-        renamed={"num_moved": "moved", "num_left": "left", "num_no_room": "no_room", "num_failed": "failed"}
-    ),
-    MoveTotals: Mirror(renamed={"num_moved": "moved", "num_failed": "failed"}),
-    KvLocationView: Mirror(renamed={"shards": "ranks"}),
     # The gateway writes measured values into the message.
     TurnPlan: Mirror(
         elsewhere=(
@@ -114,12 +99,6 @@ MIRRORS: dict[type, Mirror] = {
     # A ring's inventory travels with its announcement.
     RingRegistration: Mirror(elsewhere=("epoch", "inventory")),
     RingAlternative: Mirror(derived=("total_seconds",)),
-    RingStatus: Mirror(renamed={"is_draining": "draining", "is_restarting": "restarting"}),
-    # The gateway adds its own version and uptime.
-    ServerView: Mirror(
-        renamed={"metrics_endpoint": "router_metrics_endpoint", "moves": "kv_moves"},
-        elsewhere=("version", "uptime_seconds"),
-    ),
     TokenLogprobs: Mirror(renamed={"top_ids": "top_token_ids"}),
 }
 
@@ -166,17 +145,6 @@ def model_info_to(model: ModelInfo, path: str, name: str) -> inference_pb2.GetMo
         kv_bytes_per_token=model.kv_bytes_per_token,
         num_parameters=model.num_parameters,
         intermediate_size=model.intermediate_size,
-    )
-
-
-def fork_to(view: ConversationView) -> inference_pb2.ForkConversationResponse:
-    return inference_pb2.ForkConversationResponse(
-        conversation_id=view.conversation_id,
-        num_tokens=view.num_tokens,
-        num_turns=view.num_turns,
-        ttl_seconds=view.ttl_seconds,
-        placements=[to_message(inference_pb2.Placement, each) for each in view.placements],
-        sparsity=None if view.sparsity is None else to_message(inference_pb2.Sparsity, view.sparsity),
     )
 
 

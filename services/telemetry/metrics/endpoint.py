@@ -19,8 +19,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from ringserve.cp_core.errors import ConfigError
-from ringserve.orchestration.protocol.views import ServerView
 from ringserve.services.telemetry.metrics.ring import SCRAPE_SECONDS
+from ringserve.views import ServerInfo
 
 log = logging.getLogger(__name__)
 
@@ -133,9 +133,9 @@ def probe_pages(find_fault: Callable[[], str], loop: asyncio.AbstractEventLoop) 
     return {"/live": live, "/ready": ready}
 
 
-def targets_of(view: ServerView, gateway: str) -> list[dict[str, object]]:
+def targets_of(view: ServerInfo, gateway: str) -> list[dict[str, object]]:
     """Return the targets: this gateway, the router, and every ring that serves metrics. Lost rings are left out."""
-    found = [("gateway", "", gateway), ("router", "", view.metrics_endpoint)]
+    found = [("gateway", "", gateway), ("router", "", view.router_metrics_endpoint)]
     found += [(ring.role, ring.name, ring.metrics_endpoint) for ring in view.rings]
     return [
         {"targets": [address], "labels": {"ringserve_role": role, **({"ringserve_ring": ring} if ring else {})}}
@@ -145,14 +145,14 @@ def targets_of(view: ServerView, gateway: str) -> list[dict[str, object]]:
 
 
 def targets_page(
-    get_server_info: Callable[[], Awaitable[ServerView]], gateway: Callable[[], str], loop: asyncio.AbstractEventLoop
+    get_server_info: Callable[[], Awaitable[ServerInfo]], gateway: Callable[[], str], loop: asyncio.AbstractEventLoop
 ) -> Page:
     """Return the page /targets, which asks the router each time.
 
     `gateway` returns this gateway's own metrics address.
     """
 
-    async def ask() -> ServerView:
+    async def ask() -> ServerInfo:
         async with asyncio.timeout(SCRAPE_SECONDS):
             return await get_server_info()
 

@@ -17,9 +17,9 @@ from prometheus_client.registry import Collector
 from ringserve.cp_core.cost.decode import VARIANT_POLICIES
 from ringserve.orchestration.protocol.plans import LayoutFallback
 from ringserve.orchestration.protocol.rings import RingState
-from ringserve.orchestration.protocol.views import RingStatus
 from ringserve.orchestration.ring.eviction import PARTS
 from ringserve.orchestration.ring.leader import RingLeader
+from ringserve.views import RingInfo
 from ringserve.workers.protocol.ranks import STEP_BOUNDS, RankStatus
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ DECODE_VARIANTS = tuple(policy for policy in VARIANT_POLICIES if policy != "auto
 class RingView:
     """Current state of a ring: its status, and ranks and evictions that only its leader knows."""
 
-    status: RingStatus
+    status: RingInfo
     rank_statuses: tuple[RankStatus, ...]
     kv_evictions: Mapping[str, int]
     layout_fallbacks: Mapping[str, int]

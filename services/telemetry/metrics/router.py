@@ -19,10 +19,11 @@ from ringserve.cp_core.errors import RingserveError
 from ringserve.orchestration.protocol.plans import MAX_LOSS, MAX_TTFT
 from ringserve.orchestration.protocol.rings import RingStanding
 from ringserve.orchestration.protocol.turns import BegunTurn
-from ringserve.orchestration.protocol.views import MoveReason, MoveTotals
+from ringserve.orchestration.protocol.views import MoveReason
 from ringserve.services.telemetry.metrics.gateway import ALGORITHMS
 from ringserve.services.telemetry.metrics.registry import CONTROL, new_registry
 from ringserve.services.telemetry.metrics.ring import SCRAPE_SECONDS
+from ringserve.views import KvMoves
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class RouterView:
     turns_waiting_for_rings: int = 0
     rings: tuple[tuple[str, str, RingStanding], ...] = ()
     corrections: tuple[tuple[str, str, int, float], ...] = ()
-    moves: tuple[MoveTotals, ...] = ()
+    moves: tuple[KvMoves, ...] = ()
 
 
 class RouterMetrics:
@@ -112,7 +113,7 @@ def _states(rings: Sequence[tuple[str, str, RingStanding]]) -> Metric:
 MOVE = ("role", "reason")
 
 
-def _moves(totals: Sequence[MoveTotals]) -> Iterator[Metric]:
+def _moves(totals: Sequence[KvMoves]) -> Iterator[Metric]:
     """Yield the counters of moves, with every pair of labels present: the rate of an event that never happened is 0."""
     found = {(each.role, each.reason): each for each in totals}
     moved = "Retained KV that moved between rings, by the role of the ring it left and the reason"
@@ -121,8 +122,8 @@ def _moves(totals: Sequence[MoveTotals]) -> Iterator[Metric]:
     seconds = CounterMetricFamily("ringserve_router_kv_move_seconds", f"{moved}: seconds under way.", labels=MOVE)
     for role, reason in product(ROLES, MoveReason):
         each = found.get((role, reason))
-        moves.add_metric((role, reason, "moved"), each.num_moved if each else 0)
-        moves.add_metric((role, reason, "failed"), each.num_failed if each else 0)
+        moves.add_metric((role, reason, "moved"), each.moved if each else 0)
+        moves.add_metric((role, reason, "failed"), each.failed if each else 0)
         num_bytes.add_metric((role, reason), each.payload_bytes if each else 0)
         seconds.add_metric((role, reason), each.seconds if each else 0)
     yield from (moves, num_bytes, seconds)

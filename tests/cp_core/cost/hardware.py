@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from ringserve.cp_core.cost.chain import ChainRates
-from ringserve.cp_core.cost.model import ModelShape, PrefillRates, RingRates
+from ringserve.cp_core.cost.model import ModelShape, PrefillRates
 from ringserve.cp_core.cost.profile import DecodeConstants, HardwareProfile, PrefillConstants
+from ringserve.views import RingRates
 
 TINY = ModelShape(
     num_layers=2,

@@ -26,9 +26,10 @@ from ringserve.cp_core.cost.decode import (
     predict_step,
 )
 from ringserve.cp_core.cost.memory import weight_bytes
-from ringserve.cp_core.cost.model import PASS_Q, ModelShape, RingRates
+from ringserve.cp_core.cost.model import PASS_Q, ModelShape
 from ringserve.cp_core.cost.profile import read_profile
 from ringserve.cp_core.errors import ConfigError
+from ringserve.views import RingRates
 from tests.cp_core.cost.hardware import ROUND, TINY
 
 WEIGHTS = weight_bytes(TINY)

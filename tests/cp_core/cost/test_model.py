@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringserve.cp_core.cost.model import SP_NTP, ModelShape, PrefillRates, RingRates, StepPredictor, predict_prefill
+from ringserve.cp_core.cost.model import SP_NTP, ModelShape, PrefillRates, StepPredictor, predict_prefill
 from ringserve.cp_core.errors import ConfigError
+from ringserve.views import RingRates
 from tests.cp_core.cost import hardware
 from tests.cp_core.cost.test_selector import fitted_rates, llama_405b, table_4
 from tests.waiting import WAIT_SECONDS

@@ -17,7 +17,6 @@ from ringserve.cp_core.cost.model import (
     PREFILL_ALGORITHMS,
     ModelShape,
     PrefillRates,
-    RingRates,
     StepPredictor,
     predict_prefill,
 )
@@ -37,6 +36,7 @@ from ringserve.cp_core.cost.selector import (
     select,
 )
 from ringserve.cp_core.errors import ConfigError, InvalidRequest
+from ringserve.views import RingRates
 
 TABLE_4 = Path(__file__).parents[3] / "services/offline/planning/published/prefill_pass_kv_vs_pass_q.csv"
 

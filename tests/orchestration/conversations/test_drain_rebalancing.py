@@ -14,7 +14,8 @@ import torch
 from ringserve.cp_core.errors import NotFound, Unavailable
 from ringserve.orchestration.protocol.kv import TakeKv, TakenKv
 from ringserve.orchestration.protocol.plans import PromptMode
-from ringserve.orchestration.protocol.views import DrainView, MoveReason
+from ringserve.orchestration.protocol.views import MoveReason
+from ringserve.views import RingDrain
 from tests.orchestration.conversations.moving import Leader, kv_of
 from tests.orchestration.ring.test_kv_moves import HeldBack, kill_one
 from tests.orchestration.service import Answer, Service
@@ -58,12 +59,12 @@ class Draining(Service):
             leader.is_draining = False
             await leader.announce()
 
-    async def drain(self, name: str, seconds: float = WAIT_SECONDS) -> DrainView:
+    async def drain(self, name: str, seconds: float = WAIT_SECONDS) -> RingDrain:
         """Let a ring drain and leave. Return its progress at the end."""
         await self.router.drain_ring(name, seconds)
         return await self.left(name)
 
-    async def left(self, name: str) -> DrainView:
+    async def left(self, name: str) -> RingDrain:
         leader = self.peers.leaders[name]
         async with asyncio.timeout(WAIT_SECONDS):
             await leader.has_left.wait()
@@ -72,7 +73,7 @@ class Draining(Service):
         await leader.close()
         return view
 
-    async def progress(self, name: str) -> DrainView:
+    async def progress(self, name: str) -> RingDrain:
         return next(view for view in (await self.router.get_server_info()).drains if view.ring == name)
 
     def retained(self, ring: str, names: str) -> str:
@@ -97,11 +98,11 @@ async def test_conversations_go_on_with_all_their_kv_when_a_ring_of_each_role_ha
     epochs = {name: (await service.router.get_conversation(name)).epoch for name in "abc"}
     for ring, other in (("decode-0", "decode-1"), ("prefill-0", "prefill-1")):
         view = await service.drain(ring)
-        assert (view.num_moved, view.num_left, view.num_no_room, view.num_failed) == (3, 0, 0, 0)
+        assert (view.moved, view.left, view.no_room, view.failed) == (3, 0, 0, 0)
         assert service.retained(other, "abc") == "abc"
         assert blocks_in_use(service.peers.leaders[ring]) == 0
     token_bytes = service.model.kv_bytes_per_token
-    moves = {(each.role, each.reason): each for each in (await service.router.get_server_info()).moves}
+    moves = {(each.role, each.reason): each for each in (await service.router.get_server_info()).kv_moves}
     assert moves["decode", MoveReason.DRAIN].payload_bytes == 3 * (30 + ANSWER - 1) * token_bytes
     assert moves["prefill", MoveReason.DRAIN].payload_bytes == 3 * 30 * token_bytes
     for name in "abc":
@@ -126,7 +127,7 @@ async def test_those_used_last_go_first_where_there_is_not_room_for_all(
         pool.make_room(pool.pin("of others", "turn", 0), [40 * pool.block_tokens] * pool.num_ranks)
         await service.peers.leaders["decode-1"].announce()
         view = await service.drain("decode-0")
-        assert (view.num_moved, view.num_no_room, view.num_failed) == (2, 2, 0)
+        assert (view.moved, view.no_room, view.failed) == (2, 2, 0)
         assert service.retained("decode-1", "abcd") == "ad"
         assert not pool.evictions
         pool.settle("of others", "turn", 0)
@@ -148,7 +149,7 @@ async def test_a_turn_a_fork_and_a_deletion_wait_for_the_move_and_use_what_was_m
     deletion = asyncio.create_task(service.router.delete_conversation("c"))
     done, _ = await asyncio.wait([turn, fork, deletion], timeout=0.2)
     assert not done
-    assert (await service.progress("decode-0")).num_left == 3
+    assert (await service.progress("decode-0")).left == 3
     held.go_on.set()
     assert (await turn).begun.plan.cached_tokens == 30 + ANSWER - 1
     assert [(place.ring, place.num_tokens) for place in (await fork).placements] == [
@@ -158,7 +159,7 @@ async def test_a_turn_a_fork_and_a_deletion_wait_for_the_move_and_use_what_was_m
     await deletion
     with pytest.raises(NotFound):
         await service.router.get_conversation("c")
-    assert (await service.left("decode-0")).num_moved == 3
+    assert (await service.left("decode-0")).moved == 3
     assert service.retained("decode-1", "abcf") == "abf"
     service.check_integrity()
 
@@ -182,7 +183,7 @@ async def test_a_turn_that_waits_for_a_move_ends_by_its_own_deadline_or_an_abort
     with pytest.raises(Exception, match="aborted"):
         await waiting
     held.go_on.set()
-    assert (await service.left("decode-0")).num_moved == 1
+    assert (await service.left("decode-0")).moved == 1
     await service.turn("a", [7])
 
 
@@ -196,7 +197,7 @@ async def test_what_a_turn_uses_when_the_ring_drains_is_moved_when_the_turn_has_
     events = [event async for event in service.decode.stream_turn(begun.turn_id)]
     assert events
     view = await service.left("decode-0")
-    assert (view.num_moved, view.num_failed) == (1, 0)
+    assert (view.moved, view.failed) == (1, 0)
     assert service.peers.leaders["decode-1"].ring.pool.num_retained("a") == 30 + ANSWER + 2 + 60 - 1
 
 
@@ -215,7 +216,7 @@ async def test_a_ring_that_dies_in_the_middle_costs_nothing_but_the_kv(
     held.go_on.set()
     await eventually(lambda: goes.ring.incarnation != incarnation and goes.ring.state == "ready")
     view = await service.left("decode-0")
-    assert view.num_left == 0
+    assert view.left == 0
     answer = await service.turn("a", [7, 8])
     assert answer.begun.plan.decode_ring == "decode-1"
     service.peers.leaders["decode-1"].ring.pool.check_integrity()
@@ -229,7 +230,7 @@ async def test_a_ring_leaves_at_its_deadline_though_a_move_is_under_way(
     held = HeldBack(service.decode, monkeypatch)
     free = blocks_in_use(service.peers.leaders["decode-1"])
     view = await service.drain("decode-0", 0.2)
-    assert (view.num_moved, view.num_left) == (0, 1)
+    assert (view.moved, view.left) == (0, 1)
     held.go_on.set()
     await eventually(lambda: blocks_in_use(service.peers.leaders["decode-1"]) == free)
     answer = await service.turn("a", [7, 8])
@@ -253,7 +254,7 @@ async def test_an_answer_that_was_lost_is_asked_for_again_and_nothing_moves_twic
 
     monkeypatch.setattr(taker, "take_kv", lost_once)
     view = await service.drain("decode-0")
-    assert (view.num_moved, view.num_failed) == (1, 0)
+    assert (view.moved, view.failed) == (1, 0)
     assert asked[0] == asked[1]
     assert (await service.turn("a", [7, 8])).begun.plan.cached_tokens == 30 + ANSWER - 1
 
@@ -268,9 +269,9 @@ async def test_a_move_that_fails_is_counted_and_the_next_turn_computes_what_is_l
 
     monkeypatch.setattr(service.peers.leaders["decode-1"], "take_kv", fails)
     view = await service.drain("decode-0")
-    assert (view.num_moved, view.num_left, view.num_failed) == (0, 0, 2)
-    (told,) = (await service.router.get_server_info()).moves
-    assert (told.num_moved, told.num_failed) == (0, 2)
+    assert (view.moved, view.left, view.failed) == (0, 0, 2)
+    (told,) = (await service.router.get_server_info()).kv_moves
+    assert (told.moved, told.failed) == (0, 2)
     for name in "ab":
         assert (await service.turn(name, [7, 8])).begun.plan.cached_tokens == 30
 
@@ -298,7 +299,7 @@ async def test_what_was_evicted_or_deleted_is_not_moved(service: Draining) -> No
     await service.decode.settle("a", "", 0)
     await service.router.delete_conversation("b")
     view = await service.drain("decode-0")
-    assert (view.num_moved, view.num_left, view.num_no_room, view.num_failed) == (1, 0, 0, 0)
+    assert (view.moved, view.left, view.no_room, view.failed) == (1, 0, 0, 0)
     assert service.retained("decode-1", "abc") == "c"
     await service.turn("a", [7])
 
@@ -308,7 +309,7 @@ async def test_the_only_ring_of_a_role_leaves_with_what_it_keeps(service: Draini
     await service.drain("decode-1")
     await service.router.drain_ring("decode-0", WAIT_SECONDS, force=True)
     view = await service.left("decode-0")
-    assert (view.num_moved, view.num_no_room) == (0, 1)
+    assert (view.moved, view.no_room) == (0, 1)
 
 
 async def test_turns_forks_and_deletions_meet_moves_at_any_moment_and_nothing_is_lost(service: Draining) -> None:
@@ -351,6 +352,6 @@ async def test_turns_forks_and_deletions_meet_moves_at_any_moment_and_nothing_is
     for name in ("aa", "bb", "cc"):
         await service.turn(name, [7])
         await service.router.delete_conversation(name)
-    assert any(each.num_moved for each in service.router.moves)
+    assert any(each.moved for each in service.router.moves)
     await eventually(lambda: service.free_blocks() == free)
     service.check_integrity()

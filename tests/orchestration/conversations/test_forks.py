@@ -11,7 +11,7 @@ import pytest
 from ringserve.cp_core.errors import Busy, InvalidRequest, NotFound
 from ringserve.orchestration.protocol.kv import ForkedKv, ForkKv
 from ringserve.orchestration.protocol.plans import PromptMode
-from ringserve.orchestration.protocol.views import ConversationView
+from ringserve.views import ConversationInfo
 from tests.orchestration.service import BLOCK_TOKENS, Answer, Service, read_tokens
 from tests.waiting import WAIT_SECONDS, eventually
 from tests.workers.models import Oracle, random_tokens
@@ -161,7 +161,7 @@ async def test_turns_that_come_while_a_fork_is_made_wait_or_are_refused(
             service.answer(service.request([1], conversation="c", mode=PromptMode.APPEND, wait=True))
         )
         may_fork.set()
-        assert isinstance(await forking, ConversationView)
+        assert isinstance(await forking, ConversationInfo)
         assert len((await waiting).token_ids) == 5
         service.check_integrity()
 

@@ -12,8 +12,9 @@ import pytest
 from ringserve.orchestration.conversations.rebalancing import FullRebalancing
 from ringserve.orchestration.conversations.store import ConversationStore
 from ringserve.orchestration.placement.registry import RegisteredRing, RingRegistry
-from ringserve.orchestration.protocol.views import MoveReason, MoveTotals
+from ringserve.orchestration.protocol.views import MoveReason
 from ringserve.orchestration.tasks import TaskSet
+from ringserve.views import KvMoves
 from tests.orchestration.conversations.moving import Leader
 from tests.orchestration.conversations.test_drain_rebalancing import ANSWER, Draining
 from tests.rings import registration
@@ -53,8 +54,8 @@ async def fill(service: Draining) -> Leader:
     return service.decode
 
 
-async def totals(service: Draining) -> list[MoveTotals]:
-    return [each for each in (await service.router.get_server_info()).moves if each.reason is MoveReason.FULL]
+async def totals(service: Draining) -> list[KvMoves]:
+    return [each for each in (await service.router.get_server_info()).kv_moves if each.reason is MoveReason.FULL]
 
 
 async def test_the_least_recently_used_go_before_they_are_evicted_and_are_not_computed_again(
@@ -70,7 +71,7 @@ async def test_the_least_recently_used_go_before_they_are_evicted_and_are_not_co
         await eventually(lambda: not service.router._full_rebalancing._work)
         assert service.retained("decode-0", NAMES) == "af"
         (told,) = await totals(service)
-        assert (told.role, told.num_moved, told.num_failed) == ("decode", 4, 0)
+        assert (told.role, told.moved, told.failed) == ("decode", 4, 0)
         assert told.payload_bytes == 4 * (45 + ANSWER - 1) * service.model.kv_bytes_per_token
         await ring.announce()  # there is room now
         assert service.retained("decode-1", NAMES) == "bcde"

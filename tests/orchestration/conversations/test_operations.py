@@ -87,9 +87,9 @@ async def test_a_list_shows_each_conversation_with_what_each_side_retains(model_
             5,
         )
         assert (first.kept_on_prefill, first.kept_on_decode) == (20, lengths["b1"] - 1)
-        rest = await service.router.list_conversations("b", page.next_after, 1)
+        rest = await service.router.list_conversations("b", page.next_page_token, 1)
         assert [item.conversation_id for item in rest.conversations] == ["b2"]
-        assert rest.next_after == ""
+        assert rest.next_page_token == ""
         for size in (0, 1001):
             with pytest.raises(InvalidRequest, match=f"page_size: {size} is out of range; allowed are 1 to 1000"):
                 await service.router.list_conversations("", "", size)

@@ -15,6 +15,7 @@ from ringserve.cp_core.layout.shards import ShardMap, TokenRange, spread
 from ringserve.orchestration.conversations.conversation import Conversation
 from ringserve.orchestration.conversations.store import MAX_GONE, ConversationStore
 from ringserve.orchestration.placement.kv_locations import KvLocation
+from ringserve.orchestration.protocol.views import rank_shards
 
 
 def finish(store: ConversationStore, name: str) -> Conversation:
@@ -87,7 +88,7 @@ def test_a_view_shows_each_ring_that_holds_kv() -> None:
     conversation.places = conversation.places.put("decode", there)
     (place,) = conversation.view().placements
     assert (place.role, place.ring, place.incarnation, place.num_tokens) == ("decode", "decode-0", "x", 10)
-    assert place.shards == shards
+    assert place.ranks == rank_shards(shards)
     assert conversation.view().num_tokens == 10
 
 

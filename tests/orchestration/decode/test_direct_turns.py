@@ -60,7 +60,7 @@ async def test_follow_ups_computed_by_the_decode_ring_are_exact(
             placements = {place.role: place for place in (await service.router.get_conversation("c")).placements}
             # The prefill ring lags behind: it retains what it computed.
             assert placements["prefill"].num_tokens == length
-            held = placements["decode"].shards.held
+            held = [rank.num_tokens for rank in placements["decode"].ranks]
             assert sum(held) == len(history) - 1
             assert max(held) - min(held) <= BLOCK_TOKENS
             await service.router.delete_conversation("c")

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from ringserve.cp_core.cost.model import RingRates
 from ringserve.cp_core.layout.shards import TokenRange
 from ringserve.orchestration.placement.planner import (
     AUTO,
@@ -21,6 +20,7 @@ from ringserve.orchestration.placement.planner import (
     choose_source,
 )
 from ringserve.orchestration.protocol.plans import CachedSource, PromptMode, TurnPlan
+from ringserve.views import RingRates
 from tests.orchestration.fake_ranks import MODEL
 from tests.rings import CPU_RATES as RATES
 from tests.rings import registration

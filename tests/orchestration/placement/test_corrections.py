@@ -16,7 +16,7 @@ from ringserve.orchestration.placement.costs import LEAST, LIKE, WINDOW, RingCor
 from ringserve.orchestration.placement.planner import Planner, PlannerSettings, PromptOnRings
 from ringserve.orchestration.protocol.plans import PlannedChunk, PromptMode, TurnPlan
 from ringserve.orchestration.protocol.turns import PrefillReport
-from ringserve.orchestration.protocol.views import Correction
+from ringserve.views import Correction
 from ringserve.workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
 from tests.orchestration.fake_ranks import MODEL
 from tests.rings import LLAMA_8B, registration

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ringserve.cp_core.cost.model import PREFILL_ALGORITHMS, RingRates
+from ringserve.cp_core.cost.model import PREFILL_ALGORITHMS
 from ringserve.cp_core.errors import InvalidRequest
 from ringserve.orchestration.placement.costs import LEAST
 from ringserve.orchestration.placement.kv_locations import WantedTurn
@@ -15,6 +15,7 @@ from ringserve.orchestration.placement.planner import Planner, PlannerSettings, 
 from ringserve.orchestration.placement.registry import RegisteredRing
 from ringserve.orchestration.protocol.plans import PlannedChunk, PromptMode, TurnPlan
 from ringserve.orchestration.protocol.turns import PrefillReport
+from ringserve.views import RingRates
 from ringserve.workers.protocol.prefill_steps import Algorithm
 from tests.orchestration.placement.test_placer import SLOW_LINKS, Cluster, at
 from tests.rings import GPU_RATES as RATES

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringserve.cp_core.cost.model import RingRates
 from ringserve.cp_core.layout.shards import spread
 from ringserve.orchestration.placement import placer
 from ringserve.orchestration.placement.costs import RingCosts, StepSeconds
@@ -20,6 +19,7 @@ from ringserve.orchestration.placement.planner import Planner, PlannerSettings
 from ringserve.orchestration.placement.registry import LoadShare, RegisteredRing, RingRegistry
 from ringserve.orchestration.placement.ring_order import Ordered
 from ringserve.orchestration.protocol.turns import RingRegistration
+from ringserve.views import RingRates
 from tests.orchestration.placement.exhaustive_placement import ExhaustivePlacer
 from tests.orchestration.placement.test_placer import SLOW_LINKS
 from tests.rings import GPU_RATES as RATES

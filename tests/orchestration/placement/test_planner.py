@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from ringserve.cp_core.cost.fit import PrefillSample, predicted_prefill
-from ringserve.cp_core.cost.model import RingRates
 from ringserve.cp_core.cost.profile import read_profile
 from ringserve.cp_core.errors import ConfigError
 from ringserve.orchestration.placement.planner import Planner, PlannerSettings, PromptOnRings
 from ringserve.orchestration.protocol.plans import PromptMode, TurnPlan
+from ringserve.views import RingRates
 from ringserve.workers.protocol.prefill_steps import RING_ALGORITHMS
 from tests.orchestration.fake_ranks import MODEL
 from tests.rings import registration

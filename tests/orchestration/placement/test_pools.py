@@ -12,7 +12,7 @@ from ringserve.orchestration.placement.kv_locations import Choice, WantedTurn
 from ringserve.orchestration.placement.placer import RingPlacer
 from ringserve.orchestration.placement.registry import RegisteredRing
 from ringserve.orchestration.protocol.plans import PromptMode
-from ringserve.orchestration.protocol.views import ConversationView
+from ringserve.views import ConversationInfo
 from tests.orchestration.conftest import KINDS
 from tests.orchestration.service import Answer, Service, Shape, is_idle, read_tokens
 from tests.waiting import eventually
@@ -73,7 +73,7 @@ class Talk:
         self.history = [*whole, *answer.token_ids]
         return answer
 
-    async def view(self) -> ConversationView:
+    async def view(self) -> ConversationInfo:
         return await self.service.router.get_conversation(self._name)
 
 

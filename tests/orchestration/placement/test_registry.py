@@ -17,7 +17,7 @@ from ringserve.orchestration.placement.registry import (
 )
 from ringserve.orchestration.protocol.rings import RingState
 from ringserve.orchestration.protocol.turns import RingRegistration
-from ringserve.orchestration.protocol.views import RingStatus
+from ringserve.views import RingInfo
 from tests.rings import registration as ring_registration
 
 
@@ -151,7 +151,7 @@ class Leader:
         self.asked.append(f"{role} {endpoint}")
         return self
 
-    async def get_status(self) -> RingStatus:
+    async def get_status(self) -> RingInfo:
         if self.error is not None:
             raise self.error
         lost = await status_of(RegisteredRing(registration("ring")), Leader(error=Unavailable("gone")))  # type: ignore[arg-type]

@@ -6,22 +6,23 @@ from dataclasses import replace
 
 import pytest
 
-from ringserve.orchestration.protocol.views import RingStatus, ServerView, ring_fault, service_fault
+from ringserve.orchestration.protocol.views import ring_fault, service_fault
+from ringserve.views import RingInfo, ServerInfo
 from ringserve.workers.protocol.ranks import RankStatus
 
 STUCK_SECONDS = 60.0
 RANK = RankStatus(steps=7, seconds_since_step=0.5, running=1, open_transfers=1)
 
 
-def status(role: str = "decode", state: str = "ready", *, is_draining: bool = False) -> RingStatus:
-    return RingStatus(
+def status(role: str = "decode", state: str = "ready", *, draining: bool = False) -> RingInfo:
+    return RingInfo(
         role=role,
         name=f"{role}-0",
         endpoint="here:1",
         incarnation="i",
         state=state,
         num_ranks=2,
-        is_draining=is_draining,
+        draining=draining,
     )
 
 
@@ -44,15 +45,15 @@ def test_a_ring_that_works_or_has_nothing_to_do_is_ready() -> None:
 
 def test_a_ring_that_is_rebuilt_or_drains_is_not_ready() -> None:
     assert ring_fault(status(state="rebuilding"), [], STUCK_SECONDS) == "ring decode-0 is rebuilding"
-    assert ring_fault(status(is_draining=True), [], STUCK_SECONDS) == "ring decode-0 drains"
+    assert ring_fault(status(draining=True), [], STUCK_SECONDS) == "ring decode-0 drains"
 
 
 def test_the_service_is_ready_while_a_ring_of_each_role_takes_turns() -> None:
-    def fault(*rings: RingStatus) -> str:
-        return service_fault(ServerView(selector="auto", rings=rings, conversations=0, running_turns=0))
+    def fault(*rings: RingInfo) -> str:
+        return service_fault(ServerInfo(selector="auto", rings=rings, conversations=0, running_turns=0))
 
     assert fault(status("prefill"), status("decode")) == ""
     assert fault(status("prefill"), status("decode"), status("decode", "lost")) == ""
-    assert fault(status("prefill"), status("decode", is_draining=True)) == "no decode ring takes turns"
+    assert fault(status("prefill"), status("decode", draining=True)) == "no decode ring takes turns"
     assert fault(status("prefill", "rebuilding"), status("decode")) == "no prefill ring takes turns"
     assert fault() == "no prefill ring takes turns"

@@ -11,9 +11,9 @@ from ringserve.cp_core.errors import RingserveError, Unavailable
 from ringserve.orchestration.protocol.inventory import KnownEpoch, Registered, TurnOnRing
 from ringserve.orchestration.protocol.rings import RingSettings
 from ringserve.orchestration.protocol.turns import RingRegistration
-from ringserve.orchestration.protocol.views import RingStatus
 from ringserve.orchestration.ring import leader as leaders
 from ringserve.orchestration.ring.leader import RingLeader
+from ringserve.views import RingInfo
 from ringserve.workers.protocol.ranks import RankSettings
 from tests.orchestration.fake_ranks import RATES, FakeRanks
 from tests.orchestration.service import DirectPeers
@@ -36,7 +36,7 @@ class Leader(RingLeader):
     def turns_here(self) -> tuple[TurnOnRing, ...]:
         return ()
 
-    async def get_status(self) -> RingStatus:
+    async def get_status(self) -> RingInfo:
         return self.status_with(running=0, waiting=0)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ringserve.cp_core.cost.model import RingRates
 from ringserve.orchestration.ring.life import rates_of_ring
+from ringserve.views import RingRates
 
 RATES = RingRates(gemm_flops=4e10, attention_flops=3e10, link_bytes_per_second=1e9, link_latency_seconds=1e-4)
 

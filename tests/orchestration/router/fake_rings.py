@@ -8,11 +8,11 @@ from dataclasses import replace
 from enum import Enum, auto
 
 from bench.router.rings import InstantRing
-from ringserve.cp_core.cost.model import RingRates
 from ringserve.cp_core.errors import CapacityExceeded, NotFound, RingserveError, Unavailable
 from ringserve.cp_core.layout.shards import ShardMap, spread
 from ringserve.orchestration.protocol.kv import RetainedKv
 from ringserve.orchestration.protocol.turns import PrefillDone, PrefillTurn, Reservation, Reserve, RingRegistration
+from ringserve.views import RingRates
 
 NUM_RANKS = 2
 SLOW_SECONDS = 0.3

@@ -105,7 +105,7 @@ async def _converse(service: Service, name: str, script: Script) -> None:
             assert plan.algorithm == selector
         history += len(new) + len(expected)
     for placement in (await service.router.get_conversation(name)).placements:
-        held = placement.shards.held
+        held = [rank.num_tokens for rank in placement.ranks]
         # A chain gives tokens to fewer ranks where more would not pay, the emptiest ones.
         most = max(len(new) for new, _ in script) if selector in ("chain", "auto") else BLOCK_TOKENS
         assert max(held) - min(held) <= max(most, BLOCK_TOKENS), f"{placement.role} ring holds {held} tokens of {name}"

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ringserve.client import Message, Sampling, infos, results
+from ringserve import views
+from ringserve.client import Message, Sampling, results
 from ringserve.client.errors import InvalidRequest
 from ringserve.client.requests import RENAMED, RequestOptions, request_of
 from ringserve.client.results import MAPPER
@@ -141,11 +142,10 @@ def test_what_cannot_be_meant_is_refused_in_one_sentence(prompt: Any, options: A
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (infos.ServerInfo, inference_pb2.GetServerInfoResponse),
-        (infos.ModelInfo, inference_pb2.GetModelInfoResponse),
-        (infos.ConversationInfo, inference_pb2.GetConversationResponse),
-        (infos.ConversationSummary, inference_pb2.ConversationSummary),
-        (infos.ForkInfo, inference_pb2.ForkConversationResponse),
+        (views.ServerInfo, inference_pb2.GetServerInfoResponse),
+        (views.ModelInfo, inference_pb2.GetModelInfoResponse),
+        (views.ConversationInfo, inference_pb2.GetConversationResponse),
+        (views.ConversationSummary, inference_pb2.ConversationSummary),
         (results.Plan, inference_pb2.Plan),
     ],
 )

@@ -16,13 +16,13 @@ from ringserve.client import AsyncClient, Client, Sampling, TlsFiles
 from ringserve.client.retries import NO_RETRIES
 from ringserve.cp_core.errors import ConfigError, RingserveError, Unavailable
 from ringserve.cp_core.transport.peer_tls import PeerTls
-from ringserve.orchestration.protocol.views import ServerView
 from ringserve.services.auth.tls import ServerTls, peer_server
 from ringserve.services.gateway.text import TextCodec
 from ringserve.services.rpc.peers import GrpcPeers
 from ringserve.services.rpc.server import GrpcServer
 from ringserve.services.rpc.servicers import RouterServicer
 from ringserve.services.telemetry.metrics.router import RouterMetrics, RouterView
+from ringserve.views import ServerInfo
 from tests.services.auth.certificates import Authority
 from tests.services.local_gateway import CALL_SECONDS, MODEL, LocalGateway
 from tests.waiting import WAIT_SECONDS
@@ -126,8 +126,8 @@ async def test_a_name_that_is_not_the_servers_is_refused_unless_it_is_told(
 class View:
     """Router with the one method that these tests call."""
 
-    async def get_server_info(self) -> ServerView:
-        return ServerView(selector="auto", rings=(), conversations=7, running_turns=0)
+    async def get_server_info(self) -> ServerInfo:
+        return ServerInfo(selector="auto", rings=(), conversations=7, running_turns=0)
 
 
 async def test_our_own_processes_take_only_each_other(authority: Authority, stranger: Authority) -> None:

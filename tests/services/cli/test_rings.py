@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from ringserve.orchestration.protocol.views import DrainView, RingStatus, ServerView
 from ringserve.services.cli.main import main
+from ringserve.views import RingDrain, RingInfo, ServerInfo
 
-RING = RingStatus(
+RING = RingInfo(
     role="decode",
     name="decode-0",
     endpoint="",
@@ -18,26 +18,26 @@ RING = RingStatus(
     state="ready",
     num_ranks=1,
     num_requests_running=2,
-    is_draining=True,
+    draining=True,
 )
-DRAIN = DrainView(
+DRAIN = RingDrain(
     role="decode",
     ring="decode-0",
     has_left=False,
     running_turns=2,
-    num_moved=0,
-    num_left=9,
-    num_no_room=0,
-    num_failed=0,
+    moved=0,
+    left=9,
+    no_room=0,
+    failed=0,
     moved_bytes=0,
 )
-EMPTY = ServerView(selector="auto", rings=(), conversations=9, running_turns=2)
+EMPTY = ServerInfo(selector="auto", rings=(), conversations=9, running_turns=2)
 
 
 class FakePeers:
     """A router, and the way to it, that is seen as `views` say, one after the other."""
 
-    def __init__(self, *views: ServerView) -> None:
+    def __init__(self, *views: ServerInfo) -> None:
         self._views = list(views)
         self.asked: list[tuple[str, float, bool]] = []
 
@@ -54,7 +54,7 @@ class FakePeers:
     async def drain_ring(self, name: str, seconds: float, *, force: bool) -> None:
         self.asked.append((name, seconds, force))
 
-    async def get_server_info(self) -> ServerView:
+    async def get_server_info(self) -> ServerInfo:
         return self._views.pop(0)
 
 
@@ -67,8 +67,8 @@ def drain(peers: FakePeers, monkeypatch: pytest.MonkeyPatch, *options: str) -> N
 def test_progress_and_outcome_are_told_in_words(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    some = replace(DRAIN, num_moved=3, num_left=5, num_no_room=1)
-    end = replace(DRAIN, has_left=True, num_moved=6, num_left=0, num_no_room=1, num_failed=2)
+    some = replace(DRAIN, moved=3, left=5, no_room=1)
+    end = replace(DRAIN, has_left=True, moved=6, left=0, no_room=1, failed=2)
     peers = FakePeers(
         replace(EMPTY, rings=(RING,), drains=(DRAIN,)),
         replace(EMPTY, rings=(RING,), drains=(DRAIN,)),
@@ -91,7 +91,7 @@ def test_progress_and_outcome_are_told_in_words(
 def test_a_script_reads_the_outcome_as_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    end = replace(DRAIN, has_left=True, num_moved=8, num_left=1, moved_bytes=4096)
+    end = replace(DRAIN, has_left=True, moved=8, left=1, moved_bytes=4096)
     drain(FakePeers(replace(EMPTY, rings=(RING,)), replace(EMPTY, drains=(end,))), monkeypatch, "--json")
     outcome = {"moved": 8, "left": 1, "no_room": 0, "failed": 0, "moved_bytes": 4096}
     assert json.loads(capsys.readouterr().out) == {"ring": "decode-0", "drained": True, **outcome}

@@ -13,10 +13,10 @@ from xml.etree import ElementTree
 import pytest
 
 from ringserve.client import RingInfo, ServerInfo
-from ringserve.client.infos import RankKvUsage, RingDrain
 from ringserve.services.cli.main import main
 from ringserve.services.cli.options import TargetOptions
 from ringserve.services.cluster.state import ClusterState, started_after_boot, write_state
+from ringserve.views import RankKvUsage, RingDrain
 
 INFO = ServerInfo(
     version="1.2",

@@ -10,7 +10,6 @@ import pytest
 
 from ringserve.cp_core.errors import DeadlineExceeded, InvalidRequest, NotFound, Unavailable
 from ringserve.orchestration.protocol.rings import AWAY
-from ringserve.orchestration.protocol.views import RingStatus, ServerView
 from ringserve.services.cluster import operator as rings
 from ringserve.services.cluster.operator import (
     RouterAccess,
@@ -23,10 +22,11 @@ from ringserve.services.cluster.operator import (
 from ringserve.services.rpc.server import GrpcServer
 from ringserve.services.rpc.servicers import RouterServicer
 from ringserve.services.telemetry.metrics.router import RouterMetrics, RouterView
+from ringserve.views import RingInfo, ServerInfo
 
 
-def status(name: str, node: str, incarnation: str = "first") -> RingStatus:
-    return RingStatus(
+def status(name: str, node: str, incarnation: str = "first") -> RingInfo:
+    return RingInfo(
         role=name.partition("-")[0],
         name=name,
         endpoint="here:1",
@@ -50,9 +50,9 @@ class FakeRouter:
         self.asked: list[tuple[str, ...]] = []
         self.lost: set[str] = set()
         self.stuck: set[str] = set()
-        self._next: list[tuple[str, RingStatus | None]] = []
+        self._next: list[tuple[str, RingInfo | None]] = []
 
-    def _tell(self, verb: str, name: str, *more: str) -> RingStatus:
+    def _tell(self, verb: str, name: str, *more: str) -> RingInfo:
         if name in self.lost:
             raise Unavailable(f"the leader of {name} cannot be reached")
         if name not in self.rings:
@@ -60,7 +60,7 @@ class FakeRouter:
         self.asked.append((verb, name, *more))
         return self.rings[name]
 
-    def _becomes(self, name: str, *later: RingStatus | None) -> None:
+    def _becomes(self, name: str, *later: RingInfo | None) -> None:
         if name not in self.stuck:
             self._next += [(name, each) for each in later]
 
@@ -68,22 +68,22 @@ class FakeRouter:
         if seconds < 0:
             raise InvalidRequest("seconds: not allowed")
         before = self._tell("drain", name, *["force"] * force)
-        self.rings[name] = _with(before, is_draining=True)
+        self.rings[name] = _with(before, draining=True)
         self._becomes(name, None)
 
     async def restart_ring(self, name: str, seconds: float, *, leaving_node: str = "") -> None:
         if seconds < 0:
             raise InvalidRequest("seconds: not allowed")
         before = self._tell("restart", name, leaving_node)
-        self.rings[name] = _with(before, is_draining=True)
+        self.rings[name] = _with(before, draining=True)
         self._becomes(name, _with(before, state=AWAY), _with(before, incarnation="second"))
 
     async def undrain_ring(self, name: str) -> None:
         before = self._tell("undrain", name)
-        self._becomes(name, _with(before, is_draining=False, incarnation="second"))
+        self._becomes(name, _with(before, draining=False, incarnation="second"))
 
-    async def get_server_info(self) -> ServerView:
-        view = ServerView(selector="auto", rings=tuple(self.rings.values()), conversations=0, running_turns=0)
+    async def get_server_info(self) -> ServerInfo:
+        view = ServerInfo(selector="auto", rings=tuple(self.rings.values()), conversations=0, running_turns=0)
         for name, becomes in self._next[:1]:
             if becomes is None:
                 del self.rings[name]
@@ -93,7 +93,7 @@ class FakeRouter:
         return view
 
 
-def _with(of: RingStatus, **changes: object) -> RingStatus:
+def _with(of: RingInfo, **changes: object) -> RingInfo:
     return replace(of, **changes)  # type: ignore[arg-type]
 
 
@@ -170,6 +170,6 @@ async def test_what_is_wrong_is_not_taken_for_a_ring_that_is_lost(access: Router
 
 
 async def test_a_ring_that_is_called_back_serves(access: RouterAccess, router: FakeRouter) -> None:
-    router.rings["decode-0"] = _with(router.rings["decode-0"], is_draining=True)
+    router.rings["decode-0"] = _with(router.rings["decode-0"], draining=True)
     await undrain_ring(access, "decode-0", seconds=5)
     assert router.rings["decode-0"].incarnation == "second"

@@ -17,7 +17,7 @@ from torch.nn import Module
 from ringserve.cp_core.attention.paged import PagedShards
 from ringserve.cp_core.attention.partial import Partial
 from ringserve.cp_core.attention.reference import ReferenceAttention
-from ringserve.cp_core.cost.model import RingRates
+from ringserve.views import RingRates
 from ringserve.workers.decode import graphs
 from ringserve.workers.decode.graphs import Recorded, RecordedPieces
 from ringserve.workers.model import pieces as compiler

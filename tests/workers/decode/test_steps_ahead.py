@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from ringserve.cp_core.cost.decode import GATHER, HELIX
-from ringserve.cp_core.cost.model import PASS_Q, RingRates
+from ringserve.cp_core.cost.model import PASS_Q
 from ringserve.cp_core.errors import Unavailable
 from ringserve.cp_core.transport.interface import RingTransport
+from ringserve.views import RingRates
 from ringserve.workers.decode.loop import BATCH_CHANGES, VARIANT_CHANGES
 from ringserve.workers.decode.mailbox import DecodeMailbox
 from ringserve.workers.decode.step import HOST_MESSAGES, SAMPLED_ON_HOST, TENSOR_PARALLEL, DecodePass

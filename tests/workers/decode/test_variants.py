@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ringserve.cp_core.cost.decode import GATHER, HELIX, VARIANTS, DecodeRates, StartChoice
-from ringserve.cp_core.cost.model import PASS_Q, RingRates
+from ringserve.cp_core.cost.model import PASS_Q
 from ringserve.cp_core.errors import ConfigError
 from ringserve.cp_core.transport.inprocess import InProcessRing
+from ringserve.views import RingRates
 from ringserve.workers.decode.messages import Header, HeaderChannel, HeaderKind
 from ringserve.workers.decode.variants import DecodeChoice
 from ringserve.workers.model.loading import DTYPES, load_model

@@ -15,9 +15,9 @@ from ringserve.cp_core.attention.paged import PagedShards
 from ringserve.cp_core.attention.partial import AttentionBackend, Partial
 from ringserve.cp_core.attention.reference import ReferenceAttention
 from ringserve.cp_core.attention.torch_cpu import TorchCpuFlash
-from ringserve.cp_core.cost.model import RingRates
 from ringserve.cp_core.transport.inprocess import InProcessRing
 from ringserve.cp_core.transport.interface import RingTransport
+from ringserve.views import RingRates
 from ringserve.workers.model.info import read_model_info
 from ringserve.workers.protocol.ranks import ModelInfo
 from ringserve.workers.rank import probe

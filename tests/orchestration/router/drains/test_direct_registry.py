@@ -65,7 +65,7 @@ async def test_a_prefill_ring_that_drains_gives_away_what_agrees_with_the_books_
         edited = [*service.histories["b"][:25], 9, 10, 11]
         await direct_turn(service, "b", edited, PromptMode.WHOLE_HISTORY)
         view = await service.drain("prefill-0")
-        assert (view.num_moved, view.num_left, view.num_failed) == (2, 0, 0)
+        assert (view.moved, view.left, view.failed) == (2, 0, 0)
         for name, num_retained in (("a", 30), ("b", 25)):
             shown = await service.router.get_conversation(name)
             assert (shown.placements[0].ring, shown.placements[0].num_tokens) == ("prefill-1", num_retained)
@@ -89,10 +89,10 @@ async def test_a_prefill_ring_waits_for_the_turn_that_does_without_it_and_gives_
             await asyncio.to_thread(begun.wait, 60.0)
             await service.router.drain_ring("prefill-0", 60.0)
             view = await service.progress("prefill-0")
-            assert (view.running_turns, view.num_left, view.has_left) == (0, 1, False)
+            assert (view.running_turns, view.left, view.has_left) == (0, 1, False)
             may_go_on.set()
             await turn
-        assert (await service.left("prefill-0")).num_moved == 1
+        assert (await service.left("prefill-0")).moved == 1
         assert service.retained("prefill-1", "a") == "a"
         await direct_turn(service, "a", [5])
         service.check_integrity()

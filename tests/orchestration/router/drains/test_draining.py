@@ -69,7 +69,7 @@ async def test_a_draining_ring_ends_its_turn_and_takes_no_other(service: TwoOfEa
     other = {"decode-0": "decode-1", "decode-1": "decode-0"}[name]
     await service.router.drain_ring(name, WAIT_SECONDS)
     leader = service.peers.decode(name)
-    statuses = {status.name: status.is_draining for status in (await service.router.get_server_info()).rings}
+    statuses = {status.name: status.draining for status in (await service.router.get_server_info()).rings}
     assert statuses[name]
     assert not statuses[other]
     for _ in range(3):

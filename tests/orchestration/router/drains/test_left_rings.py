@@ -99,8 +99,8 @@ async def test_what_only_the_ring_that_is_left_keeps_is_fetched_and_not_computed
         assert moved.report.pulled_bytes == len(source.tokens) * service.model.kv_bytes_per_token
         assert f"which only ring {left} retains, are pulled" in plan.reason
         assert set(talk.kept()) == {plan.prefill_ring, plan.decode_ring}
-        (told,) = (await service.router.get_server_info()).moves
-        assert (told.role, told.reason, told.num_moved, told.num_failed) == ("decode", MoveReason.TURN, 1, 0)
+        (told,) = (await service.router.get_server_info()).kv_moves
+        assert (told.role, told.reason, told.moved, told.failed) == ("decode", MoveReason.TURN, 1, 0)
         assert told.payload_bytes == moved.report.pulled_bytes
         for leader in service.peers.leaders.values():
             await leader.announce()
@@ -179,8 +179,8 @@ async def test_what_the_ring_that_is_left_does_not_send_after_all_is_computed(
         assert moved.report.pulled_bytes == 0
         computed = sum(len(chunk.tokens) for chunk in moved.report.chunks)
         assert computed == ANSWER - 1 + 1 + 2
-        (told,) = (await service.router.get_server_info()).moves
-        assert (told.num_moved, told.num_failed) == (0, 1)
+        (told,) = (await service.router.get_server_info()).kv_moves
+        assert (told.moved, told.failed) == (0, 1)
         service.check_integrity()
 
 

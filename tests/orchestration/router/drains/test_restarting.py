@@ -24,8 +24,9 @@ from ringserve.orchestration.prefill.leader import PrefillLeader
 from ringserve.orchestration.protocol.plans import PromptMode
 from ringserve.orchestration.protocol.rings import AWAY, RingEvent
 from ringserve.orchestration.protocol.turns import Reservation, Reserve, RingRegistration, TurnRequest
-from ringserve.orchestration.protocol.views import RingStatus, service_fault
+from ringserve.orchestration.protocol.views import service_fault
 from ringserve.orchestration.router.drains import RingReturns
+from ringserve.views import RingInfo
 from ringserve.workers.rank.thread_ranks import ThreadRanks
 from tests.orchestration.service import Answer, Service
 from tests.rings import registration as ring_registration
@@ -110,7 +111,7 @@ async def test_a_ring_that_comes_back_while_others_are_asked_is_shown_once(
     await service.away("prefill-0")
     is_asked, may_answer, get_status = asyncio.Event(), asyncio.Event(), service.decode.get_status
 
-    async def held() -> RingStatus:
+    async def held() -> RingInfo:
         is_asked.set()
         await may_answer.wait()
         return await get_status()
@@ -262,11 +263,11 @@ async def test_the_service_stays_ready_while_turns_would_wait(service: Restartin
     await service.away("prefill-0")
     view = await service.router.get_server_info()
     away = next(ring for ring in view.rings if ring.name == "prefill-0")
-    assert (away.state, away.is_restarting, away.num_ranks) == (AWAY, True, 2)
+    assert (away.state, away.restarting, away.num_ranks) == (AWAY, True, 2)
     assert service_fault(view) == ""
     await service.come_back("prefill-0")
     after = {ring.name: ring for ring in (await service.router.get_server_info()).rings}
-    assert not any(ring.is_restarting for ring in after.values())
+    assert not any(ring.restarting for ring in after.values())
     assert before["prefill-0"].incarnation != after["prefill-0"].incarnation
     assert after.keys() == before.keys()
 

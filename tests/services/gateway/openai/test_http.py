@@ -16,10 +16,10 @@ from starlette.types import Message
 
 from ringserve.cp_core.errors import ConfigError, NotFinite, RingserveError, Unavailable
 from ringserve.orchestration.protocol.turns import BegunTurn, TurnRequest
-from ringserve.orchestration.protocol.views import ServerView
 from ringserve.services.gateway import failover
 from ringserve.services.gateway.openai import app
 from ringserve.services.gateway.openai.server import KEEP_ALIVE, MAX_HEADER_BYTES, EventStream, HttpServer
+from ringserve.views import ServerInfo
 from tests.rings import LLAMA_8B
 from tests.services.local_gateway import CALL_SECONDS, MODEL, LocalGateway
 from tests.waiting import WAIT_SECONDS
@@ -213,7 +213,7 @@ async def test_probes_without_a_token_do_not_ask_the_rings_each_time(
     monkeypatch.setattr("ringserve.services.gateway.page.page.SEEN_AGE", 3600.0)
     asked, view = 0, gateway.service.router.get_server_info
 
-    async def counted() -> ServerView:
+    async def counted() -> ServerInfo:
         nonlocal asked
         asked += 1
         return await view()

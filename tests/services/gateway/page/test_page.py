@@ -13,13 +13,13 @@ import pytest
 import yaml
 
 from ringserve.cp_core.errors import Unavailable
-from ringserve.orchestration.protocol.views import RingStatus
 from ringserve.services.auth.authenticator import Authenticator, TokenFile
 from ringserve.services.auth.tenants import hash_of
 from ringserve.services.gateway.openai.app import HttpApi
 from ringserve.services.gateway.openai.server import HttpServer
 from ringserve.services.gateway.page.page import FILES, MAX_LIMIT, queue_seconds
 from ringserve.services.gateway.text import TextCodec
+from ringserve.views import RingInfo
 from tests.rings import GPU_RATES, LLAMA_8B
 from tests.services.gateway.page.browser import Browser, browser
 from tests.services.gateway.test_failover import kill
@@ -314,7 +314,7 @@ async def test_a_service_that_cannot_be_seen_is_said_in_words(
 
 
 def test_a_queue_in_seconds_follows_from_the_rings_own_speed() -> None:
-    ring = RingStatus(
+    ring = RingInfo(
         role="prefill", name="p", endpoint="", incarnation="", state="ready", num_ranks=4, waiting_work=1000.0
     )
     assert queue_seconds(ring, LLAMA_8B) is None

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from ringserve.client import Answer, ModelInfo, Plan, RingInfo, Sampling, ServerInfo
-from ringserve.client.infos import RingRates
 from ringserve.client.results import Chunk
 from ringserve.cp_core.cost.fit import (
     PrefillSample,
@@ -21,6 +20,7 @@ from ringserve.cp_core.cost.fit import (
 from ringserve.cp_core.cost.memory import weight_bytes
 from ringserve.cp_core.cost.profile import HardwareProfile, read_profile
 from ringserve.services.offline.calibration.fitting import profile_from_rings, shape_of
+from ringserve.views import RingRates
 
 INFO = ModelInfo(
     model_path="model",

@@ -16,8 +16,9 @@ from google.protobuf.message import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringserve.client import infos, results
-from ringserve.cp_core.cost.model import PREFILL_ALGORITHMS, RingRates
+from ringserve import views
+from ringserve.client import results
+from ringserve.cp_core.cost.model import PREFILL_ALGORITHMS
 from ringserve.cp_core.errors import InvalidRequest
 from ringserve.cp_core.layout.shards import ShardMap, TokenRange
 from ringserve.mapping import Mapper, Mirror, pack_ids, unpack_ids
@@ -44,7 +45,6 @@ from ringserve.orchestration.protocol.turns import (
     TurnOutcome,
     TurnRequest,
 )
-from ringserve.orchestration.protocol.views import ConversationList, ConversationView, RingStatus, ServerView
 from ringserve.services.rpc.wire import contract
 from ringserve.services.rpc.wire.contract import (
     event_from,
@@ -58,6 +58,7 @@ from ringserve.services.rpc.wire.contract import (
     to_message,
 )
 from ringserve.v1 import inference_pb2, rings_pb2, router_pb2
+from ringserve.views import ConversationInfo, ConversationPage, RingInfo, RingRates, ServerInfo
 from ringserve.workers.protocol.decode_commands import FinishReason
 from ringserve.workers.protocol.prefill_steps import TokenIds
 from ringserve.workers.sampling.parameters import SamplingParameters, TokenLogprobs
@@ -67,7 +68,12 @@ M = TypeVar("M", bound=Message)
 SIXTY_FOUR_BITS = {"seed", "pulled_bytes", "migrated_bytes", "capacity_tokens"}
 SIGNED = {"priority"}
 TOKEN_FIELDS = {"token_ids", "penalized_ids", "answer"}
-WORDS = {"role": ["", "prefill", "decode"], "lost_role": ["", "prefill", "decode"], "state": ["ready", "lost", "away"]}
+WORDS = {
+    "algorithm": ["", "pass_kv", "chain"],
+    "role": ["", "prefill", "decode"],
+    "lost_role": ["", "prefill", "decode"],
+    "state": ["ready", "lost", "away"],
+}
 """Words of fields that are enums in the contract."""
 small = st.integers(0, 2**32 - 1)
 signed = st.integers(-(2**31), 2**31 - 1)
@@ -163,25 +169,24 @@ PAIRS: list[tuple[Any, type[Message]]] = [
     (RingInventory, router_pb2.RingInventory),
     (Registered, router_pb2.RegisterRingResponse),
     (RingRates, inference_pb2.RingRates),
-    (RingStatus, inference_pb2.RingInfo),
-    (ConversationView, inference_pb2.GetConversationResponse),
-    (ConversationList, inference_pb2.ListConversationsResponse),
+    (RingInfo, inference_pb2.RingInfo),
+    (ConversationInfo, inference_pb2.GetConversationResponse),
+    (ConversationPage, inference_pb2.ListConversationsResponse),
     (ForkKv, rings_pb2.ForkKvRequest),
     (ForkedKv, rings_pb2.ForkKvResponse),
     (RetainedKv, rings_pb2.GetRetainedResponse),
-    (ServerView, inference_pb2.GetServerInfoResponse),
+    (ServerInfo, inference_pb2.GetServerInfoResponse),
 ]
 
 CLIENT_PAIRS: list[tuple[type, type[Message]]] = [
     (results.Plan, inference_pb2.Plan),
     (results.Usage, inference_pb2.Usage),
     (results.TokenLogprobs, inference_pb2.TokenLogprobs),
-    (infos.ModelInfo, inference_pb2.GetModelInfoResponse),
-    (infos.ServerInfo, inference_pb2.GetServerInfoResponse),
-    (infos.ConversationInfo, inference_pb2.GetConversationResponse),
-    (infos.ConversationSummary, inference_pb2.ConversationSummary),
-    (infos.ForkInfo, inference_pb2.ForkConversationResponse),
-    (infos.Aborted, inference_pb2.AbortResponse),
+    (views.ModelInfo, inference_pb2.GetModelInfoResponse),
+    (views.ServerInfo, inference_pb2.GetServerInfoResponse),
+    (views.ConversationInfo, inference_pb2.GetConversationResponse),
+    (views.ConversationSummary, inference_pb2.ConversationSummary),
+    (views.Aborted, inference_pb2.AbortResponse),
 ]
 
 HAND_WRITTEN = {"BeginForkRequest", "Alternative", "RankShard", "Range", "TurnEvent"} | {

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import pytest
 
 from ringserve.cp_core.errors import ConfigError, Unavailable
-from ringserve.orchestration.protocol.views import ServerView
 from ringserve.services.telemetry.metrics.endpoint import (
     MetricsEndpoint,
     Reply,
@@ -20,6 +19,7 @@ from ringserve.services.telemetry.metrics.endpoint import (
     targets_page,
 )
 from ringserve.services.telemetry.metrics.registry import new_registry
+from ringserve.views import ServerInfo
 from tests.services.telemetry.metrics.test_ring import status
 from tests.waiting import WAIT_SECONDS
 
@@ -74,9 +74,9 @@ def test_a_port_in_use_is_refused_by_the_key_that_names_it(endpoint: MetricsEndp
 
 async def test_targets_name_every_process_that_serves_metrics() -> None:
     ring = status()
-    served = ServerView(selector="auto", rings=(ring,), conversations=0, running_turns=0, metrics_endpoint="r:1")
+    served = ServerInfo(selector="auto", rings=(ring,), conversations=0, running_turns=0, router_metrics_endpoint="r:1")
 
-    async def get_server_info() -> ServerView:
+    async def get_server_info() -> ServerInfo:
         return served
 
     page = targets_page(get_server_info, lambda: "g:2", asyncio.get_running_loop())

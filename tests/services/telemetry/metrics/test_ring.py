@@ -9,14 +9,14 @@ from dataclasses import replace
 import pytest
 
 from ringserve.cp_core.errors import Unavailable
-from ringserve.orchestration.protocol.views import RankKvUsage, RingStatus
 from ringserve.services.telemetry.metrics.registry import RING_NAMES, WithVllmNames
 from ringserve.services.telemetry.metrics.ring import RingCollector, RingView
+from ringserve.views import RankKvUsage, RingInfo
 from ringserve.workers.protocol.ranks import STEP_BOUNDS, GpuMemory, RankStatus
 
 
-def status(state: str = "ready", role: str = "decode") -> RingStatus:
-    return RingStatus(
+def status(state: str = "ready", role: str = "decode") -> RingInfo:
+    return RingInfo(
         role=role,
         name=f"{role}-1",
         endpoint="",

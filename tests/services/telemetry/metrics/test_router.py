@@ -12,8 +12,9 @@ from ringserve.cp_core.errors import InvalidRequest
 from ringserve.orchestration.protocol.plans import TurnPlan
 from ringserve.orchestration.protocol.rings import RingStanding
 from ringserve.orchestration.protocol.turns import BegunTurn
-from ringserve.orchestration.protocol.views import MoveReason, MoveTotals
+from ringserve.orchestration.protocol.views import MoveReason
 from ringserve.services.telemetry.metrics.router import RouterMetrics, RouterView
+from ringserve.views import KvMoves
 from tests.orchestration.journal.records import PLAN, SPARSE
 from tests.orchestration.service import Service
 from tests.workers.models import save_model
@@ -29,9 +30,7 @@ VIEW = RouterView(
         ("decode", "decode-1", RingStanding.AWAY),
     ),
     corrections=(("prefill-0", "pass_q", 64, 1.25),),
-    moves=(
-        MoveTotals(role="decode", reason=MoveReason.DRAIN, num_moved=3, num_failed=1, payload_bytes=4096, seconds=0.5),
-    ),
+    moves=(KvMoves(role="decode", reason=MoveReason.DRAIN, moved=3, failed=1, payload_bytes=4096, seconds=0.5),),
 )
 
 CORRECTION = {"ring": "prefill-0", "algorithm": "pass_q", "min_work": "64"}
