@@ -48,12 +48,13 @@ quick: $(DEV_READY) ## run lint and the tests of what changed, or of one folder:
 programs: ## install the system programs that tests run: a browser, Prometheus, iproute2
 	@$(if $(filter no,$(PROGRAMS)),,PYTHON=$(PYTHON) tests/system_programs.sh)
 
-lint: $(DEV_READY) ## check style, types, import contracts, stub freshness
+lint: $(DEV_READY) ## check style, types, import contracts, stub freshness, links of the documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python proto/generate.py --check
+	$(BIN)/mkdocs build --strict --quiet
 
 format: $(DEV_READY) ## format the source and apply automatic fixes
 	$(BIN)/ruff check --fix .
