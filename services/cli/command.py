@@ -231,9 +231,8 @@ def _reason(found: Mapping[str, Any], parameter: Any) -> str:
     """Say why pydantic refused a value."""
     kind, value = found["type"], found["input"]
     if kind in ("greater_than_equal", "less_than_equal"):
-        most = f"{parameter.max}" if parameter.max is not None else "more"
-        joint = "to" if parameter.max is not None else "or"
-        return f"{value} is out of range; allowed are {parameter.min} {joint} {most}"
+        most = "or more" if parameter.max is None else f"to {parameter.max}"
+        return f"{value} is out of range; allowed are {parameter.min} {most}"
     if kind == "value_error":
         return f"{value!r} {found['ctx']['error']}"
     return f"{value!r} is no {'integer' if kind.startswith('int') else 'number'}"

@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +21,7 @@ from ringserve.services.cli.command import check_text, command, one_of
 from ringserve.services.cli.options import TargetOptions, read_text
 from ringserve.services.offline.terminal import console, print_table, simple_table
 from ringserve.services.offline.units import format_seconds
-from ringserve.services.rpc.answer import answer_dict, answers_dict, plan_line
+from ringserve.services.rpc.answer import answer_dict, answers_dict
 from ringserve.workers.protocol.prefill_steps import Algorithm
 
 UINT32 = 2**32 - 1
@@ -251,13 +252,41 @@ def _bias(item: str) -> tuple[int, float]:
 
 
 def show_plan(answer: Answer) -> None:
-    """Print the plan in a line, and a table of the compared prefill rings, on standard error."""
-    line = plan_line(answer)
-    if sys.stderr.isatty():
-        line = textwrap.fill(line, shutil.get_terminal_size().columns, break_on_hyphens=False)
-    print(line, file=sys.stderr, flush=True)
+    """Print how an answer was computed, and the compared prefill rings, as tables on standard error."""
+    rows = list(_plan_rows(answer))
+    indent = 2 + max(len(name) for name, _ in rows)
+    for name, value in rows:
+        line = f"{name:{indent}}{value}"
+        if sys.stderr.isatty():
+            columns = shutil.get_terminal_size().columns
+            line = textwrap.fill(line, columns, subsequent_indent=" " * indent, break_on_hyphens=False)
+        print(line, file=sys.stderr, flush=True)
     if answer.plan.ring_alternatives:
         print_table(console(stderr=True), ring_table(answer.plan), num_keys=2)
+
+
+def _plan_rows(answer: Answer) -> Iterator[tuple[str, str]]:
+    """Yield the figures of a finished turn with their names, and its reason and losses if there are any."""
+    plan = answer.plan
+    predicted = format_seconds(plan.predicted_prefill_seconds)
+    keys = f", with {plan.sparse.keep:g} of other ranks' keys" if plan.sparse else ""
+    yield "algorithm", plan.algorithm + keys
+    answered = f"{answer.usage.completion_tokens} answered ({answer.finish_reason})"
+    yield "tokens", f"{plan.new_tokens} new, {plan.cached_tokens} cached, {answered}"
+    yield "rings", f"{plan.prefill_ring} -> {plan.decode_ring}"
+    yield "TTFT", format_seconds(answer.ttft_seconds)
+    yield "prefill", f"{format_seconds(plan.prefill_seconds)}, predicted {predicted}"
+    yield "TTIT", format_seconds(answer.ttit_seconds)
+    others = (f"{each.algorithm} {format_seconds(each.predicted_prefill_seconds)}" for each in plan.alternatives)
+    if ways := ", ".join(others):
+        yield "predicted", ways
+    if plan.reason:
+        yield "why", plan.reason
+    for name in dict.fromkeys(each.fallback for each in plan.chunks if each.fallback):
+        yield "layout", f"{name} for lack of room"
+    for each in plan.failovers:
+        place = f"{each.prefill_ring} -> {each.decode_ring} after {format_seconds(each.lost_seconds)}"
+        yield f"lost {each.role}", f"after {each.after_tokens} tokens ({each.cause}), went on at {place}"
 
 
 def ring_table(plan: Plan) -> Table:

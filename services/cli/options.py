@@ -7,16 +7,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
 from ringserve.client import Client, RetryPolicy, TlsFiles
 from ringserve.cp_core.errors import ConfigError, InvalidRequest, NotFound
 from ringserve.services.cluster.state import require_ready
-from ringserve.services.config import Config, LogConfig, load_config
 
-MAX_DRAIN_SECONDS = 86_400.0
+# The configuration is imported by those who load it: it takes half of the time in which a command shows its help.
+if TYPE_CHECKING:
+    from ringserve.services.config import Config
+
+MAX_DRAIN_SECONDS = 86_400
 TOKEN_VARIABLE = "RINGSERVE_TOKEN"
 """Environment variable with the bearer token of commands that call a gateway."""
 AT_ONCE = RetryPolicy(max_attempts=1, connect_seconds=0.0)
@@ -43,6 +46,8 @@ class ConfigOptions:
 
     def load(self) -> Config:
         """Load the configuration. Raises ConfigError."""
+        from ringserve.services.config import load_config
+
         overrides: dict[str, str] = {}
         for item in self.overrides:
             key, equals, value = item.partition("=")
@@ -104,6 +109,8 @@ class ServingOptions:
             return
         if self.gateway.target:
             raise ConfigError("--target: a cluster that --start starts has its own")
+        from ringserve.services.config import LogConfig
+
         config = self.config.load()
         # Free ports avoid clashes with other clusters; info lines would break the progress bar.
         gateway = replace(config.gateway, listen="127.0.0.1:0", metrics="", http="")

@@ -1,4 +1,4 @@
-"""Finished turns as JSON and as lines of text, for the command line; messages of the contract as JSON."""
+"""Finished turns as JSON, for the command line; messages of the contract as JSON."""
 
 from __future__ import annotations
 
@@ -75,24 +75,3 @@ def logprobs_dict(logprobs: TokenLogprobs) -> dict[str, Any]:
         "rank": logprobs.rank,
         "top": [list(pair) for pair in zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)],
     }
-
-
-def plan_line(answer: Answer) -> str:
-    """Return the plan in one line, for people."""
-    plan = answer.plan
-    losses = "".join(
-        f"; lost its {each.role} after {each.after_tokens} tokens ({each.cause}) and went on at {each.prefill_ring} -> "
-        f"{each.decode_ring} after {each.lost_seconds:.2f} s"
-        for each in plan.failovers
-    )
-    layouts = "".join(
-        f"; {name} for lack of room" for name in dict.fromkeys(each.fallback for each in plan.chunks if each.fallback)
-    )
-    sparse = f", sparse {plan.sparse.keep:g}" if plan.sparse else ""
-    measured = f"prefill {plan.prefill_seconds:.3f} s (predicted {plan.predicted_prefill_seconds:.3f})"
-    return (
-        f"{plan.algorithm}{sparse}: T={plan.new_tokens} P={plan.cached_tokens} on {plan.prefill_ring} -> "
-        f"{plan.decode_ring}, "
-        f"TTFT {answer.ttft_seconds:.3f} s, {measured}, TTIT {1000 * answer.ttit_seconds:.1f} ms, "
-        f"{answer.usage.completion_tokens} tokens ({answer.finish_reason}); {plan.reason}{layouts}{losses}"
-    )

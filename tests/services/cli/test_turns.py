@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import sys
+
 import pytest
 
-from ringserve.client import Answer, Plan, RingInfo, ServerInfo
-from ringserve.client.results import MAPPER, RingAlternative
+from ringserve.client import Answer, Plan, RingInfo, ServerInfo, Usage
+from ringserve.client.results import MAPPER, Alternative, Chunk, Failover, RingAlternative, SparsePlan
 from ringserve.services.cli.generate import show_plan
 from ringserve.services.cli.status import pool_sizes
 from ringserve.v1 import inference_pb2
@@ -36,7 +39,7 @@ def test_rings_that_were_compared_are_shown_with_their_sizes_the_quickest_first(
     show_plan(complete(("prefill-wide-0", 4, 2, 1.5), ("prefill-0", 1, 1, 0.25)))
     shown = capsys.readouterr()
     assert shown.out == ""
-    lines = [line.split() for line in shown.err.splitlines()[1:]]
+    lines = [line.split() for line in shown.err.splitlines() if not line.startswith("rings ")]
     own, other = (next(line for line in lines if name in line) for name in ("prefill-0", "prefill-wide-0"))
     assert own == ["*", "prefill-0", "1", "1", *["261", "ms", "250", "ms", "2", "ms", "5", "ms", "1", "ms", "3", "ms"]]
     assert other == ["prefill-wide-0", "4", "2", *["1.51", "s", "1.5", "s", "2", "ms", "5", "ms", "1", "ms", "3", "ms"]]
@@ -52,9 +55,42 @@ def test_a_client_in_python_gets_them_typed() -> None:
     assert (ring.handoff_seconds, ring.stall_seconds) == (0.001, 0.003)
 
 
-def test_where_no_rings_were_compared_the_plan_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    show_plan(complete())
-    assert len(capsys.readouterr().err.splitlines()) == 1
+def test_a_plan_is_a_small_table_of_its_fields(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    lost = Failover(role="decode", cause="killed", after_tokens=5, prefill_ring="p", decode_ring="e", lost_seconds=1.5)
+    plan = Plan(
+        algorithm="pass_q",
+        new_tokens=3,
+        cached_tokens=7,
+        prefill_ring="p",
+        decode_ring="d",
+        prefill_seconds=0.2,
+        predicted_prefill_seconds=0.1,
+        alternatives=(Alternative(algorithm="pass_kv", predicted_prefill_seconds=0.3),),
+        reason="because " * 12,
+        chunks=tuple(Chunk(algorithm="chain", fallback=name) for name in ("level_cuts", "", "level_cuts")),
+        failovers=(lost,),
+        sparse=SparsePlan(keep=0.25),
+    )
+    usage = Usage(prompt_tokens=10, cached_tokens=7, completion_tokens=2)
+    show_plan(Answer(plan=plan, usage=usage, ttft_seconds=0.25, ttit_seconds=0.0125, finish_reason="length"))
+    lines = capsys.readouterr().err.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [re.sub(r" {2,}", "|", line.rstrip()) for line in lines if not line.startswith(" ")] == [
+        "algorithm|pass_q, with 0.25 of other ranks' keys",
+        "tokens|3 new, 7 cached, 2 answered (length)",
+        "rings|p -> d",
+        "TTFT|250 ms",
+        "prefill|200 ms, predicted 100 ms",
+        "TTIT|12.5 ms",
+        "predicted|pass_kv 300 ms",
+        "why|" + " ".join(["because"] * 8),
+        "layout|level_cuts for lack of room",
+        "lost decode|after 5 tokens (killed), went on at p -> e after 1.5 s",
+    ]
 
 
 def test_pools_are_counted_by_role_and_size() -> None:

@@ -6,8 +6,8 @@ import json
 from dataclasses import replace
 
 from ringserve.client import Answer, Plan, TokenLogprobs, Usage
-from ringserve.client.results import MAPPER, Alternative, CachedSource, Chunk, Failover
-from ringserve.services.rpc.answer import answer_dict, answers_dict, message_dict, plan_line
+from ringserve.client.results import MAPPER, Alternative, CachedSource
+from ringserve.services.rpc.answer import answer_dict, answers_dict, message_dict
 from ringserve.v1 import inference_pb2
 
 
@@ -55,29 +55,6 @@ def test_a_plan_has_every_field_and_numbers_stay_numbers() -> None:
         if field.type not in (field.TYPE_STRING, field.TYPE_ENUM) and field.message_type is None:
             assert isinstance(plan[field.name], int | float), field.name
     assert (plan["algorithm"], plan["prompt_mode"]) == ("pass_q", "")
-
-
-def test_a_plan_fits_in_one_line() -> None:
-    assert plan_line(complete()) == (
-        "pass_q: T=3 P=7 on p -> d, TTFT 0.250 s, prefill 0.000 s (predicted 0.000), TTIT 12.5 ms, "
-        "2 tokens (length); because"
-    )
-
-
-def test_the_line_of_a_plan_says_which_rings_were_lost() -> None:
-    failover = Failover(
-        role="decode", cause="killed", after_tokens=5, prefill_ring="p", decode_ring="e", lost_seconds=1.5
-    )
-    failed_over = replace(complete().plan, failovers=(failover,))
-    assert plan_line(replace(complete(), plan=failed_over)) == (
-        f"{plan_line(complete())}; lost its decode after 5 tokens (killed) and went on at p -> e after 1.50 s"
-    )
-
-
-def test_the_line_of_a_plan_says_which_layouts_had_no_room() -> None:
-    chunks = tuple(Chunk(algorithm="chain", fallback=name) for name in ("level_cuts", "", "level_cuts"))
-    level = replace(complete().plan, chunks=chunks)
-    assert plan_line(replace(complete(), plan=level)) == f"{plan_line(complete())}; level_cuts for lack of room"
 
 
 def test_several_answers_are_numbered() -> None:
