@@ -24,7 +24,6 @@ TORCH_FREE = (
     "ringserve.cp_core.cost.selector",
     "ringserve.cp_core.cost.model",
     "ringserve.cp_core.cost.fit",
-    "ringserve.cp_core.cost.fit_selector",
     "ringserve.cp_core.cost.prefill",
     "ringserve.cp_core.cost.decode",
     "ringserve.workers.protocol.decode_commands",

@@ -23,12 +23,21 @@ from bench.papers.published import (
     table_8,
     token_times,
 )
+from bench.papers.selectors import (
+    Comparison,
+    EmpiricalFit,
+    algorithm_1,
+    algorithm_5,
+    comparisons,
+    empirical,
+    fit_compute_per_byte,
+    fit_empirical,
+)
 from ringserve.cp_core.cost.fit import StepPart, fit_prefill, predicted_prefill, predicted_step
-from ringserve.cp_core.cost.fit_selector import Comparison, fit_compute_per_byte, fit_empirical
 from ringserve.cp_core.cost.model import PASS_KV, PASS_Q
 from ringserve.cp_core.cost.prefill import predict_turn
 from ringserve.cp_core.cost.profile import HardwareProfile, read_profile
-from ringserve.cp_core.cost.selector import EmpiricalFit, Turn, algorithm_1, algorithm_5, empirical, least
+from ringserve.cp_core.cost.selector import Turn, least
 
 NOMINAL_FLOPS, NOMINAL_LINK = 800e12, 50e9
 # Rates that follow from the columns of table 5.
@@ -49,22 +58,9 @@ class SelectorScore:
     worst_loss: float
 
 
-def comparisons() -> list[Comparison]:
-    """Return the turns of table 4 with their times by both algorithms."""
-    rows = table_4()
-    return [
-        Comparison(
-            turn=Turn(new_tokens=kv.sample.new_tokens, cached_tokens=kv.sample.cached_tokens, num_ranks=TABLE_4_RANKS),
-            pass_kv_seconds=kv.sample.seconds,
-            pass_q_seconds=q.sample.seconds,
-        )
-        for kv, q in zip(rows[::2], rows[1::2], strict=True)
-    ]
-
-
 def score_selectors(profile: HardwareProfile) -> tuple[SelectorScore, ...]:
     """Score the selectors by nominal rates, by those of table 5, as printed, and calibrated on these turns."""
-    turns, whole = comparisons(), published_model().shape
+    turns, whole = comparisons([row.sample for row in table_4()]), published_model().shape
     first, fifth = (fit_compute_per_byte(rule, whole, turns) for rule in (algorithm_1, algorithm_5))
     fit = fit_empirical(turns)
     decimal = EmpiricalFit(alpha=PRINTED.alpha / math.log(10), beta=PRINTED.beta / math.log(10), gamma=PRINTED.gamma)

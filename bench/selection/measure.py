@@ -21,6 +21,7 @@ from statistics import median
 from typing import IO
 
 from bench.namespaces import isolation
+from bench.papers.selectors import comparisons, fit_empirical
 from bench.rings.model_rank import even_cuts
 from bench.rings.ring_processes import RingProcesses
 from bench.rings.rounds import Contender, Series, alternate
@@ -160,6 +161,8 @@ def _measure_ring(
     forms = {cell: _form(info.shape, before, size, cell) for cell in settings.fit_cells}
     fit_series = _alternate(ring, size, settings.fit_cells, CALIBRATED_ALGORITHMS, settings.rounds, tell_fit, forms)
     calibration: Calibration = calibrate(info.shape, before, _measurements(where, size, fit_series), ())
+    compared = comparisons([row.measurement.sample for row in calibration.rows])
+    fit = fit_empirical(compared) if len(compared) > 1 else None
     forms = {cell: _form(info.shape, calibration.profile, size, cell) for cell in settings.cells}
     series = _alternate(ring, size, settings.cells, RING_ALGORITHMS, settings.rounds, tell_judged, forms)
     cells = tuple(
@@ -170,6 +173,7 @@ def _measure_ring(
             size,
             cell,
             {name.value: series[cell, name].seconds for name in RING_ALGORITHMS},
+            fit,
         )
         for cell in settings.cells
     )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from bench.papers.selectors import EmpiricalFit, algorithm_1, algorithm_5, empirical
 from bench.selection.links import LinkRate
 from ringserve.cp_core.cost.model import PASS_KV, PREFILL_ALGORITHMS, ModelShape, StepPredictor
 from ringserve.cp_core.cost.profile import HardwareProfile
@@ -135,16 +136,27 @@ def judge(
     num_ranks: int,
     cell: Cell,
     seconds: Mapping[str, Sequence[float]],
+    fit: EmpiricalFit | None = None,
 ) -> JudgedCell:
-    """Judge a cell: the choices of all policies by the fitted profile, and of `auto` by the one `before` the fit."""
+    """Judge a cell: the choices of all policies by the fitted profile, and of `auto` by the one `before` the fit.
+
+    Beside the service's own policies, the paper's algorithms 1 and 5 and, by its `fit`, its empirical rule choose.
+    """
     turn = Turn(new_tokens=cell.new_tokens, cached_tokens=cell.cached_tokens, num_ranks=num_ranks)
     rates, own = (each.prefill.rates(num_ranks, is_cached=cell.cached_tokens > 0) for each in (fitted, before))
-    chosen = {name: select(name, turn, model, rates, fitted.empirical).algorithm for name in POLICIES}
+    compute, link = rates.ring.attention_flops, rates.ring.link_bytes_per_second
+    chosen = {
+        OWN_RATES: select("auto", turn, model, own),
+        "alg1": algorithm_1(turn, model, compute, link),
+        "alg5": algorithm_5(turn, model, compute, link),
+        **({} if fit is None else {"empirical": empirical(turn, fit)}),
+        **{name: select(name, turn, model, rates) for name in POLICIES},
+    }
     return JudgedCell(
         cell=cell,
         seconds={name: tuple(each) for name, each in seconds.items()},
         predicted=StepPredictor(model, rates, num_ranks).seconds(cell.new_tokens, cell.cached_tokens),
-        chosen=chosen | {OWN_RATES: select("auto", turn, model, own).algorithm},
+        chosen={name: selection.algorithm for name, selection in chosen.items()},
     )
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ringserve.cp_core.cost.model import PrefillRates
-from ringserve.cp_core.cost.selector import EmpiricalFit
 from ringserve.cp_core.errors import ConfigError
 from ringserve.views import RingRates
 
@@ -96,8 +95,7 @@ class HardwareProfile:
     """Constants of one kind of hardware; `source` says where they come from.
 
     `kv_link_bytes_per_second` is the rate at which one process sends migrating KV beside its ring's messages.
-    Tensor parallel sums reach `processes_per_host` without the links. `empirical` is the selector that was fitted
-    beside a measured profile.
+    Tensor parallel sums reach `processes_per_host` without the links.
     """
 
     name: str
@@ -107,7 +105,6 @@ class HardwareProfile:
     kv_link_bytes_per_second: float
     prefill: PrefillConstants
     decode: DecodeConstants
-    empirical: EmpiricalFit | None = None
 
     def num_hosts(self, tp: int) -> int:
         """Return the hosts over which `tp` tensor parallel processes spread."""
@@ -153,8 +150,6 @@ def parse_profile(text: str, where: str) -> HardwareProfile:
         "prefill": _section(PrefillConstants, content.get("prefill"), where, "prefill."),
         "decode": _section(DecodeConstants, content.get("decode"), where, "decode."),
     }
-    if content.get("empirical") is not None:
-        sections["empirical"] = _section(EmpiricalFit, content["empirical"], where, "empirical.")
     return _section(HardwareProfile, content | sections, where, "")
 
 

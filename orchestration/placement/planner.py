@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ringserve.cp_core.cost.profile import HardwareProfile
-from ringserve.cp_core.cost.selector import EmpiricalFit, Selection, Turn, duration, faster, least, select
+from ringserve.cp_core.cost.selector import Selection, Turn, duration, faster, forced, least
 from ringserve.cp_core.cost.work import StepLimits, WorkModel, cut
 from ringserve.cp_core.layout.shards import TokenRange
 from ringserve.cp_core.layout.sparsity import Sparsity
@@ -102,13 +102,11 @@ WORTH_TELLING = 0.05
 class PlannerSettings:
     """Settings of the planner. `missing_kv` is one of `cached_kv.MISSING_KV`.
 
-    `profile` predicts for every ring; without one, the rates that each ring measured at its start do. `fit` holds the
-    constants of the empirical selector, which has no defaults: they belong to one cluster.
+    `profile` predicts for every ring; without one, the rates that each ring measured at its start do.
     """
 
     selector: str = "auto"
     profile: HardwareProfile | None = None
-    fit: EmpiricalFit | None = None
     missing_kv: str = AUTO
 
 
@@ -246,8 +244,8 @@ class Planner:
 
     @property
     def may_choose_direct(self) -> bool:
-        """True if the decode ring may compute a turn that asks for no algorithm: not where an algorithm is forced."""
-        return self.selector not in RING_ALGORITHMS
+        """True if the decode ring may compute a turn that asks for no algorithm: not if the selector forces one."""
+        return self.selector == "auto"
 
     def predict_direct(self, num_tokens: int, retained_on_decode: int, decode: RingRegistration) -> float:
         """Return the seconds in which a decode ring computes the end of a prompt whose beginning it retains."""
@@ -353,11 +351,10 @@ class Planner:
     ) -> Selection:
         if asked is not None:
             return Selection(asked, f"Forced: {asked} was asked for with the turn")
+        if self.selector != "auto":
+            return forced(self.selector)
         turn = Turn(new_tokens=len(tokens), cached_tokens=tokens.start, num_ranks=ring.num_ranks)
-        if self.selector == "auto":
-            return faster(turn, seconds.of)
-        rates = self._costs.rates(ring, is_cached=tokens.start > 0)
-        return select(self.selector, turn, self._costs.shape(ring), rates, self._settings.fit)
+        return faster(turn, seconds.of)
 
     def _cut(self, ring: RingRegistration, tokens: TokenRange) -> list[TokenRange]:
         limits = StepLimits.of(

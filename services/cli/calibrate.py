@@ -82,7 +82,7 @@ class CalibrateOptions:
     "ringserve calibrate --sparse --set model.path=builtin:smollm2 --tokens 500,1k,2k --write losses.json",
     "ringserve up --set model.path=builtin:smollm2 --set router.sparse_losses=losses.json",
     description="""Runs a grid of prefills by pass-KV, pass-Q and chain, and fits to them the rates that the rings
-measured of themselves: rates, links, overheads, what a chain alone has, and the empirical selector. Serve nothing else
+measured of themselves: rates, links, overheads, and what a chain alone has. Serve nothing else
 meanwhile.
 
 With --sparse it serves nothing: it measures in this process how far answers of sparse prefills are from exact ones, by

@@ -9,9 +9,8 @@ from typing import Annotated
 from typer import Option
 
 from ringserve.cp_core.cost.profile import read_profile
-from ringserve.cp_core.cost.selector import POLICIES, EmpiricalFit
+from ringserve.cp_core.cost.selector import POLICIES
 from ringserve.cp_core.cost.sparse import read_losses
-from ringserve.cp_core.errors import ConfigError
 from ringserve.services.cli.command import command, one_of
 from ringserve.services.cli.options import JsonFlag
 from ringserve.services.offline.planning.explanation import Explanation, RingComparison, compare_rings, explain_turn
@@ -28,8 +27,6 @@ from ringserve.services.offline.planning.sizing import RingShape, require_tp
 from ringserve.services.offline.terminal import console, print_lines, print_table
 from ringserve.services.offline.units import parse_sizes, parse_tokens
 
-NUM_CONSTANTS = 3
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExplainOptions:
@@ -45,9 +42,6 @@ class ExplainOptions:
     decode_tp: Annotated[int, Option(min=1, metavar="N", help="processes of a rank there")] = 1
     missing: Annotated[str, Option(metavar="TOKENS", help="cached tokens that only the decode ring retains")] = "0"
     selector: Annotated[str, one_of(POLICIES, help="selection policy")] = "auto"
-    fit: Annotated[
-        str, Option(metavar="ALPHA,BETA,GAMMA", help="constants of the empirical selector, e.g. -1,1,12")
-    ] = ""
     sparse_losses: Annotated[
         Path | None, Option(metavar="FILE", help="tell approximate ways too, by what calibrate --sparse wrote")
     ] = None
@@ -80,7 +74,6 @@ def explain(options: ExplainOptions) -> int:
             cached_tokens=_tokens_or_none("--cached", options.cached),
             decode=decode,
             missing_tokens=_tokens_or_none("--missing", options.missing),
-            fit=None if not options.fit else _fit(options.fit),
             losses=losses,
         )
         for tp in widths
@@ -111,13 +104,3 @@ def _show_several(comparison: RingComparison, *, as_json: bool) -> None:
 
 def _tokens_or_none(key: str, text: str) -> int:
     return 0 if text == "0" else parse_tokens(key, text)
-
-
-def _fit(text: str) -> EmpiricalFit:
-    try:
-        values = [float(item) for item in text.split(",")]
-    except ValueError:
-        values = []
-    if len(values) != NUM_CONSTANTS:
-        raise ConfigError(f"--fit: {text!r} is not three numbers; allowed are values like -1.059,1.145,12.68")
-    return EmpiricalFit(alpha=values[0], beta=values[1], gamma=values[2])

@@ -27,7 +27,6 @@ from ringserve.orchestration.router.router import Router, RouterSettings
 from ringserve.services.auth.tls import peer_server
 from ringserve.services.cluster.garbage import FrozenSurvivors
 from ringserve.services.config import Config
-from ringserve.services.config.files import empirical_fit
 from ringserve.services.config.rings import Pool
 from ringserve.services.rpc.health import HealthWatch
 from ringserve.services.rpc.peers import GrpcPeers
@@ -90,7 +89,6 @@ class RunningRouter:
             PlannerSettings(
                 selector=router.selector,
                 profile=host.profile,
-                fit=empirical_fit(router, host.profile),
                 missing_kv=router.missing_kv,
             ),
         )

@@ -81,8 +81,6 @@ def check(config: Config) -> None:
     _within("router.max_waiting_turns", config.router.max_waiting_turns, 1, 100_000)
     _within("router.max_conversations", config.router.max_conversations, 1, 1 << 24)
     router = config.router
-    if router.selector == "empirical" and not router.profile:
-        raise ConfigError("router.selector: 'empirical' needs router.profile, with constants fitted on this cluster")
     _within("router.max_loss", router.max_loss, 0.0, 1e6)
     _within("router.max_ttft", router.max_ttft, 0.0, 86_400)
     if router.max_loss and router.max_ttft:

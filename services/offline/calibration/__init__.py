@@ -1,1 +1,1 @@
-"""Calibration of serving rings: real prefills, and the hardware profile and empirical selector fitted to them."""
+"""Calibration of serving rings: real prefills, and the hardware profile fitted to them."""

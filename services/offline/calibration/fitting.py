@@ -18,11 +18,10 @@ from ringserve.cp_core.cost.fit import (
     predicted_step,
     with_chain_cuts,
 )
-from ringserve.cp_core.cost.fit_selector import Comparison, fit_empirical
 from ringserve.cp_core.cost.memory import WeightBytes, weight_bytes
 from ringserve.cp_core.cost.model import CHAIN, PASS_KV, PASS_Q, ModelShape
 from ringserve.cp_core.cost.profile import DecodeConstants, HardwareProfile, PrefillConstants
-from ringserve.cp_core.cost.selector import EmpiricalFit, Turn, empirical, least
+from ringserve.cp_core.cost.selector import least
 from ringserve.cp_core.errors import ConfigError, Unavailable
 from ringserve.services.offline.calibration.measurement import Cell, Measurement
 from ringserve.services.offline.reports import paired_ratio
@@ -204,11 +203,8 @@ def calibrate(
         )
         for place, each in enumerate(measurements)
     )
-    cells = _cells(rows)
-    # One cell cannot fix a selector.
-    selector = fit_empirical([_comparison(cell) for cell in cells]) if len(cells) > 1 else None
     weights = weight_bytes(model)
-    profile = _with_decode(model, weights, replace(fitted, empirical=selector), steps)
+    profile = _with_decode(model, weights, fitted, steps)
     return Calibration(
         profile=profile,
         rows=rows,
@@ -218,7 +214,7 @@ def calibrate(
             if held_out is None
             else _errors([(seconds, each) for seconds, each in zip(held_out, measurements, strict=True)])
         ),
-        losses=_losses(cells, selector),
+        losses=_losses(_cells(rows)),
         steps=tuple((each, predicted_step(model, weights, profile, each)) for each in steps),
     )
 
@@ -301,7 +297,7 @@ def _cells(rows: Sequence[Row]) -> list[_Cell]:
     return [cell for cell in by_place.values() if len(cell) > 1]
 
 
-def _losses(cells: Sequence[_Cell], selector: EmpiricalFit | None) -> tuple[tuple[str, float], ...]:
+def _losses(cells: Sequence[_Cell]) -> tuple[tuple[str, float], ...]:
     if not cells:
         return ()
 
@@ -317,8 +313,6 @@ def _losses(cells: Sequence[_Cell], selector: EmpiricalFit | None) -> tuple[tupl
             chosen[f"always {name}"] = [name] * len(cells)
     if all(row.held_out is not None for cell in cells for row in cell.values()):
         chosen["auto, calibrated on other cells"] = auto(lambda row: row.held_out or 0.0)
-    if selector is not None:
-        chosen["empirical, fitted"] = [empirical(_comparison(cell).turn, selector).algorithm for cell in cells]
     best = sum(min(row.measurement.sample.seconds for row in cell.values()) for cell in cells)
 
     def loss(names: Sequence[str]) -> float:
@@ -331,15 +325,6 @@ def _losses(cells: Sequence[_Cell], selector: EmpiricalFit | None) -> tuple[tupl
 def _num_tokens(cell: _Cell) -> int:
     sample = cell[PASS_KV].measurement.sample
     return sample.new_tokens + sample.cached_tokens
-
-
-def _comparison(cell: _Cell) -> Comparison:
-    sample = cell[PASS_KV].measurement.sample
-    return Comparison(
-        turn=Turn(new_tokens=sample.new_tokens, cached_tokens=sample.cached_tokens, num_ranks=sample.cp),
-        pass_kv_seconds=sample.seconds,
-        pass_q_seconds=cell[PASS_Q].measurement.sample.seconds,
-    )
 
 
 def _errors(predictions: Sequence[tuple[float, Measurement]]) -> Errors:

@@ -47,8 +47,6 @@ def closing_lines(calibration: Calibration) -> list[str]:
     lines += [
         f"time beyond the fastest algorithm of every cell, {name}: {loss:.1%}" for name, loss in calibration.losses
     ]
-    if (fit := calibration.profile.empirical) is not None:
-        lines.append(f"empirical selector: alpha {fit.alpha:.4g}, beta {fit.beta:.4g}, gamma {fit.gamma:.4g}")
     constants = calibration.profile.prefill
     if constants.chain_overlap is not None:
         lines.append(

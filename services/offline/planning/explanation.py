@@ -9,7 +9,7 @@ from ringserve.cp_core.cost.decode import StepCost, fastest_step
 from ringserve.cp_core.cost.model import PASS_KV, PASS_Q, PREFILL_ALGORITHMS, PrefillCost
 from ringserve.cp_core.cost.prefill import predict_migration, predict_turn
 from ringserve.cp_core.cost.profile import HardwareProfile
-from ringserve.cp_core.cost.selector import POLICIES, EmpiricalFit, Selection, Turn, select
+from ringserve.cp_core.cost.selector import POLICIES, Selection, Turn, fastest, select
 from ringserve.cp_core.cost.sparse import SparseLosses, sparse_seconds
 from ringserve.cp_core.errors import ConfigError
 from ringserve.orchestration.placement.placer import TIE
@@ -110,8 +110,8 @@ class Explanation:
     """Choice for one turn with all alternatives.
 
     `chosen` is the selection of a prefill ring; it is not used where `direct` is sooner and no algorithm is forced.
-    `selections` are those of the other policies, by name. `step` is the decode step that follows. `sparse` are the
-    approximate ways, the least loss first.
+    `unforced` is what `auto` would have chosen, if an algorithm is forced. `step` is the decode step that follows.
+    `sparse` are the approximate ways, the least loss first.
     """
 
     new_tokens: int
@@ -120,7 +120,7 @@ class Explanation:
     policy: str
     chosen: Selection
     alternatives: tuple[Alternative, ...]
-    selections: tuple[tuple[str, Selection], ...]
+    unforced: Selection | None
     step: StepCost
     direct: DirectPrefill | None = None
     sparse: tuple[SparseOption, ...] = ()
@@ -162,7 +162,6 @@ def explain_turn(
     policy: str,
     new_tokens: int,
     cached_tokens: int,
-    fit: EmpiricalFit | None = None,
     decode: RingShape | None = None,
     missing_tokens: int = 0,
     losses: SparseLosses | None = None,
@@ -171,15 +170,14 @@ def explain_turn(
 
     `decode` is the ring that retains all cached tokens; the prefill ring lacks `missing_tokens` of them. Raises
     InvalidRequest for a turn without new tokens, or one for which no `losses` were measured. Raises ConfigError for an
-    unknown policy, "empirical" without `fit`, or more missing tokens than cached ones.
+    unknown policy, or more missing tokens than cached ones.
     """
     turn = Turn(new_tokens=new_tokens, cached_tokens=cached_tokens, num_ranks=shape.cp)
     share = model.shape.share(shape.tp)
     rates = profile.prefill.rates(shape.cp, is_cached=cached_tokens > 0)
     if policy not in POLICIES:
         raise ConfigError(f"--selector: {policy!r} is unknown; allowed are {', '.join(POLICIES)}")
-    deciding = ("auto", "alg1", "alg5", *(() if fit is None else ("empirical",)))
-    chosen = select(policy, turn, share, rates, fit)
+    chosen = select(policy, turn, share, rates)
 
     def cost(cp: int, algorithm: str, new: int, cached: int) -> PrefillCost:
         return predict_turn(
@@ -201,7 +199,7 @@ def explain_turn(
             prefill_seconds=by_ring[chosen.algorithm].total_seconds,
         )
         others[DECODE_RING] = direct.cost
-    is_direct = direct is not None and direct.is_sooner and policy not in by_ring
+    is_direct = direct is not None and direct.is_sooner and policy == "auto"
     taken = DECODE_RING if is_direct else chosen.algorithm
     if cached_tokens:
         others["everything computed again, pass_kv"] = cost(shape.cp, PASS_KV, new_tokens + cached_tokens, 0)
@@ -216,7 +214,7 @@ def explain_turn(
         alternatives=tuple(
             Alternative(name=name, cost=each, is_chosen=name == taken) for name, each in (by_ring | others).items()
         ),
-        selections=tuple((name, select(name, turn, share, rates, fit)) for name in deciding if name != policy),
+        unforced=None if policy == "auto" else fastest(turn, share, rates),
         step=fastest_step(
             model.shape,
             model.weights,

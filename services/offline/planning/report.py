@@ -157,14 +157,15 @@ def explanation_table(explanation: Explanation) -> Table:
 
 
 def explanation_lines(explanation: Explanation) -> list[str]:
-    """Return the choice, its reason, and the selections of the other policies."""
+    """Return the choice, its reason, and what `auto` would have chosen instead of a forced algorithm."""
     step = explanation.step
     return [
         *([] if explanation.direct is None else [_direct_line(explanation.direct)]),
         f"{explanation.policy} takes {explanation.chosen.algorithm}: {_why(explanation.policy, explanation.chosen)}",
         *(
-            f"{name} would take {selection.algorithm}: {_why(name, selection)}"
-            for name, selection in explanation.selections
+            [f"auto would take {explanation.unforced.algorithm}: {_why('auto', explanation.unforced)}"]
+            if explanation.unforced is not None
+            else []
         ),
         *(
             f"{each.keep:g} of other ranks' keys would take {format_seconds(each.seconds)}, at a loss of "

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from bench.papers.selectors import EmpiricalFit
 from bench.selection.results import (
     OWN_RATES,
     JudgedCell,
@@ -16,7 +17,7 @@ from bench.selection.results import (
 )
 from ringserve.cp_core.cost.model import PASS_KV, PASS_Q, ModelShape, predict_prefill
 from ringserve.cp_core.cost.profile import read_profile
-from ringserve.cp_core.cost.selector import POLICIES, EmpiricalFit
+from ringserve.cp_core.cost.selector import POLICIES
 from ringserve.cp_core.errors import ConfigError
 from ringserve.services.offline.calibration.measurement import Cell
 
@@ -75,11 +76,11 @@ def test_judged_cells_differ_from_fitted_ones() -> None:
 def test_each_policy_chooses_by_the_fitted_profile_and_auto_also_by_the_rates_before() -> None:
     """Fit links that are slower than probed: `auto` turns from pass-KV to pass-Q."""
     gtt = read_profile("gtt")
-    gtt = replace(gtt, empirical=EmpiricalFit(alpha=0.0, beta=0.0, gamma=1.0))
+    fit = EmpiricalFit(alpha=0.0, beta=0.0, gamma=1.0)
     rates = replace(gtt.prefill, gemm_flops=1e9, attention_flops=1e9, link_latency_seconds=1e-6)
     fast, slow = (replace(gtt, prefill=replace(rates, link_bytes_per_second=link)) for link in (1e10, 1e3))
-    judged = judge(SHAPE, fast, slow, 2, Cell(cached_tokens=4096, new_tokens=16), {PASS_KV: [1.0], PASS_Q: [2.0]})
-    assert judged.chosen.keys() == {*POLICIES, OWN_RATES}
+    judged = judge(SHAPE, fast, slow, 2, Cell(cached_tokens=4096, new_tokens=16), {PASS_KV: [1.0], PASS_Q: [2.0]}, fit)
+    assert judged.chosen.keys() == {*POLICIES, "alg1", "alg5", "empirical", OWN_RATES}
     assert (judged.chosen["auto"], judged.chosen[OWN_RATES]) == (PASS_Q, PASS_KV)
     assert judged.chosen["empirical"] == PASS_KV, "its h is always above 0"
     assert (judged.chosen[PASS_KV], judged.chosen[PASS_Q]) == (PASS_KV, PASS_Q)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ringserve.cp_core.cost.profile import format_profile, parse_profile, read_profile, shipped_profiles
-from ringserve.cp_core.cost.selector import EmpiricalFit
 from ringserve.cp_core.errors import ConfigError
 from tests.cp_core.cost.hardware import ROUND
 
@@ -32,15 +30,6 @@ def test_a_profile_written_is_the_same_when_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "measured.json"
     path.write_text(format_profile(ROUND))
     assert read_profile(str(path)) == ROUND
-
-
-def test_a_selector_that_was_fitted_is_part_of_a_profile() -> None:
-    fitted = replace(ROUND, empirical=EmpiricalFit(alpha=-1.0, beta=0.0, gamma=12.5))
-    assert parse_profile(format_profile(fitted), "x") == fitted
-    lacking = json.loads(format_profile(fitted))
-    del lacking["empirical"]["beta"]
-    with pytest.raises(ConfigError, match=r"hardware profile x: empirical.beta is missing"):
-        parse_profile(json.dumps(lacking), "x")
 
 
 def test_overheads_of_a_ring_grow_with_its_ranks_and_with_cached_tokens() -> None:

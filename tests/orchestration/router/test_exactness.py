@@ -12,6 +12,7 @@ import pytest
 
 from ringserve.cp_core.cost.model import PREFILL_ALGORITHMS
 from ringserve.orchestration.protocol.plans import PromptMode
+from ringserve.workers.rank.thread_ranks import RATES
 from tests.orchestration.conftest import KINDS
 from tests.orchestration.service import BLOCK_TOKENS, Service
 from tests.workers.models import Oracle, random_tokens
@@ -158,13 +159,13 @@ async def test_an_edited_history_reuses_only_what_agrees(
 async def test_the_chunks_of_a_long_prompt_choose_their_own_algorithm(
     model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
 ) -> None:
-    prompt = random_tokens(800)
-    async with Service(model_paths["llama_gqa"], 2, 2, chunk_tokens=32) as service:
-        service.select("alg1")
+    prompt, rates = random_tokens(800), replace(RATES, link_bytes_per_second=1e5)
+    async with Service(model_paths["llama_gqa"], 2, 2, chunk_tokens=32, selector="auto", rates=rates) as service:
         answer = await service.answer(service.request(prompt, max_tokens=MAX_TOKENS))
         planned = answer.begun.plan.chunks
-        # A first chunk caches nothing before it; for the last, nearly 800 cached tokens make Q the smaller message.
-        assert (planned[0].algorithm, planned[-1].algorithm) == ("pass_kv", "pass_q")
+        # A chain sends nothing back, and no cached KV lies before a first chunk; for the last, nearly 800 cached tokens
+        # make Q the smaller message.
+        assert (planned[0].algorithm, planned[-1].algorithm) == ("chain", "pass_q")
         # Alone on its ring, the prompt is computed as it was planned; the further in, the shorter the chunks.
         assert answer.report.chunks == tuple(replace(chunk, num_turns=1) for chunk in planned)
         lengths = [len(chunk.tokens) for chunk in planned]

@@ -106,8 +106,8 @@ def test_explain_shows_the_choice_its_reason_and_every_cost(capsys: pytest.Captu
     explained = printed(capsys, "explain", *MODEL, *turn)
     assert explained["chosen"]["algorithm"] == "pass_q"
     assert [each["name"] for each in explained["alternatives"] if each["is_chosen"]] == ["pass_q"]
-    assert main(["explain", *MODEL, *turn, "--selector", "empirical", "--fit=-1.059,1.145,12.68"]) == 0
-    assert "empirical takes pass_q: T=1280 P=126720 N=4" in capsys.readouterr().out
+    assert main(["explain", *MODEL, *turn, "--selector", "pass_kv"]) == 0
+    assert "auto would take pass_q: T=1280 P=126720 N=4" in capsys.readouterr().out
 
 
 def test_explain_compares_the_decode_ring_that_keeps_the_kv(capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,7 +182,6 @@ def test_a_plan_is_drawn_even_with_a_single_context(tmp_path: Path) -> None:
         (("plan", "--model", "llama3-405b", "--context", "8k"), "llama3-405b on cp 64 x tp 8 does not fit: a process"),
         (("explain", *MODEL, "--tokens", "0", "--ranks", "2"), "--tokens: '0' is no number of tokens"),
         (("explain", *MODEL, "--tokens", "1", "--ranks", "0"), "--ranks: '0' is no list of sizes"),
-        (("explain", *MODEL, "--tokens", "1", "--ranks", "2", "--fit", "1,2"), "--fit: '1,2' is not three numbers"),
         (("explain", *MODEL, "--tokens", "1", "--ranks", "2", "--tp", "3"), "--tp: 3 does not divide the 8 KV heads"),
     ],
 )

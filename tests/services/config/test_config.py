@@ -200,7 +200,7 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(key: str, value: object, k
         ("kv_transfer.carrier", "rdma", "auto, nixl, sockets"),
         ("decode.variant", "pass_kv", "auto, gather, pass_q, helix"),
         ("router.missing_kv", "fetch", "auto, pull, recompute"),
-        ("router.selector", "best", "auto, alg1, alg5, empirical, pass_kv, pass_q, gather_kv, chain, sp_ntp"),
+        ("router.selector", "best", "auto, pass_kv, pass_q, gather_kv, chain, sp_ntp"),
         ("metrics.also_as", "sglang", ", vllm"),
         ("http.unknown_fields", "drop", "refuse, ignore"),
     ],

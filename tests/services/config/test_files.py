@@ -1,52 +1,32 @@
-"""Files that the router's configuration names: its profile with the empirical selector's constants, and losses."""
+"""Files that the router's configuration names: its profile and losses."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ringserve.cp_core.cost.profile import format_profile, read_profile
-from ringserve.cp_core.cost.selector import EmpiricalFit
 from ringserve.cp_core.cost.sparse import MeasuredLoss, SparseLosses, format_losses
 from ringserve.cp_core.errors import ConfigError
 from ringserve.orchestration.protocol.plans import Bound
 from ringserve.services.config import RouterConfig, config_from
-from ringserve.services.config.files import empirical_fit, router_losses, router_profile
-
-FIT = EmpiricalFit(alpha=-1.0, beta=1.0, gamma=12.0)
-
-
-def written(path: Path, fit: EmpiricalFit | None) -> str:
-    path.write_text(format_profile(replace(read_profile("gtt"), empirical=fit)))
-    return str(path)
+from ringserve.services.config.files import router_losses, router_profile
 
 
 def test_without_one_rings_are_predicted_by_what_they_measured() -> None:
     assert router_profile(RouterConfig()) is None
-    assert empirical_fit(RouterConfig(), None) is None
 
 
-def test_a_file_is_read_with_the_selector_that_was_fitted(tmp_path: Path) -> None:
-    router = RouterConfig(profile=written(tmp_path / "measured.json", FIT), selector="empirical")
-    profile = router_profile(router)
-    assert profile is not None
-    assert empirical_fit(router, profile) == FIT
+def test_a_profile_is_read_from_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "measured.json"
+    path.write_text(format_profile(read_profile("gtt")))
+    assert router_profile(RouterConfig(profile=str(path))) == read_profile("gtt")
 
 
 def test_a_file_that_is_not_there_is_named_with_its_key() -> None:
     with pytest.raises(ConfigError, match=r"router.profile: hardware profile 'nowhere.json' is unknown"):
         router_profile(RouterConfig(profile="nowhere.json"))
-
-
-def test_the_empirical_selector_needs_constants_from_somewhere(tmp_path: Path) -> None:
-    path = written(tmp_path / "measured.json", None)
-    with pytest.raises(ConfigError, match=r"needs alpha, beta and gamma, and router.profile .* has none"):
-        router_profile(RouterConfig(profile=path, selector="empirical"))
-    with pytest.raises(ConfigError, match="with constants fitted on this cluster"):
-        config_from({"router": {"selector": "empirical"}})
-    assert config_from({"router": {"selector": "empirical", "profile": path}}).router.profile == path
 
 
 def test_losses_are_those_of_the_served_model(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from ringserve.cp_core.cost.model import PREFILL_ALGORITHMS
 from ringserve.cp_core.cost.profile import read_profile
-from ringserve.cp_core.cost.selector import EmpiricalFit
 from ringserve.cp_core.errors import ConfigError, InvalidRequest
 from ringserve.services.offline.planning.explanation import explain_turn
 from ringserve.services.offline.planning.models import planned_model
@@ -171,16 +170,16 @@ def test_an_explanation_names_what_is_chosen_and_what_everything_else_would_cost
     assert [each.name for each in explained.alternatives if each.is_chosen] == ["pass_q"]
     assert "everything computed again, pass_kv" in totals
     assert totals["everything computed again, pass_kv"] > 5 * totals["pass_q"]
-    assert [name for name, _ in explained.selections] == ["alg1", "alg5"]
+    assert explained.unforced is None
 
 
-def test_a_forced_algorithm_is_taken_and_others_say_what_they_would_have_done() -> None:
-    fit = EmpiricalFit(alpha=-1.059, beta=1.145, gamma=12.68)
+def test_a_forced_algorithm_is_taken_and_auto_says_what_it_would_have_done() -> None:
     explained = explain_turn(
-        MODEL, PROFILE, RingShape(cp=4, tp=8), policy="pass_kv", new_tokens=1280, cached_tokens=126_720, fit=fit
+        MODEL, PROFILE, RingShape(cp=4, tp=8), policy="pass_kv", new_tokens=1280, cached_tokens=126_720
     )
     assert explained.chosen.algorithm == "pass_kv"
-    assert {name: selection.algorithm for name, selection in explained.selections}["empirical"] == "pass_q"
+    assert explained.unforced is not None
+    assert explained.unforced.algorithm == "pass_q"
 
 
 def test_a_first_turn_on_one_rank_has_no_other_way_than_both_algorithms() -> None:
@@ -191,5 +190,5 @@ def test_a_first_turn_on_one_rank_has_no_other_way_than_both_algorithms() -> Non
 def test_a_turn_without_new_tokens_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="new_tokens is 0"):
         explain_turn(MODEL, PROFILE, RingShape(cp=4, tp=8), policy="auto", new_tokens=0, cached_tokens=5)
-    with pytest.raises(ConfigError, match="needs alpha, beta and gamma"):
+    with pytest.raises(ConfigError, match="--selector: 'empirical' is unknown; allowed are auto, pass_kv"):
         explain_turn(MODEL, PROFILE, RingShape(cp=4, tp=8), policy="empirical", new_tokens=5, cached_tokens=5)

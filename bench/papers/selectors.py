@@ -1,7 +1,8 @@
-"""Fits of selectors to prefills that were measured with both algorithms, pass-KV and pass-Q.
+"""Selectors between pass-KV and pass-Q that the paper proposes, and their fits to prefills measured with both.
 
-Two things are fitted: the constants of the empirical selector (arXiv 2411.01783, appendix D), and the ratio C / BW of
-Algorithms 1 and 5. Calibration, planning and the bench of selection use them; no serving process does.
+T new tokens, P cached ones, N ranks, H query heads, K key/value heads, e bytes per element, C compute in FLOP/s,
+BW link in byte/s. Sources: arXiv 2411.01783, equations 1 to 3, algorithms 1 and 5, appendix D. A served ring selects
+by the cost model instead (`cp_core/cost/selector.py`).
 """
 
 from __future__ import annotations
@@ -13,9 +14,67 @@ from itertools import groupby, pairwise
 
 import numpy as np
 
-from ringserve.cp_core.cost.model import PASS_KV, ModelShape
-from ringserve.cp_core.cost.selector import EmpiricalFit, Selection, Turn
+from ringserve.cp_core.cost.fit import PrefillSample
+from ringserve.cp_core.cost.model import PASS_KV, PASS_Q, ModelShape
+from ringserve.cp_core.cost.selector import Selection, Turn, alone, describe
 from ringserve.cp_core.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmpiricalFit:
+    """Constants of h = alpha ln T + beta ln(T / (T + P)) + gamma, fitted on the cluster that uses it.
+
+    The paper's printed constants (-1.059, 1.145, 12.112) do not reproduce its own table 4.
+    """
+
+    alpha: float
+    beta: float
+    gamma: float
+
+
+def algorithm_1(turn: Turn, model: ModelShape, compute_flops: float, link_bytes_per_second: float) -> Selection:
+    """Select pass-KV if its messages hide behind attention (equation 2) or KV is the smaller message (equation 1)."""
+    miss_rate = 2 * model.num_kv_heads / model.num_heads
+    return _by_threshold("Algorithm 1", turn, model, compute_flops, link_bytes_per_second, miss_rate)
+
+
+def algorithm_5(turn: Turn, model: ModelShape, compute_flops: float, link_bytes_per_second: float) -> Selection:
+    """Select as Algorithm 1 with the all-to-all of pass-Q counted: a lower miss rate suffices for pass-KV."""
+    scale = turn.num_ranks * compute_flops * model.attention_bytes
+    saved = 4 * turn.new_tokens * link_bytes_per_second / scale
+    miss_rate = 2 * model.num_kv_heads / model.num_heads - saved
+    return _by_threshold("Algorithm 5", turn, model, compute_flops, link_bytes_per_second, miss_rate)
+
+
+def empirical(turn: Turn, fit: EmpiricalFit) -> Selection:
+    """Select pass-KV where the fitted h is positive (appendix D)."""
+    if turn.num_ranks == 1:
+        return alone()
+    h = fit.alpha * math.log(turn.new_tokens) + fit.beta * math.log(turn.miss_rate) + fit.gamma
+    sign = "> 0" if h > 0.0 else "<= 0"
+    return Selection(PASS_KV if h > 0.0 else PASS_Q, f"Empirical: {describe(turn)}, h = {h:.4g} {sign}")
+
+
+def hiding_length(turn: Turn, model: ModelShape, compute_flops: float, link_bytes_per_second: float) -> float:
+    """Return the new tokens from which pass-KV messages hide behind attention: N C K e / (2 H BW), equation 2."""
+    scale = turn.num_ranks * compute_flops * model.num_kv_heads * model.attention_bytes
+    return scale / (2 * model.num_heads * link_bytes_per_second)
+
+
+def _by_threshold(
+    name: str, turn: Turn, model: ModelShape, compute_flops: float, link_bytes_per_second: float, miss_rate: float
+) -> Selection:
+    if turn.num_ranks == 1:
+        return alone()
+    hidden_from = hiding_length(turn, model, compute_flops, link_bytes_per_second)
+    if turn.new_tokens >= hidden_from:
+        why = f"T >= {hidden_from:.0f}, so KV messages hide behind attention"
+        return Selection(PASS_KV, f"{name}: {describe(turn)}, {why}")
+    short = f"T < {hidden_from:.0f}, so KV messages would not hide"
+    if turn.miss_rate >= miss_rate:
+        return Selection(PASS_KV, f"{name}: {describe(turn)}, {short}, but miss rate >= {miss_rate:.4g}")
+    return Selection(PASS_Q, f"{name}: {describe(turn)}, {short}, and miss rate < {miss_rate:.4g}")
+
 
 MAX_ADVANTAGE = 0.1
 """Largest advantage that enters a fit: a larger one tells the better algorithm, but no reliable difference."""
@@ -35,6 +94,19 @@ class Comparison:
     def advantage(self) -> float:
         """Advantage of pass-KV: ln(seconds of pass-Q / seconds of pass-KV), above 0 where pass-KV was faster."""
         return math.log(self.pass_q_seconds / self.pass_kv_seconds)
+
+
+def comparisons(samples: Sequence[PrefillSample]) -> list[Comparison]:
+    """Return a comparison for each turn that both algorithms computed."""
+    seconds: dict[Turn, dict[str, float]] = {}
+    for each in samples:
+        turn = Turn(new_tokens=each.new_tokens, cached_tokens=each.cached_tokens, num_ranks=each.cp)
+        seconds.setdefault(turn, {})[each.algorithm] = each.seconds
+    return [
+        Comparison(turn=turn, pass_kv_seconds=by[PASS_KV], pass_q_seconds=by[PASS_Q])
+        for turn, by in seconds.items()
+        if PASS_KV in by and PASS_Q in by
+    ]
 
 
 def fit_empirical(comparisons: Sequence[Comparison]) -> EmpiricalFit:
