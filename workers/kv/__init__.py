@@ -1,4 +1,4 @@
-"""KV of one rank: its cache, and its transfer between rings from a `KvSender` to a `KvReceiver`.
+"""KV of one rank: its cache, and transfers between rings from a `KvSender` to a `KvReceiver`.
 
-`inprocess` has both for ranks that are threads of one process.
+`inprocess` has both for ranks that are threads.
 """

@@ -1,7 +1,7 @@
-"""Ends of incoming transfers: a rank tells its leader of each once, and the leader waits for those it wants.
+"""Ends of incoming transfers: a rank reports each end to its leader once, and the leader waits for the ends it wants.
 
-One call to a rank waits for all its transfers. A thread of the rank for each of them would be held from the reservation
-of a turn to its seal, and sends that the seal needs would find no thread.
+One call to a rank waits for all its transfers. A call per transfer would hold a thread of the rank from a turn's
+reservation to its seal, and leave no thread for the sends that the seal needs.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from ringserve.cp_core.errors import RingserveError, TransferError, Unavailable
 from ringserve.workers.protocol.transfers import KvEnd, KvEnds, TransferKey, TransferReport
 
 POLL_SECONDS = 10.0
-"""Longest wait of one call for an end."""
+"""Longest wait of one `poll` call."""
 
 
 class EndedTransfers:
-    """Ends that the rank's leader has not fetched yet, numbered from 0. Thread-safe.
+    """Transfer ends that the leader has not fetched yet, numbered from 0. Thread-safe.
 
-    Each transfer ends once, so there are at most as many as transfers have begun since the last call of `poll`.
+    Each transfer ends once, so there are at most as many ends as transfers begun since the last `poll`.
     """
 
     def __init__(self) -> None:
@@ -36,9 +36,9 @@ class EndedTransfers:
             self._changed.notify_all()
 
     def poll(self, after: int, timeout: float) -> KvEnds:
-        """Return the ends from number `after` on, and forget earlier ones; wait up to `timeout` seconds for one.
+        """Return the ends from number `after` on and forget earlier ends. Wait up to `timeout` seconds for one.
 
-        A call whose answer was lost may be repeated.
+        A call may be repeated if its answer was lost.
         """
         with self._changed:
             assert after >= self._first, f"ends from number {after} on are forgotten"
@@ -48,16 +48,16 @@ class EndedTransfers:
             return KvEnds(stop=self._first + len(self._ends), ends=tuple(self._ends))
 
     def close(self) -> None:
-        """Let waiting calls return. Idempotent."""
+        """Make waiting calls return. Idempotent."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
 
 class Arrivals:
-    """Transfers into one rank as its leader waits for them, each from `expect` to `wait` or `drop`.
+    """A leader's transfers into one rank, each from `expect` to `wait` or `drop`.
 
-    While one of them is under way, one call of `poll(after, seconds)` waits at the rank.
+    While any transfer is expected, one call of `poll(after, seconds)` waits at the rank.
     """
 
     def __init__(self, poll: Callable[[int, float], Awaitable[KvEnds]]) -> None:
@@ -67,22 +67,22 @@ class Arrivals:
         self._following: asyncio.Task[None] | None = None
 
     def expect(self, key: TransferKey) -> None:
-        """Note the end of a transfer from now on; called before the rank may take its first byte."""
+        """Watch for the end of a transfer. Call it before the rank accepts the first byte."""
         self._ends[key] = asyncio.get_running_loop().create_future()
         if self._following is None or self._following.done():
             self._following = asyncio.create_task(self._follow())
 
     def drop(self, key: TransferKey) -> None:
-        """Forget a transfer; who waits for it gets an error."""
+        """Forget a transfer. A pending `wait` for it raises TransferError."""
         end = self._ends.pop(key, None)
         if end is not None and not end.done():
             end.set_result(KvEnd(key=key, error=TransferError(f"{_name(key)} was dropped by its destination")))
 
     async def wait(self, key: TransferKey, timeout: float) -> TransferReport:
-        """Wait until every layer, head and token has arrived, at most `timeout` seconds, and forget the transfer.
+        """Wait up to `timeout` seconds until every layer, head and token has arrived, then forget the transfer.
 
-        Raises the error that aborted it, or TransferError where it is not expected or not complete in time; a transfer
-        that is not complete stays expected.
+        Raises the error that aborted the transfer, or TransferError if it is not expected or not complete in time. A
+        transfer that is not complete stays expected.
         """
         if key not in self._ends:
             raise TransferError(f"{_name(key)} is not expected here")
@@ -98,7 +98,7 @@ class Arrivals:
         return end.report
 
     def close(self, reason: str) -> None:
-        """End every wait: the rank is gone. Idempotent."""
+        """End every wait, because the rank is gone. Idempotent."""
         if self._following is not None:
             self._following.cancel()
         self._fail_all(Unavailable(reason))

@@ -1,9 +1,9 @@
-"""KV cache of one rank: per layer, K and V of fixed blocks, flat over slots.
+"""KV cache of one rank: K and V of fixed blocks for each layer, flat over slots.
 
 Shapes: S stored tokens (slots), T tokens written or read, K KV heads of this rank, D head dimension.
 
-The leader owns the block tables; the cache never allocates. A sequence's token with stored index j lies in slot
-blocks[j // block_tokens] * block_tokens + j % block_tokens of every layer.
+The leader owns the block tables. The cache never allocates blocks. In every layer, a sequence's token with stored index
+j is in slot blocks[j // block_tokens] * block_tokens + j % block_tokens.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ Slots = npt.NDArray[np.int64]
 
 ALL_HEADS = slice(None)
 
-# Runs of less K and V are attended as one copy: a call of a kernel costs as much as the copy of so many bytes.
+# Shorter runs are copied and attended together: a kernel call costs as much as copying this many bytes.
 COPIED_BYTES = 512 << 10
-# Most tokens of a copy, so that a processor's cache still has it when a kernel reads it.
+# Limit on tokens per copy, so that the copy is still in the processor's cache when a kernel reads it.
 MAX_COPIED_TOKENS = 1024
 
-# Most runs that are copied one by one; for more, an index of every token is cheaper.
+# Limit on runs copied one by one. For more runs, an index of every token is cheaper.
 MAX_COPIES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class SlotRun:
-    """Run of slots [start, stop): stored tokens that are adjacent in memory."""
+    """Slots [start, stop): stored tokens that are adjacent in memory."""
 
     start: int
     stop: int
@@ -44,7 +44,10 @@ class SlotRun:
 
 
 def runs(blocks: Sequence[int], num_tokens: int, block_tokens: int, *, first: int = 0) -> tuple[SlotRun, ...]:
-    """Return the slots of stored tokens [first, first + num_tokens) as maximal runs, in stored order."""
+    """Return the slots of stored tokens [first, first + num_tokens) as maximal runs, in stored order.
+
+    Example: blocks (3, 4, 9) of 16 tokens and 40 tokens give slots 48-79 and 144-151.
+    """
     if not num_tokens:
         return ()
     last = first + num_tokens - 1
@@ -73,7 +76,7 @@ def slots_of(blocks: Sequence[int], stored: Slots, block_tokens: int) -> Slots:
 
 
 def runs_of(slots: Slots) -> tuple[SlotRun, ...]:
-    """Join slots, in their order, to maximal runs."""
+    """Join slots, in order, to maximal runs."""
     if not len(slots):
         return ()
     first = np.append(0, np.flatnonzero(np.diff(slots) != 1) + 1)
@@ -84,11 +87,11 @@ def runs_of(slots: Slots) -> tuple[SlotRun, ...]:
 class KvCache:
     """K and V of `num_blocks` blocks for every layer, in `dtype` on `device`.
 
-    `head_start` is the model's index of this rank's first KV head (not 0 under tensor parallelism). Memory is untouched
-    until it is written, so a large cache costs only the memory in use. `poisoned` fills it with NaN instead, so that
-    tests catch a read of a slot that was never written.
+    `head_start` is the model-wide index of this rank's first KV head (0 without tensor parallelism). Memory is
+    untouched until it is written, so a large cache only costs the memory in use. `poisoned` fills it with NaN, so that
+    tests catch reads of slots that were never written.
 
-    Threads: callers never read a slot while another thread writes it; the leader's block tables ensure that.
+    Threads: no caller reads a slot while another thread writes it. The leader's block tables ensure this.
     """
 
     def __init__(
@@ -113,7 +116,7 @@ class KvCache:
         self.dtype = dtype
         self.device = torch.device(device)
         self.joins_runs = self.device.type == "cuda"
-        # Behind the blocks is one slot for the KV of rows that are padding: no one reads it.
+        # After the blocks is one slot for the KV of padding rows. Nobody reads it.
         self.spare_slot = num_blocks * block_tokens
         shape = (self.spare_slot + 1, num_kv_heads, head_dim)
 
@@ -127,12 +130,12 @@ class KvCache:
 
     @property
     def dtype_name(self) -> str:
-        """Name of the dtype in model configurations: `float32`, `bfloat16` or `float16`."""
+        """Dtype as model configurations name it: `float32`, `bfloat16` or `float16`."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
     def heads(self) -> range:
-        """Indices, in the model, of the KV heads held here."""
+        """Model-wide indices of the KV heads held here."""
         return range(self.head_start, self.head_start + self.num_kv_heads)
 
     def runs(self, blocks: Sequence[int], num_tokens: int, *, first: int = 0) -> tuple[SlotRun, ...]:
@@ -140,12 +143,12 @@ class KvCache:
         return runs(blocks, num_tokens, self.block_tokens, first=first)
 
     def views(self, layer: int, where: Sequence[SlotRun]) -> list[KvRun]:
-        """Return views (k[S,K,D], v[S,K,D]) of each run of a layer."""
+        """Return views (k[S,K,D], v[S,K,D]) of each run in a layer."""
         k, v = self.k_layers[layer], self.v_layers[layer]
         return [KvRun(k[run.start : run.stop], v[run.start : run.stop]) for run in where]
 
     def pieces(self, where: Sequence[SlotRun]) -> list[SlotRun | Tensor]:
-        """Join neighbouring short runs to indices int64[T] of their slots; a step does so once for all layers."""
+        """Join neighbouring short runs to slot indices int64[T]. A step does this once for all layers."""
         short = COPIED_BYTES // (2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize)
         pieces: list[SlotRun | Tensor] = []
         for is_short, group in groupby(where, lambda run: len(run) < short):
@@ -157,18 +160,18 @@ class KvCache:
         return pieces
 
     def joined(self, where: Sequence[SlotRun]) -> list[SlotRun | Tensor]:
-        """Return runs as pieces for kernels of many queries: as they are, on a GPU all as one index.
+        """Return runs as pieces for many-query kernels: on a GPU one index of all runs, on a CPU the runs themselves.
 
-        A kernel on a GPU costs its host more than the copy costs the device; on a CPU views are cheaper.
+        On a GPU, launching a kernel costs the host more than copying costs the device. On a CPU views are cheaper.
         """
         return [self.index(where)] if self.joins_runs and len(where) > 1 else list(where)
 
     def scattered(self, where: Sequence[SlotRun]) -> Tensor | None:
-        """Return the index of runs that are too many to be written one by one; a step asks once for all layers."""
+        """Return an index of the runs if there are too many to write one by one. A step asks once for all layers."""
         return self.index(where) if len(where) > MAX_COPIES else None
 
     def gathered(self, layer: int, pieces: Sequence[SlotRun | Tensor]) -> list[KvRun]:
-        """Return k[S,K,D] and v[S,K,D] of each piece of a layer: a view of a run, a copy of an index."""
+        """Return k[S,K,D] and v[S,K,D] of each piece in a layer: a view for a run, a copy for an index."""
         k, v = self.k_layers[layer], self.v_layers[layer]
         return [
             KvRun(k[piece.start : piece.stop], v[piece.start : piece.stop])
@@ -190,7 +193,7 @@ class KvCache:
     def write_runs(
         self, layer: int, where: Sequence[SlotRun], k: Tensor, v: Tensor, *, heads: slice = ALL_HEADS
     ) -> None:
-        """Store k[T,K,D] and v[T,K,D] in runs of T slots in total; `heads` counts this rank's heads from 0."""
+        """Store k[T,K,D] and v[T,K,D] in runs of T slots in total. `heads` counts from this rank's first head."""
         if len(where) > MAX_COPIES:
             self.write_slots(layer, self.index(where), k, v, heads=heads)
             return
@@ -202,9 +205,9 @@ class KvCache:
             begin = end
 
     def write_slots(self, layer: int, slots: Tensor, k: Tensor, v: Tensor, *, heads: slice = ALL_HEADS) -> None:
-        """Store k[T,K,D] and v[T,K,D] in slots[T] (int64, on this device, all different), as decode steps do.
+        """Store k[T,K,D] and v[T,K,D] in slots[T] (int64, on this device), as decode steps do.
 
-        Only the spare slot may be among them more than once.
+        Slots differ, except that the spare slot may occur several times.
         """
         k_shd, v_shd = self.k_layers[layer], self.v_layers[layer]
         if heads is not ALL_HEADS:
@@ -217,7 +220,7 @@ class KvCache:
         return self.read_runs(layer, self.runs(blocks, count, first=stored_start))
 
     def read_runs(self, layer: int, where: Sequence[SlotRun], *, heads: slice = ALL_HEADS) -> KvRun:
-        """Copy k[T,K,D] and v[T,K,D] of runs of T slots in total; `heads` counts this rank's heads from 0."""
+        """Copy k[T,K,D] and v[T,K,D] of runs of T slots in total. `heads` counts from this rank's first head."""
         k, v = self.k_layers[layer][:, heads], self.v_layers[layer][:, heads]
         if len(where) > MAX_COPIES:
             slots = self.index(where)
@@ -235,7 +238,7 @@ class KvCache:
         heads: slice = ALL_HEADS,
         index: Tensor | None = None,
     ) -> None:
-        """Copy runs of T slots in total to k[T,K,D] and v[T,K,D]; `index` is what `copy_index` returned for them."""
+        """Copy runs of T slots in total to k[T,K,D] and v[T,K,D]. `index` is the runs' `copy_index`."""
         for stored, out in ((self.k_layers[layer][:, heads], k), (self.v_layers[layer][:, heads], v)):
             if index is not None:
                 torch.index_select(stored, 0, index, out=out)
@@ -246,35 +249,35 @@ class KvCache:
                 begin += len(run)
 
     def copy_index(self, where: Sequence[SlotRun]) -> Tensor | None:
-        """Return the index of runs that are copied by one call: on a GPU of more than one, else of many."""
+        """Return the index for copying all runs in one call, or None if run-by-run copies are cheaper."""
         return self.index(where) if len(where) > (1 if self.device.type == "cuda" else MAX_COPIES) else None
 
     def index(self, where: Sequence[SlotRun]) -> Tensor:
-        """Return every slot of the runs, in order: int64[T] on this device."""
-        # Made on the host: on a GPU each run would be a kernel.
+        """Return every slot of the runs, in order, as int64[T] on this device."""
+        # Built on the host: on a GPU each run would need a kernel.
         slots = torch.from_numpy(np.concatenate([np.arange(run.start, run.stop, dtype=np.int64) for run in where]))
         return slots.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else slots
 
     def copy_block(self, source: int, destination: int) -> None:
-        """Copy a block to another, in every layer, with the slots that were never written."""
+        """Copy one block to another in every layer, including slots that were never written."""
         size = self.block_tokens
         for tensor in (*self.k_layers, *self.v_layers):
             tensor[destination * size : (destination + 1) * size] = tensor[source * size : (source + 1) * size]
 
     def fill_random(self, seed: int) -> None:
-        """Fill every slot with numbers of [-1, 1), the same for the same seed and device."""
+        """Fill every slot with numbers in [-1, 1), the same for the same seed and device."""
         generator = torch.Generator(self.device).manual_seed(seed)
         for tensor in (*self.k_layers, *self.v_layers):
             tensor.uniform_(-1.0, 1.0, generator=generator)
 
     def settle(self) -> None:
-        """Wait until the device has done all work that this thread has queued: clocks then tell its time."""
+        """Wait until the device has done all work that this thread queued, so that clocks measure it."""
         done = self.fence()
         if done is not None:
             done.synchronize()
 
     def fence(self) -> torch.Event | None:
-        """Return an event behind all work that this thread has queued on the device; None on CPU, where calls block."""
+        """Return an event after all work that this thread queued on the device; None on a CPU, where calls block."""
         if self.device.type != "cuda":
             return None
         event: torch.Event = torch.cuda.current_stream(self.device).record_event()

@@ -1,6 +1,6 @@
-"""Cutting of KV into frames, alike for all layers, and a layer's payload: how it is packed, copied and checked.
+"""Frame layouts, the same for all layers, and a layer's payload: packing, copies, checksums.
 
-T tokens of a frame, K its KV heads, D head dimension.
+Shapes: T tokens of a frame, K its KV heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from ringserve.workers.kv.cache import KvCache, SlotRun, runs_of, slots_of
 from ringserve.workers.kv.frames import MAX_PIECES, Column, LayerFrame, SlotRef, checksum_of
 from ringserve.workers.protocol.transfers import TransferKey
 
-# Payload bytes of one frame: large enough that its fixed cost is negligible, small enough to stay in a CPU cache in the
-# receiver's staging buffer (docs/decisions/0003-kv-carrier.md).
+# Payload bytes per frame: large enough that the fixed cost is negligible, small enough that the receiver's staging
+# buffer stays in a CPU cache (docs/decisions/0003-kv-carrier.md).
 FRAME_BYTES = 1 << 20
 
-# An odd number with bits all over, so that neighbours have very different weights.
+# An odd number with well-spread bits, so that neighbouring words have very different weights.
 WEIGHT = 0x3C6EF35F
 
 
 @dataclass(frozen=True, slots=True)
 class FrameLayout:
-    """Content of one frame and its slots here, the same for every layer. `heads` counts this rank's heads from 0.
+    """Content of one frame and its slots here, the same for every layer. `heads` counts from this rank's first head.
 
-    `index` has every slot of `runs`, int64[T] on the cache's device, where these are too many to copy one by one.
+    `index` has every slot of `runs`, as int64[T] on the cache's device, if there are too many runs to copy one by one.
     """
 
     starts: Column
@@ -49,9 +49,9 @@ class FrameLayout:
         return LayerFrame(key, layer, cache.dtype_name, *heads, self.starts, self.counts, checksum, slot)
 
     def payload(self, layer: int, cache: KvCache) -> list[memoryview]:
-        """Return K, then V of the frame's tokens: the cache's own memory where possible, else one packed copy.
+        """Return K, then V of the frame's tokens: the cache's own memory if possible, else one packed copy.
 
-        On a GPU the copies are queued on the current stream: the bytes are there when it has done them.
+        On a GPU, copies are queued on the current stream, and the bytes are valid when the stream has done them.
         """
         is_whole = self.heads == slice(0, cache.num_kv_heads)
         if is_whole and cache.device.type == "cpu" and self.index is None:
@@ -63,14 +63,14 @@ class FrameLayout:
         return [packed.numpy().data]
 
     def pack(self, layer: int, cache: KvCache, out: torch.Tensor) -> torch.Tensor:
-        """Copy K[T,K,D], then V[T,K,D] to the start of `out` (bytes, on the cache's device) -> the bytes written."""
+        """Copy K[T,K,D], then V[T,K,D] to the start of `out` (bytes, on the cache's device) and return that part."""
         packed = out[: self.num_bytes(cache)]
         k, v = packed.view(cache.dtype).view(2, -1, self.head_stop - self.head_start, cache.head_dim)
         cache.copy_runs(layer, self.runs, k, v, heads=self.heads, index=self.index)
         return packed
 
     def num_bytes(self, cache: KvCache) -> int:
-        """Return the bytes of the payload of a layer."""
+        """Return the payload bytes of one layer."""
         return int(self.counts.sum()) * _token_bytes(cache, self.head_start, self.head_stop)
 
 
@@ -79,12 +79,12 @@ def _token_bytes(cache: KvCache, head_start: int, head_stop: int) -> int:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    # As bytes, because numpy knows no bfloat16.
+    # As bytes, because numpy has no bfloat16.
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 class OutgoingPart:
-    """Share of one source rank for one destination: pieces cut into frames."""
+    """Pieces from one source rank to one destination, cut into frames."""
 
     def __init__(self, pieces: tuple[KvPiece, ...], blocks: tuple[int, ...], cache: KvCache) -> None:
         self._pieces = pieces
@@ -94,10 +94,10 @@ class OutgoingPart:
         self._frames: tuple[FrameLayout, ...] = ()
 
     def frames(self, frame_bytes: int = FRAME_BYTES) -> tuple[FrameLayout, ...]:
-        """Return the pieces cut to frames of at most `frame_bytes`, or of one token.
+        """Cut the pieces into frames of at most `frame_bytes`, or of one token.
 
-        The thread that sends the first layer cuts them for all: decode shards have a piece a token. Raises
-        TransferError where a piece is not in this rank's blocks and heads, or pieces do not ascend.
+        The thread that sends the first layer cuts the frames for all layers: decode shards may have a piece per token.
+        Raises TransferError if a piece is not in this rank's blocks and heads, or if pieces do not ascend.
         """
         if frame_bytes != self._cut_to:
             heads = sorted({(piece.head_start, piece.head_stop) for piece in self._pieces})
@@ -124,7 +124,7 @@ class OutgoingPart:
         heads = slice(head_start - cache.head_start, head_stop - cache.head_start)
         step = max(1, min(frame_bytes // _token_bytes(cache, head_start, head_stop), MAX_PIECES))
         for first in range(0, len(positions), step):
-            # Runs of positions are pieces on the wire, runs of slots are views of memory: they need not coincide.
+            # Runs of positions are pieces on the wire. Runs of slots are views of memory. They may differ.
             spans = runs_of(positions[first : first + step])
             starts = np.array([span.start for span in spans], dtype=np.int64)
             lengths = np.array([len(span) for span in spans], dtype=np.int64)
@@ -133,14 +133,14 @@ class OutgoingPart:
 
 
 class CopyStream:
-    """Stream of one thread's copies on a GPU, beside its computation. On a CPU, copies are done when calls return."""
+    """GPU stream for one thread's copies, beside computation. On a CPU, copies are done when calls return."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @contextmanager
     def copying(self, ready: torch.Event | None = None) -> Iterator[None]:
-        """Queue the block's copies behind `ready`, and wait for them at its end."""
+        """Queue the `with` block's copies after event `ready`, and wait for them at the end."""
         if self._stream is None:
             yield
             return
@@ -152,14 +152,14 @@ class CopyStream:
 
 
 def digest_of(payload: torch.Tensor) -> int:
-    """Return the checksum of a payload (bytes): its CRC-32 on the host, its `weighted_sum` on a GPU."""
+    """Return a payload's checksum: CRC-32 on the host, `weighted_sum` on a GPU."""
     return checksum_of([payload.numpy().data]) if payload.device.type == "cpu" else weighted_sum(payload)
 
 
 def weighted_sum(payload: torch.Tensor) -> int:
-    """Return the sum of 4-byte words, each times an odd number of its position, modulo 2**32.
+    """Return the sum modulo 2**32 of 4-byte words, each times an odd factor that depends on its position.
 
-    An odd factor lets no change of one word vanish, and words that change places have other factors there.
+    Odd factors make every change of one word visible, and different factors make swapped words visible.
     """
     words = payload.view(torch.int32)
     weights = torch.arange(len(words), dtype=torch.int32, device=payload.device).mul_(WEIGHT).bitwise_or_(1)

@@ -1,17 +1,17 @@
-"""Frames of a KV connection and their encoding.
+"""Frames of a KV connection, and their encoding.
 
-A frame is prefix, msgpack header and raw payload. Every value is checked before it is used.
+A frame is a prefix, a msgpack header and a raw payload. Every value is checked before use.
 
     prefix    magic "RSKV", version, header length, payload length: 20 bytes, big endian
-    header    msgpack map: kind, key of a transfer's frame, and the fields of that kind
-    payload   only of a layer frame: K[T,K,D] of all pieces, one after the other, then V[T,K,D]
+    header    msgpack map: kind, transfer key, and the fields of that kind
+    payload   layer frames only: K[T,K,D] of all pieces, one after the other, then V[T,K,D]
 
-T tokens of the frame, K its KV heads, D head dimension. The source sends `layer`, `settle` and `abandon`, the
-destination `settled`, `refused` and `leave`. A frame that breaks these rules raises TransferError, and its connection
-ends. A layer frame may carry the checksum of its payload. Bytes that changed under way, or in the source's cache during
-the send, are then refused.
+Shapes: T tokens of the frame, K its KV heads, D head dimension. The source sends `layer`, `settle` and `abandon`, the
+destination `settled`, `refused` and `leave`. A frame that breaks these rules raises TransferError and ends the
+connection. A layer frame may carry its payload's checksum, so that bytes that changed in transit, or in the source's
+cache during the send, are refused.
 
-The payload may lie in the source's memory instead, in a slot that the destination reads by NIXL. Such a source begins
+The payload may instead lie in a slot of the source's memory, which the destination reads by NIXL. Such a source begins
 with its `card`, and the destination answers `reached`. A layer frame then names the slot, and `read` frees it.
 """
 
@@ -35,7 +35,7 @@ MAGIC = b"RSKV"
 VERSION = 2
 PREFIX = struct.Struct("!4sB3xIQ")
 
-# Limits of the memory that a peer can claim: at most 32768 pieces of 16 bytes in a header, a payload in one read.
+# Limits on memory that a peer can claim: at most 32768 pieces of 16 bytes in a header, and one payload per read.
 MAX_HEADER_BYTES = 1 << 20
 MAX_PAYLOAD_BYTES = 16 << 20
 MAX_PIECES = 1 << 15
@@ -48,7 +48,7 @@ Column = npt.NDArray[np.int64]
 
 
 class Kind(StrEnum):
-    """Kind of a frame. `settle` asks for confirmation of all layer frames of a transfer sent before it."""
+    """Kind of a frame. `settle` asks to confirm all earlier layer frames of a transfer."""
 
     LAYER = "layer"
     SETTLE = "settle"
@@ -62,10 +62,10 @@ class Kind(StrEnum):
 
 
 class Reach(StrEnum):
-    """Answer to a card. After any other than REACHED the source sends its payloads behind their headers.
+    """Answer to a card. After any answer except REACHED, the source sends payloads after their headers.
 
-    STALE: the card is for another incarnation. OFF: the destination has no agent. UNLIKE: its memory or its slots are
-    of another kind. UNREACHED: NIXL has no way to the source but emulated RMA, which is forbidden.
+    STALE: the card is for another incarnation. OFF: the destination has no NIXL agent. UNLIKE: memory or slots are of
+    different kinds. UNREACHED: NIXL could reach the source only by emulated RMA, which is forbidden.
     """
 
     REACHED = "reached"
@@ -77,7 +77,7 @@ class Reach(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SlotRef:
-    """Place of a payload at the source: `num_bytes` from the start of out slot `number`, as of `generation`."""
+    """Place of a payload at the source: the first `num_bytes` of out slot `number`, as of `generation`."""
 
     number: int
     generation: int
@@ -86,7 +86,7 @@ class SlotRef:
 
 @dataclass(frozen=True, slots=True)
 class LayerFrame:
-    """KV of some tokens of one layer. Piece i is positions [starts[i], starts[i] + counts[i]), ascending."""
+    """KV of some tokens in one layer. Piece i has positions [starts[i], starts[i] + counts[i]), ascending."""
 
     key: TransferKey
     layer: int
@@ -109,7 +109,7 @@ class LayerFrame:
 
 @dataclass(frozen=True, slots=True)
 class SettleFrame:
-    """Request of the source to confirm everything sent so far."""
+    """Request to confirm everything sent so far."""
 
     key: TransferKey
 
@@ -124,7 +124,7 @@ class AbandonFrame:
 
 @dataclass(frozen=True, slots=True)
 class SettledFrame:
-    """Confirmation that everything since the last `settled` is in the destination's cache, with its payload bytes."""
+    """Confirmation that everything since the last `settled` is in the destination's cache, with the payload bytes."""
 
     key: TransferKey
     payload_bytes: int
@@ -132,7 +132,7 @@ class SettledFrame:
 
 @dataclass(frozen=True, slots=True)
 class RefusedFrame:
-    """Refusal of all further frames of a transfer. `is_stale`: it names another incarnation of the destination."""
+    """Refusal of all further frames of a transfer. `is_stale`: the transfer names another destination incarnation."""
 
     key: TransferKey
     is_stale: bool
@@ -141,15 +141,15 @@ class RefusedFrame:
 
 @dataclass(frozen=True, slots=True)
 class LeaveFrame:
-    """Request of the destination to end this connection if it carries nothing: others need its place."""
+    """Request to end this connection if it is idle, because other sources need its place."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CardFrame:
-    """Card of a source with slots, for the incarnation `destination`: its NIXL agent, and where slots and words lie.
+    """A source's NIXL agent, slots and words, for the incarnation `destination`.
 
-    `device` is "cpu" or "cuda", the type of the slots' memory, and `device_index` its number. The words are int64 in
-    host memory, one a slot.
+    `device` ("cpu" or "cuda") and `device_index` describe the slots' memory. The words are int64 in host memory, one
+    per slot.
     """
 
     destination: str
@@ -165,7 +165,7 @@ class CardFrame:
 
 @dataclass(frozen=True, slots=True)
 class ReachedFrame:
-    """Answer of the destination to a card."""
+    """The destination's answer to a card."""
 
     reach: Reach
     reason: str
@@ -173,7 +173,7 @@ class ReachedFrame:
 
 @dataclass(frozen=True, slots=True)
 class ReadFrame:
-    """Notice that the destination has read a slot, or will not: the source may use it again."""
+    """Notice that the destination no longer needs a slot: the source may reuse it."""
 
     slot: int
 
@@ -183,7 +183,7 @@ Frame = TransferFrame | LeaveFrame | CardFrame | ReachedFrame | ReadFrame
 
 
 def checksum_of(payload: Iterable[memoryview]) -> int:
-    """Return the CRC-32 of the buffers, one after the other: about 0.25 s a GB on one core, without the GIL."""
+    """Return the CRC-32 over all buffers: about 0.25 s per GB on one core, without the GIL."""
     checksum = 0
     for buffer in payload:
         checksum = zlib.crc32(buffer, checksum)
@@ -191,7 +191,7 @@ def checksum_of(payload: Iterable[memoryview]) -> int:
 
 
 def encode(frame: Frame, payload_bytes: int = 0) -> bytes:
-    """Encode prefix and header of a frame whose payload of `payload_bytes` follows."""
+    """Encode the prefix and header of a frame. Its payload of `payload_bytes` follows."""
     fields: dict[str, Any] = {}
     if isinstance(frame, TransferFrame):
         fields["key"] = [frame.key.transfer_id, frame.key.attempt, frame.key.source, frame.key.destination]
@@ -225,7 +225,7 @@ def encode(frame: Frame, payload_bytes: int = 0) -> bytes:
 
 
 def decode_prefix(prefix: bytes | bytearray | memoryview) -> tuple[int, int]:
-    """Decode a prefix -> (header bytes, payload bytes). Raises TransferError for a prefix not ours or out of bounds."""
+    """Decode a prefix to (header bytes, payload bytes). Raises TransferError if it is invalid or out of bounds."""
     magic, version, header_bytes, payload_bytes = PREFIX.unpack(prefix)
     if magic != MAGIC:
         raise TransferError(f"not a KV frame: it begins with {bytes(magic)!r}")
@@ -239,7 +239,7 @@ def decode_prefix(prefix: bytes | bytearray | memoryview) -> tuple[int, int]:
 
 
 def decode_header(header: bytes | bytearray | memoryview, payload_bytes: int) -> Frame:
-    """Decode a header -> its frame. Raises TransferError, naming the field, where it is not as `encode` makes it."""
+    """Decode a header to its frame. Raises TransferError, naming the field, if it is not what `encode` makes."""
     try:
         value = msgpack.unpackb(header)
     except (ValueError, TypeError, msgpack.exceptions.UnpackException) as error:
