@@ -1,4 +1,4 @@
-"""Incoming transfers of a destination rank: expected KV, arrived KV, and the end of each transfer.
+"""Incoming transfers on a destination rank: expected KV, arrived KV, and each transfer's end.
 
 Shapes: T tokens of a frame, K its KV heads, D head dimension.
 """
@@ -38,7 +38,7 @@ class TransferState(Enum):
 class _Place:
     """Place of a frame's tokens: their indices among the expected tokens, and their slots.
 
-    `index` has the slots of runs that are too many to be written one by one.
+    `index` has the slots if there are too many runs to write one by one.
     """
 
     tokens: npt.NDArray[np.int64] | slice
@@ -53,10 +53,10 @@ class IncomingTransfer:
             │                         │
             └───────── abort ─────────┴──────────────────> ABORTED
 
-    A transfer that expects nothing begins SEALED. Bytes are written in RESERVED and STREAMING only, under the lock that
-    every transition takes. So nothing of the transfer is written after the return of `abort` or `wait_sealed`. The
-    leader owns the blocks throughout; in RESERVED and STREAMING this object alone writes to their slots. `on_end` is
-    called once, under that lock, when the transfer becomes SEALED or ABORTED.
+    A transfer that expects no tokens begins SEALED. Bytes are written only in RESERVED and STREAMING, under the lock
+    that every transition takes, so the transfer writes nothing after `abort` or `wait_sealed` returns. The leader owns
+    the blocks throughout. In RESERVED and STREAMING only this object writes to their slots. `on_end` is called once,
+    under the lock, when the transfer becomes SEALED or ABORTED.
     """
 
     def __init__(self, expect: KvExpect, cache: KvCache, on_end: Callable[[KvEnd], None] | None = None) -> None:
@@ -72,7 +72,7 @@ class IncomingTransfer:
         self._slots = self._reserved_slots(expect, num_tokens)
         self._left = num_tokens * cache.num_layers * cache.num_kv_heads
         self._state = TransferState.RESERVED if self._left else TransferState.SEALED
-        # One byte for each (layer, head, token): a 256th of its KV, and untouched until it arrives.
+        # One byte per (layer, head, token), 1/256 of its KV. Memory is untouched until KV arrives.
         self._arrived: npt.NDArray[np.bool_] = np.zeros((cache.num_layers, cache.num_kv_heads, num_tokens), np.bool_)
         self._places: dict[tuple[bytes, bytes], _Place] = {}
         self._error: RingserveError | None = None
@@ -91,14 +91,14 @@ class IncomingTransfer:
 
     @property
     def stalled_seconds(self) -> float:
-        """Seconds since the last bytes of a STREAMING transfer; 0 in other states."""
+        """Seconds since a STREAMING transfer received its last bytes; 0 in other states."""
         with self._changed:
             return time.monotonic() - self._fed if self._state is TransferState.STREAMING else 0.0
 
     def admit(self, frame: LayerFrame, payload_bytes: int) -> None:
-        """Check a frame before its payload is read; the first frame makes the transfer STREAMING.
+        """Check a frame before its payload is read. The first frame makes the transfer STREAMING.
 
-        Raises the error that ended the transfer, or TransferError where the frame does not fit this cache's shape.
+        Raises the error that ended the transfer, or TransferError if the frame does not fit this cache's shape.
         """
         with self._changed:
             self._check_open()
@@ -112,10 +112,10 @@ class IncomingTransfer:
                 self._began = self._fed = time.monotonic()
 
     def store(self, frame: LayerFrame, payload: torch.Tensor) -> None:
-        """Copy a frame's payload (2*T*K*D elements: K, then V) to its slots, and wait for the copy; the last one seals.
+        """Copy a frame's payload (2*T*K*D elements: K, then V) to its slots, and wait for it. The last frame seals.
 
-        Raises the error that ended the transfer. Raises TransferError where the checksum of the payload is wrong, or
-        where tokens are not expected or have arrived already; then nothing is written and the transfer is aborted.
+        Raises the error that ended the transfer. If the checksum is wrong, or tokens are unexpected or have arrived
+        already, nothing is written, the transfer is aborted, and TransferError is raised.
         """
         cache = self._cache
         is_whole = frame.checksum is None or frame.checksum == digest_of(payload.view(torch.uint8))
@@ -143,7 +143,7 @@ class IncomingTransfer:
                 cache.write_runs(frame.layer, place.runs, k, v, heads=heads)
             else:
                 cache.write_slots(frame.layer, place.index, k, v, heads=heads)
-            # Under the lock, so that nothing is written after `abort`, on this thread's own stream either.
+            # Under the lock, so that no write follows `abort`, not even on this thread's own stream.
             cache.settle()
             arrived[:, place.tokens] = True
             self._payload_bytes += payload.nbytes
@@ -153,7 +153,7 @@ class IncomingTransfer:
                 self._seal()
 
     def abort(self, error: RingserveError) -> None:
-        """End the transfer unless it is over already: after the return nothing of it is written to the cache."""
+        """End the transfer unless it is over. After the return it writes nothing to the cache."""
         with self._changed:
             if self._state in (TransferState.RESERVED, TransferState.STREAMING):
                 self._abort(error)
@@ -166,7 +166,7 @@ class IncomingTransfer:
     def wait_sealed(self, timeout: float) -> TransferReport:
         """Wait until every layer, head and token is in the cache.
 
-        Raises the error that aborts the transfer at once, or TransferError after `timeout` seconds; a transfer that
+        Raises the error that aborts the transfer at once, or TransferError after `timeout` seconds. A transfer that
         timed out is still open.
         """
         with self._changed:
@@ -185,7 +185,7 @@ class IncomingTransfer:
         return f"transfer {self.key.transfer_id!r} attempt {self.key.attempt}"
 
     def _reserved_slots(self, expect: KvExpect, num_tokens: int) -> npt.NDArray[np.int64]:
-        """Return the slot of each expected token. Raises TransferError where the blocks cannot hold the transfer."""
+        """Return the slot of each expected token. Raises TransferError if the blocks cannot hold the transfer."""
         cache = self._cache
         if any(before.stop > after.start for before, after in zip(expect.ranges, expect.ranges[1:], strict=False)):
             raise TransferError(f"{self} expects ranges that are not ascending")
@@ -201,7 +201,7 @@ class IncomingTransfer:
 
     def _check_alive(self) -> None:
         if self._error is not None:
-            # A new object each time: several threads may raise the error, and each adds its own traceback.
+            # A new object each time, because several threads may raise the error, and each adds its traceback.
             raise type(self._error)(str(self._error))
 
     def _check_open(self) -> None:
@@ -220,10 +220,10 @@ class IncomingTransfer:
             raise TransferError(f"KV heads {heads} of {self} are not in [{cache.heads.start}, {cache.heads.stop})")
         needed = 2 * frame.num_tokens * frame.num_heads * cache.head_dim * cache.dtype.itemsize
         if payload_bytes != needed:
-            raise TransferError(f"a frame of {self} has {payload_bytes} bytes where its pieces need {needed}")
+            raise TransferError(f"a frame of {self} has {payload_bytes} bytes, but its pieces need {needed}")
 
     def _place_of(self, frame: LayerFrame) -> _Place:
-        """Return the place of a frame's tokens. Every layer has the same pieces, so they are looked up once."""
+        """Return the place of a frame's tokens. Layers have the same pieces, so a place is computed once."""
         pieces = (frame.starts.tobytes(), frame.counts.tobytes())
         if pieces not in self._places:
             tokens = self._tokens_of(frame)
@@ -232,12 +232,12 @@ class IncomingTransfer:
         return self._places[pieces]
 
     def _tokens_of(self, frame: LayerFrame) -> npt.NDArray[np.int64] | slice:
-        """Return the indices of a frame's tokens among the expected ones. Raises TransferError."""
+        """Return the indices of a frame's tokens among the expected tokens. Raises TransferError."""
         stops = frame.starts + frame.counts
         home = np.searchsorted(self._starts, frame.starts, side="right") - 1
         if (home < 0).any() or (stops > self._stops[home]).any():
             raise TransferError(
-                f"positions from {frame.starts[0]} to {stops[-1]} hold some that {self} does not expect"
+                f"{self} does not expect all positions from {frame.starts[0]} to {stops[-1]}"
             )
         first = self._offsets[home] + frame.starts - self._starts[home]
         if len(first) == 1:
@@ -263,20 +263,20 @@ class IncomingTransfer:
         self.tell_end()
 
     def tell_end(self) -> None:
-        """Tell that the transfer is over; the table calls it for one that is complete from the start."""
+        """Report the end. The table calls it for a transfer that is complete from the start."""
         if self._on_end is not None:
             report = self._report() if self._state is TransferState.SEALED else None
             self._on_end(KvEnd(key=self.key, report=report, error=self._error))
 
 
-# Most keys of ended transfers that are remembered, so that a late `expect` cannot revive one; the oldest go.
+# Limit on remembered keys of ended transfers, so that a late `expect` cannot revive one. The oldest are forgotten.
 MAX_DROPPED = 1 << 14
-# Most sealed transfers that answer `wait_sealed`. A leader need not drop them: beyond this number the oldest go.
+# Limit on sealed transfers that still answer `wait_sealed`. Leaders need not drop them: the oldest are forgotten.
 MAX_SEALED = 1 << 12
 
 
 class TransferTable:
-    """Registry of the transfers into one cache, each from `expect` to `drop`. Thread-safe."""
+    """Transfers into one cache, each from `expect` to `drop`. Thread-safe."""
 
     def __init__(self, cache: KvCache, incarnation: str) -> None:
         self._cache = cache
@@ -295,16 +295,16 @@ class TransferTable:
 
     @property
     def stalled_seconds(self) -> float:
-        """Longest time for which a transfer that has begun, and is not complete, received no byte; else 0."""
+        """Longest time that any STREAMING transfer has received no byte; 0 if there is none."""
         with self._lock:
             transfers = list(self._transfers.values())
         return max((transfer.stalled_seconds for transfer in transfers), default=0.0)
 
     def expect(self, expect: KvExpect) -> None:
-        """Open a transfer: from now on its frames are accepted.
+        """Open a transfer, so that its frames are accepted.
 
-        Raises StaleIncarnation where it names another incarnation of this ring, TransferError where its key was used
-        before or its blocks cannot hold it.
+        Raises StaleIncarnation if it names another incarnation of this ring, TransferError if its key was used before
+        or its blocks cannot hold it.
         """
         self._check_destination(expect.key)
         transfer = IncomingTransfer(expect, self._cache, self._ended.add)
@@ -316,19 +316,19 @@ class TransferTable:
             self._transfers[expect.key] = transfer
             if len(self._transfers) > MAX_SEALED:
                 self._forget_sealed()
-            if not transfer.is_open:  # before its first byte: it expects nothing, and no connection knows of it
+            if not transfer.is_open:  # it expects no tokens, so no connection will report its end
                 transfer.tell_end()
 
     def poll_ended(self, after: int, timeout: float) -> KvEnds:
-        """Return the ends of transfers from number `after` on; wait up to `timeout` seconds for the first."""
+        """Return transfer ends from number `after` on. Wait up to `timeout` seconds for the first."""
         return self._ended.poll(after, timeout)
 
     def wait_sealed(self, key: TransferKey, timeout: float) -> TransferReport:
-        """Wait as `IncomingTransfer.wait_sealed` does. Raises TransferError also for an unknown transfer."""
+        """See `IncomingTransfer.wait_sealed`. Raises TransferError also if the transfer is unknown."""
         return self.find(key).wait_sealed(timeout)
 
     def drop(self, key: TransferKey) -> None:
-        """Drop a transfer in any state: after the return nothing of it is ever written to the cache."""
+        """Drop a transfer in any state. After the return it never writes to the cache."""
         with self._lock:
             transfer = self._transfers.pop(key, None)
             self._remember(key)
@@ -336,7 +336,7 @@ class TransferTable:
             transfer.abort(TransferError(f"{transfer} was dropped by its destination"))
 
     def find(self, key: TransferKey) -> IncomingTransfer:
-        """Return the transfer of exactly this key. Raises StaleIncarnation or TransferError, naming the mismatch."""
+        """Return the transfer with exactly this key. Raises StaleIncarnation or TransferError, naming the mismatch."""
         self._check_destination(key)
         with self._lock:
             transfer = self._transfers.get(key)
@@ -352,7 +352,7 @@ class TransferTable:
         raise TransferError(f"transfer {key.transfer_id!r} attempt {key.attempt} is not expected here")
 
     def abort_all(self, error: RingserveError) -> None:
-        """End every open transfer: the rank is stopping."""
+        """End every open transfer, because the rank is stopping."""
         with self._lock:
             transfers = list(self._transfers.values())
         for transfer in transfers:
@@ -360,7 +360,7 @@ class TransferTable:
         self._ended.close()
 
     def _forget_sealed(self) -> None:
-        """Drop the older half of the sealed transfers; the lock is held."""
+        """Drop the older half of the sealed transfers. The caller holds the lock."""
         sealed = [key for key, transfer in self._transfers.items() if transfer.state is TransferState.SEALED]
         for key in sealed[: (len(sealed) + 1) // 2]:
             del self._transfers[key]
@@ -372,10 +372,10 @@ class TransferTable:
             self._dropped.popitem(last=False)
 
     def is_own(self, destination: str) -> bool:
-        """Return True if this is the name of this incarnation of the ring."""
+        """Return True if `destination` names this incarnation of the ring."""
         return destination == self._incarnation
 
     def _check_destination(self, key: TransferKey) -> None:
         if not self.is_own(key.destination):
-            # The error does not tell our own incarnation: a caller who does not know it may be a stranger.
+            # The error does not reveal our incarnation: a caller who does not know it may be a stranger.
             raise StaleIncarnation(f"transfer {key.transfer_id!r} is meant for {key.destination!r}, which is not here")

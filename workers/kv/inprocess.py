@@ -1,4 +1,4 @@
-"""KV transfer between ranks that are threads of one process, without sockets. For tests and newcomers."""
+"""KV transfers between ranks that are threads of one process, without sockets, for tests and newcomers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ringserve.workers.kv.sender import KvSender
 
 
 class InProcessReceiver(TransferTable):
-    """`KvReceiver` without sockets: the senders of its network reach it by `endpoint`."""
+    """`KvReceiver` without sockets. Senders of the same network reach it by `endpoint`."""
 
     def __init__(self, cache: KvCache, incarnation: str, endpoint: str) -> None:
         super().__init__(cache, incarnation)
@@ -29,14 +29,14 @@ class InProcessReceiver(TransferTable):
 
 
 class InProcessLane:
-    """`Lane` without a connection: KV has arrived, or is refused, when the call returns."""
+    """`Lane` without a connection: when a call returns, KV has arrived or was refused."""
 
     def __init__(self, receiver: InProcessReceiver, cache: KvCache) -> None:
         self._receiver = receiver
         self._cache = cache
 
     def send_layer(self, transfer: OutgoingTransfer, part: OutgoingPart, layer: int, ready: torch.Event | None) -> None:
-        """Send as `Lane.send_layer` does. `ready` is not needed: the same thread has just queued the work."""
+        """See `Lane.send_layer`. `ready` is not needed, because this thread has just queued the work."""
         if not transfer.is_sending:
             return
         transfer.begin_part(self._receiver.endpoint)
@@ -54,11 +54,11 @@ class InProcessLane:
             transfer.fail(error)
 
     def settle(self, transfer: OutgoingTransfer) -> None:
-        """Confirm at once: everything sent has arrived."""
+        """Confirm at once, since everything sent has arrived."""
         transfer.confirmed(self._receiver.endpoint)
 
     def release(self, transfer: OutgoingTransfer) -> None:
-        """Tell the destination; nothing is read between calls."""
+        """Tell the destination. No block is read between calls."""
         try:
             self._receiver.find(transfer.key).abort(TransferError(f"{transfer} was abandoned by its source"))
         except RingserveError:
@@ -66,11 +66,11 @@ class InProcessLane:
             return
 
     def close(self) -> None:
-        """Do nothing: there is no thread and no connection."""
+        """Do nothing, since there is no thread and no connection."""
 
 
 class InProcessNetwork:
-    """Network of one process: its senders find its receivers by their endpoints."""
+    """Network inside one process: senders find receivers by endpoint."""
 
     def __init__(self) -> None:
         self._receivers: dict[str, InProcessReceiver] = {}

@@ -1,6 +1,6 @@
-"""Lane of KV from a rank to one destination rank: its thread, its connection, and the payloads' carrier.
+"""KV lane from a rank to one destination rank: its thread, its connection, and the payload carrier.
 
-A payload goes behind its header by the socket, or lies in an out slot that the destination reads by NIXL.
+A payload follows its header on the socket, or lies in an out slot that the destination reads by NIXL.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ringserve.workers.kv.pulls import PullAgent
 
 logger = logging.getLogger(__name__)
 
-# Longest idle time of a lane's thread; later work starts another thread.
+# Idle time after which a lane's thread ends. Later work starts a new thread.
 IDLE_SECONDS = 30.0
 # Time that `release` gives a frame to finish before it breaks the connection.
 GRACE_SECONDS = 0.5
