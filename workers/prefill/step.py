@@ -1,6 +1,6 @@
 """Prefill step of one rank: its tokens of every sequence, and their attention in each layer.
 
-T this rank's new tokens over all sequences, H query heads, K KV heads, D head dimension.
+Shapes: T new tokens of this rank over all sequences, H query heads, K KV heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from ringserve.workers.sampling.grammar import Grammars
 from ringserve.workers.sampling.parameters import TokenLogprobs
 from ringserve.workers.sampling.sampler import RowSampler, logprobs_of, prepare_masks
 
-# Most prompt tokens whose logits are in memory at a time, where the prompt's log-probabilities are asked for.
+# Prompt tokens whose logits are in memory at a time if the prompt's log-probabilities are requested.
 SCORED_ROWS = 256
-# Layers of a chain between two at which its ranks come together to let another step run. They run at different layers,
-# so each such layer costs the chain the way of one message.
+# Every so many layers, the ranks of a chain synchronise to let another step run. They run at different layers, so each
+# synchronisation costs the chain one message latency per hop.
 CHAIN_LAYERS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class LastRow:
-    """Row of this rank's hidden states from which a sequence's next token, at `next_position`, is sampled."""
+    """Row of this rank's hidden states that a sequence's token at `next_position` is sampled from."""
 
     sequence_id: str
     row: int
@@ -48,7 +48,7 @@ class LastRow:
 
 @dataclass(frozen=True, slots=True)
 class ScoredRows:
-    """Rows of this rank's hidden states that give the log-probabilities of the prompt's tokens at `positions`."""
+    """Rows of this rank's hidden states that score the prompt tokens at `positions`."""
 
     sequence_id: str
     rows: tuple[int, ...]
@@ -61,8 +61,8 @@ class ScoredRows:
 class LocalShare:
     """This rank's share of one sequence: rows [begin, end) of the packed step, and the slots of old and new KV.
 
-    `stored` are the ranges of those rows whose KV this rank stores, `slots` the index of `written` where its runs are
-    many. With `is_relayed` it stores other tokens, which come to it along a chain.
+    `stored` has the ranges of those rows whose KV this rank stores. `slots` is an index of `written` if it has many
+    runs. With `is_relayed` the rank stores other tokens, which arrive along a chain.
     """
 
     begin: int
@@ -84,7 +84,7 @@ def run_prefill(
     layer_ready: Callable[[TransferKey, int], None],
     before_layer: Callable[[], None] | None = None,
 ) -> tuple[PrefillPass, Tensor]:
-    """Run a step -> (the pass, hidden states [T, hidden_size]) of this rank; collective. Raises Unavailable."""
+    """Run a step and return (pass, hidden states [T, hidden_size]) of this rank. Collective. Raises Unavailable."""
     columns = model.columns(cache.device)
     grammars = model.grammars if model.samples else None
     forward = PrefillPass(
@@ -110,11 +110,11 @@ def run_prefill(
 class PrefillPass:
     """Attention of one forward pass.
 
-    `before_layer` is called before each layer's attention (in a chain: that of some layers), `layer_ready` for each
-    layer whose new KV is in the cache.
+    `before_layer` is called before each layer's attention (in a chain: only before some layers), `layer_ready` when a
+    layer's new KV is in the cache.
 
-    With `columns` (helix) every rank computes all rows of the step, in the order of their positions, and attends its
-    shard of the KV; the step's algorithm is then of no account.
+    With `columns` (helix) every rank computes all rows of the step, by position, and attends its KV shard. The step's
+    algorithm is then ignored.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class PrefillPass:
         before_layer: Callable[[], None] | None = None,
         grammars: Grammars | None = None,
     ) -> None:
-        """Lay out the step; a rank that samples has `grammars`."""
+        """Lay out the step. A rank that samples has `grammars`."""
         self._transport = transport
         self._grammars = grammars
         self._columns = columns
@@ -142,7 +142,7 @@ class PrefillPass:
             step.order,
             step.num_segments,
         )
-        # Before which layers the ranks come together, if they do.
+        # Ranks may synchronise before every so many layers.
         self._period = CHAIN_LAYERS if step.algorithm is Algorithm.CHAIN and columns is None else 1
         self._ring = RingPrefill(
             plan, transport, backend, step.algorithm.value, num_layers, self._period if before_layer else 0
@@ -162,7 +162,7 @@ class PrefillPass:
         return [row for share in self._shares for rows in share.stored for row in range(rows.start, rows.stop)]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Store this layer's k[T,K,D] and v[T,K,D], start sending them, attend q[T,H,D] over the ring -> [T,H,D]."""
+        """Store this layer's k[T,K,D] and v[T,K,D], start sending them, and attend q[T,H,D] over the ring."""
         if self._before_layer is not None and layer % self._period == 0:
             self._before_layer()
         for share in self._shares:
@@ -182,15 +182,15 @@ class PrefillPass:
         return out
 
     def finish(self) -> None:
-        """Wait, after the last layer, until all messages of this rank have left. Raises Unavailable."""
+        """Wait until all messages of this rank have left. Call it after the last layer. Raises Unavailable."""
         self._ring.finish()
 
     def _cached(self, layer: int) -> list[list[KvRun]]:
-        """Return the sequences' earlier tokens in a layer."""
+        """Return the sequences' cached tokens in a layer."""
         return [self._cache.gathered(layer, share.cached) for share in self._shares]
 
     def _store(self, layer: int, share: LocalShare, k: Tensor, v: Tensor) -> None:
-        """Write the KV of a sequence's new tokens that this rank stores, and start sending it."""
+        """Write the KV of the new tokens that this rank stores, and start sending it."""
         if share.slots is None:
             self._cache.write_runs(layer, share.written, k, v)
         else:
@@ -199,7 +199,7 @@ class PrefillPass:
             self._layer_ready(key, layer)
 
     def _computed(self, sequence: SequencePrefill) -> tuple[TokenRange, ...]:
-        """Return the positions that this rank computes, in the order of its rows."""
+        """Return the positions that this rank computes, in row order."""
         layout = sequence.layout
         return layout.ranges[self._transport.rank] if self._columns is None else (layout.tokens,)
 
@@ -223,7 +223,7 @@ class PrefillPass:
                     written=written,
                     slots=self._cache.scattered(written),
                     keys=tuple(send.key for send in sequence.sends),
-                    # In helix each rank has the KV of all tokens, wherever they are stored.
+                    # In helix each rank computes the KV of all tokens, wherever they are stored.
                     is_relayed=self._columns is None
                     and sequence.stored is not None
                     and tuple(sequence.stored.ranks[rank]) != sequence.layout.ranges[rank],
@@ -233,7 +233,7 @@ class PrefillPass:
         return tuple(shares)
 
     def _tokens(self, sequences: Sequence[SequencePrefill]) -> tuple[Tensor, Tensor]:
-        """Return (token ids, positions) int64[T] on the device, in the order of the rows."""
+        """Return (token ids, positions) int64[T] on the device, in row order."""
         empty = np.empty(0, np.int64)
         token_ids, positions = [empty], [empty]
         for sequence in sequences:
@@ -249,20 +249,20 @@ class PrefillPass:
         )
 
     def _last_rows(self, sequences: Sequence[SequencePrefill]) -> tuple[LastRow, ...]:
-        """Return the last rows of the sequences that are sampled after this step and whose last token is here."""
+        """Return the last row of each sequence that is sampled after this step and has its last token here."""
         rows = []
         for sequence, share in zip(sequences, self._shares, strict=True):
             if sequence.sample is None:
                 continue
             stop = sequence.layout.tokens.stop
-            # Where a rank has the last token, that token is its last row of the sequence.
+            # If a rank has the last token, it is the rank's last row of the sequence.
             if any(positions.stop == stop and len(positions) for positions in self._computed(sequence)):
                 sampler = RowSampler(sequence.sample, sequence.history, self._grammars)
                 rows.append(LastRow(sequence.sequence_id, share.end - 1, stop, sampler))
         return tuple(rows)
 
     def _scored_rows(self, sequences: Sequence[SequencePrefill]) -> tuple[ScoredRows, ...]:
-        """Return the rows whose next tokens are scored; a next token may be on another rank or in the next step."""
+        """Return the rows whose next tokens are scored. A next token may be on another rank or in the next step."""
         scored = []
         for sequence, share in zip(sequences, self._shares, strict=True):
             if sequence.score is None:
@@ -285,15 +285,15 @@ class PrefillPass:
 
 
 def _rows(tensor: Tensor, ranges: Sequence[TokenRange]) -> Tensor:
-    """Return these rows of a tensor: a view where they are one range."""
+    """Return these rows of a tensor: a view if they are one range."""
     parts = [tensor[each.start : each.stop] for each in ranges]
     return parts[0] if len(parts) == 1 else torch.cat([tensor[:0], *parts])
 
 
 def score_rows(model: LoadedModel, scored: Sequence[ScoredRows], states: Tensor) -> dict[str, dict[int, TokenLogprobs]]:
-    """Return log-probabilities by sequence and position; collective over tensor parallel ranks.
+    """Return log-probabilities by sequence and position. Collective over tensor-parallel ranks.
 
-    A few rows at a time: logits of a whole step would take as much memory as its KV.
+    Rows are scored a few at a time, because the logits of a whole step would take as much memory as its KV.
     """
     scores: dict[str, dict[int, TokenLogprobs]] = {}
     for each in scored:
@@ -307,14 +307,15 @@ def score_rows(model: LoadedModel, scored: Sequence[ScoredRows], states: Tensor)
 
 
 class StepEnded(Exception):
-    """End of the present step between two of its layers, at all ranks alike; nothing of it counts."""
+    """End of the current step between two layers, on all ranks. Its results are dropped."""
 
 
 class StepInbox:
-    """Place of the step that is to run between two layers of the present one. At most one waits.
+    """Inbox for a step that runs between two layers of the current step. It holds at most one step.
 
-    The leader's call may come before the present step has begun here, and after it has ended: steps have numbers. The
-    compute thread takes a step when it waits at every rank (`is_true_everywhere`), so that all ranks take the same.
+    The leader's call may arrive before the current step begins here, or after it ends, so steps are numbered. The
+    compute thread takes a step only when it waits on every rank (`is_true_everywhere`), so that all ranks take the same
+    step.
     """
 
     def __init__(self) -> None:
@@ -323,7 +324,7 @@ class StepInbox:
         self._latest_ended = 0
 
     def enter(self, step: PrefillStep) -> Future[PrefillOutput | None]:
-        """Let the step wait; the answer is None where the step that it is within ends, or has ended, before it runs."""
+        """Queue the step. The result is None if the enclosing step ends before this step runs."""
         answer: Future[PrefillOutput | None] = Future()
         with self._lock:
             if step.within <= self._latest_ended:
@@ -335,7 +336,7 @@ class StepInbox:
 
     @contextmanager
     def serving(self, step: PrefillStep) -> Iterator[None]:
-        """Let steps come that are within `step`, until the end of the block."""
+        """Accept steps inside `step` until the end of the `with` block."""
         try:
             yield
         finally:
@@ -350,9 +351,9 @@ class StepInbox:
         return self._waiting is not None
 
     def run(self, compute: Callable[[PrefillStep], PrefillOutput]) -> None:
-        """Compute the waiting step in the calling thread, and answer who asked. Raises what `compute` raises.
+        """Compute the waiting step in the calling thread and answer its caller. Raises what `compute` raises.
 
-        A step without sequences ends the present one: raises StepEnded.
+        A step without sequences ends the current step: raises StepEnded.
         """
         with self._lock:
             assert self._waiting is not None, "no step waits"
@@ -367,9 +368,9 @@ class StepInbox:
 
 
 def is_true_everywhere(own: bool, transports: Sequence[RingTransport]) -> bool:
-    """Return True at every rank if `own` is True at every rank; collective over all transports, one after another.
+    """Return True on every rank if `own` is True on every rank. Collective over all transports, one after another.
 
-    The transports carry tensors of the host.
+    The transports carry host tensors.
     """
     for transport in transports:
         told = torch.empty(transport.size, 1)

@@ -1,1 +1,1 @@
-"""Sampling of next tokens from logits. Steps call `sampler.sample_rows`; `parameters` needs no torch."""
+"""Token sampling from logits. Steps call `sampler.sample_rows`. `parameters` needs no torch."""

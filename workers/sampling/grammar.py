@@ -1,8 +1,8 @@
-"""Grammars of answers: the tokens that may come next, by llguidance, from a thread beside the one that computes.
+"""Answer grammars: llguidance computes the tokens that may come next, in a thread beside the model.
 
-A grammar is a text in llguidance's own form, which the gateway makes of a schema, a pattern or a list. The state of an
-answer follows from the grammar and the answer's tokens alone: any rank can take it up at any token. This file needs no
-torch, as gateways check grammars with it.
+A grammar is text in llguidance's format, which the gateway makes from a schema, a pattern or a list. An answer's state
+depends only on the grammar and the answer's tokens, so any rank can continue at any token. This file needs no torch,
+because gateways check grammars with it.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ Mask = npt.NDArray[np.bool_]
 
 MAX_GRAMMAR_CHARACTERS = 1 << 16
 MAX_COMPILE_SECONDS = 1.0
-"""Seconds for a grammar's compilation and its first mask, which the gateway measures before the rings do both.
+"""Limit on compiling a grammar and computing its first mask, in seconds. The gateway measures it.
 
-Schemas of a thousand words take a hundredth of it, also on a machine that is busy.
+A schema of a thousand words takes a hundredth of it, even on a busy machine.
 """
 MASK_SECONDS = 60.0
-"""Seconds for a mask: far more than any grammar takes that the gateway has let through, on a machine that is busy."""
+"""Timeout for a mask, in seconds: far more than any accepted grammar takes, even on a busy machine."""
 COMPILED = 32
-"""Compiled grammars that a process retains: tools and schemas come again and again."""
+"""Compiled grammars cached per process, because clients repeat their tools and schemas."""
 
 
 def _limits() -> LLParserLimits:
-    """Return what bounds a compilation, and each mask; a grammar beyond it is refused, or its answer fails."""
+    """Return llguidance's limits on a compilation and a mask. A grammar beyond them is refused, or its answer fails."""
     return LLParserLimits(
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=200_000,
@@ -51,20 +51,20 @@ def _limits() -> LLParserLimits:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """Matcher at the beginning of an answer, or the error that llguidance met, and the seconds that it took."""
+    """Compiled grammar: a matcher at the start of an answer, or llguidance's error, and the compile time in seconds."""
 
     matcher: LLMatcher
     seconds: float
 
 
 class Grammars:
-    """Grammars of the answers of one model in one process.
+    """Grammars for one model's answers in one process.
 
-    The tokenizer is read when the first grammar needs it: about a second for 128,000 tokens.
+    The first grammar loads the tokenizer, which takes about a second for 128,000 tokens.
     """
 
     def __init__(self, read_tokenizer: Callable[[], str], vocab_size: int, end_token_ids: Sequence[int]) -> None:
-        """`read_tokenizer` returns the tokenizer's JSON. A complete answer ends with one of `end_token_ids`."""
+        """`read_tokenizer` returns the tokenizer's JSON. A complete answer ends with an id of `end_token_ids`."""
         self._read_tokenizer = read_tokenizer
         self.vocab_size = vocab_size
         self._end_token_ids = list(end_token_ids)
@@ -72,7 +72,7 @@ class Grammars:
         self._compiled = lru_cache(COMPILED)(self._compile)
 
     def check(self, grammar: str) -> None:
-        """Check that answers can be held to a grammar. Raises InvalidRequest, whose sentence begins with the fault."""
+        """Check that answers can follow a grammar. Raises InvalidRequest with a sentence that begins with the fault."""
         if not self._end_token_ids:
             raise InvalidRequest("the model has no end-of-sequence token, by which a structured answer ends")
         if len(grammar) > MAX_GRAMMAR_CHARACTERS:
@@ -88,27 +88,27 @@ class Grammars:
             )
 
     def special_token(self, text: str) -> int | None:
-        """Return the id of a text that is one special token, which no string of a grammar matches; None for another."""
+        """Return the id of `text` if it is a special token, which no grammar string matches; else None."""
         with self._reading:
             tokenizer = self._tokenizer
         ids = tokenizer.tokenize_str(text, parse_special=True)
         return ids[0] if len(ids) == 1 and tokenizer.is_special_token(ids[0]) else None
 
     def prepare(self, grammar: str) -> None:
-        """Compile a grammar in the thread of the caller, and read the tokenizer where none was compiled before."""
+        """Compile a grammar in the caller's thread, and load the tokenizer if this is the first grammar."""
         self._compiled(grammar)
 
     def begin(self, grammar: str, answer: Sequence[int] = ()) -> AnswerGrammar:
-        """Return the grammar of an answer that has these tokens already. Nothing is computed yet."""
+        """Return the grammar of an answer that already has tokens `answer`. Nothing is computed yet."""
         return AnswerGrammar(self, grammar, answer)
 
     def matcher(self, grammar: str) -> LLMatcher:
-        """Return a matcher at the beginning of an answer."""
+        """Return a matcher at the start of an answer."""
         return self._compiled(grammar).matcher.deep_copy()
 
     @cached_property
     def thread(self) -> ThreadPoolExecutor:
-        """Thread in which masks are made: llguidance computes without Python's lock."""
+        """Thread that computes masks. llguidance runs without the GIL."""
         return ThreadPoolExecutor(1, thread_name_prefix="grammar")
 
     @cached_property
@@ -116,7 +116,7 @@ class Grammars:
         try:
             return LLTokenizer(self._read_tokenizer(), n_vocab=self.vocab_size, eos_token=self._end_token_ids)
         except ValueError as error:
-            raise InvalidRequest(f"the tokenizer of this model does not suit llguidance: {error}") from error
+            raise InvalidRequest(f"llguidance does not support this model's tokenizer: {error}") from error
 
     def _compile(self, grammar: str) -> Compiled:
         with self._reading:
@@ -129,7 +129,7 @@ class Grammars:
 
 
 class AnswerGrammar:
-    """Grammar of one answer that grows: `push` each token, `prepare` the next mask, take it with `mask`."""
+    """Grammar of one growing answer: `push` each token, `prepare` the next mask, get it with `mask`."""
 
     def __init__(self, grammars: Grammars, grammar: str, answer: Sequence[int]) -> None:
         self._grammars = grammars
@@ -139,41 +139,41 @@ class AnswerGrammar:
         self._mask: Future[Mask | None] | None = None
 
     def push(self, token_id: int) -> None:
-        """Append a token to the answer. Costs nothing until a mask is asked for: most ranks of a ring need none."""
+        """Append a token to the answer. It costs nothing until `mask` is called, which most ranks never do."""
         self._unread.append(token_id)
         self._mask = None
 
     def prepare(self) -> None:
-        """Begin to make the next mask in the thread beside."""
+        """Start computing the next mask in the mask thread."""
         if self._mask is None:
             unread, self._unread = self._unread, []
             self._mask = self._grammars.thread.submit(self._next_mask, unread)
 
     def mask(self) -> Mask | None:
-        """Return which tokens may come next, bool[V]; None where llguidance finds the grammar too complex from here."""
+        """Return the tokens that may come next as bool[V], or None if the grammar is too complex from here."""
         self.prepare()
         assert self._mask is not None, "prepared"
         try:
             return self._mask.result(MASK_SECONDS)
-        except (TimeoutError, OSError, ValueError, RingserveError) as error:  # the gateway had no such trouble
-            log.error("no mask can be made: %s", error)
+        except (TimeoutError, OSError, ValueError, RingserveError) as error:  # the gateway accepted the grammar
+            log.error("cannot compute a grammar mask: %s", error)
             return None
 
     def _next_mask(self, unread: list[int]) -> Mask | None:
-        """Read tokens and return the mask after them; in the thread beside, one call of an answer after another."""
+        """Read tokens and return the next mask. Runs in the mask thread, one call per answer at a time."""
         if self._matcher is None:
             self._matcher = self._grammars.matcher(self._grammar)
         matcher = self._matcher
         matcher.consume_tokens(unread)
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         if matcher.is_error():
-            log.warning("an answer leaves its grammar: %s", _summary(matcher.get_error()))
+            log.warning("an answer left its grammar: %s", _summary(matcher.get_error()))
             return None
         return np.unpackbits(bits, count=self._grammars.vocab_size, bitorder="little").view(np.bool_)
 
 
 def _summary(error: str) -> str:
-    """Return the first line of llguidance's error, and what a parser of patterns says below the pattern."""
+    """Return the first line of llguidance's error, and a regex parser's message below the pattern."""
     first, *others = [line.strip() for line in error.splitlines()] or [""]
     reason = next((line for line in others if line.startswith("error: ")), "")
     return f"{first} {reason}".strip()[:300]

@@ -1,4 +1,4 @@
-"""Sampling of one sequence: its parameters, its token history, and sampled tokens. Pure data, read by leaders too."""
+"""Sampling parameters, token history and sampled tokens of one sequence. Plain data, which leaders read too."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TokenBias:
-    """Bias that is added to one token's logit."""
+    """Bias added to one token's logit."""
 
     token_id: int
     bias: float
@@ -16,14 +16,15 @@ class TokenBias:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParameters:
-    """Sampling parameters of a turn. Temperature 0 is greedy; otherwise softmax(logits / temperature) drawn by `seed`.
+    """Sampling parameters of a turn. Temperature 0 is greedy; else `seed` draws from softmax(logits / temperature).
 
     The draw at position p depends only on (seed, p), so it is the same for every ring size and batch.
     `stop_token_ids` includes the model's end-of-sequence ids unless the caller ignores them. `top_k` 0 disables the
-    filter. `workers.sampling.sampler` has the formulas and their order. `logprobs` and `prompt_logprobs` are the
-    numbers of most likely tokens reported beside the chosen one; None means no log-probabilities. With `ends_by_text`
-    the reader of the tokens decides where the answer ends. `grammar` holds the answer to a grammar of llguidance's;
-    empty: there is none.
+    filter. `workers.sampling.sampler` has the formulas and their order. `logprobs` and `prompt_logprobs` are the number
+    of top tokens reported besides the chosen token; None means no log-probabilities. With `ends_by_text`, the reader of
+    the tokens decides where the answer ends. `grammar` is an llguidance grammar for the answer; empty means none.
+
+    Example: `SamplingParameters(temperature=0.7, seed=1)` draws the same tokens on any ring.
     """
 
     temperature: float = 0.0
@@ -59,15 +60,15 @@ class SamplingParameters:
 
     @property
     def filters(self) -> bool:
-        """True if some tokens are never drawn. A greedy choice is never among them."""
+        """True if some tokens are never drawn. A greedy choice is never one of them."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenHistory:
-    """Tokens that penalties and grammars look back at: the prompt's distinct tokens, and the answer's so far, in order.
+    """Tokens that penalties and grammars read: the prompt's distinct tokens, and the answer so far, in order.
 
-    Both are empty where nothing needs them. `num_generated` always counts the answer's tokens so far.
+    Both are empty if no parameter needs them. `num_generated` always counts the answer's tokens.
     """
 
     num_generated: int = 0
@@ -76,7 +77,7 @@ class TokenHistory:
 
     @classmethod
     def of(cls, sampling: SamplingParameters, prompt: Iterable[int], answer: Sequence[int] = ()) -> TokenHistory:
-        """Return the history that `sampling` needs of a whole prompt and the answer so far."""
+        """Return the history that `sampling` needs from a whole prompt and the answer so far."""
         return cls(
             num_generated=len(answer),
             prompt_ids=tuple(sorted({int(token) for token in prompt})) if sampling.looks_at_prompt else (),
@@ -89,9 +90,9 @@ NO_HISTORY = TokenHistory()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLogprobs:
-    """Log softmax of the raw logits for one position: of the chosen token, and of the most likely tokens.
+    """Log softmax of the raw logits at one position, for the chosen token and the most likely tokens.
 
-    `rank` 1 is the most likely token. `top_ids` descend by probability, equals ascend by id.
+    `rank` 1 is the most likely token. `top_ids` descend by probability; equal ones ascend by id.
     """
 
     token_id: int
@@ -103,9 +104,9 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Sampled token; `logprobs` where the parameters ask for them.
+    """Sampled token, with `logprobs` if requested.
 
-    None: the row's logits are not finite or, with `is_outside_grammar`, its grammar allows no token.
+    The token is None if the row's logits are not finite, or, with `is_outside_grammar`, if the grammar allows no token.
     """
 
     token_id: int | None
@@ -114,6 +115,6 @@ class Sampled:
 
 
 NO_TOKEN = Sampled(None)
-"""Outcome of a row whose logits are not finite."""
+"""Outcome of a row with non-finite logits."""
 OUTSIDE_GRAMMAR = Sampled(None, is_outside_grammar=True)
-"""Outcome of a row whose grammar has become too complex, or allows no token that the model can say."""
+"""Outcome of a row whose grammar became too complex, or allows no token of the vocabulary."""

@@ -1,4 +1,4 @@
-"""Next token of every row of a batch, from the model's logits: processing, filters, draw and log-probabilities.
+"""Sampling of a batch's next tokens from the model's logits: processing, filters, draws, log-probabilities.
 
 Logits are processed in fp64. The order is that of transformers' generate (its `SequenceBias`, `RepetitionPenalty`,
 `MinNewTokensLength`, `Temperature`, `TopK`, `TopP` and `MinP` processors), with OpenAI's two penalties after the
@@ -15,10 +15,12 @@ repetition penalty, as in vLLM:
     top_p         the smallest set of largest l stays whose probability reaches top_p
     min_p         tokens stay with a probability >= min_p * that of the most likely token
 
-A greedy choice takes the largest logit after the first six steps. A draw is keyed by (seed, position) and nothing
-else. So a sequence gets the same tokens on a ring of any size, in any batch, and again after its turn moved to another
-ring. Rows without special demands are sampled together: one argmax for the greedy ones, one cumulative sum for the
-drawn ones. Log-probabilities are those of the raw logits, as in vLLM. R rows, V vocabulary.
+A greedy choice takes the largest logit after the first six steps. A draw depends only on (seed, position), so a
+sequence gets the same tokens on a ring of any size, in any batch, and after its turn has moved to another ring. Rows
+without special parameters are sampled together: one argmax for greedy rows, one cumulative sum for drawn rows.
+Log-probabilities use the raw logits, as in vLLM.
+
+Shapes: R rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -48,11 +50,11 @@ Logits = npt.NDArray[np.float64]
 
 SIXTY_FOUR_BITS = 0xFFFF_FFFF_FFFF_FFFF
 CACHED_NUMBERS = 1 << 16
-"""Most logits of rows that are drawn together: more would not stay in a processor's cache."""
+"""Limit on logits per joint draw, so that they stay in the processor's cache."""
 
 
 class SampledRow(Protocol):
-    """Row of a sequence whose token at `next_position` is to be sampled."""
+    """Row of a sequence. Its token at `next_position` is sampled."""
 
     @property
     def sampler(self) -> RowSampler: ...
@@ -61,16 +63,16 @@ class SampledRow(Protocol):
 
 
 def sample_rows(rows: Sequence[SampledRow], logits: Tensor) -> list[Sampled]:
-    """Sample the next token of each row of logits[R, V], any float dtype.
+    """Sample the next token of each row of logits[R, V], in any float dtype.
 
-    A token depends on its own row, sampling parameters, history and position only. A row has no token if one of its
-    logits is NaN or the largest is infinite: its prompt or KV is broken, and other rows are not.
+    A token depends only on its row's logits, sampling parameters, history and position. A row gets no token if a logit
+    is NaN or the largest is infinite: its prompt or KV is broken. Other rows are not affected.
     """
     if not rows:
         return []
     if logits.device.type != "cpu":
         return sample_rows_on_device(rows, logits)
-    # max treats NaN as the largest value, so the winner shows any NaN; of equal values it takes the first.
+    # max treats NaN as the largest value, so the maximum shows any NaN. It takes the first of equal values.
     largest, winners = logits.max(dim=-1)
     finite = [number for number, value in enumerate(largest.tolist()) if math.isfinite(value)]
     if len(finite) < len(rows):
@@ -90,16 +92,16 @@ def sample_rows(rows: Sequence[SampledRow], logits: Tensor) -> list[Sampled]:
 
 
 def prepare_masks(rows: Sequence[SampledRow]) -> None:
-    """Begin to make the masks of rows that are sampled after this step, beside the thread that computes it."""
+    """Start computing the grammar masks of rows that are sampled after this step, beside the model."""
     for row in rows:
         if row.sampler.grammar is not None:
             row.sampler.grammar.prepare()
 
 
 def sample_rows_on_device(rows: Sequence[SampledRow], logits: Tensor) -> list[Sampled]:
-    """Sample as `sample_rows` does, where the logits are: one read brings the tokens of all rows that this serves.
+    """Sample like `sample_rows`, on the logits' device, with one read for all its rows.
 
-    Rows whose logits are changed, or whose log-probabilities are wanted, are sampled on the host from a copy of theirs.
+    Rows with changed logits or requested log-probabilities are copied and sampled on the host.
     """
     others = [number for number, row in enumerate(rows) if not are_chosen_on_device([row])]
     sampled = ChosenRows(choose_rows(rows, logits)).read()
@@ -111,20 +113,20 @@ def sample_rows_on_device(rows: Sequence[SampledRow], logits: Tensor) -> list[Sa
 
 
 def are_chosen_on_device(rows: Sequence[SampledRow]) -> bool:
-    """Return whether a device samples all of these rows: none has its logits changed, or log-probabilities."""
+    """Return whether a device can sample all these rows: none has changed logits or log-probabilities."""
     samplings = [row.sampler.sampling for row in rows]
     return not any(each.changes_logits or each.logprobs is not None for each in samplings)
 
 
 def choose_rows(rows: Sequence[SampledRow], logits: Tensor) -> Tensor:
-    """Choose the words int64[R] of rows from logits[R, V], where these are, as if all `are_chosen_on_device`."""
+    """Choose the words int64[R] of rows on the device of logits[R, V]. All rows must be `are_chosen_on_device`."""
     samplings = [row.sampler.sampling for row in rows]
     uniforms = [_uniform(each.seed, row.next_position) for each, row in zip(samplings, rows, strict=True)]
     return choose(logits, samplings, uniforms)
 
 
 def are_greedy(rows: Sequence[SampledRow]) -> bool:
-    """Return whether the largest logit of each row and its token suffice to sample them."""
+    """Return whether each row's largest logit and its token suffice to sample the rows."""
     return all(
         not row.sampler.is_drawn and not row.sampler.is_special and row.sampler.sampling.logprobs is None
         for row in rows
@@ -132,7 +134,7 @@ def are_greedy(rows: Sequence[SampledRow]) -> bool:
 
 
 def sample_greedy_rows(largest: Tensor, tokens: Tensor) -> list[Sampled]:
-    """Sample rows that `are_greedy` from the largest logit [R] of each and its token [R], as `sample_rows` does."""
+    """Sample greedy rows from each row's largest logit [R] and its token [R]. See `sample_rows`."""
     return ChosenRows(words_of(largest, tokens)).read()
 
 
@@ -154,7 +156,7 @@ def _draw_plain_rows(rows: Sequence[SampledRow], logits: Tensor, tokens: list[in
 
 
 def _choose(row: SampledRow, logits: Tensor) -> int | None:
-    """Choose the token of one row from logits[V]; None where its grammar allows none."""
+    """Choose one row's token from logits[V], or None if its grammar allows none."""
     sampling = row.sampler.sampling
     if row.sampler.is_drawn and not sampling.changes_logits and 0 < sampling.top_k < len(logits):
         return _draw_among_top(logits.double(), sampling, row.next_position)
@@ -167,10 +169,10 @@ def _choose(row: SampledRow, logits: Tensor) -> int | None:
 
 
 def _draw_among_top(logits: Tensor, sampling: SamplingParameters, position: int) -> int:
-    """Draw as `draw` does from the whole [V], but filter the few tokens that top_k can let stay, in token order."""
+    """Draw the same token as `draw`, but filter only the few tokens that top_k can leave, in token order."""
     top = logits.topk(sampling.top_k).values
     largest, smallest = top[0].item(), top[-1].item()
-    # Temperature may round a slightly smaller logit to the k-th: then it stays too.
+    # Temperature may round a slightly smaller logit to the k-th logit. Then it stays too.
     slack = 2.0**-50 * (abs(largest) + abs(smallest))
     ids = (logits >= smallest - slack).nonzero().view(-1)
     return int(ids[draw(logits[ids].cpu().numpy(), sampling, position)])
@@ -182,13 +184,13 @@ def _wanted(row: SampledRow, logits: Tensor, token_id: int) -> TokenLogprobs | N
 
 
 def draw(logits: Logits, sampling: SamplingParameters, position: int) -> int:
-    """Draw the token at `position` from [V] processed logits whose largest is finite."""
+    """Draw the token at `position` from processed logits [V], whose largest is finite."""
     scaled = logits - logits.max()
-    # A temperature near 0 makes any distance infinite, as it should be.
+    # A temperature near 0 correctly makes any distance infinite.
     with np.errstate(over="ignore"):
         scaled /= sampling.temperature
     if not sampling.filters:
-        # In place: newly allocated pages cost more than the arithmetic.
+        # In place, because newly allocated pages cost more than the arithmetic.
         np.exp(scaled, out=scaled)
         return pick(np.cumsum(scaled, out=scaled), sampling.seed, position)
     scaled = filtered(scaled, sampling)
@@ -197,7 +199,7 @@ def draw(logits: Logits, sampling: SamplingParameters, position: int) -> int:
 
 
 def draw_plain(logits: npt.NDArray[np.float64], samplings: list[SamplingParameters], positions: list[int]) -> list[int]:
-    """Draw for all rows of [R, V] logits without filters at once; the tokens are those of `draw`."""
+    """Draw the same tokens as `draw` for all rows of logits [R, V] at once. No row has filters."""
     scaled = logits - logits.max(axis=1, keepdims=True)
     with np.errstate(over="ignore"):
         scaled /= np.array([[sampling.temperature] for sampling in samplings])
@@ -209,23 +211,23 @@ def draw_plain(logits: npt.NDArray[np.float64], samplings: list[SamplingParamete
 
 
 def pick(cumulative: npt.NDArray[np.float64], seed: int, position: int) -> int:
-    """Pick a token from a cumulative distribution [V] in token order, which need not end at 1."""
+    """Pick a token from a cumulative distribution [V] in token order. It need not end at 1."""
     # side="right" never lands on a token of probability zero.
     return int(np.searchsorted(cumulative, _uniform(seed, position) * cumulative[-1], side="right"))
 
 
 def _uniform(seed: int, position: int) -> float:
-    """Return the random number in [0, 1) of a draw."""
-    # Philox is counter-based: seed and position are its key, so no state is carried from token to token.
+    """Return a draw's random number in [0, 1)."""
+    # Philox is counter-based. Seed and position are its key, so there is no state between tokens.
     key = ((position & SIXTY_FOUR_BITS) << 64) | (seed & SIXTY_FOUR_BITS)
     return float(np.random.Generator(np.random.Philox(key=key)).random())
 
 
 class RowSampler:
-    """Sampler of one sequence: its parameters, and the history that they look back at.
+    """Sampler of one sequence: its parameters and history.
 
-    Every rank of a decode ring has a sampler for each row and pushes every token to it, since any rank may draw. A row
-    with a grammar draws only where the rank has `grammars`.
+    Every rank of a decode ring has a sampler for each row and pushes every token to it, since any rank may draw. Only
+    ranks with `grammars` draw rows with a grammar.
     """
 
     def __init__(
@@ -234,7 +236,7 @@ class RowSampler:
         self.sampling = sampling
         self.grammar = grammars.begin(sampling.grammar, history.answer_ids) if grammars and sampling.grammar else None
         self.num_generated = history.num_generated
-        # True if the row's logits need processing of their own.
+        # True if the row's logits need their own processing.
         self.is_special = sampling.changes_logits or (sampling.temperature > 0.0 and sampling.filters)
         self.is_drawn = sampling.temperature > 0.0
         self._unseen_prompt = history.prompt_ids
@@ -251,9 +253,9 @@ class RowSampler:
             self.grammar.push(token_id)
 
     def process(self, logits: Logits) -> Logits:
-        """Return logits with bias, penalties and masks: a new [V], or `logits` itself where nothing changes.
+        """Apply bias, penalties and masks. Return a new [V], or `logits` itself if nothing changes.
 
-        All are -inf where the grammar has become too complex.
+        All logits are -inf if the grammar has become too complex.
         """
         sampling = self.sampling
         if not sampling.changes_logits:
@@ -285,7 +287,7 @@ class RowSampler:
             logits[said] -= sampling.presence_penalty
 
     def _count(self, vocab_size: int) -> npt.NDArray[np.int64]:
-        """Count each token in the answer, [V]: the vocabulary's size is known from the first logits."""
+        """Count each token in the answer, as [V]. The first logits reveal the vocabulary size."""
         if self._counts is None:
             self._counts = np.zeros(vocab_size, np.int64)
             self._in_prompt = np.zeros(vocab_size, np.bool_)
@@ -315,8 +317,8 @@ def filtered(logits: Logits, sampling: SamplingParameters) -> Logits:
 def _nucleus(logits: Logits, top_p: float) -> Logits:
     shares = np.exp(logits - logits.max())
     shares /= shares.sum()
-    # Tokens of at most this share are removed together, as their sum is at most 1 - top_p. The others are sorted; in a
-    # real distribution they are few. The largest is always sorted, also where one token of share 1 is all there is.
+    # Tokens with at most this share are removed together, since their sum is at most 1 - top_p. The other tokens, few
+    # in a real distribution, are sorted. The largest is always among them, even if its share is 1.
     highest = shares.max()
     smallest_sorted = min((1.0 - top_p) / len(logits), np.nextafter(highest, 0.0))
     candidates = np.sort(logits[shares > smallest_sorted])
@@ -332,7 +334,7 @@ def _nucleus(logits: Logits, top_p: float) -> Logits:
 
 
 def logprobs_of(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
-    """Return one token's log-probability for each row of logits[R, V], with those of the `num_top` most likely."""
+    """Return log-probabilities of one token per row of logits[R, V], and of the row's `num_top` most likely tokens."""
     rows = logits.double().cpu().numpy()
     return [_logprobs(row, token_id, num_top) for row, token_id in zip(rows, token_ids, strict=True)]
 
@@ -352,12 +354,12 @@ def _logprobs(logits: Logits, token_id: int, num_top: int) -> TokenLogprobs:
 
 
 def _kth_largest(logits: Logits, k: int) -> float:
-    """Return the k-th largest logit, which torch finds several times faster than numpy's partition."""
+    """Return the k-th largest logit. torch is several times faster than numpy's partition."""
     return torch.from_numpy(logits).topk(k).values[-1].item()
 
 
 def _largest(logits: Logits, count: int) -> np.ndarray[tuple[int, ...], np.dtype[np.intp]]:
-    """Return the ids of the `count` largest logits, descending; equal logits by ascending id."""
+    """Return the ids of the `count` largest logits, descending. Equal logits ascend by id."""
     if not count:
         return np.empty(0, np.intp)
     smallest = _kth_largest(logits, count)
