@@ -115,6 +115,6 @@ def test_faults_of_a_grammar_are_told_in_one_line(
     assert fault(" " * (MAX_GRAMMAR_CHARACTERS + 1)).startswith("65537 characters are too many")
     endless = byte_grammars(tmp_path, VOCAB_SIZE, ends=())
     assert fault(COLOURS, endless).startswith("the model has no end-of-sequence token")
-    assert "does not suit llguidance" in fault(COLOURS, byte_grammars(tmp_path, 100, ends=(5,)))
+    assert "llguidance does not support" in fault(COLOURS, byte_grammars(tmp_path, 100, ends=(5,)))
     monkeypatch.setattr(grammar, "MAX_COMPILE_SECONDS", -1)
     assert fault(COLOURS).startswith("it takes 0.")
