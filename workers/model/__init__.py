@@ -1,1 +1,1 @@
-"""Model of a rank: model directories, loading, the tensor parallel share, and the attention hook."""
+"""A rank's model: model directories, loading, tensor parallelism, the attention hook."""

@@ -1,9 +1,9 @@
-"""The part of transformers that a rank needs, imported without what only training, compilation and other families need.
+"""The part of transformers that a rank needs, imported without training, compilation and other model families.
 
-transformers decorates functions for torch's compiler, which loads the compiler and sympy; it loads torch's sharded
-tensors because torch has them; and it reads the sources of all its models twice. A rank compiles nothing, has its own
-rings, and serves one model: without these parts it starts in half the time. Whatever uses transformers in the same
-process later finds it complete, but believes that torch has no `torch.distributed`.
+transformers decorates functions for torch's compiler, which loads the compiler and sympy. It loads torch's sharded
+tensors because torch has them, and it reads the sources of all its models twice. A rank compiles nothing here, has its
+own rings and serves one model, so it starts in half the time without these parts. Later users of transformers in this
+process find it complete, except that it believes torch has no `torch.distributed`.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ INDEXING = "torch._dynamo._trace_wrapped_higher_order_op"
 
 
 def _undecorated(function: Callable[..., object] | None = None, *_: object, **__: object) -> object:
-    """Return what a decorator of torch's compiler returns where nothing is ever compiled."""
+    """Stand in for a decorator of torch's compiler that compiles nothing."""
     return function if function is not None else _undecorated
 
 
 @contextmanager
 def _transformed_getitem() -> Iterator[None]:
-    """Load the one part of the compiler that transformers uses without compiling, where it is used: in masks."""
+    """Load the one part of the compiler that transformers needs without compiling, when it builds masks."""
     with import_module(INDEXING).TransformGetItemToIndex():
         yield
 
 
 @contextmanager
 def _replaced(owner: object, **values: object) -> Iterator[None]:
-    """Give attributes of a module or class other values for a while."""
+    """Replace attributes of a module or class inside the `with` block."""
     missing = [name for name in values if name not in vars(owner)]
     before = {name: vars(owner)[name] for name in values if name not in missing}
     for name, value in values.items():
@@ -60,20 +60,20 @@ def _replaced(owner: object, **values: object) -> Iterator[None]:
 
 @contextmanager
 def _without_compiler_and_sharding() -> Iterator[None]:
-    """Let transformers be imported as if torch had neither; nothing of it lasts but what transformers decides."""
+    """Import transformers as if torch had neither. Only transformers' own decisions remain afterwards."""
     import transformers
     from transformers.utils import import_utils
 
     decorators = dict.fromkeys(("allow_in_graph", "assume_constant_result", "disable"), _undecorated)
     indexing, models = ModuleType(INDEXING), ModuleType("transformers.models")
     vars(indexing)["TransformGetItemToIndex"] = _transformed_getitem
-    # A model is found by its path; other names of this package are those of transformers.
+    # Models are found by path; other names of this package are transformers' own.
     models.__path__ = [f"{path}/models" for path in transformers.__path__]
     vars(models)["__getattr__"] = partial(getattr, transformers)
     sys.modules.setdefault(models.__name__, models)
     sys.modules[INDEXING] = indexing
     with (
-        # An attribute alone: an import of the compiler loads it.
+        # Only the attribute: importing the compiler loads the real one.
         _replaced(torch, _dynamo=SimpleNamespace(**decorators)),
         _replaced(torch.compiler, **decorators),
         _replaced(torch.distributed, is_available=lambda: False),

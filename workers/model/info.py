@@ -1,4 +1,4 @@
-"""Shape of a model, read from the JSON files of its directory alone: leaders and gateway need no torch for it."""
+"""Model shape, read only from the JSON files of a model directory, so that leaders and gateway need no torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 CPU_FLAGS = Path("/proc/cpuinfo")
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16"}
-"""Instructions of a processor that multiplies bfloat16 faster than float32."""
+"""CPU flags of processors that multiply bfloat16 faster than float32."""
 
 
 def multiplies_bfloat16(flags: Path = CPU_FLAGS) -> bool:
-    """Return True if this machine's processor has BFLOAT16_FLAGS; False where the system does not list its flags."""
+    """Return True if this machine's CPU has any of BFLOAT16_FLAGS, False if the system does not list its flags."""
     try:
         lines = flags.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
@@ -29,12 +29,12 @@ def multiplies_bfloat16(flags: Path = CPU_FLAGS) -> bool:
 
 
 def read_model_info(path: Path, dtype: str | None = None, name: str | None = None, device: str = "cpu") -> ModelInfo:
-    """Read the shape of the model in `path`; `dtype` overrides the directory's own, `name` the directory's name.
+    """Read the shape of the model in `path`. `dtype` overrides the directory's dtype, `name` its name.
 
-    Attention and KV have the model's dtype on a GPU. A CPU keeps both in float32: its kernel would widen narrower KV on
-    every call.
+    On a GPU, attention and KV have the model's dtype. On a CPU both are float32, because the kernel would widen
+    narrower KV on every call.
 
-    Raises ModelRefused if a file is missing or unreadable, or if the model needs a feature that is not supported.
+    Raises ModelRefused if a file is missing or unreadable, or if the model needs an unsupported feature.
     """
     config = read_json(path / "config.json")
     check_supported(config)
@@ -69,10 +69,10 @@ def read_model_info(path: Path, dtype: str | None = None, name: str | None = Non
 
 
 def tensor_share(info: ModelInfo, tp: int, key: str = "tp", *, replicates_kv: bool = False) -> ModelInfo:
-    """Return the shape of one tensor parallel rank's share of `tp`; `info` itself for tp 1.
+    """Return the shape of one of `tp` tensor-parallel ranks; `info` itself if tp is 1.
 
-    Raises ConfigError, naming `key`, unless every rank gets as many whole KV heads as the others. With `replicates_kv`
-    there may also be several ranks for each KV head, with its query heads shared evenly.
+    Raises ConfigError, naming `key`, unless every rank gets the same number of whole KV heads. With `replicates_kv`,
+    several ranks may share each KV head and divide its query heads evenly.
     """
     if tp == 1:
         return info
@@ -95,7 +95,7 @@ def tensor_share(info: ModelInfo, tp: int, key: str = "tp", *, replicates_kv: bo
 
 
 def read_json(path: Path) -> Mapping[str, object]:
-    """Read the object in a JSON file of a model directory. Raises ModelRefused."""
+    """Read the JSON object in a file of a model directory. Raises ModelRefused."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -108,7 +108,7 @@ def read_json(path: Path) -> Mapping[str, object]:
 
 
 class _Reader:
-    """Reader of positive integers in config.json, with refusals that name the key."""
+    """Reader of positive integers in config.json. Its errors name the key."""
 
     def __init__(self, path: Path, config: Mapping[str, object]) -> None:
         self._path = path
@@ -119,12 +119,12 @@ class _Reader:
         if value is None:
             value = default
         if not isinstance(value, int) or value < 1:
-            raise ModelRefused(f"{self._path / 'config.json'} has {key}={value!r}; a positive integer is needed")
+            raise ModelRefused(f"{self._path / 'config.json'} has {key}={value!r}; allowed is a positive integer")
         return value
 
 
 def _eos_token_ids(path: Path, config: Mapping[str, object]) -> tuple[int, ...]:
-    """Read the end ids of generation_config.json, which chat models extend, else of config.json."""
+    """Read the end-of-sequence ids from generation_config.json, which chat models extend, or else from config.json."""
     generation_path = path / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else {}
     ids = generation.get("eos_token_id", config.get("eos_token_id"))
@@ -138,7 +138,7 @@ def _eos_token_ids(path: Path, config: Mapping[str, object]) -> tuple[int, ...]:
 
 
 def _with_parameters(info: ModelInfo, *, tied: bool) -> ModelInfo:
-    """Count the weight matrices; biases and norms are left out (under 0.1%)."""
+    """Count the parameters of all weight matrices. Biases and norms (under 0.1%) are left out."""
     attention = 2 * info.hidden_size * info.head_dim * (info.num_heads + info.num_kv_heads)
     per_layer = attention + 3 * info.hidden_size * info.intermediate_size
     embedding = info.vocab_size * info.hidden_size

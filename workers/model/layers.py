@@ -1,7 +1,8 @@
-"""Linear layers in the forms that kernels read fastest: packed for CPUs, joined, and of 8-bit floats.
+"""Linear layers in the forms that kernels read fastest: packed for CPUs, joined, or 8-bit floats.
 
-A layer changes its form in place and only once, when the ring knows its share of the weights: then these are cut no
-more. Shapes: T rows, C input features.
+A layer changes its form in place, once, after the ring has cut its share of the weights.
+
+Shapes: T rows, C input features.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from ringserve.workers.model.info import multiplies_bfloat16
 
 
 class PackedLinear(Linear):
-    """Linear layer on a CPU whose weight lies in the order in which oneDNN's kernels read it.
+    """CPU linear layer whose weight is stored in the order in which oneDNN's kernels read it.
 
-    A plain weight is brought into an order of that kind in every call, which costs the more the fewer rows a call has:
-    one row of a plain weight takes 1.2 times as long in fp32 and 1.4 times in bf16, 8 rows twice as long.
+    A plain weight is reordered in every call, which costs relatively more for few rows: one row takes 1.2 times as long
+    in fp32 and 1.4 times in bf16, and 8 rows twice as long.
     """
 
     packed: Tensor
 
     @staticmethod
     def pack(linear: Linear) -> None:
-        """Make `linear` a packed layer, in place: forward hooks stay, its plain weight does not."""
+        """Turn `linear` into a packed layer in place. Forward hooks stay; the plain weight is dropped."""
         weight = linear.weight.detach()
         num_rows = PACKED_ROWS if weight.dtype == torch.float32 else None
         del linear.weight
@@ -45,9 +46,9 @@ class PackedLinear(Linear):
 
 
 def with_least_rows(input: Tensor, packed: Tensor) -> Tensor:
-    """Return input[..., T, C] itself, or with rows of zeros after its own where more rows take less time.
+    """Return input[..., T, C], padded with rows of zeros if more rows take less time.
 
-    oneDNN multiplies four rows by an fp32 weight in 0.7 to 0.9 of the time that it takes for one, two or three.
+    oneDNN multiplies four rows by an fp32 weight in 0.7 to 0.9 of the time for one, two or three rows.
     """
     missing = LEAST_ROWS - input.shape[-2]
     if missing <= 0 or packed.dtype != torch.float32:
@@ -59,8 +60,8 @@ def with_least_rows(input: Tensor, packed: Tensor) -> Tensor:
 class GatedMlp:
     """Forward pass of the MLP that all served families have: down(silu(gate(x)) * up(x)).
 
-    The kernels apply silu and the product where their results are still in the processor's cache: two passes over the
-    widest tensors of a layer less.
+    The kernels apply silu and the product while their results are in the processor's cache, which saves two passes over
+    the widest tensors of a layer.
     """
 
     gate: PackedLinear
@@ -69,9 +70,9 @@ class GatedMlp:
 
     @classmethod
     def try_of(cls, mlp: Module) -> GatedMlp | None:
-        """Return the forward pass of an fp32 `mlp`; None for another module, and where its first two layers have hooks.
+        """Return the forward pass of an fp32 `mlp`, or None for other modules and if its first two layers have hooks.
 
-        In bf16 it would round less often than transformers does.
+        In bf16 it would round less often than transformers.
         """
         gate, up, down = (getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
         if not (isinstance(gate, PackedLinear) and isinstance(up, PackedLinear) and isinstance(down, Module)):
@@ -91,20 +92,20 @@ class GatedMlp:
         return out
 
 
-# Rows for which fp32 weights are packed: oneDNN takes the same order for any number from a few up.
+# Number of rows that fp32 weights are packed for. oneDNN uses the same order for any larger number of rows.
 PACKED_ROWS = 256
 LEAST_ROWS = 4
 
 
 def packed_dtypes() -> set[torch.dtype]:
-    """Return the dtypes of weights that are packed on this machine's processor."""
+    """Return the weight dtypes that are packed on this machine's CPU."""
     if not torch.backends.mkldnn.is_available():
         return set()
     return {torch.float32, torch.bfloat16} if multiplies_bfloat16() else {torch.float32}
 
 
 def pack(module: Module) -> None:
-    """Pack the linear layers in `module` that are on a CPU: fp32 ones, and bf16 ones where the CPU multiplies bf16."""
+    """Pack the linear CPU layers in `module`: fp32 layers, and bf16 layers if the CPU multiplies bf16."""
     dtypes = packed_dtypes()
     for linear in list(module.modules()):
         if type(linear) is Linear and linear.weight.dtype in dtypes and linear.weight.device.type == "cpu":
@@ -116,7 +117,7 @@ MLP_LAYERS = ("gate_proj", "up_proj")
 
 
 class Columns(Module):
-    """Columns [start, stop) of the product of layers that were joined, in the place of one of these layers."""
+    """Columns [start, stop) of a joined layer's product. It replaces one of the joined layers."""
 
     def __init__(self, start: int, stop: int) -> None:
         super().__init__()
@@ -129,10 +130,10 @@ class Columns(Module):
 
 
 def join_layers(body: Module, names: Sequence[str]) -> None:
-    """Make one layer of those of these names, in each module that has them all; one product takes the place of several.
+    """Join the layers called `names` into one, in each module that has them all, so that one product replaces several.
 
-    The module's input becomes the product, of which the places of its layers return their columns: its own code stays.
-    A module whose layers have another form already, or not all a bias, stays as it is.
+    The module's input becomes the product, and each of its layers returns its columns, so the module's code stays as it
+    is. A module stays unchanged if its layers have another form already, or if only some have a bias.
     """
     for module in list(body.modules()):
         layers = [layer for name in names if type(layer := getattr(module, name, None)) is Linear]
@@ -156,7 +157,7 @@ JOINED = "joined_proj"
 
 
 def _multiply(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replace the module's input, its first argument or the keyword `hidden_states`, by the joined layers' product."""
+    """Replace the module's input (first argument or keyword `hidden_states`) by the joined layers' product."""
     joined = module.get_submodule(JOINED)
     if args:
         return (joined(args[0]), *args[1:]), kwargs
@@ -166,13 +167,13 @@ def _multiply(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = torch.finfo(FP8).max
 FP8_MULTIPLE = 16
-"""Both sizes of a matrix of 8-bit floats are multiples of this: a GPU's kernels ask for it."""
+"""GPU kernels need both sizes of an 8-bit float matrix to be multiples of this."""
 
 
 class Fp8Linear(Linear):
-    """Linear layer of 8-bit floats (e4m3): a scale for each output feature, and one for each row of the input.
+    """Linear layer of 8-bit floats (e4m3) with a scale per output feature and a scale per input row.
 
-    Rows are scaled when they come, so no row depends on another, and a NaN stays in its row.
+    Each input row has its own scale, so rows are independent, and a NaN stays in its row.
     """
 
     quantized: Tensor
@@ -180,7 +181,7 @@ class Fp8Linear(Linear):
 
     @staticmethod
     def quantize(linear: Linear) -> None:
-        """Make `linear` a layer of 8-bit floats, in place: forward hooks stay, its weight does not."""
+        """Turn `linear` into an 8-bit float layer in place. Forward hooks stay; the weight is dropped."""
         quantized, scales = scaled_rows(linear.weight.detach())
         del linear.weight
         linear.__class__ = Fp8Linear
@@ -196,15 +197,15 @@ class Fp8Linear(Linear):
 
 
 def scaled_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows[T, C] as 8-bit floats, and fp32[T, 1] by which to multiply them: their largest number is 448."""
+    """Scale rows[T, C] to 8-bit floats, whose largest number is 448. Return them with their fp32[T, 1] factors."""
     wide = rows.float()
-    # A row of zeros has a scale, too.
+    # A row of zeros needs a scale too.
     scales = wide.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / LARGEST_FP8
     return (wide / scales).clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8), scales
 
 
 def quantize_mlps(body: Module) -> None:
-    """Make the layers of all MLPs, joined before, such of 8-bit floats: two thirds of a model's weights and work."""
+    """Turn the joined layers of all MLPs into 8-bit float layers: two thirds of a model's weights and work."""
     for module in list(body.modules()):
         down, joined = getattr(module, "down_proj", None), getattr(module, JOINED, None)
         for layer in (joined, down):

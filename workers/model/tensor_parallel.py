@@ -1,21 +1,21 @@
 """Tensor parallelism inside a rank's model: transformers' plan determines the cuts, a ring carries the sums.
 
-transformers executes its plan only where the tensor parallel ranks are all of torch's default process tensor. Beside a
-context parallel axis it refuses; with one axis of a device mesh it silently leaves every weight whole. So the plan is
-the model's, and cutting and summing happen here. No default group is needed, and a broken tensor parallel ring ends
-like any other broken ring.
+transformers runs its plan only if the tensor-parallel ranks are torch's whole default process group. Beside a
+context-parallel axis it refuses; with one axis of a device mesh it silently leaves every weight whole. So this module
+reads the model's plan, but cuts weights and sums results itself. It needs no default process group, and a broken
+tensor-parallel ring ends like any other ring.
 
-More processes than KV heads share these: `replicas` of each, for comparisons with context parallelism alone (arXiv
-2411.01783, 4.2.2). Query heads are cut evenly, and all that read one KV head lie beside it.
+If there are more processes than KV heads, several processes share each KV head (`replicas`). This is only for
+comparisons with context parallelism (arXiv 2411.01783, 4.2.2). Query heads are cut evenly, next to their KV head.
 
-Sequence parallelism of tensor parallel ranks (SP-TP, CSPS, arXiv 2409.15104) cuts each sum in two: a rank adds up an
-N-th of the rows, to which norms and residuals are applied, and gathers all rows before attention and before the MLP.
-The bytes are those of the sums. For comparisons too.
+Sequence parallelism of tensor-parallel ranks (SP-TP, CSPS, arXiv 2409.15104), also for comparisons, cuts each sum in
+two: a rank sums an N-th of the rows, applies norms and residuals to them, and gathers all rows before attention and
+before the MLP. It sends as many bytes as the sums.
 
-Helix is the same over the ranks of a decode ring, which have all tokens of a step: attention and embedding stay whole,
-and attention gives each rank its columns of the output projection's input.
+Helix does the same over the ranks of a decode ring, which have all tokens of a step: attention and embedding stay
+whole, and attention gives each rank its input columns of the output projection.
 
-T tokens.
+Shapes: T tokens.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from ringserve.workers.model.hugging_face import PreTrainedModel
 
 
 class TensorParallel:
-    """Place of rank `rank` among the `size` ranks that share one model. `connect` precedes the first forward pass.
+    """Rank `rank` of the `size` ranks that share one model. Call `connect` before the first forward pass.
 
-    With `shares_attention` the heads and the embedding are cut as well, without it (helix) everything else. With
-    `replicas` above 1, the matrices of keys and of values, with `kv_features` outputs each, are cut in fewer parts.
-    With `scatters_rows` a rank has an N-th of the rows between attention and MLP.
+    With `shares_attention`, heads and embedding are cut too; without it (helix), only the other weights are. With
+    `replicas` above 1, the key and value matrices, with `kv_features` outputs each, are cut in fewer parts. With
+    `scatters_rows`, a rank has an N-th of the rows between attention and MLP.
     """
 
     def __init__(
@@ -64,21 +64,21 @@ class TensorParallel:
         self._transport: RingTransport | None = None
 
     def connect(self, transport: RingTransport) -> None:
-        """Use this ring of the tensor parallel ring from now on."""
-        assert (transport.rank, transport.size) == (self.rank, self.size), "a place in another tensor parallel ring"
+        """Attach the transport of this tensor-parallel group."""
+        assert (transport.rank, transport.size) == (self.rank, self.size), "transport of another tensor-parallel group"
         self._transport = transport
 
     @property
     def transport(self) -> RingTransport:
-        assert self._transport is not None, "the tensor parallel ring is not connected"
+        assert self._transport is not None, "the tensor-parallel group is not connected"
         return self._transport
 
     def share(self, total: int) -> tuple[int, int]:
-        """Return [start, stop) of this rank in `total`."""
+        """Return this rank's [start, stop) of `total`."""
         return even_share(total, self.rank, self.size)
 
     def share_of(self, total: int, own: int) -> tuple[int, int]:
-        """Return [start, stop) of this rank's part of `own`, which several ranks have where KV heads are replicated."""
+        """Return this rank's [start, stop) of `total` in parts of size `own`. Several ranks may share a part."""
         start, stop = self.share(total)
         if stop - start == own:
             return start, stop
@@ -91,21 +91,21 @@ class TensorParallel:
         return tuple(stop - start for start, stop in shares)
 
     def begin_rows(self, num_rows: int) -> None:
-        """Begin a forward pass over so many rows."""
+        """Begin a forward pass over `num_rows` rows."""
         self._num_rows = num_rows
 
     def all_rows(self, own: Tensor) -> Tensor:
-        """Return all rows [..., T, C] where a rank has an N-th of them, else `own`. Raises Unavailable."""
+        """Gather all rows [..., T, C] if each rank has an N-th of them, else return `own`. Raises Unavailable."""
         return gather_rows(own, self._num_rows, self.transport) if self.scatters_rows else own
 
     def join(self, part: Tensor, total: int) -> Tensor:
-        """Return every rank's columns [..., share of total] side by side: [..., total]. Raises Unavailable."""
+        """Join every rank's columns [..., share of total] to [..., total]. Raises Unavailable."""
         return part if self.size == 1 else join_last_dim(part, self.widths(total), self.transport)
 
     def total(self, part: Tensor) -> Tensor:
         """Return the sum [..., T, C] of all ranks' parts, or this rank's rows of it. Raises Unavailable.
 
-        While torch's compiler traces the model it leaves a mark: the graph is cut there (`workers/model/pieces.py`).
+        While torch's compiler traces the model, this leaves a mark where the graph is cut (`workers/model/pieces.py`).
         """
         if torch.compiler.is_compiling():
             marked: Tensor = torch.ops.ringserve.total(part)
@@ -114,10 +114,10 @@ class TensorParallel:
         return reduce(part, self.transport)
 
     def cut(self, model: PreTrainedModel) -> None:
-        """Reduce `model` to this rank's share, by the model's own plan. With one rank nothing changes.
+        """Cut `model` to this rank's share by the model's own plan. A single rank changes nothing.
 
-        Shares have whole heads where `size` divides the KV heads; the caller checks that. Raises ModelRefused for a
-        plan with an unknown style.
+        The caller checks that `size` divides the KV heads, so shares have whole heads. Raises ModelRefused if the plan
+        has an unknown style.
         """
         if self.size == 1:
             return
@@ -143,12 +143,12 @@ class TensorParallel:
                 block.register_forward_pre_hook(self._with_all_rows, with_kwargs=True)
             num_cut += 1
         if not num_cut:
-            raise ModelRefused(f"a {model.config.model_type!r} model has no tensor parallel plan; allowed is tp 1")
+            raise ModelRefused(f"a {model.config.model_type!r} model has no tensor-parallel plan; allowed is tp 1")
         if are_tied:
             self.tie(model)
 
     def tie(self, model: PreTrainedModel) -> None:
-        """Let the head be the embedding where that is cut, and otherwise a view of this rank's rows of it."""
+        """Tie the output head to the embedding if that is cut, else to a view of this rank's rows of it."""
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         assert isinstance(head, Linear) and isinstance(embedding, Embedding)
         if head.weight.shape == embedding.weight.shape:
@@ -158,19 +158,19 @@ class TensorParallel:
             head.weight = Parameter(embedding.weight[start:stop], requires_grad=False)
 
     def _with_all_rows(self, _block: Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
-        """Gather the rows of the states that attention, or the MLP, is called with."""
+        """Gather all rows of the input of attention or MLP."""
         if inputs:
             return (self.all_rows(inputs[0]), *inputs[1:]), named
         return inputs, named | {HIDDEN_STATES: self.all_rows(named[HIDDEN_STATES])}
 
     def _is_kv(self, model: PreTrainedModel, name: str, module: Module) -> bool:
-        """Return whether a module cut by columns makes keys or values: where KV heads are few, queries are wider."""
+        """Return whether a module cut by columns makes keys or values. With few KV heads, queries are wider."""
         return _is_in_attention(model, name) and getattr(module, "out_features", 0) == self._kv_features
 
     def _style(self, model: PreTrainedModel, name: str, style: str) -> str:
-        """Return the style of a module: in helix the embedding and what comes before attention stay whole.
+        """Return a module's style. In helix, the embedding and the modules before attention stay whole.
 
-        The caller of a helix head joins its outputs: a greedy token needs none of the other ranks' logits.
+        In helix, the caller of the head joins its outputs, because a greedy token needs no other rank's logits.
         """
         if self._shares_attention:
             return style
@@ -185,7 +185,7 @@ def _is_in_attention(model: PreTrainedModel, name: str) -> bool:
 
 
 def _cut_columns(tensor: TensorParallel, module: Module, own: int | None = None) -> None:
-    """Cut the output features, `own` to a rank or evenly; the input is whole: y_r = x W_r^T + b_r."""
+    """Cut the output features, `own` per rank or evenly. The input is whole: y_r = x W_r^T + b_r."""
     assert isinstance(module, Linear)
     total = module.out_features
     start, stop = tensor.share(total) if own is None else tensor.share_of(total, own)
@@ -196,7 +196,7 @@ def _cut_columns(tensor: TensorParallel, module: Module, own: int | None = None)
 
 
 def _cut_columns_and_join(tensor: TensorParallel, module: Module) -> None:
-    """Cut as `_cut_columns` does and join the ranks' outputs: y = [y_0, y_1, ...]."""
+    """Cut like `_cut_columns`, and join the ranks' outputs: y = [y_0, y_1, ...]."""
     assert isinstance(module, Linear)
     widths = tensor.widths(module.out_features)
     _cut_columns(tensor, module)
@@ -204,12 +204,12 @@ def _cut_columns_and_join(tensor: TensorParallel, module: Module) -> None:
 
 
 def _cut_rows(tensor: TensorParallel, module: Module) -> None:
-    """Cut the input features, as the previous layer left them, and sum the outputs: y = sum_r x_r W_r^T + b."""
+    """Cut the input features like the previous layer's output, and sum the outputs: y = sum_r x_r W_r^T + b."""
     assert isinstance(module, Linear)
     start, stop = tensor.share(module.in_features)
     module.weight = _piece(module.weight[:, start:stop])
     module.in_features = stop - start
-    # Added once, to the sum. It stays a parameter, under another name, so that the model moves it to its device.
+    # The bias is added once, to the sum. It stays a parameter, renamed, so that the model moves it to its device.
     module.register_parameter(WHOLE_BIAS, module.bias)
     module.register_parameter("bias", None)
 
@@ -221,7 +221,7 @@ def _cut_rows(tensor: TensorParallel, module: Module) -> None:
 
 
 def _cut_vocabulary(tensor: TensorParallel, module: Module) -> None:
-    """Cut the rows of the embedding; one rank contributes a token's row, the other ranks contribute zeros."""
+    """Cut the embedding's rows. One rank contributes a token's row, the other ranks contribute zeros."""
     assert isinstance(module, Embedding)
     start, stop = tensor.share(module.num_embeddings)
     module.weight = _piece(module.weight[start:stop])
@@ -237,7 +237,7 @@ def _cut_vocabulary(tensor: TensorParallel, module: Module) -> None:
 
 
 def _leave_whole(tensor: TensorParallel, module: Module) -> None:
-    """Leave a module whole: norms of single heads, as every rank needs them, and in helix all that makes heads."""
+    """Leave a module whole: norms of single heads, which every rank needs, and in helix all before attention."""
 
 
 def _piece(part: Tensor) -> Parameter:
@@ -248,7 +248,7 @@ def _piece(part: Tensor) -> Parameter:
 HIDDEN_STATES = "hidden_states"
 WHOLE = "replicated_with_grad_allreduce"
 WHOLE_BIAS = "whole_bias"
-"""Name of the bias of a layer whose input features are cut."""
+"""Name of the bias in a layer with cut input features."""
 STYLES: dict[str, Callable[[TensorParallel, Module], None]] = {
     "colwise": _cut_columns,
     "colwise_gather_output": _cut_columns_and_join,

@@ -1,4 +1,4 @@
-"""Tokenizer of a model directory, as gateways and ranks load it: without the network, and mostly without torch."""
+"""Tokenizer loading for gateways and ranks, without the network and mostly without torch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 def load_tokenizer(model_path: Path) -> Any:
-    """Return the tokenizer that transformers' AutoTokenizer would take for a model directory.
+    """Return the tokenizer that transformers' AutoTokenizer would choose for a model directory.
 
-    AutoTokenizer imports torch: 250 MB and two seconds of a gateway's start. For a Llama directory whose
-    `tokenizer_class` is the generic one AutoTokenizer takes that class, so it is loaded directly.
+    AutoTokenizer imports torch, which costs a gateway 250 MB and two seconds. If a Llama directory has the generic
+    `tokenizer_class`, AutoTokenizer would choose it, so it is loaded directly.
     """
     files = [model_path / name for name in ("config.json", "tokenizer_config.json", "tokenizer.json")]
     if all(file.is_file() for file in files) and _is_generic(read_json(files[0]), read_json(files[1])):
@@ -35,9 +35,9 @@ def _is_generic(model: Mapping[str, object], tokenizer: Mapping[str, object]) ->
 
 
 def plain_backend(tokenizer: Any) -> Any | None:
-    """Return the fast form of a tokenizer whose `decode` does nothing but call it; None for others.
+    """Return the fast tokenizer if `decode` only calls it; None for other tokenizers.
 
-    A gateway decodes every message of tokens, and transformers' own part takes longer than the fast form itself.
+    A gateway decodes every token message, and transformers' own part takes longer than the fast tokenizer.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -48,7 +48,7 @@ def plain_backend(tokenizer: Any) -> Any | None:
 
 
 def tokenizer_json(tokenizer: Any) -> str:
-    """Return a tokenizer as JSON, its added tokens included. Raises InvalidRequest for one that has no fast form."""
+    """Return a tokenizer as JSON, with its added tokens. Raises InvalidRequest if it has no fast form."""
     backend = copy.copy(getattr(tokenizer, "backend_tokenizer", None))
     if backend is None:
         raise InvalidRequest("the tokenizer of this model has no fast form, which structured answers need")

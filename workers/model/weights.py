@@ -1,4 +1,4 @@
-"""Weights of a model directory: a rank reads its own share of each tensor, straight into the model's parameters."""
+"""Weights of a model directory. A rank reads its own share of each tensor straight into the model's parameters."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Shape = tuple[int, ...]
 
 
 def whole_shapes(model: Module) -> dict[str, Shape]:
-    """Return the shape of every parameter of a model that is not cut yet; a tied one has one name."""
+    """Return the shape of every parameter before cutting. Tied parameters have one name."""
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 class Weights:
-    """Tensors of all `*.safetensors` files of a directory, by name. Files are mapped, and read where they are used.
+    """Tensors of all `*.safetensors` files in a directory, by name. Files are memory-mapped and read on use.
 
-    `prefix` is left out of names by files that hold a model without its head.
+    Files of a model without its head omit `prefix` from names.
     """
 
     def __init__(self, files: Mapping[str, Any], prefix: str) -> None:
@@ -36,7 +36,7 @@ class Weights:
     @classmethod
     @contextmanager
     def opened(cls, path: Path, prefix: str) -> Iterator[Weights]:
-        """Open the files of a directory. Raises ModelRefused for one that is unreadable, then or later."""
+        """Open a directory's files. Raises ModelRefused if one is unreadable, then or later."""
         try:
             with ExitStack() as stack:
                 opened = [
@@ -47,7 +47,7 @@ class Weights:
             raise ModelRefused(f"{path} cannot be loaded: {error}") from error
 
     def find(self, name: str) -> Tensor | None:
-        """Return the stored tensor of a parameter, a mapping of its file; None where there is none."""
+        """Return a parameter's stored tensor, mapped from its file, or None if there is none."""
         for stored in (name, name.removeprefix(self._prefix)):
             if stored in self._files:
                 tensor = self._files[stored].get_tensor(stored)
@@ -57,13 +57,13 @@ class Weights:
 
 
 def read_share(path: Path, model: PreTrainedModel, whole: Mapping[str, Shape], tensor: TensorParallel) -> None:
-    """Fill the parameters of a model, which `tensor` has cut, from the files in `path`; `whole` are the uncut shapes.
+    """Fill the parameters of a model that `tensor` has cut, from the files in `path`. `whole` has the uncut shapes.
 
-    A parameter is cut in the dimension in which its shape is not the whole one. One that the files hold as it is stays
-    a mapping of them, which all ranks of a machine share; another takes memory for the share alone. Raises ModelRefused
-    for tensors that are missing or have another shape.
+    A parameter is cut in the dimension in which its shape differs from the whole shape. An uncut parameter stays a
+    mapping of the file, which all ranks of a machine share; a cut parameter takes memory for its share only. Raises
+    ModelRefused if a tensor is missing or has another shape.
     """
-    # What is no name of the whole model is a view of a tied parameter, which is filled under its own name.
+    # A name that the whole model lacks is a view of a tied parameter, which is filled under its own name.
     sources = {name.replace(f".{WHOLE_BIAS}", ".bias"): part for name, part in model.named_parameters()}
     parts = {name: part for name, part in sorted(sources.items()) if name in whole}
     with Weights.opened(path, f"{model.base_model_prefix}.") as weights:
@@ -73,14 +73,14 @@ def read_share(path: Path, model: PreTrainedModel, whole: Mapping[str, Shape], t
         for name, found in stored.items():
             assert found is not None
             if (shape := tuple(found.shape)) != whole[name]:
-                raise ModelRefused(f"{path} has {name} of shape {shape} where config.json asks for {whole[name]}")
+                raise ModelRefused(f"{path} has {name} of shape {shape}, but config.json needs {whole[name]}")
             parts[name].data = _share_of(found, parts[name], tensor)
     if len(parts) < len(sources):
         tensor.tie(model)
 
 
 def _share_of(stored: Tensor, part: Tensor, tensor: TensorParallel) -> Tensor:
-    """Return what a parameter holds of a stored tensor, contiguous and in its dtype."""
+    """Return a parameter's share of a stored tensor, contiguous and in the parameter's dtype."""
     share = stored
     for dim, (size, own) in enumerate(zip(stored.shape, part.shape, strict=True)):
         if size != own:

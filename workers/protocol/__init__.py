@@ -1,1 +1,1 @@
-"""Messages between a ring's leader and its ranks. Pure data, imported without torch."""
+"""Messages between a ring's leader and its ranks. Plain data, imported without torch."""

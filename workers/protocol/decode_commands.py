@@ -1,4 +1,4 @@
-"""Commands to a decode loop, followed between two steps of its batch, and the loop's events. Frozen data, no torch."""
+"""Commands to a decode loop, executed between two steps of its batch, and the loop's events. Plain data, no torch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ringserve.workers.protocol.prefill_steps import TokenIds
 from ringserve.workers.sampling.parameters import NO_HISTORY, SamplingParameters, TokenHistory, TokenLogprobs
 
 ONE_TOKEN = TokenHistory(num_generated=1)
-"""History of a turn that has the prefill ring's token only and looks back at nothing."""
+"""History of a turn that has only the prefill ring's token and no parameter that reads history."""
 
 
 class FinishReason(StrEnum):
-    """Reason for which a sequence left the decode batch."""
+    """Reason why a sequence left the decode batch."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -22,11 +22,11 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdmitSequence:
-    """Order to admit a sequence to the decode batch.
+    """Command to admit a sequence to the decode batch.
 
-    `token_id` at `position` is the newest token; its KV is not computed yet. Rank r stores `held[r]` tokens under its
-    table `blocks[r]`. A sequence whose next token has no slot leaves as starved. `history.num_generated` counts the
-    answer's tokens so far, the prefill ring's first token among them.
+    `token_id` at `position` is the newest token. Its KV is not computed yet. Rank r stores `held[r]` tokens in the
+    blocks of its table `blocks[r]`. A sequence without a slot for its next token leaves as starved.
+    `history.num_generated` counts the answer's tokens, including the prefill ring's first token.
     """
 
     sequence_id: str
@@ -40,9 +40,9 @@ class AdmitSequence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RemoveSequence:
-    """Order to remove a sequence from the decode batch, or from the waiting prompts, at the next step boundary.
+    """Command to remove a sequence from the decode batch or the waiting prompts at the next step boundary.
 
-    The answer is an event with FinishReason.ABORT.
+    The loop answers with an event with FinishReason.ABORT.
     """
 
     sequence_id: str
@@ -50,7 +50,7 @@ class RemoveSequence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GrowSequence:
-    """Order to append `blocks[r]` to rank r's table at the next step boundary. Ignored for a sequence that has left."""
+    """Command to append `blocks[r]` to rank r's table at the next step boundary. Ignored if the sequence has left."""
 
     sequence_id: str
     blocks: tuple[tuple[int, ...], ...]
@@ -58,10 +58,10 @@ class GrowSequence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComputePrompt:
-    """Order to compute tokens after a sequence's stored ones, in one prefill step between two decode steps.
+    """Command to compute a sequence's new tokens in one prefill step between two decode steps.
 
-    Rank r stores `held[r]` tokens, and its table `blocks[r]` has room for its share of the new ones by
-    `balanced_layout`. The answer is an event with the token after them; the sequence does not join the batch.
+    Rank r stores `held[r]` tokens, and its table `blocks[r]` has room for its share of the new tokens by
+    `balanced_layout`. The loop answers with an event with the next token. The sequence does not join the batch.
     """
 
     sequence_id: str
@@ -77,12 +77,12 @@ DecodeCommand = AdmitSequence | RemoveSequence | GrowSequence | ComputePrompt
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeEvent:
-    """One token, or the end, or both, of a sequence. `kv_tokens` positions have their KV stored after this step.
+    """One token of a sequence, its end, or both. `kv_tokens` positions have stored KV after this step.
 
-    `owner` is the rank that stores the KV which a step of the batch added; None in all other events. `is_starved`: the
-    sequence left because its block tables are full, and may join again. `is_broken`: it left because its logits are not
-    finite, without a token, or its grammar allowed none (`is_outside_grammar`). `prompt_seconds`: the token is the
-    first after a prompt, and is the time of that prompt's step.
+    `owner` is the rank that stores the KV that a batch step added; None in all other events. `is_starved`: the sequence
+    left because its block tables are full, and may join again. `is_broken`: it left without a token because its logits
+    are not finite, or because its grammar allowed none (`is_outside_grammar`). `prompt_seconds`: the token is the first
+    after a prompt, whose step took this time.
     """
 
     sequence_id: str
@@ -104,7 +104,7 @@ class DecodeEvent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeEvents:
-    """Events from cursor `start` on. The next poll asks from `stop`; a repeated one from `start` returns them again."""
+    """Events from cursor `start` on. The next poll asks from `stop`; repeating one from `start` returns them again."""
 
     start: int
     stop: int

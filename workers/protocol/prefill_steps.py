@@ -1,4 +1,4 @@
-"""Prefill step of a ring: the leader's order to a rank and the rank's output. Pure data: no torch.
+"""Prefill steps of a ring: the leader's command to a rank, and the rank's output. Plain data, no torch.
 
 The leader owns the block tables: a rank never allocates. `blocks[i]` holds the tokens with stored index
 [i * block_tokens, (i + 1) * block_tokens) of that rank's shard of the sequence.
@@ -22,7 +22,7 @@ TokenIds = npt.NDArray[np.int64]
 
 
 class Algorithm(StrEnum):
-    """Algorithm for a turn's new tokens: on a prefill ring, by what its ranks send; or on the turn's decode ring."""
+    """Algorithm for a turn's new tokens: on a prefill ring, named by what its ranks send, or on the decode ring."""
 
     PASS_KV = "pass_kv"
     PASS_Q = "pass_q"
@@ -33,17 +33,16 @@ class Algorithm(StrEnum):
 
 
 RING_ALGORITHMS = tuple(map(Algorithm, PREFILL_ALGORITHMS))
-"""Algorithms of a prefill step's attention. A prefill step on a decode ring uses pass-Q: the keys are there."""
+"""Attention algorithms of a prefill step. A prefill step on a decode ring uses pass-Q, since the keys are there."""
 CALIBRATED_ALGORITHMS = (Algorithm.PASS_KV, Algorithm.PASS_Q, Algorithm.CHAIN)
-"""Algorithms whose measured times give the rates from which the times of all follow: the first two those of the ring,
-the chain what it alone has."""
+"""Algorithms whose measured times give all rates: the first two give the ring's rates, the chain gives its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptScore:
-    """Request for the log-probabilities of prompt tokens, each beside the `num_top` most likely tokens.
+    """Request for the log-probabilities of prompt tokens, each with the `num_top` most likely tokens.
 
-    `following` is the prompt's token after the step's last token, None at the end of the prompt.
+    `following` is the prompt token after the step's last token, or None at the end of the prompt.
     """
 
     num_top: int
@@ -52,13 +51,13 @@ class PromptScore:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequencePrefill:
-    """One sequence of a prefill step for one rank: the layout is common to all ranks, `blocks` and `sends` are its own.
+    """One sequence of a prefill step on one rank. The layout is common to all ranks; `blocks` and `sends` are its own.
 
-    `token_ids` are all new tokens of this step, in order. Rank r already holds `cached[r]` tokens. `sample` is set on
-    the step with the prompt's last token, and `history` holds the tokens that the sampling looks back at. `sends` leave
-    layer by layer, as soon as a layer's KV is written. `score` asks for log-probabilities of the prompt's tokens.
-    `stored` says where the new tokens are stored if not all of them are where they are computed: in chains alone.
-    A sequence with a `sparsity` gets approximate KV; pass-KV computes its step.
+    `token_ids` has all new tokens of this step, in order. Rank r already holds `cached[r]` tokens. `sample` is set on
+    the step with the prompt's last token, and `history` has the tokens that sampling reads. `sends` leave layer by
+    layer, as soon as a layer's KV is written. `score` requests log-probabilities of prompt tokens. `stored` says which
+    rank stores each new token if this differs from the computing rank, as only in chains. A sequence with `sparsity`
+    gets approximate KV, computed by pass-KV.
     """
 
     sequence_id: str
@@ -82,9 +81,9 @@ class SequencePrefill:
 class PrefillStep:
     """One forward pass of the ring over the new tokens of some sequences.
 
-    Steps of a ring have rising numbers. Between the layers of a step that `yields`, the ranks compute a step that is
-    `within` it, by its number, as soon as all of them know of one. Without sequences, that step ends the present one.
-    `order` are the ranks along a chain; empty: as they are numbered. `num_segments` are those of sp_ntp.
+    Step numbers of a ring ascend. If a step `yields`, the ranks compute another step between its layers as soon as all
+    ranks know it: a step whose `within` is the number of the yielding step. If that step has no sequences, it ends the
+    yielding step. `order` lists the ranks along a chain (empty: 0, 1, 2, ...). `num_segments` applies to sp_ntp.
     """
 
     algorithm: Algorithm
@@ -98,12 +97,10 @@ class PrefillStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillOutput:
-    """Output of one rank, by sequence: the tokens sampled here, with `logprobs` for the sequences that ask for them.
+    """Output of one rank, by sequence: the tokens sampled here, with `logprobs` if requested.
 
-    A token is None where the sequence's logits are not finite.
-
-    A rank samples the sequences whose last position it owns. `scores` holds, by sequence and position, the
-    log-probabilities of the prompt tokens whose predecessors this rank computed.
+    A rank samples the sequences whose last position it owns. A token is None if the sequence's logits are not finite.
+    `scores` has, by sequence and position, the log-probabilities of prompt tokens whose predecessor this rank computed.
     """
 
     tokens: dict[str, int | None] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""KV transfer between rings: its key, the source ranks' sends and the destination ranks' expectations. Pure data."""
+"""KV transfers between rings: key, source ranks' sends, destination ranks' expectations. Plain data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TransferKey:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockPair:
-    """Copy order inside one rank's cache: block `source` to block `destination`, in every layer."""
+    """Command to copy block `source` to block `destination` in every layer of one rank's cache."""
 
     source: int
     destination: int
@@ -29,7 +29,7 @@ class BlockPair:
 
 @dataclass(frozen=True, slots=True)
 class KvPart:
-    """Pieces that one source rank sends to one destination rank (endpoint HOST:PORT), the same for every layer."""
+    """Pieces that one source rank sends to one destination rank (endpoint HOST:PORT), for every layer."""
 
     endpoint: str
     pieces: tuple[KvPiece, ...]
@@ -46,9 +46,9 @@ class KvSend:
 
 @dataclass(frozen=True, slots=True)
 class KvExpect:
-    """One destination rank's share: `ranges` (positions, ascending) go to stored indices from `stored_start` on.
+    """One destination rank's share: positions `ranges`, ascending, go to stored indices from `stored_start` on.
 
-    The rank seals when every (token, layer, head) of it arrived exactly once; an empty share is sealed at once.
+    The rank seals when every (token, layer, head) has arrived exactly once. An empty share is sealed at once.
     """
 
     key: TransferKey
@@ -67,7 +67,7 @@ class TransferReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KvEnd:
-    """End of an incoming transfer at one rank: its report where it is sealed, else the error that aborted it."""
+    """End of an incoming transfer on one rank: its report if it is sealed, else the error that aborted it."""
 
     key: TransferKey
     report: TransferReport | None = None
@@ -76,7 +76,7 @@ class KvEnd:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KvEnds:
-    """Ends of transfers at one rank; the next ones begin at number `stop`."""
+    """Transfer ends on one rank. The next ends begin at number `stop`."""
 
     stop: int
     ends: tuple[KvEnd, ...]

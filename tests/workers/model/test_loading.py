@@ -206,7 +206,7 @@ def test_weights_of_another_shape_are_refused(edited_config: Callable[..., Path]
 def test_a_shape_that_makes_no_sense_is_refused_by_its_key(
     edited_config: Callable[..., Path], key: str, value: object
 ) -> None:
-    with pytest.raises(ModelRefused, match=f"{key}={value!r}; a positive integer is needed"):
+    with pytest.raises(ModelRefused, match=f"{key}={value!r}; allowed is a positive integer"):
         read_model_info(edited_config("llama_gqa", **{key: value}))
 
 
