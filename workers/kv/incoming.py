@@ -236,9 +236,7 @@ class IncomingTransfer:
         stops = frame.starts + frame.counts
         home = np.searchsorted(self._starts, frame.starts, side="right") - 1
         if (home < 0).any() or (stops > self._stops[home]).any():
-            raise TransferError(
-                f"{self} does not expect all positions from {frame.starts[0]} to {stops[-1]}"
-            )
+            raise TransferError(f"{self} does not expect all positions from {frame.starts[0]} to {stops[-1]}")
         first = self._offsets[home] + frame.starts - self._starts[home]
         if len(first) == 1:
             return slice(int(first[0]), int(first[0] + frame.counts[0]))
