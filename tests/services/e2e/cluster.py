@@ -10,7 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from unittest.mock import patch
 
 import grpc
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 from ringserve.client import RingInfo, ServerInfo
 from ringserve.client.results import MAPPER
@@ -56,10 +58,16 @@ class Ringserve:
             "COLUMNS": "200",
             # Ray would let its workers have what other processes leave: beside other tests that is next to nothing.
             "RAY_worker_niceness": "0",
+            # It has 60 s by default to import what a rank needs.
+            "RAY_worker_register_timeout_seconds": f"{START_SECONDS:g}",
             # What these tests expect to be pulled must not depend on how fast this machine is today.
             "RINGSERVE_ROUTER__MISSING_KV": "pull",
             # Nor that it goes over a prefill ring: the decode ring computes what is asked of it, and nothing else.
             "RINGSERVE_DECODE__MAX_DIRECT_SECONDS": "0",
+            # A busy machine must not make a healthy process look lost; one that is frozen stays so.
+            "RINGSERVE_TIMEOUTS__LOST": "10",
+            "RINGSERVE_TIMEOUTS__START": f"{START_SECONDS / 2:g}",
+            **{f"RINGSERVE_TIMEOUTS__{name}": f"{WAIT_SECONDS:g}" for name in ("CONTROL", "TRANSFER", "STUCK", "STEP")},
         }
 
     def run(self, *arguments: str, typed: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
@@ -292,6 +300,17 @@ class Cluster:
     pid: int
 
 
+def scrape(cluster: Cluster) -> Mapping[str, float]:
+    """Return every sample of the gateway by name{label=value,...}."""
+    with urllib.request.urlopen(f"http://{cluster.metrics}/metrics", timeout=WAIT_SECONDS) as answer:
+        body = answer.read().decode()
+    return {
+        sample.name + "".join(f"{{{key}={value}}}" for key, value in sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(body)
+        for sample in family.samples
+    }
+
+
 def options_of(model_path: Path) -> list[str]:
     """Return common settings of test clusters: little memory, any free ports, many short prefill steps."""
     values = {
@@ -303,7 +322,6 @@ def options_of(model_path: Path) -> list[str]:
         "prefill.chunk_tokens": 64,
         "decode.cp": 2,
         "kv_cache.tokens_per_rank": 16384,
-        "timeouts.start": START_SECONDS / 2,
         # Requests without a conversation leave no KV: tests compare blocks and moves before and after them.
         "router.retain_prompts": "false",
     }

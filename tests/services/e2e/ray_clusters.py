@@ -21,7 +21,7 @@ from tests.helm.charts import CHART, only, render
 from tests.services.e2e.cluster import Family, Ringserve, wait_until
 from tests.waiting import START_SECONDS, WAIT_SECONDS
 
-DRAIN_SECONDS = 30
+DRAIN_SECONDS = int(WAIT_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,6 @@ def configuration(model_path: Path, ray_port: int, router_port: int) -> dict[str
     config["router"]["listen"] = f"0.0.0.0:{router_port}"
     config["metrics"] = {name: "0.0.0.0:0" for name in ("router", "prefill", "decode")}
     config["kv_cache"] = {"tokens_per_rank": 4096}
-    config["timeouts"]["start"] = START_SECONDS
     return config
 
 

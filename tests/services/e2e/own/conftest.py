@@ -15,6 +15,7 @@ from openai import DefaultHttpxClient, OpenAI
 from ringserve.client import Client, RetryPolicy, TlsFiles
 from tests.services.auth.certificates import Authority
 from tests.services.e2e.cluster import Cluster, Inference, Ringserve, running_cluster
+from tests.waiting import WAIT_SECONDS
 
 OPERATOR = "ops"
 
@@ -82,5 +83,5 @@ def secure(ringserve: Ringserve, model_path: Path, tmp_path_factory: pytest.Temp
         *("kv_cache.tokens_per_rank=512", "kv_cache.block_tokens=4", "decode.headroom_tokens=16"),
     )
     options = ["--config", str(config), *(word for value in values for word in ("--set", value))]
-    with running_cluster(ringserve, "secure", model_path, *options, "--drain-seconds", "60") as cluster:
+    with running_cluster(ringserve, "secure", model_path, *options, "--drain-seconds", f"{WAIT_SECONDS:g}") as cluster:
         yield Secure(cluster, authority, {name: entry["token"] for name, entry in made.items()}, config)

@@ -54,7 +54,7 @@ def test_a_gateway_that_is_told_to_end_finishes_its_turns_first(
     ringserve: Ringserve, several: Cluster, model_path: Path, tmp_path: Path
 ) -> None:
     """A gateway ends its gRPC and HTTP turns while it takes no others; a watcher of its health does not delay it."""
-    log, options = tmp_path / "gateway.log", ("--drain-seconds", "60")
+    log, options = tmp_path / "gateway.log", ("--drain-seconds", f"{WAIT_SECONDS:g}")
     with started_gateway(ringserve, several.router, model_path, log, *options) as gateway:
         inference = Inference(gateway.address)
         health: Any = health_pb2_grpc.HealthStub(inference.channel)  # the stubs of this package know no methods
@@ -85,7 +85,7 @@ def test_gateways_and_a_ring_of_each_role_are_replaced_under_load_and_no_turn_fa
     ringserve: Ringserve, several: Cluster, inference: Inference, model_path: Path, stock: StockModel, tmp_path: Path
 ) -> None:
     before = {ring.name: ring for ring in inference.info().rings}
-    options = ("--drain-seconds", "60")
+    options = ("--drain-seconds", f"{WAIT_SECONDS:g}")
 
     def done(*command: str) -> Any:
         finished = ringserve.run(*command, "--name", several.name, "--json")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -13,13 +12,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from openai import OpenAI
-from prometheus_client.parser import text_string_to_metric_families
 
 from ringserve.mapping import name_of
 from ringserve.services.offline.reference import StockModel
 from ringserve.services.rpc.server import LIVE
 from ringserve.v1 import inference_pb2, rings_pb2, rings_pb2_grpc, router_pb2, router_pb2_grpc
-from tests.services.e2e.cluster import Cluster, Inference, ids
+from tests.services.e2e.cluster import Cluster, Inference, ids, scrape
 from tests.waiting import WAIT_SECONDS
 from tests.workers.models import random_tokens
 
@@ -71,17 +69,6 @@ def test_other_users_of_the_machine_can_ask_no_process_but_the_gateway(
     error: Any = refusal.value
     assert error.code() is grpc.StatusCode.UNAUTHENTICATED
     assert "RINGSERVE_PEER_SECRET" in error.details()
-
-
-def scrape(cluster: Cluster) -> Mapping[str, float]:
-    """Every sample as name{label=value,...}."""
-    with urllib.request.urlopen(f"http://{cluster.metrics}/metrics", timeout=WAIT_SECONDS) as answer:
-        body = answer.read().decode()
-    return {
-        sample.name + "".join(f"{{{key}={value}}}" for key, value in sorted(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(body)
-        for sample in family.samples
-    }
 
 
 def test_metrics_count_requests_tokens_and_plans(cluster: Cluster, inference: Inference) -> None:

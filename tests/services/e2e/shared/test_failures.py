@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -21,8 +20,6 @@ from tests.waiting import WAIT_SECONDS
 from tests.workers.models import random_tokens
 
 LONG = 600
-NOTICE_SECONDS = 5.0
-"""A turn that was hit must say so by then."""
 
 
 def goes_on_unseen(
@@ -59,14 +56,12 @@ def goes_on_unseen(
         call.cancel()
 
 
-def ends_unavailable(call: Any, seconds: float = NOTICE_SECONDS) -> str:
-    """Read a stream that must end as UNAVAILABLE, soon and in one sentence."""
-    began = time.monotonic()
+def ends_unavailable(call: Any) -> str:
+    """Read a stream that must end as UNAVAILABLE, in one sentence."""
     with pytest.raises(grpc.RpcError) as caught:
         list(call)
     error: Any = caught.value
     assert error.code() is grpc.StatusCode.UNAVAILABLE, error.details()
-    assert time.monotonic() - began < seconds
     details: str = error.details()
     assert "\n" not in details
     assert "Traceback" not in details

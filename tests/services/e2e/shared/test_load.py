@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from contextlib import ExitStack, suppress
 
 import grpc
+import pytest
 
 from ringserve.client import Client
 from ringserve.cp_core.errors import NotFound
 from ringserve.services.offline.reference import StockModel
 from ringserve.v1 import inference_pb2_grpc
-from tests.services.e2e.cluster import Cluster, Inference, ids, wait_until
+from tests.services.e2e.cluster import Cluster, Inference, ids, scrape, wait_until
 from tests.waiting import WAIT_SECONDS
 from tests.workers.models import random_tokens
 
@@ -37,19 +37,22 @@ def test_turns_that_come_together_decode_in_one_batch_and_get_their_own_tokens(
         assert inference.ring("decode").num_requests_running == 3
 
 
-def test_a_client_that_hangs_up_frees_its_kv_within_a_second(cluster: Cluster, inference: Inference) -> None:
-    free = inference.free_blocks()
-    for tokens in (5, 0):  # while it decodes; while it prefills
-        leaving = Inference(cluster.gateway)
-        length = 30 if tokens else 6000
-        with leaving.running(ids(random_tokens(length), max_tokens=2000), tokens):
-            assert inference.free_blocks() != free
-            leaving.channel.close()
-            wait_until(lambda: inference.free_blocks() == free, "the KV is free again", seconds=1.0)
+@pytest.mark.parametrize("tokens", [5, 0])  # while it decodes; while it prefills
+def test_a_client_that_hangs_up_ends_its_turn_and_frees_its_kv(
+    cluster: Cluster, inference: Inference, tokens: int
+) -> None:
+    free, cancelled = inference.free_blocks(), "ringserve_requests_total{outcome=cancelled}"
+    leaving = Inference(cluster.gateway)
+    with leaving.running(ids(random_tokens(30 if tokens else 6000), max_tokens=2000), tokens):
+        assert inference.free_blocks() != free
+        before = scrape(cluster)[cancelled]
+        leaving.channel.close()
+        wait_until(lambda: inference.free_blocks() == free, "the KV is free again")
+        wait_until(lambda: scrape(cluster)[cancelled] == before + 1, "the turn is cancelled, not answered")
 
 
 class Storm:
-    """Requests that all come at once. Every second one is cancelled at a moment that chance picks."""
+    """Requests that all come at once. Every second one is cancelled: at a moment, or after a message, by chance."""
 
     def __init__(self, stub: inference_pb2_grpc.InferenceAsyncStub, expected: dict[int, list[int]]) -> None:
         self._stub = stub
@@ -69,11 +72,16 @@ class Storm:
         is_hasty = number % 2 == 1
         request = ids(random_tokens(length, seed=length), max_tokens=MAX_TOKENS, conversation=conversation)
         call = self._stub.Generate(request, timeout=WAIT_SECONDS)
-        timer = asyncio.get_running_loop().call_later(patience, call.cancel) if is_hasty else None
+        is_early = number % 4 == 3  # however fast the machine is, these do not read their answers to the end
+        timer = asyncio.get_running_loop().call_later(patience, call.cancel) if is_hasty and not is_early else None
         if conversation:
             self.conversations.add(conversation)
         try:
-            tokens = [token async for response in call for token in response.chunk.token_ids]
+            tokens: list[int] = []
+            async for response in call:
+                tokens += response.chunk.token_ids
+                if is_early:
+                    call.cancel()
         except asyncio.CancelledError:
             assert is_hasty
             self.cancelled += 1
@@ -96,11 +104,10 @@ def test_a_hundred_requests_half_of_them_cancelled_leave_the_kv_as_it_was(
             await storm.run()
             return storm
 
-    began = time.monotonic()
     result = asyncio.run(storm())
     assert result.answered + result.cancelled == NUM_REQUESTS
     assert result.answered >= NUM_REQUESTS // 2
-    assert result.cancelled >= NUM_REQUESTS // 8, f"{time.monotonic() - began:.1f} s were too short to cancel many"
+    assert result.cancelled >= NUM_REQUESTS // 4
     wait_until(inference.is_idle, "no turn is left")
     with Client(cluster.gateway) as client:
         for conversation in result.conversations:

@@ -59,14 +59,14 @@ def prometheus(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> It
             counts = server.query('min(count_over_time(up{job="ringserve"}[5m]))')
             return bool(counts) and float(counts[0]["value"][1]) >= number and len(server.query("up == 1")) == 4
 
-        wait_until(lambda: scraped(2), "Prometheus does not find the four processes by /targets", 60)
+        wait_until(lambda: scraped(2), "Prometheus does not find the four processes by /targets")
         before = int(server.query('max(count_over_time(up{job="ringserve"}[5m]))')[0]["value"][1])
         with ThreadPoolExecutor(1) as pool:
             pool.submit(load, cluster).result(WAIT_SECONDS)
         # Rates need samples on both sides of the load, and rules one evaluation after the last of them.
-        wait_until(lambda: scraped(before + 4), "Prometheus does not go on scraping", 60)
+        wait_until(lambda: scraped(before + 4), "Prometheus does not go on scraping")
         evaluated = "count_over_time(ringserve:requests_failed:ratio_rate5m[5m])"
-        wait_until(lambda: bool(server.query(evaluated)), "the rules give nothing", 60)
+        wait_until(lambda: bool(server.query(evaluated)), "the rules give nothing")
         yield server
 
 
