@@ -48,17 +48,35 @@ def _tell(told: asyncio.Future[None], holds: Callable[[], bool]) -> bool:
 
 
 class WatchedLoop(asyncio.SelectorEventLoop):
-    """Event loop that reports when a condition becomes true."""
+    """Event loop that reports when a condition becomes true, and whose clock a test may move forward."""
 
     def __init__(self) -> None:
-        self._watcher = _Watcher()
+        self._watcher, self._skipped = _Watcher(), 0.0
         super().__init__(self._watcher)
+
+    def time(self) -> float:
+        return super().time() + self._skipped
+
+    def skip(self, seconds: float) -> None:
+        """Let these seconds pass at once: timers that are due by then fire in the next round."""
+        self._skipped += seconds
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Return when `holds`; only callbacks of this loop may make it true."""
         told = self.create_future()
         self._watcher.watch(holds, told)
         await told
+
+
+def pass_time(seconds: float) -> None:
+    """Move the clock of the running event loop forward.
+
+    A test waits until the code under test waits for a deadline, and lets it pass: a deadline so short that a test could
+    wait for it might be over before, on a busy machine.
+    """
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, WatchedLoop)
+    loop.skip(seconds)
 
 
 async def eventually(holds: Callable[[], bool], seconds: float = WAIT_SECONDS) -> None:

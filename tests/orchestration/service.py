@@ -45,6 +45,8 @@ from tests.one_core import on_one_core
 from tests.waiting import WAIT_SECONDS, eventually
 
 BLOCK_TOKENS = 4
+TIMEOUT = 2 * WAIT_SECONDS
+"""Seconds of every timeout of the service: what a test waits for must not come about by one."""
 Shape = int | tuple[int, int]
 """Ranks of a ring; or (ranks, processes a rank)."""
 
@@ -164,6 +166,8 @@ class Service:
             num_rings=2 + len(other_prefill) + len(other_decode),
             sparse_losses=sparse_losses,
             bound=bound,
+            control_timeout=TIMEOUT,
+            transfer_timeout=TIMEOUT,
         )
         self._journal, self._router_settings, self._clock = journal, router_settings, clock
         self.router = self._new_router()
@@ -183,6 +187,11 @@ class Service:
                 orphan_timeout=orphan_timeout,
                 max_direct_tokens=max_direct_tokens,
                 max_direct_seconds=max_direct_seconds,
+                control_timeout=TIMEOUT,
+                transfer_timeout=TIMEOUT,
+                stuck_timeout=TIMEOUT,
+                attach_timeout=TIMEOUT,
+                lost_timeout=TIMEOUT,
                 ranks=RankSettings(
                     tp=tp,
                     model_path=str(model_path),

@@ -19,7 +19,7 @@ from ringserve.views import RingDrain
 from tests.orchestration.conversations.moving import Leader, kv_of
 from tests.orchestration.ring.test_kv_moves import HeldBack, kill_one
 from tests.orchestration.service import Answer, Service
-from tests.waiting import WAIT_SECONDS, eventually
+from tests.waiting import WAIT_SECONDS, eventually, pass_time
 from tests.workers.models import Oracle, random_tokens
 
 KIND = "llama_gqa"
@@ -171,9 +171,12 @@ async def test_a_turn_that_waits_for_a_move_ends_by_its_own_deadline_or_an_abort
     held = HeldBack(service.decode, monkeypatch)
     await service.router.drain_ring("decode-0", WAIT_SECONDS)
     await held.asked.wait()
-    late = service.request([7], conversation="a", mode=PromptMode.APPEND, deadline=0.1)
-    with pytest.raises(Exception, match=r"waited for conversation 'a' until its deadline of 0\.1 s"):
-        await service.answer(late)
+    late = service.request([7], conversation="a", mode=PromptMode.APPEND, deadline=20.0)
+    waiting = asyncio.create_task(service.answer(late))
+    await eventually(lambda: service.router._conversations.is_waiting(late.request_id))
+    pass_time(20.0)
+    with pytest.raises(Exception, match=r"waited for conversation 'a' until its deadline of 20\.0 s"):
+        await waiting
     request = service.request([7], conversation="a", mode=PromptMode.APPEND)
     waiting = asyncio.create_task(service.answer(request))
     await eventually(lambda: service.router._conversations.is_waiting(request.request_id))

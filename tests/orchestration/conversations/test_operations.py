@@ -13,7 +13,7 @@ from ringserve.orchestration.protocol.plans import PromptMode
 from ringserve.orchestration.protocol.turns import Reservation, Reserve, TurnOutcome, TurnRequest
 from tests.orchestration.conversations.test_store import Clock
 from tests.orchestration.service import Service, is_idle
-from tests.waiting import eventually
+from tests.waiting import eventually, pass_time
 from tests.workers.models import Oracle, random_tokens
 
 
@@ -187,8 +187,12 @@ async def test_a_waiting_turn_ends_at_its_deadline_by_an_abort_or_with_its_clien
             service.answer(service.request(random_tokens(20), conversation="c", max_tokens=5000))
         )
         await eventually(lambda: service.decode.num_running == 1)
-        with pytest.raises(DeadlineExceeded, match=r"waited for conversation 'c' until its deadline of 0\.1 s"):
-            await service.answer(appended(service, [1], deadline=0.1))
+        late = appended(service, [1], deadline=20.0)
+        waiting = asyncio.create_task(service.answer(late))
+        await eventually(lambda: service.router._conversations.is_waiting(late.request_id))
+        pass_time(20.0)
+        with pytest.raises(DeadlineExceeded, match=r"waited for conversation 'c' until its deadline of 20\.0 s"):
+            await waiting
         aborted, gone = appended(service, [1]), appended(service, [1])
         waits = [asyncio.create_task(service.answer(request)) for request in (aborted, gone)]
         await eventually(

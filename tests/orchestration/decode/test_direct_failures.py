@@ -26,7 +26,7 @@ from ringserve.workers.protocol.decode_commands import ComputePrompt
 from ringserve.workers.protocol.prefill_steps import Algorithm
 from ringserve.workers.sampling.parameters import Sampled
 from tests.orchestration.service import Answer, Service
-from tests.waiting import WAIT_SECONDS, eventually
+from tests.waiting import WAIT_SECONDS, eventually, pass_time
 from tests.workers.models import Oracle, random_tokens
 
 DIRECT = Algorithm.DECODE_RING
@@ -136,11 +136,12 @@ async def test_a_deadline_ends_a_turn_whose_prompt_is_being_computed(
 ) -> None:
     async with conversing(model_paths["llama_gqa"]) as (service, history):
         with held_prompts(monkeypatch) as (begun, may_go_on):
-            turn = asyncio.create_task(service.answer(direct_request(service, [1, 2], deadline_seconds=0.3)))
-            await asyncio.to_thread(begun.wait, 60.0)
+            turn = asyncio.create_task(service.answer(direct_request(service, [1, 2], deadline_seconds=20.0)))
+            assert await asyncio.to_thread(begun.wait, WAIT_SECONDS)
+            pass_time(20.0)
             await eventually(lambda: any(each.is_ending for each in service.decode._turns._turns.values()))
             may_go_on.set()
-            with pytest.raises(DeadlineExceeded, match=r"deadline of 0\.3 s"):
+            with pytest.raises(DeadlineExceeded, match=r"deadline of 20\.0 s"):
                 await turn
         await goes_on(service, history, oracles["llama_gqa"])
 

@@ -24,7 +24,7 @@ from ringserve.workers.protocol.ranks import RankSettings
 from ringserve.workers.protocol.transfers import TransferKey
 from tests.orchestration.decode.decode_turns import PROMPT_TOKENS, decode_turn
 from tests.orchestration.fake_ranks import FakeRanks
-from tests.waiting import WAIT_SECONDS, eventually
+from tests.waiting import WAIT_SECONDS, eventually, pass_time
 
 
 class Router:
@@ -47,13 +47,12 @@ class Router:
 class DecodeRing:
     """Ring of fake ranks with its engine and its registry of turns."""
 
-    def __init__(self, control_timeout: float, attach_timeout: float) -> None:
+    def __init__(self, attach_timeout: float) -> None:
         self.ranks, self.router = FakeRanks(), Router()
         settings = RingSettings(
             role="decode",
             name="ring",
             num_ranks=2,
-            control_timeout=control_timeout,
             attach_timeout=attach_timeout,
             watch_interval=3600.0,
             ranks=RankSettings(
@@ -106,8 +105,8 @@ class DecodeRing:
 
 
 @asynccontextmanager
-async def ring(*, control_timeout: float = 20.0, attach_timeout: float = 30.0) -> AsyncIterator[DecodeRing]:
-    made = DecodeRing(control_timeout, attach_timeout)
+async def ring(*, attach_timeout: float = 30.0) -> AsyncIterator[DecodeRing]:
+    made = DecodeRing(attach_timeout)
     await made.ring.start()
     try:
         yield made
@@ -264,11 +263,13 @@ async def test_a_turn_that_fails_leaves_the_batch_before_its_blocks_are_settled(
 
 @pytest.mark.parametrize("is_finished", [True, False])
 async def test_a_decode_loop_that_does_not_let_go_in_time_loses_its_ring(is_finished: bool) -> None:
-    async with ring(control_timeout=0.05) as made:
+    async with ring() as made:
         turn, incarnation = await made.decoding(), made.ring.incarnation
         if is_finished:
             turn.finish(1)
         made.turns.end_soon(turn, FinishReason.STOP if is_finished else TurnCancelled("gone"))
+        await eventually(lambda: made.ranks.latest[0].removed == ["turn"])
+        pass_time(made.ring.settings.control_timeout)
         last = await over(turn)
         if is_finished:
             assert isinstance(last, Unavailable)

@@ -30,7 +30,7 @@ from ringserve.views import RingInfo
 from ringserve.workers.rank.thread_ranks import ThreadRanks
 from tests.orchestration.service import Answer, Service
 from tests.rings import registration as ring_registration
-from tests.waiting import WAIT_SECONDS, eventually
+from tests.waiting import WAIT_SECONDS, eventually, pass_time
 from tests.workers.models import random_tokens
 
 MAX_WAITING = 3
@@ -172,8 +172,11 @@ async def test_turns_that_waited_begin_in_the_order_in_which_they_came(service: 
 
 async def test_a_turn_waits_no_longer_than_its_own_deadline(service: Restarting) -> None:
     await service.away("prefill-0")
+    waiting = service.ask(service.request(random_tokens(5), conversation="c", deadline=100.0))
+    await service.waiting(1)
+    pass_time(100.0)
     with pytest.raises(DeadlineExceeded, match="waited for prefill ring prefill-0 to come back until its deadline"):
-        await service.answer(service.request(random_tokens(5), conversation="c", deadline=0.05))
+        await waiting
     await service.come_back("prefill-0")
     assert (await service.answer(service.request(random_tokens(5), conversation="c"))).token_ids
 

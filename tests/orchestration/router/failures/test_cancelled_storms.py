@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import aclosing
@@ -14,7 +13,7 @@ from pathlib import Path
 from ringserve.cp_core.errors import DeadlineExceeded, NotFound, TurnCancelled
 from ringserve.orchestration.protocol.turns import TokensEvent, TurnRequest
 from tests.orchestration.service import Service
-from tests.waiting import eventually
+from tests.waiting import WAIT_SECONDS, eventually
 from tests.workers.models import Oracle, random_tokens
 
 NUM_REQUESTS = 60
@@ -25,8 +24,6 @@ LENGTHS = (5, 33, 120, 400)
 NUM_CONVERSATIONS = 20
 CONNECTION_FILES = 2
 """Files of the one connection from a rank to a rank of the other ring: both its ends are in this process."""
-FREE_SECONDS = 10.0
-"""Seconds after the last request within which everything must be free: on a busy machine, but by no timeout."""
 
 
 class Storm:
@@ -51,7 +48,9 @@ class Storm:
             length = self._chance.choice(LENGTHS)
             self.ends[await way(length, number)] += 1
 
-    def _request(self, length: int, name: str = "", *, deadline: float = 60.0, wait: bool = False) -> TurnRequest:
+    def _request(
+        self, length: int, name: str = "", *, deadline: float = WAIT_SECONDS, wait: bool = False
+    ) -> TurnRequest:
         return self._service.request(
             random_tokens(length, length), max_tokens=MAX_TOKENS, conversation=name, deadline=deadline, wait=wait
         )
@@ -105,7 +104,7 @@ class Storm:
         name = f"line-{self._chance.randrange(NUM_CONVERSATIONS)}"
         request = self._request(length, name, wait=True)
         turn = asyncio.create_task(self._service.answer(request))
-        await asyncio.wait([turn], timeout=self._chance.choice((0.05, 0.3, 30.0)))
+        await asyncio.wait([turn], timeout=self._chance.choice((0.05, 0.3, WAIT_SECONDS)))
         return await self._cancel(turn)
 
     async def _cancel(self, turn: asyncio.Task) -> str:  # type: ignore[type-arg]
@@ -159,14 +158,12 @@ async def test_a_storm_of_requests_that_end_at_random_stages_leaves_nothing_behi
         for number in range(NUM_ROUNDS):
             storm = Storm(service, expected, seed=number)
             await storm.run()
-            await _at_rest_soon(service, free, storm)
+            await _at_rest(service, free)
             stages += storm.stages
             assert sum(storm.ends.values()) == NUM_REQUESTS
             assert min(storm.ends[end] for end in ("answered", "cancelled", "aborted", "hung up")) > 0, storm.ends
-            began = time.monotonic()
             probe = await service.answer(service.request(random_tokens(33, 33), max_tokens=MAX_TOKENS))
             assert probe.token_ids == expected[33]
-            assert time.monotonic() - began < FREE_SECONDS
             await eventually(lambda: len(asyncio.all_tasks()) <= tasks)
             await eventually(lambda most=files: num_files() <= most)  # type: ignore[misc]
             if number == 1:
@@ -176,12 +173,10 @@ async def test_a_storm_of_requests_that_end_at_random_stages_leaves_nothing_behi
     assert {"RESERVED", "STREAMING", "ADMITTED"} <= stages.keys(), stages
 
 
-async def _at_rest_soon(service: Service, free: list[int], storm: Storm) -> None:
-    deadline = time.monotonic() + FREE_SECONDS
-    await eventually(lambda: service.router.num_running == 0, 2 * FREE_SECONDS)
-    assert time.monotonic() < deadline, storm.ends
+async def _at_rest(service: Service, free: list[int]) -> None:
+    """Wait until everything is free. No timeout may free it: those of the service are as long as this wait's limit."""
+    await eventually(lambda: service.router.num_running == 0)
     await forget_conversations(service)
-    await eventually(lambda: holds_nothing(service, free), 2 * FREE_SECONDS)
-    assert time.monotonic() < deadline + FREE_SECONDS, (service.free_blocks(), free, storm.ends)
+    await eventually(lambda: holds_nothing(service, free))
     statuses = [await leader.get_status() for leader in (service.prefill, service.decode)]
     assert all(status.num_requests_running == status.num_requests_waiting == 0 for status in statuses)
