@@ -25,7 +25,7 @@ STUDIES := cost-model kv-carrier scheduling
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick programs lint format docs bench gpu proto clean distclean
+.PHONY: help demo test slow quick programs lint format docs bench gpu proto clean distclean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -36,11 +36,14 @@ demo: $(USER_READY) ## ask a real model about a document on this machine and che
 
 # pytest's summary is the last output, unless lint fails. It has four processes on two cores: two wait for clusters most
 # of the time.
-test: programs $(DEV_READY) ## run lint and all tests, required before a commit; installs the system programs they need
+test: programs $(DEV_READY) ## run lint and tests, required before a commit; installs the system programs they need
 	@$(MAKE) --no-print-directory lint >$(VENV)/lint.log 2>&1 & lint=$$!; \
 	$(BIN)/pytest -n 4 || failed=1; \
 	wait $$lint || { cat $(VENV)/lint.log; echo "lint failed"; failed=1; }; \
 	exit $${failed:-0}
+
+slow: programs $(DEV_READY) ## run the slow tests too, those of measurements in tests/bench
+	$(BIN)/pytest -n 2 -m slow
 
 quick: $(DEV_READY) ## run lint and the tests of what changed, or of one folder: TESTS=tests/workers/kv
 	@$(BIN)/python tests/quick.py $(TESTS)

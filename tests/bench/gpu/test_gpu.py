@@ -102,6 +102,7 @@ def test_steps_have_transformers_and_a_prediction_beside_them() -> None:
     assert all("transformers" in line.beside for line in lines if line.unit == "s")
 
 
+@pytest.mark.slow
 def test_parts_run_in_processes_of_their_own_and_loading_in_another(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gpu", "--device", "cpu", "--only", "loading", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -124,6 +125,7 @@ def test_kv_is_measured_by_nixl_and_by_sockets(monkeypatch: pytest.MonkeyPatch) 
     assert {(load.device, load.total_bytes) for load in loads} == {("cuda", 2 << 30)}
 
 
+@pytest.mark.slow
 def test_a_service_is_measured_turn_by_turn_beside_transformers() -> None:
     stock = StockModel(resolve_model_path("builtin:tiny"))
     turns = FakeTurns(stock)

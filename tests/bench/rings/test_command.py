@@ -21,6 +21,7 @@ def bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]
     return report
 
 
+@pytest.mark.slow
 def test_attention_sets_both_rings_beside_those_of_torch_and_one_plain_call(capsys: pytest.CaptureFixture[str]) -> None:
     report = bench(capsys, "attention", "--ranks", "2", "--tokens", "512")
     names = ["GEMM", "pass-KV", "pass-Q", "torch all-gather", "torch all-to-all", "SDPA"]
@@ -28,6 +29,7 @@ def test_attention_sets_both_rings_beside_those_of_torch_and_one_plain_call(caps
     assert [target["limit"] for target in report["targets"]] == [1.0]
 
 
+@pytest.mark.slow
 def test_prefill_sets_rings_beside_transformers_with_as_many_threads(capsys: pytest.CaptureFixture[str]) -> None:
     report = bench(capsys, "prefill", "--rings-only", "--ranks", "1", "--tokens", "64")
     assert [(row["name"], row["ranks"]) for row in report["rows"]] == [("GEMM", 1), ("ring", 1), ("transformers", 1)]
@@ -36,6 +38,7 @@ def test_prefill_sets_rings_beside_transformers_with_as_many_threads(capsys: pyt
     assert ring["peak_memory_bytes"] > 46_000_000, "the weights alone take as much"
 
 
+@pytest.mark.slow
 def test_prefill_sets_processes_that_share_the_weights_beside_rings(capsys: pytest.CaptureFixture[str]) -> None:
     """Sums of a token's states in every layer, and of its embedding, are more bytes than its keys and values."""
     report = bench(capsys, "prefill", "--rings-only", "--ranks", "2", "--tp", "2", "--tokens", "64")
@@ -52,6 +55,7 @@ def test_prefill_sets_processes_that_share_the_weights_beside_rings(capsys: pyte
     assert report["targets"][0]["text"] == "TTFT of tensor parallel over a ring, 2 ranks, 64 tokens"
 
 
+@pytest.mark.slow
 def test_decode_measures_every_variant_at_every_context_and_batch(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("--context", "64,128", "--batch", "1,2", "--steps", "8", "--layers", "2")
     report = bench(capsys, "decode", "--rings-only", "--ranks", "2", *sizes)
@@ -66,6 +70,7 @@ def test_decode_measures_every_variant_at_every_context_and_batch(capsys: pytest
     ]
 
 
+@pytest.mark.slow
 def test_decode_measures_short_sequences_spread_and_whole_beside_a_long_one(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("--context", "200", "--short", "20", "--batch", "4", "--steps", "8", "--layers", "2")
     report = bench(capsys, "decode", "--rings-only", "--ranks", "2", *sizes)

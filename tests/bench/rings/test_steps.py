@@ -29,6 +29,7 @@ from tests.workers.models import save_model
 CASES = StepCases(prefill=(40,), decode=((1, 20), (3, 33)), num_steps=2)
 
 
+@pytest.mark.slow
 def test_every_form_is_measured_and_the_change_by_8_bit_floats_is_told(tmp_path: Path) -> None:
     recorder, told = KeptFunctions(), list[str]()
     with bench_model(save_model("qwen3", tmp_path), None, "bfloat16", "cpu") as model:
@@ -49,6 +50,7 @@ def test_every_form_is_measured_and_the_change_by_8_bit_floats_is_told(tmp_path:
     assert "% of the most likely tokens are the same" in str(change)
 
 
+@pytest.mark.slow
 def test_each_case_is_recorded_anew_since_its_inputs_lie_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

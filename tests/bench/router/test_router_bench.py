@@ -21,6 +21,7 @@ def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(parts, name, value)
 
 
+@pytest.mark.slow
 def test_it_counts_every_decision_and_the_memory_of_a_conversation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -44,6 +45,7 @@ def test_it_counts_every_decision_and_the_memory_of_a_conversation(
     assert not list(tmp_path.iterdir()), "the journals of a run do not outlive it"
 
 
+@pytest.mark.slow
 def test_it_measures_parts_and_tells_which_targets_are_met(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--conversations", "20", "--rings", "4", "--tokens", "160", "--rounds", "2"]
     assert main(["router", *sizes, "--json"]) == 0
@@ -59,6 +61,7 @@ def test_it_measures_parts_and_tells_which_targets_are_met(capsys: pytest.Captur
     assert met["index, bytes for 16 tokens"] == (report["parts"]["index_bytes_per_block"] <= 40.0)
 
 
+@pytest.mark.slow
 def test_without_a_journal_the_table_has_no_rows_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["router", "--conversations", "5", "--rings", "4", "--rounds", "1", "--journal", "none"]) == 0
     printed = capsys.readouterr().out
@@ -66,6 +69,7 @@ def test_without_a_journal_the_table_has_no_rows_of_it(capsys: pytest.CaptureFix
     assert "journal" not in printed
 
 
+@pytest.mark.slow
 def test_a_router_that_starts_again_decides_by_what_its_journal_and_its_rings_tell(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,6 +102,7 @@ def report(settings: SelectionSettings) -> SelectionReport:
     return report
 
 
+@pytest.mark.slow
 def test_on_slow_links_auto_takes_the_algorithm_that_sends_less(report: SelectionReport) -> None:
     (ring,) = report.rings
     assert (ring.ranks, ring.rate) == (2, SLOW)
@@ -118,6 +119,7 @@ def test_on_slow_links_auto_takes_the_algorithm_that_sends_less(report: Selectio
     assert 0 < ring.measured.link_bytes_per_second < 1.05 * SLOW.bytes_per_second
 
 
+@pytest.mark.slow
 def test_ranks_that_share_the_weights_send_more_and_wait_longer(report: SelectionReport) -> None:
     ((cell,),) = (ring.tensor for ring in report.rings)
     assert cell.new_tokens == SHORT.new_tokens
@@ -125,11 +127,13 @@ def test_ranks_that_share_the_weights_send_more_and_wait_longer(report: Selectio
     assert 0.0 < cell.ntp_waits < cell.waits < 1.0
 
 
+@pytest.mark.slow
 def test_both_algorithms_gave_the_same_outputs(report: SelectionReport) -> None:
     assert report.disagreements == ()
     assert any("the same logits and tokens" in line for line in closing_lines(report))
 
 
+@pytest.mark.slow
 def test_a_ring_whose_algorithms_disagree_is_names(settings: SelectionSettings) -> None:
     garbled = measure_selection(replace(settings, rates=(parse_rate("1gbit"),)), lambda num_ranks: GarblingLinks())
     assert garbled.disagreements
@@ -144,6 +148,7 @@ def test_logits_may_differ_by_rounding_and_never_be_nan(most: float, largest: fl
     assert Difference(most=most, largest=largest).is_rounding is is_same
 
 
+@pytest.mark.slow
 def test_the_report_is_a_table_json_and_a_picture(report: SelectionReport, tmp_path: Path) -> None:
     assert losses_table(report).row_count == len(report.rings[0].ways)
     assert predictions_table(report).row_count == 2
@@ -165,6 +170,7 @@ def test_the_report_is_a_table_json_and_a_picture(report: SelectionReport, tmp_p
         write_selection_plot(report, tmp_path / "nowhere" / "selection.png")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [(), ("--json",)])
 def test_an_interrupted_bench_has_printed_the_rates_that_it_finished(
     report: SelectionReport,
@@ -213,6 +219,7 @@ def is_refused(settings: SelectionSettings) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_ranks_in_namespaces_meet_on_links_of_the_rate_or_the_refusal_names_root(
     settings: SelectionSettings,
 ) -> None:
@@ -236,6 +243,7 @@ def test_ranks_in_namespaces_meet_on_links_of_the_rate_or_the_refusal_names_root
     assert psutil.Process().children(recursive=True) == own_children
 
 
+@pytest.mark.slow
 def test_an_interrupted_or_refused_measurement_leaves_nothing_running(settings: SelectionSettings) -> None:
     own_children = psutil.Process().children(recursive=True)
     running: list[psutil.Process] = []

@@ -13,6 +13,7 @@ from bench.service.gateway import SteppingRing
 from ringserve.orchestration.protocol.turns import TokensEvent
 
 
+@pytest.mark.slow
 def test_it_counts_the_tokens_that_clients_get_and_the_gateways_time(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--streams", "4", "--rings", "2", "--rate", "40", "--seconds", "0.7"]
     assert main(["gateway", *sizes, "--json"]) == 0

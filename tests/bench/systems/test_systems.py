@@ -29,6 +29,7 @@ def claim(source: Source = Source.MODEL, ours: float = 2.0, why: str = "") -> Cl
     return Claim(source=source, name="a claim", published="1", accepted="10%", figures=figures, why=why)
 
 
+@pytest.mark.slow
 def test_every_claim_of_the_model_and_of_messages_is_met_and_told(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
