@@ -15,9 +15,10 @@ import torch
 from torch.nn import Linear
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from ringserve.cp_core.attention import triton_kernels
 from ringserve.cp_core.attention.backends import BACKENDS, select_backend
-from ringserve.cp_core.attention.partial import Partial, merge
-from ringserve.cp_core.attention.triton_kernels import attend_pages, merge_parts
+from ringserve.cp_core.attention.partial import Partial, merge, merge_in_kernel
+from ringserve.cp_core.attention.triton_kernels import attend_pages
 from ringserve.cp_core.errors import ConfigError
 from ringserve.workers.decode.graphs import RECORDING, RECORDING_FAILED, CudaRecorder
 from ringserve.workers.decode.inputs import InputBuffers
@@ -81,8 +82,9 @@ def test_a_captured_graph_attends_and_merges_what_its_buffers_hold_when_it_is_re
     lengths = torch.zeros_like(shards.lengths)
 
     def compute() -> Partial:
-        part = attend_pages(given, shards.k, shards.v, shards.table, lengths, 0.125)
-        return merge_parts([part, Partial(torch.full_like(part.out, torch.nan), torch.full_like(part.lse, -torch.inf))])
+        part = Partial(*attend_pages(given, shards.k, shards.v, shards.table, lengths, 0.125))
+        nothing = Partial(torch.full_like(part.out, torch.nan), torch.full_like(part.lse, -torch.inf))
+        return merge_in_kernel(triton_kernels, [part, nothing])
 
     compute()
     torch.cuda.synchronize()

@@ -38,7 +38,8 @@ from bench.rings.steps import (
     bench_shape,
 )
 from ringserve.cp_core.attention.backends import select_backend
-from ringserve.cp_core.cost.model import PASS_KV, PrefillRates, predict_prefill
+from ringserve.cp_core.cost.model import PASS_KV, PrefillRates
+from ringserve.cp_core.cost.steps import predict_prefill
 from ringserve.cp_core.errors import Unavailable
 from ringserve.cp_core.transport.inprocess import InProcessRing
 from ringserve.workers.model.loading import DTYPES, LoadedModel, load_model

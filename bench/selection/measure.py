@@ -44,11 +44,11 @@ from bench.selection.results import (
     noise_loss,
     score_policies,
 )
-from ringserve.cp_core.cost.chain import Cuts
-from ringserve.cp_core.cost.chain_steps import chain_rates, quick_cuts
+from ringserve.cp_core.cost.chain import Cuts, chain_rates, quick_cuts
 from ringserve.cp_core.cost.fit import PrefillSample
-from ringserve.cp_core.cost.model import ModelShape, StepPredictor
+from ringserve.cp_core.cost.model import ModelShape
 from ringserve.cp_core.cost.profile import HardwareProfile
+from ringserve.cp_core.cost.steps import StepPredictor
 from ringserve.cp_core.errors import RingserveError, Unavailable
 from ringserve.services.offline.calibration.fitting import Calibration, calibrate, profile_from_rates
 from ringserve.services.offline.calibration.measurement import Cell, Measurement

@@ -14,9 +14,10 @@ from rich.table import Table
 
 from bench.papers.selectors import EmpiricalFit, algorithm_1, algorithm_5, empirical
 from bench.selection.links import LinkRate
-from ringserve.cp_core.cost.model import PASS_KV, PREFILL_ALGORITHMS, ModelShape, StepPredictor
+from ringserve.cp_core.cost.model import PASS_KV, PREFILL_ALGORITHMS, ModelShape
 from ringserve.cp_core.cost.profile import HardwareProfile
 from ringserve.cp_core.cost.selector import NAMES, POLICIES, Turn, select
+from ringserve.cp_core.cost.steps import StepPredictor
 from ringserve.cp_core.errors import ConfigError
 from ringserve.services.offline.calibration.fitting import Errors, Row
 from ringserve.services.offline.calibration.measurement import Cell

@@ -13,9 +13,10 @@ from bench.papers.published import PROFILE, published_model
 from bench.systems.claims import Claim, Figure, Source
 from ringserve.cp_core.cost.chain import ChainRates, Cuts, chain_seconds
 from ringserve.cp_core.cost.chain_cuts import best_cuts, equal_work_cuts
-from ringserve.cp_core.cost.model import PASS_KV, ModelShape, PrefillRates, StepPredictor
+from ringserve.cp_core.cost.model import PASS_KV, ModelShape, PrefillRates
 from ringserve.cp_core.cost.prefill import predict_turn
 from ringserve.cp_core.cost.profile import read_profile
+from ringserve.cp_core.cost.steps import StepPredictor
 from ringserve.views import RingRates
 
 # KV-Runahead: Llama 7B in fp16 on A100. Fitted: half of the nominal FLOP/s and link rates, a millisecond a layer, and

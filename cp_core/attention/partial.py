@@ -105,8 +105,13 @@ class PartialBuffer:
 class MergeKernels(Protocol):
     """Merge of parts in one kernel launch, without a wait on the host: `cp_core.attention.triton_kernels`."""
 
-    def merge_parts(self, parts: Sequence[Partial], into: torch.Tensor | None = None) -> Partial:
-        """Merge like `merge`. Rows that no part attended get an out of 0. If `into` is given, write out there."""
+    def merge_parts(
+        self, outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], into: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Merge parts like `merge` to (out, lse). Rows that no part attended get an out of 0.
+
+        If `into` is given, write out there.
+        """
         ...
 
 
@@ -117,6 +122,11 @@ def kernels_on(device: torch.device) -> MergeKernels | None:
         return None
     kernels: MergeKernels = importlib.import_module("ringserve.cp_core.attention.triton_kernels")
     return kernels
+
+
+def merge_in_kernel(kernels: MergeKernels, parts: Sequence[Partial], into: torch.Tensor | None = None) -> Partial:
+    """Merge parts as `MergeKernels.merge_parts` does."""
+    return Partial(*kernels.merge_parts([part.out for part in parts], [part.lse for part in parts], into))
 
 
 def merge(parts: Sequence[Partial]) -> Partial:
@@ -130,7 +140,7 @@ def merge(parts: Sequence[Partial]) -> Partial:
     assert parts, "nothing to merge"
     if kernels := kernels_on(parts[0].lse.device):
         # GPU kernels return a NaN out for a NaN LSE, so a single part is right as it is.
-        return kernels.merge_parts(parts) if len(parts) > 1 else parts[0]
+        return merge_in_kernel(kernels, parts) if len(parts) > 1 else parts[0]
     if len(parts) == 1:
         return _without_a_number(parts[0])
     weights_mth, lse_th, has_unseen = _weights(torch.stack([part.lse for part in parts]))
@@ -253,7 +263,7 @@ def merge_rows(parts: Sequence[RowPartial], out_thd: torch.Tensor) -> None:
     kernels = kernels_on(out_thd.device)
     for rows, covering in _by_rows(parts):
         if kernels is not None and out_thd.is_contiguous():
-            kernels.merge_parts(covering, into=out_thd[rows.start : rows.stop])
+            merge_in_kernel(kernels, covering, into=out_thd[rows.start : rows.stop])
         else:
             out_thd[rows.start : rows.stop] = merge(covering).out
 

@@ -62,5 +62,4 @@ class TritonDecode:
     def paged_attention(self, q: torch.Tensor, shards: PagedShards, *, scale: float) -> Partial:
         """See PagedBackend: two kernel launches for the batch, for any lengths."""
         check_head_dim(q.shape[-1])
-        part: Partial = self._kernels.attend_pages(q, shards.k, shards.v, shards.table, shards.lengths, scale)
-        return part
+        return Partial(*self._kernels.attend_pages(q, shards.k, shards.v, shards.table, shards.lengths, scale))

@@ -16,8 +16,6 @@ import torch
 import triton
 import triton.language as tl
 
-from ringserve.cp_core.attention.partial import Partial
-
 # Bytes of one tile of keys: with the tile of values and the next two on their way it fits into shared memory.
 TILE_BYTES = 16 << 10
 MAX_TILE_KEYS = 64
@@ -42,8 +40,10 @@ def attend_pages(
     lengths: torch.Tensor,
     scale: float,
     num_splits: int = 0,
-) -> Partial:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend q[B, H, D] over the first lengths[b] tokens of the pages table[b, :] of k, v[P, G, K, D]; any G.
+
+    Return fp32 out[B, H, D] and lse[B, H].
 
     `table` int32[B, M] and `lengths` int32[B] are on the device. A length of 0 gives (0, -inf). Entries of a table
     after its last page are not read, nor are tokens after the length. A row with an LSE of NaN has such an out.
@@ -83,45 +83,47 @@ def attend_pages(
             num_stages=3,
         )
     if num_splits == 1:
-        return Partial(part_out[:, :, 0], part_lse[:, :, 0])
+        return part_out[:, :, 0], part_lse[:, :, 0]
     out = part_out.new_empty(batch, num_heads, head_dim)
     lse = part_lse.new_empty(batch, num_heads)
     if batch:
         _join_splits[(batch * num_heads,)](
             part_out, part_lse, out, lse, num_splits, HEAD_DIM=head_dim, PADDED_DIM=padded_dim, num_warps=4
         )
-    return Partial(out, lse)
+    return out, lse
 
 
-def merge_parts(parts: Sequence[Partial], into: torch.Tensor | None = None) -> Partial:
+def merge_parts(
+    outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], into: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge M >= 1 parts of the same T rows, of any dtype and strides -> fp32 out[T, H, D] and lse[T, H].
 
     With `into`, contiguous [T, H, D] of any dtype, that is out. The out of a part is not read where its lse is -inf or
     its weight is 0. Rows that no part attended give (0, -inf). A row with an lse of NaN in a part is NaN in the result.
     """
-    num_rows, num_heads, head_dim = parts[0].out.shape
-    out = parts[0].out.new_empty(num_rows, num_heads, head_dim, dtype=torch.float32) if into is None else into
+    num_rows, num_heads, head_dim = outs[0].shape
+    out = outs[0].new_empty(num_rows, num_heads, head_dim, dtype=torch.float32) if into is None else into
     assert out.is_contiguous(), "rows of the result lie side by side"
-    lse = parts[0].lse.new_empty(num_rows, num_heads, dtype=torch.float32)
+    lse = lses[0].new_empty(num_rows, num_heads, dtype=torch.float32)
     if num_rows:
         _merge_parts[(triton.cdiv(num_rows * num_heads, MERGED_ROWS),)](
-            tuple(_last_contiguous(part.out) for part in parts),
-            tuple(part.lse for part in parts),
-            tuple(part.out.stride(0) for part in parts),
-            tuple(part.out.stride(1) for part in parts),
-            tuple(part.lse.stride(0) for part in parts),
-            tuple(part.lse.stride(1) for part in parts),
+            tuple(_last_contiguous(part) for part in outs),
+            tuple(lses),
+            tuple(part.stride(0) for part in outs),
+            tuple(part.stride(1) for part in outs),
+            tuple(part.stride(0) for part in lses),
+            tuple(part.stride(1) for part in lses),
             out,
             lse,
             num_rows * num_heads,
             num_heads,
-            NUM_PARTS=len(parts),
+            NUM_PARTS=len(outs),
             HEAD_DIM=head_dim,
             PADDED_DIM=triton.next_power_of_2(head_dim),
             ROWS=MERGED_ROWS,
             num_warps=4,
         )
-    return Partial(out, lse)
+    return out, lse
 
 
 def _last_contiguous(out: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ringserve.cp_core.cost.chain import Cuts
-from ringserve.cp_core.cost.chain_steps import ChainPredictor, chain_rates, quick_cuts
+from ringserve.cp_core.cost.chain import ChainPredictor, Cuts, chain_rates, quick_cuts
 from ringserve.cp_core.cost.decode import StepCost, predict_profiled_step
 from ringserve.cp_core.cost.memory import WeightBytes
 from ringserve.cp_core.cost.model import CHAIN, ModelShape, PrefillRates

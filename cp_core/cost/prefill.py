@@ -11,8 +11,9 @@ from itertools import pairwise, starmap
 from operator import add
 
 from ringserve.cp_core.cost.memory import kv_bytes_per_token
-from ringserve.cp_core.cost.model import ModelShape, PrefillCost, predict_prefill
+from ringserve.cp_core.cost.model import ModelShape
 from ringserve.cp_core.cost.profile import HardwareProfile
+from ringserve.cp_core.cost.steps import PrefillCost, predict_prefill
 
 
 def predict_turn(

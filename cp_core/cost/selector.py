@@ -17,8 +17,8 @@ from ringserve.cp_core.cost.model import (
     SP_NTP,
     ModelShape,
     PrefillRates,
-    StepPredictor,
 )
+from ringserve.cp_core.cost.steps import StepPredictor
 from ringserve.cp_core.errors import ConfigError, InvalidRequest
 
 POLICIES = ("auto", *PREFILL_ALGORITHMS)

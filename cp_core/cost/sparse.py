@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ringserve.cp_core.cost.model import PASS_KV, ModelShape, PrefillRates, StepPredictor
+from ringserve.cp_core.cost.model import PASS_KV, ModelShape, PrefillRates
+from ringserve.cp_core.cost.steps import StepPredictor
 from ringserve.cp_core.errors import ConfigError, InvalidRequest
 from ringserve.cp_core.layout.sparsity import LATEST, STRIDED, Sparsity
 

@@ -27,6 +27,7 @@ from ringserve.cp_core.attention.partial import (
     finished_out,
     kernels_on,
     merge,
+    merge_in_kernel,
 )
 from ringserve.cp_core.layout.step_plans import DecodePlan, KvRun, PassQRoute, RowIndices, Visit
 from ringserve.cp_core.transport.interface import RingTransport
@@ -184,7 +185,7 @@ def _merged(
 def merged_out(parts: Sequence[Partial]) -> torch.Tensor:
     """Merge M parts to out[B, H, D], with 0 in rows that attended nothing. The result may be a part's own out."""
     if kernels := kernels_on(parts[0].lse.device):
-        return kernels.merge_parts(parts).out
+        return merge_in_kernel(kernels, parts).out
     lse_mbh = torch.stack([part.lse for part in parts]) if len(parts) > 1 else parts[0].lse[None]
     # One number read from the device decides. `amin` returns NaN if any LSE is NaN, and a finite minimum means that no
     # part is empty.

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple
 
-from ringserve.cp_core.cost.model import ModelShape, PrefillRates, StepPredictor
+from ringserve.cp_core.cost.model import ModelShape, PrefillRates
 from ringserve.cp_core.cost.prefill import sum_seconds
 from ringserve.cp_core.cost.profile import HardwareProfile
 from ringserve.cp_core.cost.sparse import sparse_seconds
+from ringserve.cp_core.cost.steps import StepPredictor
 from ringserve.cp_core.layout.sparsity import Sparsity
 from ringserve.orchestration.protocol.turns import RingRegistration
 from ringserve.views import Correction, RingInfo, RingRates

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ringserve.cp_core.cost.chain import ChainRates, Cuts
-from ringserve.cp_core.cost.chain_steps import chain_order, chain_rates, quick_cuts
-from ringserve.cp_core.cost.model import PrefillRates, StepPredictor
+from ringserve.cp_core.cost.chain import ChainRates, Cuts, chain_order, chain_rates, quick_cuts
+from ringserve.cp_core.cost.model import PrefillRates
+from ringserve.cp_core.cost.steps import StepPredictor
 from ringserve.cp_core.errors import CapacityExceeded
 from ringserve.cp_core.layout.shards import (
     PrefillLayout,

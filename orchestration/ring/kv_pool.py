@@ -15,20 +15,23 @@ that are filled in part.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ringserve.cp_core.errors import Busy, CapacityExceeded, NotFound
 from ringserve.cp_core.layout.shards import ShardMap
 from ringserve.orchestration.protocol.inventory import SequenceOnRing
 from ringserve.orchestration.ring.block_allocator import BlockAllocator
-from ringserve.orchestration.ring.eviction import tails_to_evict
 from ringserve.views import RankKvUsage
 
 EXTENT_TOKENS = 128
 """Least size of an extent: attention over shorter runs spends more time on its calls than on their tokens."""
 MAX_EXTENTS = 64
 """Most extents of a rank: where many sequences fit, they also get longer runs."""
+MAX_PARTS = 8
+"""Most parts in which a sequence is evicted."""
+PARTS = ("end", "whole")
+"""Parts of a sequence that evictions take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +266,8 @@ class KvPool:
         if all(need <= rank.num_free for need, rank in zip(needs, self._ranks, strict=True)):
             return
         oldest_first = (other for other in self._sequences.values() if other.pinned_by is None)
-        for other, num_tokens in tails_to_evict(oldest_first, self._ranks, needs, self.block_tokens, self._part_tokens):
+        tails = _tails_to_evict(oldest_first, self._ranks, needs, self.block_tokens, self._part_tokens)
+        for other, num_tokens in tails:
             self._cut(other, num_tokens)
             if not num_tokens:
                 self._drop(other)
@@ -393,3 +397,46 @@ class KvPool:
                 assert all(self._ranks[rank].num_holders(block) == 1 for block in room), (
                     f"{item.kv_id} would write into a block of another"
                 )
+
+
+def _tails_to_evict(
+    oldest_first: Iterable[SequenceKv],
+    ranks: Sequence[BlockAllocator],
+    needs: Sequence[int],
+    block_tokens: int,
+    part_tokens: int,
+) -> list[tuple[SequenceKv, int]]:
+    """Return sequences to be evicted until `needs[r]` blocks are free on rank r, each with the tokens that stay.
+
+    The beginning of a sequence stays as long as its end is enough: later prompts are likelier to share it, and it is of
+    no use to them without what precedes it. A block that several sequences hold is free when the last lets it go.
+    They are evicted in parts of at least `part_tokens` tokens. Raises CapacityExceeded where all are not enough.
+    """
+    room = [rank.num_free for rank in ranks]
+    released: Counter[tuple[int, int]] = Counter()  # holders of (rank, block) that are to be evicted
+    tails: list[tuple[SequenceKv, int]] = []
+    # Only sequences that are evicted are looked at, each once: a full cache evicts at each growth.
+    rest = iter(oldest_first)
+    while any(need > blocks for need, blocks in zip(needs, room, strict=True)):
+        other = next(rest, None)
+        if other is None:
+            rank = next(rank for rank, need in enumerate(needs) if need > room[rank])
+            raise CapacityExceeded(
+                f"kv cache: {needs[rank]} blocks of {block_tokens} tokens are needed on rank {rank} and "
+                f"{room[rank]} of {ranks[rank].num_blocks} can be freed; retry when running turns have ended"
+            )
+        total = keep = other.shards.num_tokens
+        parts = max(1, min(MAX_PARTS, total // part_tokens))
+        ends = [len(table) for table in other.blocks]
+        for part in reversed(range(parts)):
+            keep = total * part // parts
+            for rank, held in enumerate(other.shards.truncate(keep).held):
+                first = -(-held // block_tokens)
+                for block in other.blocks[rank][first : ends[rank]]:
+                    released[rank, block] += 1
+                    room[rank] += released[rank, block] == ranks[rank].num_holders(block)
+                ends[rank] = min(ends[rank], first)
+            if all(need <= blocks for need, blocks in zip(needs, room, strict=True)):
+                break
+        tails.append((other, keep))
+    return tails

@@ -17,7 +17,8 @@ from statistics import median
 
 import numpy as np
 
-from ringserve.cp_core.cost.model import PrefillRates, StepPredictor
+from ringserve.cp_core.cost.model import PrefillRates
+from ringserve.cp_core.cost.steps import StepPredictor
 from ringserve.cp_core.layout.shards import balanced_layout
 from ringserve.orchestration.protocol.ports import RankPort
 from ringserve.orchestration.protocol.rings import RingSettings

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ringserve.cp_core.cost.decode import StepCost, fastest_step
-from ringserve.cp_core.cost.model import PASS_KV, PASS_Q, PREFILL_ALGORITHMS, PrefillCost
+from ringserve.cp_core.cost.model import PASS_KV, PASS_Q, PREFILL_ALGORITHMS
 from ringserve.cp_core.cost.prefill import predict_migration, predict_turn
 from ringserve.cp_core.cost.profile import HardwareProfile
 from ringserve.cp_core.cost.selector import POLICIES, Selection, Turn, fastest, select
 from ringserve.cp_core.cost.sparse import SparseLosses, sparse_seconds
+from ringserve.cp_core.cost.steps import PrefillCost
 from ringserve.cp_core.errors import ConfigError
 from ringserve.orchestration.placement.placer import TIE
 from ringserve.services.offline.planning.models import PlannedModel

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from ringserve.cp_core.cost.decode import fastest_step
 from ringserve.cp_core.cost.memory import ProcessMemory, process_memory
-from ringserve.cp_core.cost.model import PREFILL_ALGORITHMS, PrefillCost
+from ringserve.cp_core.cost.model import PREFILL_ALGORITHMS
 from ringserve.cp_core.cost.prefill import predict_turn
 from ringserve.cp_core.cost.profile import HardwareProfile
 from ringserve.cp_core.cost.selector import least
+from ringserve.cp_core.cost.steps import PrefillCost
 from ringserve.cp_core.errors import ConfigError
 from ringserve.services.offline.planning.models import PlannedModel
 from ringserve.services.offline.units import ContextShare, format_tokens

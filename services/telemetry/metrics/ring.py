@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from ringserve.cp_core.cost.decode import VARIANT_POLICIES
 from ringserve.orchestration.protocol.plans import LayoutFallback
 from ringserve.orchestration.protocol.rings import RingState
-from ringserve.orchestration.ring.eviction import PARTS
+from ringserve.orchestration.ring.kv_pool import PARTS
 from ringserve.orchestration.ring.leader import RingLeader
 from ringserve.views import RingInfo
 from ringserve.workers.protocol.ranks import STEP_BOUNDS, RankStatus

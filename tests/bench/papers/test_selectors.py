@@ -21,8 +21,9 @@ from bench.papers.selectors import (
     fit_empirical,
     hiding_length,
 )
-from ringserve.cp_core.cost.model import PASS_KV, PASS_Q, StepPredictor
+from ringserve.cp_core.cost.model import PASS_KV, PASS_Q
 from ringserve.cp_core.cost.selector import Selection, Turn, faster
+from ringserve.cp_core.cost.steps import StepPredictor
 from ringserve.cp_core.errors import ConfigError
 from tests.cp_core.cost.test_selector import fitted_rates, llama_405b
 

@@ -15,9 +15,10 @@ from bench.selection.results import (
     noise_loss,
     score_policies,
 )
-from ringserve.cp_core.cost.model import PASS_KV, PASS_Q, ModelShape, predict_prefill
+from ringserve.cp_core.cost.model import PASS_KV, PASS_Q, ModelShape
 from ringserve.cp_core.cost.profile import read_profile
 from ringserve.cp_core.cost.selector import POLICIES
+from ringserve.cp_core.cost.steps import predict_prefill
 from ringserve.cp_core.errors import ConfigError
 from ringserve.services.offline.calibration.measurement import Cell
 

@@ -17,7 +17,7 @@ from ringserve.cp_core.attention.backends import select_backend
 from ringserve.cp_core.attention.flash_attn import FlashAttention
 from ringserve.cp_core.attention.flash_attn_3 import FlashAttention3
 from ringserve.cp_core.attention.paged import PagedBackend, PagedShards, attend_pages, takes_pages
-from ringserve.cp_core.attention.partial import AttentionBackend, Partial, empty_partial
+from ringserve.cp_core.attention.partial import AttentionBackend, empty_partial
 from ringserve.cp_core.attention.reference import ReferenceAttention
 from ringserve.cp_core.attention.torch_cuda import TorchCudaFlash
 from ringserve.cp_core.attention.triton_decode import TritonDecode
@@ -294,9 +294,10 @@ def test_many_queries_go_to_torchs_kernel_and_decode_over_pages_to_tritons() -> 
     calls = []
 
     class Kernels:
-        def attend_pages(self, q: torch.Tensor, *pages: Any) -> Partial:
+        def attend_pages(self, q: torch.Tensor, *pages: Any) -> tuple[torch.Tensor, torch.Tensor]:
             calls.append(pages)
-            return empty_partial(q)
+            nothing = empty_partial(q)
+            return nothing.out, nothing.lse
 
     backend = TritonDecode(TorchCudaFlash(torch_kernel), Kernels())
     tokens = random_tokens(5, dtype=torch.float16)

@@ -16,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton.runtime import interpreter
 
+from ringserve.cp_core.attention import triton_kernels
 from ringserve.cp_core.attention.paged import PagedShards
-from ringserve.cp_core.attention.partial import Partial, empty_partial, merge
+from ringserve.cp_core.attention.partial import Partial, empty_partial, merge, merge_in_kernel
 from ringserve.cp_core.attention.triton_decode import TritonDecode
-from ringserve.cp_core.attention.triton_kernels import attend_pages, merge_parts
+from ringserve.cp_core.attention.triton_kernels import attend_pages
 from ringserve.cp_core.layout.step_plans import RowIndices
 from ringserve.cp_core.ring.decode import sharded_decode
 from ringserve.cp_core.transport.inprocess import InProcessRing
@@ -87,9 +88,8 @@ def check(q_bhd: torch.Tensor, sequences: list[Tokens], part: Partial) -> None:
 
 
 def attend(q_bhd: torch.Tensor, shards: PagedShards, num_splits: int) -> Partial:
-    return attend_pages(
-        q_bhd.to(DEVICE), shards.k, shards.v, shards.table, shards.lengths, q_bhd.shape[-1] ** -0.5, num_splits
-    )
+    scale = q_bhd.shape[-1] ** -0.5
+    return Partial(*attend_pages(q_bhd.to(DEVICE), shards.k, shards.v, shards.table, shards.lengths, scale, num_splits))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -178,7 +178,7 @@ def test_any_parts_merge_as_plain_tensors_do(kinds: list[str], head_dim: int, se
             out = out.transpose(0, 1).contiguous().transpose(0, 1)
             lse = lse.t().contiguous().t()
         parts.append(Partial(out.to(DEVICE), lse.to(DEVICE)))
-    merged = merge_parts(parts)
+    merged = merge_in_kernel(triton_kernels, parts)
     none = empty_partial(parts[0].out)
     right = merge([*(Partial(part.out.float().cpu(), part.lse.cpu()) for part in parts), Partial(*_on_cpu(none))])
     assert largest(merged.out.cpu() - right.out) <= 4e-7 * 5
@@ -194,10 +194,11 @@ def test_a_merge_writes_in_the_dtype_of_the_model_and_passes_a_nan_on() -> None:
     parts = [Partial(torch.ones(3, 2, 64, device=DEVICE), torch.zeros(3, 2, device=DEVICE)) for _ in range(2)]
     parts[1].lse[1, 0] = torch.nan
     whole = torch.full((5, 2, 64), 7.0, dtype=torch.bfloat16, device=DEVICE)
-    merged = merge_parts(parts, whole[1:4])
+    merged = merge_in_kernel(triton_kernels, parts, whole[1:4])
     assert torch.equal(whole[::4], torch.full((2, 2, 64), 7.0, dtype=torch.bfloat16, device=DEVICE))
     assert merged.out.data_ptr() == whole[1:4].data_ptr()
     assert merged.out[1, 0].isnan().all()
     assert merged.lse[1, 0].isnan()
     assert int(merged.out.isnan().sum()) == 64
-    assert merge_parts([Partial(part.out[:0], part.lse[:0]) for part in parts]).out.shape == (0, 2, 64)
+    nothing = merge_in_kernel(triton_kernels, [Partial(part.out[:0], part.lse[:0]) for part in parts])
+    assert nothing.out.shape == (0, 2, 64)

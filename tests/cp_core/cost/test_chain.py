@@ -11,7 +11,8 @@ import pytest
 
 from ringserve.cp_core.cost.chain import ChainRates, chain_closed_form, chain_seconds
 from ringserve.cp_core.cost.chain_cuts import best_cuts, equal_work_cuts
-from ringserve.cp_core.cost.model import PASS_KV, StepPredictor
+from ringserve.cp_core.cost.model import PASS_KV
+from ringserve.cp_core.cost.steps import StepPredictor
 from ringserve.cp_core.errors import ConfigError
 from tests.cp_core.cost.hardware import LLAMA_8B, chain, prefill_rates
 

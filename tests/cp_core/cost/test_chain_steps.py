@@ -9,10 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringserve.cp_core.cost.chain import ChainRates, Cuts, chain_closed_form, chain_seconds
+from ringserve.cp_core.cost.chain import (
+    ChainPredictor,
+    ChainRates,
+    Cuts,
+    chain_closed_form,
+    chain_order,
+    chain_rates,
+    chain_seconds,
+    quick_cuts,
+    step_seconds,
+)
 from ringserve.cp_core.cost.chain_cuts import best_cuts
-from ringserve.cp_core.cost.chain_steps import ChainPredictor, chain_order, chain_rates, quick_cuts, step_seconds
-from ringserve.cp_core.cost.model import CHAIN, PASS_KV, PrefillRates, StepPredictor
+from ringserve.cp_core.cost.model import CHAIN, PASS_KV, PrefillRates
+from ringserve.cp_core.cost.steps import StepPredictor
 from tests.cp_core.cost.hardware import LLAMA_8B, chain, prefill_rates
 
 

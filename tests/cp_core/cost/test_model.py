@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.papers.published import table_4
-from ringserve.cp_core.cost.model import SP_NTP, ModelShape, PrefillRates, StepPredictor, predict_prefill
+from ringserve.cp_core.cost.model import SP_NTP, ModelShape, PrefillRates
+from ringserve.cp_core.cost.steps import StepPredictor, predict_prefill
 from ringserve.cp_core.errors import ConfigError
 from ringserve.views import RingRates
 from tests.cp_core.cost import hardware

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.papers.published import published_model
-from ringserve.cp_core.cost.model import predict_prefill
 from ringserve.cp_core.cost.prefill import predict_turn, sum_seconds
 from ringserve.cp_core.cost.profile import read_profile
+from ringserve.cp_core.cost.steps import predict_prefill
 from ringserve.cp_core.errors import ConfigError
 from tests.cp_core.cost.hardware import ROUND, TINY
 

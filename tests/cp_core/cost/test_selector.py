@@ -6,12 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringserve.cp_core.cost.model import (
-    PREFILL_ALGORITHMS,
-    ModelShape,
-    PrefillRates,
-    predict_prefill,
-)
+from ringserve.cp_core.cost.model import PREFILL_ALGORITHMS, ModelShape, PrefillRates
 from ringserve.cp_core.cost.selector import (
     GATHERED_TOKENS,
     POLICIES,
@@ -21,6 +16,7 @@ from ringserve.cp_core.cost.selector import (
     forced,
     select,
 )
+from ringserve.cp_core.cost.steps import predict_prefill
 from ringserve.cp_core.errors import ConfigError, InvalidRequest
 from ringserve.views import RingRates
 

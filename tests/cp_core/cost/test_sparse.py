@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ringserve.cp_core.cost.model import StepPredictor
 from ringserve.cp_core.cost.sparse import MeasuredLoss, SparseLosses, format_losses, read_losses, sparse_seconds
+from ringserve.cp_core.cost.steps import StepPredictor
 from ringserve.cp_core.errors import ConfigError, InvalidRequest
 from ringserve.cp_core.layout.sparsity import Sparsity
 from tests.cp_core.cost.test_model import RATES, TINY

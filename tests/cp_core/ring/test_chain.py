@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from ringserve.cp_core.attention.partial import Partial
 from ringserve.cp_core.attention.reference import ReferenceAttention
 from ringserve.cp_core.attention.torch_cpu import TorchCpuFlash
-from ringserve.cp_core.cost.chain import ChainRates, chain_seconds
-from ringserve.cp_core.cost.chain_steps import quick_cuts
+from ringserve.cp_core.cost.chain import ChainRates, chain_seconds, quick_cuts
 from ringserve.cp_core.errors import InvalidRequest, Unavailable
 from ringserve.cp_core.layout.shards import (
     PrefillLayout,

@@ -22,15 +22,18 @@ class PlainKernels:
 
     most = 0
 
-    def merge_parts(self, parts: Sequence[Partial], into: torch.Tensor | None = None) -> Partial:
+    def merge_parts(
+        self, outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], into: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = [Partial(*each) for each in zip(outs, lses, strict=True)]
         self.most = max(self.most, len(parts))
         weights = torch.stack([part.lse for part in parts]).double().softmax(0).nan_to_num()[..., None]
-        outs = torch.stack([torch.nan_to_num(finished_out(part)).double() for part in parts])
+        attended = torch.stack([torch.nan_to_num(finished_out(part)).double() for part in parts])
         lse = torch.stack([part.lse.double() for part in parts]).logsumexp(0).float()
-        out = (weights * outs).sum(0)
+        out = (weights * attended).sum(0)
         if into is None:
-            return Partial(out.float(), lse)
-        return Partial(into.copy_(out), lse)
+            return out.float(), lse
+        return into.copy_(out), lse
 
 
 @pytest.fixture

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from ringserve.cp_core.cost.model import PREFILL_ALGORITHMS, PrefillRates, predict_prefill
+from ringserve.cp_core.cost.model import PREFILL_ALGORITHMS, PrefillRates
+from ringserve.cp_core.cost.steps import predict_prefill
 from ringserve.orchestration.placement.kv_locations import WantedTurn
 from ringserve.orchestration.placement.placer import LEAVE_SECONDS, TIE
 from ringserve.orchestration.placement.registry import TURN_SECONDS, WAIT_SECONDS, RegisteredRing, RingRegistry

@@ -16,8 +16,7 @@ from ringserve.orchestration.placement.costs import RingCosts, StepSeconds
 from ringserve.orchestration.placement.kv_locations import KvLocation, WantedTurn
 from ringserve.orchestration.placement.placer import RingPlacer
 from ringserve.orchestration.placement.planner import Planner, PlannerSettings
-from ringserve.orchestration.placement.registry import LoadShare, RegisteredRing, RingRegistry
-from ringserve.orchestration.placement.ring_order import Ordered
+from ringserve.orchestration.placement.registry import LoadShare, Ordered, RegisteredRing, RingRegistry
 from ringserve.orchestration.protocol.turns import RingRegistration
 from ringserve.views import RingRates
 from tests.orchestration.placement.exhaustive_placement import ExhaustivePlacer

@@ -8,7 +8,8 @@ from typing import cast
 
 import pytest
 
-from ringserve.cp_core.cost.model import PrefillRates, StepPredictor
+from ringserve.cp_core.cost.model import PrefillRates
+from ringserve.cp_core.cost.steps import StepPredictor
 from ringserve.orchestration.protocol.ports import RankPort
 from ringserve.orchestration.protocol.rings import RingSettings
 from ringserve.orchestration.ring.step_probe import (

@@ -8,12 +8,12 @@ from itertools import product
 
 import pytest
 
-from ringserve.cp_core.cost.chain import Cuts
-from ringserve.cp_core.cost.chain_steps import ChainPredictor, chain_rates, quick_cuts
+from ringserve.cp_core.cost.chain import ChainPredictor, Cuts, chain_rates, quick_cuts
 from ringserve.cp_core.cost.fit import PrefillSample
-from ringserve.cp_core.cost.model import CHAIN, PASS_KV, PASS_Q, ModelShape, PrefillRates, StepPredictor
+from ringserve.cp_core.cost.model import CHAIN, PASS_KV, PASS_Q, ModelShape, PrefillRates
 from ringserve.cp_core.cost.profile import HardwareProfile
 from ringserve.cp_core.cost.selector import least
+from ringserve.cp_core.cost.steps import StepPredictor
 from ringserve.services.offline.calibration.fitting import calibrate, profile_from_rates
 from ringserve.services.offline.calibration.measurement import Cell, Measurement
 from ringserve.views import RingRates

@@ -1,0 +1,263 @@
+"""Cost of prefill: seconds of a step by rates measured on its ring, and its work as one number. Pure Python.
+
+T new tokens, P cached ones, N ranks, H query heads, K key/value heads, D head dimension, L layers, e bytes per element.
+
+    seconds = linear(T / N) + L * (N * a + (N - 1) * (x - o * min(x, a)) + all_to_all + overhead)
+
+a is the attention of one ring iteration, x the time of its message, and o the share of the shorter of the two that is
+hidden behind the longer. With o = 1 the part of x that exceeds a is exposed, as in arXiv 2411.01783, 3.5 and appendix
+A, to whose published times the form was fitted. Where the processor that attends also moves the messages, o is less.
+Every rate is the caller's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from ringserve.cp_core.cost.chain import ChainPredictor
+from ringserve.cp_core.cost.model import (
+    CHAIN,
+    GATHER_KV,
+    PASS_KV,
+    PASS_Q,
+    PREFILL_ALGORITHMS,
+    SP_NTP,
+    ModelShape,
+    PrefillRates,
+)
+from ringserve.cp_core.errors import ConfigError
+from ringserve.cp_core.layout.head_shares import head_shares
+
+SEGMENTS = (1, 2, 4, 8)
+"""Numbers of segments of sp_ntp."""
+LEAST_SEGMENT = 64
+"""Least tokens of a segment: attention over fewer spends more time on its calls than it hides."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillCost:
+    """Predicted seconds over all layers, of one step or of several.
+
+    `hidden_seconds` of communication are hidden behind attention. `sum_seconds` are those of tensor parallelism, which
+    the prediction of one rank leaves out.
+    """
+
+    linear_seconds: float
+    attention_seconds: float
+    exposed_seconds: float
+    hidden_seconds: float
+    all_to_all_seconds: float
+    overhead_seconds: float
+    sum_seconds: float = 0.0
+
+    @property
+    def total_seconds(self) -> float:
+        """Seconds of the whole step or steps."""
+        return (
+            self.linear_seconds
+            + self.sum_seconds
+            + self.attention_seconds
+            + self.exposed_seconds
+            + self.all_to_all_seconds
+            + self.overhead_seconds
+        )
+
+    def __add__(self, other: PrefillCost) -> PrefillCost:
+        """Return the cost of both, one after the other."""
+        return PrefillCost(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
+
+
+class StepPredictor:
+    """Predictions of a model's steps on rings of one size and speed, by PREFILL_ALGORITHMS.
+
+    Values that follow from these alone are computed once: a router asks for many steps while it places one turn.
+    """
+
+    __slots__ = (
+        "_chain",
+        "_collective",
+        "_head_imbalance",
+        "_head_seconds",
+        "_hop_bytes",
+        "_layers",
+        "_message",
+        "_num_ranks",
+        "_overhead",
+        "_pair_seconds",
+        "_rates",
+        "_return_bytes",
+        "_share_bytes",
+        "_token_seconds",
+    )
+
+    def __init__(self, model: ModelShape, rates: PrefillRates, num_ranks: int) -> None:
+        self._rates = rates
+        self._num_ranks = num_ranks
+        self._layers = model.num_layers
+        ring = rates.ring
+        self._message = ring.link_latency_seconds, ring.link_bytes_per_second
+        start, rate = rates.all_to_all_latency_seconds, rates.all_to_all_bytes_per_second
+        self._collective = self._message[0] if start is None else start, self._message[1] if rate is None else rate
+        self._chain = ChainPredictor(model, rates, num_ranks)
+        self._head_seconds = model.head_flops / rates.ring.gemm_flops
+        self._token_seconds = model.linear_flops_per_token / rates.ring.gemm_flops
+        # The share of one ring iteration that two tokens take which attend to each other.
+        self._pair_seconds = model.attention_flops(1, 0) / num_ranks**2 / rates.ring.attention_flops
+        self._overhead = model.num_layers * rates.layer_overhead_seconds + rates.ring.step_seconds
+        # Bytes of one token: its K and V or its queries in a hop, its partial outputs and LSE from all other ranks.
+        self._hop_bytes = {
+            PASS_KV: 2 * model.num_kv_heads * model.head_dim * model.attention_bytes,
+            PASS_Q: model.num_heads * model.head_dim * model.attention_bytes,
+        }
+        self._return_bytes = (num_ranks - 1) * model.num_heads * (model.head_dim + 1) * model.partial_bytes
+        # In sp_ntp, bytes of a token that the rank sends which sends most: its queries, its K and V, its finished rows.
+        shares = head_shares(num_ranks, model.num_heads, model.num_kv_heads)
+        queries, keys = [len(each.heads) for each in shares], [len(each.kv_heads) for each in shares]
+        head_bytes = model.head_dim * model.attention_bytes
+        self._share_bytes = (
+            (sum(queries) - min(queries)) * head_bytes,
+            2 * (sum(keys) - min(keys)) * head_bytes,
+            (num_ranks - 1) * max(queries) * head_bytes,
+        )
+        self._head_imbalance = max(queries) * num_ranks / model.num_heads
+
+    def cost(self, algorithm: str, new_tokens: int, cached_tokens: int) -> PrefillCost:
+        """Return the cost of T new tokens after P cached ones that lie evenly over the ranks.
+
+        Raises ConfigError for an algorithm that is none of PREFILL_ALGORITHMS.
+        """
+        if algorithm not in PREFILL_ALGORITHMS:
+            raise ConfigError(f"algorithm is {algorithm!r}; allowed are {', '.join(PREFILL_ALGORITHMS)}")
+        iteration = self._iteration(new_tokens, cached_tokens)
+        attention, messages, exposed, all_to_all = self._num_ranks * iteration, 0.0, 0.0, 0.0
+        if algorithm == SP_NTP:
+            all_to_all, _ = self._by_heads(new_tokens, cached_tokens)
+        elif algorithm == CHAIN:
+            # Uneven cuts, and messages behind whole layers: only the sum compares with the others.
+            exposed = self._chain.seconds(new_tokens, cached_tokens) / self._layers - attention
+            exposed -= (self._linear(new_tokens) + self._overhead) / self._layers
+            attention, exposed = attention + min(0.0, exposed), max(0.0, exposed)
+            messages = exposed
+        elif algorithm == GATHER_KV:
+            messages = self._gather_seconds(new_tokens, cached_tokens)
+            exposed = messages - self._rates.ring.overlap * min(messages, iteration)
+        else:
+            message, all_to_all = self._messages(algorithm, new_tokens, cached_tokens)
+            messages, exposed = (self._num_ranks - 1) * message, self._exposed(message, iteration)
+        return PrefillCost(
+            linear_seconds=self._linear(new_tokens),
+            attention_seconds=self._layers * attention,
+            exposed_seconds=self._layers * exposed,
+            hidden_seconds=self._layers * (messages - exposed),
+            all_to_all_seconds=self._layers * all_to_all,
+            overhead_seconds=self._overhead,
+        )
+
+    def seconds(self, new_tokens: int, cached_tokens: int) -> dict[str, float]:
+        """Return the total seconds by algorithm, as `cost` predicts them."""
+        # Each sum is that of `cost`, written out: a router calls this a dozen times while it places one turn.
+        num_ranks, layers, overlap = self._num_ranks, self._layers, self._rates.ring.overlap
+        iteration = (new_tokens * cached_tokens + new_tokens * (new_tokens + 1) // 2) * self._pair_seconds
+        same = self._linear(new_tokens) + layers * num_ranks * iteration + self._overhead
+        if num_ranks == 1:
+            return dict.fromkeys(PREFILL_ALGORITHMS, same)
+        hops, own_tokens = num_ranks - 1, -(-new_tokens // num_ranks)
+        start, rate = self._message
+        local_bytes = -(-(new_tokens + cached_tokens) // num_ranks) * self._hop_bytes[PASS_KV]
+        message = start + local_bytes / rate
+        exposed = message - overlap * (message if message < iteration else iteration)
+        pass_kv = same + layers * (hops * exposed)
+        message = start + own_tokens * self._hop_bytes[PASS_Q] / rate
+        exposed = message - overlap * (message if message < iteration else iteration)
+        all_to_all = self._collective[0] + own_tokens * self._return_bytes / self._collective[1]
+        gathered = self._collective_seconds(hops * local_bytes)
+        by_heads, _ = self._by_heads(new_tokens, cached_tokens)
+        return {
+            PASS_KV: pass_kv,
+            PASS_Q: same + layers * (hops * exposed + all_to_all),
+            GATHER_KV: same + layers * (gathered - overlap * (gathered if gathered < iteration else iteration)),
+            CHAIN: self._chain.seconds(new_tokens, cached_tokens),
+            SP_NTP: same + layers * by_heads,
+        }
+
+    def _gather_seconds(self, new_tokens: int, cached_tokens: int) -> float:
+        """Return the seconds of a layer's messages of gather_kv."""
+        stored = -(-(new_tokens + cached_tokens) // self._num_ranks)
+        return self._collective_seconds((self._num_ranks - 1) * stored * self._hop_bytes[PASS_KV])
+
+    def segments(self, new_tokens: int, cached_tokens: int) -> int:
+        """Return the number of segments, one of SEGMENTS, by which sp_ntp is predicted to take least."""
+        return self._by_heads(new_tokens, cached_tokens)[1]
+
+    def _by_heads(self, new_tokens: int, cached_tokens: int) -> tuple[float, int]:
+        """Return the seconds of a layer of sp_ntp beyond an even share of its attention, and the best segments."""
+        attention = self._num_ranks * self._iteration(new_tokens, cached_tokens)
+        alone = by_one = self._segmented(1, new_tokens, cached_tokens, attention)
+        best = 1
+        for number in SEGMENTS[1:]:
+            if new_tokens < number * LEAST_SEGMENT:
+                break
+            seconds = self._segmented(number, new_tokens, cached_tokens, attention)
+            seconds = alone - self._rates.ring.overlap * (alone - seconds)
+            if seconds >= by_one:
+                break
+            by_one, best = seconds, number
+        return by_one - attention, best
+
+    def _segmented(self, number: int, new_tokens: int, cached_tokens: int, attention: float) -> float:
+        """Return the seconds of a layer's all-to-alls and attention in so many segments, all hidden that can be."""
+        queries, keys, back = self._share_bytes
+        own, stored = -(-new_tokens // self._num_ranks), -(-cached_tokens // self._num_ranks)
+        each = own * (queries + keys) / number
+        returning = self._collective_seconds(own * back / number)
+        arrived = self._collective_seconds(each + stored * keys)
+        attention *= self._head_imbalance
+        if number == 1:
+            return arrived + attention + returning
+        coming, length = self._collective_seconds(each), new_tokens / number
+        pairs = new_tokens * cached_tokens + new_tokens * (new_tokens + 1) / 2
+        attended = 0.0
+        ends = []
+        for segment in range(number):
+            share = length * (cached_tokens + segment * length + (length + 1 / number) / 2) / pairs
+            attended = max(attended, arrived + segment * coming) + share * attention
+            ends.append(attended)
+        returned = arrived + (number - 1) * coming
+        for end in ends:
+            returned = max(returned, end) + returning
+        return returned
+
+    def _collective_seconds(self, num_bytes: float) -> float:
+        # The rate of an all-to-all was fitted to the small messages of pass-Q: none is faster than the link.
+        if not num_bytes:
+            return 0.0
+        message = self._message[0] + num_bytes / self._message[1]
+        if self._collective == self._message:
+            return message
+        all_to_all = self._collective[0] + num_bytes / self._collective[1]
+        return all_to_all if all_to_all > message else message
+
+    def _linear(self, new_tokens: int) -> float:
+        # The fullest rank, whose chunks hold the remainder, takes longest.
+        return -(-new_tokens // self._num_ranks) * self._token_seconds + self._head_seconds
+
+    def _iteration(self, new_tokens: int, cached_tokens: int) -> float:
+        return (new_tokens * cached_tokens + new_tokens * (new_tokens + 1) // 2) * self._pair_seconds
+
+    def _messages(self, algorithm: str, new_tokens: int, cached_tokens: int) -> tuple[float, float]:
+        """Return the seconds of a hop's message and of the all-to-all, in one layer."""
+        is_pass_q = algorithm == PASS_Q
+        local_tokens = -(-(new_tokens if is_pass_q else new_tokens + cached_tokens) // self._num_ranks)
+        message = self._rates.message_seconds(local_tokens * self._hop_bytes[algorithm])
+        return message, self._rates.all_to_all_seconds(local_tokens * self._return_bytes) if is_pass_q else 0.0
+
+    def _exposed(self, message: float, iteration: float) -> float:
+        """Return the seconds of one layer's hops that are not hidden behind attention."""
+        return (self._num_ranks - 1) * (message - self._rates.ring.overlap * min(message, iteration))
+
+
+def predict_prefill(
+    model: ModelShape, rates: PrefillRates, num_ranks: int, algorithm: str, new_tokens: int, cached_tokens: int
+) -> PrefillCost:
+    """Return the cost of one step, by a predictor that is used once."""
+    return StepPredictor(model, rates, num_ranks).cost(algorithm, new_tokens, cached_tokens)
