@@ -6,17 +6,16 @@ import asyncio
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
 
 import grpc
 from rich.table import Table
-from typer import Argument, BadParameter, Option
+from typer import BadParameter
 
 from ringserve.client import Client
 from ringserve.cp_core.errors import ConfigError, Unavailable
-from ringserve.services.cli.command import command
+from ringserve.services.cli.command import argument, command, option
 from ringserve.services.cli.options import JsonFlag, PlotFile, ServingOptions
 from ringserve.services.offline.load.alike import count_differing, expected_shares, read_requests, scaled
 from ringserve.services.offline.load.replay import (
@@ -59,38 +58,28 @@ def _positive(text: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    load: Annotated[str, Argument(hidden=True)] = ""  # `bench load` is its other name
-    rate: Annotated[float, Option(parser=_positive, metavar="N", help="requests a second")] = 1.0
-    duration: Annotated[float, Option(parser=_positive, metavar="SECONDS", help="time of arrivals")] = 60.0
-    mix: Annotated[str, Option(metavar="KIND:WEIGHT,...", help="weights of the kinds that arrive at random")] = (
-        "short:1"
+    load: str = argument("", default="", hidden=True)  # `bench load` is its other name
+    rate: float = option("requests a second", "N", 1.0, parser=_positive)
+    duration: float = option("time of arrivals", "SECONDS", 60.0, parser=_positive)
+    mix: str = option("weights of the kinds that arrive at random", "KIND:WEIGHT,...", "short:1")
+    every: str = option("also one of a kind at fixed intervals", "KIND:SECONDS", "")
+    kind: list[str] = option(
+        "another kind; repeatable (default: "
+        + " ".join(f"{kind.name}={kind.least_prompt}-{kind.most_prompt}:{kind.max_tokens}" for kind in KINDS)
+        + ")",
+        "NAME=TOKENS:ANSWER",
+        [],
     )
-    every: Annotated[str, Option(metavar="KIND:SECONDS", help="also one of a kind at fixed intervals")] = ""
-    kind: Annotated[
-        list[str],
-        Option(
-            metavar="NAME=TOKENS:ANSWER",
-            help="another kind; repeatable (default: "
-            + " ".join(f"{kind.name}={kind.least_prompt}-{kind.most_prompt}:{kind.max_tokens}" for kind in KINDS)
-            + ")",
-        ),
-    ] = field(default_factory=list)
-    trace: Annotated[Path | None, Option(metavar="FILE", help="arrivals from a file of JSON lines, not at random")] = (
-        None
-    )
-    divide: Annotated[
-        int, Option(show_default=False, metavar="N", help="--trace has Mooncake's requests; divide their lengths by N")
-    ] = 0
-    requests: Annotated[int, Option(metavar="N", help="first requests taken with --divide")] = 100
-    pace: Annotated[float, Option(parser=_positive, metavar="X", help="factor of the times with --divide")] = 1.0
-    check: Annotated[
-        int, Option(show_default=False, metavar="N", help="answers compared with transformers, with --divide")
-    ] = 0
-    save_trace: Annotated[Path | None, Option(metavar="FILE", help="write the arrivals that were drawn")] = None
-    ttft_bound: Annotated[float, Option(parser=_positive, metavar="SECONDS", help="for goodput")] = 2.0
-    ttit_bound: Annotated[float, Option(parser=_positive, metavar="SECONDS", help="for goodput")] = 0.1
-    timeout: Annotated[float, Option(parser=_positive, metavar="SECONDS", help="deadline of each request")] = 300.0
-    seed: Annotated[int, Option(metavar="N", help="seed of arrivals and prompts")] = 0
+    trace: Path | None = option("arrivals from a file of JSON lines, not at random", default=None)
+    divide: int = option("--trace has Mooncake's requests; divide their lengths by N", default=0, show_default=False)
+    requests: int = option("first requests taken with --divide", default=100)
+    pace: float = option("factor of the times with --divide", default=1.0, parser=_positive)
+    check: int = option("answers compared with transformers, with --divide", default=0, show_default=False)
+    save_trace: Path | None = option("write the arrivals that were drawn", default=None)
+    ttft_bound: float = option("for goodput", "SECONDS", 2.0, parser=_positive)
+    ttit_bound: float = option("for goodput", "SECONDS", 0.1, parser=_positive)
+    timeout: float = option("deadline of each request", "SECONDS", 300.0, parser=_positive)
+    seed: int = option("seed of arrivals and prompts", default=0)
     service: ServingOptions
     json: JsonFlag = False
     plot: PlotFile = None

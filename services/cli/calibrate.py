@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
-
-from typer import Option
 
 from ringserve.client import Client
 from ringserve.cp_core.cost.profile import format_profile
 from ringserve.cp_core.cost.sparse import format_losses
 from ringserve.cp_core.errors import ConfigError
 from ringserve.cp_core.layout.sparsity import Sparsity
-from ringserve.services.cli.command import command
+from ringserve.services.cli.command import command, flag, option
 from ringserve.services.cli.options import JsonFlag, PlotFile, ServingOptions
 from ringserve.services.gateway.text import TextCodec
 from ringserve.services.offline.calibration.fitting import Calibration, profile_from_rings, shape_of
@@ -40,36 +37,24 @@ MAX_THREAD_RANKS = 16
 class SparseOptions:
     """Options of the losses of sparse prefills."""
 
-    sparse: Annotated[bool, Option("--sparse", help="measure losses of the configured model instead of times")] = False
-    ranks: Annotated[
-        int,
-        Option(min=2, max=MAX_THREAD_RANKS, metavar="N", help="with --sparse: ranks, threads of this process"),
-    ] = 4
-    keep: Annotated[str, Option(metavar="SHARE,...", help="with --sparse: shares of keys")] = "0.5,0.25,0.125"
-    depths: Annotated[str, Option(metavar="X,...", help="with --sparse: places of the hidden sentences, 0 to 1")] = (
-        "0.1,0.3,0.5,0.7,0.9"
-    )
-    sinks: Annotated[
-        int, Option(metavar="N", help="with --sparse: first keys of a partition that are always among them")
-    ] = 4
-    window: Annotated[int, Option(metavar="N", help="with --sparse: last keys that are")] = 64
-    text: Annotated[
-        Path | None,
-        Option(metavar="FILE", help="with --sparse: text to hide sentences in (default: a short diary)"),
-    ] = None
+    sparse: bool = flag("measure losses of the configured model instead of times")
+    ranks: int = option("with --sparse: ranks, threads of this process", default=4, min=2, max=MAX_THREAD_RANKS)
+    keep: str = option("with --sparse: shares of keys", "SHARE,...", "0.5,0.25,0.125")
+    depths: str = option("with --sparse: places of the hidden sentences, 0 to 1", "X,...", "0.1,0.3,0.5,0.7,0.9")
+    sinks: int = option("with --sparse: first keys of a partition that are always among them", default=4)
+    window: int = option("with --sparse: last keys that are", default=64)
+    text: Path | None = option("with --sparse: text to hide sentences in (default: a short diary)", default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions:
     service: ServingOptions
-    tokens: Annotated[str, Option(metavar="T,...", help="new tokens (default: of 32,128,512,2048 those that fit)")] = ""
-    cached: Annotated[str, Option(metavar="P,...", help="cached tokens (default: of 0,1024,4096 those that fit)")] = ""
-    repeats: Annotated[int, Option(min=1, metavar="N", help="runs of every prefill; the median counts")] = 5
-    timeout: Annotated[float, Option(metavar="SECONDS", help="deadline of each turn")] = 300.0
-    seed: Annotated[int, Option(metavar="N", help="seed of the prompts")] = 0
-    write: Annotated[
-        Path | None, Option(metavar="FILE", help="write the profile, for router.profile and --hardware")
-    ] = None
+    tokens: str = option("new tokens (default: of 32,128,512,2048 those that fit)", "T,...", "")
+    cached: str = option("cached tokens (default: of 0,1024,4096 those that fit)", "P,...", "")
+    repeats: int = option("runs of every prefill; the median counts", default=5, min=1)
+    timeout: float = option("deadline of each turn", "SECONDS", 300.0)
+    seed: int = option("seed of the prompts", default=0)
+    write: Path | None = option("write the profile, for router.profile and --hardware", default=None)
     json: JsonFlag = False
     plot: PlotFile = None
     sparse: SparseOptions

@@ -11,14 +11,13 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import TextIO
 
 from rich.cells import cell_len
-from typer import Option
 
 from ringserve.client import Answer, Client, Message, Sampling
 from ringserve.cp_core.errors import ConfigError, InvalidRequest, NotFound, RingserveError
-from ringserve.services.cli.command import check_text, command
+from ringserve.services.cli.command import check_text, command, flag, option
 from ringserve.services.cli.generate import SamplingOptions, show_plan
 from ringserve.services.cli.options import TargetOptions
 from ringserve.services.cluster.state import state_directory
@@ -36,10 +35,10 @@ RETRY_TEMPERATURE = 0.7
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
     gateway: TargetOptions
-    conversation: Annotated[str, Option(metavar="ID", help="go on with this chat, or begin it; it stays")] = ""
-    system: Annotated[str, Option(metavar="TEXT", help="a system message to begin with")] = ""
-    plan: Annotated[bool, Option("--plan", help="show the plan after every answer")] = False
-    max_tokens: Annotated[int | None, Option(metavar="N", help="new tokens at most (default: no limit)")] = None
+    conversation: str = option("go on with this chat, or begin it; it stays", "ID", "")
+    system: str = option("a system message to begin with", default="")
+    plan: bool = flag("show the plan after every answer")
+    max_tokens: int | None = option("new tokens at most (default: no limit)", default=None)
     sampling: SamplingOptions
 
 

@@ -5,8 +5,9 @@ commands share:
 
     @dataclass(frozen=True, kw_only=True)
     class StatusOptions:
-        ring: Annotated[str, typer.Argument(help="name of a ring")] = ""
+        ring: str = argument("name of a ring", default="")
         gateway: TargetOptions
+        wide: bool = flag("show more columns")
 
     @command("ringserve status prefill-0")
     def status(options: StatusOptions) -> int: ...
@@ -20,18 +21,21 @@ import inspect
 import textwrap
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from typing import Any, Generic, TypeVar, get_type_hints
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Generic, TypeVar, get_args, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
+from typer.models import OptionInfo, ParameterInfo
 
 from ringserve.cp_core.errors import InvalidRequest
 
 Options = TypeVar("Options")
 COLUMNS = 76
 """Columns of an example, within the 80 of a terminal."""
+METAVARS = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
@@ -116,7 +120,32 @@ def check_text(key: str, text: str) -> str:
     return text
 
 
-def one_of(allowed: Sequence[str], *names: str, help: str) -> Any:
+def option(help: str, metavar: str | None = None, default: Any = MISSING, *, name: str = "", **settings: Any) -> Any:
+    """Declare an option, which is named after its field; without a default it is required.
+
+    `count: int = option("how many", default=1, min=1)` is shown as `--count N`. A metavar like "TEXT ..." stands for
+    several values. `settings` are typer's.
+    """
+    names = [name] if name else []
+    return _declare(typer.Option(*names, help=help, metavar=metavar, **settings), default)
+
+
+def flag(help: str) -> Any:
+    """Declare an option without a value, False unless it is given."""
+    return _declare(typer.Option(help=help), False)
+
+
+def hidden(default: Any) -> Any:
+    """Declare an option that help does not show."""
+    return _declare(typer.Option(hidden=True), default)
+
+
+def argument(help: str, metavar: str | None = None, default: Any = MISSING, **settings: Any) -> Any:
+    """Declare an argument. Without a default it is required."""
+    return _declare(typer.Argument(help=help, metavar=metavar, **settings), default)
+
+
+def one_of(help: str, allowed: Sequence[str], default: Any = MISSING) -> Any:
     """Declare an option with few values, which shell completion offers. An empty default stands for none of them."""
 
     def parse(text: str) -> str:
@@ -127,7 +156,14 @@ def one_of(allowed: Sequence[str], *names: str, help: str) -> Any:
     def complete(incomplete: str) -> list[str]:
         return [each for each in allowed if each.startswith(incomplete)]
 
-    return typer.Option(*names, parser=parse, metavar="|".join(allowed), autocompletion=complete, help=help)
+    return option(help, "|".join(allowed), default, parser=parse, autocompletion=complete)
+
+
+def _declare(info: ParameterInfo, default: Any) -> Any:
+    metadata = {"typer": info}
+    if default == []:
+        return field(default_factory=list, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 def help_of_examples(examples: Sequence[str], notes: str = "") -> str:
@@ -155,6 +191,15 @@ def _parameters(options: type) -> Iterator[inspect.Parameter]:
         default = inspect.Parameter.empty if each.default is MISSING else each.default
         if each.default_factory is not MISSING:
             default = each.default_factory()
+        info: ParameterInfo | None = each.metadata.get("typer")
+        if isinstance(info, OptionInfo):
+            if hint is bool:  # typer would add --no-NAME
+                info.param_decls = [f"--{each.name.replace('_', '-')}"]
+            info.metavar = info.metavar or next(
+                (METAVARS[kind] for kind in (hint, *get_args(hint)) if kind in METAVARS), None
+            )
+        if info is not None:
+            hint = Annotated[hint, info]
         yield inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import yaml
-from typer import Option
 
-from ringserve.services.cli.command import command
+from ringserve.services.cli.command import command, flag
 from ringserve.services.cli.options import ConfigOptions
 from ringserve.services.config import Config
 from ringserve.services.config.reading import ENV_PREFIX
@@ -22,7 +21,7 @@ from ringserve.services.config.reading import ENV_PREFIX
 @dataclass(frozen=True, kw_only=True)
 class ShownConfig:
     config: ConfigOptions
-    markdown: Annotated[bool, Option("--markdown", help="print a page of all keys and their values instead")] = False
+    markdown: bool = flag("print a page of all keys and their values instead")
 
 
 @command(

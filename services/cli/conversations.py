@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated
 
 from rich.console import Console
 from rich.table import Table
-from typer import Argument, Option
 
 from ringserve.client import ConversationInfo, ConversationSummary
-from ringserve.services.cli.command import Group, command
+from ringserve.services.cli.command import Group, argument, command, option
 from ringserve.services.cli.options import JsonFlag, TargetOptions
 from ringserve.services.offline.terminal import listing, print_table
 
@@ -21,25 +19,23 @@ from ringserve.services.offline.terminal import listing, print_table
 class ListOptions:
     gateway: TargetOptions
     json: JsonFlag = False
-    prefix: Annotated[str, Option(metavar="TEXT", help="only ids with this prefix")] = ""
+    prefix: str = option("only ids with this prefix", default="")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OneConversation:
-    id: Annotated[str, Argument(help="the conversation")]
+    id: str = argument("the conversation")
     gateway: TargetOptions
     json: JsonFlag = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForkOptions:
-    source: Annotated[str, Argument(help="the conversation")]
-    new: Annotated[str, Argument(help="id of the new one")]
+    source: str = argument("the conversation")
+    new: str = argument("id of the new one")
     gateway: TargetOptions
     json: JsonFlag = False
-    at_token: Annotated[
-        int | None, Option(min=1, max=2**32 - 1, metavar="N", help="only the first N tokens (default: all)")
-    ] = None
+    at_token: int | None = option("only the first N tokens (default: all)", default=None, min=1, max=2**32 - 1)
 
 
 @command("ringserve conversations list --prefix tale")

@@ -6,15 +6,14 @@ import json
 import sys
 import time
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from typer import Option
 
 from ringserve.client import Client
 from ringserve.cp_core.errors import ModelRefused
-from ringserve.services.cli.command import command, one_of
+from ringserve.services.cli.command import command, flag, one_of, option
 from ringserve.services.cli.import_model import prepare
 from ringserve.services.cluster.stopping import StopRequest, StopSignals
 from ringserve.services.config.checks import DEVICES
@@ -51,20 +50,13 @@ FOLLOW_UP_TOOK = {
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    model: Annotated[
-        str,
-        Option(metavar="DIR", help=f"model (default: {PREFIX}{SMOLLM2}, or {PREFIX}{TINY} if that cannot be had)"),
-    ] = ""
-    tokens: Annotated[
-        str,
-        Option(
-            metavar="N",
-            help=f"cut the document after so many tokens (default: all of it, {RANDOM_TOKENS} with {PREFIX}{TINY})",
-        ),
-    ] = ""
-    max_tokens: Annotated[int, Option(metavar="N", help="tokens of each answer, at most")] = 64
-    device: Annotated[str, one_of(DEVICES, help="device of the ranks; on cuda they share a GPU")] = "cpu"
-    json: Annotated[bool, Option("--json", help="print turns and verdicts as one JSON object")] = False
+    model: str = option(f"model (default: {PREFIX}{SMOLLM2}, or {PREFIX}{TINY} if that cannot be had)", "DIR", "")
+    tokens: str = option(
+        f"cut the document after so many tokens (default: all of it, {RANDOM_TOKENS} with {PREFIX}{TINY})", "N", ""
+    )
+    max_tokens: int = option("tokens of each answer, at most", default=64)
+    device: str = one_of("device of the ranks; on cuda they share a GPU", DEVICES, "cpu")
+    json: bool = flag("print turns and verdicts as one JSON object")
 
 
 @command("ringserve demo", "ringserve demo --model builtin:tiny --tokens 4000 --json")

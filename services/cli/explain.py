@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-from typer import Option
 
 from ringserve.cp_core.cost.profile import read_profile
 from ringserve.cp_core.cost.selector import POLICIES
 from ringserve.cp_core.cost.sparse import read_losses
-from ringserve.services.cli.command import command, one_of
+from ringserve.services.cli.command import command, one_of, option
 from ringserve.services.cli.options import JsonFlag
 from ringserve.services.offline.planning.explanation import Explanation, RingComparison, compare_rings, explain_turn
 from ringserve.services.offline.planning.models import planned_model
@@ -30,21 +27,19 @@ from ringserve.services.offline.units import parse_sizes, parse_tokens
 
 @dataclass(frozen=True, kw_only=True)
 class ExplainOptions:
-    model: Annotated[str, Option(metavar="DIR_OR_NAME", help="a shipped shape, or a model directory")]
-    hardware: Annotated[str, Option(metavar="PROFILE", help="a shipped profile or a file")] = "gtt"
-    tokens: Annotated[str, Option(metavar="T", help="new tokens, e.g. 3200 or 8k")]
-    cached: Annotated[str, Option(metavar="P", help="cached tokens before them")] = "0"
-    ranks: Annotated[str, Option(metavar="N,...", help="ranks of the ring, or of several to compare")]
-    tp: Annotated[str, Option(metavar="N,...", help="processes of a rank")] = "1"
-    decode_ranks: Annotated[
-        int | None, Option(min=1, metavar="N", help="ranks of the decode ring that retains P: it may compute T itself")
-    ] = None
-    decode_tp: Annotated[int, Option(min=1, metavar="N", help="processes of a rank there")] = 1
-    missing: Annotated[str, Option(metavar="TOKENS", help="cached tokens that only the decode ring retains")] = "0"
-    selector: Annotated[str, one_of(POLICIES, help="selection policy")] = "auto"
-    sparse_losses: Annotated[
-        Path | None, Option(metavar="FILE", help="tell approximate ways too, by what calibrate --sparse wrote")
-    ] = None
+    model: str = option("a shipped shape, or a model directory", "DIR_OR_NAME")
+    hardware: str = option("a shipped profile or a file", "PROFILE", "gtt")
+    tokens: str = option("new tokens, e.g. 3200 or 8k", "T")
+    cached: str = option("cached tokens before them", "P", "0")
+    ranks: str = option("ranks of the ring, or of several to compare", "N,...")
+    tp: str = option("processes of a rank", "N,...", "1")
+    decode_ranks: int | None = option(
+        "ranks of the decode ring that retains P: it may compute T itself", default=None, min=1
+    )
+    decode_tp: int = option("processes of a rank there", default=1, min=1)
+    missing: str = option("cached tokens that only the decode ring retains", "TOKENS", "0")
+    selector: str = one_of("selection policy", POLICIES, "auto")
+    sparse_losses: Path | None = option("tell approximate ways too, by what calibrate --sparse wrote", default=None)
     json: JsonFlag = False
 
 

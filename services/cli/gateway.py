@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Annotated
-
-from typer import Option
 
 from ringserve.cp_core.errors import ConfigError
 from ringserve.services.auth.sections import SECRET_VARIABLE, check_public_endpoints
-from ringserve.services.cli.command import command, one_of
+from ringserve.services.cli.command import command, one_of, option
 from ringserve.services.cli.options import ConfigOptions, DrainSeconds
 from ringserve.services.cluster.state import secret_of
 from ringserve.services.config import LOG_LEVELS, METRIC_NAMES
@@ -22,23 +19,19 @@ from ringserve.services.telemetry.logs import LOG_FORMATS, levels_by_module
 @dataclass(frozen=True, kw_only=True)
 class GatewayOptions:
     config: ConfigOptions
-    listen: Annotated[str, Option(metavar="HOST:PORT", help="where clients call")]
-    http: Annotated[str, Option(metavar="HOST:PORT", help="where OpenAI's HTTP is served (default: nowhere)")] = ""
-    metrics: Annotated[str, Option(metavar="HOST:PORT", help="where Prometheus asks (default: nowhere)")] = ""
-    metric_names: Annotated[str, one_of(METRIC_NAMES, help="vllm: show its names as well (default: ours alone)")] = ""
-    router: Annotated[str, Option(metavar="HOST:PORT", help="the router, as 'ringserve status' shows it")]
-    model: Annotated[str, Option(metavar="DIR", help="model directory or built-in model")]
-    model_name: Annotated[
-        str, Option(metavar="NAME", help="what HTTP clients call it (default: the directory's name)")
-    ] = ""
-    dtype: Annotated[str, Option(metavar="NAME", help="the rings' dtype")] = "float32"
-    device: Annotated[str, one_of(DEVICES, help="the rings' device")] = "cpu"
-    max_seconds: Annotated[float, Option(metavar="N", help="longest a turn may take")] = 600.0
-    log_level: Annotated[str, one_of(LOG_LEVELS, help="what to log")] = "info"
-    log_levels: Annotated[
-        str, Option(metavar="LIST", help="of single modules: 'MODULE=LEVEL ...' (as logs.levels)")
-    ] = ""
-    log_format: Annotated[str, one_of(LOG_FORMATS, help="for people or machines")] = "human"
+    listen: str = option("where clients call", "HOST:PORT")
+    http: str = option("where OpenAI's HTTP is served (default: nowhere)", "HOST:PORT", "")
+    metrics: str = option("where Prometheus asks (default: nowhere)", "HOST:PORT", "")
+    metric_names: str = one_of("vllm: show its names as well (default: ours alone)", METRIC_NAMES, "")
+    router: str = option("the router, as 'ringserve status' shows it", "HOST:PORT")
+    model: str = option("model directory or built-in model", "DIR")
+    model_name: str = option("what HTTP clients call it (default: the directory's name)", "NAME", "")
+    dtype: str = option("the rings' dtype", "NAME", "float32")
+    device: str = one_of("the rings' device", DEVICES, "cpu")
+    max_seconds: float = option("longest a turn may take", "N", 600.0)
+    log_level: str = one_of("what to log", LOG_LEVELS, "info")
+    log_levels: str = option("of single modules: 'MODULE=LEVEL ...' (as logs.levels)", "LIST", "")
+    log_format: str = one_of("for people or machines", LOG_FORMATS, "human")
     drain_seconds: DrainSeconds = 2.0
 
 

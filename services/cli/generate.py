@@ -7,17 +7,17 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from rich.table import Table
-from typer import BadParameter, Option
+from typer import BadParameter
 
 from ringserve.client import Answer, Message, Plan, Prompt, Sampling
 from ringserve.cp_core.errors import InvalidRequest
 from ringserve.orchestration.protocol.turns import MAX_PRIORITY
-from ringserve.services.cli.command import check_text, command, one_of
+from ringserve.services.cli.command import check_text, command, flag, one_of, option
 from ringserve.services.cli.options import TargetOptions, read_text
 from ringserve.services.offline.terminal import console, print_table, simple_table
 from ringserve.services.offline.units import format_seconds
@@ -32,32 +32,20 @@ UINT32 = 2**32 - 1
 class SamplingOptions:
     """Options of every answer, but for its length."""
 
-    min_tokens: Annotated[int, Option(show_default=False, metavar="N", help="no stop within the first N tokens")] = 0
-    temperature: Annotated[float, Option(metavar="X", help="0 is greedy")] = 0.0
-    seed: Annotated[int | None, Option(metavar="N", help="same seed, same tokens (default: drawn)")] = None
-    top_p: Annotated[float | None, Option(metavar="X", help="draw from the most likely tokens that make up X")] = None
-    top_k: Annotated[int, Option(show_default=False, metavar="N", help="draw from the N most likely tokens")] = 0
-    min_p: Annotated[
-        float, Option(show_default=False, metavar="X", help="draw from tokens X times as likely as the likeliest")
-    ] = 0.0
-    presence_penalty: Annotated[
-        float, Option(show_default=False, metavar="X", help="against tokens that the answer holds")
-    ] = 0.0
-    frequency_penalty: Annotated[
-        float, Option(show_default=False, metavar="X", help="the same for each time it holds them")
-    ] = 0.0
-    repetition_penalty: Annotated[
-        float | None, Option(metavar="X", help="above 1: against tokens of prompt and answer")
-    ] = None
-    logit_bias: Annotated[list[str], Option(metavar="ID=X ...", help="add X to a token's logit")] = field(
-        default_factory=list
-    )
-    stop: Annotated[list[str], Option(metavar="TEXT ...", help="end before any of these")] = field(default_factory=list)
-    include_stop: Annotated[bool, Option("--include-stop", help="show the stop text that ended the answer")] = False
-    stop_token_ids: Annotated[list[int], Option(metavar="ID ...", help="end after any of these")] = field(
-        default_factory=list
-    )
-    ignore_eos: Annotated[bool, Option("--ignore-eos", help="do not end at the model's end-of-sequence token")] = False
+    min_tokens: int = option("no stop within the first N tokens", default=0, show_default=False)
+    temperature: float = option("0 is greedy", default=0.0)
+    seed: int | None = option("same seed, same tokens (default: drawn)", default=None)
+    top_p: float | None = option("draw from the most likely tokens that make up X", default=None)
+    top_k: int = option("draw from the N most likely tokens", default=0, show_default=False)
+    min_p: float = option("draw from tokens X times as likely as the likeliest", default=0.0, show_default=False)
+    presence_penalty: float = option("against tokens that the answer holds", default=0.0, show_default=False)
+    frequency_penalty: float = option("the same for each time it holds them", default=0.0, show_default=False)
+    repetition_penalty: float | None = option("above 1: against tokens of prompt and answer", default=None)
+    logit_bias: list[str] = option("add X to a token's logit", "ID=X ...", [])
+    stop: list[str] = option("end before any of these", "TEXT ...", [])
+    include_stop: bool = flag("show the stop text that ended the answer")
+    stop_token_ids: list[int] = option("end after any of these", "ID ...", [])
+    ignore_eos: bool = flag("do not end at the model's end-of-sequence token")
 
     def sampling(self, **others: Any) -> Sampling:
         """Convert the options, and others of Sampling. Raises InvalidRequest for what the contract cannot hold."""
@@ -95,55 +83,39 @@ class SamplingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    prompt: Annotated[str | None, Option(metavar="TEXT", help="the prompt; '-' reads standard input")] = None
-    prompt_ids: Annotated[Path | None, Option(metavar="FILE", help="the prompt as a JSON list of token ids")] = None
-    messages: Annotated[
-        Path | None, Option(metavar="FILE", help='chat messages, as JSON: [{"role": ..., "content": ...}]')
-    ] = None
+    prompt: str | None = option("the prompt; '-' reads standard input", default=None)
+    prompt_ids: Path | None = option("the prompt as a JSON list of token ids", default=None)
+    messages: Path | None = option('chat messages, as JSON: [{"role": ..., "content": ...}]', default=None)
     gateway: TargetOptions
-    conversation: Annotated[str, Option(metavar="ID", help="continue or begin this conversation")] = ""
-    mode: Annotated[
-        str,
-        one_of(("auto", "append", "whole-history"), help="the prompt is the new text only, or the whole history"),
-    ] = "auto"
-    max_tokens: Annotated[int, Option(metavar="N", help="new tokens at most")] = 64
+    conversation: str = option("continue or begin this conversation", "ID", "")
+    mode: str = one_of(
+        "the prompt is the new text only, or the whole history", ("auto", "append", "whole-history"), "auto"
+    )
+    max_tokens: int = option("new tokens at most", default=64)
     sampling: SamplingOptions
-    json_schema: Annotated[Path | None, Option(metavar="FILE", help="answer with JSON that fits this schema")] = None
-    json_object: Annotated[bool, Option("--json-object", help="answer with any JSON object")] = False
-    regex: Annotated[str, Option(metavar="REGEX", help="answer with a text that matches")] = ""
-    choice: Annotated[list[str], Option(metavar="TEXT ...", help="answer with one of these")] = field(
-        default_factory=list
+    json_schema: Path | None = option("answer with JSON that fits this schema", default=None)
+    json_object: bool = flag("answer with any JSON object")
+    regex: str = option("answer with a text that matches", "REGEX", "")
+    choice: list[str] = option("answer with one of these", "TEXT ...", [])
+    grammar: Path | None = option("answer by this grammar, of Lark's form or GBNF", default=None)
+    n: int = option("answers to the prompt", default=1)
+    logprobs: int | None = option("with --json: of each token and the N most likely", default=None)
+    prompt_logprobs: int | None = option("the same of the prompt's tokens", default=None)
+    timeout: float | None = option("end the turn everywhere after this long", "SECONDS", None)
+    wait: bool = flag("wait for the conversation's running turn")
+    conversation_ttl: float | None = option(
+        "delete the conversation this long after its last use; 0: never", "SECONDS", None
     )
-    grammar: Annotated[Path | None, Option(metavar="FILE", help="answer by this grammar, of Lark's form or GBNF")] = (
-        None
+    no_cache: bool = flag("share no KV of earlier prompts, and leave none")
+    cache_key: str = option("prefer the rings of earlier requests of this key", "KEY", "")
+    priority: int = option("higher first", default=0, min=-MAX_PRIORITY, max=MAX_PRIORITY)
+    algorithm: str = one_of(
+        "algorithm of the prefill; the tokens are the same (default: chosen)", [each.value for each in Algorithm], ""
     )
-    n: Annotated[int, Option(metavar="N", help="answers to the prompt")] = 1
-    logprobs: Annotated[int | None, Option(metavar="N", help="with --json: of each token and the N most likely")] = None
-    prompt_logprobs: Annotated[int | None, Option(metavar="N", help="the same of the prompt's tokens")] = None
-    timeout: Annotated[float | None, Option(metavar="SECONDS", help="end the turn everywhere after this long")] = None
-    wait: Annotated[bool, Option("--wait", help="wait for the conversation's running turn")] = False
-    conversation_ttl: Annotated[
-        float | None,
-        Option(metavar="SECONDS", help="delete the conversation this long after its last use; 0: never"),
-    ] = None
-    no_cache: Annotated[bool, Option("--no-cache", help="share no KV of earlier prompts, and leave none")] = False
-    cache_key: Annotated[str, Option(metavar="KEY", help="prefer the rings of earlier requests of this key")] = ""
-    priority: Annotated[int, Option(min=-MAX_PRIORITY, max=MAX_PRIORITY, metavar="N", help="higher first")] = 0
-    algorithm: Annotated[
-        str,
-        one_of(
-            [each.value for each in Algorithm],
-            help="algorithm of the prefill; the tokens are the same (default: chosen)",
-        ),
-    ] = ""
-    max_loss: Annotated[
-        float | None, Option(metavar="NATS", help="may be approximate, up to this loss, to be sooner; 0: exact")
-    ] = None
-    max_ttft: Annotated[
-        float | None, Option(metavar="SECONDS", help="may be approximate, to have the first token by then")
-    ] = None
-    request_id: Annotated[str, Option(metavar="ID", help="name the request, e.g. to abort it")] = ""
-    json: Annotated[bool, Option("--json", help="print one JSON object instead of the text")] = False
+    max_loss: float | None = option("may be approximate, up to this loss, to be sooner; 0: exact", "NATS", None)
+    max_ttft: float | None = option("may be approximate, to have the first token by then", "SECONDS", None)
+    request_id: str = option("name the request, e.g. to abort it", "ID", "")
+    json: bool = flag("print one JSON object instead of the text")
 
     def __post_init__(self) -> None:
         """Check what needs no gateway. Raises BadParameter, InvalidRequest."""

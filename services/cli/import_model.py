@@ -6,29 +6,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 from rich.console import Console
 from rich.progress import Progress
-from typer import Argument
 
 from ringserve.cp_core.errors import ConfigError
-from ringserve.services.cli.command import command, one_of
+from ringserve.services.cli.command import argument, command, one_of
 from ringserve.workers.model.builtin import PREFIX, SMOLLM2, resolve_model_path
 from ringserve.workers.model.info import ELEMENT_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportOptions:
-    source: Annotated[str, Argument(metavar="MODEL", help="GGUF file of a Llama, Qwen2 or Qwen3, or builtin:smollm2")]
-    directory: Annotated[Path | None, Argument(metavar="DIR", help="new directory for a GGUF file's model")] = None
-    dtype: Annotated[
-        str,
-        one_of(
-            sorted(ELEMENT_BYTES),
-            help="type of the weights on disk; float32 is exact, the others round, and take half the space",
-        ),
-    ] = "float32"
+    source: str = argument("GGUF file of a Llama, Qwen2 or Qwen3, or builtin:smollm2", "MODEL")
+    directory: Path | None = argument("new directory for a GGUF file's model", "DIR", None)
+    dtype: str = one_of(
+        "type of the weights on disk; float32 is exact, the others round, and take half the space",
+        sorted(ELEMENT_BYTES),
+        "float32",
+    )
 
 
 @command("ringserve import Llama-3.2-1B-Instruct-Q8_0.gguf llama-1b", "ringserve import builtin:smollm2")

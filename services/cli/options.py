@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +13,7 @@ from typer import Option
 
 from ringserve.client import Client, RetryPolicy, TlsFiles
 from ringserve.cp_core.errors import ConfigError, InvalidRequest, NotFound
+from ringserve.services.cli.command import flag, option
 from ringserve.services.cluster.state import require_ready
 
 # The configuration is imported by those who load it: it takes half of the time in which a command shows its help.
@@ -38,11 +39,10 @@ PlotFile = Annotated[Path | None, Option(metavar="FILE.png", help="draw the figu
 class ConfigOptions:
     """The configuration: a file, and values that override it."""
 
-    config: Annotated[Path | None, Option(metavar="FILE", help="configuration file (YAML)")] = None
-    overrides: Annotated[
-        list[str],
-        Option("--set", metavar="SECTION.KEY=VALUE", help="override one value, e.g. prefill.cp=4; repeatable"),
-    ] = field(default_factory=list)
+    config: Path | None = option("configuration file (YAML)", default=None)
+    overrides: list[str] = option(
+        "override one value, e.g. prefill.cp=4; repeatable", "SECTION.KEY=VALUE", [], name="--set"
+    )
 
     def load(self) -> Config:
         """Load the configuration. Raises ConfigError."""
@@ -61,13 +61,11 @@ class ConfigOptions:
 class TargetOptions:
     """The gateway of a client's command."""
 
-    target: Annotated[str, Option(metavar="HOST:PORT", help="gateway (default: that of the local cluster)")] = ""
-    tls_ca: Annotated[Path | None, Option(metavar="FILE", help="use TLS; authority of the gateway's certificate")] = (
-        None
-    )
-    tls_cert: Annotated[Path | None, Option(metavar="FILE", help="client certificate, for mutual TLS")] = None
-    tls_key: Annotated[Path | None, Option(metavar="FILE", help="key of the client certificate")] = None
-    tls_server_name: Annotated[str, Option(metavar="NAME", help="name in the gateway's certificate")] = ""
+    target: str = option("gateway (default: that of the local cluster)", "HOST:PORT", "")
+    tls_ca: Path | None = option("use TLS; authority of the gateway's certificate", default=None)
+    tls_cert: Path | None = option("client certificate, for mutual TLS", default=None)
+    tls_key: Path | None = option("key of the client certificate", default=None)
+    tls_server_name: str = option("name in the gateway's certificate", "NAME", "")
     name: ClusterName = "default"
 
     def client(self, target: str = "") -> Client:
@@ -92,7 +90,7 @@ class TargetOptions:
 class ServingOptions:
     """A service to measure: one that runs, or one that is started for the measurement."""
 
-    start: Annotated[bool, Option("--start", help="start a cluster for the measurement, and stop it")] = False
+    start: bool = flag("start a cluster for the measurement, and stop it")
     gateway: TargetOptions
     config: ConfigOptions
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
-
-from typer import Option
 
 from ringserve.cp_core.cost.profile import HardwareProfile, read_profile
 from ringserve.cp_core.errors import ConfigError
-from ringserve.services.cli.command import command, one_of
+from ringserve.services.cli.command import command, one_of, option
 from ringserve.services.cli.options import JsonFlag, PlotFile
 from ringserve.services.config.rings import PrefillConfig
 from ringserve.services.offline.planning.models import PlannedModel, planned_model
@@ -44,21 +41,23 @@ WHOLE = "whole"
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    model: Annotated[str, Option(metavar="DIR_OR_NAME", help="a shipped shape, or a model directory")]
-    hardware: Annotated[str, Option(metavar="PROFILE", help="a shipped profile or a file")] = "gtt"
-    device: Annotated[str, one_of(("cuda", "cpu"), help="its device: KV on cpu is float32")] = "cuda"
-    context: Annotated[str, Option(metavar="TOKENS,...", help="prompt lengths; 128k:9,1m:1 weighs them")]
-    cached: Annotated[float, Option(metavar="SHARE", help="share of a prompt that is cached")] = 0.0
-    chunk: Annotated[
-        str, Option(metavar="TOKENS", help="longest prefill step, as the service's; 'whole' for prompts in one step")
-    ] = str(PrefillConfig().chunk_tokens)
-    cp: Annotated[str, Option(metavar="N,...", help="ranks of a ring")] = "1,2,4,8,16,32,64"
-    tp: Annotated[str, Option(metavar="N,...", help="processes of a rank (default: the most on one host)")] = ""
-    rate: Annotated[str, Option(metavar="TURNS", help="traffic, e.g. 0.1/s or 360/h: proposes a cluster for it")] = ""
-    output: Annotated[str, Option(metavar="TOKENS", help="tokens a turn writes")] = "256"
-    ttft: Annotated[str, Option(metavar="TIME", help="limit of the mean time to first token, e.g. 60s")] = ""
-    ttit: Annotated[str, Option(metavar="TIME", help="limit of the time between tokens, e.g. 100ms")] = ""
-    max_batch: Annotated[int, Option(min=1, metavar="N", help="sequences a decode ring takes")] = 32
+    model: str = option("a shipped shape, or a model directory", "DIR_OR_NAME")
+    hardware: str = option("a shipped profile or a file", "PROFILE", "gtt")
+    device: str = one_of("its device: KV on cpu is float32", ("cuda", "cpu"), "cuda")
+    context: str = option("prompt lengths; 128k:9,1m:1 weighs them", "TOKENS,...")
+    cached: float = option("share of a prompt that is cached", "SHARE", 0.0)
+    chunk: str = option(
+        "longest prefill step, as the service's; 'whole' for prompts in one step",
+        "TOKENS",
+        str(PrefillConfig().chunk_tokens),
+    )
+    cp: str = option("ranks of a ring", "N,...", "1,2,4,8,16,32,64")
+    tp: str = option("processes of a rank (default: the most on one host)", "N,...", "")
+    rate: str = option("traffic, e.g. 0.1/s or 360/h: proposes a cluster for it", "TURNS", "")
+    output: str = option("tokens a turn writes", "TOKENS", "256")
+    ttft: str = option("limit of the mean time to first token, e.g. 60s", "TIME", "")
+    ttit: str = option("limit of the time between tokens, e.g. 100ms", "TIME", "")
+    max_batch: int = option("sequences a decode ring takes", default=32, min=1)
     json: JsonFlag = False
     plot: PlotFile = None
 

@@ -8,10 +8,10 @@ import sys
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from typer import Argument, Option
+from typer import Option
 
 from ringserve.cp_core.errors import ConfigError
-from ringserve.services.cli.command import command
+from ringserve.services.cli.command import argument, command, flag, option
 from ringserve.services.cli.options import ClusterName, ConfigOptions, JsonFlag
 from ringserve.services.cluster.operator import RouterAccess, drain_node, drain_ring, restart_ring, undrain_ring
 from ringserve.services.cluster.state import require_ready, secret_of
@@ -24,7 +24,7 @@ TurnSeconds = Annotated[float, Option(metavar="N", help="how long turns may go o
 class RouterOptions:
     """The router, which operators' commands call; clients call gateways only."""
 
-    target: Annotated[str, Option(metavar="HOST:PORT", help="router (default: that of the local cluster)")] = ""
+    target: str = option("router (default: that of the local cluster)", "HOST:PORT", "")
     name: ClusterName = "default"
     config: ConfigOptions
     json: JsonFlag = False
@@ -47,26 +47,26 @@ class RouterOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DrainOptions:
-    ring: Annotated[str, Argument(help="name of the ring, as 'ringserve status' shows it")] = ""
+    ring: str = argument("name of the ring, as 'ringserve status' shows it", default="")
     router: RouterOptions
-    node: Annotated[str, Option(metavar="ADDRESS", help="instead of a ring: address of a node that goes away")] = ""
+    node: str = option("instead of a ring: address of a node that goes away", "ADDRESS", "")
     seconds: TurnSeconds = 600.0
-    force: Annotated[bool, Option("--force", help="drain even if no other ring of its role takes turns")] = False
+    force: bool = flag("drain even if no other ring of its role takes turns")
 
 
 @dataclass(frozen=True, kw_only=True)
 class UndrainOptions:
-    ring: Annotated[str, Argument(help="name of the ring")]
+    ring: str = argument("name of the ring")
     router: RouterOptions
-    seconds: Annotated[float, Option(metavar="N", help="how long to wait until it serves")] = 180.0
+    seconds: float = option("how long to wait until it serves", "N", 180.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RestartOptions:
-    rings: Annotated[list[str], Argument(help="names of rings, restarted one after the other")]
+    rings: list[str] = argument("names of rings, restarted one after the other")
     router: RouterOptions
     seconds: TurnSeconds = 600.0
-    start_seconds: Annotated[float, Option(metavar="N", help="how long each may take to serve again")] = 180.0
+    start_seconds: float = option("how long each may take to serve again", "N", 180.0)
 
 
 @command(

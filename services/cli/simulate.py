@@ -10,14 +10,13 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
 from rich.table import Table
-from typer import BadParameter, Option
+from typer import BadParameter
 
 from ringserve.cp_core.cost.profile import read_profile
 from ringserve.cp_core.errors import ConfigError
-from ringserve.services.cli.command import command
+from ringserve.services.cli.command import command, option
 from ringserve.services.cli.options import JsonFlag
 from ringserve.services.offline.planning.models import planned_model, to_model_info
 from ringserve.services.offline.planning.sizing import require_tp
@@ -48,39 +47,30 @@ Trace = SyntheticTrace | list[TracedConversation]
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateOptions:
-    model: Annotated[str, Option(metavar="DIR_OR_NAME", help="a shipped shape, or a model directory")]
-    hardware: Annotated[str, Option(metavar="PROFILE", help="a shipped profile or a file")] = "gtt"
-    prefill: Annotated[str, Option(metavar="RxCPxTP", help="prefill rings, e.g. 20x2x8")]
-    decode: Annotated[str, Option(metavar="RxCPxTP", help="decode rings, e.g. 20x1x8")]
-    placement: Annotated[str, Option(metavar="NAME,...", help="placements to compare")] = ",".join(POLICIES)
-    chunk: Annotated[str, Option(metavar="TOKENS", help="longest prefill step")] = "64k"
-    max_batch: Annotated[int, Option(min=1, metavar="N", help="sequences a decode ring takes")] = 32
-    kv_tokens: Annotated[
-        str, Option(metavar="TOKENS", help="KV room of all rings of a role together (default: what memory takes)")
-    ] = ""
-    trace: Annotated[
-        Path | None,
-        Option(metavar="FILE", help="conversations or Mooncake's requests, a JSON object a line (default: synthetic)"),
-    ] = None
-    conversations: Annotated[
-        int | None, Option(min=1, metavar="N", help="conversations of a synthetic trace (default: 1000)")
-    ] = None
-    busy: Annotated[
-        float | None,
-        Option(metavar="SHARE", help="as many conversations as keep prefill rings this busy, e.g. 0.6"),
-    ] = None
-    first: Annotated[
-        str,
-        Option(metavar="TOKENS[-TOKENS][:WEIGHT],...", help="sizes of first prompts; single sizes vary by half"),
-    ] = "4k,32k,128k"
-    turns: Annotated[float, Option(min=1, max=MAX_TURNS, metavar="N", help="mean turns of a conversation")] = 4.0
-    answer: Annotated[str, Option(metavar="TOKENS", help="mean tokens of an answer")] = "300"
-    time: Annotated[str, Option(metavar="TIME", help="span in which conversations begin")] = "1h"
-    seed: Annotated[int, Option(metavar="N", help="seed of a synthetic trace")] = 0
-    write_trace: Annotated[Path | None, Option(metavar="FILE", help="write the trace, as --trace takes it")] = None
-    jobs: Annotated[int, Option(min=1, max=MAX_JOBS, metavar="N", help="placements simulated at a time")] = 1
+    model: str = option("a shipped shape, or a model directory", "DIR_OR_NAME")
+    hardware: str = option("a shipped profile or a file", "PROFILE", "gtt")
+    prefill: str = option("prefill rings, e.g. 20x2x8", "RxCPxTP")
+    decode: str = option("decode rings, e.g. 20x1x8", "RxCPxTP")
+    placement: str = option("placements to compare", "NAME,...", ",".join(POLICIES))
+    chunk: str = option("longest prefill step", "TOKENS", "64k")
+    max_batch: int = option("sequences a decode ring takes", default=32, min=1)
+    kv_tokens: str = option("KV room of all rings of a role together (default: what memory takes)", "TOKENS", "")
+    trace: Path | None = option(
+        "conversations or Mooncake's requests, a JSON object a line (default: synthetic)", default=None
+    )
+    conversations: int | None = option("conversations of a synthetic trace (default: 1000)", default=None, min=1)
+    busy: float | None = option("as many conversations as keep prefill rings this busy, e.g. 0.6", "SHARE", None)
+    first: str = option(
+        "sizes of first prompts; single sizes vary by half", "TOKENS[-TOKENS][:WEIGHT],...", "4k,32k,128k"
+    )
+    turns: float = option("mean turns of a conversation", "N", 4.0, min=1, max=MAX_TURNS)
+    answer: str = option("mean tokens of an answer", "TOKENS", "300")
+    time: str = option("span in which conversations begin", "TIME", "1h")
+    seed: int = option("seed of a synthetic trace", default=0)
+    write_trace: Path | None = option("write the trace, as --trace takes it", default=None)
+    jobs: int = option("placements simulated at a time", default=1, min=1, max=MAX_JOBS)
     json: JsonFlag = False
-    plot: Annotated[Path | None, Option(metavar="FILE.png", help="draw TTFT over time and by size of turn")] = None
+    plot: Path | None = option("draw TTFT over time and by size of turn", "FILE.png", None)
 
     def __post_init__(self) -> None:
         if self.conversations is not None and self.busy is not None:

@@ -7,16 +7,14 @@ import json
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
 
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
-from typer import Argument, Option
 
 from ringserve.client import RingInfo, ServerInfo
 from ringserve.cp_core.errors import ConfigError, NotFound
-from ringserve.services.cli.command import command
+from ringserve.services.cli.command import argument, command, flag, option
 from ringserve.services.cli.options import JsonFlag, TargetOptions
 from ringserve.services.cluster.state import OR_TARGET, ClusterStage, ClusterState, require_state, starting_line
 from ringserve.services.offline.terminal import listing, print_table
@@ -30,11 +28,11 @@ ROLES = ("prefill", "decode")
 
 @dataclass(frozen=True, kw_only=True)
 class StatusOptions:
-    ring: Annotated[str, Argument(help="name of a ring: show its details")] = ""
+    ring: str = argument("name of a ring: show its details", default="")
     gateway: TargetOptions
-    wide: Annotated[bool, Option("--wide", help="show more columns, for wide terminals")] = False
+    wide: bool = flag("show more columns, for wide terminals")
     json: JsonFlag = False
-    svg: Annotated[Path | None, Option(metavar="FILE", help="also draw what is printed")] = None
+    svg: Path | None = option("also draw what is printed", default=None)
 
 
 @command(

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Annotated
-
-from typer import Option
 
 from ringserve.services.auth.tenants import hash_of, new_token
-from ringserve.services.cli.command import command
+from ringserve.services.cli.command import command, option
 from ringserve.services.cli.options import JsonFlag
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenOptions:
-    tenant: Annotated[str, Option(metavar="NAME", help="who will send it")]
+    tenant: str = option("who will send it", "NAME")
     json: JsonFlag = False
 
 

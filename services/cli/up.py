@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import psutil
 from rich.console import Console
-from typer import Argument, Option
+from typer import Option
 
 from ringserve.cp_core.errors import ConfigError, NotFound, Unavailable
 from ringserve.services.auth.sections import SECRET_VARIABLE
-from ringserve.services.cli.command import command
+from ringserve.services.cli.command import argument, command, flag, hidden, option
 from ringserve.services.cli.import_model import prepare
 from ringserve.services.cli.options import ClusterName, ConfigOptions, DrainSeconds, JsonFlag
 from ringserve.services.cluster.state import (
@@ -80,23 +80,18 @@ def _as_in_vllm(name: str) -> Any:
 class UpOptions:
     config: ConfigOptions
     name: ClusterName = "default"
-    ray_address: Annotated[
-        str,
-        Option(metavar="ADDRESS", help="run on this Ray cluster, auto or HOST:PORT (default: ray.address)"),
-    ] = ""
-    no_gateway: Annotated[bool, Option("--no-gateway", help="start none: 'ringserve gateway' runs elsewhere")] = False
+    ray_address: str = option("run on this Ray cluster, auto or HOST:PORT (default: ray.address)", "ADDRESS", "")
+    no_gateway: bool = flag("start none: 'ringserve gateway' runs elsewhere")
     drain_seconds: DrainSeconds = 0.0
-    detach: Annotated[bool, Option("--detach", help="return when the cluster serves, and leave it running")] = False
-    detached_log: Annotated[str, Option(hidden=True)] = ""
-    ready_file: Annotated[
-        Path | None, Option(metavar="FILE", help="write the addresses here, as JSON, when the cluster serves")
-    ] = None
-    json: Annotated[bool, Option("--json", help="print the addresses as JSON")] = False
+    detach: bool = flag("return when the cluster serves, and leave it running")
+    detached_log: str = hidden("")
+    ready_file: Path | None = option("write the addresses here, as JSON, when the cluster serves", default=None)
+    json: bool = flag("print the addresses as JSON")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    model: Annotated[str, Argument(help="Hugging Face model directory, or the name of a built-in model")]
+    model: str = argument("Hugging Face model directory, or the name of a built-in model")
     up: UpOptions
     served_model_name: Annotated[str | None, _as_in_vllm("served_model_name")] = None
     dtype: Annotated[str | None, _as_in_vllm("dtype")] = None
@@ -105,17 +100,15 @@ class ServeOptions:
     block_size: Annotated[str | None, _as_in_vllm("block_size")] = None
     max_num_batched_tokens: Annotated[str | None, _as_in_vllm("max_num_batched_tokens")] = None
     quantization: Annotated[str | None, _as_in_vllm("quantization")] = None
-    host: Annotated[
-        str | None, Option(metavar="HOST", help="as in vLLM: address of gateway.http (default: 127.0.0.1)")
-    ] = None
-    port: Annotated[int | None, Option(metavar="PORT", help="as in vLLM: port of gateway.http (default: 8000)")] = None
-    api_key: Annotated[str | None, Option(hidden=True)] = None
-    max_model_len: Annotated[str | None, Option(hidden=True)] = None
-    gpu_memory_utilization: Annotated[str | None, Option(hidden=True)] = None
-    pipeline_parallel_size: Annotated[str | None, Option(hidden=True)] = None
-    enforce_eager: Annotated[bool, Option("--enforce-eager", hidden=True)] = False
-    enable_prefix_caching: Annotated[bool, Option("--enable-prefix-caching", hidden=True)] = False
-    trust_remote_code: Annotated[bool, Option("--trust-remote-code", hidden=True)] = False
+    host: str | None = option("as in vLLM: address of gateway.http (default: 127.0.0.1)", "HOST", None)
+    port: int | None = option("as in vLLM: port of gateway.http (default: 8000)", "PORT", None)
+    api_key: str | None = hidden(None)
+    max_model_len: str | None = hidden(None)
+    gpu_memory_utilization: str | None = hidden(None)
+    pipeline_parallel_size: str | None = hidden(None)
+    enforce_eager: bool = hidden(False)
+    enable_prefix_caching: bool = hidden(False)
+    trust_remote_code: bool = hidden(False)
 
     def overrides(self) -> list[str]:
         """Return the values that vLLM's options stand for, as --set takes them. Raises ConfigError."""
@@ -132,10 +125,9 @@ class ServeOptions:
 @dataclass(frozen=True, kw_only=True)
 class DownOptions:
     name: ClusterName = "default"
-    timeout: Annotated[
-        float | None,
-        Option(metavar="SECONDS", help="when the cluster is killed (default: after 60 and its --drain-seconds)"),
-    ] = None
+    timeout: float | None = option(
+        "when the cluster is killed (default: after 60 and its --drain-seconds)", "SECONDS", None
+    )
     json: JsonFlag = False
 
 
