@@ -140,7 +140,7 @@ class Service:
         scheduling: PrefillScheduling | None = None,
         other_prefill: Sequence[Shape] = (),
         other_decode: Sequence[Shape] = (),
-        ring_lease: float = RouterSettings.ring_lease,
+        ring_lease: float = 0.0,
         orphan_timeout: float = 0.0,
         rates: RingRates = RATES,
         sparse_losses: SparseLosses | None = None,

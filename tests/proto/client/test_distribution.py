@@ -25,7 +25,7 @@ sys.path[:0] = sys.argv[2:]
 from ringserve.client import Client, Sampling
 from ringserve.client.errors import NotFound
 with Client(sys.argv[1]) as client:
-    answer = client.ask("Once upon a time", sampling=Sampling(max_tokens=3), timeout=WAIT_SECONDS)
+    answer = client.ask("Once upon a time", sampling=Sampling(max_tokens=3))
     try:
         client.conversation("nowhere")
     except NotFound as error:

@@ -59,6 +59,8 @@ async def test_a_late_turn_ends_where_its_conversation_has_taken_another(
         turn = service.request([1, 2], max_tokens=400, conversation="c", mode=PromptMode.APPEND)
         reader = await begin(service, turn)
         late = service.peers.leaders.pop(reader.begun.decode_endpoint)
+        assert late._announcing is not None
+        late._announcing.cancel()  # the router hears of it when the test says so
         await service.crash_router()
         service.start_router()
         await eventually(lambda: not service.router._adoption.pending)
@@ -87,6 +89,8 @@ async def test_an_answer_counts_whose_ring_could_not_be_reached_until_its_turn_w
         assert running is not None
         # The link between router and ring is cut: the ring's lease ends, while the client goes on reading.
         leader = service.peers.leaders.pop("decode-0")
+        assert leader._announcing is not None
+        leader._announcing.cancel()  # the router hears of it when the test says so
         router._turns.interrupt(running, "decode")
         await eventually(lambda: router.num_running == 0)
         assert router.num_conversations == 0
