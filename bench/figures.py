@@ -1,29 +1,13 @@
-"""Figures of repeated measurements, their targets, and the floating-point operations of the measured work."""
+"""Targets of measurements, and the floating-point operations of the measured work."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ringserve.workers.protocol.ranks import ModelInfo
 
 GEMM = "GEMM"
 """Name of the matrix product that every run measures as its reference rate."""
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """Median, least and most of `count` values, in seconds."""
-
-    median: float
-    least: float
-    most: float
-    count: int
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Figures:
-        return cls(statistics.median(values), min(values), max(values), len(values))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rich.table import Table
 
-from bench.figures import GEMM, Figures, Target
-from ringserve.services.offline.reports import load_now, save_figure
+from bench.figures import GEMM, Target
+from ringserve.services.offline.reports import Summary, load_now, save_figure
 from ringserve.services.offline.terminal import simple_table
 
 
@@ -31,7 +31,7 @@ class Row:
     name: str
     ranks: int
     tokens: int
-    seconds: Figures
+    seconds: Summary
     batch: int = 1
     cpu_seconds: float | None = None
     wait_seconds: float | None = None
@@ -86,7 +86,7 @@ def to_table(report: Report) -> Table:
         "batch": [str(row.batch) if report.bench == "decode" else "" for row in report.rows],
         "what": [row.name for row in report.rows],
         "ranks": [str(row.ranks) for row in report.rows],
-        "median ms": [_milliseconds(row.seconds.median) for row in report.rows],
+        "median ms": [_milliseconds(row.seconds.p50) for row in report.rows],
         "least": [_milliseconds(row.seconds.least) for row in report.rows],
         "most": [_milliseconds(row.seconds.most) for row in report.rows],
         "CPU ms": [_optional(row.cpu_seconds, "{:.2f}", 1e3) for row in report.rows],
@@ -146,9 +146,9 @@ def write_plot(report: Report, path: Path) -> None:
         if row.name != GEMM:
             lines.setdefault(f"{row.name}, {row.ranks}{batch}", []).append(row)
     for label, rows in lines.items():
-        medians = [row.seconds.median for row in rows]
-        below = [row.seconds.median - row.seconds.least for row in rows]
-        above = [row.seconds.most - row.seconds.median for row in rows]
+        medians = [row.seconds.p50 for row in rows]
+        below = [row.seconds.p50 - row.seconds.least for row in rows]
+        above = [row.seconds.most - row.seconds.p50 for row in rows]
         axes.errorbar([row.tokens for row in rows], medians, yerr=[below, above], marker="o", capsize=3, label=label)
     tokens = sorted({row.tokens for row in report.rows})
     axes.set_xscale("log")

@@ -269,7 +269,7 @@ def _targets(ranks: Sequence[int], tokens: int, measured: Measured) -> list[Targ
         if size == 1:
             continue
         own = measured[PASS_KV, size].seconds
-        theirs = min((measured[name, size] for name in TORCH_RINGS), key=lambda series: series.figures.median).seconds
+        theirs = min((measured[name, size] for name in TORCH_RINGS), key=lambda series: series.figures.p50).seconds
         limit = FASTER_THAN_TORCH if tokens == FASTER_THAN_TORCH_TOKENS else 1.0
         text = f"speed of pass-KV over torch's own ring, {size} ranks, {tokens} tokens"
         targets.append(Target(text, paired_ratio(theirs, own), limit, is_at_least=True))

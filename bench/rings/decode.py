@@ -304,7 +304,7 @@ def _rule_targets(case: DecodeCase, measured: Measured) -> list[Target]:
     for ranks in (ranks for name, ranks in measured if name == AUTO):
         best = min(
             (series for (name, size), series in measured.items() if size == ranks and name in STEP_VARIANTS),
-            key=lambda series: series.figures.median,
+            key=lambda series: series.figures.p50,
         )
         loss = paired_ratio(measured[AUTO, ranks].seconds, best.seconds)
         text = f"auto over {best.contender.name}, {ranks} ranks, {case.context} tokens, batch {case.batch}"

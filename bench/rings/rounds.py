@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
-from bench.figures import GEMM_SIZE, Figures
+from bench.figures import GEMM_SIZE
 from ringserve.cp_core.transport.interface import RingTransport
+from ringserve.services.offline.reports import Summary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,8 +100,8 @@ class Series:
         return max(sample.bytes_sent for ranks in self.rounds for sample in ranks)
 
     @property
-    def figures(self) -> Figures:
-        return Figures.of(self.seconds)
+    def figures(self) -> Summary:
+        return Summary.of(self.seconds)
 
     @property
     def peak_memory_bytes(self) -> int:

@@ -153,7 +153,7 @@ def _targets(report: LoadReport, parts: PartsReport) -> list[Target]:
         Target("index, bytes for 16 tokens", parts.index_bytes_per_block, BLOCK_BYTES, is_at_least=False),
     ]
     if report.journal is not None:
-        added = report.journal.added.median
+        added = report.journal.added.p50
         targets.append(Target("journal adds to a turn, median (ms)", added, JOURNAL_MILLISECONDS, is_at_least=False))
     return targets
 
@@ -192,7 +192,7 @@ def _closing_lines(report: LoadReport, parts: PartsReport, machine: tuple[float,
         f"{report.decisions_per_second:.0f} decisions/s",
         *(
             [
-                f"the journal adds {journal.added.median:.3f} ms to a turn ({journal.added.least:.3f} to "
+                f"the journal adds {journal.added.p50:.3f} ms to a turn ({journal.added.least:.3f} to "
                 f"{journal.added.most:.3f} in {journal.added.count} parts of the run)"
             ]
             if journal

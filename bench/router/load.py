@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.figures import Figures
 from bench.router.records import turn_request
 from bench.router.rings import InstantRings, registrations
 from ringserve.orchestration.journal.journal import SqliteJournal
@@ -24,6 +23,7 @@ from ringserve.orchestration.protocol.plans import PromptMode
 from ringserve.orchestration.protocol.turns import TurnOutcome
 from ringserve.orchestration.router.router import Router, RouterSettings
 from ringserve.services.cluster.garbage import FrozenSurvivors
+from ringserve.services.offline.reports import Summary
 from ringserve.workers.protocol.prefill_steps import Algorithm, TokenIds
 from ringserve.workers.protocol.ranks import ModelInfo
 
@@ -65,35 +65,20 @@ class RouterLoad:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Spread:
-    """Distribution of durations, in milliseconds."""
-
-    mean: float
-    p50: float
-    p99: float
-    most: float
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> Spread:
-        p50, p99 = (1e3 * float(value) for value in np.percentile(seconds, (50, 99)))
-        return cls(mean=1e3 * float(np.mean(seconds)), p50=p50, p99=p99, most=1e3 * max(seconds))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class JournalCost:
     """Cost of the journal, which some conversations have: milliseconds of its decisions and whole turns.
 
     `added` are the differences from the turns without it, of the medians in parts of the run.
     """
 
-    turn: Spread
-    decision: Spread
-    added: Figures
+    turn: Summary
+    decision: Summary
+    added: Summary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadReport:
-    """Figures of the router under load.
+    """Figures of the router under load; durations are in milliseconds.
 
     `decision` is a whole `begin_turn`: matching, placement, reservations and the plan; `following` are those of further
     turns, which have more to compare. `processor` is its processor
@@ -110,13 +95,13 @@ class LoadReport:
     rings: int
     conversations: int
     decisions_per_second: float
-    decision: Spread
-    following: Spread | None
-    processor: Spread
-    uncollected: Spread
-    placement: Spread
-    turn: Spread
-    announcement: Spread
+    decision: Summary
+    following: Summary | None
+    processor: Summary
+    uncollected: Summary
+    placement: Summary
+    turn: Summary
+    announcement: Summary
     journal: JournalCost | None
     num_pauses: int
     longest_pause: float
@@ -167,13 +152,13 @@ def measure_load(model: ModelInfo, load: RouterLoad, journal: Path | None, tell:
         rings=load.rings,
         conversations=load.conversations,
         decisions_per_second=len(without) / sum(without),
-        decision=Spread.of(without),
-        following=Spread.of(bench.following_seconds) if bench.following_seconds else None,
-        processor=Spread.of(bench.processor_seconds),
-        uncollected=Spread.of(bench.uncollected_seconds),
-        placement=Spread.of(bench.placement_seconds),
-        turn=Spread.of(bench.turn_seconds[0]),
-        announcement=Spread.of(bench.announcing_seconds),
+        decision=Summary.of(without, 1e3),
+        following=Summary.of(bench.following_seconds, 1e3) if bench.following_seconds else None,
+        processor=Summary.of(bench.processor_seconds, 1e3),
+        uncollected=Summary.of(bench.uncollected_seconds, 1e3),
+        placement=Summary.of(bench.placement_seconds, 1e3),
+        turn=Summary.of(bench.turn_seconds[0], 1e3),
+        announcement=Summary.of(bench.announcing_seconds, 1e3),
         journal=_journal_cost(*bench.turn_seconds, with_journal) if with_journal else None,
         num_pauses=len(pauses.seconds),
         longest_pause=1e3 * max(pauses.seconds, default=0.0),
@@ -189,7 +174,7 @@ def measure_load(model: ModelInfo, load: RouterLoad, journal: Path | None, tell:
 def _journal_cost(without: Sequence[float], having: Sequence[float], decisions: Sequence[float]) -> JournalCost:
     parts = (np.array_split(np.asarray(each), min(NUM_PARTS, len(having))) for each in (without, having))
     added = [1e3 * float(np.median(after) - np.median(before)) for before, after in zip(*parts, strict=True)]
-    return JournalCost(turn=Spread.of(having), decision=Spread.of(decisions), added=Figures.of(added))
+    return JournalCost(turn=Summary.of(having, 1e3), decision=Summary.of(decisions, 1e3), added=Summary.of(added))
 
 
 def _bytes_per_conversation(model: ModelInfo, load: RouterLoad) -> float:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from bench.router.load import VOCABULARY, Spread
+from bench.router.load import VOCABULARY
 from bench.router.records import first_turn
 from ringserve.cp_core.layout.shards import ShardMap, appended, spread
 from ringserve.orchestration.conversations.prefixes import PrefixIndex
@@ -21,6 +21,7 @@ from ringserve.orchestration.conversations.store import ConversationStore
 from ringserve.orchestration.journal.journal import SqliteJournal
 from ringserve.orchestration.placement.kv_locations import KvLocation, KvLocations
 from ringserve.orchestration.ring.kv_pool import KvPool
+from ringserve.services.offline.reports import Summary
 from ringserve.workers.protocol.prefill_steps import TokenIds
 
 LOOKED_UP = 1 << 17
@@ -48,12 +49,12 @@ class PartsReport:
     memory of the prefix index for 16 tokens, `layout_bytes_per_token` that of a decoded token's place.
     """
 
-    lookup: Spread
-    branched_lookup: Spread
-    pool_growth: Spread
-    placed_at: Spread
-    begun: Spread | None
-    committed: Spread | None
+    lookup: Summary
+    branched_lookup: Summary
+    pool_growth: Summary
+    placed_at: Summary
+    begun: Summary | None
+    committed: Summary | None
     index_bytes_per_history: float
     index_bytes_per_block: float
     layout_bytes_per_token: float
@@ -86,13 +87,13 @@ def measure_parts(conversations: int, rings: int, tokens: int, rounds: int, jour
     )
 
 
-def _timed(work: Callable[[], object], rounds: int) -> Spread:
+def _timed(work: Callable[[], object], rounds: int) -> Summary:
     seconds = []
     for _ in range(rounds):
         began = time.perf_counter()
         work()
         seconds.append(time.perf_counter() - began)
-    return Spread.of(seconds)
+    return Summary.of(seconds, 1e3)
 
 
 def _traced(make: Callable[[], T]) -> tuple[T, int]:
@@ -119,7 +120,7 @@ def _answer_layout() -> ShardMap:
     return ShardMap.empty(LAYOUT_RANKS).extend(appended(0, owners, LAYOUT_RANKS))
 
 
-def _pool_growth(rounds: int) -> Spread:
+def _pool_growth(rounds: int) -> Summary:
     """Return the times in which a full pool gives a running turn one more block on each rank."""
     pool = KvPool(POOL_RANKS, POOL_BLOCKS, BLOCK_TOKENS)
     tokens = POOL_RANKS * POOL_BLOCKS * BLOCK_TOKENS // 64
@@ -134,7 +135,7 @@ def _pool_growth(rounds: int) -> Spread:
     return _timed(lambda: pool.make_room(running, (next(held),) * POOL_RANKS), rounds)
 
 
-def _placed_at(conversations: int, rings: int, rounds: int) -> Spread:
+def _placed_at(conversations: int, rings: int, rounds: int) -> Summary:
     store = ConversationStore(conversations)
     for number in range(conversations):
         conversation, _ = store.open(f"conversation-{number}", "request")
@@ -145,7 +146,7 @@ def _placed_at(conversations: int, rings: int, rounds: int) -> Spread:
     return _timed(lambda: store.placed_at("decode", "decode-0", "first"), rounds)
 
 
-async def _record_seconds(directory: Path, rounds: int) -> tuple[Spread, Spread]:
+async def _record_seconds(directory: Path, rounds: int) -> tuple[Summary, Summary]:
     """Return the times until the records of a turn are durable."""
     journal = SqliteJournal(directory)
     begun, committed = [], []
@@ -159,4 +160,4 @@ async def _record_seconds(directory: Path, rounds: int) -> tuple[Spread, Spread]
         await journal.committed(end)
         committed.append(time.perf_counter() - began)
     journal.close()
-    return Spread.of(begun), Spread.of(committed)
+    return Summary.of(begun, 1e3), Summary.of(committed, 1e3)

@@ -21,7 +21,7 @@ import grpc
 import numpy as np
 import psutil
 
-from bench.router.load import VOCABULARY, Spread
+from bench.router.load import VOCABULARY
 from bench.router.records import first_turn, turn_request
 from bench.router.rings import SIZES, InstantRing, registrations
 from ringserve.channels import CHANNEL_OPTIONS
@@ -35,6 +35,7 @@ from ringserve.orchestration.protocol.turns import BegunTurn, RingRegistration
 from ringserve.orchestration.ring.leader import RETRY_SECONDS
 from ringserve.services.config import Config
 from ringserve.services.gateway.failover import begun_in_time
+from ringserve.services.offline.reports import Summary
 from ringserve.services.rpc.peers import GrpcPeers, peer_metadata
 from ringserve.services.rpc.server import GrpcServer
 from ringserve.services.rpc.servicers import DecodeServicer
@@ -79,7 +80,7 @@ class RestartReport:
     first_decision_seconds: float
     processor_seconds: float
     memory_bytes: int
-    decisions: Spread
+    decisions: Summary
     cached_share: float
 
 
@@ -195,7 +196,7 @@ class _Restart:
             first_decision_seconds=first,
             processor_seconds=used.user + used.system,
             memory_bytes=memory,
-            decisions=Spread.of(seconds),
+            decisions=Summary.of(seconds, 1e3),
             cached_share=sum(each.plan.cached_tokens > 0 for each in begun) / len(begun),
         )
 

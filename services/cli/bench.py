@@ -32,11 +32,10 @@ from ringserve.services.offline.load.summary import (
     FIRST_TURNS,
     Bounds,
     LoadReport,
-    Percentiles,
     summarize,
     write_load_plot,
 )
-from ringserve.services.offline.reports import load_now, require_matplotlib
+from ringserve.services.offline.reports import Summary, load_now, require_matplotlib
 from ringserve.services.offline.terminal import console, print_table, progress_bar, simple_table
 from ringserve.workers.model.builtin import resolve_model_path
 
@@ -195,7 +194,7 @@ def _table(report: LoadReport) -> Table:
     return table
 
 
-def _milliseconds(figures: Percentiles) -> list[str]:
+def _milliseconds(figures: Summary) -> list[str]:
     return [f"{value * 1e3:.1f}" for value in (figures.p50, figures.p90, figures.p99, figures.most)]
 
 

@@ -1,13 +1,16 @@
-"""Figures of measurements and plans: ratios of samples, and plots. matplotlib is an optional extra."""
+"""What reports of measurements and plans share: the summary of a sample, and plots. matplotlib is an extra."""
 
 from __future__ import annotations
 
 import os
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from ringserve.cp_core.errors import ConfigError
 from ringserve.services.offline.units import format_seconds
@@ -15,6 +18,31 @@ from ringserve.services.offline.units import format_seconds
 if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """Summary of `count` values, in their unit; zeros without any. Percentiles interpolate between two values.
+
+    `Summary.of([4.0, 1.0, 2.0]).p50` is 2.0.
+    """
+
+    count: int
+    mean: float
+    least: float
+    p50: float
+    p90: float
+    p99: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Sequence[float], scale: float = 1.0) -> Summary:
+        """Summarize values in any order, each multiplied by `scale`."""
+        if not len(values):
+            return cls(count=0, mean=0.0, least=0.0, p50=0.0, p90=0.0, p99=0.0, most=0.0)
+        scaled = np.asarray(values, dtype=np.float64) * scale
+        least, p50, p90, p99, most = (float(value) for value in np.percentile(scaled, (0, 50, 90, 99, 100)))
+        return cls(count=len(scaled), mean=float(scaled.mean()), least=least, p50=p50, p90=p90, p99=p99, most=most)
 
 
 def paired_ratio(above: Sequence[float], below: Sequence[float]) -> float:

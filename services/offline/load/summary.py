@@ -8,12 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-import numpy as np
-
 from ringserve.services.offline.load.replay import OK, Outcome
-from ringserve.services.offline.reports import plain_seconds, save_figure
-
-PERCENTILES = (50, 90, 99)
+from ringserve.services.offline.reports import Summary, plain_seconds, save_figure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,23 +29,6 @@ class Bounds:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Percentiles:
-    """Percentiles in seconds; zeros without values."""
-
-    p50: float
-    p90: float
-    p99: float
-    most: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Percentiles:
-        if not values:
-            return cls(p50=0.0, p90=0.0, p99=0.0, most=0.0)
-        p50, p90, p99 = (float(value) for value in np.percentile(values, PERCENTILES))
-        return cls(p50=p50, p90=p90, p99=p99, most=max(values))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class KindSummary:
     """Summary of the requests of one kind, or of `all`.
 
@@ -60,10 +39,10 @@ class KindSummary:
     kind: str
     requests: int
     statuses: dict[str, int]
-    ttft: Percentiles
-    ttit: Percentiles
-    queue: Percentiles
-    lag: Percentiles
+    ttft: Summary
+    ttit: Summary
+    queue: Summary
+    lag: Summary
     good: float
 
 
@@ -140,10 +119,10 @@ def _summary(kind: str, outcomes: Sequence[Outcome], bounds: Bounds) -> KindSumm
         kind=kind,
         requests=len(outcomes),
         statuses=dict(Counter(outcome.status for outcome in outcomes)),
-        ttft=Percentiles.of([outcome.ttft for outcome in outcomes if outcome.ttft is not None]),
-        ttit=Percentiles.of([gap for outcome in outcomes for gap in outcome.gaps]),
-        queue=Percentiles.of([outcome.queue for outcome in outcomes if outcome.status == OK]),
-        lag=Percentiles.of([outcome.sent - outcome.arrival.at for outcome in outcomes]),
+        ttft=Summary.of([outcome.ttft for outcome in outcomes if outcome.ttft is not None]),
+        ttit=Summary.of([gap for outcome in outcomes for gap in outcome.gaps]),
+        queue=Summary.of([outcome.queue for outcome in outcomes if outcome.status == OK]),
+        lag=Summary.of([outcome.sent - outcome.arrival.at for outcome in outcomes]),
         good=sum(map(bounds.are_met, outcomes)) / len(outcomes),
     )
 

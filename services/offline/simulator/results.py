@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ringserve.services.offline.reports import plain_seconds, save_figure
+from ringserve.services.offline.reports import Summary, plain_seconds, save_figure
 from ringserve.services.offline.units import format_tokens
 
 SIZES = {"short": 8_000, "document": 250_000, "longest": 1 << 62}
@@ -38,24 +38,12 @@ class TurnRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Percentiles:
-    """Percentiles of `count` values, in seconds; zeros without any."""
-
-    count: int
-    mean: float
-    p50: float
-    p90: float
-    p99: float
-    most: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class TimeBin:
     """Turns that were asked from `start` until before `stop`, in seconds from the begin of the trace."""
 
     start: float
     stop: float
-    values: Percentiles
+    values: Summary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,9 +68,9 @@ class SimulationResult:
     recomputed_tokens: int
     cached_share: float
     pass_q_share: float
-    ttft: Percentiles
-    queue: Percentiles
-    ttft_of_size: dict[str, Percentiles]
+    ttft: Summary
+    queue: Summary
+    ttft_of_size: dict[str, Summary]
     ttft_over_time: tuple[TimeBin, ...]
     ttit_mean: float
     busy_share: float
@@ -125,23 +113,6 @@ class Tally:
         self.decode_seconds += record.decode_seconds
 
 
-def percentiles(values: Sequence[float]) -> Percentiles:
-    """Return the percentiles of values in any order."""
-    if not values:
-        return Percentiles(count=0, mean=0.0, p50=0.0, p90=0.0, p99=0.0, most=0.0)
-    ordered = sorted(values)
-    p50, p90, p99 = (percentile(ordered, share) for share in (0.5, 0.9, 0.99))
-    return Percentiles(
-        count=len(ordered), mean=sum(ordered) / len(ordered), p50=p50, p90=p90, p99=p99, most=ordered[-1]
-    )
-
-
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """Return the smallest of the ascending values that `share` of them do not exceed."""
-    place = max(0, -(-int(share * len(ordered) * 1_000_000) // 1_000_000) - 1)
-    return ordered[place]
-
-
 MAX_BINS = 24
 BIN_SECONDS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14_400, 21_600, 43_200, 86_400)
 """Lengths of a bin that read well on a clock."""
@@ -160,7 +131,7 @@ def binned(asked: Sequence[float], values: Sequence[float]) -> tuple[TimeBin, ..
     for time, value in zip(asked, values, strict=True):
         found.setdefault(int(time // length), []).append(value)
     return tuple(
-        TimeBin(start=number * length, stop=(number + 1) * length, values=percentiles(found[number]))
+        TimeBin(start=number * length, stop=(number + 1) * length, values=Summary.of(found[number]))
         for number in sorted(found)
     )
 

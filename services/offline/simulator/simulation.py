@@ -19,9 +19,10 @@ from ringserve.orchestration.placement.registry import LoadShare, RegisteredRing
 from ringserve.orchestration.protocol.plans import PromptMode, TurnPlan
 from ringserve.orchestration.protocol.turns import PrefillReport
 from ringserve.orchestration.router.reservations import MAX_REFUSALS
+from ringserve.services.offline.reports import Summary
 from ringserve.services.offline.simulator.cluster import Cluster, ClusterShape
 from ringserve.services.offline.simulator.placement import POLICIES
-from ringserve.services.offline.simulator.results import SimulationResult, Tally, TurnRecord, binned, percentiles
+from ringserve.services.offline.simulator.results import SimulationResult, Tally, TurnRecord, binned
 from ringserve.services.offline.simulator.rings import (
     Clock,
     DecodingTurn,
@@ -340,9 +341,9 @@ class Simulation:
             recomputed_tokens=tally.recomputed_tokens,
             cached_share=1.0 - computed / max(1, tally.prompt_tokens),
             pass_q_share=tally.num_pass_q / max(1, len(every)),
-            ttft=percentiles(every),
-            queue=percentiles(tally.queue),
-            ttft_of_size={name: percentiles(values) for name, values in tally.ttft.items()},
+            ttft=Summary.of(every),
+            queue=Summary.of(tally.queue),
+            ttft_of_size={name: Summary.of(values) for name, values in tally.ttft.items()},
             ttft_over_time=binned(tally.asked, tally.ttft_as_asked),
             ttit_mean=tally.decode_seconds / max(1, tally.output_tokens),
             busy_share=sum(busy) / len(busy) / seconds if seconds else 0.0,

@@ -2,11 +2,10 @@
 
 import pytest
 
-from bench.figures import Figures, Target, attention_flops, prefill_flops
+from bench.figures import Target, attention_flops, prefill_flops
 from bench.rings.attention import num_repeats
 from bench.rings.decode import DecodeCase, fitting_cases
 from bench.rings.rounds import Contender, Sample, Series, alternate
-from ringserve.services.offline.reports import paired_ratio
 from ringserve.workers.model.builtin import resolve_model_path
 from ringserve.workers.model.info import read_model_info
 
@@ -23,14 +22,6 @@ def test_prefill_counts_two_operations_for_every_weight_of_the_layers_and_token(
     attention = info.num_layers * attention_flops(100, info.num_heads, info.head_dim)
     logits_of_the_last = 2 * info.vocab_size * info.hidden_size
     assert prefill_flops(info, 100) == 2 * 100 * in_layers + attention + logits_of_the_last
-
-
-def test_figures_are_median_least_and_most() -> None:
-    assert Figures.of([4.0, 1.0, 2.0]) == Figures(median=2.0, least=1.0, most=4.0, count=3)
-
-
-def test_paired_ratio_is_not_moved_by_a_machine_that_slows_down_for_both() -> None:
-    assert paired_ratio([2.0, 20.0, 4.0], [1.0, 10.0, 2.0]) == 2.0
 
 
 @pytest.mark.parametrize(

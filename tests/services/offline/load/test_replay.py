@@ -14,7 +14,7 @@ import pytest
 
 from ringserve.services.cli.main import main
 from ringserve.services.offline.load.replay import Arrival, Outcome, replay
-from ringserve.services.offline.load.summary import Bounds, Percentiles, PredictionErrors, summarize
+from ringserve.services.offline.load.summary import Bounds, PredictionErrors, summarize
 from ringserve.v1 import inference_pb2
 
 END = 5
@@ -142,12 +142,6 @@ def test_errors_of_predictions_are_those_of_the_first_turns_in_time_and_of_later
     assert few is not None
     assert few.later is None
     assert PredictionErrors.of([lost, outcome("a", 0.1, [], 0.0, 1.0)]) is None, "a turn on no prefill ring has none"
-
-
-def test_percentiles_of_many_and_of_none() -> None:
-    figures = Percentiles.of([float(value) for value in range(101)])
-    assert figures == Percentiles(p50=50.0, p90=90.0, p99=99.0, most=100.0)
-    assert Percentiles.of([]) == Percentiles(p50=0.0, p90=0.0, p99=0.0, most=0.0)
 
 
 async def test_the_command_prints_the_report_and_draws_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

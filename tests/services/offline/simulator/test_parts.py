@@ -18,7 +18,6 @@ from ringserve.orchestration.placement.registry import RegisteredRing
 from ringserve.orchestration.prefill.scheduler import PrefillScheduler, ScheduledStep
 from ringserve.orchestration.protocol.plans import PlannedChunk
 from ringserve.orchestration.protocol.rings import PrefillScheduling
-from ringserve.services.offline.simulator.results import percentile
 from ringserve.services.offline.simulator.rings import (
     Clock,
     DecodingTurn,
@@ -155,12 +154,6 @@ def test_a_decode_batch_slows_down_with_every_sequence_and_speeds_up_again() -> 
         ("c", "last", 8.0),
     ]
     assert ring.largest_batch == 2
-
-
-def test_percentiles_are_values_that_occurred() -> None:
-    values = [float(number) for number in range(1, 101)]
-    assert [percentile(values, share) for share in (0.5, 0.9, 0.99, 1.0)] == [50.0, 90.0, 99.0, 100.0]
-    assert percentile([3.0], 0.5) == percentile([3.0], 0.99) == 3.0
 
 
 def test_a_made_trace_is_the_same_for_the_same_seed_and_has_the_asked_for_shape() -> None:
