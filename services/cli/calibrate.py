@@ -11,7 +11,7 @@ from ringserve.cp_core.cost.sparse import format_losses
 from ringserve.cp_core.errors import ConfigError
 from ringserve.cp_core.layout.sparsity import Sparsity
 from ringserve.services.cli.command import command, flag, option
-from ringserve.services.cli.options import JsonFlag, PlotFile, ServingOptions
+from ringserve.services.cli.options import JsonFlag, PlotFile, ServingOptions, read_text
 from ringserve.services.gateway.text import TextCodec
 from ringserve.services.offline.calibration.fitting import Calibration, profile_from_rings, shape_of
 from ringserve.services.offline.calibration.fitting import calibrate as fit_profile
@@ -115,7 +115,7 @@ def _measure_losses(options: CalibrateOptions, sparse: SparseOptions) -> int:
     from ringserve.services.offline.calibration.sparse_report import losses_json, losses_table, write_losses_plot
 
     codec = TextCodec(path)
-    text = document(codec) if sparse.text is None else _read_text(sparse.text)
+    text = document(codec) if sparse.text is None else read_text(sparse.text)
     questions = {length: make_questions(codec, text, length, depths) for length in lengths}
     meter = LossMeter(path, config.model.dtype, sparse.ranks)
     if lengths[-1] > meter.max_tokens:
@@ -151,13 +151,6 @@ def _shares(key: str, text: str, least: float) -> list[float]:
             raise ConfigError(f"{key}: {share:g} is out of range; allowed are {'0' if not least else 'above 0'} to 1")
         shares.append(share)
     return list(dict.fromkeys(shares))
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--text: {path} cannot be read: {error}") from error
 
 
 def _calibrate(

@@ -35,6 +35,7 @@ from ringserve.cp_core.errors import InvalidRequest
 Options = TypeVar("Options")
 COLUMNS = 76
 """Columns of an example, within the 80 of a terminal."""
+# Metavars of options that name none.
 METAVARS = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 
@@ -234,16 +235,14 @@ class _Speller(TyperCommand):
             longer = [each for each in options if each.startswith(name)]
             if name.startswith("--") and name not in options and len(longer) == 1:
                 (name,) = longer
-            option = options.get(name)
-            if option is None or equals or getattr(option, "is_flag", False):
-                yield name + equals + value
-            elif (option.metavar or "").endswith(" ..."):
+            found = options.get(name)
+            yield name + equals + value
+            if found is None or equals or getattr(found, "is_flag", False) or not rest:
+                continue
+            yield rest.popleft()
+            if (found.metavar or "").endswith(" ..."):
                 while rest and not rest[0].startswith("--"):
                     yield from (name, rest.popleft())
-            else:
-                yield name
-                if rest:
-                    yield rest.popleft()
 
 
 def refusal(error: typer.TyperException) -> str:

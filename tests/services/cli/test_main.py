@@ -52,6 +52,7 @@ HINT = "; 'ringserve generate --help' lists what is allowed"
         (("bench", "--qqq=3"), 2, "--qqq: there is no such option; 'ringserve bench --help' lists what is allowed"),
         ((*PROMPT, "--max", "3"), 2, "--max: there is no such option"),  # of several options
         ((*PROMPT, "--n"), 2, "--n: it requires an argument"),
+        ((*PROMPT, "--choice"), 2, "--choice: it requires an argument"),
         ((*PROMPT, "--json=x"), 2, "--json: it does not take a value"),
         ((*PROMPT, "more"), 2, f"got unexpected extra argument(s) (more){HINT}"),
         (("explain", "--tokens", "1"), 2, "--model: no value is given; 'ringserve explain --help' lists"),

@@ -15,6 +15,7 @@ import pytest
 from ringserve.client import RingInfo, ServerInfo
 from ringserve.services.cli.main import main
 from ringserve.services.cli.options import TargetOptions
+from ringserve.services.cli.status import pool_sizes
 from ringserve.services.cluster.state import ClusterState, started_after_boot, write_state
 from ringserve.views import RankKvUsage, RingDrain
 
@@ -189,3 +190,12 @@ def test_a_cluster_that_is_starting_is_shown_with_its_rings(
     assert (shown["stage"], shown["rings_serving"], shown["num_rings"]) == ("starting", 2, 4)
     assert main(["generate", "--prompt", "hello"]) == 1
     assert "'default' is starting, 2 of 4 rings" in capsys.readouterr().err
+
+
+def test_pools_are_counted_by_role_and_size() -> None:
+    shapes = [("prefill", 2, 1), ("prefill", 1, 1), ("prefill", 1, 1), ("prefill", 2, 2), ("decode", 3, 1)]
+    rings = tuple(RingInfo(role=role, num_ranks=cp, tp=tp) for role, cp, tp in shapes)
+    assert pool_sizes(ServerInfo(rings=rings)) == (
+        "prefill rings: 1 of cp 2 x tp 2, 1 of cp 2, 2 of cp 1; decode rings: 1 of cp 3"
+    )
+    assert pool_sizes(ServerInfo()) == ""

@@ -1,4 +1,4 @@
-"""Plans and pools on the terminal."""
+"""How an answer was computed, as the terminal shows it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import sys
 
 import pytest
 
-from ringserve.client import Answer, Plan, RingInfo, ServerInfo, Usage
+from ringserve.client import Answer, Plan, Usage
 from ringserve.client.results import MAPPER, Alternative, Chunk, Failover, RingAlternative, SparsePlan
 from ringserve.services.cli.generate import show_plan
-from ringserve.services.cli.status import pool_sizes
 from ringserve.v1 import inference_pb2
 
 
@@ -91,12 +90,3 @@ def test_a_plan_is_a_small_table_of_its_fields(
         "layout|level_cuts for lack of room",
         "lost decode|after 5 tokens (killed), went on at p -> e after 1.5 s",
     ]
-
-
-def test_pools_are_counted_by_role_and_size() -> None:
-    shapes = [("prefill", 2, 1), ("prefill", 1, 1), ("prefill", 1, 1), ("prefill", 2, 2), ("decode", 3, 1)]
-    rings = tuple(RingInfo(role=role, num_ranks=cp, tp=tp) for role, cp, tp in shapes)
-    assert pool_sizes(ServerInfo(rings=rings)) == (
-        "prefill rings: 1 of cp 2 x tp 2, 1 of cp 2, 2 of cp 1; decode rings: 1 of cp 3"
-    )
-    assert pool_sizes(ServerInfo()) == ""
