@@ -7,7 +7,8 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry
@@ -26,13 +27,13 @@ from ringserve.cp_core.errors import NotFound, RingserveError
 from ringserve.services.auth.authenticator import Authenticator
 from ringserve.services.auth.tenants import Tenant
 from ringserve.services.config.service import HttpConfig
+from ringserve.services.gateway.openai import models
 from ringserve.services.gateway.openai.calls import CallForm, form_of
 from ringserve.services.gateway.openai.errors import BadHttpRequest, error_body, headers_of, refused_route, status_of
 from ringserve.services.gateway.openai.item_answers import ItemAnswer
-from ringserve.services.gateway.openai.messages import Template, following_tokens, tokens_of
-from ringserve.services.gateway.openai.openapi import described_api
+from ringserve.services.gateway.openai.openapi import ApiRoute, describe_api
 from ringserve.services.gateway.openai.prompts import Answer, Placed, PromptAnswers, events_of, side_by_side, whole_of
-from ringserve.services.gateway.openai.requests import HttpRequestReader, HttpTurn
+from ringserve.services.gateway.openai.requests import HttpRequestReader, HttpTurn, Template
 from ringserve.services.gateway.openai.responses import (
     ChatShape,
     CompletionShape,
@@ -106,8 +107,8 @@ class HttpApi:
     @property
     def app(self) -> ASGIApp:
         api = self.routes
-        described = JSONResponse(described_api(api, package_version()))
-        routes = [*api, self._guarded("/openapi.json", described), *(page_routes() if self._has_page else ())]
+        document = self._constant(JSONResponse(describe_api(api, package_version())))
+        routes = [*api, Route("/openapi.json", document), *(page_routes() if self._has_page else ())]
         return Starlette(
             routes=routes,
             middleware=[Middleware(HeaderLimit), *self._cors()],
@@ -120,23 +121,27 @@ class HttpApi:
         )
 
     @property
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[ApiRoute]:
         """Routes of the API."""
+        post, get, delete = (partial(ApiRoute, method) for method in ("POST", "GET", "DELETE"))
+        version = self._constant(JSONResponse({"version": package_version()}))
         return [
-            Route("/v1/chat/completions", self._chat, methods=["POST"]),
-            Route("/v1/completions", self._completion, methods=["POST"]),
-            Route("/v1/responses", self._respond, methods=["POST"]),
-            Route("/v1/responses/{name}", self._forget_response, methods=["DELETE"]),
-            Route("/v1/models", self._models, methods=["GET"]),
-            Route("/v1/models/{name:path}", self._model, methods=["GET"]),
+            post("/v1/chat/completions", self._chat, "Answer a chat.", models.ChatRequest),
+            post("/v1/completions", self._completion, "Continue a text or tokens.", models.CompletionRequest),
+            post("/v1/responses", self._respond, "Answer with items.", models.ResponseRequest),
+            delete("/v1/responses/{name}", self._forget_response, "Delete the conversation of a response."),
+            get("/v1/models", self._models, "List the served model."),
+            get("/v1/models/{name:path}", self._model, "Show the served model."),
             *self._views.routes(),
-            Route("/v1/conversations", self._fork, methods=["POST"]),
-            Route("/v1/conversations/{name:path}", self._conversation, methods=["GET"]),
-            Route("/v1/conversations/{name:path}", self._forget, methods=["DELETE"]),
-            Route("/tokenize", self._tokenize, methods=["POST"]),
-            Route("/detokenize", self._detokenize, methods=["POST"]),
-            Route("/metrics", self._show_metrics, methods=["GET"]),
-            self._guarded("/version", JSONResponse({"version": package_version()})),
+            post("/v1/conversations", self._fork, "Fork a conversation.", models.ForkRequest),
+            get("/v1/conversations/{name:path}", self._conversation, "Show a conversation."),
+            delete("/v1/conversations/{name:path}", self._forget, "Delete a conversation."),
+            post("/tokenize", self._tokenize, "Tokenize a text or chat.", models.TokenizeRequest, models.TokensAnswer),
+            post("/detokenize", self._detokenize, "Detokenize.", models.DetokenizeRequest, models.TextAnswer),
+            get(
+                "/metrics", self._show_metrics, "Show this gateway's metrics for Prometheus.", content_type="text/plain"
+            ),
+            get("/version", version, "Return the version of ringserve.", answer=models.VersionAnswer),
         ]
 
     def _cors(self) -> list[Middleware]:
@@ -154,14 +159,14 @@ class HttpApi:
             )
         ]
 
-    def _guarded(self, path: str, response: Response) -> Route:
-        """Return the route of a response that is the same for every known caller."""
+    def _constant(self, response: Response) -> Callable[[Request], Awaitable[Response]]:
+        """Return an endpoint whose response is the same for every known caller."""
 
         async def answer(request: Request) -> Response:
             self._caller(request)
             return response
 
-        return Route(path, answer, methods=["GET"])
+        return answer
 
     # --- turns -------------------------------------------------------------------------------------------------------
 
@@ -179,7 +184,7 @@ class HttpApi:
         async def fill(last_token: int) -> None:
             assert template is not None, "what follows an answer is written by the template"
             tokens = await self._service.read_tokens(
-                tenant, lambda reader, codec: following_tokens(reader, template, last_token)
+                tenant, lambda reader, codec: template.following_tokens(reader, last_token)
             )
             asked.tokenized.CopyFrom(inference_pb2.TokenizedInput(input_ids=tokens.tolist()))
             asked.prompt_mode = inference_pb2.PROMPT_MODE_APPEND
@@ -235,7 +240,7 @@ class HttpApi:
                 turn.offer.hold(turn.request.sampling_params, form, reader)
             if turn.links and turn.links.previous:
                 return form  # its prompt is written where the answer before it is known
-            tokens = tokens_of(reader, template)
+            tokens = template.tokens(reader)
             turn.request.tokenized.input_ids.extend(tokens.tolist())
             turn.request.prompt_mode = inference_pb2.PROMPT_MODE_WHOLE_HISTORY
             return form
@@ -267,7 +272,7 @@ class HttpApi:
         def read(reader: RequestReader, codec: TextCodec) -> Response:
             asked = self._reader.tokenization(_parsed(body))
             if asked.template:
-                tokens = tokens_of(reader, asked.template)
+                tokens = asked.template.tokens(reader)
             else:
                 tokens = reader.tokenize(
                     asked.request, adds_special=asked.adds_special, opens_answer=asked.opens_answer

@@ -1,56 +1,77 @@
-"""Translation of OpenAI's JSON to a GenerateRequest.
+"""Translation of the models of requests to a GenerateRequest.
 
-Shapes and types are checked here; values where gRPC's are checked too.
+Shapes and types have been checked by the models; values are checked where gRPC's are.
 """
 
 from __future__ import annotations
 
-import logging
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ringserve.cp_core.errors import InvalidRequest, NotFound
-from ringserve.services.gateway.openai.fields import (
-    CACHE_KEYS,
-    OURS,
-    SAMPLING,
-    boolean,
-    integer,
-    shown,
-    text,
-    token_ids,
-    unknown_names,
-)
-from ringserve.services.gateway.openai.formats import FORMAT_FIELDS, put_constraint
-from ringserve.services.gateway.openai.items import chat_of, links_of, renamed
-from ringserve.services.gateway.openai.messages import Message, Template, has_calls, put_messages, read_messages
-from ringserve.services.gateway.openai.stored import Links
-from ringserve.services.gateway.openai.tools import TOOL_FIELDS, Offer, read_offer
+from ringserve.services.gateway.openai import models
+from ringserve.services.gateway.openai.models import shown
+from ringserve.services.gateway.openai.stored import Links, ResponseName, digest
+from ringserve.services.gateway.openai.tools import Offer, read_offer
+from ringserve.services.gateway.requests import RequestReader
 from ringserve.v1 import inference_pb2
-
-log = logging.getLogger(__name__)
+from ringserve.workers.protocol.prefill_steps import TokenIds
 
 DEFAULT_TEMPERATURE = 1.0
 """Default temperature of OpenAI. Over gRPC it is 0."""
 COMPLETION_MAX_TOKENS = 16
 """Default `max_tokens` of a completion, OpenAI's. Those of chats and responses go on as far as there is room."""
-
-COMMON = FORMAT_FIELDS | {"model", "stream", "stream_options"}
-TEMPLATE_FIELDS = frozenset({"chat_template_kwargs", "add_generation_prompt", "continue_final_message"})
-CHAT = COMMON | TOOL_FIELDS | TEMPLATE_FIELDS | {"messages", "logprobs", "top_logprobs"}
-COMPLETION = COMMON | {"prompt", "prompt_mode", "logprobs", "echo"}
-TOKENIZE_FLAGS = frozenset({"add_special_tokens", "add_generation_prompt", "return_token_strs"})
-TOKENIZE = TOKENIZE_FLAGS | TEMPLATE_FIELDS | {"model", "prompt", "messages", "tools"}
-DETOKENIZE = frozenset({"model", "tokens"})
-MAX_PROMPTS = 128
-"""Prompts of one request for completions."""
-MAX_NAMED = 20
-"""Ignored fields that a log line names."""
+SAMPLING = {*models.SamplingFields.model_fields, "n", "max_tokens"}
+"""Fields with the names of the contract's sampling parameters."""
+STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")
 PROMPT_MODES = {
     "auto": inference_pb2.PROMPT_MODE_UNSPECIFIED,
     "append": inference_pb2.PROMPT_MODE_APPEND,
     "whole_history": inference_pb2.PROMPT_MODE_WHOLE_HISTORY,
 }
+ROLES = {"developer": "system"}
+"""Roles that chat templates know by another name."""
+
+Body = dict[str, Any]
+"""JSON object of a request, as its client wrote it."""
+TemplateMessage = dict[str, Any]
+"""models.Message as chat templates take it."""
+Asked = TypeVar("Asked", bound=models.Fields)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Template:
+    """Input of the chat template of a chat for which the contract has no place: calls, tools, or own values.
+
+    `opens_answer`: the template begins an answer. `continues_last`: the answer goes on in the last message.
+    """
+
+    messages: Sequence[TemplateMessage]
+    tools: Sequence[Mapping[str, Any]]
+    values: Mapping[str, Any]
+    opens_answer: bool = True
+    continues_last: bool = False
+
+    def tokens(self, reader: RequestReader) -> TokenIds:
+        """Return the tokens that the chat template makes. Raises InvalidRequest."""
+        return reader.tokenize_template(
+            self.messages,
+            self.tools,
+            self._num_characters,
+            opens_answer=self.opens_answer,
+            continues_last=self.continues_last,
+            values=self.values,
+        )
+
+    def following_tokens(self, reader: RequestReader, last_token: int) -> TokenIds:
+        """Return the tokens that the template makes of messages that follow an answer. Raises InvalidRequest."""
+        return reader.tokenize_following(self.messages, self.tools, self._num_characters, last_token, self.values)
+
+    @property
+    def _num_characters(self) -> int:
+        return len(json.dumps([self.messages, self.tools], ensure_ascii=False))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,201 +104,274 @@ class Tokenization:
 
 
 class HttpRequestReader:
-    """Reader of requests for one model."""
+    """Reader of requests for one model. Each method raises InvalidRequest, and NotFound for another model."""
 
     def __init__(self, model_name: str, *, ignores_unknown: bool = False) -> None:
         self._model_name = model_name
         self._ignores_unknown = ignores_unknown
 
     def chat(self, body: Any) -> HttpTurn:
-        """Read a request. Raises InvalidRequest, and NotFound for another model."""
-        values = self._values(body, CHAT)
-        turn, offer, messages = self._turn(values), read_offer(values), read_messages(values.get("messages"))
-        put_messages(turn.request, messages)
-        params = turn.request.sampling_params
-        num_top = integer(32)("top_logprobs", values.get("top_logprobs", 0))
-        if boolean("logprobs", values.get("logprobs", False)):
-            params.logprobs = num_top
-        elif num_top:
+        asked = self._read(models.ChatRequest, body)
+        functions = [tool.function for tool in asked.tools or ()]
+        choice = asked.tool_choice
+        called = choice.function if isinstance(choice, models.ToolChoice) else choice
+        described = [tool["function"] for tool in body.get("tools") or ()]
+        offer = read_offer(functions, described, called, one_call=asked.parallel_tool_calls is False)
+        messages = [_message(place, message) for place, message in enumerate(asked.messages)]
+        turn = _turn(asked, "response_format", asked.response_format)
+        _put_chat(turn.request, messages, offer)
+        if asked.logprobs:
+            turn.request.sampling_params.logprobs = asked.top_logprobs or 0
+        elif asked.top_logprobs:
             raise InvalidRequest("top_logprobs: only allowed where logprobs is true")
-        if offer is not None:
-            params.skip_special_tokens = False  # some of them begin calls
-        return replace(turn, template=_template(values, messages, offer), offer=offer)
+        return replace(turn, template=_template(asked, messages, offer), offer=offer)
 
     def response(self, body: Any) -> HttpTurn:
-        """Read a request for a response as that of a chat. Raises InvalidRequest, and NotFound for another model."""
-        try:
-            chat = chat_of(body, keeps_unknown=self._ignores_unknown)
-            links, turn = links_of(body), self.chat(chat)
-        except InvalidRequest as error:
-            raise renamed(error) from None
-        if turn.offer is None:  # the model is shown no tools
-            links = replace(links, tools="")
-        if links.previous is None:
-            return replace(turn, links=links)
-        if turn.request.conversation_id:
+        asked = self._read(models.ResponseRequest, body)
+        choice, tools = asked.tool_choice, body.get("tools") or []
+        described = [{name: value for name, value in tool.items() if name != "type"} for tool in tools]
+        offer = read_offer(asked.tools or (), described, choice, one_call=asked.parallel_tool_calls is False)
+        told = [{"role": "system", "content": asked.instructions}] if asked.instructions is not None else []
+        messages = _item_messages(asked)
+        turn = _turn(asked, "text.format", asked.text.format if asked.text else None)
+        _put_chat(turn.request, [*told, *messages], offer)
+        previous = ResponseName.read(asked.previous_response_id or "")
+        links = Links(
+            previous=previous,
+            is_stored=asked.store is not False and not asked.conversation_id,
+            instructions=digest(asked.instructions) if asked.instructions else "",
+            tools=digest(json.dumps(tools, sort_keys=True)) if offer else "",  # without it the model is shown no tools
+        )
+        turn = replace(turn, offer=offer, links=links)
+        values = models.TemplateFields(chat_template_kwargs=asked.chat_template_kwargs)
+        if previous is None:
+            return replace(turn, template=_template(values, [*told, *messages], offer))
+        if asked.conversation_id:
             raise InvalidRequest("previous_response_id: not allowed with a conversation_id; leave one out")
-        messages = read_messages(chat["messages"])[1 if links.instructions else 0 :]
-        described = turn.offer.described if turn.offer else ()
-        template = Template(messages=messages, tools=described, values=chat.get("chat_template_kwargs", {}))
-        return replace(turn, links=links, template=template)
+        shown_tools = offer.described if offer else ()
+        template = Template(messages=messages, tools=shown_tools, values=asked.chat_template_kwargs or {})
+        return replace(turn, template=template)
 
     def completion(self, body: Any) -> HttpTurn:
-        """Read a request. Raises InvalidRequest, and NotFound for another model."""
-        values = self._values(body, COMPLETION)
-        prompts = _prompts(values.get("prompt"))
-        turn = self._turn(values)
-        mode = text("prompt_mode", values.get("prompt_mode", "auto"))
-        if mode not in PROMPT_MODES:
-            raise InvalidRequest(f"prompt_mode: {shown(mode)} is not allowed; use one of {', '.join(PROMPT_MODES)}")
-        turn.request.prompt_mode = PROMPT_MODES[mode]
-        if not turn.request.sampling_params.HasField("max_tokens"):
-            turn.request.sampling_params.max_tokens = COMPLETION_MAX_TOKENS
-        if "logprobs" in values:
-            turn.request.sampling_params.logprobs = integer(32)("logprobs", values["logprobs"])
-        turn = replace(turn, has_echo=boolean("echo", values.get("echo", False)))
+        asked = self._read(models.CompletionRequest, body)
+        turn = replace(_turn(asked, "response_format", asked.response_format), has_echo=bool(asked.echo))
+        turn.request.prompt_mode = PROMPT_MODES[asked.prompt_mode or "auto"]
+        params = turn.request.sampling_params
+        if not params.HasField("max_tokens"):
+            params.max_tokens = COMPLETION_MAX_TOKENS
+        if asked.logprobs is not None:
+            params.logprobs = asked.logprobs
+        is_one = isinstance(asked.prompt, str) or not asked.prompt or isinstance(asked.prompt[0], int)
+        prompts: Sequence[Any] = [asked.prompt] if is_one else asked.prompt
         _check_prompts(turn, len(prompts))
-        return replace(
-            turn, requests=tuple(_with_prompt(turn.request, place, *each) for place, each in enumerate(prompts))
-        )
+        requests = (_with_prompt(turn.request, place, prompt) for place, prompt in enumerate(prompts))
+        return replace(turn, requests=tuple(requests))
 
     def tokenization(self, body: Any) -> Tokenization:
-        """Read a request for tokens, in vLLM's shape. Raises InvalidRequest, and NotFound for another model."""
-        values = self._plain_values(body, TOKENIZE)
-        flags = {name: boolean(name, values[name]) for name in TOKENIZE_FLAGS if name in values}
+        """Read a request for tokens, in vLLM's shape."""
+        asked = self._read(models.TokenizeRequest, body)
+        functions = [tool.function for tool in asked.tools or ()]
+        offer = read_offer(functions, [tool["function"] for tool in body.get("tools") or ()], None)
         request = inference_pb2.GenerateRequest()
-        is_chat = "messages" in values
-        messages = read_messages(values["messages"]) if is_chat else []
-        template = _template(values, messages, read_offer(values))
-        if is_chat:
-            put_messages(request, messages)
+        template = None
+        if asked.messages is None:
+            if asked.prompt is None:
+                raise InvalidRequest("prompt: null is not allowed; give a string, or messages")
+            request.text = asked.prompt
         else:
-            request.text = text("prompt", values.get("prompt"))
-        if is_chat and "prompt" in values:
-            raise InvalidRequest("prompt: not allowed with messages; leave one out")
-        if is_chat and flags.get("add_special_tokens"):
-            raise InvalidRequest(
-                "add_special_tokens: true is not allowed with messages; the chat template adds its own"
-            )
+            messages = [_message(place, message) for place, message in enumerate(asked.messages)]
+            _put_chat(request, messages, None)
+            template = _template(asked, messages, offer)
+            if asked.prompt is not None:
+                raise InvalidRequest("prompt: not allowed with messages; leave one out")
+            if asked.add_special_tokens:
+                raise InvalidRequest(
+                    "add_special_tokens: true is not allowed with messages; the chat template adds its own"
+                )
         return Tokenization(
             request=request,
-            adds_special=flags.get("add_special_tokens", True),
-            opens_answer=flags.get("add_generation_prompt", True),
-            has_names=flags.get("return_token_strs", False),
-            template=template if is_chat else None,
+            adds_special=asked.add_special_tokens is not False,
+            opens_answer=asked.add_generation_prompt is not False,
+            has_names=bool(asked.return_token_strs),
+            template=template,
         )
 
     def tokens(self, body: Any) -> list[int]:
-        """Read a request for the text of tokens. Raises InvalidRequest, and NotFound for another model."""
-        return token_ids("tokens", self._plain_values(body, DETOKENIZE).get("tokens"))
-
-    def _values(self, body: Any, own: frozenset[str]) -> dict[str, Any]:
-        """Return the fields of a turn that are not null."""
-        values = _given(body)
-        self._note_unknown(unknown_names(values, own))
-        self.check_model(text("model", values.get("model", "")))
-        return values
-
-    def _plain_values(self, body: Any, own: frozenset[str]) -> dict[str, Any]:
-        """Return the fields of a request that is no turn. It need not name the model."""
-        values = _given(body)
-        self._note_unknown([name for name in values if name not in own])
-        if "model" in values:
-            self.check_model(text("model", values["model"]))
-        return values
-
-    def _note_unknown(self, names: list[str]) -> None:
-        """Log unknown fields, or refuse them. Raises InvalidRequest."""
-        if names and not self._ignores_unknown:
-            raise InvalidRequest(f"{names[0][:60]}: there is no such field")
-        if names:
-            log.info("ignored fields of a request: %s", ", ".join(shown(name) for name in names[:MAX_NAMED]))
+        """Read a request for the text of tokens."""
+        return self._read(models.DetokenizeRequest, body).tokens
 
     def check_model(self, name: str) -> None:
-        """Check the name of the model. Raises InvalidRequest, NotFound."""
+        """Check the name of the model."""
         if not name:
             raise InvalidRequest(f"model: none given; served is {self._model_name!r}")
         if name != self._model_name:
             raise NotFound(f"model: there is no model {shown(name)}; served is {self._model_name!r}")
 
-    def _turn(self, values: dict[str, Any]) -> HttpTurn:
-        request = inference_pb2.GenerateRequest(
-            sampling_params=_sampling(values),
-            cache_key=next(filter(None, [text(name, values.get(name, "")) for name in CACHE_KEYS]), ""),
-            **{name: read(name, values[name]) for name, read in OURS.items() if name in values},
-        )
-        put_constraint(request.sampling_params, values)
-        stream = boolean("stream", values.get("stream", False))
-        options = values.get("stream_options", {})
-        if not isinstance(options, dict):
-            raise InvalidRequest(f"stream_options: {shown(options)} is not allowed; give an object")
-        if options and not stream:
-            raise InvalidRequest("stream_options: only allowed where stream is true")
-        # include_obfuscation pads events against eavesdroppers who measure them; its absence changes no answer.
-        known = {"include_usage", "include_obfuscation"}
-        self._note_unknown([f"stream_options.{name}" for name in options if name not in known])
-        usage = options.get("include_usage")
-        include_usage = usage is not None and boolean("stream_options.include_usage", usage)
-        return HttpTurn(requests=(request,), stream=stream, include_usage=include_usage)
+    def _read(self, model: type[Asked], body: Any) -> Asked:
+        name = body.get("model") if isinstance(body, dict) else None
+        if isinstance(body, dict) and (name == "" or (name is None and issubclass(model, models.TurnRequest))):
+            self.check_model("")
+        asked = model.read(body, ignores_unknown=self._ignores_unknown)
+        if name is not None:  # a request that is no turn need not name it
+            self.check_model(name)
+        return asked
 
 
-def _given(body: Any) -> dict[str, Any]:
-    """Return the fields that are not null."""
-    if not isinstance(body, dict):
-        raise InvalidRequest("the body must be a JSON object")
-    return {name: value for name, value in body.items() if value is not None}
-
-
-def _template(values: dict[str, Any], messages: list[Message], offer: Offer | None) -> Template | None:
-    """Return the input of the chat template, where it is more than messages of text. Raises InvalidRequest."""
-    given = values.get("chat_template_kwargs", {})
-    if not isinstance(given, dict):
-        raise InvalidRequest(f"chat_template_kwargs: {shown(given)} is not allowed; give an object")
-    continues = boolean("continue_final_message", values.get("continue_final_message", False))
-    opens = boolean("add_generation_prompt", values.get("add_generation_prompt", not continues))
-    if continues and opens:
-        raise InvalidRequest("add_generation_prompt: true is not allowed with continue_final_message; leave one out")
-    if continues and messages[-1:] and messages[-1]["role"] != "assistant":
-        raise InvalidRequest("continue_final_message: only allowed where the last message is the assistant's")
-    if opens and not (given or offer or has_calls(messages)):
-        return None
-    return Template(
-        messages=messages,
-        tools=offer.described if offer else (),
-        values=given,
-        opens_answer=opens,
-        continues_last=continues,
-    )
-
-
-def _sampling(values: dict[str, Any]) -> inference_pb2.SamplingParams:
-    given: dict[str, Any] = {"temperature": DEFAULT_TEMPERATURE}
-    for name, (field, read) in SAMPLING.items():
-        if name in values:
-            given[field] = read(name, values[name])
+def _turn(asked: models.TurnRequest, format_name: str, response_format: models.ResponseFormat | None) -> HttpTurn:
+    """Return a turn without its prompt. `format_name` is the field that has the format."""
+    fields = {name: getattr(asked, name) for name in type(asked).model_fields}  # without fields that are ignored
+    known = {name: value for name, value in fields.items() if value is not None}
+    given = {name: value for name, value in known.items() if name in SAMPLING}
+    for name in ("max_completion_tokens", "max_output_tokens"):
+        if name in known:
+            given["max_tokens"] = known[name]
+    if isinstance(asked.stop, str):
+        given["stop"] = [asked.stop]
+    if asked.logit_bias is not None:
+        given["logit_bias"] = {int(token): bias for token, bias in asked.logit_bias.items()}
     try:
-        return inference_pb2.SamplingParams(**given)
+        params = inference_pb2.SamplingParams(**{"temperature": DEFAULT_TEMPERATURE} | given)
     except ValueError as error:  # a number that only fits in more bits than the contract has for it
         raise InvalidRequest(f"sampling_params: {error}") from None
+    if response_format is not None:
+        _put_format(params, format_name, response_format)
+    if asked.structured_outputs is not None:
+        if params.WhichOneof("constraint"):
+            raise InvalidRequest(f"structured_outputs: not allowed with {format_name}; leave one out")
+        _put_structure(params, asked.structured_outputs)
+    request = inference_pb2.GenerateRequest(
+        sampling_params=params,
+        cache_key=asked.prompt_cache_key or asked.user or "",
+        **{name: value for name, value in known.items() if name in models.ContractFields.model_fields},
+    )
+    options = asked.stream_options
+    if options is not None and options.model_fields_set and not asked.stream:
+        raise InvalidRequest("stream_options: only allowed where stream is true")
+    usage = bool(options and options.include_usage)
+    return HttpTurn(requests=(request,), stream=bool(asked.stream), include_usage=usage)
 
 
-def _prompts(prompt: Any) -> list[tuple[str, Any]]:
-    """Return the prompts of a completion by their names: a text or token ids, or a list of these."""
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-        if len(prompt) > MAX_PROMPTS:
-            raise InvalidRequest(f"prompt: {len(prompt)} prompts are too many; at most {MAX_PROMPTS} are allowed")
-        named = [(f"prompt[{place}]" if len(prompt) > 1 else "prompt", each) for place, each in enumerate(prompt)]
-    else:
-        named = [("prompt", prompt)]
-    for name, each in named:
-        if not isinstance(each, str | list):
-            raise InvalidRequest(f"{name}: {shown(each)} is not allowed; give a string or a list of token ids")
-    return named
+# --- forms of answers ------------------------------------------------------------------------------------------------
+
+
+def _put_format(params: inference_pb2.SamplingParams, name: str, given: models.ResponseFormat) -> None:
+    if given.type == "json_object":
+        params.json_object = True
+    if given.type == "json_schema":
+        within, inner = (f"{name}.json_schema", given.json_schema) if given.json_schema else (name, given)
+        params.json_schema = _schema_text(f"{within}.schema", inner.schema_)
+
+
+def _put_structure(params: inference_pb2.SamplingParams, asked: models.StructuredOutputs) -> None:
+    given = asked.model_dump(by_alias=True, exclude_none=True)
+    if len(given) != 1 or not given.keys() <= set(STRUCTURES):
+        raise InvalidRequest(
+            f"structured_outputs: {shown(list(given))} is not allowed; give one of {', '.join(STRUCTURES)}"
+        )
+    ((name, value),) = given.items()
+    match name:
+        case "json":
+            params.json_schema = value if isinstance(value, str) else _schema_text("structured_outputs.json", value)
+        case "choice":
+            params.choice.items.extend(value)
+            params.choice.SetInParent()  # an empty list is refused by name later
+        case _:
+            setattr(params, name, value)
+
+
+def _schema_text(name: str, schema: Mapping[str, Any] | None) -> str:
+    """Return a schema of a request as text. Raises InvalidRequest."""
+    if schema is None:
+        raise InvalidRequest(f"{name}: null is not allowed; give a JSON schema")
+    text = json.dumps(schema, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"{name}: holds half a surrogate pair, which is no character") from None
+    return text
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+def _put_chat(request: inference_pb2.GenerateRequest, messages: Sequence[TemplateMessage], offer: Offer | None) -> None:
+    """Put messages into a request, without what the contract has no place for."""
+    request.chat.messages.extend(
+        inference_pb2.ChatMessage(role=message["role"], content=message["content"]) for message in messages
+    )
+    request.chat.SetInParent()  # none are refused by name later
+    if offer is not None:
+        request.sampling_params.skip_special_tokens = False  # some of them begin calls
+
+
+def _message(place: int, message: models.Message) -> TemplateMessage:
+    """Return a message as chat templates take it. Raises InvalidRequest."""
+    for name, value in (message.model_extra or {}).items():
+        if value not in (None, [], {}):  # an answer that is sent back has such fields
+            raise InvalidRequest(f"messages[{place}].{name[:60]}: {shown(value)} is not supported; leave it out")
+    if message.content is None and not message.tool_calls:
+        raise InvalidRequest(f"messages[{place}].content: null is not allowed; give a string or a list of text parts")
+    found: TemplateMessage = {"role": ROLES.get(message.role, message.role), "content": _joined(message.content)}
+    if message.tool_calls:
+        found["tool_calls"] = [_call(call) for call in message.tool_calls]
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    return found
+
+
+def _call(call: models.MessageCall) -> TemplateMessage:
+    function = {"name": call.function.name, "arguments": call.function.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _joined(content: models.Content | models.ItemContent | None) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content or ())
+
+
+def _item_messages(asked: models.ResponseRequest) -> list[TemplateMessage]:
+    """Return the messages of an input: a text, or items. Calls that follow each other are one message."""
+    if isinstance(asked.input, str):
+        return [{"role": "user", "content": asked.input}]
+    messages: list[TemplateMessage] = []
+    for item in asked.input:
+        if isinstance(item, models.MessageItem):
+            messages.append({"role": ROLES.get(item.role, item.role), "content": _joined(item.content)})
+        elif isinstance(item, models.CallItem):
+            function = {"name": item.name, "arguments": item.arguments}
+            if not (messages and messages[-1]["role"] == "assistant"):
+                messages.append({"role": "assistant", "content": ""})
+            call = {"id": item.call_id, "type": "function", "function": function}
+            messages[-1].setdefault("tool_calls", []).append(call)
+        else:
+            messages.append({"role": "tool", "content": _joined(item.output), "tool_call_id": item.call_id})
+    return messages
+
+
+def _template(
+    asked: models.TemplateFields, messages: Sequence[TemplateMessage], offer: Offer | None
+) -> Template | None:
+    """Return the input of the chat template, where it is more than messages of text. Raises InvalidRequest."""
+    continues, given = bool(asked.continue_final_message), asked.chat_template_kwargs or {}
+    opens = not continues if asked.add_generation_prompt is None else asked.add_generation_prompt
+    if continues and opens:
+        raise InvalidRequest("add_generation_prompt: true is not allowed with continue_final_message; leave one out")
+    if continues and messages and messages[-1]["role"] != "assistant":
+        raise InvalidRequest("continue_final_message: only allowed where the last message is the assistant's")
+    has_calls = any({"tool_calls", "tool_call_id"} & message.keys() for message in messages)
+    if opens and not (given or offer or has_calls):
+        return None
+    tools = offer.described if offer else ()
+    return Template(messages=messages, tools=tools, values=given, opens_answer=opens, continues_last=continues)
+
+
+# --- prompts ---------------------------------------------------------------------------------------------------------
 
 
 def _check_prompts(turn: HttpTurn, num_prompts: int) -> None:
     """Check what goes with several prompts, and with an echo. Raises InvalidRequest."""
     request = turn.request
+    if num_prompts > models.MAX_PROMPTS:
+        raise InvalidRequest(f"prompt: {num_prompts} are too many; at most {models.MAX_PROMPTS} are allowed")
     if num_prompts > 1 and request.conversation_id:
         raise InvalidRequest(f"prompt: {num_prompts} prompts cannot all continue one conversation; give one")
     if turn.has_echo and request.conversation_id:
@@ -289,7 +383,7 @@ def _check_prompts(turn: HttpTurn, num_prompts: int) -> None:
 
 
 def _with_prompt(
-    request: inference_pb2.GenerateRequest, place: int, name: str, prompt: str | list[Any]
+    request: inference_pb2.GenerateRequest, place: int, prompt: str | list[int]
 ) -> inference_pb2.GenerateRequest:
     """Return a request for one of its prompts."""
     own = inference_pb2.GenerateRequest()
@@ -297,8 +391,8 @@ def _with_prompt(
     if place and own.request_id:
         own.request_id += f"#{place}"
     if isinstance(prompt, str):
-        own.text = text(name, prompt)
+        own.text = prompt
     else:
-        own.tokenized.input_ids.extend(token_ids(name, prompt))
+        own.tokenized.input_ids.extend(prompt)
         own.tokenized.SetInParent()
     return own

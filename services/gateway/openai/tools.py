@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ringserve.cp_core.errors import InvalidRequest
 from ringserve.services.gateway.constraints import ANY_OBJECT, JSON_OPTIONS
+from ringserve.services.gateway.openai import models
 from ringserve.services.gateway.openai.calls import CallForm, Function, calls_grammar
-from ringserve.services.gateway.openai.fields import boolean, shown, text
+from ringserve.services.gateway.openai.models import shown
 from ringserve.services.gateway.requests import RequestReader
 from ringserve.v1 import inference_pb2
 
-TOOL_FIELDS = frozenset({"tools", "tool_choice", "parallel_tool_calls"})
-CHOICES = ("none", "auto", "required")
-MAX_TOOLS = 128
-NAME = re.compile(r"[a-zA-Z0-9_.:-]{1,128}")
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -82,30 +78,33 @@ def closed(schema: Any) -> Any:
     return found
 
 
-def read_offer(values: Mapping[str, Any]) -> Offer | None:
-    """Return the tools that may be called; None where there are none. Raises InvalidRequest."""
-    tools = values.get("tools", [])
-    choice = values.get("tool_choice", "auto" if tools else "none")
-    one_call = not boolean("parallel_tool_calls", values.get("parallel_tool_calls", True))
-    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
-        raise InvalidRequest(f"tools: {shown(tools)} is not allowed; give a list of at most {MAX_TOOLS} tools")
-    functions = [_function(f"tools[{place}]", tool) for place, tool in enumerate(tools)]
+def read_offer(
+    tools: Sequence[models.Function],
+    described: Sequence[Mapping[str, Any]],
+    choice: str | models.Named | None,
+    *,
+    one_call: bool = False,
+) -> Offer | None:
+    """Return the tools that may be called; None if there are none. Raises InvalidRequest.
+
+    `described` are the tools as the client wrote them, in whose order of fields the model is shown them.
+    """
+    functions = [
+        Function(name=tool.name, schema=guided(_arguments(tool.parameters)), is_strict=bool(tool.strict))
+        for tool in tools
+    ]
     names = [each.name for each in functions]
     if len(set(names)) < len(names):
         raise InvalidRequest(f"tools: {shown(names)} names a function twice; names must differ")
-    named = _named(choice)
-    if named is None and choice not in CHOICES:
-        raise InvalidRequest(
-            f"tool_choice: {shown(choice)} is not allowed; use one of {', '.join(CHOICES)}, or name a function"
-        )
-    if choice == "none" or (choice == "auto" and not tools):
+    named = choice.name if isinstance(choice, models.Named) else None
+    if choice == "none" or (choice in (None, "auto") and not tools):
         return None
     if named is not None and named not in names:
         raise InvalidRequest(f"tool_choice: there is no function {shown(named)} among the tools")
     if not tools:
         raise InvalidRequest("tool_choice: 'required' is not allowed without tools")
     return Offer(
-        described=[{"type": "function", "function": tool["function"]} for tool in tools],
+        described=[{"type": "function", "function": each} for each in described],
         functions=[each for each in functions if named in (None, each.name)],
         must_call=named is not None or choice == "required",
         one_call=one_call or named is not None,
@@ -117,28 +116,3 @@ def _arguments(schema: Mapping[str, Any] | None) -> Mapping[str, Any]:
         return NO_PARAMETERS
     found: Mapping[str, Any] = schema if '"allOf"' in json.dumps(schema) else closed(schema)
     return found
-
-
-def _named(choice: Any) -> str | None:
-    if not isinstance(choice, dict) or choice.get("type") != "function":
-        return None
-    function = choice.get("function")
-    return text("tool_choice.function.name", function.get("name") if isinstance(function, dict) else None)
-
-
-def _function(name: str, tool: Any) -> Function:
-    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-    if not isinstance(function, dict):
-        raise InvalidRequest(f'{name}: {shown(tool)} is not allowed; give {{"type": "function", "function": ...}}')
-    called = text(f"{name}.function.name", function.get("name"))
-    if not NAME.fullmatch(called):
-        raise InvalidRequest(f"{name}.function.name: {shown(called)} is not allowed; use letters, digits and _-.:")
-    schema = function.get("parameters")
-    if schema is not None and not isinstance(schema, dict):
-        raise InvalidRequest(f"{name}.function.parameters: {shown(schema)} is not allowed; give a JSON schema")
-    strict = function.get("strict")
-    return Function(
-        name=called,
-        schema=guided(_arguments(schema)),
-        is_strict=strict is not None and boolean(f"{name}.function.strict", strict),
-    )

@@ -2,9 +2,18 @@
 
 import { $, element, on, token, told } from "./base.js";
 
+let models = {};
+
+/** Return a schema, or the model that it refers to. */
+function found(schema) {
+  return "$ref" in schema ? models[schema.$ref.split("/").pop()] : schema;
+}
+
 /** Write what a schema takes in words. */
-function words(schema) {
-  if (schema.anyOf && !schema.properties) return [...new Set(schema.anyOf.map(words))].join(" or ");
+function words(given) {
+  const schema = found(given);
+  const union = schema.properties ? undefined : (schema.anyOf ?? schema.oneOf);
+  if (union) return [...new Set(union.map(words))].join(" or ");
   if ("const" in schema) return JSON.stringify(schema.const);
   if (schema.enum) return schema.enum.map((value) => JSON.stringify(value)).join(", ");
   if (schema.type === "array") return `list of ${words(schema.items ?? {})}`;
@@ -17,9 +26,10 @@ function words(schema) {
   return (schema.type ?? "any value") + bounds;
 }
 
-function fields(schema) {
+function fields(given) {
+  const schema = found(given);
   const rows = Object.entries(schema.properties ?? {}).map(([name, each]) => {
-    const told = each.anyOf?.[0].description ?? each.description ?? "";
+    const told = each.description ?? "";
     const kind = [schema.required?.includes(name) ? "required" : "", words(each), told];
     return element(
       "tr",
@@ -34,20 +44,22 @@ function fields(schema) {
 function section(path, method, operation) {
   const answer = Object.entries(operation.responses["200"].content)[0];
   const body = operation.requestBody?.content["application/json"].schema;
+  const shown = fields(answer[1].schema);
   return element(
     "section",
     {},
     element("h2", {}, element("code", {}, `${method.toUpperCase()} ${path}`)),
     element("p", {}, operation.summary),
     ...(body ? fields(body) : []),
-    element("p", { class: "hint" }, `It answers with ${answer[0]}${answer[1].schema.properties ? ":" : "."}`),
-    ...fields(answer[1].schema),
+    element("p", { class: "hint" }, `It answers with ${answer[0]}${shown.length ? ":" : "."}`),
+    ...shown,
   );
 }
 
 async function show() {
   try {
     const described = await told("/openapi.json");
+    models = described.components.schemas;
     $("version").textContent = described.info.version;
     $("state").textContent = "Paths of this gateway, with the fields that each takes.";
     $("state").className = "";

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,12 +17,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from ringserve.cp_core.errors import Forbidden, InvalidRequest, Unavailable
+from ringserve.cp_core.errors import Forbidden, Unavailable
 from ringserve.orchestration.protocol.views import service_fault
 from ringserve.services.auth.authenticator import Authenticator
 from ringserve.services.auth.scoped_router import ScopedRouter
 from ringserve.services.auth.tenants import Tenant
-from ringserve.services.gateway.openai.fields import integer, shown, text
+from ringserve.services.gateway.openai.models import ConversationsQuery, ForkRequest
+from ringserve.services.gateway.openai.openapi import ApiRoute
 from ringserve.services.gateway.openai.responses import Json, conversation_json
 from ringserve.services.gateway.requests import identifier, named
 from ringserve.services.rpc.answer import message_dict
@@ -35,8 +37,6 @@ SEEN_SECONDS = 5.0
 """Seconds for the router to show the state of the service."""
 SEEN_AGE = 1.0
 """Seconds for which one state is shown to all who ask: any number of probes and pages cost one question a second."""
-DEFAULT_LIMIT = 100
-MAX_LIMIT = 1000
 
 FILES = {
     "/": ("page.html", "text/html"),
@@ -89,19 +89,20 @@ class ServiceViews:
         self._seen: ServerInfo | None = None
         self._seen_at = 0.0
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[ApiRoute]:
+        get = partial(ApiRoute, "GET")
         return [
-            Route("/health", self._health, methods=["GET"]),
-            Route("/ping", self._health, methods=["GET"]),
-            Route("/v1/service", self._show_service, methods=["GET"]),
-            Route("/v1/conversations", self._list, methods=["GET"]),
+            get("/health", self._health, "Say whether a turn can be served.", is_open=True),
+            get("/ping", self._health, "Say the same as /health, where other servers' probes ask.", is_open=True),
+            get("/v1/service", self._show_service, "Show the service: rings, drains, queues."),
+            get("/v1/conversations", self._list, "List the caller's conversations.", query=ConversationsQuery),
         ]
 
     async def fork(self, request: Request, body: Any) -> Response:
         """Answer POST /v1/conversations: a conversation that begins with the tokens of another."""
-        values = _fields(body, {"id": text, "forked_from": text, "at_token": integer(32)})
-        source, new = named("forked_from", values.get("forked_from", "")), named("id", values.get("id", ""))
-        view = await self._service.fork_conversation(self._caller(request), source, new, values.get("at_token"))
+        asked = ForkRequest.read(body)
+        source, new = named("forked_from", asked.forked_from), named("id", asked.id)
+        view = await self._service.fork_conversation(self._caller(request), source, new, asked.at_token)
         return JSONResponse(conversation_json(view))
 
     async def _health(self, request: Request) -> Response:
@@ -132,9 +133,9 @@ class ServiceViews:
 
     async def _list(self, request: Request) -> Response:
         router = self._service.router_for(self._caller(request))
-        given = _fields(dict(request.query_params), {"prefix": text, "after": text, "limit": _limit})
-        prefix, after = (identifier(name, given.get(name, "")) for name in ("prefix", "after"))
-        listing = await router.list_conversations(prefix, after, given.get("limit", DEFAULT_LIMIT))
+        asked = ConversationsQuery.read(dict(request.query_params))
+        prefix, after = identifier("prefix", asked.prefix), identifier("after", asked.after)
+        listing = await router.list_conversations(prefix, after, asked.limit)
         known = message_dict(to_message(inference_pb2.ListConversationsResponse, listing))
         data = [
             {"id": each["conversation_id"], "object": "conversation", "ringserve": each}
@@ -175,19 +176,3 @@ def _file(name: str, kind: str) -> Callable[[Request], Any]:
         return Response(content, media_type=kind, headers=HEADERS)
 
     return answer
-
-
-def _fields(body: Any, readers: dict[str, Callable[[str, Any], Any]]) -> dict[str, Any]:
-    """Return the fields of a body or a query that are not null. Raises InvalidRequest for one that is not known."""
-    if not isinstance(body, dict):
-        raise InvalidRequest("the body must be a JSON object")
-    for name in body:
-        if name not in readers:
-            raise InvalidRequest(f"{name[:60]}: there is no such field; allowed are {', '.join(readers)}")
-    return {name: readers[name](name, value) for name, value in body.items() if value is not None}
-
-
-def _limit(name: str, value: str) -> int:
-    if not (value.isascii() and value.isdigit() and len(value) <= 4 and 1 <= int(value) <= MAX_LIMIT):
-        raise InvalidRequest(f"{name}: {shown(value)} is not allowed; give a whole number from 1 to {MAX_LIMIT}")
-    return int(value)

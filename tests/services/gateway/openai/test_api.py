@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,9 @@ import httpx2
 import jsonschema
 import pytest
 
-from ringserve.cp_core.errors import ConfigError, InvalidRequest, NotFound
+from ringserve.cp_core.errors import ConfigError
 from ringserve.services.config.reading import config_from
 from ringserve.services.config.service import HttpConfig
-from ringserve.services.gateway.openai.openapi import REQUESTS
-from ringserve.services.gateway.openai.requests import HttpRequestReader
 from ringserve.services.gateway.text import TextCodec
 from ringserve.services.telemetry.metrics.registry import package_version
 from tests.services.auth.test_isolation import guarded
@@ -71,10 +68,8 @@ async def test_the_text_of_tokens_is_the_text_they_came_of(http: httpx2.AsyncCli
         ("/tokenize", {"prompt": "a", "messages": CHAT}, "prompt: not allowed with messages; leave one out"),
         ("/tokenize", {"messages": []}, "messages: none given; at least 1 is needed"),
         ("/tokenize", {"messages": CHAT, "add_special_tokens": True}, "add_special_tokens: true is not allowed"),
-        ("/tokenize", {"prompt": "a", "magic": 1}, "magic: there is no such field"),
         ("/tokenize", {"prompt": "x" * 200_000}, "prompt: 200000 characters are too many"),
         ("/detokenize", {"tokens": [1, 300]}, "tokens[1]: token 300 is outside the vocabulary"),
-        ("/detokenize", {"tokens": "a"}, "tokens: 'a' is not allowed; give a list of token ids"),
     ],
 )
 async def test_what_has_no_tokens_is_refused_by_name(
@@ -183,60 +178,9 @@ async def test_the_description_has_every_path_and_no_other(http: httpx2.AsyncCli
             answer = await http.request(method.upper(), path.replace("{name}", "nothing"))
             assert (answer.status_code == 405) == (method not in methods), (path, method)
             if method in methods and answer.status_code >= 400:
-                jsonschema.validate(answer.json(), described["components"]["schemas"]["Error"])
-    jsonschema.validate(
-        (await http.post("/tokenize", json={"prompt": "a"})).json(),
-        described["paths"]["/tokenize"]["post"]["responses"]["200"]["content"]["application/json"]["schema"],
-    )
-
-
-SAMPLES: tuple[object, ...] = (
-    *(None, True, False, 0, 1, 7, -1, -101, 2**32, 2**64, 0.5, "", "x", "auto", "medium", "none", MODEL),
-    *([], ["x"], [1], [-1], [[1]], [["x"]], [None], ["x", 1], {}, {"7": 0.5}, {"x": 1}, {"type": "text"}, ["text"]),
-    *({"include_usage": True}, {"include_usage": 1}, CHAT, [{"role": "user"}], [{"role": 1, "content": "x"}]),
-    [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
-    [{"role": "user", "content": [{"type": "image_url"}]}],
-)
-Read = Callable[[HttpRequestReader, Any], object]
-READ: dict[str, tuple[Read, dict[str, Any]]] = {
-    "/v1/chat/completions": (HttpRequestReader.chat, {"model": MODEL, "messages": CHAT}),
-    "/v1/completions": (HttpRequestReader.completion, {"model": MODEL, "prompt": "x"}),
-    "/tokenize": (HttpRequestReader.tokenization, {"prompt": "x"}),
-    "/detokenize": (HttpRequestReader.tokens, {"tokens": [1]}),
-}
-NEEDED: dict[str, dict[str, Any]] = {
-    "stream_options": {"stream": True},
-    "top_logprobs": {"logprobs": True},
-    "continue_final_message": {"messages": [{"role": "assistant", "content": "x"}]},
-}
-"""Fields that some fields are only taken with."""
-
-
-def is_read(read: Read, body: dict[str, Any]) -> bool:
-    try:
-        read(HttpRequestReader(MODEL), body)
-    except NotFound:
-        return True  # another model: a name all the same
-    except InvalidRequest:
-        return False
-    return True
-
-
-@pytest.mark.parametrize("path", READ)
-def test_the_description_takes_the_same_values_of_each_field_as_the_reader(path: str) -> None:
-    read, least = READ[path]
-    schema: Any = REQUESTS[path]
-    validator = jsonschema.Draft202012Validator(schema)
-    validator.check_schema(schema)
-    assert is_read(read, least)
-    for name, value in itertools.product(schema["properties"], SAMPLES):
-        body = least | NEEDED.get(name, {}) | {name: value}
-        if "messages" in body and path == "/tokenize":
-            del body["prompt"]
-        has_input = path != "/tokenize" or body.get("prompt") is not None or body.get("messages") is not None
-        assert is_read(read, body) == (validator.is_valid(body) and has_input), (name, value)
-    with pytest.raises(InvalidRequest, match="magic: there is no such field"):
-        read(HttpRequestReader(MODEL), least | {"magic": 1})
+                jsonschema.validate(answer.json(), described | {"$ref": "#/components/schemas/ErrorAnswer"})
+    schema = described["paths"]["/tokenize"]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
+    jsonschema.validate((await http.post("/tokenize", json={"prompt": "a"})).json(), described | schema)
 
 
 # --- settings --------------------------------------------------------------------------------------------------------
@@ -255,11 +199,10 @@ async def test_unknown_fields_are_ignored_with_a_log_line_where_so_configured(
         answer = await http.post("/v1/completions", json=body)
         assert answer.status_code == 200
         assert answer.text.endswith("data: [DONE]\n\n")
-        assert "ignored fields of a request: 'magic', 'a\\nb'" in caplog.messages
-        assert "ignored fields of a request: 'stream_options.sorcery'" in caplog.messages
+        assert "ignored fields of a request: 'magic', 'a\\nb', 'stream_options.sorcery'" in caplog.messages
         assert (await http.post("/tokenize", json={"prompt": "x", "magic": 1})).status_code == 200
         refused = await http.post("/v1/completions", json=body | {"best_of": 3})
-        assert said(refused) == "best_of: 3 is not supported; allowed is 1"
+        assert said(refused) == "best_of: 3 is not allowed; give 1"
         await gateway.wait_idle()
 
 

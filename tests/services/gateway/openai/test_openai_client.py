@@ -243,27 +243,13 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "temperature": ({"temperature": -1}, "temperature", "temperature: -1.0 is out of range; allowed are 0 to 100"),
     "max_tokens": ({"max_tokens": 0}, "max_tokens", "max_tokens: 0 is out of range"),
     "max_tokens beyond the model": ({"max_tokens": 9000}, "max_tokens", "allowed are 1 to 8192"),
-    "max_tokens of another type": ({"max_tokens": "many"}, "max_tokens", "give a whole number from 0"),
     "a tool": (
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
         "tools",
         "the chat template of this model takes no tools",
     ),
-    "seed": ({"seed": -1}, "seed", "seed: -1 is not allowed"),
     "role": ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role", "'wizard' is not allowed"),
     "no message": ({"messages": []}, "messages", "messages: none given"),
-    "an image": (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]},
-        "messages[0].content[0]",
-        "only",
-    ),
-    "a tool's call": (
-        {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": "a"}]}]},
-        "messages[0].tool_calls[0]",
-        "give an object with a function",
-    ),
-    "usage of no stream": ({"stream_options": {"include_usage": True}}, "stream_options", "where stream is true"),
-    "priority": ({"extra_body": {"priority": 101}}, "priority", "priority: 101 is not allowed"),
     "conversation": ({"extra_body": {"conversation_id": "x" * 300}}, "conversation_id", "300 characters are too many"),
 }
 
@@ -273,9 +259,6 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
 async def test_a_bad_field_is_refused_by_name(
     gateway: LocalGateway, fields: dict[str, Any], param: str, said: str, stream: bool
 ) -> None:
-    if stream and "stream_options" in fields:
-        fields = fields | {"stream_options": {"usage": True}}
-        param, said = "stream_options.usage", "no such field"
     asked: dict[str, Any] = {"model": MODEL, "messages": HELLO, "stream": stream} | fields
     async with gateway.openai() as client:
         with pytest.raises(openai.BadRequestError) as caught:

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Literal
 
-import openai
 import pytest
 from pydantic import BaseModel, ConfigDict
 
@@ -110,29 +109,3 @@ async def test_a_call_and_its_output_are_items(gateway: LocalGateway) -> None:
             {"role": "tool", "tool_call_id": call.call_id, "content": "done"},
         ]
         assert after.usage.input_tokens == len(gateway.codec.encode_template(messages, ()))
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "words"),
-    [
-        ({"previous_response_id": 1}, "previous_response_id", "give a string"),
-        ({"store": "yes"}, "store", "give true or false"),
-        ({"background": True}, "background", "true is not supported; leave it out"),
-        ({"input": 3}, "input", "give a string or a list of items"),
-        ({"input": []}, "input", "none given; at least 1 item is needed"),
-        ({"input": [{"type": "item_reference"}]}, "input[0].type", "is not supported; use message"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", "only parts of"),
-        ({"text": {"format": {"type": "xml"}}}, "text.format.type", "use one of text, json_object, json_schema"),
-        ({"messages": []}, "messages", "there is no such field"),
-        ({"n": 2}, "n", "there is no such field"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]", 'give {"type": "function"'),
-    ],
-)
-async def test_other_requests_are_refused_in_a_sentence(
-    gateway: LocalGateway, fields: dict[str, Any], param: str, words: str
-) -> None:
-    async with gateway.openai() as client:
-        with pytest.raises(openai.BadRequestError) as caught:
-            await client.responses.create(**ASKED, extra_body=fields)
-    assert words in str(caught.value)
-    assert caught.value.param == param

@@ -153,16 +153,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "top_p": ({"top_p": 0}, "top_p: 0.0 is out of range"),
     "n": ({"n": 17}, "n: 17 is out of range"),
     "n in a conversation": ({"n": 2, "extra_body": {"conversation_id": "c"}}, "n: 2 answers cannot all continue"),
-    "stop": ({"stop": ["a", 7]}, "stop[1]: 7 is not allowed; give a string"),
     "empty stop": ({"stop": ""}, "stop[0]: 0 characters are out of range"),
-    "bias of no token": ({"logit_bias": {"x": 1}}, "logit_bias: 'x' is no token id"),
-    "bias of no number": ({"logit_bias": {"1": "x"}}, "logit_bias[1]: 'x' is not allowed; give a number"),
     "bias beyond": ({"logit_bias": {"300": 1}}, "logit_bias: token 300 is outside the vocabulary"),
     "logprobs": ({"logprobs": 21}, "logprobs: 21 is out of range"),
-    "logprobs of a chat": ({"logprobs": True}, "logprobs: true is not allowed"),
     "penalty": ({"presence_penalty": 3}, "presence_penalty: 3.0 is out of range"),
-    "best_of": ({"best_of": 2}, "best_of: 2 is not supported; allowed is 1"),
-    "echo": ({"extra_body": {"echo": 1}}, "echo: 1 is not allowed; give true or false"),
 }
 
 
@@ -172,9 +166,3 @@ async def test_a_bad_value_is_refused_by_name(gateway: LocalGateway, fields: dic
         with pytest.raises(openai.BadRequestError) as caught:
             await client.completions.create(**ASKED, **fields)
     assert said in str(caught.value)
-
-
-async def test_top_logprobs_need_logprobs(gateway: LocalGateway) -> None:
-    async with gateway.openai() as client:
-        with pytest.raises(openai.BadRequestError, match="top_logprobs: only allowed where logprobs is true"):
-            await client.chat.completions.create(**CHAT, top_logprobs=2)

@@ -100,25 +100,13 @@ async def test_this_projects_client_asks_over_grpc(gateway: LocalGateway) -> Non
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"response_format": {"type": "xml"}}, "response_format.type", "is not allowed; use one of text, json"),
-        ({"response_format": "json"}, "response_format.type", "null is not allowed"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.schema", "give a JSON schema"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "objct"}}}},
             "json_schema",
             "it is no valid grammar: Invalid type: objct",
         ),
-        ({"structured_outputs": {}}, "structured_outputs", "give one of json, regex, choice, grammar, json_object"),
-        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "give one of json"),
-        ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs", "structural_tag"),
         ({"structured_outputs": {"choice": []}}, "choice", "0 choices are given; allowed are 1 to 4096"),
-        ({"structured_outputs": {"choice": [3]}}, "structured_outputs.choice[0]", "give a string"),
         ({"structured_outputs": {"regex": "["}}, "regex", "unclosed character class"),
-        (
-            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
-            "structured_outputs",
-            "not allowed with response_format; leave one out",
-        ),
     ],
 )
 async def test_other_forms_are_refused_before_anything_is_reserved(

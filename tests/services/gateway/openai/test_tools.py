@@ -162,27 +162,12 @@ def test_arguments_have_no_properties_that_their_schema_does_not_name() -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"tools": [{"type": "custom"}]}, "tools[0]", 'give {"type": "function"'),
-        ({"tools": [TOOLS[1], TOOLS[1]]}, "tools", "names a function twice"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "use letters"),
-        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "use one of none, auto, required"),
-        ({"tool_choice": "required"}, "tool_choice", "not allowed without tools"),
-        (
-            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "dig"}}},
-            "tool_choice",
-            "there is no function",
-        ),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"not": {}}}}]},
             "tools",
             "it is no valid grammar: ",
         ),
         ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs", "regex is not allowed with"),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-            "messages[0].tool_calls[0].function.arguments",
-            "is no JSON object",
-        ),
     ],
 )
 async def test_other_tools_are_refused_in_a_sentence(

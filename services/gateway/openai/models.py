@@ -1,0 +1,531 @@
+"""Bodies of the HTTP API as pydantic models: OpenAI's fields, vLLM's and ringserve's own.
+
+The models check shapes and types; values are checked where gRPC's are. A field for a sampling parameter of the contract
+needs one line in `SamplingFields` to be served. `Fields.read` turns a body into a model, and pydantic's errors into one
+sentence. The OpenAPI document is made of the same models.
+
+`extra="forbid"` refuses unknown fields; `read(..., ignores_unknown=True)` is the one switch that ignores them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import ErrorDetails, PydanticCustomError, core_schema
+
+from ringserve.cp_core.errors import InvalidRequest
+from ringserve.orchestration.protocol.turns import MAX_PRIORITY
+
+log = logging.getLogger(__name__)
+
+MAX_PROMPTS = 128
+"""Prompts of one request for completions. Their reader checks it: pydantic would name the first prompt."""
+MAX_TOOLS = 128
+MAX_CALLS = 128
+"""Calls of one message of the history."""
+MAX_LIMIT = 1000
+"""Conversations of one page of a list."""
+MAX_NAMED = 20
+"""Ignored fields that a log line names, and fields that the refusal of an unknown one lists."""
+
+
+class Fields(BaseModel):
+    """JSON object of a request. Only the fields of its model are allowed; null stands for a field that is not given."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    @classmethod
+    def read(cls, body: Any, *, ignores_unknown: bool = False) -> Self:
+        """Return the model of a body. Raises InvalidRequest, whose sentence names field, value and what is allowed.
+
+        Example: `CompletionRequest.read({"model": "m", "prompt": ["a", 7]})` raises "prompt[1]: 7 is not allowed; give
+        a string or a list".
+        """
+        if not isinstance(body, dict):
+            raise InvalidRequest("the body must be a JSON object")
+        required = {name: None for name, field in cls.model_fields.items() if field.is_required()}
+        given = required | {name: value for name, value in body.items() if value is not None}
+        try:
+            asked = cls.model_validate(given, extra="allow" if ignores_unknown else None)
+        except ValidationError as error:
+            raise InvalidRequest(_sentence(cls, given, error)) from None
+        if ignored := asked._unknown_names():
+            log.info("ignored fields of a request: %s", ", ".join(map(shown, ignored[:MAX_NAMED])))
+        return asked
+
+    def _unknown_names(self) -> list[str]:
+        names = list(self.model_extra or ())
+        for name, value in self:
+            if isinstance(value, Fields) and value.model_config["extra"] == "forbid":
+                names += [f"{name}.{each}" for each in value._unknown_names()]
+        return names
+
+
+class OpenFields(Fields):
+    """JSON object to which clients add fields of their own."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class SchemaMaker(GenerateJsonSchema):
+    """Generator of JSON schemas without titles of fields and without the default null."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+    def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonSchemaValue:
+        is_null = schema.get("default") is None
+        return self.generate_inner(schema["schema"]) if is_null else super().default_schema(schema)
+
+
+def shown(value: Any) -> str:
+    """Quote a value for a message as JSON, a string in single quotes, and never at length."""
+    words = repr(value) if isinstance(value, str) else json.dumps(value)
+    return words if len(words) <= 60 else f"{words[:56]} ..."
+
+
+# --- what is wrong, in a sentence ------------------------------------------------------------------------------------
+
+ALLOWED = {
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "float_type": "a number that fits in 64 bits",
+    "greater_than_equal": "{ge} or more",
+    "int_type": "a whole number",
+    "less_than_equal": "{le} or less",
+    "list_type": "a list",
+    "literal_error": "{expected}",
+    "model_attributes_type": "an object",
+    "model_type": "an object",
+    "string_pattern_mismatch": "a string that matches {pattern}",
+    "string_type": "a string",
+    "too_long": "a list of at most {max_length} items",
+    "too_short": "a list of at least {min_length} items",
+    "string_unicode": "text without half a surrogate pair",
+    "union_tag_invalid": "one of {expected_tags}",
+}
+"""What is allowed instead, by pydantic's kind of error."""
+
+
+def _sentence(model: type[Fields], body: dict[str, Any], error: ValidationError) -> str:
+    """Return what is wrong with the first wrong field: its innermost and last fault, to which its reader came farthest.
+
+    Each member of a union has faults of its own; those of one place are one sentence.
+    """
+    faults = error.errors(include_url=False, include_input=False)
+    paths = [_client_path(body, fault) for fault in faults if fault["loc"][:1] == faults[0]["loc"][:1]]
+    path = max(paths, key=lambda each: (len(each), each))
+    fault = faults[paths.index(path)]
+    name = "".join(f"[{part}]" if str(part).isdigit() else f".{part}" for part in path).removeprefix(".")
+    value: Any = body
+    for part in path:
+        value = value.get(part) if isinstance(value, dict) else value[part]
+    if fault["loc"][-1:] == ("[key]",):
+        value = path[-1]
+    if fault["type"] == "extra_forbidden":
+        fields = [field.alias or each for each, field in model.model_fields.items()]
+        listed = len(fields) <= MAX_NAMED and len(path) == 1
+        return (
+            f"{name[:60]}: there is no such field; {'allowed are ' + ', '.join(fields) if listed else 'leave it out'}"
+        )
+    if fault["type"] == "missing":
+        return f"{name}: none given; it is required"
+    if fault["type"] == "none_required":
+        return f"{name}: {shown(value)} is not supported; leave it out"
+    words = [
+        ALLOWED.get(each["type"], each["msg"]).format_map(each.get("ctx", {}))
+        for each, place in zip(faults, paths, strict=False)
+        if place == path
+    ]
+    return f"{name or 'the body'}: {shown(value)} is not allowed; give {' or '.join(dict.fromkeys(words))}"
+
+
+def _client_path(body: Any, fault: ErrorDetails) -> tuple[str | int, ...]:
+    """Return the place of a fault as the client wrote it: pydantic's, without its names of a union's members."""
+    path: list[str | int] = []
+    value = body
+    for part in fault["loc"]:
+        if (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int)):
+            path.append(part)
+            value = value[part]  # type: ignore[index]
+    if fault["type"] == "missing":
+        path.append(fault["loc"][-1])
+    if fault["type"] == "union_tag_invalid":
+        path.append("type")
+    return tuple(path)
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+def _check_characters(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PydanticCustomError("string_unicode", "no characters") from None
+    return text
+
+
+def _only(allowed: bool | int) -> BeforeValidator:
+    """Return a check that takes no value of another type either: in Python 0 equals False, and 1 equals True."""
+
+    def check(given: Any) -> Any:
+        if given is not None and (given != allowed or type(given) is not type(allowed)):
+            raise PydanticCustomError("literal_error", "", {"expected": json.dumps(allowed)})
+        return given
+
+    return BeforeValidator(check)
+
+
+def _parse_arguments(given: Any) -> Any:
+    """Return the arguments of a call, which templates take as objects and answers have as text."""
+    try:
+        return json.loads(given) if isinstance(given, str) and given else given or {}
+    except (ValueError, RecursionError):
+        raise PydanticCustomError("json", "a JSON object, whole or as text") from None
+
+
+Json = dict[str, Any]
+Text = Annotated[str, AfterValidator(_check_characters)]
+Name = Annotated[str, Field(min_length=1), AfterValidator(_check_characters)]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
+Whole = Annotated[int, Field(ge=0, le=2**32 - 1)]
+FIRST_FAULT = Field(fail_fast=True)
+"""Of a long list only the first fault is looked for."""
+Tokens = Annotated[list[Whole], FIRST_FAULT]
+Texts = Annotated[list[Text], FIRST_FAULT]
+Prompts = Annotated[list[Text | Tokens], Field(fail_fast=True, json_schema_extra={"maxItems": MAX_PROMPTS})]
+TopK = Annotated[int, Field(ge=-1, le=2**32 - 1), AfterValidator(lambda given: max(given, 0))]
+Biases = Annotated[
+    dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float],
+    Field(json_schema_extra={"additionalProperties": False}),
+]
+"""Biases by token id; keys of JSON are strings."""
+Arguments = Annotated[Json, BeforeValidator(_parse_arguments, json_schema_input_type=str | Json | None)]
+NOT_SERVED = Field(description="Not served.")
+Unserved = Annotated[None, NOT_SERVED]
+Off = Annotated[Annotated[Literal[False], _only(False)] | None, NOT_SERVED]
+EmptyList = Annotated[Annotated[list[Any], Field(max_length=0)] | None, NOT_SERVED]
+Inert = Annotated[Any, Field(description="Without effect.")]
+
+
+# --- parts of requests -----------------------------------------------------------------------------------------------
+
+
+class TextPart(OpenFields):
+    type: Literal["text"]
+    text: Text
+
+
+class ItemPart(OpenFields):
+    type: Literal["input_text", "output_text", "text"]
+    text: Text
+
+
+Content = Text | Annotated[list[TextPart], FIRST_FAULT]
+ItemContent = Text | Annotated[list[ItemPart], FIRST_FAULT]
+
+
+class CalledFunction(OpenFields):
+    name: Text
+    arguments: Arguments = Field(default_factory=dict)
+
+
+class MessageCall(OpenFields):
+    id: Text = ""
+    function: CalledFunction
+
+
+class Message(Fields):
+    """Message of a chat, with content or calls. Its reader refuses other fields unless they are empty."""
+
+    model_config = ConfigDict(
+        extra="allow",
+        json_schema_extra={
+            "anyOf": [
+                {"required": ["content"], "properties": {"content": {"not": {"type": "null"}}}},
+                {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}},
+            ]
+        },
+    )
+    role: Text
+    content: Content | None = None
+    name: Inert = None  # of a speaker, for templates that know several
+    tool_calls: Annotated[list[MessageCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
+    tool_call_id: Text | None = None
+
+
+Messages = Annotated[list[Message], FIRST_FAULT]
+
+
+class Function(OpenFields):
+    name: FunctionName
+    description: Any = None
+    parameters: Json | None = None
+    strict: bool | None = None
+
+
+class Kind(OpenFields):
+    type: Literal["function"]
+
+
+class Tool(Kind):
+    function: Function
+
+
+class ItemTool(Function, Kind):
+    pass
+
+
+class Named(OpenFields):
+    name: Text
+
+
+class ToolChoice(Kind):
+    function: Named
+
+
+class ItemToolChoice(Named, Kind):
+    pass
+
+
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+ItemTools = Annotated[list[ItemTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+ChoiceMode = Literal["none", "auto", "required"]
+
+
+class NamedSchema(OpenFields):
+    schema_: Json | None = Field(default=None, alias="schema")
+
+
+class ResponseFormat(NamedSchema):
+    """Form of an answer. Chats have a schema under `json_schema`, responses beside `type`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+
+class StructuredOutputs(Fields):
+    """Form of an answer as vLLM's clients write it: one of these. Its reader refuses other fields that are not null."""
+
+    model_config = ConfigDict(
+        extra="allow", json_schema_extra={"minProperties": 1, "additionalProperties": {"type": "null"}}
+    )
+    json_: Json | Text | None = Field(default=None, alias="json")
+    regex: Text | None = None
+    choice: Texts | None = None
+    grammar: Text | None = None
+    json_object: bool | None = None
+
+
+class StreamOptions(Fields):
+    include_usage: bool | None = None
+    include_obfuscation: Inert = None  # pads events against eavesdroppers who measure them
+
+
+# --- requests --------------------------------------------------------------------------------------------------------
+
+
+class SamplingFields(Fields):
+    """Fields of the contract's SamplingParams, under the same names."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: TopK | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Biases | None = None
+    seed: Annotated[int, Field(ge=0, le=2**64 - 1)] | None = None
+    stop: Text | Texts | None = None
+    stop_token_ids: Tokens | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Whole | None = None
+    skip_special_tokens: bool | None = None
+
+
+class ContractFields(Fields):
+    """Fields of the contract's GenerateRequest that OpenAI's requests lack; clients send them as `extra_body`."""
+
+    conversation_id: Text | None = None
+    request_id: Text | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    no_cache: bool | None = None
+    expected_tokens: Whole | None = None
+    max_loss: float | None = None
+    max_ttft: float | None = None
+
+
+class TurnRequest(SamplingFields, ContractFields):
+    """Fields of every request for a turn."""
+
+    model: Name
+    stream: Annotated[bool | None, Field(description="Answer with server-sent events.")] = None
+    stream_options: StreamOptions | None = None
+    structured_outputs: StructuredOutputs | None = None
+    prompt_cache_key: Text | None = None
+    user: Text | None = None
+    metadata: Inert = None
+    safety_identifier: Inert = None
+    prompt_cache_options: Inert = None
+    prompt_cache_retention: Inert = None
+    service_tier: Inert = None
+
+
+class TextRequest(TurnRequest):
+    """Fields that chats and completions share. Each that is not served takes the value that changes nothing."""
+
+    n: Whole | None = None
+    max_tokens: Whole | None = None
+    max_completion_tokens: Whole | None = None
+    response_format: ResponseFormat | None = None
+    audio: Unserved = None
+    best_of: Annotated[Annotated[Literal[1], _only(1)] | None, NOT_SERVED] = None
+    function_call: Annotated[Literal["none"] | None, NOT_SERVED] = None
+    functions: EmptyList = None
+    moderation: Unserved = None
+    modalities: Annotated[Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None, NOT_SERVED] = None
+    prediction: Unserved = None
+    reasoning_effort: Annotated[Literal["none"] | None, NOT_SERVED] = None
+    store: Off = None
+    suffix: Annotated[Literal[""] | None, NOT_SERVED] = None
+    verbosity: Annotated[Literal["medium"] | None, NOT_SERVED] = None
+    web_search_options: Unserved = None
+
+
+class TemplateFields(Fields):
+    """Fields for the chat template."""
+
+    chat_template_kwargs: Json | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class ChatRequest(TextRequest, TemplateFields):
+    messages: Messages
+    logprobs: bool | None = None
+    top_logprobs: Whole | None = None
+    echo: Off = None
+    tools: Tools | None = None
+    tool_choice: ChoiceMode | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+
+class CompletionRequest(TextRequest):
+    prompt: Text | Tokens | Prompts
+    prompt_mode: Literal["auto", "append", "whole_history"] | None = None
+    logprobs: Whole | None = None
+    echo: bool | None = None
+
+
+class MessageItem(OpenFields):
+    type: Literal["message"] = "message"
+    role: Text
+    content: ItemContent
+
+
+class CallItem(OpenFields):
+    type: Literal["function_call"]
+    call_id: Text
+    name: Text
+    arguments: Arguments = Field(default_factory=dict)
+
+
+class OutputItem(OpenFields):
+    type: Literal["function_call_output"]
+    call_id: Text
+    output: ItemContent
+
+
+Item = Annotated[
+    MessageItem | CallItem | OutputItem,
+    Field(discriminator="type"),
+    BeforeValidator(lambda item: {"type": "message"} | item if isinstance(item, dict) else item),
+]
+
+
+class TextOptions(OpenFields):
+    format: ResponseFormat | None = None
+    verbosity: Inert = None
+
+
+class ResponseRequest(TurnRequest):
+    input: Text | Annotated[list[Item], Field(min_length=1, fail_fast=True)]
+    instructions: Text | None = None
+    max_output_tokens: Whole | None = None
+    previous_response_id: Text | None = None
+    text: TextOptions | None = None
+    tools: ItemTools | None = None
+    tool_choice: ChoiceMode | ItemToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: Json | None = None
+    store: bool | None = None
+    background: Off = None
+    include: EmptyList = None
+    reasoning: Annotated[dict[Literal["effort"], Literal["none"]] | None, NOT_SERVED] = None
+    truncation: Annotated[Literal["disabled"] | None, NOT_SERVED] = None
+
+
+class TokenizeRequest(TemplateFields):
+    """Text or chat whose tokens are asked for, in vLLM's shape."""
+
+    model: Name | None = None
+    prompt: Text | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Fields):
+    model: Name | None = None
+    tokens: Tokens
+
+
+class ForkRequest(Fields):
+    forked_from: Text
+    id: Text
+    at_token: Whole | None = None
+
+
+class ConversationsQuery(Fields):
+    """Page of the caller's conversations: names that begin with `prefix`, behind `after`."""
+
+    prefix: Text = ""
+    after: Text = ""
+    limit: Annotated[int, Field(strict=False, ge=1, le=MAX_LIMIT)] = 100
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+class TokensAnswer(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class TextAnswer(BaseModel):
+    prompt: str
+
+
+class VersionAnswer(BaseModel):
+    version: str
+
+
+class ErrorShape(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    error: ErrorShape
