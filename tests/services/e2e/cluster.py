@@ -84,7 +84,7 @@ class Ringserve:
         ):
             try:
                 status = main(arguments)
-            except SystemExit as end:  # argparse refuses the arguments
+            except SystemExit as end:  # of help or the version
                 status = int(end.code or 0)
         return subprocess.CompletedProcess(arguments, status, printed.getvalue(), errors.getvalue())
 

@@ -140,7 +140,7 @@ def test_a_deadline_ends_the_turn_everywhere(inference: Inference, stock: StockM
     [
         (["--prompt", "hello", "--conversation", "nobody", "--mode", "append"], "there is no conversation"),
         (["--prompt", "hello", "--temperature", "-1"], "sampling_params.temperature: -1"),
-        (["--prompt", "hello", "--max-tokens", "-1"], "--max-tokens: -1 is not allowed; give at least 1"),
+        (["--prompt", "hello", "--max-tokens", "-1"], "--max-tokens: -1 is out of range; allowed are 1 to 4294967295"),
         (["--prompt-ids", "{directory}/none.json"], "cannot be read"),
         (["--prompt-ids", "{directory}/words.json"], "[0]: 'word' is no token id"),
         (["--messages", "{directory}/words.json"], "message 0: 'word' is not allowed; a message is"),

@@ -224,8 +224,8 @@ def test_without_json_the_answer_is_on_standard_output_and_the_plan_beside_it(
     assert finished.returncode == 0, finished.stderr
     expected = generate(cluster, "--prompt", "What is bound?", "--max-tokens", "5")
     assert finished.stdout == expected["text"] + "\n"
-    assert "T=14 P=0 on prefill-0 -> decode-0" in finished.stderr
-    assert len(finished.stderr.splitlines()) == 1
+    assert "tokens     14 new, 0 cached, 5 answered (length)\n" in finished.stderr
+    assert "rings      prefill-0 -> decode-0\n" in finished.stderr
 
 
 @pytest.mark.parametrize("typed", ["hello\nand then?\n\n", ""])
@@ -235,5 +235,5 @@ def test_a_chat_on_the_terminal_forgets_its_conversation_at_the_end(
     before = inference.info().conversations
     finished = cluster.ringserve.run(*("chat", "--plan", "--target", cluster.gateway, "--max-tokens", "4"), typed=typed)
     assert finished.returncode == 0, finished.stderr
-    assert finished.stderr.count("on prefill-0 -> decode-0") == len(typed.split("\n\n")[0].splitlines())
+    assert finished.stderr.count("rings      prefill-0 -> decode-0") == len(typed.split("\n\n")[0].splitlines())
     assert inference.info().conversations == before
