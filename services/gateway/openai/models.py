@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+from itertools import islice
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -19,6 +20,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError, core_schema
 
 from ringserve.cp_core.errors import InvalidRequest
 from ringserve.orchestration.protocol.turns import MAX_PRIORITY
+from ringserve.services.gateway.requests import MAX_MESSAGES
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +31,8 @@ MAX_CALLS = 128
 """Calls of one message of the history."""
 MAX_LIMIT = 1000
 """Conversations of one page of a list."""
+MAX_FIELDS = 4096
+"""Fields of a body and of each object in it: pydantic would collect a fault of every unknown one, in one long call."""
 MAX_NAMED = 20
 """Ignored fields that a log line names, and fields that the refusal of an unknown one lists."""
 
@@ -47,13 +51,16 @@ class Fields(BaseModel):
         """
         if not isinstance(body, dict):
             raise InvalidRequest("the body must be a JSON object")
+        for name, value in [("the body", body), *body.items()]:
+            if isinstance(value, dict) and len(value) > MAX_FIELDS:
+                raise InvalidRequest(f"{name[:60]}: {len(value)} fields are too many; at most {MAX_FIELDS} are allowed")
         required = {name: None for name, field in cls.model_fields.items() if field.is_required()}
         given = required | {name: value for name, value in body.items() if value is not None}
         try:
             asked = cls.model_validate(given, extra="allow" if ignores_unknown else None)
         except ValidationError as error:
             raise InvalidRequest(_sentence(cls, given, error)) from None
-        if ignored := asked._unknown_names():
+        if ignored := asked._unknown_names() if ignores_unknown else []:
             log.info("ignored fields of a request: %s", ", ".join(map(shown, ignored[:MAX_NAMED])))
         return asked
 
@@ -84,7 +91,8 @@ class SchemaMaker(GenerateJsonSchema):
 
 def shown(value: Any) -> str:
     """Quote a value for a message as JSON, a string in single quotes, and never at length."""
-    words = repr(value) if isinstance(value, str) else json.dumps(value)
+    pieces = json.JSONEncoder().iterencode(value)  # a value may have many megabytes
+    words = repr(value[:60]) if isinstance(value, str) else "".join(islice(pieces, 60))
     return words if len(words) <= 60 else f"{words[:56]} ..."
 
 
@@ -103,7 +111,6 @@ ALLOWED = {
     "model_type": "an object",
     "string_pattern_mismatch": "a string that matches {pattern}",
     "string_type": "a string",
-    "too_long": "a list of at most {max_length} items",
     "too_short": "a list of at least {min_length} items",
     "string_unicode": "text without half a surrogate pair",
     "union_tag_invalid": "one of {expected_tags}",
@@ -117,10 +124,11 @@ def _sentence(model: type[Fields], body: dict[str, Any], error: ValidationError)
     Each member of a union has faults of its own; those of one place are one sentence.
     """
     faults = error.errors(include_url=False, include_input=False)
-    paths = [_client_path(body, fault) for fault in faults if fault["loc"][:1] == faults[0]["loc"][:1]]
+    faults = [fault for fault in faults if fault["loc"][:1] == faults[0]["loc"][:1]]
+    paths = [_client_path(body, fault) for fault in faults]
     path = max(paths, key=lambda each: (len(each), each))
     fault = faults[paths.index(path)]
-    name = "".join(f"[{part}]" if str(part).isdigit() else f".{part}" for part in path).removeprefix(".")
+    name = "".join(f"[{part}]" if str(part).isdigit() else f".{part}"[:60] for part in path).removeprefix(".")
     value: Any = body
     for part in path:
         value = value.get(part) if isinstance(value, dict) else value[part]
@@ -129,16 +137,16 @@ def _sentence(model: type[Fields], body: dict[str, Any], error: ValidationError)
     if fault["type"] == "extra_forbidden":
         fields = [field.alias or each for each, field in model.model_fields.items()]
         listed = len(fields) <= MAX_NAMED and len(path) == 1
-        return (
-            f"{name[:60]}: there is no such field; {'allowed are ' + ', '.join(fields) if listed else 'leave it out'}"
-        )
+        return f"{name}: there is no such field; {'allowed are ' + ', '.join(fields) if listed else 'leave it out'}"
     if fault["type"] == "missing":
         return f"{name}: none given; it is required"
+    if fault["type"] == "too_long":
+        return f"{name}: {len(value)} are too many; at most {fault['ctx']['max_length']} are allowed"
     if fault["type"] == "none_required":
         return f"{name}: {shown(value)} is not supported; leave it out"
     words = [
         ALLOWED.get(each["type"], each["msg"]).format_map(each.get("ctx", {}))
-        for each, place in zip(faults, paths, strict=False)
+        for each, place in zip(faults, paths, strict=True)
         if place == path
     ]
     return f"{name or 'the body'}: {shown(value)} is not allowed; give {' or '.join(dict.fromkeys(words))}"
@@ -210,6 +218,7 @@ NOT_SERVED = Field(description="Not served.")
 Unserved = Annotated[None, NOT_SERVED]
 Off = Annotated[Annotated[Literal[False], _only(False)] | None, NOT_SERVED]
 EmptyList = Annotated[Annotated[list[Any], Field(max_length=0)] | None, NOT_SERVED]
+TextOnly = Annotated[list[Literal["text"]], Field(min_length=1, max_length=1, fail_fast=True)]
 Inert = Annotated[Any, Field(description="Without effect.")]
 
 
@@ -259,7 +268,7 @@ class Message(Fields):
     tool_call_id: Text | None = None
 
 
-Messages = Annotated[list[Message], FIRST_FAULT]
+Messages = Annotated[list[Message], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class Function(OpenFields):
@@ -390,7 +399,7 @@ class TextRequest(TurnRequest):
     function_call: Annotated[Literal["none"] | None, NOT_SERVED] = None
     functions: EmptyList = None
     moderation: Unserved = None
-    modalities: Annotated[Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None, NOT_SERVED] = None
+    modalities: Annotated[TextOnly | None, NOT_SERVED] = None
     prediction: Unserved = None
     reasoning_effort: Annotated[Literal["none"] | None, NOT_SERVED] = None
     store: Off = None

@@ -219,8 +219,8 @@ class HttpRequestReader:
 
 def _turn(asked: models.TurnRequest, format_name: str, response_format: models.ResponseFormat | None) -> HttpTurn:
     """Return a turn without its prompt. `format_name` is the field that has the format."""
-    fields = {name: getattr(asked, name) for name in type(asked).model_fields}  # without fields that are ignored
-    known = {name: value for name, value in fields.items() if value is not None}
+    names = asked.model_fields_set & type(asked).model_fields.keys()  # without the fields that are ignored
+    known = {name: getattr(asked, name) for name in names}
     given = {name: value for name, value in known.items() if name in SAMPLING}
     for name in ("max_completion_tokens", "max_output_tokens"):
         if name in known:

@@ -168,12 +168,22 @@ def refusal(model: type[Fields], fields: dict[str, Any]) -> dict[str, Any]:
         (CompletionRequest, {"best_of": True}, "best_of", "true is not allowed; give 1"),
         (ChatRequest, {"store": 0}, "store", "0 is not allowed; give false"),
         (ChatRequest, {"audio": {"voice": "x"}}, "audio", '{"voice": "x"} is not supported; leave it out'),
-        (ChatRequest, {"functions": [1]}, "functions", "[1] is not allowed; give a list of at most 0 items"),
+        (ChatRequest, {"functions": [1]}, "functions", "1 are too many; at most 0 are allowed"),
         (ResponseRequest, {"background": True}, "background", "true is not allowed; give false"),
         (ResponseRequest, {"reasoning": {"effort": "low"}}, "reasoning.effort", "'low' is not allowed; give 'none'"),
         # Too many, too few.
         (CompletionRequest, {"prompt": ["a"] * 129}, "prompt", "129 are too many; at most 128 are allowed"),
         (ResponseRequest, {"input": []}, "input", "[] is not allowed; give a string or a list of at least 1 item"),
+        (CompletionRequest, {"modalities": ["x"] * 9}, "modalities[0]", "'x' is not allowed; give 'text'"),
+        *(
+            (
+                CompletionRequest,
+                {name: dict.fromkeys(map(str, range(5000)))},
+                name,
+                "5000 fields are too many; at most 4096",
+            )
+            for name in ("logit_bias", "stream_options")
+        ),
         # Text that no tokenizer takes.
         (
             CompletionRequest,
@@ -246,6 +256,7 @@ def test_names_of_fields_are_text_and_bodies_are_objects() -> None:
     assert "give text without half a surrogate pair" in refusal(CompletionRequest, {"\ud800": 1})["message"]
     with pytest.raises(InvalidRequest, match="the body must be a JSON object"):
         HttpRequestReader(MODEL).completion([])
+    assert "5002 fields are too many" in refusal(CompletionRequest, dict.fromkeys(map(str, range(5000))))["message"]
 
 
 def test_values_that_change_nothing_are_taken() -> None:
