@@ -102,12 +102,10 @@ def test_a_slow_link_shows_what_computing_does_not_hide() -> None:
     assert prefill_seconds(2, "pass_kv", VirtualClock, 1.0, 0.0, num_bytes / 1.75) == pytest.approx(2.75)
 
 
-def test_communication_hides_under_compute_by_the_clock_on_the_wall() -> None:
-    """Hold once: other load on the machine only adds time."""
-    compute, hop = 0.08, 0.05
-    limit = 3 * compute + hop  # with exposed messages it takes two hops longer than the compute
-    assert any(prefill_seconds(3, "pass_kv", WallClock, compute, hop) < limit for _ in range(30))
-    assert prefill_seconds(3, "pass_kv", WallClock, compute, 0.13) >= 3 * compute + 2 * hop
+def test_messages_and_computing_take_at_least_their_time_by_the_clock_on_the_wall() -> None:
+    """The rest of a message that takes longer than an iteration shows, twice."""
+    compute, hop = 0.08, 0.13
+    assert prefill_seconds(3, "pass_kv", WallClock, compute, hop) >= 3 * compute + 2 * (hop - compute)
 
 
 def test_messages_to_all_peers_share_one_outgoing_link() -> None:
