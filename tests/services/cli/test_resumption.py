@@ -50,7 +50,7 @@ async def test_generate_goes_on_at_the_next_gateway(
     shown = capsys.readouterr()
     assert killed
     assert shown.out.removesuffix("\n") == wanted
-    assert "lost its gateway after" in shown.err
+    assert "\nlost gateway  after " in shown.err
 
 
 async def test_a_chat_goes_on_at_the_next_gateway(gateways: Gateways, killed: list[int]) -> None:
