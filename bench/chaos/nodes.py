@@ -29,7 +29,7 @@ from bench.namespaces import (
     run_all,
 )
 from ringserve.cp_core.errors import Unavailable
-from ringserve.services.auth.sections import SECRET_VARIABLE
+from ringserve.services.auth.tls import SECRET_VARIABLE
 from ringserve.services.config import Config
 
 NETWORK, HEAD, WORKER = 1, 0, 1

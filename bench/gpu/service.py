@@ -24,7 +24,7 @@ from bench.gpu.table import (
     drawn_model,
 )
 from bench.service.served import TTFT_TOKENS, DrawnTurns, Turn, TurnTimes, served
-from ringserve.services.config import Config, DecodeConfig, KvCacheConfig, ModelConfig, PrefillConfig, TimeoutConfig
+from ringserve.services.config import Config, config_from
 from ringserve.services.offline.reference import Reference, StockModel
 from ringserve.workers.model.builtin import resolve_model_path
 from ringserve.workers.model.loading import DTYPES
@@ -59,12 +59,15 @@ def config_of(place: Place, dtype: str, ranks: int) -> Config:
     """Return the configuration of two rings of so many ranks, which share the GPU where there is one."""
     rows, longest = max(place.contexts, key=lambda case: case[0] * case[1])
     tokens = max(rows * (longest + SPARE_TOKENS), max(place.prompts) + SPARE_TOKENS)
-    return Config(
-        model=ModelConfig(dtype=dtype, device=place.device, gpus_per_rank=0.5 / ranks if place.is_gpu else 1.0),
-        prefill=PrefillConfig(cp=ranks, chunk_tokens=max(place.prompts)),
-        decode=DecodeConfig(cp=ranks, max_batch=max(8, *(batch for batch, _ in place.contexts))),
-        kv_cache=KvCacheConfig(tokens_per_rank=-(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS),
-        timeouts=TimeoutConfig(start=START_SECONDS),
+    gpus_per_rank = 0.5 / ranks if place.is_gpu else 1.0
+    return config_from(
+        {
+            "model": {"dtype": dtype, "device": place.device, "gpus_per_rank": gpus_per_rank},
+            "prefill": {"cp": ranks, "chunk_tokens": max(place.prompts)},
+            "decode": {"cp": ranks, "max_batch": max(8, *(batch for batch, _ in place.contexts))},
+            "kv_cache": {"tokens_per_rank": -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS},
+            "timeouts": {"start": START_SECONDS},
+        }
     )
 
 

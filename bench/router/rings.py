@@ -19,7 +19,7 @@ from ringserve.orchestration.protocol.turns import (
     RingRegistration,
     TurnEvent,
 )
-from ringserve.services.config.rings import DecodeConfig
+from ringserve.services.config.sections import DecodeConfig
 from ringserve.views import RingInfo, RingRates
 
 SIZES = (1, 2, 4, 8)

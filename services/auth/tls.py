@@ -12,6 +12,9 @@ import grpc
 
 from ringserve.cp_core.transport.peer_tls import PeerTls, load_files, read
 
+SECRET_VARIABLE = "RINGSERVE_PEER_SECRET"
+"""Environment variable of the secret by which the processes of a cluster know each other. Children inherit it; without
+it their ports ask for none."""
 MIN_TLS_VERSION = ssl.TLSVersion.TLSv1_2
 
 

@@ -16,7 +16,7 @@ from ringserve.cp_core.errors import ModelRefused
 from ringserve.services.cli.command import command, flag, one_of, option
 from ringserve.services.cli.import_model import prepare
 from ringserve.services.cluster.stopping import StopRequest, StopSignals
-from ringserve.services.config.checks import DEVICES
+from ringserve.services.config import DEVICES
 from ringserve.services.gateway.text import TextCodec
 from ringserve.services.offline.demo import (
     FIRST,

@@ -6,12 +6,12 @@ import os
 from dataclasses import dataclass
 
 from ringserve.cp_core.errors import ConfigError
-from ringserve.services.auth.sections import SECRET_VARIABLE, check_public_endpoints
+from ringserve.services.auth.tls import SECRET_VARIABLE
 from ringserve.services.cli.command import command, one_of, option
 from ringserve.services.cli.options import ConfigOptions, DrainSeconds
 from ringserve.services.cluster.state import secret_of
-from ringserve.services.config import LOG_LEVELS, METRIC_NAMES
-from ringserve.services.config.checks import DEVICES
+from ringserve.services.config import DEVICES, LOG_LEVELS, METRIC_NAMES
+from ringserve.services.config.tree import check_exposure
 from ringserve.services.gateway.settings import GatewaySettings
 from ringserve.services.telemetry.logs import LOG_FORMATS, levels_by_module
 
@@ -41,8 +41,8 @@ def gateway(options: GatewayOptions) -> int:
 
     # Of these only tls, auth, tracing, http, timeouts.lost, gateway.insecure and .page, and metrics.tenants count.
     config = options.config.load()
-    endpoints = {"--listen": options.listen, "--http": options.http}
-    check_public_endpoints(endpoints, config.tls, config.auth, is_insecure=config.gateway.insecure)
+    check_exposure("--listen", options.listen, config)
+    check_exposure("--http", options.http, config)
     if secret := secret_of(options.router):
         os.environ.setdefault(SECRET_VARIABLE, secret)
     return run_gateway(

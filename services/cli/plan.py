@@ -8,7 +8,7 @@ from ringserve.cp_core.cost.profile import HardwareProfile, read_profile
 from ringserve.cp_core.errors import ConfigError
 from ringserve.services.cli.command import command, one_of, option
 from ringserve.services.cli.options import JsonFlag, PlotFile
-from ringserve.services.config.rings import PrefillConfig
+from ringserve.services.config.sections import PrefillConfig
 from ringserve.services.offline.planning.models import PlannedModel, planned_model
 from ringserve.services.offline.planning.proposal import Traffic, propose
 from ringserve.services.offline.planning.report import (

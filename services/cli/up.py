@@ -20,7 +20,7 @@ from rich.console import Console
 from typer import Option
 
 from ringserve.cp_core.errors import ConfigError, NotFound, Unavailable
-from ringserve.services.auth.sections import SECRET_VARIABLE
+from ringserve.services.auth.tls import SECRET_VARIABLE
 from ringserve.services.cli.command import argument, command, flag, hidden, option
 from ringserve.services.cli.import_model import prepare
 from ringserve.services.cli.options import ClusterName, ConfigOptions, DrainSeconds, JsonFlag
@@ -39,7 +39,7 @@ from ringserve.services.cluster.state import (
 )
 from ringserve.services.cluster.stopping import StopRequest, StopSignals
 from ringserve.services.config import Config
-from ringserve.services.config.service import AUTO_JOURNAL
+from ringserve.services.config.sections import AUTO_JOURNAL
 from ringserve.services.telemetry.logs import JsonLines, set_up_logs
 from ringserve.workers.model.builtin import PREFIX, SMOLLM2, has_random_weights
 

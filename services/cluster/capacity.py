@@ -17,8 +17,7 @@ from ray._private.thirdparty import pynvml
 
 from ringserve.cp_core.errors import ConfigError
 from ringserve.services.config import Config
-from ringserve.services.config.rings import Pool
-from ringserve.services.config.service import ModelConfig
+from ringserve.services.config.sections import ModelConfig, Pool
 from ringserve.workers.model.info import tensor_share
 from ringserve.workers.protocol.ranks import ModelInfo
 

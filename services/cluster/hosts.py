@@ -27,7 +27,7 @@ from ringserve.orchestration.router.router import Router, RouterSettings
 from ringserve.services.auth.tls import peer_server
 from ringserve.services.cluster.garbage import FrozenSurvivors
 from ringserve.services.config import Config
-from ringserve.services.config.rings import Pool
+from ringserve.services.config.sections import Pool
 from ringserve.services.rpc.health import HealthWatch
 from ringserve.services.rpc.peers import GrpcPeers
 from ringserve.services.rpc.server import EPOCH_KEY, GrpcServer, admitting_peers

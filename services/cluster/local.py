@@ -22,7 +22,6 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from ringserve.cp_core.errors import ConfigError, RingserveError, Unavailable
-from ringserve.services.auth.sections import check_files
 from ringserve.services.cluster.capacity import check_fits, check_programs, dtype_advice, this_machine
 from ringserve.services.cluster.gateway import GatewayKeeper
 from ringserve.services.cluster.hosts import LeaderHost, RouterHost
@@ -118,7 +117,7 @@ class LocalCluster:
             if advice := dtype_advice(config.model, model, can_multiply=multiplies_bfloat16()):
                 self._progress(advice)
         profile, losses = router_profile(config.router), router_losses(config)
-        check_files(config.tls, config.internal_tls, config.auth)
+        config.check_files()
         check_installed(config.tracing)
         if self._with_gateway:
             _check_free({f"gateway.{key}": getattr(config.gateway, key) for key in ("listen", "http", "metrics")})

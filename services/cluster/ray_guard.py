@@ -24,7 +24,7 @@ from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 from ray.job_config import JobConfig
 
 from ringserve.cp_core.errors import ConfigError, Unavailable
-from ringserve.services.auth.sections import SECRET_VARIABLE
+from ringserve.services.auth.tls import SECRET_VARIABLE
 from ringserve.services.cluster.stopping import keeping_handlers
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024

@@ -1,26 +1,32 @@
 """Configuration: one YAML file, one frozen tree, every default. `load_config` makes a `Config`."""
 
-from ringserve.services.config.checks import METRIC_NAMES
-from ringserve.services.config.reading import config_from, load_config
-from ringserve.services.config.rings import DecodeConfig, KvCacheConfig, PrefillConfig
-from ringserve.services.config.service import (
+from ringserve.services.config.sections import (
+    DEVICES,
+    METRIC_NAMES,
+    DecodeConfig,
     GatewayConfig,
+    HttpConfig,
+    KvCacheConfig,
     LogConfig,
     MetricsConfig,
     ModelConfig,
+    PrefillConfig,
     RayConfig,
     RouterConfig,
     TimeoutConfig,
 )
+from ringserve.services.config.sources import config_from, load_config
 from ringserve.services.config.tree import Config
 from ringserve.services.telemetry.logs import LOG_LEVELS
 
 __all__ = [
+    "DEVICES",
     "LOG_LEVELS",
     "METRIC_NAMES",
     "Config",
     "DecodeConfig",
     "GatewayConfig",
+    "HttpConfig",
     "KvCacheConfig",
     "LogConfig",
     "MetricsConfig",

@@ -7,7 +7,7 @@ from pathlib import Path
 from ringserve.cp_core.cost.profile import HardwareProfile, read_profile
 from ringserve.cp_core.cost.sparse import SparseLosses, read_losses
 from ringserve.cp_core.errors import ConfigError
-from ringserve.services.config.service import RouterConfig
+from ringserve.services.config.sections import RouterConfig
 from ringserve.services.config.tree import Config
 
 

@@ -9,15 +9,7 @@ from typing import Any, Final
 
 from ringserve.client import Client, Message, Sampling
 from ringserve.cp_core.errors import ConfigError
-from ringserve.services.config import (
-    Config,
-    DecodeConfig,
-    GatewayConfig,
-    KvCacheConfig,
-    LogConfig,
-    ModelConfig,
-    PrefillConfig,
-)
+from ringserve.services.config import Config, config_from
 from ringserve.services.gateway.text import TextCodec
 from ringserve.services.rpc.answer import answer_dict
 
@@ -54,13 +46,15 @@ class DemoTurn:
 
 def demo_config(model: str, max_positions: int, device: str = "cpu") -> Config:
     """Return the configuration of two rings of two ranks on loopback, on free ports; on "cuda" they share one GPU."""
-    return Config(
-        model=ModelConfig(path=model, device=device, gpus_per_rank=0.25 if device == "cuda" else 1.0),
-        prefill=PrefillConfig(cp=2, chunk_tokens=16384),
-        decode=DecodeConfig(cp=2, max_batch=8),
-        kv_cache=KvCacheConfig(tokens_per_rank=min(MAX_RANK_TOKENS, max_positions // 2)),
-        gateway=GatewayConfig(listen="127.0.0.1:0", http="", metrics="127.0.0.1:0"),
-        logs=LogConfig(level="warning"),
+    return config_from(
+        {
+            "model": {"path": model, "device": device, "gpus_per_rank": 0.25 if device == "cuda" else 1.0},
+            "prefill": {"cp": 2, "chunk_tokens": 16384},
+            "decode": {"cp": 2, "max_batch": 8},
+            "kv_cache": {"tokens_per_rank": min(MAX_RANK_TOKENS, max_positions // 2)},
+            "gateway": {"listen": "127.0.0.1:0", "http": "", "metrics": "127.0.0.1:0"},
+            "logs": {"level": "warning"},
+        }
     )
 
 

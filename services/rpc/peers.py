@@ -32,8 +32,7 @@ from ringserve.orchestration.protocol.turns import (
     TurnRequest,
 )
 from ringserve.orchestration.tasks import until_reached
-from ringserve.services.auth.sections import SECRET_VARIABLE
-from ringserve.services.auth.tls import peer_channel
+from ringserve.services.auth.tls import SECRET_VARIABLE, peer_channel
 from ringserve.services.rpc.errors import error_from
 from ringserve.services.rpc.server import EPOCH_KEY, SECRET_KEY, VERSION_KEY
 from ringserve.services.rpc.turn_streams import SILENT_TICKS, TurnsStream

@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection
 from ringserve import __version__
 from ringserve.channels import OPTIONS
 from ringserve.cp_core.errors import ConfigError, RingserveError, Unauthenticated
-from ringserve.services.auth.sections import SECRET_VARIABLE
+from ringserve.services.auth.tls import SECRET_VARIABLE
 from ringserve.services.rpc.errors import answering
 
 SERVER_OPTIONS = (

@@ -13,9 +13,8 @@ import pytest
 import yaml
 from helm_python import lint
 
-from ringserve.services.auth.sections import InternalTlsConfig, TlsConfig
 from ringserve.services.config import Config, config_from
-from ringserve.services.config.rings import KvTransferConfig
+from ringserve.services.config.sections import InternalTlsConfig, KvTransferConfig, TlsConfig
 from ringserve.services.telemetry.tracing.tracer import TracingConfig
 from tests.helm.charts import (
     ALL_OPTIONS,

@@ -12,7 +12,7 @@ from openai import AsyncOpenAI
 
 from ringserve.services.auth.authenticator import Authenticator
 from ringserve.services.auth.tls import ServerTls
-from ringserve.services.config.service import HttpConfig
+from ringserve.services.config.sections import HttpConfig
 from ringserve.services.gateway.openai.app import HttpApi
 from ringserve.services.gateway.openai.server import HttpServer
 from ringserve.services.gateway.requests import RequestReader

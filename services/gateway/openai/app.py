@@ -26,7 +26,7 @@ from ringserve.channels import MAX_MESSAGE_BYTES
 from ringserve.cp_core.errors import NotFound, RingserveError
 from ringserve.services.auth.authenticator import Authenticator
 from ringserve.services.auth.tenants import Tenant
-from ringserve.services.config.service import HttpConfig
+from ringserve.services.config.sections import HttpConfig
 from ringserve.services.gateway.openai import models
 from ringserve.services.gateway.openai.calls import CallForm, form_of
 from ringserve.services.gateway.openai.errors import BadHttpRequest, error_body, headers_of, refused_route, status_of

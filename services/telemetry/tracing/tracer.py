@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Protocol
-from urllib.parse import urlsplit
+
+from pydantic import ConfigDict, Field, StrictFloat
+from pydantic.dataclasses import dataclass
 
 from ringserve.cp_core.errors import ConfigError
 from ringserve.orchestration.protocol.turns import Attributes, BegunTurn, NoTracer, TimeSpan, Tracer
@@ -80,40 +81,30 @@ LIBRARIES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc")
 """Libraries of the extra `otel`."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
 class TracingConfig:
-    """Section of the configuration: `endpoint` is a collector that takes OTLP over gRPC.
+    """Traces of turns, sent to a collector."""
 
-    It is a URL: http://HOST:PORT plain, https://HOST:PORT by TLS; empty traces nothing. `sample_ratio` of the turns are
-    traced, of those whose client does not decide itself (`traceparent`).
-    """
-
-    endpoint: str = ""
-    sample_ratio: float = 1.0
-
-
-def check_tracing(config: TracingConfig) -> None:
-    """Check the values. Raises ConfigError."""
-    if not 0.0 <= config.sample_ratio <= 1.0:
-        raise ConfigError(f"tracing.sample_ratio: {config.sample_ratio} is out of range; allowed is 0.0 to 1.0")
-    if config.endpoint and not _is_endpoint(config.endpoint):
-        raise ConfigError(
-            f"tracing.endpoint: {config.endpoint!r} is no collector; write http://HOST:PORT, or https:// for TLS"
-        )
+    endpoint: str = Field(
+        default="",
+        pattern=r"^(https?://[^/\s]+:([0-5]?[0-9]{1,4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])/?)?$",
+        title="http://HOST:PORT, https://HOST:PORT for TLS, or '' for no traces",
+        description="Collector that takes OTLP over gRPC.",
+        examples=["http://collector:4317"],
+    )
+    sample_ratio: StrictFloat = Field(
+        default=1.0,
+        ge=0.0,
+        le=1.0,
+        description="Share of the turns that are traced if the client does not decide (traceparent).",
+        examples=[0.1],
+    )
 
 
 def check_installed(config: TracingConfig) -> None:
     """Check that the libraries are there if traces are wanted. Raises ConfigError."""
     if config.endpoint and not all(map(_is_installed, LIBRARIES)):
         raise ConfigError("tracing.endpoint: traces need OpenTelemetry; install 'ringserve[otel]'")
-
-
-def _is_endpoint(text: str) -> bool:
-    try:
-        url = urlsplit(text)
-        return url.scheme in ("http", "https") and bool(url.hostname and url.port) and url.path in ("", "/")
-    except ValueError:  # a port that is no number
-        return False
 
 
 def _is_installed(name: str) -> bool:

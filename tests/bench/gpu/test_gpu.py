@@ -19,7 +19,6 @@ from bench.rings import kv_carrier
 from bench.rings.kernels import KernelFigure
 from bench.service.served import TTFT_TOKENS, Turn, TurnTimes
 from ringserve.services.cluster.capacity import Machine, check_fits
-from ringserve.services.config.checks import check
 from ringserve.services.offline.reference import StockModel
 from ringserve.workers.model.builtin import resolve_model_path
 from ringserve.workers.model.info import read_model_info
@@ -157,7 +156,6 @@ def test_both_rings_of_the_service_fit_on_one_h100(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(GPU.shape))
     config = service.config_of(GPU, GPU.dtype, ranks=1)
     info = read_model_info(tmp_path, GPU.dtype, device="cuda")
-    check(config)
     check_fits(config, info, H100)
     rows, held = max(TTIT_SECONDS, key=lambda case: case[0] * case[1])
     answers = [

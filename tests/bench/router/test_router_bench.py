@@ -12,7 +12,7 @@ from bench.__main__ import main
 from bench.router import parts
 from bench.router.load import RouterLoad
 from bench.router.restart import RestartLoad
-from ringserve.services.auth.sections import SECRET_VARIABLE
+from ringserve.services.auth.tls import SECRET_VARIABLE
 
 
 @pytest.fixture(autouse=True)

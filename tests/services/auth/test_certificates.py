@@ -15,9 +15,10 @@ from ringserve.client import AsyncClient, Sampling, TlsFiles
 from ringserve.client.retries import NO_RETRIES
 from ringserve.cp_core.errors import ConfigError, NotFound, RingserveError, Unauthenticated
 from ringserve.services.auth.authenticator import Authenticator, Certificate, TokenFile, of_grpc, of_ssl
-from ringserve.services.auth.sections import AuthConfig, InternalTlsConfig, TlsConfig, check_files
 from ringserve.services.auth.tenants import hash_of
 from ringserve.services.auth.tls import ServerTls
+from ringserve.services.config import Config
+from ringserve.services.config.sections import AuthConfig, TlsConfig
 from ringserve.services.gateway.text import TextCodec
 from tests.services.auth.certificates import Authority, Signed
 from tests.services.local_gateway import CALL_SECONDS, MODEL, LocalGateway
@@ -174,13 +175,14 @@ def test_certificates_that_no_door_asks_for_are_refused_before_anything_starts(
     file = tmp_path / "tenants.yaml"
     file.write_text(yaml.safe_dump(TENANTS))
     signed = authority.sign("server")
-    auth, inside = AuthConfig(tokens=str(file)), InternalTlsConfig()
+    auth = AuthConfig(tokens=str(file))
     tls = TlsConfig(cert=str(signed.cert), key=str(signed.key))
     for refused in (TlsConfig(), tls):
         with pytest.raises(
             ConfigError, match=r"tenants\[0\].certificates: clients are not asked for certificates; give tls.client_ca"
         ):
-            check_files(refused, inside, auth)
-    check_files(TlsConfig(cert=tls.cert, key=tls.key, client_ca=str(authority.own.cert)), inside, auth)
+            Config(tls=refused, auth=auth).check_files()
+    asking = TlsConfig(cert=tls.cert, key=tls.key, client_ca=str(authority.own.cert))
+    Config(tls=asking, auth=auth).check_files()
     with pytest.raises(RingserveError, match="clients are not asked for certificates"):
         TokenFile(file, takes_certificates=False)

@@ -219,9 +219,9 @@ def test_tenants_that_share_prompts_are_named_once_each() -> None:
     together = {"router": {"share_prompts": "acme,beta  gamma,delta,eve"}}
     assert config_from(together).router.communities == (("acme", "beta"), ("gamma", "delta", "eve"))
     for value, said in (
-        ("acme,Be", "router.share_prompts: 'Be' is no tenant's name; allowed is such as 'acme,beta'"),
+        ("acme,Be", "router.share_prompts: 'Be' is no tenant's name; give each name once, e.g. acme,beta"),
         ("acme,", "router.share_prompts: '' is no tenant's name"),
-        ("acme,beta acme,eve", "router.share_prompts: 'acme' stands 2 times; allowed is once"),
+        ("acme,beta acme,eve", "router.share_prompts: 'acme' is named twice; give each name once"),
     ):
         with pytest.raises(ConfigError, match=said):
             config_from({"router": {"share_prompts": value}})

@@ -11,7 +11,7 @@ import pytest
 
 from ringserve.cp_core.cost.sparse import MeasuredLoss, SparseLosses, format_losses
 from ringserve.services.cli.main import main
-from ringserve.services.config.rings import PrefillConfig
+from ringserve.services.config.sections import PrefillConfig
 
 MODEL = ("--model", "llama3-405b-fp8", "--hardware", "gtt")
 CONFIG = {

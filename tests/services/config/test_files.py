@@ -51,8 +51,8 @@ def test_bounds_of_approximate_turns_need_measured_losses_and_exclude_each_other
     )
     assert config_from({"router": {"sparse_losses": "f.json"}}).router.bound is None
     for key in ("max_loss", "max_ttft"):
-        with pytest.raises(ConfigError, match=rf"router.{key}: 0.5 needs router.sparse_losses"):
+        with pytest.raises(ConfigError, match=rf"router.{key}: 0.5 is not allowed without router.sparse_losses"):
             config_from({"router": {key: 0.5}})
     both = {"sparse_losses": "f.json", "max_loss": 0.1, "max_ttft": 0.5}
-    with pytest.raises(ConfigError, match=r"router.max_loss: 0.1 is set beside router.max_ttft"):
+    with pytest.raises(ConfigError, match=r"router.max_loss: 0.1 is not allowed beside router.max_ttft"):
         config_from({"router": both})

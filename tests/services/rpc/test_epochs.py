@@ -9,7 +9,7 @@ import pytest
 
 from ringserve import __version__
 from ringserve.cp_core.errors import ConfigError, StaleIncarnation, TurnCancelled, Unauthenticated
-from ringserve.services.auth.sections import SECRET_VARIABLE
+from ringserve.services.auth.tls import SECRET_VARIABLE
 from ringserve.services.rpc.peers import GrpcPeers
 from ringserve.services.rpc.server import EPOCH_KEY, GrpcServer, admitting_peers
 from ringserve.services.rpc.servicers import DecodeServicer

@@ -13,8 +13,8 @@ import jsonschema
 import pytest
 
 from ringserve.cp_core.errors import ConfigError
-from ringserve.services.config.reading import config_from
-from ringserve.services.config.service import HttpConfig
+from ringserve.services.config import config_from
+from ringserve.services.config.sections import HttpConfig
 from ringserve.services.gateway.text import TextCodec
 from ringserve.services.telemetry.metrics.registry import package_version
 from tests.services.auth.test_isolation import guarded
@@ -227,5 +227,5 @@ async def test_only_pages_of_the_configured_origins_may_call(
 
 @pytest.mark.parametrize("origin", ["example.org", "https://", "https://example.org/", "a, b"])
 def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
-    with pytest.raises(ConfigError, match="is no origin; write SCHEME"):
+    with pytest.raises(ConfigError, match=r"http\.origins: .* is not allowed; give SCHEME://HOST"):
         config_from({"http": {"origins": f"* {origin}"}})

@@ -132,7 +132,7 @@ def test_an_endpoint_without_the_extra_is_refused_in_one_sentence(monkeypatch: p
     ["127.0.0.1:4317", "grpc://h:1", "http://h", "http://:1", "http://h:x", "http://h:70000", "http://h:1/v1"],
 )
 def test_an_endpoint_that_is_none_is_refused(endpoint: str) -> None:
-    with pytest.raises(ConfigError, match=r"tracing.endpoint: .* is no collector; write http://HOST:PORT"):
+    with pytest.raises(ConfigError, match=r"tracing.endpoint: .* is not allowed; give http://HOST:PORT"):
         config_from({"tracing": {"endpoint": endpoint}})
 
 
