@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from helm_python import lint
+from pydantic import TypeAdapter
 
 from ringserve.services.config import Config, config_from
 from ringserve.services.config.sections import InternalTlsConfig, KvTransferConfig, TlsConfig
@@ -383,6 +384,34 @@ def test_every_value_is_documented_and_has_its_place_in_the_schema() -> None:
         if is_leaf and not line.startswith("    requests") and "limits:" not in line and not _in_context(lines, number):
             above = lines[number - 1].strip()
             assert above.startswith("#"), f"values.yaml:{number + 1} has no comment: {line.strip()}"
+
+
+@pytest.mark.parametrize(
+    ("value", "key"),
+    [
+        ("model.dtype", "model.dtype"),
+        ("model.device", "model.device"),
+        ("gateway.maxSeconds", "gateway.max_seconds"),
+        ("gateway.http.unknownFields", "http.unknown_fields"),
+        ("kvTransfer.carrier", "kv_transfer.carrier"),
+        ("kvTransfer.slotBytes", "kv_transfer.slot_bytes"),
+        ("metrics.tenants", "metrics.tenants"),
+        ("tracing.sampleRatio", "tracing.sample_ratio"),
+        ("logs.level", "logs.level"),
+        ("logs.format", "logs.format"),
+    ],
+)
+def test_a_value_allows_what_its_key_of_the_configuration_allows(value: str, key: str) -> None:
+    part = json.loads((CHART / "values.schema.json").read_text())
+    for name in value.split("."):
+        part = part["properties"][name]
+    section, name = key.split(".")
+    described = TypeAdapter(Config).json_schema()
+    reference = described["properties"][section]["$ref"].rpartition("/")[2]
+    allowed = described["$defs"][reference]["properties"][name]
+    rules = ("enum", "minimum", "maximum")
+    assert any(rule in allowed for rule in rules)
+    assert {rule: part.get(rule) for rule in rules} == {rule: allowed.get(rule) for rule in rules}
 
 
 def _in_context(lines: list[str], number: int) -> bool:
