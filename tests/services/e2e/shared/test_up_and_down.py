@@ -69,7 +69,7 @@ def test_up_refuses_at_once_what_cannot_work(
         "port": (["--set", f"gateway.listen={taken}"], f"gateway.listen: cannot listen on {taken}"),
         "directory": (["--set", f"model.path={tmp_path}/none"], f"{tmp_path}/none' is not a directory"),
         "model": (["--set", f"model.path={windowed_model}"], "sliding window"),
-        "key": (["--set", "prefill.speed=9"], "prefill.speed: no such key; allowed are rings, cp"),
+        "key": (["--set", "prefill.speed=9"], "prefill.speed: there is no such key"),
         "value": (["--set", "decode.cp=none"], "decode.cp: 'none'"),
         "heads": (
             ["--set", "decode.tp=3"],
