@@ -41,8 +41,8 @@ def test_all_packages_of_the_project_are_copied_and_installed_with_the_pinned_ve
     copied = {
         line.split()[1] for line in stage(f"install-{device}") if line.startswith("COPY ") and "--from" not in line
     }
-    packages = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
-    assert {package.partition("/")[0] for package in packages} <= copied
+    folders = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["only-include"]
+    assert {*folders, "proto"} <= copied
     assert all((ROOT / name).exists() for name in copied)
     installs = [line for name in ("build", "install") for line in stage(f"{name}-{device}") if "pip install" in line]
     assert len(installs) == 2

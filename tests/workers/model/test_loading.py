@@ -197,7 +197,7 @@ def test_damaged_weights_are_refused(edited_config: Callable[..., Path]) -> None
 def test_weights_of_another_shape_are_refused(edited_config: Callable[..., Path]) -> None:
     path = edited_config("llama_gqa", intermediate_size=100)
     with pytest.raises(
-        ModelRefused, match=r"mlp\.down_proj\.weight of shape \(64, 96\) where config\.json asks for \(64, 100\)"
+        ModelRefused, match=r"mlp\.down_proj\.weight of shape \(64, 96\), but config\.json needs \(64, 100\)"
     ):
         load_model(path, "float32", "cpu")
 
