@@ -13,13 +13,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from ringserve import views
 from ringserve.cp_core.cost.sparse import MeasuredLoss, SparseLosses
 from ringserve.cp_core.errors import InvalidRequest, Unavailable
+from ringserve.cp_core.layout.sparsity import Sparsity
 from ringserve.orchestration.protocol.plans import MAX_LOSS, MAX_TTFT, Bound
 from ringserve.orchestration.protocol.rings import PrefillScheduling
 from ringserve.orchestration.protocol.turns import LostTurn
 from ringserve.orchestration.router import adoption
-from ringserve.views import Sparsity
 from ringserve.workers.protocol.prefill_steps import Algorithm
 from ringserve.workers.rank.thread_ranks import RATES
 from tests.orchestration.service import Answer, Service
@@ -89,7 +90,7 @@ def cached(answer: Answer) -> int:
     return answer.begun.plan.cached_tokens
 
 
-async def sparsity_of(service: Service, name: str = "c") -> Sparsity | None:
+async def sparsity_of(service: Service, name: str = "c") -> views.Sparsity | None:
     return (await service.router.get_conversation(name)).sparsity
 
 
