@@ -36,6 +36,7 @@ class Authority:
         _openssl(
             *("req", "-x509", *KEY_KIND, "-keyout", str(own.key), "-out", str(own.cert)),
             *("-days", DAYS, "-subj", f"/CN={directory.name}", "-addext", "basicConstraints=critical,CA:TRUE"),
+            *("-addext", "keyUsage=critical,keyCertSign,cRLSign"),  # Python 3.13 refuses an authority without it
         )
         return cls(directory, own)
 
@@ -52,7 +53,7 @@ class Authority:
         """Return a certificate that was valid until yesterday."""
         signed = Signed(self.directory / f"{name}.pem", self.directory / f"{name}.key")
         request, extensions = self.directory / f"{name}.csr", self.directory / f"{name}.cnf"
-        extensions.write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
+        extensions.write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\nauthorityKeyIdentifier=keyid\n")
         _openssl("req", "-new", *KEY_KIND, "-keyout", str(signed.key), "-out", str(request), "-subj", f"/CN={name}")
         _openssl(
             *("x509", "-req", "-in", str(request), "-out", str(signed.cert), "-days", "-1"),
