@@ -240,13 +240,16 @@ async def test_a_turn_whose_kv_is_on_its_way_goes_on(
     async with Service(model, 2, 2, other_prefill=[2], other_decode=[3]) as service:
         free = service.free_blocks()
         rank, sending = service.prefill_ranks.made[0], asyncio.Event()
+        finish_sends = rank.finish_sends
 
-        async def finish_never(key: TransferKey, timeout: float) -> TransferReport:
+        async def finish_never_first(key: TransferKey, timeout: float) -> TransferReport:
+            if sending.is_set():
+                return await finish_sends(key, timeout)
             sending.set()
             await asyncio.Event().wait()
             raise AssertionError("cancelled")
 
-        monkeypatch.setattr(rank, "finish_sends", finish_never)
+        monkeypatch.setattr(rank, "finish_sends", finish_never_first)
         turn = asyncio.create_task(run(service, service.request(PROMPT, max_tokens=NUM_TOKENS)))
         await sending.wait()
         await kill(service, decoding(service))
