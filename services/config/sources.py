@@ -86,9 +86,18 @@ def allowed(key: FieldInfo) -> str:
     return f"{'a whole number' if kind is int else 'a number'} from {low} to {high}"
 
 
+def _read_yaml(text: str) -> Any:
+    """Read one YAML document into plain Python values, never into objects. Raises yaml.YAMLError."""
+    loader = _Loader(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
+
+
 def _read_file(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _Loader) or {}
+        content = _read_yaml(path.read_text(encoding="utf-8")) or {}
     except OSError as error:
         raise ConfigError(f"config: {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -119,7 +128,7 @@ def _put(values: dict[Any, Any], kind: Any, path: Sequence[str], text: str) -> N
 def _parse(text: str) -> Any:
     """Return the text as YAML; the text itself if it is none, which is refused later."""
     try:
-        value = yaml.load(text, _Loader)
+        value = _read_yaml(text)
     except yaml.YAMLError:
         return text
     return text if value is None else value
