@@ -1,6 +1,6 @@
 """Admission of requests at the router: a turn waits for its conversation, its prompt is read, its rings are chosen.
 
-`TurnReservations` then reserves on these rings.
+`TurnLifecycle` then reserves on these rings.
 """
 
 from __future__ import annotations

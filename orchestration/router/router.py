@@ -1,8 +1,8 @@
 """Router: begins and ends turns on the rings that suit them, and knows every ring and conversation.
 
 The router is on no token's path. A gateway begins a turn (`begin_turn`), a decode leader ends it (`end_turn`). A turn
-passes through `admission`, `reservations`, `attempts` (plan and prefill) and `registry` (its end); one that loses a
-ring, through `failover` as well.
+passes through `admission`, `lifecycle` (reservations, plan and prefill) and `registry` (its end); one that loses a ring,
+through `recovery` as well.
 """
 
 from __future__ import annotations
@@ -45,12 +45,10 @@ from ringserve.orchestration.protocol.turns import (
 )
 from ringserve.orchestration.protocol.views import EventKind, roles_fault
 from ringserve.orchestration.router.admission import PromptWaits, TurnAdmission, refused_whole
-from ringserve.orchestration.router.adoption import Adoption
-from ringserve.orchestration.router.attempts import TurnAttempts
 from ringserve.orchestration.router.drains import Drains, RingReturns
-from ringserve.orchestration.router.failover import Failover
+from ringserve.orchestration.router.lifecycle import TurnLifecycle
+from ringserve.orchestration.router.recovery import TurnRecovery
 from ringserve.orchestration.router.registry import TurnRegistry
-from ringserve.orchestration.router.reservations import TurnReservations
 from ringserve.orchestration.tasks import TaskSet
 from ringserve.views import ConversationInfo, ConversationPage, KvMoves, ServerInfo
 
@@ -138,13 +136,21 @@ class Router:
             SparseChooser(rings, self.placer, planner, settings.sparse_losses, settings.bound),
             max_positions=settings.max_positions,
         )
-        reservations = TurnReservations(peers, self.placer, turns, self._tasks, self.prefixes)
-        self._attempts = TurnAttempts(
-            peers, planner, reservations, turns, self._moves, self._tasks, settings.control_timeout
+        self._lifecycle = TurnLifecycle(
+            peers, planner, self.placer, turns, self._moves, self._tasks, self.prefixes, settings.control_timeout
         )
-        self._adoption = Adoption(journal, store, rings, turns, self._attempts, peers, self._tasks, settings.num_rings)
-        self._failover = Failover(
-            peers, self.placer, self._admission, self._attempts, self._returns, turns, self._tasks
+        self._recovery = TurnRecovery(
+            journal,
+            store,
+            rings,
+            turns,
+            self._lifecycle,
+            self._admission,
+            self.placer,
+            self._returns,
+            peers,
+            self._tasks,
+            settings.num_rings,
         )
         mover = ConversationMover(
             store,
@@ -160,14 +166,14 @@ class Router:
 
     def restore(self) -> None:
         """Begin to continue the turns of the router's predecessor. Call it on the event loop, before any other verb."""
-        self._adoption.begin()
+        self._recovery.restore()
 
     # --- turns -------------------------------------------------------------------------------------------------------
 
     async def begin_turn(self, request: TurnRequest) -> BegunTurn:
         """Plan a turn and start it; it may have to wait for its conversation, or for a ring to return.
 
-        A turn that has begun before and lost a ring goes on; see `Failover.begin_again`. Raises InvalidRequest,
+        A turn that has begun before and lost a ring goes on; see `TurnRecovery.begin_again`. Raises InvalidRequest,
         NotFound, ConversationLost, Busy, CapacityExceeded, DeadlineExceeded, NotBegun.
         """
         try:
@@ -185,22 +191,22 @@ class Router:
                 return begun
         if self._is_known(request.request_id):
             raise Busy(f"request_id: {request.request_id!r} is running already; choose another")
-        if self._adoption.is_early:
-            await self._adoption.until_rings_told()
+        if self._recovery.is_early:
+            await self._recovery.until_rings_told()
         turn = await self._admission.admit(replace(request, resume=None))
         remembered_tokens = turn.conversation.num_tokens
         with refused_whole():
-            await self._attempts.start(turn)
+            await self._lifecycle.start(turn)
         return turn.as_begun(remembered_tokens=remembered_tokens)
 
     async def _begin_again(self, request: TurnRequest) -> BegunTurn | None:
         """Let a turn go on; None where it has not begun as far as anybody knows, and is to begin."""
-        await self._adoption.until_request_settled(request.request_id)
-        if self._adoption.is_early:
-            await self._adoption.until_rings_told()
+        await self._recovery.until_request_settled(request.request_id)
+        if self._recovery.is_early:
+            await self._recovery.until_rings_told()
         if self._is_waiting(request.request_id):
             raise Unavailable(f"request {request.request_id!r} waits already, for a gateway that may be gone; retry")
-        return await self._failover.begin_again(request)
+        return await self._recovery.begin_again(request)
 
     @property
     def _waits(self) -> tuple[ConversationStore | RingReturns | PromptWaits, ...]:
@@ -212,7 +218,7 @@ class Router:
 
     def _is_known(self, request_id: str) -> bool:
         """Return whether a turn of that request runs or waits."""
-        awaited = (each.record.request.request_id for each in self._adoption.pending.values())
+        awaited = (each.record.request.request_id for each in self._recovery.pending.values())
         return self._is_waiting(request_id) or self._turns.of_request(request_id) is not None or request_id in awaited
 
     async def resume_turn(self, request: ResumeTurn) -> None:
@@ -221,16 +227,16 @@ class Router:
         Answers when the KV has been handed over. KV that the prefill ring retains is not computed again. Raises
         NotFound for a turn that has ended, else the rings' errors; then the turn may be resumed later.
         """
-        if request.turn_id in self._adoption.pending:
-            await self._adoption.until_settled(request.turn_id)
-        await self._attempts.resume(request)
+        if request.turn_id in self._recovery.pending:
+            await self._recovery.until_settled(request.turn_id)
+        await self._lifecycle.resume(request)
 
     async def end_turn(self, outcome: TurnOutcome) -> int:
         """End a turn. Return how many tokens its decode ring should retain. Idempotent."""
-        if outcome.turn_id in self._adoption.pending:
-            await self._adoption.until_settled(outcome.turn_id)
-        if outcome.ok and outcome.turn_id in self._adoption.given_up:
-            await self._adoption.note_late_end(outcome.turn_id)
+        if outcome.turn_id in self._recovery.pending:
+            await self._recovery.until_settled(outcome.turn_id)
+        if outcome.ok and outcome.turn_id in self._recovery.given_up:
+            await self._recovery.note_late_end(outcome.turn_id)
         return await self._turns.end(outcome)
 
     async def abort_requests(self, request_ids: Sequence[str], reader: str = "") -> tuple[list[str], list[str]]:
@@ -239,7 +245,7 @@ class Router:
         With a `reader`, only running turns that no later one reads: the call of a gateway whose client is gone, while
         the turn may go on at another gateway.
         """
-        await self._adoption.until_all_settled()
+        await self._recovery.until_all_settled()
         error = TurnCancelled("the request was aborted")
         waits = () if reader else self._waits
         aborted = {name for name in request_ids if any(wait.end_wait(name, error) for wait in waits)}
@@ -317,7 +323,7 @@ class Router:
             self._returns.note(ring)
         known = self._rings.named(ring.role, ring.name)
         if known is not None and inventory is not None:
-            self._adoption.note(known, inventory)
+            self._recovery.note(known, inventory)
         if known is None:
             self._drain_rebalancing.left(ring.name)
             return 0

@@ -80,8 +80,8 @@ class RunningTurn:
 
     `under_way` lets others share the prompt, from the moment when it has been computed.
 
-    Who writes: `TurnReservations` the rings and reservations, `TurnAttempts` attempts and prefills, `TurnRegistry` the
-    ids and the end. `Failover` makes a lost turn one that is to reserve again.
+    Who writes: `TurnLifecycle` the rings, reservations and prefills, `TurnRegistry` the ids and the end. `TurnRecovery`
+    moves a LOST turn back to RESERVING.
 
     `on_prefill` and `on_decode` are the rings' reservations, None until the rings have answered. `refused` are rings
     that had no room for the turn, or were gone. `left` are rings that retain KV of the conversation and are none of the

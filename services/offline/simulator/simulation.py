@@ -18,7 +18,7 @@ from ringserve.orchestration.placement.planner import RETAINED, Planner, Planner
 from ringserve.orchestration.placement.registry import LoadShare, RegisteredRing
 from ringserve.orchestration.protocol.plans import PromptMode, TurnPlan
 from ringserve.orchestration.protocol.turns import PrefillReport
-from ringserve.orchestration.router.reservations import MAX_REFUSALS
+from ringserve.orchestration.router.lifecycle import MAX_REFUSALS
 from ringserve.services.offline.reports import Summary
 from ringserve.services.offline.simulator.cluster import Cluster, ClusterShape
 from ringserve.services.offline.simulator.placement import POLICIES

@@ -15,7 +15,7 @@ import pytest
 from ringserve.cp_core.cost.profile import HardwareProfile, read_profile
 from ringserve.cp_core.errors import TurnCancelled
 from ringserve.orchestration.protocol.turns import TurnRequest
-from ringserve.orchestration.router import admission, attempts
+from ringserve.orchestration.router import admission, lifecycle
 from tests.orchestration.service import Answer, Service
 from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens
@@ -93,7 +93,7 @@ async def test_prompts_that_arrive_together_compute_what_they_share_once(
 async def test_a_prompt_is_shared_though_its_turn_ended_before_the_router_heard_that_it_was_computed(
     model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attempts, "_note_computed", lambda turn, task: None)
+    monkeypatch.setattr(lifecycle, "_note_computed", lambda turn, task: None)
     prompts = [DOCUMENT + random_tokens(3 + number, 10 + number) for number in range(2)]
     async with serving(model_paths, chunk_tokens=32) as service:
         answers = await asyncio.gather(*(service.answer(service.request(prompt)) for prompt in prompts))

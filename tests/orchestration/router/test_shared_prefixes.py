@@ -248,15 +248,15 @@ async def test_a_history_that_was_replaced_since_the_prompt_found_it_is_not_shar
     async with serving(model_paths) as service:
         await service.answer(service.request(document, conversation="named"))
         late = service.request(prompt)
-        reservations = service.router._attempts._reservations
-        reserve = reservations.reserve
+        lifecycle = service.router._lifecycle
+        reserve = lifecycle._reserve
 
         async def reserve_late(turn: RunningTurn) -> None:
             if turn.request.request_id == late.request_id:
                 await service.answer(service.request(edited, conversation="named"))
             await reserve(turn)
 
-        monkeypatch.setattr(reservations, "reserve", reserve_late)
+        monkeypatch.setattr(lifecycle, "_reserve", reserve_late)
         answer = await service.answer(late)
         assert service.router._conversations.get("named").num_turns == 2
         assert cached(answer) == 0

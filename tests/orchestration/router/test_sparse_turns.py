@@ -20,7 +20,7 @@ from ringserve.cp_core.layout.sparsity import Sparsity
 from ringserve.orchestration.protocol.plans import MAX_LOSS, MAX_TTFT, Bound
 from ringserve.orchestration.protocol.rings import PrefillScheduling
 from ringserve.orchestration.protocol.turns import LostTurn
-from ringserve.orchestration.router import adoption
+from ringserve.orchestration.router import recovery
 from ringserve.workers.protocol.prefill_steps import Algorithm
 from ringserve.workers.rank.thread_ranks import RATES
 from tests.orchestration.service import Answer, Service
@@ -192,7 +192,7 @@ async def test_forks_of_a_sparse_conversation_are_sparse(path: Path, oracle: Ora
 async def test_a_router_that_is_started_again_knows_what_is_sparse(
     path: Path, oracle: Oracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adoption, "RELEASE_SECONDS", 0.01)
+    monkeypatch.setattr(recovery, "RELEASE_SECONDS", 0.01)
     async with service_of(path, journal=tmp_path) as service:
         prompt = prompt_of()
         ended = await ask(service, prompt, LOSS, "ended")
@@ -224,7 +224,7 @@ async def test_kv_of_a_sparse_past_is_not_taken_for_an_exact_conversations(
     path: Path, oracle: Oracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The exact turn goes over other rings, which die with the router; the old ones tell of what they still hold."""
-    monkeypatch.setattr(adoption, "RELEASE_SECONDS", 0.01)
+    monkeypatch.setattr(recovery, "RELEASE_SECONDS", 0.01)
     async with service_of(path, journal=tmp_path, other_prefill=[2], other_decode=[2]) as service:
         prompt = prompt_of()
         await ask(service, prompt, LOSS)

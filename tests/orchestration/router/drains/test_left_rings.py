@@ -212,7 +212,7 @@ async def test_a_turn_that_is_aborted_while_it_fetches_leaves_both_rings_as_they
 async def test_a_ring_that_does_not_say_what_it_retains_delays_no_turn(
     model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ringserve.orchestration.router.reservations.ASK_SECONDS", 0.05)
+    monkeypatch.setattr("ringserve.orchestration.router.lifecycle.ASK_SECONDS", 0.05)
     async with Service(model_paths[KIND], 2, 2, other_decode=[3]) as service:
         talk = Talk(service, oracles[KIND])
         before = await talk.turn(random_tokens(47))

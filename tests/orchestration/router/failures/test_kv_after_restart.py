@@ -10,7 +10,7 @@ import pytest
 
 from ringserve.orchestration.protocol.plans import PromptMode
 from ringserve.orchestration.protocol.turns import FinishedEvent
-from ringserve.orchestration.router import adoption
+from ringserve.orchestration.router import recovery
 from tests.orchestration.service import Service
 from tests.waiting import eventually
 from tests.workers.models import random_tokens
@@ -22,7 +22,7 @@ OLD, NEW = ("prefill-0", "decode-0"), ("prefill-1", "decode-1")
 
 @pytest.fixture(autouse=True)
 def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adoption, "RELEASE_SECONDS", 0.01)
+    monkeypatch.setattr(recovery, "RELEASE_SECONDS", 0.01)
 
 
 def two_rings_a_role(model_paths: Mapping[str, Path], journal: Path, *, retain_prompts: bool = False) -> Service:
@@ -122,7 +122,7 @@ async def test_histories_without_a_conversation_which_the_journal_lacks_are_rele
 async def test_a_turn_waits_until_the_rings_have_told_that_retain_its_conversation(
     model_paths: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adoption, "LATE_SECONDS", 60.0)
+    monkeypatch.setattr(recovery, "LATE_SECONDS", 60.0)
     async with two_rings_a_role(model_paths, tmp_path) as service:
         first = await service.answer(service.request(random_tokens(40), conversation="c"))
         await restart(service, NEW)
@@ -136,7 +136,7 @@ async def test_a_turn_waits_until_the_rings_have_told_that_retain_its_conversati
 async def test_a_ring_that_does_not_tell_holds_up_turns_for_a_while_only(
     model_paths: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adoption, "LATE_SECONDS", 0.01)
+    monkeypatch.setattr(recovery, "LATE_SECONDS", 0.01)
     async with two_rings_a_role(model_paths, tmp_path) as service:
         for name in OLD:
             announcing = service.peers.leaders[name]._announcing

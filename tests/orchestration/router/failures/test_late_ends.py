@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ringserve.orchestration.protocol.plans import PromptMode
-from ringserve.orchestration.router import adoption, registry
+from ringserve.orchestration.router import recovery, registry
 from tests.orchestration.router.failures.test_router_restart import announce, begin
 from tests.orchestration.service import Service, is_idle
 from tests.waiting import eventually
@@ -23,7 +23,7 @@ Oracles = Mapping[str, Oracle]
 async def test_a_turn_goes_on_whose_ring_tells_of_it_after_a_restarted_router_has_given_it_up(
     has_ended: bool, model_paths: Models, oracles: Oracles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adoption, "ADOPT_SECONDS", 0.1)
+    monkeypatch.setattr(recovery, "ADOPT_SECONDS", 0.1)
     num_tokens = 40 if has_ended else 400
     async with Service(model_paths[MODEL], 2, 2, journal=tmp_path) as service:
         prompt = random_tokens(30)
@@ -34,7 +34,7 @@ async def test_a_turn_goes_on_whose_ring_tells_of_it_after_a_restarted_router_ha
         if has_ended:
             await eventually(lambda: len(reader.tokens) == num_tokens)
         service.start_router()
-        await eventually(lambda: not service.router._adoption.pending)
+        await eventually(lambda: not service.router._recovery.pending)
         assert (await service.router.get_conversation("c")).num_turns == 1
         await announce(service)
         await reader.task
@@ -52,7 +52,7 @@ async def test_a_turn_goes_on_whose_ring_tells_of_it_after_a_restarted_router_ha
 async def test_a_late_turn_ends_where_its_conversation_has_taken_another(
     model_paths: Models, oracles: Oracles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adoption, "ADOPT_SECONDS", 0.1)
+    monkeypatch.setattr(recovery, "ADOPT_SECONDS", 0.1)
     async with Service(model_paths[MODEL], 2, 2, journal=tmp_path, other_decode=[2]) as service:
         free, prompt = service.free_blocks(), random_tokens(30)
         first = await service.answer(service.request(prompt, conversation="c"))
@@ -63,7 +63,7 @@ async def test_a_late_turn_ends_where_its_conversation_has_taken_another(
         late._announcing.cancel()  # the router hears of it when the test says so
         await service.crash_router()
         service.start_router()
-        await eventually(lambda: not service.router._adoption.pending)
+        await eventually(lambda: not service.router._recovery.pending)
         await announce(service)
         await eventually(lambda: not service.prefill.turns_here())
         again = await service.answer(service.request([7], conversation="c", mode=PromptMode.APPEND))

@@ -12,7 +12,7 @@ import pytest
 from ringserve.cp_core.errors import Busy, RingserveError
 from ringserve.orchestration.protocol.plans import PromptMode
 from ringserve.orchestration.protocol.turns import BegunTurn, FinishedEvent, TokensEvent, TurnRequest
-from ringserve.orchestration.router import adoption
+from ringserve.orchestration.router import recovery
 from ringserve.workers.protocol.prefill_steps import Algorithm
 from tests.orchestration.service import Service
 from tests.waiting import eventually
@@ -142,14 +142,14 @@ async def test_an_answer_that_ends_while_the_router_is_away_is_committed(
 async def test_a_turn_that_no_ring_reports_fails_and_leaves_its_conversation_as_it_was(
     model_paths: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adoption, "ADOPT_SECONDS", 0.1)
+    monkeypatch.setattr(recovery, "ADOPT_SECONDS", 0.1)
     async with Service(model_paths[MODEL], 2, 2, journal=tmp_path) as service:
         free = service.free_blocks()
         first = await service.answer(service.request(random_tokens(30), conversation="c"))
         reader = await begin(service, service.request([1, 2], max_tokens=300, conversation="c", mode=PromptMode.APPEND))
         await service.crash_router()
         service.start_router()
-        await eventually(lambda: not service.router._adoption.pending)
+        await eventually(lambda: not service.router._recovery.pending)
         view = await service.router.get_conversation("c")
         assert (view.num_tokens, view.running_request_id) == (30 + len(first.token_ids), "")
         await service.router.delete_conversation("c")
