@@ -42,7 +42,7 @@ from ringserve.orchestration.protocol.plans import PromptMode
 from ringserve.orchestration.protocol.turns import TurnRequest
 from ringserve.orchestration.router.drains import RingReturns
 from ringserve.orchestration.router.registry import TurnRegistry
-from ringserve.orchestration.router.turn import RunningTurn, new_turn_id
+from ringserve.orchestration.router.turn import Admitted, Attempt, RunningTurn, new_turn_id
 from ringserve.orchestration.tasks import TaskSet
 from ringserve.workers.protocol.prefill_steps import Algorithm, TokenIds
 
@@ -238,12 +238,14 @@ class TurnAdmission:
                 log.info("conversation %s loses its KV to its tenant's quota", old.conversation_id)
                 self._tasks.spawn(self._turns.free(old))
         load_share = self._placer.place(wanted, choice)
-        turn = RunningTurn(
-            new_turn_id(), request, conversation, prompt, mode, wanted, choice, load_share, sparse=sparse
-        )
-        if self._prefixes is not None and turn.is_retained and not self._is_alone(request):
+        under_way, kv_id = None, conversation.conversation_id
+        if self._prefixes is not None and kv_id and not self._is_alone(request):
             ready_at = choice.computing.busy_until
-            turn.under_way = self._prefixes.begin(request.request_id, turn.kv_id, prompt, choice, ready_at)
+            under_way = self._prefixes.begin(request.request_id, kv_id, prompt, choice, ready_at)
+        admitted = Admitted(
+            conversation=conversation, prompt=prompt, mode=mode, wanted=wanted, sparse=sparse, under_way=under_way
+        )
+        turn = RunningTurn(new_turn_id(), request, admitted, Attempt(wanted, choice, load_share))
         self._turns.add(turn)
         return turn
 

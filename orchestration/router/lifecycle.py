@@ -97,8 +97,8 @@ class TurnLifecycle:
             raise turn.stop_error
         if turn.is_over:
             raise Unavailable(f"ring {turn.decode.name} ended the turn before it began; retry")
-        turn.plan = plan = _explain(turn, self._plan(turn))
-        turn.load_share.correct(plan.predicted_prefill_seconds)
+        turn.attempt.plan = plan = _explain(turn, self._plan(turn))
+        turn.attempt.load_share.correct(plan.predicted_prefill_seconds)
         self._start_prefill(turn, plan).add_done_callback(lambda task: self._on_first_prefill(turn, task))
         return plan
 
@@ -118,13 +118,13 @@ class TurnLifecycle:
     async def _reserve(self, turn: RunningTurn) -> None:
         """Reserve on the turn's rings. Ask rings that its conversation leaves how much of its KV they retain.
 
-        Rings that refused are added to `turn.refused`. Raises CapacityExceeded, Unavailable.
+        Rings that refused are added to `turn.attempt.refused`. Raises CapacityExceeded, Unavailable.
         """
-        if self._prefixes is not None and turn.wanted.shared:
-            turn.wanted = self._prefixes.agreeing(turn.wanted, turn.prompt)
+        if self._prefixes is not None and turn.attempt.wanted.shared:
+            turn.attempt.wanted = self._prefixes.agreeing(turn.attempt.wanted, turn.admitted.prompt)
         request = _reserve_request(turn)
         # A turn whose prompt its decode ring computes pulls no KV. A later attempt uses its own rings alone.
-        asks_left = turn.attempt == 1 and turn.prefill is not None
+        asks_left = turn.attempt.number == 1 and turn.prefill is not None
         left = self._left_rings(turn) if asks_left else []
         asking = asyncio.create_task(self._ask_left(turn, left)) if left else None
         try:
@@ -142,7 +142,7 @@ class TurnLifecycle:
                 for ring in turn.rings
             )
             answers = await asyncio.gather(*calls, return_exceptions=True)
-            turn.left = [] if asking is None else await asking
+            turn.attempt.left = [] if asking is None else await asking
         finally:
             if asking is not None:
                 asking.cancel()
@@ -151,9 +151,9 @@ class TurnLifecycle:
                 ring.is_ready = False
             # A decode ring that cannot compute the prompt may have room for KV that comes from a prefill ring.
             if isinstance(answer, Unavailable) or (isinstance(answer, CapacityExceeded) and not request.is_direct):
-                turn.refused.append(ring)
-        *on_prefill, turn.on_decode = (None if isinstance(each, BaseException) else each for each in answers)
-        turn.on_prefill = on_prefill[0] if on_prefill else None
+                turn.attempt.refused.append(ring)
+        *on_prefill, turn.attempt.on_decode = (None if isinstance(each, BaseException) else each for each in answers)
+        turn.attempt.on_prefill = on_prefill[0] if on_prefill else None
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
@@ -167,13 +167,13 @@ class TurnLifecycle:
             extra=request.log_fields,
         )
         prefill = turn.prefill
-        if prefill and turn.on_prefill and turn.on_prefill.incarnation != request.source_incarnation:
-            turn.refused.append(prefill)
+        if prefill and turn.attempt.on_prefill and turn.attempt.on_prefill.incarnation != request.source_incarnation:
+            turn.attempt.refused.append(prefill)
             raise Unavailable(f"ring {prefill.name} was rebuilt just now; retry")
 
     def _note_shared(self, turn: RunningTurn) -> None:
         """Take notice of what rings have evicted of the KV that the turn was to share."""
-        for ring, reservation in ((turn.prefill, turn.on_prefill), (turn.decode, turn.on_decode)):
+        for ring, reservation in ((turn.prefill, turn.attempt.on_prefill), (turn.decode, turn.attempt.on_decode)):
             if ring is None or reservation is None or not (kv_id := turn.shares_on(ring)) or self._prefixes is None:
                 continue
             if reservation.retained_tokens < turn.match_to_reserve(ring):
@@ -185,15 +185,15 @@ class TurnLifecycle:
         A turn whose decode ring could not compute the prompt uses a prefill ring now. Raises `refusal` where no other
         ring is left, after MAX_REFUSALS, where the turn is to end, or where it asked for its decode ring.
         """
-        if len(turn.refused) > MAX_REFUSALS or turn.stop_error is not None or turn.is_over:
+        if len(turn.attempt.refused) > MAX_REFUSALS or turn.stop_error is not None or turn.is_over:
             raise refusal
-        if turn.choice.is_direct:
-            if turn.wanted.asks_for_direct:
+        if turn.attempt.choice.is_direct:
+            if turn.attempt.wanted.asks_for_direct:
                 raise refusal
-            turn.wanted = replace(turn.wanted, refused_direct=turn.decode.name)
-        wanted = turn.wanted
+            turn.attempt.wanted = replace(turn.attempt.wanted, refused_direct=turn.decode.name)
+        wanted = turn.attempt.wanted
         try:
-            choice = self._placer.choose(wanted, turn.refused)
+            choice = self._placer.choose(wanted, turn.attempt.refused)
         except Unavailable:
             raise refusal from None
         need = wanted.num_tokens + wanted.answer_tokens
@@ -201,7 +201,7 @@ class TurnLifecycle:
             raise refusal
         log.info("turn %s goes to rings %s and %s: %s", turn.turn_id, choice.prefill.name, choice.decode.name, refusal)
         before_prefill, before_decode, retained = turn.prefill, turn.decode, turn.retained_on_prefill
-        had_prefill, had_decode = turn.on_prefill is not None, turn.on_decode is not None
+        had_prefill, had_decode = turn.attempt.on_prefill is not None, turn.attempt.on_decode is not None
         kv_id = turn.kv_id  # the turn's own id where it has no conversation: `move` changes it
         turn_id = self._turns.move(turn, choice, self._placer.place(wanted, choice))
         # Reserved blocks must be free before the turn reserves again. Rings that did not reserve are told, and nothing
@@ -231,7 +231,7 @@ class TurnLifecycle:
 
     def _left_rings(self, turn: RunningTurn) -> list[RegisteredRing]:
         """Return the rings that the conversation leaves and that may retain its KV."""
-        return [ring for ring in self._placer.own_rings(turn.wanted) if ring not in (turn.prefill, turn.decode)]
+        return [ring for ring in self._placer.own_rings(turn.attempt.wanted) if ring not in (turn.prefill, turn.decode)]
 
     async def _ask_left(self, turn: RunningTurn, rings: Sequence[RegisteredRing]) -> list[RetainedPrefix]:
         """Ask `rings` how much of the conversation they retain. A ring silent for ASK_SECONDS counts as empty."""
@@ -242,48 +242,48 @@ class TurnLifecycle:
         registration = ring.registration
         try:
             async with asyncio.timeout(ASK_SECONDS):
-                retained = await self._port(ring).get_retained([turn.wanted.shares_on(ring) or turn.kv_id])
+                retained = await self._port(ring).get_retained([turn.attempt.wanted.shares_on(ring) or turn.kv_id])
         except (RingserveError, TimeoutError) as error:
             log.info("ring %s cannot say what it retains of %s: %s", ring.name, turn.kv_id, error)
             return None
-        num_tokens = min(turn.wanted.retained_on(ring), *retained.num_tokens)
+        num_tokens = min(turn.attempt.wanted.retained_on(ring), *retained.num_tokens)
         return RetainedPrefix(registration, num_tokens) if retained.incarnation == registration.incarnation else None
 
     # --- prefills and resumptions ------------------------------------------------------------------------------------
 
     def _start_prefill(self, turn: RunningTurn, plan: TurnPlan) -> asyncio.Task[PrefillDone]:
         turn.to(TurnState.PREFILLING)
-        turn.prefilling = asyncio.create_task(self._prefill(turn, plan))
-        turn.prefilling.add_done_callback(lambda task: _note_computed(turn, task))
-        return turn.prefilling
+        turn.attempt.prefilling = asyncio.create_task(self._prefill(turn, plan))
+        turn.attempt.prefilling.add_done_callback(lambda task: _note_computed(turn, task))
+        return turn.attempt.prefilling
 
     def _plan(self, turn: RunningTurn) -> TurnPlan:
-        assert turn.on_decode, "the decode ring has answered"
-        asked, prefill = turn.algorithm, turn.choice.prefill
-        is_direct, on_prefill = turn.prefill is None, turn.on_prefill
+        assert turn.attempt.on_decode, "the decode ring has answered"
+        asked, prefill = turn.algorithm, turn.attempt.choice.prefill
+        is_direct, on_prefill = turn.prefill is None, turn.attempt.on_prefill
         assert is_direct or on_prefill, "both rings have answered"
         prompt = PromptOnRings(
             num_tokens=len(turn.token_ids),
-            retained_on_prefill=on_prefill.retained_tokens if on_prefill else turn.wanted.retained_on(prefill),
-            retained_on_decode=turn.on_decode.retained_tokens,
+            retained_on_prefill=on_prefill.retained_tokens if on_prefill else turn.attempt.wanted.retained_on(prefill),
+            retained_on_decode=turn.attempt.on_decode.retained_tokens,
             prefill=prefill.registration,
             decode=turn.decode.registration,
-            left=turn.left,
+            left=turn.attempt.left,
         )
-        if turn.sparse is not None:
-            return self._planner.plan_sparse(prompt, turn.sparse, mode=turn.mode)
+        if turn.admitted.sparse is not None:
+            return self._planner.plan_sparse(prompt, turn.admitted.sparse, mode=turn.admitted.mode)
         if is_direct:
-            return self._planner.plan_direct(prompt, mode=turn.mode, algorithm=asked)
+            return self._planner.plan_direct(prompt, mode=turn.admitted.mode, algorithm=asked)
         # A turn that its decode ring computed as asked is resumed by a prefill ring, which chooses the algorithm.
         algorithm = asked if asked in RING_ALGORITHMS else None
-        return self._planner.plan(prompt, mode=turn.mode, algorithm=algorithm)
+        return self._planner.plan(prompt, mode=turn.admitted.mode, algorithm=algorithm)
 
     async def _prefill(self, turn: RunningTurn, plan: TurnPlan) -> PrefillDone:
-        assert turn.on_decode, "the decode ring has answered"
-        turn.pulled_from = _retaining_ring(turn, plan)
+        assert turn.attempt.on_decode, "the decode ring has answered"
+        turn.attempt.pulled_from = _retaining_ring(turn, plan)
         request = PrefillTurn(
             turn_id=turn.turn_id,
-            attempt=turn.attempt,
+            attempt=turn.attempt.number,
             kv_id=turn.kv_id,
             token_ids=turn.token_ids,
             cached_tokens=plan.cached_tokens,
@@ -291,56 +291,56 @@ class TurnLifecycle:
             sampling=turn.request.sampling,
             deadline_seconds=turn.request.deadline_seconds,
             decode_endpoint=turn.decode.registration.endpoint,
-            destination=turn.on_decode,
-            pulled_from=turn.pulled_from,
+            destination=turn.attempt.on_decode,
+            pulled_from=turn.attempt.pulled_from,
             sparsity=turn.sparsity,
         )
-        turn.is_on_prefill_ring = turn.prefill is not None
-        computing = turn.choice.computing
+        turn.attempt.is_on_prefill_ring = turn.prefill is not None
+        computing = turn.attempt.choice.computing
         port = self._peers.leader(computing.role, computing.registration.endpoint)
         return await computing.guarded(port.prefill(request))
 
     def _on_first_prefill(self, turn: RunningTurn, task: asyncio.Task[PrefillDone]) -> None:
         """Learn from the first prefill. A failed one ends the turn where its client waits: on the decode stream."""
-        if turn.prefilling is task:
-            turn.load_share.end_prefill()
+        if turn.attempt.prefilling is task:
+            turn.attempt.load_share.end_prefill()
         error = None if task.cancelled() else task.exception()
         if error is None and not task.cancelled():
             self._note_report(turn, task.result().report)
-        if error is None or turn.is_over or turn.prefilling is not task:
+        if error is None or turn.is_over or turn.attempt.prefilling is not task:
             return
         if not isinstance(error, RingserveError):
             log.error("the prefill of turn %s failed", turn.turn_id, exc_info=error)
             error = Unavailable("the prefill failed for an internal reason; retry")
         if isinstance(error, Unavailable):
             # It may be the decode ring that could not be reached, so the ring is asked.
-            self._tasks.spawn(withdraw_if_lost(turn.choice.computing, self._peers))
+            self._tasks.spawn(withdraw_if_lost(turn.attempt.choice.computing, self._peers))
         self._tasks.spawn(self._turns.fail(turn, error))
 
     def _note_report(self, turn: RunningTurn, report: PrefillReport) -> None:
-        if turn.sparse is None:  # corrections are of exact turns
-            self._planner.note_prefill(turn.choice.computing.registration, report)
-        if turn.pulled_from is None:
+        if turn.admitted.sparse is None:  # corrections are of exact turns
+            self._planner.note_prefill(turn.attempt.choice.computing.registration, report)
+        if turn.attempt.pulled_from is None:
             return
         if report.lost_tokens:
-            self._moves.failed(turn.pulled_from.role, MoveReason.TURN)
+            self._moves.failed(turn.attempt.pulled_from.role, MoveReason.TURN)
         else:
-            self._moves.moved(turn.pulled_from.role, MoveReason.TURN, report.pulled_bytes, report.pull_seconds)
+            self._moves.moved(turn.attempt.pulled_from.role, MoveReason.TURN, report.pulled_bytes, report.pull_seconds)
 
     def rejoin(self, turn: RunningTurn, *, is_joinable: bool) -> None:
         """Go on with a turn of an earlier router, whose prompt is being computed, or was: it is not joinable then."""
         turn.to(TurnState.PREFILLING)
-        turn.is_on_prefill_ring = turn.prefill is not None
-        turn.prefilling = asyncio.create_task(self._rejoin(turn, is_joinable))
-        turn.prefilling.add_done_callback(lambda task: _note_computed(turn, task))
+        turn.attempt.is_on_prefill_ring = turn.prefill is not None
+        turn.attempt.prefilling = asyncio.create_task(self._rejoin(turn, is_joinable))
+        turn.attempt.prefilling.add_done_callback(lambda task: _note_computed(turn, task))
         if is_joinable:
-            turn.prefilling.add_done_callback(lambda task: self._on_first_prefill(turn, task))
+            turn.attempt.prefilling.add_done_callback(lambda task: self._on_first_prefill(turn, task))
         else:
-            turn.load_share.end_prefill()
+            turn.attempt.load_share.end_prefill()
             turn.to(TurnState.DECODING)
 
     async def _rejoin(self, turn: RunningTurn, is_joinable: bool) -> PrefillDone:
-        computing = turn.choice.computing
+        computing = turn.attempt.choice.computing
         if not is_joinable:
             raise Unavailable(f"ring {computing.name} no longer has the KV of {turn.kv_id}")
         return await self._peers.leader(computing.role, computing.registration.endpoint).prefill(_joined(turn))
@@ -350,18 +350,19 @@ class TurnLifecycle:
         turn = self._turns.of_turn(request.turn_id)
         if turn is None or turn.is_over or turn.state is TurnState.LOST:  # a lost one is begun again under another id
             raise NotFound(f"turn {request.turn_id} has ended")
-        if request.attempt > turn.attempt:
+        if request.attempt > turn.attempt.number:
             turn.to(TurnState.RESUMING)
-            turn.attempt = request.attempt
-            resuming = self._resume(turn, np.asarray(request.token_ids, dtype=np.int64))
-            turn.resuming = begin_joined(f"the resumption of turn {turn.turn_id}", resuming)
-        assert turn.resuming is not None, f"attempt {request.attempt} of turn {request.turn_id} was begun by no resume"
+            turn.attempt.number = request.attempt
+            work = self._resume(turn, np.asarray(request.token_ids, dtype=np.int64))
+            turn.attempt.resuming = begin_joined(f"the resumption of turn {turn.turn_id}", work)
+        resuming = turn.attempt.resuming
+        assert resuming is not None, f"attempt {request.attempt} of turn {request.turn_id} was begun by no resume"
         try:
-            await asyncio.shield(turn.resuming)
+            await asyncio.shield(resuming)
         except NotFound as error:
             raise self._not_resumed(turn, error) from None
-        assert turn.prefilling is not None, "resumed"
-        prefilling = turn.prefilling
+        assert turn.attempt.prefilling is not None, "resumed"
+        prefilling = turn.attempt.prefilling
         await asyncio.wait([prefilling])  # the prefill's own end, or the end of a cancelled turn, ends it
         if prefilling.cancelled():
             raise NotFound(f"turn {request.turn_id} has ended")
@@ -379,15 +380,15 @@ class TurnLifecycle:
         return error if has_ended else Unavailable(str(error))
 
     async def _resume(self, turn: RunningTurn, decoded: TokenIds) -> None:
-        assert turn.prefilling is not None, "a turn that was decoded was prefilled"
+        assert turn.attempt.prefilling is not None, "a turn that was decoded was prefilled"
         # The attempt before: the decode ring had all KV, or aborted it, and the sender may not know yet.
-        await asyncio.wait([turn.prefilling], timeout=self._control_timeout)
-        if not turn.prefilling.done():
-            raise Unavailable(f"ring {turn.choice.computing.name} still works on turn {turn.turn_id}")
+        await asyncio.wait([turn.attempt.prefilling], timeout=self._control_timeout)
+        if not turn.attempt.prefilling.done():
+            raise Unavailable(f"ring {turn.attempt.choice.computing.name} still works on turn {turn.turn_id}")
         _require_resuming(turn)
-        turn.decoded = decoded
+        turn.attempt.decoded = decoded
         if turn.prefill is None:
-            self._turns.take_prefill_ring(turn, self._placer.choose_prefill(turn.wanted, turn.decode))
+            self._turns.take_prefill_ring(turn, self._placer.choose_prefill(turn.attempt.wanted, turn.decode))
         else:
             port = self._peers.leader("prefill", turn.prefill.registration.endpoint)
             await turn.prefill.guarded(port.settle(turn.kv_id, turn.turn_id, len(turn.token_ids) - 1))
@@ -399,15 +400,15 @@ class TurnLifecycle:
 
 def _explain(turn: RunningTurn, plan: TurnPlan) -> TurnPlan:
     """Return the plan with the reason for its rings, and the predicted seconds of the alternatives."""
-    refused = "".join(f"; ring {ring.name} had no room or was gone" for ring in turn.refused)
-    direct, others = turn.choice.direct, plan.alternatives
-    if direct is not None and not turn.choice.is_direct:
+    refused = "".join(f"; ring {ring.name} had no room or was gone" for ring in turn.attempt.refused)
+    direct, others = turn.attempt.choice.direct, plan.alternatives
+    if direct is not None and not turn.attempt.choice.is_direct:
         others = (*others, (Algorithm.DECODE_RING, direct.prefill_seconds))
     return replace(
         plan,
-        reason=plan.reason + refused + turn.choice.reason,
+        reason=plan.reason + refused + turn.attempt.choice.reason,
         alternatives=others,
-        ring_alternatives=turn.choice.alternatives,
+        ring_alternatives=turn.attempt.choice.alternatives,
     )
 
 
@@ -415,7 +416,7 @@ def _reserve_request(turn: RunningTurn) -> Reserve:
     sampling, prefill = turn.request.sampling, turn.prefill
     return Reserve(
         turn_id=turn.turn_id,
-        attempt=turn.attempt,
+        attempt=turn.attempt.number,
         kv_id=turn.kv_id,
         match_tokens=0,
         num_tokens=len(turn.token_ids),
@@ -423,12 +424,12 @@ def _reserve_request(turn: RunningTurn) -> Reserve:
         source_incarnation=prefill.registration.incarnation if prefill else "",
         is_direct=prefill is None,
         sampling=sampling,
-        penalized_ids=tuple(np.unique(turn.prompt).tolist()) if sampling.looks_at_prompt else (),
+        penalized_ids=tuple(np.unique(turn.admitted.prompt).tolist()) if sampling.looks_at_prompt else (),
         priority=turn.request.priority,
         request_id=turn.request.request_id,
         trace_parent=turn.request.trace_parent,
-        answer=turn.emitted,
-        waited_seconds=time.monotonic() - turn.taken_at,
+        answer=turn.recovery.emitted,
+        waited_seconds=time.monotonic() - turn.admitted.taken_at,
     )
 
 
@@ -440,7 +441,7 @@ def _require_resuming(turn: RunningTurn) -> None:
 
 def _note_computed(turn: RunningTurn, task: asyncio.Task[PrefillDone]) -> None:
     is_computed = not task.cancelled() and task.exception() is None
-    if is_computed and turn.state is TurnState.PREFILLING and turn.prefilling is task:
+    if is_computed and turn.state is TurnState.PREFILLING and turn.attempt.prefilling is task:
         turn.to(TurnState.DECODING)
         note_computed(turn, task.result())
 
@@ -450,22 +451,22 @@ def _retaining_ring(turn: RunningTurn, plan: TurnPlan) -> RetainingRing | None:
     names = [source.ring for source in plan.cached_sources if source.source == PULLED_FROM_OTHER]
     if not names:
         return None
-    ring = next(prefix.ring for prefix in turn.left if prefix.ring.name == names[0])
+    ring = next(prefix.ring for prefix in turn.attempt.left if prefix.ring.name == names[0])
     return RetainingRing(
         role=ring.role,
         ring=ring.name,
         endpoint=ring.endpoint,
         incarnation=ring.incarnation,
-        kv_id=turn.wanted.shared.get(ring.role, turn.kv_id),
+        kv_id=turn.attempt.wanted.shared.get(ring.role, turn.kv_id),
     )
 
 
 def _joined(turn: RunningTurn) -> PrefillTurn:
     """Return the request that joins a prefill under way: its ring knows the rest."""
-    assert turn.on_decode is not None, "an adopted turn is on its decode ring"
+    assert turn.attempt.on_decode is not None, "an adopted turn is on its decode ring"
     return PrefillTurn(
         turn_id=turn.turn_id,
-        attempt=turn.attempt,
+        attempt=turn.attempt.number,
         kv_id=turn.kv_id,
         token_ids=turn.token_ids[:0],
         cached_tokens=0,
@@ -473,5 +474,5 @@ def _joined(turn: RunningTurn) -> PrefillTurn:
         sampling=turn.request.sampling,
         deadline_seconds=turn.request.deadline_seconds,
         decode_endpoint=turn.decode.registration.endpoint,
-        destination=turn.on_decode,
+        destination=turn.attempt.on_decode,
     )

@@ -53,7 +53,7 @@ from ringserve.orchestration.router.admission import TurnAdmission
 from ringserve.orchestration.router.drains import RingReturns
 from ringserve.orchestration.router.lifecycle import TurnLifecycle
 from ringserve.orchestration.router.registry import LEASE_SECONDS, TurnRegistry
-from ringserve.orchestration.router.turn import RunningTurn, TurnState
+from ringserve.orchestration.router.turn import Admitted, Attempt, RunningTurn, TurnState
 from ringserve.orchestration.tasks import TaskSet, finish_despite_cancellation
 from ringserve.workers.protocol.prefill_steps import RING_ALGORITHMS
 
@@ -348,12 +348,13 @@ class TurnRecovery:
         )
         choice = Choice(prefill=prefill or decode, decode=decode, prefill_seconds=0.0, is_direct=prefill is None)
         share = self._rings.place(prefill, decode, prefill_seconds=0.0, num_tokens=0)
-        turn = RunningTurn(record.turn_id, request, conversation, prompt, request.prompt_mode, wanted, choice, share)
-        turn.attempt, turn.sparse = on_decode.attempt, record.sparse
-        turn.on_decode = _reservation(decode, on_decode)
+        admitted = Admitted(
+            conversation=conversation, prompt=prompt, mode=request.prompt_mode, wanted=wanted, sparse=record.sparse
+        )
+        attempt = Attempt(wanted, choice, share, number=on_decode.attempt, on_decode=_reservation(decode, on_decode))
         if prefill is not None and pending.on_prefill is not None:
-            turn.on_prefill = _reservation(prefill, pending.on_prefill)
-        return turn
+            attempt.on_prefill = _reservation(prefill, pending.on_prefill)
+        return RunningTurn(record.turn_id, request, admitted, attempt)
 
     def _fail(self, pending: _Pending, why: str) -> None:
         turn_id = pending.record.turn_id
@@ -446,7 +447,7 @@ class TurnRecovery:
             raise Unavailable(f"request {request.request_id!r} is being begun already; retry")
         elif turn.state is not TurnState.LOST and not lost.turn_id:
             turn.request = replace(turn.request, reader=request.reader)
-            return turn.as_begun(remembered_tokens=turn.conversation.num_tokens)
+            return turn.as_begun(remembered_tokens=turn.admitted.conversation.num_tokens)
         elif turn.state is not TurnState.LOST:
             self._turns.interrupt(turn, "decode")
         if lost.is_complete and turn.state is TurnState.LOST:
@@ -467,7 +468,7 @@ class TurnRecovery:
             reason = error if isinstance(error, RingserveError) else TurnCancelled("the turn was cancelled")
             self._tasks.spawn(self._turns.drop(turn, reason))
             raise
-        return turn.as_begun(remembered_tokens=turn.conversation.num_tokens)
+        return turn.as_begun(remembered_tokens=turn.admitted.conversation.num_tokens)
 
     async def _admit(self, request: TurnRequest, lost: LostTurn, deadline: float) -> RunningTurn:
         """Admit a turn that the router does not know any more."""
@@ -481,12 +482,12 @@ class TurnRecovery:
                 if clock() + RETRY_SECONDS >= deadline:
                     raise
                 await self._returns.until_news(RETRY_SECONDS)
-        if lost.prompt_tokens not in (0, len(turn.prompt)):
+        if lost.prompt_tokens not in (0, len(turn.admitted.prompt)):
             self._tasks.spawn(self._turns.drop(turn, TurnCancelled("its conversation has changed")))
             raise NotFound(
                 f"request {request.request_id!r} is not known any more, and its conversation has changed since it began"
             )
-        turn.lost_role = "decode"
+        turn.recovery.lost_role = "decode"
         return turn
 
     async def _commit(self, turn: RunningTurn, lost: LostTurn) -> BegunTurn:
@@ -519,8 +520,9 @@ class TurnRecovery:
                 if turn.is_over or isinstance(turn.stop_error, TurnCancelled):
                     raise
                 if clock() + RETRY_SECONDS >= deadline:
+                    role = turn.recovery.lost_role
                     raise DeadlineExceeded(
-                        f"the turn lost a {turn.lost_role} ring and could not go on within its deadline: {refusal}"
+                        f"the turn lost a {role} ring and could not go on within its deadline: {refusal}"
                     ) from refusal
                 if told != (told := str(refusal)):  # one line for each reason, not for each attempt
                     log.info("request %s cannot go on yet: %s", turn.request.request_id, refusal)
@@ -534,11 +536,11 @@ class TurnRecovery:
         Return the KV that the prefill ring retains then: it is not computed again.
         """
         if not turn.is_retained:
-            turn.lone_kv_id = turn.kv_id
+            turn.recovery.lone_kv_id = turn.kv_id
         turn_id = self._turns.rename(turn)
-        if turn.resuming is not None:  # reserves on the prefill ring
-            await asyncio.gather(turn.resuming, return_exceptions=True)
-        prefilling, turn.prefilling = turn.prefilling, None  # how it ends does not count any more
+        if turn.attempt.resuming is not None:  # reserves on the prefill ring
+            await asyncio.gather(turn.attempt.resuming, return_exceptions=True)
+        prefilling, turn.attempt.prefilling = turn.attempt.prefilling, None  # how it ends does not count any more
         leaving = self._tasks.spawn(self._leave_decode(turn, turn_id))
         keeping = asyncio.create_task(self._keep_on_prefill(turn, turn_id))
         await asyncio.wait([leaving, keeping], timeout=FENCE_SECONDS)
@@ -548,8 +550,8 @@ class TurnRecovery:
             prefilling.cancel()
             await asyncio.gather(prefilling, return_exceptions=True)
         for ring in turn.rings:
-            if ring not in turn.earlier:
-                turn.earlier.append(ring)
+            if ring not in turn.recovery.earlier:
+                turn.recovery.earlier.append(ring)
         return keeping.result() if keeping.done() and not keeping.cancelled() else None
 
     async def _leave_decode(self, turn: RunningTurn, turn_id: str) -> None:
@@ -590,11 +592,11 @@ class TurnRecovery:
 
         `made` is KV of the turn's own tokens. Scores of the prompt need all of it computed.
         """
-        first, request = turn.first_wanted, turn.request
+        first, request = turn.admitted.wanted, turn.request
         is_scored = request.sampling.prompt_logprobs is not None
         on_prefill = made or (first.prefill and first.prefill.cut(first.match_tokens))
         decoded = np.asarray(lost.token_ids[:-1], dtype=np.int64)
-        num_tokens = len(turn.prompt) + len(decoded)
+        num_tokens = len(turn.admitted.prompt) + len(decoded)
         wanted = WantedTurn(
             num_tokens=num_tokens,
             answer_tokens=request.sampling.max_tokens - len(decoded),
@@ -607,11 +609,9 @@ class TurnRecovery:
         choice = self._placer.choose(wanted)
         if turn.state is TurnState.LOST:
             turn.to(TurnState.RESERVING)
-        turn.wanted, turn.emitted, turn.decoded = wanted, lost.token_ids, decoded
-        turn.refused, turn.left, turn.attempt, turn.stop_error = [], [], 1, None
-        turn.resuming = turn.pulled_from = None
-        turn.is_on_prefill_ring = False
-        self._turns.move(turn, choice, self._placer.place(wanted, choice))
+        turn.recovery.emitted, turn.stop_error = lost.token_ids, None
+        attempt = Attempt(wanted, choice, self._placer.place(wanted, choice), decoded=decoded)
+        self._turns.begin_again(turn, attempt)
 
 
 def _reservation(ring: RegisteredRing, turn: TurnOnRing) -> Reservation:

@@ -21,6 +21,7 @@ from ringserve.orchestration.protocol.plans import PromptMode
 from ringserve.orchestration.protocol.ports import Peers
 from ringserve.orchestration.protocol.turns import PrefillDone, TurnOutcome
 from ringserve.orchestration.router.turn import (
+    Attempt,
     EndedTurns,
     RunningTurn,
     TurnState,
@@ -83,17 +84,26 @@ class TurnRegistry:
         turn.lease = asyncio.get_running_loop().call_later(seconds, self._end_unreported, turn)
 
     def move(self, turn: RunningTurn, choice: Choice, load_share: LoadShare) -> str:
-        """Move a turn to other rings under a new id. Return the old id, which counts as ended.
+        """Move an attempt that a ring refused to other rings, under a new turn id. Return the old id.
 
-        So the rings that the turn leaves find nothing of it to end, and retain what the conversation had there.
+        The old id counts as ended: the rings that the turn leaves find nothing of it to end, and retain what the
+        conversation had there.
         """
-        before = self.rename(turn)
-        _count(turn, -1)
-        turn.load_share.end_prefill()
-        turn.choice, turn.load_share = choice, load_share
-        turn.on_prefill = turn.on_decode = None
-        _count(turn, 1)
+        before, attempt = self.rename(turn), turn.attempt
+        moved = replace(attempt, choice=choice, load_share=load_share, on_prefill=None, on_decode=None)
+        self._replace(turn, moved)
         return before
+
+    def begin_again(self, turn: RunningTurn, attempt: Attempt) -> None:
+        """Let another attempt take the place of a lost one, under a new turn id."""
+        self.rename(turn)
+        self._replace(turn, attempt)
+
+    def _replace(self, turn: RunningTurn, attempt: Attempt) -> None:
+        _count(turn, -1)
+        turn.attempt.load_share.end_prefill()
+        turn.attempt = attempt
+        _count(turn, 1)
 
     def rename(self, turn: RunningTurn) -> str:
         """Give a turn a new id: what its rings tell of the old one no longer counts. Return that."""
@@ -109,7 +119,7 @@ class TurnRegistry:
     def take_prefill_ring(self, turn: RunningTurn, choice: Choice) -> None:
         """Give a prefill ring to a turn that had none."""
         _count(turn, -1)
-        turn.choice = choice
+        turn.attempt.choice = choice
         _count(turn, 1)
 
     def note_begun(self, turn: RunningTurn) -> Awaitable[None]:
@@ -138,8 +148,8 @@ class TurnRegistry:
     def interrupt(self, turn: RunningTurn, role: str) -> None:
         """Hold a turn that lost its ring of a role, until its gateway begins it again."""
         turn.to(TurnState.LOST)
-        turn.lost_role = role
-        turn.load_share.end_prefill()
+        turn.recovery.lost_role = role
+        turn.attempt.load_share.end_prefill()
         self.lease(turn, FAILOVER_SECONDS)
 
     async def end(self, outcome: TurnOutcome) -> int:
@@ -178,9 +188,9 @@ class TurnRegistry:
     def _goes_on(self, turn: RunningTurn, lost_role: str) -> bool:
         """Take notice of a loss. Return False where the turn ends by it, since it has not begun."""
         if turn.state is TurnState.RESERVING:
-            if turn.lost_role:  # its next attempt is being begun, and is repeated
+            if turn.recovery.lost_role:  # its next attempt is being begun, and is repeated
                 turn.stop_error = Unavailable(f"ring {turn.decode.name} was lost before the turn went on")
-            return bool(turn.lost_role)
+            return bool(turn.recovery.lost_role)
         if turn.state is not TurnState.LOST:
             self.interrupt(turn, lost_role)
         return True
@@ -238,8 +248,8 @@ class TurnRegistry:
         """End a turn whose gateway and decode leader are both gone: neither has reported its end."""
         if turn.ending is None:
             log.warning("no end of turn %s was reported; it is ended now", turn.turn_id)
-            if turn.on_decode is not None:
-                self.on_given_up(_record_of(turn), turn.conversation)
+            if turn.attempt.on_decode is not None:
+                self.on_given_up(_record_of(turn), turn.admitted.conversation)
             self._start_ending(turn, TurnOutcome(turn_id=turn.turn_id, ok=False))
 
     def _start_ending(self, turn: RunningTurn, outcome: TurnOutcome) -> None:
@@ -252,8 +262,8 @@ class TurnRegistry:
         turn.ending = asyncio.create_task(self._end(turn, outcome))
 
     async def _end(self, turn: RunningTurn, outcome: TurnOutcome) -> None:
-        if turn.resuming is not None:  # reserves on the prefill ring, which is to be settled
-            await asyncio.gather(turn.resuming, return_exceptions=True)
+        if turn.attempt.resuming is not None:  # reserves on the prefill ring, which is to be settled
+            await asyncio.gather(turn.attempt.resuming, return_exceptions=True)
         try:
             await (self._finish(turn, outcome) if outcome.ok else self._roll_back(turn))
             self._release_earlier(turn)
@@ -263,14 +273,14 @@ class TurnRegistry:
                 self.ended.note_answer(turn, outcome.token_ids)
 
     async def _finish(self, turn: RunningTurn, outcome: TurnOutcome) -> None:
-        conversation = turn.conversation
-        assert turn.prefilling, "a finished turn was prefilled"
+        conversation = turn.admitted.conversation
+        assert turn.attempt.prefilling, "a finished turn was prefilled"
         done: PrefillDone | None = None
         try:
             async with asyncio.timeout(self._control_timeout):
-                done = await asyncio.shield(turn.prefilling)
+                done = await asyncio.shield(turn.attempt.prefilling)
         except (RingserveError, TimeoutError) as error:
-            log.warning("ring %s lost the KV of %s: %s", turn.choice.computing.name, turn.kv_id, error)
+            log.warning("ring %s lost the KV of %s: %s", turn.attempt.choice.computing.name, turn.kv_id, error)
         # The prompt and, after a preemption, the tokens decoded before it.
         await self._settle_prefill(turn, done.shards.num_tokens if done and turn.is_retained else 0)
         if not turn.is_retained:
@@ -281,17 +291,17 @@ class TurnRegistry:
             prefill=on_prefill_ring(turn, done),
             decode=on_decode_ring(turn, outcome),
         )
-        tokens = np.concatenate([turn.prompt, np.asarray(outcome.token_ids, dtype=np.int64)])
-        self._conversations.finish(conversation, tokens, is_appended=turn.mode is PromptMode.APPEND)
+        tokens = np.concatenate([turn.admitted.prompt, np.asarray(outcome.token_ids, dtype=np.int64)])
+        self._conversations.finish(conversation, tokens, is_appended=turn.admitted.mode is PromptMode.APPEND)
 
     async def _roll_back(self, turn: RunningTurn) -> None:
         """Leave the conversation as before the turn. KV that agreed with the turn's prompt is still there."""
-        conversation = turn.conversation
+        conversation = turn.admitted.conversation
         on_prefill, on_decode = turn.retained_on_prefill, turn.retained_on_decode
         await self._settle_prefill(turn, on_prefill)
         prefill, decode = conversation.prefill, conversation.decode
         # Rings that the turn did not reach, or left, still have what they had of the conversation.
-        reached, earlier = {ring.name for ring in turn.rings}, {ring.name for ring in turn.earlier}
+        reached, earlier = {ring.name for ring in turn.rings}, {ring.name for ring in turn.recovery.earlier}
         if prefill and prefill.ring in earlier:
             prefill = prefill.cut(turn.match_tokens)
         if decode and decode.ring in earlier:
@@ -312,13 +322,13 @@ class TurnRegistry:
             with suppress(Unavailable, TimeoutError):
                 async with asyncio.timeout(self._control_timeout):
                     await turn.prefill.guarded(asyncio.shield(settling))
-        if turn.prefilling is not None:
-            turn.prefilling.cancel()
-            await asyncio.gather(turn.prefilling, return_exceptions=True)
+        if turn.attempt.prefilling is not None:
+            turn.attempt.prefilling.cancel()
+            await asyncio.gather(turn.attempt.prefilling, return_exceptions=True)
 
     async def _settle(self, turn: RunningTurn, ring: RegisteredRing, retain_tokens: int) -> None:
         port, turn_id = self._peers.leader("prefill", ring.registration.endpoint), turn.turn_id
-        is_computing = turn.prefilling is not None and not turn.prefilling.done()
+        is_computing = turn.attempt.prefilling is not None and not turn.attempt.prefilling.done()
 
         async def settle() -> None:
             if is_computing:
@@ -339,16 +349,16 @@ class TurnRegistry:
         del self._running[turn.turn_id]
         del self._turn_of_request[turn.request.request_id]
         _count(turn, -1)
-        turn.load_share.end_prefill()
-        self._conversations.close(turn.conversation)
+        turn.attempt.load_share.end_prefill()
+        self._conversations.close(turn.admitted.conversation)
         self.ended.note(turn.turn_id, turn.retain_tokens)
 
     def _release_earlier(self, turn: RunningTurn) -> None:
         """Release KV of a turn's earlier attempts. Rings retain what the conversation has there."""
-        for ring in turn.earlier:
+        for ring in turn.recovery.earlier:
             if ring in turn.rings:
                 continue
-            place = turn.conversation.places.at(ring.role)
+            place = turn.admitted.conversation.places.at(ring.role)
             retain = place.num_tokens if place is not None and place.ring == ring.name else 0
             self._tasks.spawn(self._settle_earlier(ring, turn.kv_id, retain))
 
@@ -360,7 +370,7 @@ class TurnRegistry:
 
     async def _leave_other_rings(self, turn: RunningTurn) -> None:
         """Release the conversation's KV on the rings that it has moved away from."""
-        old = turn.conversation
+        old = turn.admitted.conversation
         freed = Conversation(old.conversation_id)
         freed.places = KvLocations(
             prefill=old.prefill if old.prefill and turn.prefill and old.prefill.ring != turn.prefill.name else None,
@@ -383,17 +393,17 @@ class TurnRegistry:
 
 def _record_of(turn: RunningTurn) -> BegunRecord:
     # Tokens that a new conversation shares with others are its own in the journal.
-    base = turn.match_tokens if turn.request.conversation_id and turn.conversation.has_finished else 0
-    prompt, ttl = turn.prompt[base:], turn.conversation.ttl_seconds
+    base = turn.match_tokens if turn.request.conversation_id and turn.admitted.conversation.has_finished else 0
+    prompt, ttl = turn.admitted.prompt[base:], turn.admitted.conversation.ttl_seconds
     return BegunRecord(
         turn_id=turn.turn_id,
-        request=replace(turn.request, token_ids=prompt, conversation_ttl_seconds=ttl, prompt_mode=turn.mode),
+        request=replace(turn.request, token_ids=prompt, conversation_ttl_seconds=ttl, prompt_mode=turn.admitted.mode),
         base_tokens=base,
         prefill=_incarnation(turn.prefill) if turn.prefill else None,
         decode=_incarnation(turn.decode),
-        attempt=turn.attempt,
+        attempt=turn.attempt.number,
         begun_at=time.time(),
-        sparse=turn.sparse,
+        sparse=turn.admitted.sparse,
     )
 
 

@@ -1,8 +1,8 @@
 """Router: begins and ends turns on the rings that suit them, and knows every ring and conversation.
 
 The router is on no token's path. A gateway begins a turn (`begin_turn`), a decode leader ends it (`end_turn`). A turn
-passes through `admission`, `lifecycle` (reservations, plan and prefill) and `registry` (its end); one that loses a ring,
-through `recovery` as well.
+passes through `admission`, `lifecycle` (reservations, plan and prefill) and `registry` (its end); one that loses a
+ring, through `recovery` as well.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class Router:
         if self._recovery.is_early:
             await self._recovery.until_rings_told()
         turn = await self._admission.admit(replace(request, resume=None))
-        remembered_tokens = turn.conversation.num_tokens
+        remembered_tokens = turn.admitted.conversation.num_tokens
         with refused_whole():
             await self._lifecycle.start(turn)
         return turn.as_begun(remembered_tokens=remembered_tokens)

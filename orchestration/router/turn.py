@@ -61,6 +61,70 @@ ALLOWED = {
 }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Admitted:
+    """What admission has fixed for a turn, whatever rings it takes.
+
+    `wanted` is what the first attempt wants. With `sparse` every attempt of the turn is approximate, and all KV that it
+    makes. `under_way` lets others share the prompt, from the moment when it has been computed. `taken_at` is when the
+    router took the turn.
+    """
+
+    conversation: Conversation
+    prompt: TokenIds
+    mode: PromptMode
+    wanted: WantedTurn
+    sparse: SparsePlan | None = None
+    under_way: PromptUnderWay | None = None
+    taken_at: float = field(default_factory=time.monotonic)
+
+
+@dataclass(slots=True)
+class Attempt:
+    """Attempt under way: its rings, what they have reserved, and its prefill.
+
+    `TurnLifecycle` writes it, and `TurnRegistry` puts another in its place if the turn moves to other rings. A turn that
+    was preempted keeps its own, with the next `number`, which counts from 1 how often KV is made for the decode ring.
+    `decoded` are generated tokens whose KV is made as well. Without a prefill ring the decode ring computes the prompt,
+    until the turn is resumed.
+
+    `on_prefill` and `on_decode` are the rings' reservations, None until the rings have answered. `refused` are rings
+    that had no room for the turn, or were gone. `left` are rings that retain KV of the conversation and are none of the
+    turn's own; the prefill ring pulls from `pulled_from`. `is_on_prefill_ring`: that ring has begun to make the turn's
+    KV, and holds no other tokens of the conversation.
+    """
+
+    wanted: WantedTurn
+    choice: Choice
+    load_share: LoadShare
+    number: int = 1
+    decoded: TokenIds = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    refused: list[RegisteredRing] = field(default_factory=list)
+    on_prefill: Reservation | None = None
+    on_decode: Reservation | None = None
+    left: list[RetainedPrefix] = field(default_factory=list)
+    pulled_from: RetainingRing | None = None
+    plan: TurnPlan | None = None
+    prefilling: asyncio.Task[PrefillDone] | None = None
+    resuming: asyncio.Task[None] | None = None
+    is_on_prefill_ring: bool = False
+
+
+@dataclass(slots=True)
+class Recovery:
+    """What a turn that lost a ring needs to go on; `TurnRecovery` writes it.
+
+    `lost_role` is the role of the lost ring, which `TurnRegistry` notes. `emitted` are the tokens of the answer that the
+    client had then. `earlier` are rings on which the turn was before; they may hold KV under `lone_kv_id`, the turn's
+    first id, or its conversation's.
+    """
+
+    lost_role: str = ""
+    emitted: tuple[int, ...] = ()
+    lone_kv_id: str = ""
+    earlier: list[RegisteredRing] = field(default_factory=list)
+
+
 @dataclass(slots=True)
 class RunningTurn:
     """Turn whose rings have been chosen.
@@ -78,69 +142,28 @@ class RunningTurn:
     state leads to ENDING, as the decode leader's `end_turn` does, and so does LOST where no gateway comes. ENDING
     settles both rings and updates the conversation; ENDED has left the registry.
 
-    `under_way` lets others share the prompt, from the moment when it has been computed.
-
-    Who writes: `TurnLifecycle` the rings, reservations and prefills, `TurnRegistry` the ids and the end. `TurnRecovery`
-    moves a LOST turn back to RESERVING.
-
-    `on_prefill` and `on_decode` are the rings' reservations, None until the rings have answered. `refused` are rings
-    that had no room for the turn, or were gone. `left` are rings that retain KV of the conversation and are none of the
-    turn's own; the prefill ring pulls from `pulled_from`.
-
-    `attempt` counts from 1 how often KV is made for the decode ring. `decoded` are generated tokens whose KV a later
-    attempt makes as well. Without a `prefill` ring the decode ring computes the prompt, until the turn is resumed.
-    `retain_tokens` are the tokens that the decode ring is to retain after the end.
-    `is_on_prefill_ring`: that ring has begun to make the turn's KV, and holds no other tokens of the conversation.
-
-    With `sparse` every attempt of the turn is approximate, and all KV that it makes.
-
-    `first_wanted` is what the first attempt wanted, `taken_at` when the router took the turn. `emitted` are the tokens
-    of the answer that the client had when a ring was lost, whose role is `lost_role`. `earlier` are rings on which the
-    turn was before; they may hold KV under `lone_kv_id`, the turn's first id, or its conversation's.
+    `request` is as its latest gateway sent it. `TurnRegistry` writes the id and all that ends the turn: `lease` ends a
+    turn of which nobody tells, `stop_error` one that its rings do not know yet; the decode ring retains `retain_tokens`
+    after the end. Each of the other parts says who writes it.
     """
 
     turn_id: str
     request: TurnRequest
-    conversation: Conversation
-    prompt: TokenIds
-    mode: PromptMode
-    wanted: WantedTurn
-    choice: Choice
-    load_share: LoadShare
+    admitted: Admitted
+    attempt: Attempt
+    recovery: Recovery = field(default_factory=Recovery)
     state: TurnState = TurnState.RESERVING
-    refused: list[RegisteredRing] = field(default_factory=list)
-    on_prefill: Reservation | None = None
-    on_decode: Reservation | None = None
-    left: list[RetainedPrefix] = field(default_factory=list)
-    pulled_from: RetainingRing | None = None
-    attempt: int = 1
-    decoded: TokenIds = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    prefilling: asyncio.Task[PrefillDone] | None = None
-    resuming: asyncio.Task[None] | None = None
-    is_on_prefill_ring: bool = False
+    lease: asyncio.TimerHandle | None = None
     ending: asyncio.Task[None] | None = None
     retain_tokens: int = 0
-    lease: asyncio.TimerHandle | None = None
     stop_error: RingserveError | None = None
-    plan: TurnPlan | None = None
-    lost_role: str = ""
-    emitted: tuple[int, ...] = ()
-    lone_kv_id: str = ""
-    earlier: list[RegisteredRing] = field(default_factory=list)
-    under_way: PromptUnderWay | None = None
-    sparse: SparsePlan | None = None
-    taken_at: float = field(default_factory=time.monotonic)
-    first_wanted: WantedTurn = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.first_wanted = self.wanted
 
     def to(self, following: TurnState) -> None:
         """Take the next state. A transition that the diagram lacks is a bug."""
         assert following in ALLOWED[self.state], f"no turn goes from {self.state.name} to {following.name}"
         self.state = following
-        if self.under_way is not None and following in (TurnState.RESUMING, TurnState.LOST, TurnState.ENDED):
-            self.under_way.end()
+        if self.admitted.under_way is not None and following in (TurnState.RESUMING, TurnState.LOST, TurnState.ENDED):
+            self.admitted.under_way.end()
 
     def give_up_prompt(self) -> None:
         """Let others wait no longer for a prompt that was not computed.
@@ -148,8 +171,8 @@ class RunningTurn:
         Where the turn ends well they wait until it has ended: the end of a short answer may be known before its
         prompt's, and then they share the whole.
         """
-        if self.under_way is not None and self.under_way.places is None:
-            self.under_way.end()
+        if self.admitted.under_way is not None and self.admitted.under_way.places is None:
+            self.admitted.under_way.end()
 
     @property
     def is_over(self) -> bool:
@@ -159,12 +182,12 @@ class RunningTurn:
     @property
     def prefill(self) -> RegisteredRing | None:
         """Prefill ring; None where the decode ring computes the prompt."""
-        return None if self.choice.is_direct else self.choice.prefill
+        return None if self.attempt.choice.is_direct else self.attempt.choice.prefill
 
     @property
     def decode(self) -> RegisteredRing:
         """Decode ring."""
-        return self.choice.decode
+        return self.attempt.choice.decode
 
     @property
     def rings(self) -> tuple[RegisteredRing, ...]:
@@ -174,22 +197,22 @@ class RunningTurn:
     @property
     def kv_id(self) -> str:
         """Id under which the rings hold the KV: the conversation's, or the turn's where there is none."""
-        return self.conversation.conversation_id or self.lone_kv_id or self.turn_id
+        return self.admitted.conversation.conversation_id or self.recovery.lone_kv_id or self.turn_id
 
     @property
     def sparsity(self) -> Sparsity | None:
         """Sparsity of the KV that the turn makes; None: it is exact."""
-        return None if self.sparse is None else self.sparse.sparsity
+        return None if self.admitted.sparse is None else self.admitted.sparse.sparsity
 
     @property
     def algorithm(self) -> Algorithm | None:
         """Algorithm that it asks for: pass-KV alone computes sparse turns."""
-        return self.request.algorithm if self.sparse is None else Algorithm.PASS_KV
+        return self.request.algorithm if self.admitted.sparse is None else Algorithm.PASS_KV
 
     @property
     def match_tokens(self) -> int:
         """Number of prompt tokens that begin the conversation so far, the prompt's last token excluded."""
-        return self.first_wanted.match_tokens
+        return self.admitted.wanted.match_tokens
 
     def match_on(self, ring: RegisteredRing) -> int:
         """Return how many of the matching tokens a ring may reuse: 0 where the ring is not the conversation's own.
@@ -197,7 +220,7 @@ class RunningTurn:
         Another ring may still hold KV of an earlier state that has been overwritten since. The conversation's own
         prefill ring may hold such KV beyond its location's end, where later turns did without that ring.
         """
-        return self.wanted.known_on(ring)
+        return self.attempt.wanted.known_on(ring)
 
     def match_to_reserve(self, ring: RegisteredRing) -> int:
         """Return how many tokens a ring is asked to retain when it reserves.
@@ -208,35 +231,39 @@ class RunningTurn:
 
     def shares_on(self, ring: RegisteredRing) -> str:
         """Return the id of the sequence whose KV the turn shares on a ring, if it is to share any."""
-        return "" if self._holds_own(ring) else self.wanted.shares_on(ring)
+        return "" if self._holds_own(ring) else self.attempt.wanted.shares_on(ring)
 
     def is_spare_on(self, ring: RegisteredRing) -> bool:
         """Return whether a ring may evict the KV first after the turn, since a ring of the other role retains it too.
 
         Each retains half of the unnamed histories for longer, so that both together retain twice as many.
         """
-        return self.conversation.is_unnamed and self.prefill is not None and spare_role(self.kv_id) == ring.role
+        is_unnamed = self.admitted.conversation.is_unnamed
+        return is_unnamed and self.prefill is not None and spare_role(self.kv_id) == ring.role
 
     def _holds_own(self, ring: RegisteredRing) -> bool:
-        return self.attempt > 1 and (ring is self.decode or self.is_on_prefill_ring)
+        return self.attempt.number > 1 and (ring is self.decode or self.attempt.is_on_prefill_ring)
 
     @property
     def token_ids(self) -> TokenIds:
         """All tokens whose KV the decode ring is to get."""
         # A prompt of a million tokens is 8 MB: it is copied only where there is something to add.
-        return np.concatenate([self.prompt, self.decoded]) if len(self.decoded) else self.prompt
+        prompt, decoded = self.admitted.prompt, self.attempt.decoded
+        return np.concatenate([prompt, decoded]) if len(decoded) else prompt
 
     @property
     def told_plan(self) -> TurnPlan:
         """Plan as clients are told it. Of a turn that an earlier router planned, only the outlines are known."""
-        if self.plan is not None:
-            return self.plan
-        reserved, computing = self.on_decode if self.prefill is None else self.on_prefill, self.choice.computing
+        attempt = self.attempt
+        if attempt.plan is not None:
+            return attempt.plan
+        reserved = attempt.on_decode if self.prefill is None else attempt.on_prefill
+        computing = attempt.choice.computing
         cached = reserved.retained_tokens if reserved is not None else 0
         return TurnPlan(
             algorithm=Algorithm.DECODE_RING if self.prefill is None else Algorithm.PASS_KV,
             reason="planned by a router that was started again since; the algorithm is not known any more",
-            new_tokens=len(self.prompt) - cached,
+            new_tokens=len(self.admitted.prompt) - cached,
             cached_tokens=cached,
             prefill_ring=computing.name,
             decode_ring=self.decode.name,
@@ -246,8 +273,8 @@ class RunningTurn:
             chunks=(),
             predicted_prefill_seconds=0.0,
             alternatives=(),
-            prompt_mode=self.mode,
-            sparse=self.sparse,
+            prompt_mode=self.admitted.mode,
+            sparse=self.admitted.sparse,
         )
 
     def as_begun(self, *, remembered_tokens: int = 0, ended: EndedAnswer | None = None) -> BegunTurn:
@@ -255,10 +282,10 @@ class RunningTurn:
         return BegunTurn(
             turn_id=self.turn_id,
             decode_endpoint=self.decode.registration.endpoint,
-            prompt_tokens=len(self.prompt),
+            prompt_tokens=len(self.admitted.prompt),
             plan=self.told_plan,
             remembered_tokens=remembered_tokens,
-            lost_role=self.lost_role,
+            lost_role=self.recovery.lost_role,
             ended=ended,
             max_tokens=self.request.sampling.max_tokens,
         )
@@ -266,39 +293,39 @@ class RunningTurn:
     @property
     def max_kv_tokens(self) -> int:
         """Tokens that its KV may come to."""
-        return len(self.prompt) + self.request.sampling.max_tokens
+        return len(self.admitted.prompt) + self.request.sampling.max_tokens
 
     @property
     def is_retained(self) -> bool:
         """True if the KV outlives the turn."""
-        return bool(self.conversation.conversation_id)
+        return bool(self.admitted.conversation.conversation_id)
 
     @property
     def retained_on_prefill(self) -> int:
         """Tokens of the conversation whose KV stays on the prefill ring if the turn fails."""
-        return 0 if self.prefill is None else self._retained(self.prefill, self.on_prefill)
+        return 0 if self.prefill is None else self._retained(self.prefill, self.attempt.on_prefill)
 
     @property
     def retained_on_decode(self) -> int:
         """Tokens of the conversation whose KV stays on the decode ring if the turn fails."""
-        return self._retained(self.decode, self.on_decode)
+        return self._retained(self.decode, self.attempt.on_decode)
 
     def _retained(self, ring: RegisteredRing, reservation: Reservation | None) -> int:
         # A ring that refused has cut nothing beyond what agrees with the prompt.
-        place = self.conversation.places.at(ring.role)
+        place = self.admitted.conversation.places.at(ring.role)
         match = 0 if place is None or place.ring != ring.name else min(self.match_tokens, place.num_tokens)
         return match if reservation is None else min(match, reservation.retained_tokens)
 
 
 def note_computed(turn: RunningTurn, done: PrefillDone) -> None:
     """Let others share the prompt, which both rings have now. Its tokens lie there in ways that do not matter here."""
-    prompt, decode = turn.under_way, turn.on_decode
+    prompt, decode = turn.admitted.under_way, turn.attempt.on_decode
     if prompt is None or decode is None:
         return
-    shards = ShardMap.of(((TokenRange(0, len(turn.prompt)),),))
+    shards = ShardMap.of(((TokenRange(0, len(turn.admitted.prompt)),),))
     prompt.computed(
-        KvLocation(ring=turn.prefill.name, incarnation=turn.on_prefill.incarnation, shards=done.shards)
-        if turn.prefill is not None and turn.on_prefill is not None
+        KvLocation(ring=turn.prefill.name, incarnation=turn.attempt.on_prefill.incarnation, shards=done.shards)
+        if turn.prefill is not None and turn.attempt.on_prefill is not None
         else None,
         KvLocation(ring=turn.decode.name, incarnation=decode.incarnation, shards=shards),
     )
@@ -308,8 +335,8 @@ def on_decode_ring(turn: RunningTurn, outcome: TurnOutcome) -> KvLocation | None
     """Return what a decode ring retains of the conversation; None where it was lost after the last token."""
     if not outcome.kv_tokens:
         return None
-    assert turn.on_decode, "a turn that was decoded was reserved before"
-    return KvLocation(ring=turn.decode.name, incarnation=turn.on_decode.incarnation, shards=outcome.shards)
+    assert turn.attempt.on_decode, "a turn that was decoded was reserved before"
+    return KvLocation(ring=turn.decode.name, incarnation=turn.attempt.on_decode.incarnation, shards=outcome.shards)
 
 
 def on_prefill_ring(turn: RunningTurn, done: PrefillDone | None) -> KvLocation | None:
@@ -319,12 +346,12 @@ def on_prefill_ring(turn: RunningTurn, done: PrefillDone | None) -> KvLocation |
     common prefix no longer counts.
     """
     if turn.prefill is None:
-        before = turn.conversation.prefill
+        before = turn.admitted.conversation.prefill
         return None if before is None else before.cut(turn.match_tokens)
     if done is None:
         return None
-    assert turn.on_prefill, "what was prefilled there was reserved before"
-    return KvLocation(ring=turn.prefill.name, incarnation=turn.on_prefill.incarnation, shards=done.shards)
+    assert turn.attempt.on_prefill, "what was prefilled there was reserved before"
+    return KvLocation(ring=turn.prefill.name, incarnation=turn.attempt.on_prefill.incarnation, shards=done.shards)
 
 
 MAX_REMEMBERED = 4096

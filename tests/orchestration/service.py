@@ -245,7 +245,7 @@ class Service:
         """End the router as a crash does: it says nothing to anybody, and calls to it fail."""
         crashed, self.router = self.router, NoRouter()  # type: ignore[assignment]
         for turn in crashed._turns._running.values():  # its calls end with it
-            for task in (turn.prefilling, turn.resuming):
+            for task in (turn.attempt.prefilling, turn.attempt.resuming):
                 if task is not None:
                     task.cancel()
             if turn.lease is not None:

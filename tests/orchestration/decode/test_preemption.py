@@ -275,7 +275,7 @@ async def test_a_prefill_ring_that_lost_the_prompt_computes_it_again(
         await eventually(lambda: service.decode.num_preemptions == 1)
         # The senders may learn last that all KV has arrived; a ring that dies before that fails its turns.
         begun = service.router._turns._running.values()
-        await eventually(lambda: all(turn.prefilling is not None and turn.prefilling.done() for turn in begun))
+        await eventually(lambda: all(each.attempt.prefilling and each.attempt.prefilling.done() for each in begun))
         await service.prefill_ranks.made[0].kill()
         await eventually(lambda: service.prefill.ring.rebuilds == 1 and service.prefill.ring.state == "ready")
         rebuilt.set()

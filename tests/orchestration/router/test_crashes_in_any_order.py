@@ -173,7 +173,7 @@ class Crashes:
     async def _die(self) -> None:
         crashed = self.router
         for turn in crashed._turns._running.values():
-            for running in (turn.prefilling, turn.resuming, turn.ending):
+            for running in (turn.attempt.prefilling, turn.attempt.resuming, turn.ending):
                 if running is not None:
                     running.cancel()
             if turn.lease is not None:

@@ -201,7 +201,7 @@ async def test_a_router_that_is_started_again_knows_what_is_sparse(
         )
         turn = service.router._turns.of_turn(running.turn_id)
         assert turn is not None
-        await eventually(lambda: turn.prefilling is not None and turn.prefilling.done())
+        await eventually(lambda: turn.attempt.prefilling is not None and turn.attempt.prefilling.done())
         await service.crash_router()
         service.start_router()
         for leader in service.peers.leaders.values():
@@ -250,7 +250,7 @@ async def test_a_sparse_turn_that_loses_its_ring_goes_on_sparse(path: Path, orac
         lost = begun.plan.decode_ring
         turn = service.router._turns.of_turn(begun.turn_id)
         assert turn is not None
-        await eventually(lambda: turn.prefilling is not None and turn.prefilling.done())
+        await eventually(lambda: turn.attempt.prefilling is not None and turn.attempt.prefilling.done())
         ring = service.router._rings.find(lost)
         assert ring is not None
         ring.is_ready = False
@@ -275,7 +275,7 @@ async def test_a_sparse_turn_that_fails_leaves_its_conversation_exact(path: Path
         assert begun.plan.sparse is not None
         turn = service.router._turns.of_turn(begun.turn_id)
         assert turn is not None
-        await eventually(lambda: turn.prefilling is not None and turn.prefilling.done())
+        await eventually(lambda: turn.attempt.prefilling is not None and turn.attempt.prefilling.done())
         await service.router.abort_requests([turn.request.request_id])
         await eventually(lambda: service.router.num_running == 0)
         assert await sparsity_of(service) is None

@@ -176,7 +176,7 @@ async def test_an_aborted_turn_does_not_go_on(model: Path) -> None:
         await service.decode.fail_all(Unavailable("the ring was lost"))
         lost = LostTurn(turn_id=begun.turn_id, token_ids=(1, 2), prompt_tokens=len(PROMPT))
         again = asyncio.create_task(service.router.begin_turn(replace(request, resume=lost)))
-        await eventually(lambda: any(turn.lone_kv_id for turn in service.router._turns.of_tenant("")))
+        await eventually(lambda: any(turn.recovery.lone_kv_id for turn in service.router._turns.of_tenant("")))
         assert await service.router.abort_requests([request.request_id]) == ([request.request_id], [])
         with pytest.raises(TurnCancelled):
             await again
