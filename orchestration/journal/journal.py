@@ -6,25 +6,26 @@ death of the router, and after a power cut the file is whole and lacks the last 
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ringserve.cp_core.layout.sparsity import Sparsity
 from ringserve.orchestration.journal.schema import connect, open_journal, take_lock
 from ringserve.orchestration.journal.writer import GroupCommit
-from ringserve.orchestration.protocol.journal import BegunRecord, CommittedRecord, RingIncarnation, StoredConversation
-from ringserve.orchestration.protocol.plans import PromptMode, SparsePlan, TurnPlan
-from ringserve.orchestration.protocol.turns import BegunTurn, EndedAnswer, KvQuota, TurnRequest
+from ringserve.orchestration.protocol.journal import BegunRecord, CommittedRecord, StoredConversation
+from ringserve.orchestration.protocol.plans import TurnPlan
+from ringserve.orchestration.protocol.turns import BegunTurn, EndedAnswer
 from ringserve.workers.protocol.decode_commands import FinishReason
-from ringserve.workers.protocol.prefill_steps import Algorithm, TokenIds
-from ringserve.workers.sampling.parameters import SamplingParameters, TokenBias
+from ringserve.workers.protocol.encoding import Codec
+from ringserve.workers.protocol.prefill_steps import TokenIds
+
+RECORDS, PLANS, SPARSITIES = Codec(BegunRecord), Codec(TurnPlan), Codec(Sparsity)
+NO_TOKENS: TokenIds = np.empty(0, dtype=np.int64)
 
 MAX_ENDED = 4096
 """Turns that ended well whose answer is remembered."""
@@ -57,24 +58,11 @@ class SqliteJournal:
     # --- records -----------------------------------------------------------------------------------------------------
 
     def begun(self, record: BegunRecord) -> Awaitable[None]:
-        request, prefill = record.request, record.prefill
-        row = (
-            record.turn_id,
-            request.request_id,
-            request.conversation_id,
-            record.base_tokens,
-            _packed(request.token_ids),
-            _request_text(record),
-            prefill.ring if prefill else "",
-            prefill.incarnation if prefill else "",
-            record.decode.ring,
-            record.decode.incarnation,
-            record.attempt,
-            record.begun_at,
-        )
-        return self._writer.write(
-            lambda db: _run(db, "INSERT OR REPLACE INTO turns VALUES (?,?,?,?,?,?,?,?,?,?,?,?)", row)
-        )
+        request = record.request
+        # Of a gateway's reader nobody tells a later router: any may abort the turn there.
+        stored = replace(record, request=replace(request, token_ids=NO_TOKENS, reader="", resume=None))
+        row = (record.turn_id, record.begun_at, _packed(request.token_ids), RECORDS.encode(stored))
+        return self._writer.write(lambda db: _run(db, "INSERT OR REPLACE INTO turns VALUES (?,?,?,?)", row))
 
     def committed(self, record: CommittedRecord) -> Awaitable[None]:
         return self._writer.write(lambda db: _commit(db, record))
@@ -105,23 +93,13 @@ class SqliteJournal:
                 ttl_seconds=ttl,
                 last_used=last_used,
                 last_turn=turn,
-                sparsity=Sparsity(**json.loads(sparsity)) if sparsity else None,
+                sparsity=SPARSITIES.decode(sparsity) if sparsity else None,
             )
 
     def turns(self) -> Iterable[BegunRecord]:
-        for row in self._reader.execute("SELECT * FROM turns ORDER BY begun_at").fetchall():
-            turn_id, request_id, conversation, base, tokens, request, *rings, attempt, begun_at = row
-            prefill_ring, prefill_incarnation, decode_ring, decode_incarnation = rings
-            yield BegunRecord(
-                turn_id=turn_id,
-                request=_request_from(request_id, conversation, _unpacked(tokens), request),
-                base_tokens=base,
-                prefill=RingIncarnation(ring=prefill_ring, incarnation=prefill_incarnation) if prefill_ring else None,
-                decode=RingIncarnation(ring=decode_ring, incarnation=decode_incarnation),
-                attempt=attempt,
-                begun_at=begun_at,
-                sparse=_sparse_from(json.loads(request)),
-            )
+        for tokens, data in self._reader.execute("SELECT tokens, record FROM turns ORDER BY begun_at").fetchall():
+            record = RECORDS.decode(data)
+            yield replace(record, request=replace(record.request, token_ids=_unpacked(tokens)))
 
     def ended(self) -> Iterable[tuple[str, int]]:
         rows: list[tuple[str, int]] = self._reader.execute(
@@ -132,7 +110,7 @@ class SqliteJournal:
     def answer_of(self, request_id: str) -> BegunTurn | None:
         query = (
             "SELECT turn, answer, prompt_tokens, seed, plan, finish_reason FROM ended "
-            "WHERE request_id = ? AND plan != '' ORDER BY number DESC LIMIT 1"
+            "WHERE request_id = ? AND plan IS NOT NULL ORDER BY number DESC LIMIT 1"
         )
         row = self._reader.execute(query, (request_id,)).fetchone()
         if row is None:
@@ -143,7 +121,7 @@ class SqliteJournal:
             turn_id=turn,
             decode_endpoint="",
             prompt_tokens=prompt_tokens,
-            plan=_plan_from(plan),
+            plan=PLANS.decode(plan),
             ended=ended,
             max_tokens=len(ended.token_ids) if reason == FinishReason.LENGTH.value else 0,
         )
@@ -186,60 +164,49 @@ def _run(database: sqlite3.Connection, statement: str, values: Sequence[object])
 
 def _commit(database: sqlite3.Connection, record: CommittedRecord) -> None:
     """Move a turn from those that run to its conversation's history. Idempotent."""
-    row = database.execute(
-        "SELECT request_id, conversation, base, tokens, request FROM turns WHERE id = ?", (record.turn_id,)
-    ).fetchone()
+    row = database.execute("SELECT tokens, record FROM turns WHERE id = ?", (record.turn_id,)).fetchone()
     if row is None:
         return
-    request_id, conversation, base, tokens, request = row
-    answer, values = _packed(record.answer), json.loads(request)
-    if conversation:
-        _append(database, conversation, base, tokens + answer, record, values)
+    tokens, begun = row[0], RECORDS.decode(row[1])
+    answer = _packed(record.answer)
+    if begun.request.conversation_id:
+        _append(database, begun, tokens + answer, record.ended_at)
     database.execute("DELETE FROM turns WHERE id = ?", (record.turn_id,))
-    reason = record.finish_reason.value if record.finish_reason else ""
     number = database.execute(
-        "INSERT OR REPLACE INTO ended (turn, request_id, conversation, answer, finish_reason, kv_tokens, ended_at, "
-        "prompt_tokens, seed, plan) VALUES (?,?,?,?,?,?,?,?,?,?) RETURNING number",
+        "INSERT OR REPLACE INTO ended (turn, request_id, kv_tokens, answer, prompt_tokens, seed, finish_reason, plan) "
+        "VALUES (?,?,?,?,?,?,?,?) RETURNING number",
         (
             record.turn_id,
-            request_id,
-            conversation,
-            answer,
-            reason,
+            begun.request.request_id,
             record.kv_tokens,
-            record.ended_at,
-            base + len(tokens) // TOKEN_BYTES,
-            str(values["sampling"]["seed"]),
-            _plan_text(record.plan) if record.plan else "",
+            answer,
+            begun.base_tokens + len(tokens) // TOKEN_BYTES,
+            str(begun.request.sampling.seed),  # SQLite's integers have a sign
+            record.finish_reason.value if record.finish_reason else "",
+            PLANS.encode(_outline(record.plan)) if record.plan else None,
         ),
     ).fetchone()[0]
     database.execute("DELETE FROM ended WHERE number <= ?", (number - MAX_ENDED,))
 
 
-def _append(
-    database: sqlite3.Connection,
-    conversation: str,
-    base: int,
-    tokens: bytes,
-    record: CommittedRecord,
-    request: dict[str, Any],
-) -> None:
-    """Let a conversation continue its first `base` tokens with others."""
+def _append(database: sqlite3.Connection, begun: BegunRecord, tokens: bytes, ended_at: float) -> None:
+    """Let the turn's conversation continue its first `base_tokens` tokens with others."""
+    conversation, base, sparse = begun.request.conversation_id, begun.base_tokens, begun.sparse
     row = database.execute("SELECT segment FROM conversations WHERE id = ?", (conversation,)).fetchone()
     before = None if row is None else int(row[0])
     parent = _holder(database, before, base)
     if parent is not None:
         database.execute("UPDATE segments SET refs = refs + 1 WHERE id = ?", (parent,))
-    stop, sparse = base + len(tokens) // TOKEN_BYTES, _sparse_from(request)
+    stop = base + len(tokens) // TOKEN_BYTES
     head = database.execute(
         "INSERT INTO segments (parent, start, stop, tokens, turn, refs, sparsity) VALUES (?,?,?,?,?,1,?)",
-        (parent, base, stop, tokens, record.turn_id, json.dumps(asdict(sparse.sparsity)) if sparse else ""),
+        (parent, base, stop, tokens, begun.turn_id, SPARSITIES.encode(sparse.sparsity) if sparse else None),
     ).lastrowid
     database.execute(
         "INSERT INTO conversations VALUES (?,?,?,1,'',?,?) ON CONFLICT DO UPDATE SET segment = excluded.segment, "
         "num_tokens = excluded.num_tokens, num_turns = num_turns + 1, ttl = excluded.ttl, "
         "last_used = excluded.last_used",
-        (conversation, head, stop, request.get("ttl", 0.0), record.ended_at),
+        (conversation, head, stop, begun.request.conversation_ttl_seconds or 0.0, ended_at),
     )
     if before is not None:
         _release(database, before)
@@ -311,67 +278,8 @@ def _unpacked(blob: bytes) -> TokenIds:
     return np.frombuffer(blob, dtype="<i4").astype(np.int64)
 
 
-def _request_text(record: BegunRecord) -> str:
-    request = record.request
-    return json.dumps(
-        {
-            "mode": request.prompt_mode,
-            "sampling": asdict(request.sampling),
-            "deadline": request.deadline_seconds,
-            "ttl": request.conversation_ttl_seconds or 0.0,
-            "priority": request.priority,
-            "algorithm": request.algorithm,
-            "trace_parent": request.trace_parent,
-            "kv_quota": asdict(request.kv_quota) if request.kv_quota else None,
-            "sparse": asdict(record.sparse) if record.sparse else None,
-        }
-    )
-
-
-def _sparse_from(values: dict[str, Any]) -> SparsePlan | None:
-    """Return the sparsity of a turn or plan; earlier releases wrote none."""
-    return SparsePlan(**values["sparse"]) if values.get("sparse") else None
-
-
-def _request_from(request_id: str, conversation_id: str, tokens: TokenIds, text: str) -> TurnRequest:
-    values = json.loads(text)
-    sampling = values["sampling"]
-    sampling["logit_bias"] = tuple(TokenBias(**bias) for bias in sampling["logit_bias"])
-    sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
-    return TurnRequest(
-        request_id=request_id,
-        conversation_id=conversation_id,
-        prompt_mode=PromptMode(values["mode"]),
-        token_ids=tokens,
-        sampling=SamplingParameters(**sampling),
-        deadline_seconds=values["deadline"],
-        conversation_ttl_seconds=values["ttl"],
-        priority=values["priority"],
-        algorithm=Algorithm(values["algorithm"]) if values["algorithm"] else None,
-        trace_parent=values["trace_parent"],
-        kv_quota=KvQuota(**values["kv_quota"]) if values["kv_quota"] else None,
-    )
-
-
-PLAN_FIELDS = ("reason", "new_tokens", "cached_tokens", "prefill_ring", "decode_ring", "prefill_ranks", "decode_ranks")
-
-
-def _plan_text(plan: TurnPlan) -> str:
-    """Return what a client is told of a plan whose turn has ended; predictions and chunks are not written."""
-    told = {name: getattr(plan, name) for name in PLAN_FIELDS}
-    sparse = asdict(plan.sparse) if plan.sparse else None
-    return json.dumps({**told, "algorithm": plan.algorithm, "prompt_mode": plan.prompt_mode, "sparse": sparse})
-
-
-def _plan_from(text: str) -> TurnPlan:
-    values = json.loads(text)
-    return TurnPlan(
-        **{name: values[name] for name in PLAN_FIELDS},
-        algorithm=Algorithm(values["algorithm"]),
-        prompt_mode=PromptMode(values["prompt_mode"]),
-        cached_sources=(),
-        chunks=(),
-        predicted_prefill_seconds=0.0,
-        alternatives=(),
-        sparse=_sparse_from(values),
+def _outline(plan: TurnPlan) -> TurnPlan:
+    """Return what a client is told of a plan whose turn has ended, without predictions and chunks."""
+    return replace(
+        plan, cached_sources=(), chunks=(), predicted_prefill_seconds=0.0, alternatives=(), ring_alternatives=()
     )

@@ -83,10 +83,10 @@ class Admitted:
 class Attempt:
     """Attempt under way: its rings, what they have reserved, and its prefill.
 
-    `TurnLifecycle` writes it, and `TurnRegistry` puts another in its place if the turn moves to other rings. A turn that
-    was preempted keeps its own, with the next `number`, which counts from 1 how often KV is made for the decode ring.
-    `decoded` are generated tokens whose KV is made as well. Without a prefill ring the decode ring computes the prompt,
-    until the turn is resumed.
+    `TurnLifecycle` writes it. `TurnRegistry` puts another in its place if the turn moves to other rings. A preempted
+    turn keeps its own, with the next `number`, which counts from 1 how often KV is made for the decode ring. `decoded`
+    are generated tokens whose KV is made as well. Without a prefill ring the decode ring computes the prompt, until
+    the turn is resumed.
 
     `on_prefill` and `on_decode` are the rings' reservations, None until the rings have answered. `refused` are rings
     that had no room for the turn, or were gone. `left` are rings that retain KV of the conversation and are none of the
@@ -114,9 +114,9 @@ class Attempt:
 class Recovery:
     """What a turn that lost a ring needs to go on; `TurnRecovery` writes it.
 
-    `lost_role` is the role of the lost ring, which `TurnRegistry` notes. `emitted` are the tokens of the answer that the
-    client had then. `earlier` are rings on which the turn was before; they may hold KV under `lone_kv_id`, the turn's
-    first id, or its conversation's.
+    `lost_role` is the lost ring's role, which `TurnRegistry` notes. `emitted` are the answer tokens that the client
+    had then. `earlier` are rings on which the turn was before. They may hold KV under `lone_kv_id`, the turn's first
+    id, or its conversation's.
     """
 
     lost_role: str = ""

@@ -1,7 +1,7 @@
 """Messages between the ranks of a decode ring: headers and sampled tokens.
 
-A header is one int64[4 + max_batch] (kind, variant, payload bytes, number of tokens, tokens). A msgpack payload with
-the change follows only where the batch changes. The fixed size lets followers wait without knowing what comes.
+A header is one int64[4 + max_batch] (kind, variant, payload bytes, number of tokens, tokens). A payload with
+the encoded change follows only where the batch changes. The fixed size lets followers wait without knowing what comes.
 
 A sampled token is one 64-bit word. With log-probabilities these words follow: rank, log-probability, and (id,
 log-probability) of each top token.
@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, TypeVar
 
-import msgpack
 import numpy as np
 import torch
 
@@ -26,24 +24,18 @@ from ringserve.workers.protocol.decode_commands import (
     ComputePrompt,
     GrowSequence,
 )
+from ringserve.workers.protocol.encoding import Codec
 from ringserve.workers.sampling.parameters import (
     NO_TOKEN,
     OUTSIDE_GRAMMAR,
     Sampled,
-    SamplingParameters,
-    TokenBias,
-    TokenHistory,
     TokenLogprobs,
 )
-
-Command = TypeVar("Command", AdmitSequence, GrowSequence, ComputePrompt)
 
 LEADER = 0
 HEARTBEAT_SECONDS = 1.0
 # Limit of a follower's wait for a header: many heartbeats, so that a busy machine is not taken for a dead leader.
 SILENCE_SECONDS = 15.0
-# Part of a seed that a draw uses, and the most that msgpack can carry.
-SIXTY_FOUR_BITS = 0xFFFF_FFFF_FFFF_FFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +55,8 @@ class BatchChange:
 
 
 UNCHANGED = BatchChange()
+CHANGES = Codec(BatchChange)
+"""Encoding of batch changes between ranks."""
 
 
 class HeaderKind(IntEnum):
@@ -108,7 +102,7 @@ class HeaderChannel:
         """Send a header; for rank 0 only."""
         if not self._hops:
             return
-        payload = encode_change(header.change) if header.change else b""
+        payload = CHANGES.encode(header.change) if header.change else b""
         words = [header.kind, VARIANTS.index(header.variant), len(payload), len(header.token_ids), *header.token_ids]
         fixed = torch.tensor(words + [0] * (self._size - len(words)), dtype=torch.int64)
         self._pass(fixed)
@@ -124,55 +118,12 @@ class HeaderChannel:
         if payload_bytes:
             payload = torch.empty(payload_bytes, dtype=torch.uint8)
             self._pass(payload, SILENCE_SECONDS)
-            change = decode_change(payload.numpy().tobytes())
+            change = CHANGES.decode(payload.numpy().tobytes())
         return Header(HeaderKind(kind), tuple(words[:num_tokens]), change, VARIANTS[variant])
 
     def _pass(self, tensor: torch.Tensor, timeout_seconds: float | None = None) -> None:
         for hop in self._hops:
             hop.broadcast(tensor, LEADER).wait(timeout_seconds)
-
-
-def encode_change(change: BatchChange) -> bytes:
-    """Encode a batch change as msgpack: every dataclass as the list of its field values."""
-    encoded = msgpack.packb([change.removed, change.admitted, change.grown, change.prompt], default=_values)
-    assert isinstance(encoded, bytes)
-    return encoded
-
-
-def decode_change(payload: bytes) -> BatchChange:
-    """Decode what `encode_change` wrote; seeds come back modulo 2**64."""
-    removed, admitted, grown, prompt = msgpack.unpackb(payload, use_list=False)
-    return BatchChange(
-        removed=removed,
-        admitted=tuple(_command(AdmitSequence, values) for values in admitted),
-        grown=tuple(_command(GrowSequence, values) for values in grown),
-        prompt=None if prompt is None else _command(ComputePrompt, prompt),
-    )
-
-
-def _values(item: Any) -> bytes | list[Any]:
-    if isinstance(item, np.ndarray):
-        return item.tobytes()  # int64 token ids
-    values = {field.name: getattr(item, field.name) for field in fields(item)}
-    if isinstance(item, SamplingParameters):
-        values["seed"] &= SIXTY_FOUR_BITS
-    return list(values.values())
-
-
-def _named(kind: type[Any], values: Sequence[Any]) -> dict[str, Any]:
-    return dict(zip((field.name for field in fields(kind)), values, strict=True))
-
-
-def _command(kind: type[Command], values: Sequence[Any]) -> Command:
-    named = _named(kind, values)
-    if "sampling" in named:
-        sampling = _named(SamplingParameters, named["sampling"])
-        sampling["logit_bias"] = tuple(TokenBias(*item) for item in sampling["logit_bias"])
-        named["sampling"] = SamplingParameters(**sampling)
-        named["history"] = TokenHistory(**_named(TokenHistory, named["history"]))
-    if "token_ids" in named:
-        named["token_ids"] = np.frombuffer(named["token_ids"], dtype=np.int64)
-    return kind(**named)
 
 
 def gather_sampled(

@@ -169,25 +169,19 @@ def test_a_second_router_is_told_who_has_the_journal(tmp_path: Path) -> None:
     SqliteJournal(tmp_path).close()
 
 
-async def test_a_journal_of_another_model_or_of_a_later_version_is_refused(tmp_path: Path) -> None:
+def test_a_journal_of_another_model_is_refused(tmp_path: Path) -> None:
     SqliteJournal(tmp_path, "one").close()
     with pytest.raises(ConfigError, match="with model one, and this router serves two"):
         SqliteJournal(tmp_path, "two")
+
+
+@pytest.mark.parametrize("version", [3, 99])
+def test_a_journal_of_another_version_is_refused_with_its_file_and_the_way_out(tmp_path: Path, version: int) -> None:
+    SqliteJournal(tmp_path).close()
     with sqlite3.connect(tmp_path / schema.FILE) as database:
-        database.execute("PRAGMA user_version=99")
-    with pytest.raises(ConfigError, match="is of version 99"):
-        SqliteJournal(tmp_path, "one")
-
-
-async def test_an_older_version_is_migrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = SqliteJournal(tmp_path)
-    await turn(journal, "c", "t1", [1], [2], base=0)
-    journal.close()
-    monkeypatch.setattr(schema, "VERSIONS", (*schema.VERSIONS, "CREATE TABLE later (id INTEGER);"))
-    migrated = SqliteJournal(tmp_path)
-    assert tokens(migrated, "c") == [1, 2]
-    assert num_rows(tmp_path, "later") == 0
-    migrated.close()
+        database.execute(f"PRAGMA user_version={version}")
+    with pytest.raises(ConfigError, match=rf"{schema.FILE} is of version {version} .* move it away"):
+        SqliteJournal(tmp_path)
 
 
 def test_a_file_that_is_no_journal_is_named(tmp_path: Path) -> None:

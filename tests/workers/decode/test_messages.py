@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringserve.workers.decode.messages import BatchChange, decode_change, encode_change
+from ringserve.workers.decode.messages import CHANGES, BatchChange
 from ringserve.workers.protocol.decode_commands import (
     AdmitSequence,
     ComputePrompt,
@@ -55,7 +55,7 @@ samplings = st.builds(
     )
 )
 def test_a_change_arrives_as_it_was_sent(change: BatchChange) -> None:
-    assert decode_change(encode_change(change)) == change
+    assert CHANGES.decode(CHANGES.encode(change)) == change
 
 
 def test_a_prompt_crosses_the_wire_as_it_is() -> None:
@@ -75,8 +75,8 @@ def test_a_prompt_crosses_the_wire_as_it_is() -> None:
     )
     for admitted in ((), (admission,)):
         change = BatchChange(admitted=admitted, prompt=prompt)
-        decoded = decode_change(encode_change(change))
+        decoded = CHANGES.decode(CHANGES.encode(change))
         assert decoded.prompt is not None
         assert decoded.prompt.token_ids.tolist() == [1, 2, 3]
         assert replace(decoded, prompt=replace(decoded.prompt, token_ids=prompt.token_ids)) == change
-    assert not decode_change(encode_change(BatchChange(removed=("a",)))).prompt
+    assert not CHANGES.decode(CHANGES.encode(BatchChange(removed=("a",)))).prompt
