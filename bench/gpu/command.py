@@ -65,15 +65,16 @@ def kv(place: Place) -> Iterator[Line]:
     )
     for candidate in (kv_carrier.KV_BY_NIXL, kv_carrier.KV_TRANSFER):
         row = kv_carrier.measure(candidate, load)
-        is_judged = place.is_gpu and row.carrier == "kv nixl"
+        rates, carrier = row.summary("gigabytes_per_second"), row.keys["carrier"]
+        is_judged = place.is_gpu and carrier == "kv nixl"
         yield Line(
             part="kv",
-            text=f"{row.carrier}, {row.message_bytes:,} bytes a layer",
-            value=row.median,
+            text=f"{carrier}, {load.message_bytes:,} bytes a layer",
+            value=rates.p50,
             unit="GB/s",
             limit=KV_GIGABYTES if is_judged else None,
             is_at_least=True,
-            beside=f"best {row.best:g} GB/s",
+            beside=f"best {rates.most:.3g} GB/s",
         )
 
 

@@ -23,8 +23,9 @@ from bench.gpu.table import (
     Place,
     drawn_model,
 )
+from bench.report import Row
 from bench.rings.attention import AttentionShape
-from bench.rings.kernels import KernelFigure, measure_kernels
+from bench.rings.kernels import measure_kernels
 from bench.rings.rounds import peak_memory_bytes
 from bench.rings.steps import (
     AHEAD,
@@ -58,25 +59,32 @@ def kernels(place: Place) -> Iterator[Line]:
     shape = AttentionShape(num_heads=heads, num_kv_heads=kv_heads, head_dim=place.shape["hidden_size"] // heads)
     device, dtype = torch.device(place.device), DTYPES[place.dtype]
     figures = measure_kernels(shape, device, dtype, place.kernels, place.rounds, lambda _: None)
-    copy_rate = next(each.rate for each in figures if each.what == "copy")
+    copy_rate = next(each.value("rate") for each in figures if each.keys["what"] == "copy")
     for each in figures:
-        text, beside = f"{each.what} {each.case}, {each.kernel}", f"{1e3 * each.seconds:.3f} ms"
-        yield Line(part="kernels", text=text, value=each.rate, unit=each.unit, beside=beside)
+        what, case, kernel = each.keys.values()
+        beside = f"{each.value('milliseconds'):.3f} ms"
+        unit = str(each.figures["unit"])
+        yield Line(part="kernels", text=f"{what} {case}, {kernel}", value=each.value("rate"), unit=unit, beside=beside)
         yield from _bandwidth(each, copy_rate)
 
 
-def _bandwidth(figure: KernelFigure, copy_rate: float) -> Iterator[Line]:
+def _bandwidth(figure: Row, copy_rate: float) -> Iterator[Line]:
     """Yield the targets of a kernel that reads and writes as fast as the device can."""
-    numbers = [int(word.replace(",", "")) for word in figure.case.split() if word[0].isdecimal()]
-    share = Line(part="kernels", text="  of the copy rate", value=figure.rate / copy_rate, is_at_least=True)
-    if figure.what == "decode":
+    numbers = [int(word.replace(",", "")) for word in str(figure.keys["case"]).split() if word[0].isdecimal()]
+    share = Line(part="kernels", text="  of the copy rate", value=figure.value("rate") / copy_rate, is_at_least=True)
+    if figure.keys["what"] == "decode":
         batch, stored = numbers
         yield replace(share, limit=SHARE_OF_COPY if batch * stored >= LARGE_DECODE_TOKENS else None)
-    elif figure.what == "merge" and numbers[0] >= LARGE_MERGE_ROWS:
+    elif figure.keys["what"] == "merge" and numbers[0] >= LARGE_MERGE_ROWS:
         yield replace(share, limit=SHARE_OF_COPY)
-    elif figure.what == "merge":
+    elif figure.keys["what"] == "merge":
         yield replace(
-            share, text="  of few rows", value=figure.seconds, unit="s", limit=MERGE_OF_FEW_SECONDS, is_at_least=False
+            share,
+            text="  of few rows",
+            value=1e-3 * figure.value("milliseconds"),
+            unit="s",
+            limit=MERGE_OF_FEW_SECONDS,
+            is_at_least=False,
         )
 
 
@@ -89,27 +97,32 @@ def steps(place: Place) -> Iterator[Line]:
     with bench_shape(place.shape, place.dtype, place.device) as model:
         predicted = _predicted(place, model)
         figures, changes = StepBench(model, cases, place.rounds).measure(forms, lambda _: None)
-    theirs = {(each.what, each.case): each.seconds for each in figures if each.form == TRANSFORMERS}
+    theirs = {
+        (each.keys["what"], each.keys["case"]): each.value("seconds")
+        for each in figures
+        if each.keys["form"] == TRANSFORMERS
+    }
     limits = {("prefill", f"{tokens:,}", COMPILED): limit for tokens, limit in TTFT_SECONDS.items()}
     limits |= {("decode", f"{rows} x {held:,}", AHEAD): limit for (rows, held), limit in TTIT_SECONDS.items()}
     serving = COMPILED if place.is_gpu else JOINED
     for each in figures:
+        what, case, form = map(str, each.keys.values())
+        seconds = each.value("seconds")
         yield Line(
             part="steps",
-            text=f"{each.what} {each.case}, {each.form}",
-            value=each.seconds,
+            text=f"{what} {case}, {form}",
+            value=seconds,
             unit="s",
-            limit=limits.get((each.what, each.case, each.form)),
-            beside=f"transformers {theirs[each.what, each.case]:.4g} s",
+            limit=limits.get((what, case, form)),
+            beside=f"transformers {theirs[what, case]:.4g} s",
         )
-        if (each.what, each.form) == ("prefill", serving):
-            seconds = predicted[each.case]
+        if (what, form) == ("prefill", serving):
             yield Line(
                 part="steps",
                 text="  error of its prediction",
-                value=abs(seconds / each.seconds - 1.0),
+                value=abs(predicted[case] / seconds - 1.0),
                 limit=PREDICTION_ERROR if place.is_gpu else None,
-                beside=f"predicted {seconds:.4g} s",
+                beside=f"predicted {predicted[case]:.4g} s",
             )
     for change in changes:
         yield Line(part="steps", text="same most likely tokens, fp8", value=change.same, beside=str(change))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.figures import Target
+from bench.report import Target
 from bench.rings.kernels import GPU_SIZES, Sizes
 from bench.rings.steps import LLAMA_3_8B, write_drawn_model
 
@@ -37,14 +37,15 @@ class Line:
     beside: str = ""
 
     @property
+    def target(self) -> Target | None:
+        return None if self.limit is None else Target(self.text, self.value, self.limit, self.is_at_least)
+
+    @property
     def verdict(self) -> str:
-        if self.limit is None:
-            return ""
-        return "met" if Target(self.text, self.value, self.limit, is_at_least=self.is_at_least).is_met else "MISSED"
+        return "" if self.target is None else self.target.verdict
 
     def __str__(self) -> str:
-        bound = "" if self.limit is None else f"{'at least' if self.is_at_least else 'at most'} {self.limit:g}"
-        figure = f"{self.value:,.4g} {self.unit}".strip()
+        bound, figure = "" if self.target is None else self.target.bound, f"{self.value:,.4g} {self.unit}".strip()
         return f"{self.part:8} {self.text:54} {figure:>14}  {bound:16} {self.verdict:6}  {self.beside}".rstrip()
 
 

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from bench.figures import Target
 from bench.papers.published import (
     PROFILE,
     TABLE_4_RANKS,
@@ -33,6 +32,7 @@ from bench.papers.selectors import (
     fit_compute_per_byte,
     fit_empirical,
 )
+from bench.report import Target
 from ringserve.cp_core.cost.fit import StepPart, fit_prefill, predicted_prefill, predicted_step
 from ringserve.cp_core.cost.model import PASS_KV, PASS_Q
 from ringserve.cp_core.cost.prefill import predict_turn

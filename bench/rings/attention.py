@@ -18,8 +18,8 @@ from torch import Tensor, distributed
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.tensor.experimental import _attention as torch_attention
 
-from bench.figures import GEMM, Target, attention_flops, gemm_flops
-from bench.report import Report, Row
+from bench.report import GEMM, Report, Row, Target
+from bench.rings.operations import attention_flops, gemm_flops
 from bench.rings.ring_processes import RING_TIMEOUT_SECONDS, RankPlace, RingProcesses
 from bench.rings.rounds import Contender, Sample, Series, alternate, timed, timed_gemm
 from ringserve.cp_core.attention.backends import select_backend
@@ -249,16 +249,16 @@ def _row(flops: float, tokens: int, series: Series, measured: Measured) -> Row:
     one = measured.get((name, 1))
     compared = one if one is not None and ranks > 1 and name in RINGS else None
     return Row(
-        name=name,
-        ranks=ranks,
-        tokens=tokens,
-        seconds=series.figures,
-        cpu_seconds=median(series.cpu_seconds),
-        # The waits of torch's ring are not counted.
-        wait_seconds=max(series.wait_seconds) if name in RINGS else None,
-        speedup=None if compared is None else paired_ratio(compared.seconds, series.seconds),
-        cpu_speedup=None if compared is None else paired_ratio(compared.cpu_seconds, series.cpu_seconds),
-        share_of_gemm_rate=share,
+        keys={"tokens": tokens, "what": name, "ranks": ranks},
+        figures={
+            "seconds": series.figures,
+            "cpu_seconds": median(series.cpu_seconds),
+            # The waits of torch's ring are not counted.
+            "wait_seconds": max(series.wait_seconds) if name in RINGS else None,
+            "speedup": None if compared is None else paired_ratio(compared.seconds, series.seconds),
+            "cpu_speedup": None if compared is None else paired_ratio(compared.cpu_seconds, series.cpu_seconds),
+            "share_of_gemm_rate": share,
+        },
     )
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from bench.options import Subcommands, add_config_options, config_of
-from bench.report import Report, closing_lines, to_json, to_table, with_load, write_plot
+from bench.report import Report, table
 from ringserve.cp_core.errors import ConfigError
 from ringserve.cp_core.transport.ring_backend import SERVING
 from ringserve.services.cli.import_model import prepare
@@ -135,17 +135,15 @@ def run_attention(options: argparse.Namespace) -> int:
 def _run_kernels(options: argparse.Namespace, shape: AttentionShape) -> int:
     import torch
 
-    from bench.rings.kernels import GPU_SIZES, NUM_KINDS, measure_kernels, table_of
+    from bench.rings.kernels import GPU_SIZES, NUM_KINDS, measure_kernels
 
     _refuse(options, ("transport", "plot"), "not with --device, which measures no rings")
     with progress_bar(NUM_KINDS) as tell:
-        figures = measure_kernels(
-            shape, torch.device(options.device, 0), torch.bfloat16, GPU_SIZES, options.rounds, tell
-        )
+        rows = measure_kernels(shape, torch.device(options.device, 0), torch.bfloat16, GPU_SIZES, options.rounds, tell)
     if options.json:
-        print(json.dumps([asdict(each) for each in figures], indent=2))
+        print(json.dumps([row.as_dict() for row in rows], indent=2))
     else:
-        print_table(console(pipe_width=PIPE_WIDTH), table_of(figures), num_keys=3)
+        print_table(console(pipe_width=PIPE_WIDTH), table([row.cells() for row in rows]), num_keys=3)
     return 0
 
 
@@ -234,14 +232,14 @@ def _run(options: argparse.Namespace, total: int, measure: Callable[[Tell], Repo
     before = load_now()
     with progress_bar(total) as tell:
         report = measure(tell)
-    report = with_load(report, before)
+    report = replace(report, load=(before, load_now()))
     if options.plot is not None:
-        write_plot(report, options.plot)
+        report.plot(options.plot)
     if options.json:
-        print(to_json(report))
+        print(report.json())
     else:
-        print_table(console(pipe_width=PIPE_WIDTH), to_table(report))
-        print(*closing_lines(report), sep="\n")
+        print_table(console(pipe_width=PIPE_WIDTH), report.table())
+        print(*report.lines(), sep="\n")
     return 0
 
 

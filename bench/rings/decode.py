@@ -12,8 +12,7 @@ from statistics import median
 
 import psutil
 
-from bench.figures import Target
-from bench.report import Report, Row
+from bench.report import Report, Row, Target
 from bench.rings.model_rank import BLOCK_TOKENS, blocks_for, start_worker, with_layers
 from bench.rings.ring_processes import RankPlace, RingProcesses
 from bench.rings.rounds import Contender, Sample, Series, alternate, peak_memory_bytes
@@ -270,13 +269,12 @@ def _row(case: DecodeCase, series: Series, measured: Measured) -> Row:
     ranks = series.contender.ranks
     one = measured.get((GATHER, 1)) if ranks > 1 else None
     return Row(
-        name=series.contender.name,
-        ranks=ranks,
-        tokens=case.context,
-        batch=case.batch,
-        seconds=series.figures,
-        cpu_seconds=median(series.cpu_seconds),
-        speedup=None if one is None else paired_ratio(one.seconds, series.seconds),
+        keys={"tokens": case.context, "batch": case.batch, "what": series.contender.name, "ranks": ranks},
+        figures={
+            "seconds": series.figures,
+            "cpu_seconds": median(series.cpu_seconds),
+            "speedup": None if one is None else paired_ratio(one.seconds, series.seconds),
+        },
     )
 
 

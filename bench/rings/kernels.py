@@ -14,8 +14,8 @@ from functools import partial
 from statistics import median
 
 import torch
-from rich.table import Table
 
+from bench.report import Figure, Row
 from bench.rings.attention import AttentionShape
 from ringserve.cp_core.attention.backends import BACKENDS, select_backend
 from ringserve.cp_core.attention.flash_attn import FlashAttention
@@ -23,7 +23,7 @@ from ringserve.cp_core.attention.paged import PagedShards, attend_pages, takes_p
 from ringserve.cp_core.attention.partial import AttentionBackend, Partial, merge
 from ringserve.cp_core.errors import ConfigError
 from ringserve.cp_core.layout.step_plans import RowIndices
-from ringserve.services.offline.terminal import Tell, simple_table
+from ringserve.services.offline.terminal import Tell
 from ringserve.workers.sampling.parameters import SamplingParameters
 from ringserve.workers.sampling.sampler import RowSampler, sample_rows
 
@@ -60,21 +60,15 @@ GPU_SIZES = Sizes(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class KernelFigure:
-    """Median seconds of one call of a kernel, and the rate that its operations or bytes make of them."""
-
-    what: str
-    case: str
-    kernel: str
-    seconds: float
-    rate: float
-    unit: str
+def kernel_row(what: str, case: str, kernel: str, seconds: float, rate: float, unit: str) -> Row:
+    """Return the median seconds of one call of a kernel, and the rate that its operations or bytes make of them."""
+    figures: dict[str, Figure] = {"milliseconds": 1e3 * seconds, "rate": rate, "unit": unit}
+    return Row(keys={"what": what, "case": case, "kernel": kernel}, figures=figures)
 
 
 def measure_kernels(
     shape: AttentionShape, device: torch.device, dtype: torch.dtype, sizes: Sizes, num_rounds: int, tell: Tell
-) -> list[KernelFigure]:
+) -> list[Row]:
     """Measure every case with every fast backend that serves the device. Raises ConfigError where it is not there.
 
     `tell` hears of each of NUM_KINDS kinds of measurements.
@@ -86,7 +80,7 @@ def measure_kernels(
         names.append(FlashAttention.name)
     backends = [select_backend(name, device, dtype) for name in names]
     bench = KernelBench(shape, device, dtype, backends, num_rounds)
-    figures: list[KernelFigure] = []
+    figures: list[Row] = []
     with torch.inference_mode():
         for measure in (bench.copy, bench.prefill, bench.decode, bench.merge, bench.sampling):
             figures += measure(sizes)
@@ -111,15 +105,15 @@ class KernelBench:
         self._backends = backends
         self._num_rounds = num_rounds
 
-    def copy(self, sizes: Sizes) -> Iterator[KernelFigure]:
+    def copy(self, sizes: Sizes) -> Iterator[Row]:
         """Measure a copy in the device's memory: the ceiling of decode and merge."""
         source = torch.empty(sizes.copied_bytes, dtype=torch.uint8, device=self._device)
         target = torch.empty_like(source)
         seconds = self._seconds(lambda: target.copy_(source))
         rate, unit = _bytes_rate(2 * sizes.copied_bytes, seconds)
-        yield KernelFigure("copy", f"{sizes.copied_bytes:,} bytes", "torch", seconds, rate, unit)
+        yield kernel_row("copy", f"{sizes.copied_bytes:,} bytes", "torch", seconds, rate, unit)
 
-    def prefill(self, sizes: Sizes) -> Iterator[KernelFigure]:
+    def prefill(self, sizes: Sizes) -> Iterator[Row]:
         heads, scale = self._shape.num_heads, self._shape.head_dim**-0.5
         for tokens, stored, causal in sizes.prefill:
             q = self._draw(tokens, heads)
@@ -128,9 +122,9 @@ class KernelBench:
             for backend in self._backends:
                 seconds = self._seconds(partial(backend.partial_attention, q, k, v, causal=causal, scale=scale))
                 case = f"{tokens:,} x {stored:,} {'causal' if causal else 'full'}"
-                yield KernelFigure("prefill", case, backend.name, seconds, flops / seconds / 1e12, "TFLOP/s")
+                yield kernel_row("prefill", case, backend.name, seconds, flops / seconds / 1e12, "TFLOP/s")
 
-    def decode(self, sizes: Sizes) -> Iterator[KernelFigure]:
+    def decode(self, sizes: Sizes) -> Iterator[Row]:
         """Measure decode over blocks of PAGE_TOKENS in random order, by the kernels that follow block tables."""
         for batch, stored in sizes.decode:
             shards = self._scattered(batch, stored)
@@ -140,11 +134,11 @@ class KernelBench:
             for backend in self._backends:
                 if takes_pages(backend, PAGE_TOKENS):
                     seconds = self._seconds(partial(attend_pages, backend, q, shards, scale, indices))
-                    yield KernelFigure(
+                    yield kernel_row(
                         "decode", f"{batch} x {stored:,}", backend.name, seconds, *_bytes_rate(num_bytes, seconds)
                     )
 
-    def merge(self, sizes: Sizes) -> Iterator[KernelFigure]:
+    def merge(self, sizes: Sizes) -> Iterator[Row]:
         heads, head_dim = self._shape.num_heads, self._shape.head_dim
         for rows, count in sizes.merges:
             parts = [
@@ -153,11 +147,11 @@ class KernelBench:
             ]
             seconds = self._seconds(partial(merge, parts))
             num_bytes = 4 * rows * heads * (head_dim + 1) * (count + 1)
-            yield KernelFigure(
+            yield kernel_row(
                 "merge", f"{rows:,} rows, {count} parts", "merge", seconds, *_bytes_rate(num_bytes, seconds)
             )
 
-    def sampling(self, sizes: Sizes) -> Iterator[KernelFigure]:
+    def sampling(self, sizes: Sizes) -> Iterator[Row]:
         """Measure the choice of tokens and its read by the host, for 1 and 16 rows."""
         kinds = {
             "greedy": SamplingParameters(),
@@ -169,7 +163,7 @@ class KernelBench:
             for name, sampling in kinds.items():
                 rows = [_Row(RowSampler(sampling), position) for position in range(count)]
                 seconds = self._seconds(partial(sample_rows, rows, logits))
-                yield KernelFigure("sampling", f"{count} rows", name, seconds, count / seconds, "tokens/s")
+                yield kernel_row("sampling", f"{count} rows", name, seconds, count / seconds, "tokens/s")
 
     def _draw(self, count: int, heads: int) -> torch.Tensor:
         return torch.randn(count, heads, self._shape.head_dim, device=self._device, dtype=self._dtype)
@@ -215,12 +209,3 @@ class _Row:
 
 def _bytes_rate(num_bytes: int, seconds: float) -> tuple[float, str]:
     return num_bytes / seconds / 1e12, "TB/s"
-
-
-def table_of(figures: list[KernelFigure]) -> Table:
-    """Return the figures as a table: what was measured, by which kernel, milliseconds and rate."""
-    table = simple_table("what", "case", "kernel", "ms", "rate", "", left_aligned=("what", "case", "kernel", ""))
-    for figure in figures:
-        rate = f"{figure.rate:,.3f}" if figure.rate < 10 else f"{figure.rate:,.0f}"
-        table.add_row(figure.what, figure.case, figure.kernel, f"{1e3 * figure.seconds:.3f}", rate, figure.unit)
-    return table

@@ -19,12 +19,11 @@ import multiprocessing
 import os
 import shutil
 import socket
-import statistics
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -33,6 +32,9 @@ from typing import Any
 import psutil
 
 from bench.options import Subcommands
+from bench.report import Row, table
+from ringserve.services.offline.reports import Summary
+from ringserve.services.offline.terminal import console, print_table
 
 HOST = "127.0.0.1"
 WAIT_SECONDS = 120.0
@@ -52,20 +54,6 @@ class Load:
     @property
     def total_bytes(self) -> int:
         return self.message_bytes * self.count
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """Row of one candidate at one message size: rates in 1e9 bytes a second, processor seconds of both processes.
-
-    Processor time distinguishes candidates even where other programs use the cores.
-    """
-
-    carrier: str
-    message_bytes: int
-    best: float
-    median: float
-    cpu_seconds_per_gigabyte: float
 
 
 Runs = Iterator[Callable[[], None]]
@@ -343,11 +331,12 @@ def measure(candidate: Candidate, load: Load) -> Row:
             process.kill()
     rates = [load.total_bytes / each / 1e9 for each in seconds]
     return Row(
-        carrier=candidate.name,
-        message_bytes=load.message_bytes,
-        best=round(max(rates), 3),
-        median=round(statistics.median(rates), 3),
-        cpu_seconds_per_gigabyte=round(cpu / (load.total_bytes * load.repeats / 1e9), 3),
+        keys={"carrier": candidate.name, "message_bytes": load.message_bytes},
+        figures={
+            "gigabytes_per_second": Summary.of(rates),
+            # Of both processes: it distinguishes candidates even if other programs use the cores.
+            "cpu_seconds_per_gigabyte": cpu / (load.total_bytes * load.repeats / 1e9),
+        },
     )
 
 
@@ -383,16 +372,12 @@ def run(arguments: argparse.Namespace) -> int:
     for message_bytes in map(int, arguments.messages.split(",")):
         count = max(1, (arguments.megabytes << 20) // message_bytes)
         load = Load(message_bytes=message_bytes, count=count, repeats=arguments.repeats, device=arguments.device)
-        for candidate in present:
-            rows.append(measure(candidate, load))
-            if not arguments.json:
-                row = rows[-1]
-                rates = f"best {row.best:5.2f}  median {row.median:5.2f} GB/s"
-                size, cpu = f"{row.message_bytes >> 10:6} KiB", f"cpu {row.cpu_seconds_per_gigabyte:5.2f} s/GB"
-                print(f"{row.carrier:13} {size}  {rates}  {cpu}")
+        rows += [measure(candidate, load) for candidate in present]
     if arguments.json:
-        found = {"cores": len(os.sched_getaffinity(0)), "rows": [asdict(row) for row in rows]}
+        found = {"cores": len(os.sched_getaffinity(0)), "rows": [row.as_dict() for row in rows]}
         print(json.dumps(found | {"not_installed": skipped}))
-    elif skipped:
+        return 0
+    print_table(console(), table([row.cells() for row in rows]), num_keys=2)
+    if skipped:
         print(f"not installed, so not measured: {', '.join(skipped)}")
     return 0

@@ -14,9 +14,9 @@ from statistics import median
 import numpy as np
 import torch
 
-from bench.figures import GEMM, Target, gemm_flops, prefill_flops
-from bench.report import Report, Row
+from bench.report import GEMM, Report, Row, Target
 from bench.rings.model_rank import Sharing, bench_step, blocks_for, even_cuts, start_worker
+from bench.rings.operations import gemm_flops, prefill_flops
 from bench.rings.ring_processes import RankPlace, RingProcesses
 from bench.rings.rounds import Contender, Sample, Series, alternate, timed, timed_gemm
 from ringserve.cp_core.layout.shards import balanced_layout
@@ -178,27 +178,29 @@ def _row(info: ModelInfo, tokens: int, series: Series, measured: Measured) -> Ro
     if name in (GEMM, STOCK):
         memory = series.peak_memory_bytes if name == STOCK else None
         return Row(
-            name=name,
-            ranks=ranks,
-            tokens=tokens,
-            seconds=series.figures,
-            cpu_seconds=median(series.cpu_seconds),
-            peak_memory_bytes=memory,
+            keys={"tokens": tokens, "what": name, "ranks": ranks},
+            figures={
+                "seconds": series.figures,
+                "cpu_seconds": median(series.cpu_seconds),
+                "peak_memory_bytes": memory,
+            },
         )
     one = measured.get((RING, 1)) if ranks > 1 else None
     flops, gemm = prefill_flops(info, tokens) / ranks, measured.get((GEMM, ranks))
     return Row(
-        name=name,
-        ranks=ranks,
-        tokens=tokens,
-        seconds=series.figures,
-        cpu_seconds=median(series.cpu_seconds),
-        wait_seconds=max(series.wait_seconds),
-        bytes_sent=series.bytes_sent if ranks > 1 else None,
-        speedup=None if one is None else paired_ratio(one.seconds, series.seconds),
-        cpu_speedup=None if one is None else paired_ratio(one.cpu_seconds, series.cpu_seconds),
-        share_of_gemm_rate=None if gemm is None else flops / gemm_flops() * paired_ratio(gemm.seconds, series.seconds),
-        peak_memory_bytes=series.peak_memory_bytes,
+        keys={"tokens": tokens, "what": name, "ranks": ranks},
+        figures={
+            "seconds": series.figures,
+            "cpu_seconds": median(series.cpu_seconds),
+            "wait_seconds": max(series.wait_seconds),
+            "bytes_sent": series.bytes_sent if ranks > 1 else None,
+            "speedup": None if one is None else paired_ratio(one.seconds, series.seconds),
+            "cpu_speedup": None if one is None else paired_ratio(one.cpu_seconds, series.cpu_seconds),
+            "share_of_gemm_rate": None
+            if gemm is None
+            else flops / gemm_flops() * paired_ratio(gemm.seconds, series.seconds),
+            "peak_memory_bytes": series.peak_memory_bytes,
+        },
     )
 
 
@@ -214,14 +216,14 @@ def _targets(rows: Sequence[Row], tokens: int, measured: Measured) -> list[Targe
         for (name, size), series in measured.items()
         if name in TENSOR and (RING, size) in measured
     ]
-    for row in (row for row in rows if row.name == RING):
-        where = f"{row.ranks} ranks, {tokens} tokens"
-        if row.ranks == 2:
+    for row in (row for row in rows if row.keys["what"] == RING):
+        ranks, speedup, share = row.keys["ranks"], row.number("speedup"), row.number("share_of_gemm_rate")
+        where = f"{ranks} ranks, {tokens} tokens"
+        if ranks == 2:
             over_stock = paired_ratio(measured[RING, 2].seconds, measured[STOCK, 2].seconds)
             targets.append(Target(f"TTFT over transformers, {where}", over_stock, OVER_STOCK, is_at_least=False))
-            if row.speedup is not None and tokens == SCALING_TOKENS:
-                targets.append(Target(f"speed over one rank, {where}", row.speedup, SCALING, is_at_least=True))
-        assert row.share_of_gemm_rate is not None
-        share = row.share_of_gemm_rate
+            if speedup is not None and tokens == SCALING_TOKENS:
+                targets.append(Target(f"speed over one rank, {where}", speedup, SCALING, is_at_least=True))
+        assert share is not None
         targets.append(Target(f"share of the GEMM rate, {where}", share, SHARE_OF_GEMM_RATE, is_at_least=True))
     return targets

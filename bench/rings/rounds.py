@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from bench.figures import GEMM_SIZE
+from bench.rings.operations import GEMM_SIZE
 from ringserve.cp_core.transport.interface import RingTransport
 from ringserve.services.offline.reports import Summary
 

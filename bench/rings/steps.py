@@ -18,18 +18,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.table import Table
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.utils.logging import disable_progress_bar
 
+from bench.report import Row
 from bench.rings.model_rank import BLOCK_TOKENS, blocks_for
 from ringserve.cp_core.attention.backends import select_backend
 from ringserve.cp_core.attention.partial import AttentionBackend
 from ringserve.cp_core.cost.decode import GATHER
 from ringserve.cp_core.layout.shards import balanced_layout
 from ringserve.cp_core.transport.inprocess import InProcessRing
-from ringserve.services.offline.terminal import Tell, simple_table
+from ringserve.services.offline.terminal import Tell
 from ringserve.workers.decode.batch import BatchState
 from ringserve.workers.decode.graphs import CudaRecorder, GraphRunner, Recorder
 from ringserve.workers.decode.messages import BatchChange
@@ -96,16 +96,6 @@ class StepCases:
 
 
 @dataclass(frozen=True, slots=True)
-class StepFigure:
-    """Median seconds of a step, by the form of the layers."""
-
-    what: str
-    case: str
-    form: str
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class LogitsChange:
     """Change of a prompt's logits by another form of the layers.
 
@@ -137,6 +127,11 @@ class LogitsChange:
             f"{self.form}: logits differ by {self.mean:.3g} (at most {self.largest:.3g}), {self.loss:.2e} nats a "
             f"token; {self.same:.1%} of the most likely tokens are the same"
         )
+
+
+def step_row(what: str, case: str, form: str, seconds: float) -> Row:
+    """Return the median seconds of a step, by the form of the layers."""
+    return Row(keys={"what": what, "case": case, "form": form}, figures={"seconds": seconds})
 
 
 @contextmanager
@@ -204,9 +199,9 @@ class StepBench:
         self._blocks = random.Random(0).sample(range(cases.num_blocks), cases.num_blocks)
         (self._ring,) = InProcessRing(1, RING_SECONDS).transports
 
-    def measure(self, forms: tuple[str, ...], tell: Tell) -> tuple[list[StepFigure], list[LogitsChange]]:
+    def measure(self, forms: tuple[str, ...], tell: Tell) -> tuple[list[Row], list[LogitsChange]]:
         """Measure every case by every form, in the order of FORMS. `tell` hears of each form."""
-        figures, changes = list[StepFigure](), list[LogitsChange]()
+        figures, changes = list[Row](), list[LogitsChange]()
         with torch.inference_mode():
             before = self._logits()
             for form in forms:
@@ -231,17 +226,17 @@ class StepBench:
         if form == RECORDED or self._runner is not None:
             self._runner = GraphRunner(self._model, self._recorder, self._cache.device)
 
-    def _figures(self, form: str) -> Iterator[StepFigure]:
+    def _figures(self, form: str) -> Iterator[Row]:
         if form == TRANSFORMERS:
             yield from self._figures_of_transformers()
             return
         for tokens in self._cases.prefill if form not in (RECORDED, AHEAD) else ():
-            yield StepFigure("prefill", f"{tokens:,}", form, self._prefill_seconds(tokens))
+            yield step_row("prefill", f"{tokens:,}", form, self._prefill_seconds(tokens))
         for batch, context in self._cases.decode:
             seconds = self._decode_seconds(batch, context, is_ahead=form == AHEAD)
-            yield StepFigure("decode", f"{batch} x {context:,}", form, seconds)
+            yield step_row("decode", f"{batch} x {context:,}", form, seconds)
 
-    def _figures_of_transformers(self) -> Iterator[StepFigure]:
+    def _figures_of_transformers(self) -> Iterator[Row]:
         """Measure the same modules as transformers runs them: its attention for the device, a cache that it grows."""
         model: Any = self._model.model
         model.set_attn_implementation("sdpa")
@@ -251,7 +246,7 @@ class StepBench:
             def prefill(ids: Tensor = ids) -> None:
                 model(input_ids=ids, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(dim=-1).tolist()
 
-            yield StepFigure("prefill", f"{tokens:,}", TRANSFORMERS, self._median_seconds(prefill))
+            yield step_row("prefill", f"{tokens:,}", TRANSFORMERS, self._median_seconds(prefill))
         for batch, context in self._cases.decode:
             share, cache = self._model.share, DynamicCache()
             for layer in range(share.num_layers):
@@ -263,7 +258,7 @@ class StepBench:
                 ids = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(dim=-1)
                 ids.tolist()
                 times.append(time.perf_counter() - began)
-            yield StepFigure("decode", f"{batch} x {context:,}", TRANSFORMERS, median(times[WARM_STEPS:]))
+            yield step_row("decode", f"{batch} x {context:,}", TRANSFORMERS, median(times[WARM_STEPS:]))
         model.set_attn_implementation(IMPLEMENTATION)
 
     def _median_seconds(self, run: Callable[[], object]) -> float:
@@ -333,11 +328,3 @@ class StepBench:
 
 def _send_nothing(key: TransferKey, layer: int) -> None:
     raise AssertionError("a bench sends no KV")
-
-
-def table_of(figures: list[StepFigure]) -> Table:
-    """Return the figures as a table: milliseconds of each case, by form."""
-    table = simple_table("step", "case", "layers", "ms", left_aligned=("step", "case", "layers"))
-    for figure in figures:
-        table.add_row(figure.what, figure.case, figure.form, f"{1e3 * figure.seconds:.2f}")
-    return table

@@ -7,6 +7,7 @@ import json
 from dataclasses import asdict
 
 from bench.options import Subcommands
+from bench.report import table
 from ringserve.cp_core.errors import ConfigError
 from ringserve.services.offline.terminal import console, print_table, progress_bar
 
@@ -48,7 +49,7 @@ def add(kinds: Subcommands) -> None:
 def run(options: argparse.Namespace) -> int:
     import torch
 
-    from bench.rings.steps import FORMS, FORMS_OF_CPUS, StepBench, StepCases, bench_model, table_of
+    from bench.rings.steps import FORMS, FORMS_OF_CPUS, StepBench, StepCases, bench_model
     from ringserve.workers.model.builtin import resolve_model_path
     from ringserve.workers.rank.parts import FP8_CAPABILITY
 
@@ -69,9 +70,9 @@ def run(options: argparse.Namespace) -> int:
     with bench_model(path, options.layers, "bfloat16", options.device) as model, progress_bar(len(forms)) as tell:
         figures, changes = StepBench(model, cases, options.rounds).measure(forms, tell)
     if options.json:
-        print(json.dumps({"steps": [asdict(each) for each in figures], "changes": [asdict(each) for each in changes]}))
+        print(json.dumps({"steps": [row.as_dict() for row in figures], "changes": [asdict(each) for each in changes]}))
     else:
-        print_table(console(pipe_width=PIPE_WIDTH), table_of(figures), num_keys=2)
+        print_table(console(pipe_width=PIPE_WIDTH), table([row.cells() for row in figures]), num_keys=2)
         print(*changes, sep="\n")
     return 0
 

@@ -12,15 +12,15 @@ from tempfile import TemporaryDirectory
 
 from rich.table import Table
 
-from bench.figures import Target
 from bench.options import Subcommands
+from bench.report import Row, Target, table, told_load
 from bench.router.load import LoadReport, RouterLoad, measure_load
 from bench.router.parts import PartsReport, measure_parts
 from bench.router.restart import RestartLoad, RestartReport, measure_restart
 from ringserve.cp_core.errors import ConfigError
 from ringserve.services.offline.planning.models import planned_model, to_model_info
 from ringserve.services.offline.reports import load_now
-from ringserve.services.offline.terminal import console, print_table, progress_bar, simple_table
+from ringserve.services.offline.terminal import console, print_table, progress_bar
 
 EXAMPLE = """example:
   python -m bench router
@@ -129,7 +129,7 @@ def _restart_lines(report: RestartReport, machine: tuple[float, float]) -> list[
         f"{report.memory_bytes / 1e6:.0f} MB of memory",
         f"decisions after it take {after.p50:.1f} ms (p50), {after.p99:.1f} (p99), {after.most:.1f} (most) to the "
         f"client; {report.cached_share:.1%} found KV",
-        f"load {machine[0]:.1f} before and {machine[1]:.1f} after",
+        told_load(machine),
     ]
 
 
@@ -160,7 +160,6 @@ def _targets(report: LoadReport, parts: PartsReport) -> list[Target]:
 
 def _table(report: LoadReport, parts: PartsReport) -> Table:
     title = f"router: {report.conversations} conversations, {report.rings} rings, {report.decisions} decisions"
-    table = simple_table("what", "mean ms", "p50", "p99", "most", left_aligned=("what",), title=title)
     journal = report.journal
     rows = {
         "decision": report.decision,
@@ -179,11 +178,10 @@ def _table(report: LoadReport, parts: PartsReport) -> Table:
         "journal: begun, 1000 tokens": parts.begun,
         "journal: committed, 1000 tokens": parts.committed,
     }
-    for name, figures in rows.items():
-        if figures is not None:
-            cells = (figures.mean, figures.p50, figures.p99, figures.most)
-            table.add_row(name, *(f"{value:.3f}" for value in cells))
-    return table
+    shown = [
+        Row(keys={"what": name}, figures={"milliseconds": each}) for name, each in rows.items() if each is not None
+    ]
+    return table([row.cells() for row in shown], title=title)
 
 
 def _closing_lines(report: LoadReport, parts: PartsReport, machine: tuple[float, float]) -> list[str]:
@@ -206,5 +204,5 @@ def _closing_lines(report: LoadReport, parts: PartsReport, machine: tuple[float,
         f"layout {parts.layout_bytes_per_token:.1f} bytes a decoded token",
         f"{report.kept_share:.1%} of follow-ups went to the rings of the turn before, {report.direct_share:.1%} were "
         f"computed by their decode ring; {report.rings_used} rings used",
-        f"one process, turns one after the other; load {machine[0]:.1f} before and {machine[1]:.1f} after",
+        f"one process, turns one after the other; {told_load(machine)}",
     ]

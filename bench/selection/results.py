@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from bench.papers.selectors import EmpiricalFit, algorithm_1, algorithm_5, empirical
+from bench.report import table, told_load
 from bench.selection.links import LinkRate
 from ringserve.cp_core.cost.model import PASS_KV, PREFILL_ALGORITHMS, ModelShape
 from ringserve.cp_core.cost.profile import HardwareProfile
@@ -22,7 +23,6 @@ from ringserve.cp_core.errors import ConfigError
 from ringserve.services.offline.calibration.fitting import Errors, Row
 from ringserve.services.offline.calibration.measurement import Cell
 from ringserve.services.offline.reports import save_figure
-from ringserve.services.offline.terminal import simple_table
 from ringserve.views import RingRates
 
 if TYPE_CHECKING:
@@ -196,34 +196,34 @@ WANTED = 0.03
 
 def losses_table(report: SelectionReport) -> Table:
     """Return a table of every policy's seconds over all cells, and its loss."""
-    headers = ("ranks", "rate", "way to choose", "seconds", "loss", "wrong cells")
-    table = simple_table(*headers, left_aligned=("way to choose",), title=f"selection: {report.settings}")
-    for ring in report.rings:
-        for number, way in enumerate(ring.ways):
-            lead = ("", "") if number else (str(ring.ranks), str(ring.rate))
-            table.add_row(*lead, way.name, f"{way.seconds:.3f}", f"{way.loss:.1%}", f"{len(way.wrong)}")
-    return table
+    rows = [
+        _ring_cells(ring, number)
+        | {
+            "way to choose": way.name,
+            "seconds": f"{way.seconds:.3f}",
+            "loss": f"{way.loss:.1%}",
+            "wrong cells": str(len(way.wrong)),
+        }
+        for ring in report.rings
+        for number, way in enumerate(ring.ways)
+    ]
+    return table(rows, title=f"selection: {report.settings}", left=("way to choose",))
 
 
 def predictions_table(report: SelectionReport) -> Table:
     """Return a table of every cell's milliseconds by algorithm, and how far the fitted prediction is off."""
-    headers = ("ranks", "rate", "T", "P", *(f"{NAMES[name]} ms" for name in PREFILL_ALGORITHMS), "auto", "best")
-    table = simple_table(*headers, left_aligned=("auto", "best"), title="medians, and predicted over measured")
-    for ring in report.rings:
-        for number, cell in enumerate(ring.cells):
-            lead = ("", "") if number else (str(ring.ranks), str(ring.rate))
-            table.add_row(
-                *lead,
-                str(cell.cell.new_tokens),
-                str(cell.cell.cached_tokens),
-                *(
-                    f"{cell.medians[name] * 1e3:.1f} {cell.predicted[name] / cell.medians[name] - 1:+.0%}"
-                    for name in PREFILL_ALGORITHMS
-                ),
-                NAMES[cell.chosen["auto"]],
-                NAMES[cell.best],
-            )
-    return table
+
+    def off(cell: JudgedCell, name: str) -> str:
+        return f"{cell.medians[name] * 1e3:.1f} {cell.predicted[name] / cell.medians[name] - 1:+.0%}"
+
+    rows = [
+        _ring_cells(ring, number)
+        | _cell_cells(cell, {name: off(cell, name) for name in PREFILL_ALGORITHMS})
+        | {"auto": NAMES[cell.chosen["auto"]], "best": NAMES[cell.best]}
+        for ring in report.rings
+        for number, cell in enumerate(ring.cells)
+    ]
+    return table(rows, title="medians, and predicted over measured", left=("auto", "best"))
 
 
 def wrong_table(report: SelectionReport) -> Table | None:
@@ -231,24 +231,28 @@ def wrong_table(report: SelectionReport) -> Table | None:
 
     Each time is a median with the least and the most of all rounds.
     """
-    headers = ("ranks", "rate", "T", "P", *(f"{NAMES[name]} ms" for name in PREFILL_ALGORITHMS), "auto", "lost ms")
-    table = simple_table(*headers, left_aligned=("auto",), title="cells where auto took a slower one")
-    for ring in report.rings:
-        for cell in ring.cells:
-            chosen = cell.chosen["auto"]
-            if chosen == cell.best:
-                continue
-            lost = cell.medians[chosen] - cell.medians[cell.best]
-            table.add_row(
-                str(ring.ranks),
-                str(ring.rate),
-                str(cell.cell.new_tokens),
-                str(cell.cell.cached_tokens),
-                *(_spread(cell.seconds[name]) for name in PREFILL_ALGORITHMS),
-                NAMES[chosen],
-                f"{lost * 1e3:.1f}",
-            )
-    return table if table.row_count else None
+    rows = [
+        _ring_cells(ring)
+        | _cell_cells(cell, {name: _spread(cell.seconds[name]) for name in PREFILL_ALGORITHMS})
+        | {
+            "auto": NAMES[cell.chosen["auto"]],
+            "lost ms": f"{(cell.medians[cell.chosen['auto']] - cell.medians[cell.best]) * 1e3:.1f}",
+        }
+        for ring in report.rings
+        for cell in ring.cells
+        if cell.chosen["auto"] != cell.best
+    ]
+    return table(rows, title="cells where auto took a slower one", left=("auto",)) if rows else None
+
+
+def _ring_cells(ring: RingResult, number: int = 0) -> dict[str, str]:
+    """Return the cells that name a ring, which only its first line shows."""
+    return {"ranks": "", "rate": ""} if number else {"ranks": str(ring.ranks), "rate": str(ring.rate)}
+
+
+def _cell_cells(cell: JudgedCell, by_algorithm: Mapping[str, str]) -> dict[str, str]:
+    named = {f"{NAMES[name]} ms": text for name, text in by_algorithm.items()}
+    return {"T": str(cell.cell.new_tokens), "P": str(cell.cell.cached_tokens)} | named
 
 
 def _spread(seconds: Sequence[float]) -> str:
@@ -258,15 +262,15 @@ def _spread(seconds: Sequence[float]) -> str:
 def gains_table(report: SelectionReport) -> Table:
     """Return a table of the best algorithm of each cell, and of its seconds over those of pass-KV."""
     cells = list(dict.fromkeys(cell.cell for ring in report.rings for cell in ring.cells))
-    headers = ("T", "P", *(f"{ring.ranks} ranks, {ring.rate}" for ring in report.rings))
-    table = simple_table(*headers, title="best algorithm of each cell, its seconds over those of pass-KV")
+    rows = []
     for each in cells:
-        shown = []
+        row = {"T": str(each.new_tokens), "P": str(each.cached_tokens)}
         for ring in report.rings:
             (cell,) = (found for found in ring.cells if found.cell == each)
-            shown.append(f"{NAMES[cell.best]} {cell.medians[cell.best] / cell.medians[PASS_KV]:.2f}")
-        table.add_row(str(each.new_tokens), str(each.cached_tokens), *shown)
-    return table
+            gain = cell.medians[cell.best] / cell.medians[PASS_KV]
+            row[f"{ring.ranks} ranks, {ring.rate}"] = f"{NAMES[cell.best]} {gain:.2f}"
+        rows.append(row)
+    return table(rows, title="best algorithm of each cell, its seconds over those of pass-KV")
 
 
 def ring_lines(report: SelectionReport) -> list[str]:
@@ -294,7 +298,7 @@ def closing_lines(report: SelectionReport) -> list[str]:
     lines += [f"the algorithms DISAGREE: {text}" for text in report.disagreements]
     if not report.disagreements:
         lines.append("all algorithms gave the same logits and tokens in every cell")
-    lines.append(f"load {report.load[0]:.1f} before and {report.load[1]:.1f} after")
+    lines.append(told_load(report.load))
     return lines
 
 

@@ -6,8 +6,8 @@ import argparse
 import json
 from dataclasses import asdict
 
-from bench.figures import Target
 from bench.options import Subcommands
+from bench.report import Target, told_load
 from bench.service.gateway import GatewayLoad, GatewayReport, measure_gateway
 from ringserve.cp_core.errors import ConfigError
 from ringserve.services.offline.reports import load_now
@@ -72,5 +72,5 @@ def _lines(report: GatewayReport, machine: tuple[float, float]) -> list[str]:
     return [
         f"{report.streams} streams, {report.rate:.0f} tokens/s for {report.seconds:.1f} s with {share:.2f} of a core",
         f"{report.microseconds:.1f} us of processor time a token, {report.tokens / report.messages:.2f} in a message",
-        f"load {machine[0]:.1f} before and {machine[1]:.1f} after",
+        told_load(machine),
     ]

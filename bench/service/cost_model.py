@@ -15,7 +15,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import numpy as np
@@ -27,6 +27,7 @@ from ringserve.client import Answer, Client, Sampling
 from ringserve.services.cluster.local import LocalCluster
 from ringserve.services.config import Config, PrefillConfig
 from ringserve.services.offline.demo import demo_config
+from ringserve.services.offline.reports import Summary
 
 SMALL_REQUESTS = 40
 SMALL_TOKENS = 16
@@ -102,5 +103,4 @@ def _stock(threads: int, tokens: int, runs: int) -> list[float]:
 
 
 def _print(name: str, values: list[float]) -> None:
-    figures = {"median": statistics.median(values), "least": min(values), "most": max(values), "count": len(values)}
-    print(json.dumps({"name": name, **{key: round(value, 5) for key, value in figures.items()}}), flush=True)
+    print(json.dumps({"name": name, **asdict(Summary.of(values))}), flush=True)

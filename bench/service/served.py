@@ -22,8 +22,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import DynamicCache
 
-from bench.figures import Target
-from bench.report import Report, Row
+from bench.report import Report, Row, Target
 from bench.rings.ring_processes import RankPlace, RingProcesses
 from bench.rings.rounds import Contender, Sample, alternate
 from ringserve.client.channel import OPTIONS
@@ -256,9 +255,11 @@ def measure_served_prefill(
             for length in tokens:
                 rows += _prefill_rows(service, stock, info, size, length, num_rounds, tell)
     targets = [
-        Target(f"TTFT over transformers, {_where(row)}", row.over_stock, TTFT_OVER_STOCK, is_at_least=False)
+        Target(f"TTFT over transformers, {_where(row)}", over_stock, TTFT_OVER_STOCK, is_at_least=False)
         for row in rows
-        if row.over_stock is not None and row.ranks == TARGET_RANKS and row.tokens >= LONG_PROMPT
+        if (over_stock := row.number("over_stock")) is not None
+        and row.keys["ranks"] == TARGET_RANKS
+        and int(row.keys["tokens"]) >= LONG_PROMPT
     ]
     return Report(bench="prefill", settings=_settings(info), rows=tuple(rows), targets=tuple(targets))
 
@@ -291,18 +292,18 @@ def _prefill_rows(
     ours, theirs = measured[SERVICE, size], measured[STOCK, num_cores()]
     return [
         Row(
-            name=SERVICE,
-            ranks=size,
-            tokens=length,
-            seconds=ours.figures,
-            over_stock=paired_ratio(ours.seconds, theirs.seconds),
-            queue_seconds=median(each.queue_seconds for each in seen),
-            num_steps=round(median(each.num_steps for each in seen)),
-            steps_seconds=median(each.steps_seconds for each in seen),
-            outside_seconds=median(each.ttft - each.queue_seconds - each.steps_seconds for each in seen),
-            handoff_seconds=median(each.handoff_seconds for each in seen),
+            keys={"tokens": length, "what": SERVICE, "ranks": size},
+            figures={
+                "seconds": ours.figures,
+                "over_stock": paired_ratio(ours.seconds, theirs.seconds),
+                "queue_seconds": median(each.queue_seconds for each in seen),
+                "num_steps": round(median(each.num_steps for each in seen)),
+                "steps_seconds": median(each.steps_seconds for each in seen),
+                "outside_seconds": median(each.ttft - each.queue_seconds - each.steps_seconds for each in seen),
+                "handoff_seconds": median(each.handoff_seconds for each in seen),
+            },
         ),
-        Row(name=STOCK, ranks=num_cores(), tokens=length, seconds=theirs.figures),
+        Row(keys={"tokens": length, "what": STOCK, "ranks": num_cores()}, figures={"seconds": theirs.figures}),
     ]
 
 
@@ -361,30 +362,31 @@ def _decode_rows(
     in_steps = (seconds_after - seconds_before) / (after - before)
     return [
         Row(
-            name=SERVICE,
-            ranks=size,
-            tokens=context,
-            seconds=ours.figures,
-            over_stock=paired_ratio(ours.seconds, theirs.seconds),
-            steps_seconds=in_steps,
-            outside_seconds=mean(ours.seconds) - in_steps,
+            keys={"tokens": context, "what": SERVICE, "ranks": size},
+            figures={
+                "seconds": ours.figures,
+                "over_stock": paired_ratio(ours.seconds, theirs.seconds),
+                "steps_seconds": in_steps,
+                "outside_seconds": mean(ours.seconds) - in_steps,
+            },
         ),
-        Row(name=STOCK, ranks=num_cores(), tokens=context, seconds=theirs.figures),
+        Row(keys={"tokens": context, "what": STOCK, "ranks": num_cores()}, figures={"seconds": theirs.figures}),
     ]
 
 
 def _decode_targets(rows: Sequence[Row]) -> Iterator[Target]:
     for row in rows:
-        if row.name != SERVICE or row.ranks != TARGET_RANKS:
+        if (row.keys["what"], row.keys["ranks"]) != (SERVICE, TARGET_RANKS):
             continue
-        assert row.over_stock is not None and row.outside_seconds is not None
-        yield Target(f"TTIT over transformers, {_where(row)}", row.over_stock, TTIT_OVER_STOCK, is_at_least=False)
+        over_stock, outside = row.number("over_stock"), row.number("outside_seconds")
+        assert over_stock is not None and outside is not None
+        yield Target(f"TTIT over transformers, {_where(row)}", over_stock, TTIT_OVER_STOCK, is_at_least=False)
         text = f"seconds a token outside steps, {_where(row)}"
-        yield Target(text, row.outside_seconds, TTIT_OUTSIDE_SECONDS, is_at_least=False)
+        yield Target(text, outside, TTIT_OUTSIDE_SECONDS, is_at_least=False)
 
 
 def _where(row: Row) -> str:
-    return f"{row.ranks} ranks, {row.tokens} tokens"
+    return f"{row.keys['ranks']} ranks, {row.keys['tokens']} tokens"
 
 
 def _info(model: str, tokens: Sequence[int], answer: int) -> ModelInfo:

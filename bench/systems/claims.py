@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rich.table import Table
 
+from bench.report import table
 from ringserve.services.offline.reports import save_figure
-from ringserve.services.offline.terminal import simple_table
 
 
 class Source(StrEnum):
@@ -99,20 +99,19 @@ class Claim:
 
 def claims_table(claims: Sequence[Claim]) -> Table:
     """Return a row for each claim."""
-    table = simple_table(
-        "from",
-        "claim",
-        "published",
-        "ours",
-        "accepted",
-        "",
-        left_aligned=("claim", "published", "ours", "accepted", ""),
-        title="systems of the papers: claims, ours and what is accepted",
-    )
-    for claim in claims:
-        ours = ", ".join(map(str, claim.figures))
-        table.add_row(claim.source.upper(), claim.name, claim.published, ours, claim.accepted, claim.verdict)
-    return table
+    rows = [
+        {
+            "from": claim.source.upper(),
+            "claim": claim.name,
+            "published": claim.published,
+            "ours": ", ".join(map(str, claim.figures)),
+            "accepted": claim.accepted,
+            "verdict": claim.verdict,
+        }
+        for claim in claims
+    ]
+    title = "systems of the papers: claims, ours and what is accepted"
+    return table(rows, title=title, left=("claim", "published", "ours", "accepted", "verdict"))
 
 
 def closing_lines(claims: Sequence[Claim]) -> list[str]:

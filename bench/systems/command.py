@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from bench.options import Subcommands
+from bench.report import told_load
 from bench.systems.claims import (
     SOURCES,
     Claim,
@@ -78,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         print_table(console(pipe_width=PIPE_WIDTH), claims_table(claims))
         print(*closing_lines(claims), sep="\n")
-        print(f"load {load[0]:.1f} before and {load[1]:.1f} after")
+        print(told_load(load))
     return int(any(claim.fails for claim in claims))
 
 

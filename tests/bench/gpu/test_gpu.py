@@ -7,7 +7,6 @@ import multiprocessing
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,11 +14,13 @@ from bench.__main__ import main
 from bench.gpu import command as gpu
 from bench.gpu import rank, service
 from bench.gpu.table import GPU, TOY, TTFT_SECONDS, TTIT_SECONDS, Line
+from bench.report import Row
 from bench.rings import kv_carrier
-from bench.rings.kernels import KernelFigure
+from bench.rings.kernels import kernel_row
 from bench.service.served import TTFT_TOKENS, Turn, TurnTimes
 from ringserve.services.cluster.capacity import Machine, check_fits
 from ringserve.services.offline.reference import StockModel
+from ringserve.services.offline.reports import Summary
 from ringserve.workers.model.builtin import resolve_model_path
 from ringserve.workers.model.info import read_model_info
 
@@ -88,7 +89,7 @@ def test_kernels_are_shares_of_the_copy_rate() -> None:
     [("decode", "8 x 32,768", 0.9), ("decode", "1 x 8,192", None), ("merge", "8,192 rows, 8 parts", 0.9)],
 )
 def test_large_kernels_have_the_target_of_the_copy_rate(what: str, case: str, limit: float | None) -> None:
-    figure = KernelFigure(what, case, "triton", 1e-3, 2.7, "TB/s")
+    figure = kernel_row(what, case, "triton", 1e-3, 2.7, "TB/s")
     (line,) = rank._bandwidth(figure, 3.0)
     assert (line.limit, line.is_at_least) == (limit, True)
     assert line.value == pytest.approx(0.9)
@@ -112,10 +113,10 @@ def test_parts_run_in_processes_of_their_own_and_loading_in_another(capsys: pyte
 def test_kv_is_measured_by_nixl_and_by_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     loads: list[kv_carrier.Load] = []
 
-    def measure(candidate: kv_carrier.Candidate, load: kv_carrier.Load) -> kv_carrier.Row:
+    def measure(candidate: kv_carrier.Candidate, load: kv_carrier.Load) -> Row:
         loads.append(load)
-        row: dict[str, Any] = {"carrier": candidate.name, "message_bytes": load.message_bytes}
-        return kv_carrier.Row(**row, best=61.0, median=60.0, cpu_seconds_per_gigabyte=0.0)
+        keys: dict[str, int | str] = {"carrier": candidate.name, "message_bytes": load.message_bytes}
+        return Row(keys=keys, figures={"gigabytes_per_second": Summary.of([59.0, 60.0, 61.0])})
 
     monkeypatch.setattr(kv_carrier, "measure", measure)
     nixl, sockets = gpu.kv(GPU)

@@ -2,9 +2,10 @@
 
 import pytest
 
-from bench.figures import Target, attention_flops, prefill_flops
+from bench.report import Target
 from bench.rings.attention import num_repeats
 from bench.rings.decode import DecodeCase, fitting_cases
+from bench.rings.operations import attention_flops, prefill_flops
 from bench.rings.rounds import Contender, Sample, Series, alternate
 from ringserve.workers.model.builtin import resolve_model_path
 from ringserve.workers.model.info import read_model_info

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from bench.__main__ import main
+from bench.report import table
 from bench.rings.attention import AttentionShape
-from bench.rings.kernels import NUM_KINDS, KernelBench, Sizes, measure_kernels, table_of
+from bench.rings.kernels import NUM_KINDS, KernelBench, Sizes, measure_kernels
 from ringserve.cp_core.attention.reference import ReferenceAttention
 from ringserve.cp_core.attention.torch_cpu import TorchCpuFlash
 from ringserve.cp_core.errors import ConfigError
@@ -24,20 +25,20 @@ def test_every_kind_of_kernel_is_measured_and_told() -> None:
     figures = measure_kernels(SHAPE, CPU, torch.float32, SIZES, 1, told.append)
     assert told == ["copy", "prefill", "decode", "merge", "sampling"]
     assert len(told) == NUM_KINDS
-    assert [(each.what, each.kernel) for each in figures[:4]] == [
+    assert [(each.keys["what"], each.keys["kernel"]) for each in figures[:4]] == [
         ("copy", "torch"),
         ("prefill", "torch_cpu_flash"),
         ("prefill", "torch_cpu_flash"),
         ("merge", "merge"),
     ]
-    assert [each.kernel for each in figures[4:]] == ["greedy", "drawn", "top_p"] * 2
-    assert all(each.seconds > 0 and each.rate > 0 for each in figures)
-    assert table_of(figures).row_count == len(figures)
+    assert [each.keys["kernel"] for each in figures[4:]] == ["greedy", "drawn", "top_p"] * 2
+    assert all(each.value("milliseconds") > 0 and each.value("rate") > 0 for each in figures)
+    assert table([each.cells() for each in figures]).row_count == len(figures)
 
 
 def test_decode_is_measured_by_kernels_that_follow_block_tables_alone() -> None:
     bench = KernelBench(SHAPE, CPU, torch.float32, [TorchCpuFlash(), ReferenceAttention()], 1)
-    assert [(each.case, each.kernel) for each in bench.decode(SIZES)] == [("3 x 40", "reference")]
+    assert [(each.keys["case"], each.keys["kernel"]) for each in bench.decode(SIZES)] == [("3 x 40", "reference")]
 
 
 def test_where_there_is_no_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from bench.__main__ import main
+from bench.report import table
 from bench.rings import steps
 from bench.rings.steps import (
     COMPILED,
@@ -21,7 +22,6 @@ from bench.rings.steps import (
     StepBench,
     StepCases,
     bench_model,
-    table_of,
 )
 from tests.workers.decode.recording import KeptFunctions, TabledAttention
 from tests.workers.models import save_model
@@ -37,13 +37,12 @@ def test_every_form_is_measured_and_the_change_by_8_bit_floats_is_told(tmp_path:
         figures, changes = bench.measure(FORMS, told.append)
     assert told == list(FORMS)
     decode = [("decode", "1 x 20"), ("decode", "3 x 33")]
-    assert [(each.what, each.case) for each in figures] == 4 * [("prefill", "40"), *decode] + 2 * decode + [
-        ("prefill", "40"),
-        *decode,
-    ]
-    assert all(each.seconds > 0 for each in figures)
+    prefill = ("prefill", "40")
+    expected = 4 * [prefill, *decode] + 2 * decode + [prefill, *decode]
+    assert [(each.keys["what"], each.keys["case"]) for each in figures] == expected
+    assert all(each.value("seconds") > 0 for each in figures)
     assert recorder.num_replayed > recorder.num_recorded > 0
-    assert table_of(figures).row_count == len(figures)
+    assert table([each.cells() for each in figures]).row_count == len(figures)
     (change,) = changes
     assert 0.0 < change.mean < change.largest
     assert change.loss > 0.0

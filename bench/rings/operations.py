@@ -1,32 +1,8 @@
-"""Targets of measurements, and the floating-point operations of the measured work."""
+"""Floating-point operations of the measured work."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ringserve.workers.protocol.ranks import ModelInfo
-
-GEMM = "GEMM"
-"""Name of the matrix product that every run measures as its reference rate."""
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Target of a measurement: `value` is at least, or at most, `limit`."""
-
-    text: str
-    value: float
-    limit: float
-    is_at_least: bool
-
-    @property
-    def is_met(self) -> bool:
-        return self.value >= self.limit if self.is_at_least else self.value <= self.limit
-
-    def __str__(self) -> str:
-        bound = "at least" if self.is_at_least else "at most"
-        return f"{self.text}: {self.value:.3f}, {bound} {self.limit:g}: {'met' if self.is_met else 'MISSED'}"
-
 
 GEMM_SIZE = 2048
 """Rows of the square matrices of the reference product, which takes one core a fifth of a second."""
