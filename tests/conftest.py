@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
@@ -30,8 +30,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 # The time of an example depends on the machine's load, so it has no deadline. Each run takes the same examples, so that
 # a commit always passes or fails alike; --hypothesis-profile=explore takes other examples in every run.
-settings.register_profile("explore", deadline=None, derandomize=False)
-settings.register_profile("any machine", deadline=None, derandomize=True)
+SLOW = [HealthCheck.too_slow]  # examples take long to draw on a busy machine
+settings.register_profile("explore", deadline=None, derandomize=False, suppress_health_check=SLOW)
+settings.register_profile("any machine", deadline=None, derandomize=True, suppress_health_check=SLOW)
 settings.load_profile("any machine")
 
 

@@ -14,7 +14,6 @@ PACKAGES = {
     "chromium": "chromium",
     "curl": "curl",
     "ip": "iproute2",
-    "openssl": "openssl",
     "prometheus": "prometheus",
     "promtool": "prometheus",
     "tc": "iproute2",

@@ -19,7 +19,6 @@ need chromium chromium chromium-browser google-chrome # the page in a browser
 need curl curl                                        # examples
 need iproute2 ip                                      # shaped and cut links
 need iproute2 tc
-need openssl openssl                                  # certificates
 need prometheus prometheus                            # rules and dashboards
 need prometheus promtool
 [ -n "$missing" ] || exit 0

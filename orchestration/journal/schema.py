@@ -9,6 +9,7 @@ chain have KV of one `sparsity` (NULL: exact), since a turn of another continues
 from __future__ import annotations
 
 import sqlite3
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -61,11 +62,13 @@ def open_journal(directory: Path, model: str) -> sqlite3.Connection:
     """
     path = directory / FILE
     try:
-        database = connect(directory)
-        database.execute("PRAGMA auto_vacuum=INCREMENTAL")
-        database.execute("PRAGMA journal_mode=WAL")
-        _create_tables(database, path)
-        _check_model(database, path, model)
+        with ExitStack() as on_failure:
+            database = on_failure.enter_context(closing(connect(directory)))
+            database.execute("PRAGMA auto_vacuum=INCREMENTAL")
+            database.execute("PRAGMA journal_mode=WAL")
+            _create_tables(database, path)
+            _check_model(database, path, model)
+            on_failure.pop_all()
     except sqlite3.Error as error:
         raise ConfigError(
             f"router.journal: {path} cannot be used: {error}; move it away to begin without conversations"

@@ -1,6 +1,7 @@
 """A journal with many conversations. How long a router takes to know them is measured by `bench router --restart`."""
 
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 from ringserve.orchestration.conversations.store import ConversationStore
@@ -13,7 +14,7 @@ NUM_CONVERSATIONS = 10_000
 def test_a_router_knows_every_conversation_of_a_large_journal(tmp_path: Path) -> None:
     SqliteJournal(tmp_path).close()
     blob = bytes(4 * 50)
-    with sqlite3.connect(tmp_path / FILE) as database:
+    with closing(sqlite3.connect(tmp_path / FILE)) as database, database:
         numbers = range(1, NUM_CONVERSATIONS + 1)
         segments = ((number, None, 0, 50, blob, f"turn {number}", 1, "") for number in numbers)
         database.executemany("INSERT INTO segments VALUES (?,?,?,?,?,?,?,?)", segments)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from contextlib import aclosing
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from ringserve.cp_core.errors import Busy, RingserveError
 from ringserve.orchestration.protocol.plans import PromptMode
 from ringserve.orchestration.protocol.turns import BegunTurn, FinishedEvent, TokensEvent, TurnRequest
 from ringserve.orchestration.router import recovery
+from ringserve.orchestration.router.turn import RunningTurn
 from ringserve.workers.protocol.prefill_steps import Algorithm
 from tests.orchestration.service import Service
 from tests.waiting import eventually
@@ -185,10 +186,19 @@ async def test_a_turn_that_was_reserved_and_not_begun_leaves_nothing_behind(
     async with Service(model_paths[MODEL], 2, 2, journal=tmp_path) as service:
         free = service.free_blocks()
         turn = service.request(random_tokens(30), max_tokens=8, conversation="c")
+        turns, noted = service.router._turns, list[Awaitable[None]]()
+        note_begun = turns.note_begun
+
+        def note_without_end(turn: RunningTurn) -> Awaitable[object]:
+            noted.append(note_begun(turn))
+            return asyncio.get_running_loop().create_future()  # never done: the turn stays reserved
+
+        monkeypatch.setattr(turns, "note_begun", note_without_end)
         beginning = asyncio.create_task(service.router.begin_turn(turn))
         await eventually(lambda: all(leader.num_turns for leader in service.peers.leaders.values()))
+        await asyncio.gather(*noted)
         beginning.cancel()
-        monkeypatch.setattr(service.router._turns, "drop", lambda turn, reason: asyncio.sleep(0))
+        monkeypatch.setattr(turns, "drop", lambda turn, reason: asyncio.sleep(0))
         await asyncio.gather(beginning, return_exceptions=True)
         await service.crash_router()
         service.start_router()
