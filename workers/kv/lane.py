@@ -31,9 +31,9 @@ JOIN_SECONDS = 10.0
 
 
 class CarrierCounts:
-    """Counts of a rank's sends: bytes by each carrier, and fallbacks, connections that NIXL was to serve. Thread-safe.
+    """Bytes that a rank sent by each carrier, and its fallbacks from NIXL to sockets, per connection. Thread-safe.
 
-    A fallback is the policy of `kv_transfer.carrier: auto` for a destination that NIXL does not reach.
+    With `kv_transfer.carrier: auto`, a connection falls back to its socket if NIXL does not reach the destination.
     """
 
     def __init__(self) -> None:
@@ -51,13 +51,13 @@ class CarrierCounts:
                 self.socket_bytes += num_bytes
 
     def fell_back(self) -> None:
-        """Count a connection whose payloads go by its socket."""
+        """Count a connection that fell back to its socket."""
         with self._lock:
             self.fallbacks += 1
 
 
 class Carrier(Protocol):
-    """Way of a rank's KV to one destination rank: `Lane` over TCP, or `InProcessLane`. `Lane` describes the calls."""
+    """Path for KV to one destination rank: `Lane` over TCP, or `InProcessLane`. `Lane` documents the calls."""
 
     def send_layer(
         self, transfer: OutgoingTransfer, part: OutgoingPart, layer: int, ready: torch.Event | None
@@ -68,11 +68,11 @@ class Carrier(Protocol):
 
 
 class Lane:
-    """Queue of frames to one destination rank, sent in the order of the calls. The calls return at once; thread-safe.
+    """Queue of frames to one destination rank, sent in call order. Calls return at once. Thread-safe.
 
-    One thread sends the frames of a transfer one after the other, so `settle` covers everything sent before it. A
-    broken connection is replaced when there is something to send again; the transfers that it carried have failed.
-    With an `agent` payloads go by NIXL to a destination that it reaches; `counts` tell what went how.
+    One thread sends the frames, so `settle` covers everything sent before it. A broken connection fails its transfers
+    and is replaced at the next send. With an `agent`, payloads go by NIXL if it reaches the destination. `counts`
+    records the bytes sent by each carrier.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Lane:
         self._is_closed = False
 
     def send_layer(self, transfer: OutgoingTransfer, part: OutgoingPart, layer: int, ready: torch.Event | None) -> None:
-        """Send one layer of a part, once the device has reached `ready`."""
+        """Send one layer of a part after the device has reached event `ready`."""
         self._put(lambda: self._send_layer(transfer, part, layer, ready))
 
     def settle(self, transfer: OutgoingTransfer) -> None:
@@ -111,9 +111,9 @@ class Lane:
         self._put(lambda: self._settle(transfer))
 
     def release(self, transfer: OutgoingTransfer) -> None:
-        """Wait until this lane reads no block of a transfer that is over, then tell the destination.
+        """Wait until this lane no longer reads blocks of an ended transfer, then tell the destination.
 
-        A frame in progress may finish within GRACE_SECONDS; then the connection is broken.
+        A frame in progress has GRACE_SECONDS to finish. Then the connection is broken off.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._reading is not transfer, GRACE_SECONDS):
@@ -124,7 +124,7 @@ class Lane:
         self._put(lambda: self._tell(transfer))
 
     def close(self) -> None:
-        """End the thread and the connection; idempotent."""
+        """End the thread and the connection. Idempotent."""
         with self._changed:
             self._is_closed = True
             self._jobs.clear()
@@ -152,13 +152,13 @@ class Lane:
             while (job := self._next()) is not None:
                 job()
         finally:
-            # After a job that failed with a bug too: the next job gets a new thread.
+            # Even if a job failed with a bug: the next job gets a new thread.
             with self._changed:
                 if self._thread is threading.current_thread():
                     self._thread = None
 
     def _next(self) -> Callable[[], None] | None:
-        """Wait for the next job; None after IDLE_SECONDS without one, and this thread is the lane's no more."""
+        """Wait for the next job. Return None after IDLE_SECONDS without one: the thread then leaves the lane."""
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._is_closed, IDLE_SECONDS)
             if self._jobs:
@@ -188,7 +188,7 @@ class Lane:
         except RingserveError as error:
             transfer.fail(error)
         except Exception as error:
-            # The device failed, or a bug: waiting callers get an error now, and the thread's traceback names the place.
+            # A device failure or a bug. Waiting callers get an error now; the thread's traceback shows the place.
             transfer.fail(Unavailable(f"KV of {transfer} could not be read: {error}"))
             raise
         finally:
@@ -202,7 +202,7 @@ class Lane:
         layer: int,
         ready: torch.Event | None,
     ) -> int:
-        """Send a frame with its payload -> its bytes; 0 where the transfer is over."""
+        """Send a frame with its payload. Return the payload bytes, or 0 if the transfer is over."""
         if not self._begin_reading(transfer):
             return 0
         with self._copies.copying(ready):
@@ -218,9 +218,9 @@ class Lane:
         layer: int,
         ready: torch.Event | None,
     ) -> int:
-        """Pack a frame into a slot and say where -> its bytes; 0 where the transfer is over.
+        """Pack a frame into a slot and send the slot's place. Return the payload bytes, or 0 if the transfer is over.
 
-        No block is read after the packing: `release` does not wait for the destination.
+        Blocks are read only while packing, so `release` does not wait for the destination.
         """
         out = self._slots.out
         slot = connection.take_slot()
@@ -240,7 +240,7 @@ class Lane:
         return ref.num_bytes
 
     def _begin_reading(self, transfer: OutgoingTransfer) -> bool:
-        """Begin to read blocks, under the lock that `release` waits with: a transfer that is over is never read."""
+        """Start reading blocks, under the lock that `release` waits with, so an ended transfer is never read."""
         with self._changed:
             if transfer.is_sending:
                 self._reading = transfer
@@ -257,7 +257,7 @@ class Lane:
         return self._agent
 
     def _is_by_nixl(self, connection: DestinationConnection, transfer: OutgoingTransfer) -> bool:
-        """Return whether the payloads go by NIXL. Raises Unavailable where they must, and cannot."""
+        """Return whether payloads go by NIXL. Raises Unavailable if NIXL is required but cannot reach the peer."""
         if self._agent is None:
             return False
         answer = connection.meet(transfer.key.destination)
@@ -266,11 +266,11 @@ class Lane:
         if answer.reach is not Reach.STALE and self._fallen_back is not connection:
             if self._agent.is_required:
                 raise Unavailable(
-                    f"the KV receiver at {self.endpoint} cannot read by NIXL, the carrier chosen by name: "
+                    f"the KV receiver at {self.endpoint} cannot read by NIXL, which kv_transfer.carrier requires: "
                     f"{answer.reason}"
                 )
             if self._fallen_back is None:
-                logger.warning("KV to %s goes by the socket, not by NIXL: %s", self.endpoint, answer.reason)
+                logger.warning("KV to %s falls back from NIXL to the socket: %s", self.endpoint, answer.reason)
             self._fallen_back = connection
             self._counts.fell_back()
         return False
@@ -291,11 +291,11 @@ class Lane:
         try:
             connection.send(AbandonFrame(transfer.key, "it was abandoned"), [])
         except Unavailable:
-            # The connection is gone, so the destination has ended its half of the transfer too.
+            # The connection is gone, so the destination has ended the transfer on its side too.
             return
 
     def _connection_for(self, transfer: OutgoingTransfer) -> DestinationConnection | None:
-        """Return a connection that carries the transfer; None if none can be made, and the transfer fails."""
+        """Return a connection for the transfer, or fail the transfer and return None if none can be made."""
         if not transfer.is_sending:
             return None
         try:

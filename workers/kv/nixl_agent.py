@@ -1,6 +1,6 @@
-"""Agent of NIXL for READs of one descriptor. The only file that imports NIXL; one thread makes an agent and calls it.
+"""NIXL agent for READs of one descriptor. Only this file imports NIXL. One thread makes an agent and calls it.
 
-NIXL has no calls to cancel a READ: its end alone tells that nothing lands any more.
+NIXL cannot cancel a READ. Only the end of a READ guarantees that no more bytes land.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 def engine_of(rdma_devices: Path = RDMA_DEVICES) -> str:
-    """Return UCX's settings; UCX_... in the environment wins.
+    """Return UCX's settings. UCX_... variables in the environment override them.
 
-    Emulated RMA is forbidden, since a reader's death can end the process that it reads. An agent listens on every
-    interface, and who reaches it may read and write the whole process: so TCP is off where there is RDMA, and otherwise
-    on loopback alone, where processes of this host find each other. Data go by cma, cuda_ipc and RDMA. READs by
-    cuda_ipc are asked for: UCX allows WRITEs alone on a GPU that has no link to another one.
+    Emulated RMA is forbidden, since a reader's death could end the process that it reads. An agent listens on every
+    interface, and whoever reaches it may read and write the whole process. TCP is therefore off if there is RDMA, and
+    otherwise limited to loopback, where the processes of this host find each other. Data go by cma, cuda_ipc and RDMA.
+    READs by cuda_ipc must be requested: by default UCX allows only WRITEs on a GPU without a link to another GPU.
     """
     has_rdma = rdma_devices.is_dir() and any(rdma_devices.iterdir())
     forced = "PROTO_EMULATION_ENABLE=n,CUDA_IPC_ENABLE_GET_ZCOPY=on,"
@@ -33,11 +33,11 @@ def engine_of(rdma_devices: Path = RDMA_DEVICES) -> str:
 
 
 class Disconnected(ConnectionError):
-    """End of a READ by the loss of its peer, or before it began: nothing lands any more."""
+    """READ that ended because its peer is lost, or that never began. No more bytes land."""
 
 
 class NixlRead:
-    """READ under way. Its handle must live until the READ is over: what drops it tries to cancel the READ."""
+    """READ in progress. Keep its handle until the READ is over, because dropping the handle tries to cancel it."""
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
@@ -45,7 +45,7 @@ class NixlRead:
 
 
 class Unfinished(Exception):
-    """Error of a READ that tells nothing about its end: bytes may still land."""
+    """READ error that does not mean its end: bytes may still land."""
 
     def __init__(self, reason: str, read: NixlRead) -> None:
         super().__init__(reason)
@@ -53,7 +53,7 @@ class Unfinished(Exception):
 
 
 def has_nixl() -> bool:
-    """Return True if a package of NIXL is installed."""
+    """Return True if a NIXL package is installed."""
     return bool(_packages())
 
 
@@ -61,14 +61,14 @@ def load_nixl() -> Any:
     """Import NIXL's Python interface. Raises ConfigError."""
     packages = _packages()
     if not packages:
-        raise ConfigError("kv_transfer.carrier: 'nixl' needs a package that is not here: pip install 'ringserve[nixl]'")
+        raise ConfigError("kv_transfer.carrier: 'nixl' needs a package; install it: pip install 'ringserve[nixl]'")
     raises = logging.raiseExceptions
     try:
         api = importlib.import_module(f"{packages[0]}._api")
     except Exception as error:
         raise ConfigError(f"kv_transfer.carrier: 'nixl' needs {packages[0]}, which does not load: {error}") from error
     finally:
-        # Its import changes how all of this process's logging fails, and logs to stdout.
+        # The import changes this process's logging error handling, and logs to stdout.
         logging.raiseExceptions = raises
     told = logging.getLogger("nixl")
     told.handlers.clear()
@@ -78,7 +78,7 @@ def load_nixl() -> Any:
 
 
 def _packages() -> list[str]:
-    """Return the packages of NIXL that are installed, that of torch's version of CUDA first."""
+    """Return the installed NIXL packages, first the one for torch's CUDA version."""
     own = (torch.version.cuda or "12").partition(".")[0]
     names = [f"nixl_cu{major}" for major in sorted(("12", "13"), key=lambda major: major != own)]
     return [name for name in names if importlib.util.find_spec(name) is not None]
@@ -88,7 +88,7 @@ class NixlAgent:
     """Agent with registered memory. `close` destroys it, which ends its READs."""
 
     def __init__(self, name: str, device: torch.device, engine: str | None = None) -> None:
-        """Make the agent; `engine` replaces `engine_of`. Raises ConfigError, and what NIXL raises."""
+        """Make the agent. `engine` replaces `engine_of`. Raises ConfigError and NIXL's errors."""
         api = load_nixl()
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -97,17 +97,17 @@ class NixlAgent:
         self._agent.create_backend("UCX", {"engine_config": engine or engine_of()})
 
     def register(self, memory: torch.Tensor) -> None:
-        """Let READs use this memory, at both ends."""
+        """Register memory for READs, on both ends."""
         row = _row(memory.data_ptr(), memory.nbytes, memory.device.index or 0)
         self._agent.register_memory(row, _kind(memory.device.type))
 
     def metadata(self) -> bytes:
-        """Return what peers need to read the registered memory."""
+        """Return the metadata that peers need to read the registered memory."""
         metadata: bytes = self._agent.get_agent_metadata()
         return metadata
 
     def add(self, name: str, metadata: bytes) -> None:
-        """Add a peer that is not known. Raises Disconnected where the metadata are not its own."""
+        """Add a new peer. Raises Disconnected if the metadata are not its own."""
         try:
             told = self._agent.add_remote_agent(metadata)
         except Exception as error:
@@ -118,11 +118,11 @@ class NixlAgent:
             raise Disconnected(f"its metadata are those of {told!r}")
 
     def remove(self, name: str) -> None:
-        """Forget a peer, of which no READ is under way."""
+        """Forget a peer that has no READ in progress."""
         self._agent.remove_remote_agent(name)
 
     def read(self, peer: str, here: torch.Tensor, address: int, device: str, device_index: int) -> NixlRead:
-        """Begin to read as many bytes of a peer as `here` takes. Raises Disconnected, Unfinished."""
+        """Start reading a peer's bytes into `here`, as many as fit. Raises Disconnected, Unfinished."""
         agent = self._agent
         own = _row(here.data_ptr(), here.nbytes, here.device.index or 0)
         try:
@@ -135,15 +135,15 @@ class NixlAgent:
         return read
 
     def look(self, read: NixlRead) -> None:
-        """Set `is_done` of a READ if it is over. Raises Disconnected, Unfinished."""
+        """Set a READ's `is_done` if it is over. Raises Disconnected, Unfinished."""
         self._follow(read, self._agent.check_xfer_state)
 
     def progress(self) -> None:
-        """Serve peers: they connect, and read by transports whose target has to help."""
+        """Serve peers that connect, or read by transports that need the target's help."""
         self._agent.get_new_notifs()
 
     def close(self) -> None:
-        """Destroy the agent; its READs are over afterwards, unless the caller holds one. Idempotent."""
+        """Destroy the agent. Its READs are over afterwards unless the caller holds one. Idempotent."""
         self._agent = None
 
     def _follow(self, read: NixlRead, call: Any) -> None:

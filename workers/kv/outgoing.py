@@ -1,4 +1,4 @@
-"""Outgoing transfers of a source rank, and the connection that carries them to one destination rank."""
+"""Outgoing transfers of a source rank, and the connection to one destination rank that carries them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from ringserve.workers.kv.pulls import PullAgent
 from ringserve.workers.kv.sockets import call
 from ringserve.workers.protocol.transfers import TransferKey, TransferReport
 
-# Longest wait for a reply on an idle connection before checking whether the connection is broken.
+# Interval for checking an idle connection that awaits a reply.
 REPLY_SECONDS = 5.0
-# Time after which a connection that carries nothing is closed.
+# An idle connection is closed after this time.
 IDLE_SECONDS = 120.0
 
 
@@ -40,14 +40,14 @@ class OutgoingState(Enum):
 
 
 class OutgoingTransfer:
-    """Transfer with counts of the parts still to be sent and confirmed.
+    """Transfer with counts of the parts that are still to be sent and confirmed.
 
         SENDING ──all sent and confirmed──> SETTLED
            ├──refused, or a connection broke──> FAILED
            └──abandoned here──> ABANDONED
 
-    The blocks are the leader's; they may be read from `begin` until the state is not SENDING any more and no
-    connection is in the middle of a frame (`Lane.release` waits for that).
+    The leader owns the blocks. They may be read from `begin` until the state leaves SENDING and no connection is inside
+    a frame (`Lane.release` waits for this).
     """
 
     def __init__(self, key: TransferKey) -> None:
@@ -72,7 +72,7 @@ class OutgoingTransfer:
             self._unsent += num_layer_parts
 
     def begin_part(self, endpoint: str) -> None:
-        """Note that a connection to `endpoint` is about to send a part, and has to confirm it."""
+        """Note that a connection to `endpoint` will send a part, which the destination must confirm."""
         with self._changed:
             self._unconfirmed.add(endpoint)
             if self._began is None:
@@ -86,7 +86,7 @@ class OutgoingTransfer:
             self._changed.notify_all()
 
     def confirmed(self, endpoint: str) -> None:
-        """Note that the destination has everything."""
+        """Note that the destination has received everything."""
         with self._changed:
             self._unconfirmed.discard(endpoint)
             self._ended = time.monotonic()
@@ -97,26 +97,26 @@ class OutgoingTransfer:
         self._end(OutgoingState.FAILED, error)
 
     def abandon(self) -> None:
-        """Stop sending: the source rank gives the transfer up."""
+        """Stop sending because the source rank gives up the transfer."""
         self._end(OutgoingState.ABANDONED, TransferError(f"{self} was abandoned"))
 
     def wait_sent(self, deadline: float) -> frozenset[str]:
-        """Wait until every layer is sent to every destination -> the endpoints that have to confirm.
+        """Wait until every layer is sent to every destination. Return the endpoints that must still confirm.
 
         `deadline` is on the monotonic clock. Raises the error that ended the transfer, TransferError at the deadline.
         """
         with self._changed:
             self._wait(lambda: self._unsent == 0, deadline)
             if self._unsent:
-                raise TransferError(f"{self} has {self._unsent} parts that are not sent in time")
+                raise TransferError(f"{self} has {self._unsent} parts that were not sent in time")
             return frozenset(self._unconfirmed)
 
     def wait_confirmed(self, deadline: float) -> TransferReport:
-        """Wait until every destination confirmed; the transfer is SETTLED then. Raises as `wait_sent` does."""
+        """Wait until every destination has confirmed and the transfer is SETTLED. Raises like `wait_sent`."""
         with self._changed:
             self._wait(lambda: not self._unconfirmed, deadline)
             if self._unconfirmed:
-                raise TransferError(f"{self} is not confirmed in time by {', '.join(sorted(self._unconfirmed))}")
+                raise TransferError(f"{self} was not confirmed in time by {', '.join(sorted(self._unconfirmed))}")
             self._state = OutgoingState.SETTLED
             seconds = 0.0 if self._began is None else self._ended - self._began
             return TransferReport(payload_bytes=self._payload_bytes, seconds=seconds)
@@ -138,15 +138,15 @@ class OutgoingTransfer:
 
 
 class DestinationConnection:
-    """TCP connection to a KV receiver, from construction until `is_broken`; a thread of its own reads the replies.
+    """TCP connection to a KV receiver, from construction until `is_broken`. Its own thread reads the replies.
 
-    One thread at a time may send; `break_off` may be called from any thread. When the connection ends, every transfer
-    that it carried fails unless it is confirmed. A connection that carries nothing ends after `idle_seconds`, or where
-    its destination needs the place: only this side knows that no frame is under way.
+    Only one thread at a time may send; any thread may call `break_off`. When the connection ends, every unconfirmed
+    transfer on it fails. An idle connection ends after `idle_seconds`, or if its destination needs the place: only this
+    side knows that no frame is in flight.
 
-    With an `agent`, payloads lie in its out slots once `meet` has returned REACHED. A slot is this connection's from
-    `take_slot` until the destination has read it, or the connection ends. A destination that leaves one unread for
-    `stall_seconds` counts as gone.
+    With an `agent`, payloads lie in its out slots after `meet` has returned REACHED. A slot belongs to this connection
+    from `take_slot` until the destination has read it or the connection ends. A destination that leaves a slot unread
+    for `stall_seconds` counts as gone.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class DestinationConnection:
         tls: PeerTls | None = None,
         agent: PullAgent | None = None,
     ) -> None:
-        """Connect. Raises Unavailable for a malformed endpoint, and where no KV receiver of ours answers."""
+        """Connect. Raises Unavailable if the endpoint is malformed, or if no KV receiver of this cluster answers."""
         self._endpoint = endpoint
         try:
             self._stream = call(endpoint, connect_seconds, stall_seconds, tls)
@@ -185,7 +185,7 @@ class DestinationConnection:
             return self._end_reason is not None
 
     def meet(self, destination: str) -> ReachedFrame:
-        """Show the destination's incarnation the agent's card, once, and wait for the answer. Raises Unavailable."""
+        """Send the agent's card to the destination's incarnation, once, and wait for the answer. Raises Unavailable."""
         assert self._agent is not None, "a card without an agent"
         answer = self._reached
         if answer is None:
@@ -199,17 +199,17 @@ class DestinationConnection:
         return answer
 
     def take_slot(self) -> int:
-        """Take an out slot. Raises Unavailable where none is free within the time of a stall."""
+        """Take an out slot. Raises Unavailable if none becomes free within `stall_seconds`."""
         assert self._agent is not None, "slots without an agent"
         return self._agent.out.take(self, self._stall_seconds, lambda: self._end_reason is not None)
 
     def free_slot(self, slot: int) -> None:
-        """Free an out slot that no frame has named."""
+        """Free an out slot that no sent frame names."""
         assert self._agent is not None, "slots without an agent"
         self._agent.out.release(slot)
 
     def carry(self, transfer: OutgoingTransfer) -> bool:
-        """Bind a transfer to this connection: they fail together. Return False if the connection is broken already."""
+        """Bind a transfer to this connection, so that they fail together. Return False if the connection is broken."""
         with self._changed:
             if self._end_reason is not None:
                 return False
@@ -217,9 +217,9 @@ class DestinationConnection:
             return True
 
     def send(self, frame: TransferFrame, payload: list[memoryview]) -> None:
-        """Send one frame. A slot that it names is the connection's from now on, whatever happens.
+        """Send one frame. The connection owns the slot that it names from now on, even if the send fails.
 
-        Raises Unavailable when the connection breaks or stalls; it is broken then.
+        Raises Unavailable if the connection breaks or stalls. It is then broken.
         """
         payload_bytes = sum(buffer.nbytes for buffer in payload)
         slot = frame.slot if isinstance(frame, LayerFrame) else None
@@ -239,16 +239,16 @@ class DestinationConnection:
             raise self._end(reason_of(error)) from error
 
     def forget(self, transfer: OutgoingTransfer) -> bool:
-        """Unbind an abandoned transfer. Return True if it was bound."""
+        """Unbind an abandoned transfer. Return whether it was bound."""
         with self._changed:
             return self._carried.pop(transfer.key, None) is not None
 
     def break_off(self, reason: str) -> None:
-        """End the connection; a `send` in progress returns at once with an error."""
+        """End the connection. A `send` in progress returns at once with an error."""
         self._end(reason)
 
     def join(self, seconds: float) -> None:
-        """Wait for the end of the thread that reads replies."""
+        """Wait until the reply thread has ended."""
         self._hearing.join(seconds)
 
     def _hear(self) -> None:
@@ -270,14 +270,14 @@ class DestinationConnection:
             self._stream.close()
 
     def _check_slots(self) -> None:
-        """Raise TransferError where a slot was not read for too long."""
+        """Raise TransferError if a slot was left unread for too long."""
         with self._changed:
             oldest = min(self._unread.values(), default=None)
         if oldest is not None and time.monotonic() - oldest >= self._stall_seconds:
             raise TransferError(f"it left a slot unread for {self._stall_seconds:g} s")
 
     def _leave(self, reason: str) -> None:
-        """End the connection if it carries nothing."""
+        """End the connection if it is idle."""
         with self._changed:
             if not self._carried and self._end_reason is None:
                 self._end_reason = reason
@@ -300,7 +300,7 @@ class DestinationConnection:
             transfer, payload_bytes = self._carried.pop(frame.key, (None, 0))
             self._used_at = time.monotonic()
         if transfer is None:
-            # The transfer was abandoned while the reply was under way.
+            # The transfer was abandoned before the reply arrived.
             return
         if isinstance(frame, RefusedFrame):
             refusal = StaleIncarnation if frame.is_stale else TransferError
@@ -313,11 +313,11 @@ class DestinationConnection:
     def _take_read(self, slot: int) -> None:
         with self._changed:
             if self._unread.pop(slot, None) is None:
-                raise TransferError(f"it says that it has read slot {slot}, which it was not told of")
+                raise TransferError(f"it reports a read of slot {slot}, which was never sent to it")
         self.free_slot(slot)
 
     def _end(self, reason: str) -> Unavailable:
-        """End the connection once -> the error with the first reason."""
+        """End the connection, if it has not ended yet. Return the error with the first reason."""
         with self._changed:
             if self._end_reason is None:
                 self._end_reason = reason

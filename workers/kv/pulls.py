@@ -1,10 +1,10 @@
-"""Payloads between slots: a rank lends its out slots to peers, and reads those of peers into its landing slots.
+"""Pulls between slots: a rank lends its out slots to peers, and reads peers' out slots into its landing slots.
 
-One thread owns the NIXL agent, since calls of two threads hang or crash it; it has no thread of NIXL's own, which would
-take a core. A READ moves one descriptor. An 8-byte READ of the slot's word follows: it fails where the first had holes,
-and differs where the source has used the slot again.
+One thread owns the NIXL agent, since calls from two threads hang or crash it. NIXL's own thread is off, because it
+would occupy a core. A READ moves one descriptor. Then an 8-byte READ fetches the slot's word: it fails if the first
+READ had holes, and differs if the source has reused the slot.
 
-A READ cannot be cancelled. One that outlives its owner lands in a landing slot, which is lent again when it is over.
+A READ cannot be cancelled. If it outlives its owner, its landing slot is lent again only when the READ is over.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 NUM_SLOTS = 8
 PROBE_BYTES = 64
 START_SECONDS = 60.0
-# Longest wait at the end for READs that are under way; then the agent is destroyed, which ends them.
+# Time that `close` gives READs in progress. Then the agent is destroyed, which ends them.
 CLOSE_SECONDS = 2.0
-# A peer's first READ needs the source's agent to make progress three or four times; afterwards it may sleep.
+# A peer's first READ needs three or four progress calls of the source's agent. Later READs need none.
 CONNECTING_SECONDS = 0.005
 IDLE_SECONDS = 0.1
-# First nap between two looks at a READ under way; naps grow with its age.
+# First pause between polls of a READ in progress. Pauses grow with its age.
 POLL_SECONDS = 50e-6
 MAX_POLL_SECONDS = 0.002
 
@@ -52,7 +52,7 @@ class PullState(Enum):
 
 
 class Peer:
-    """Peer whose slots are read, from `PullAgent.meet` to `leave`. The agent's thread owns all but the card."""
+    """Peer whose slots are read, from `PullAgent.meet` to `leave`. The agent's thread owns everything but the card."""
 
     def __init__(self, card: CardFrame) -> None:
         self.card = card
@@ -69,8 +69,8 @@ class Pull:
            │                  └──any other error──> LOST: it may still land, so its slot is never lent again
            └──the peer is gone, or released──> FAILED
 
-    The landing slot is the agent's until LANDED, then its owner's until `release`. Released earlier, it is the agent's
-    until the READ is over. `PullAgent.changed` guards state, error and `is_released`.
+    The agent owns the landing slot until LANDED, then the caller until `release`. If the caller releases it earlier,
+    the agent owns it until the READ is over. `PullAgent.changed` guards state, error and `is_released`.
     """
 
     def __init__(self, peer: Peer, ref: SlotRef, landing: int) -> None:
@@ -90,11 +90,10 @@ class Pull:
 
 
 class PullAgent:
-    """Out slots, landing slots and the NIXL agent of a rank, from construction to `close`. Thread-safe.
+    """A rank's out slots, landing slots and NIXL agent, from construction to `close`. Thread-safe.
 
-    The agent is named after the rank's incarnation. `is_required` says that the carrier was chosen by name: a transfer
-    to a peer that NIXL does not reach fails, where it would go by the socket otherwise. `make` makes the agent in its
-    thread.
+    The agent is named after the rank's incarnation. With `is_required` (kv_transfer.carrier: nixl), a transfer to a
+    peer that NIXL does not reach fails instead of using the socket. `make` makes the agent in the agent's thread.
     """
 
     def __init__(
@@ -107,14 +106,14 @@ class PullAgent:
         is_required: bool = False,
         make: Callable[[str, torch.device], NixlAgent] = NixlAgent,
     ) -> None:
-        """Start. Raises ConfigError where NIXL cannot be loaded, Unavailable where its agent does not start."""
+        """Start. Raises ConfigError if NIXL cannot be loaded, Unavailable if its agent does not start."""
         self.name = f"{name}:{secrets.token_hex(4)}"
         self.device = device
         self.is_required = is_required
         self.out = OutSlots(num_slots, slot_bytes, device)
         self.landings = SlotPool(num_slots, num_slots)
         self.changed = threading.Condition()
-        # The last landing slot is for probes; nobody looks at what lands there.
+        # The last landing slot is for probes. Nobody reads it.
         self._landing = torch.empty(num_slots * slot_bytes + PROBE_BYTES, dtype=torch.uint8, device=device)
         self._words = torch.zeros(num_slots + 1, dtype=torch.int64)
         self._metadata = b""
@@ -138,7 +137,7 @@ class PullAgent:
         atexit.register(self.close)  # a process that ends beside its agent aborts
 
     def card(self, destination: str) -> CardFrame:
-        """Return the card for an incarnation of another ring."""
+        """Return this rank's card for an incarnation of another ring."""
         return CardFrame(
             destination=destination,
             agent=self.name,
@@ -153,7 +152,7 @@ class PullAgent:
 
     @contextmanager
     def expecting(self) -> Iterator[None]:
-        """Make progress often while a peer connects to this agent."""
+        """Call progress often inside the `with` block, while a peer connects to this agent."""
         self._put(lambda: self._expect(1))
         try:
             yield
@@ -161,9 +160,9 @@ class PullAgent:
             self._put(lambda: self._expect(-1))
 
     def meet(self, card: CardFrame, seconds: float, is_stopped: Callable[[], bool]) -> Peer:
-        """Read some bytes of a peer for the first time -> the peer.
+        """Connect to a peer by a first small READ.
 
-        Raises ConnectionError where NIXL has no way to it, TimeoutError after `seconds`.
+        Raises ConnectionError if NIXL cannot reach it, TimeoutError after `seconds`.
         """
         peer = Peer(card)
         probe = Pull(peer, SlotRef(0, 0, PROBE_BYTES), self.out.num_slots)
@@ -179,28 +178,28 @@ class PullAgent:
         return peer
 
     def pull(self, peer: Peer, ref: SlotRef, seconds: float, is_stopped: Callable[[], bool]) -> Pull:
-        """Begin to read a slot, once a landing slot is free. Raises TransferError, and Unavailable as `take` does."""
+        """Start reading a slot when a landing slot is free. Raises TransferError, Unavailable (`SlotPool.take`)."""
         card = peer.card
         if ref.number >= card.num_slots or ref.num_bytes > card.slot_bytes:
-            raise TransferError(f"{ref.num_bytes} bytes of slot {ref.number} are not among those of its source's card")
+            raise TransferError(f"{ref.num_bytes} bytes of slot {ref.number} lie outside the source's card")
         pull = Pull(peer, ref, self.landings.take(peer, seconds, is_stopped))
         self._put(lambda: self._queue(pull))
         return pull
 
     def wait(self, pull: Pull, seconds: float, is_stopped: Callable[[], bool]) -> torch.Tensor:
-        """Wait for the end of a READ -> its bytes in the landing slot.
+        """Wait for the end of a READ. Return its bytes in the landing slot.
 
-        Raises ConnectionError where the peer or the agent fails, or `is_stopped` (see `wake`), TimeoutError after
-        `seconds`, TransferError where the source has used the slot again.
+        Raises ConnectionError if the peer or the agent fails or `is_stopped` returns True (see `wake`), TimeoutError
+        after `seconds`, TransferError if the source has reused the slot.
         """
         self._await(pull, seconds, is_stopped)
         word = int(self._words[pull.landing])
         if word != pull.ref.generation:
-            raise TransferError(f"slot {pull.ref.number} is at {word}, not at {pull.ref.generation}: it was used again")
+            raise TransferError(f"slot {pull.ref.number} was reused: generation {word}, expected {pull.ref.generation}")
         return self._landing_of(pull)
 
     def release(self, pull: Pull) -> None:
-        """Give the landing slot of a pull back, once, in any state."""
+        """Return a pull's landing slot, once, in any state."""
         with self.changed:
             pull.is_released = True
             if pull.is_over:
@@ -211,18 +210,18 @@ class PullAgent:
         self._put(lambda: setattr(peer, "is_leaving", True))
 
     def wake(self) -> None:
-        """Let waits look at their `is_stopped` again."""
+        """Make waits check their `is_stopped` again."""
         self.landings.wake()
         with self.changed:
             self.changed.notify_all()
 
     def check_usable(self) -> None:
-        """Raise Unavailable where every landing slot is lost, or the thread has ended: the rank has to be replaced."""
+        """Raise Unavailable if every landing slot is lost or the thread has ended: the rank must be replaced."""
         if self.landings.is_used_up or (self._is_ended and not self._is_closing):
-            raise Unavailable(f"the NIXL agent {self.name} has no landing slot left that is safe to use")
+            raise Unavailable(f"the NIXL agent {self.name} has no safe landing slot left")
 
     def close(self) -> None:
-        """End the agent. READs under way get CLOSE_SECONDS; then it is destroyed, which ends them. Idempotent."""
+        """End the agent. READs in progress get CLOSE_SECONDS, then destroying the agent ends them. Idempotent."""
         atexit.unregister(self.close)
         self.out.close()
         self.landings.close()
@@ -250,7 +249,7 @@ class PullAgent:
         return self._landing[begin : begin + pull.ref.num_bytes]
 
     def _retire(self, pull: Pull) -> None:
-        """Free the landing slot of a pull that is over and released; `changed` is held."""
+        """Free the landing slot of a pull that is over and released. The caller holds `changed`."""
         if pull.landing < self.out.num_slots:
             (self.landings.lose if pull.state is PullState.LOST else self.landings.release)(pull.landing)
 
@@ -270,9 +269,9 @@ class PullAgent:
         except ConfigError as error:
             self._refusal = error
         except Exception as error:
-            # As text: an error's frames would keep the agent alive.
+            # As text, because the error's frames would keep the agent alive.
             self._error = str(error) or type(error).__name__
-            logger.error("the NIXL agent %s ends: %s", self.name, self._error)
+            logger.error("the NIXL agent %s failed: %s", self.name, self._error)
         finally:
             self._end_all()
             if nixl is not None:
@@ -301,7 +300,7 @@ class PullAgent:
         return sum(pull.read is not None for peer in self._peers.values() for pull in peer.pulls)
 
     def _nap(self) -> None:
-        """Wait for a job, or until READs under way are to be looked at again."""
+        """Wait for a job, or until it is time to poll the READs in progress."""
         now = time.monotonic()
         ages = [now - peer.pulls[0].posted_at for peer in self._peers.values() if peer.pulls]
         seconds = min(MAX_POLL_SECONDS, POLL_SECONDS + min(ages) / 20) if ages else IDLE_SECONDS
@@ -311,7 +310,7 @@ class PullAgent:
             self.changed.wait_for(lambda: self._jobs or (self._is_closing and not ages), seconds)
 
     def _add_peers(self, nixl: NixlAgent) -> None:
-        """Add the peers whose former lives are forgotten."""
+        """Add waiting peers whose earlier incarnations are forgotten."""
         for peer in self._waiting[:]:
             if not peer.is_leaving and peer.card.agent in self._peers:
                 continue
@@ -331,7 +330,7 @@ class PullAgent:
             self._end(pull, PullState.FAILED, "its agent is gone")
 
     def _advance(self, nixl: NixlAgent, peer: Peer) -> None:
-        """Move the READs of a peer on, one at a time; forget a peer that leaves, after its last."""
+        """Advance a peer's READs, one at a time. Forget a leaving peer after its last READ."""
         try:
             while peer.pulls and self._read(nixl, peer, peer.pulls[0]):
                 peer.pulls.popleft()
@@ -339,9 +338,9 @@ class PullAgent:
             peer.pulls[0].read = None
             self._fail(peer, str(error))
         except Unfinished as error:
-            logger.error("KV of %s: %s; its landing slot is not used again", peer.card.agent, error)
+            logger.error("KV of %s: %s; its landing slot is never used again", peer.card.agent, error)
             peer.is_lost = True
-            # To drop the handle would only try to cancel the READ.
+            # Dropping the handle would try to cancel the READ.
             self._lost.append(error.read)
             self._end(peer.pulls.popleft(), PullState.LOST, str(error))
             self._fail(peer, str(error))
@@ -350,7 +349,7 @@ class PullAgent:
             del self._peers[peer.card.agent]
 
     def _read(self, nixl: NixlAgent, peer: Peer, pull: Pull) -> bool:
-        """Begin the next READ of a pull, or look at the one under way -> True if the pull is over."""
+        """Start a pull's next READ, or poll the READ in progress. Return True if the pull is over."""
         if pull.read is not None:
             nixl.look(pull.read)
         elif pull.is_released or peer.is_leaving:
@@ -374,7 +373,7 @@ class PullAgent:
         return True
 
     def _fail(self, peer: Peer, reason: str) -> None:
-        """End all pulls of a peer, of which none is under way, and let it leave."""
+        """End all pulls of a peer that has no READ in progress, and let it leave."""
         peer.is_leaving = True
         while peer.pulls:
             self._end(peer.pulls.popleft(), PullState.FAILED, reason)
@@ -387,7 +386,7 @@ class PullAgent:
             self.changed.notify_all()
 
     def _end_all(self) -> None:
-        """End what waits. No READ outlives the agent, so their handles may be dropped."""
+        """End all waits. No READ outlives the agent, so their handles may be dropped."""
         for peer in (*self._peers.values(), *self._waiting):
             for pull in peer.pulls:
                 pull.read = None

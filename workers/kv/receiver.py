@@ -1,4 +1,4 @@
-"""Receiver of KV from ranks of other rings, over TCP, plain or with TLS, into this rank's cache."""
+"""Receiver for KV from ranks of other rings, over TCP, plain or with TLS, into this rank's cache."""
 
 from __future__ import annotations
 
@@ -18,25 +18,24 @@ from ringserve.workers.kv.source_connection import SourceConnection
 
 logger = logging.getLogger(__name__)
 
-# Longest wait for a connection before checking whether the receiver is closing.
+# Interval for checking whether the receiver is closing while it waits for connections.
 ACCEPT_SECONDS = 0.5
-# Longest wait of a new connection for the place of an idle one, less than a caller's time to connect. A part of the
-# idle ones is asked to leave at a time, so that not every new connection waits.
+# Longest wait of a new connection for an idle connection's place, less than a caller's connect timeout. Several idle
+# connections are asked to leave at a time, so that not every new connection waits.
 ROOM_SECONDS = 4.0
-# Age from which an unknown caller must make room: a rank's first frame follows its connection at once.
+# Age at which an unknown caller must make room: a rank's first frame follows its connection at once.
 STRANGE_SECONDS = 0.1
 LEAVING_FRACTION = 8
 JOIN_SECONDS = 10.0
 
 
 class KvReceiver(TransferTable):
-    """Listener for KV from construction to `close`: one thread accepts, one serves each connection. Thread-safe.
+    """KV listener, from construction to `close`: one thread accepts, another serves each connection. Thread-safe.
 
-    `max_connections` bounds threads and staging memory (at most MAX_PAYLOAD_BYTES each). A source that stops in the
-    middle of a frame for `stall_seconds` counts as gone. A caller has `greeting_seconds` to become known
-    (`SourceConnection`); when connections run out, the oldest unknown caller is closed, and where all are known, those
-    that have been idle longest are asked to leave. Payloads in slots are read by `agent`, whose owner closes it
-    afterwards.
+    `max_connections` bounds threads and staging memory (at most MAX_PAYLOAD_BYTES each). A source that pauses inside a
+    frame for `stall_seconds` counts as gone. A caller has `greeting_seconds` to become known (`SourceConnection`). If
+    connections run out, the oldest unknown caller is closed; if all are known, the longest-idle connections are asked
+    to leave. `agent` reads payloads in slots; its owner closes it afterwards.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class KvReceiver(TransferTable):
         self._accepting.start()
 
     def close(self) -> None:
-        """End everything; idempotent. Open transfers fail with Unavailable."""
+        """End all connections and threads. Open transfers fail with Unavailable. Idempotent."""
         with self._serving_changed:
             self._closing.set()
             self._serving_changed.notify_all()
@@ -96,10 +95,10 @@ class KvReceiver(TransferTable):
                 if wait_for(self._listener, select.POLLIN, ACCEPT_SECONDS):
                     self._admit(*self._listener.accept())
             except (OSError, ConfigError) as error:
-                # The peer left the queue, too many files are open, or TLS files are being replaced: later connections
+                # The peer left the queue, too many files are open, or TLS files are being replaced. Later connections
                 # may succeed.
                 if not self._closing.wait(ACCEPT_SECONDS):
-                    logger.warning("a KV connection could not be accepted: %s", error)
+                    logger.warning("cannot accept a KV connection: %s", error)
 
     def _admit(self, connection: socket.socket, address: tuple[str, int]) -> None:
         peer = f"{address[0]}:{address[1]}"
@@ -119,7 +118,7 @@ class KvReceiver(TransferTable):
         has_room = self._make_room()
         with self._serving_changed:
             if self._closing.is_set() or not has_room:
-                logger.warning("KV connection of %s is closed: %d are open", peer, len(self._serving))
+                logger.warning("KV connection from %s refused: %d connections are open", peer, len(self._serving))
                 connection.close()
                 return
             self._serving[source] = None
@@ -127,7 +126,7 @@ class KvReceiver(TransferTable):
             self._threads = [each for each in self._threads if each.is_alive()] + [thread]
 
     def _make_room(self) -> bool:
-        """Make room for a connection -> True if there is. Called by the thread that accepts, the only one that adds."""
+        """Make room for a connection. Return whether there is room. Only the accepting thread, which adds, may call."""
         deadline = time.monotonic() + self._room_seconds
         while True:
             with self._serving_changed:
@@ -135,7 +134,7 @@ class KvReceiver(TransferTable):
                     return True
                 stranger = next((source for source in self._serving if not source.is_known), None)
                 if stranger is not None and time.monotonic() - stranger.used_at >= self._strange_seconds:
-                    # The thread of the closed connection ends by itself.
+                    # The closed connection's thread ends by itself.
                     del self._serving[stranger]
                     stranger.close()
                     return True
@@ -147,7 +146,7 @@ class KvReceiver(TransferTable):
                 if self._closing.is_set() or left <= 0:
                     return False
                 if len(self._serving) >= self._max_connections:
-                    # No event tells that a source which was being answered, and so was not asked to leave, is idle.
+                    # Poll, because no event says that a source that was being answered has become idle.
                     self._serving_changed.wait(min(left, ACCEPT_SECONDS, self._strange_seconds))
 
     def _serve(self, source: SourceConnection) -> None:

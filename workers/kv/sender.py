@@ -1,4 +1,4 @@
-"""Sender of KV from this rank's cache to ranks of other rings, layer by layer, behind the computation."""
+"""Sender for KV from this rank's cache to ranks of other rings, layer by layer, hidden behind computation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ringserve.workers.protocol.transfers import KvSend, TransferKey, TransferRe
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """Share that one `begin` adds to a transfer, such as a prefill chunk. `waiting` are the layers not written yet."""
+    """Share that one `begin` adds to a transfer, for example a prefill chunk. `waiting` has the unwritten layers."""
 
     parts: tuple[tuple[Carrier, OutgoingPart], ...]
     waiting: set[int]
@@ -34,12 +34,12 @@ class _Sending:
 
 
 class KvSender:
-    """Sender with one lane for each destination rank. Thread-safe.
+    """Sender with one lane per destination rank. Thread-safe.
 
-    For each step call `begin` with the step's share of a transfer, then `layer_ready` after each layer; after all steps
-    call `finish`. Blocks are read between `begin` and the return of `finish` or `abandon`, never after it. A
-    destination that takes no byte for `stall_seconds` counts as gone. `open_lane` makes the lane to an endpoint, by
-    default over TCP, encrypted with `tls`; payloads go by NIXL with an `agent`, whose owner closes it afterwards.
+    For each step, call `begin` with the step's share of a transfer, then `layer_ready` after each layer. After all
+    steps, call `finish`. Blocks are read between `begin` and the return of `finish` or `abandon`, never later. A
+    destination that accepts no byte for `stall_seconds` counts as gone. `open_lane` makes the lane to an endpoint, by
+    default over TCP, encrypted with `tls`. With an `agent`, payloads go by NIXL; its owner closes it afterwards.
     """
 
     def __init__(
@@ -75,18 +75,18 @@ class KvSender:
 
     @property
     def num_open(self) -> int:
-        """Number of transfers begun and neither finished nor abandoned."""
+        """Number of transfers that are begun and neither finished nor abandoned."""
         with self._lock:
             return len(self._sending)
 
     def begin(self, send: KvSend) -> None:
-        """Begin a share of a transfer; none of its layers is ready yet. A share without parts is allowed.
+        """Begin a share of a transfer, with no layer ready yet. A share may have no parts.
 
-        Raises StaleIncarnation where it names another incarnation of this ring, Unavailable after `close`.
+        Raises StaleIncarnation if it names another incarnation of this ring, Unavailable after `close`.
         """
         if send.key.source != self._incarnation:
             raise StaleIncarnation(
-                f"transfer {send.key.transfer_id!r} is to leave {send.key.source!r}, this is {self._incarnation!r}"
+                f"transfer {send.key.transfer_id!r} names source {send.key.source!r}, this is {self._incarnation!r}"
             )
         with self._lock:
             if self._is_closed:
@@ -101,10 +101,9 @@ class KvSender:
             sending.transfer.add(len(parts) * self._cache.num_layers)
 
     def layer_ready(self, key: TransferKey, layer: int) -> None:
-        """Send a layer of the oldest share that still waits for it: its KV is written. Returns at once.
+        """Send a layer whose KV is written, for the oldest share that still waits for it. Returns at once.
 
-        Nothing is sent for a transfer that has failed or was abandoned, and nothing is raised: the step continues for
-        the other sequences.
+        If the transfer has failed or was abandoned, nothing is sent or raised: the step continues for other sequences.
         """
         ready = self._cache.fence()
         with self._lock:
@@ -120,11 +119,11 @@ class KvSender:
                 lane.send_layer(sending.transfer, part, layer, ready)
 
     def finish(self, key: TransferKey, timeout: float) -> TransferReport:
-        """Wait until all layers of all shares are sent and confirmed by every destination; then drop the transfer.
+        """Wait until every destination has confirmed all layers of all shares, then drop the transfer.
 
-        Raises TransferError with the destination's reason, or when `timeout` seconds are over; StaleIncarnation where
-        the destination was rebuilt; Unavailable where it cannot be reached or is lost. In every case the transfer is
-        over and no block of it is read after the return; on an error its destinations are told.
+        Raises TransferError with the destination's reason or after `timeout` seconds, StaleIncarnation if the
+        destination was rebuilt, Unavailable if it is lost or unreachable. In every case the transfer is over and its
+        blocks are not read after the return. On an error, its destinations are told.
         """
         deadline = time.monotonic() + timeout
         with self._lock:
@@ -147,7 +146,7 @@ class KvSender:
         return report
 
     def abandon(self, key: TransferKey) -> None:
-        """Abandon a transfer in any state; idempotent. No block of it is read after the return."""
+        """Abandon a transfer in any state. Its blocks are not read after the return. Idempotent."""
         with self._lock:
             sending = self._sending.pop(key, None)
         if sending is None:
@@ -164,7 +163,7 @@ class KvSender:
         return self.finish(send.key, timeout)
 
     def close(self) -> None:
-        """Abandon everything and end the threads; idempotent."""
+        """Abandon all transfers and end the threads. Idempotent."""
         with self._lock:
             self._is_closed = True
             keys = list(self._sending)
@@ -175,7 +174,7 @@ class KvSender:
             lane.close()
 
     def _lane(self, endpoint: str) -> Carrier:
-        """Return the lane to a destination rank; the lock is held."""
+        """Return the lane to a destination rank. The caller holds the lock."""
         if endpoint not in self._lanes:
             self._lanes[endpoint] = self._open_lane(endpoint)
         return self._lanes[endpoint]

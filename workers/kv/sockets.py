@@ -1,6 +1,6 @@
-"""TCP stream of both ends of a KV connection, plain or with TLS. Every wait is bounded.
+"""TCP stream of a KV connection, plain or with TLS, for both ends. Every wait is bounded.
 
-docs/decisions/0003-kv-carrier.md compares plain sockets with gRPC and ZeroMQ; decision 0022 is on their security.
+docs/decisions/0003-kv-carrier.md compares plain sockets with gRPC and ZeroMQ. Decision 0022 covers their security.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from ringserve.cp_core.transport.peer_tls import PeerTls, handshake_events
 from ringserve.cp_core.transport.socket_mesh import parse_endpoint
 from ringserve.workers.kv.frames import PREFIX, Frame, decode_header, decode_prefix
 
-# One sendmsg takes no more buffers than this (IOV_MAX on Linux is 1024).
+# Limit on buffers per sendmsg (IOV_MAX on Linux is 1024).
 MAX_BUFFERS = 512
 
 
 class KvStream:
-    """Stream of one connection. One thread may send while another receives; `shut` may be called from any thread.
+    """Stream of one connection. One thread may send while another receives. Any thread may call `shut`.
 
-    A wait for the peer raises TimeoutError after `stall_seconds`, and at `deadline` (monotonic clock) while that is
-    set. This and every other failure of the connection is an OSError; the stream is unusable after it.
+    Waits for the peer raise TimeoutError after `stall_seconds`, and at `deadline` (monotonic clock) if it is set. This
+    and every other connection failure is an OSError. The stream is unusable afterwards.
     """
 
     def __init__(self, connection: socket.socket, stall_seconds: float) -> None:
-        """Take the connection over. Raises OSError where it is closed already."""
+        """Own the connection. Raises OSError if it is closed already."""
         self.deadline: float | None = None
         self._connection = connection
         self._stall_seconds = stall_seconds
-        # OpenSSL's state covers both directions; no thread waits under this lock.
+        # OpenSSL's state covers both directions. No thread waits under this lock.
         self._moving = threading.Lock()
         self._num_waiting = 0
         self._is_closed = False
         tune(connection)
 
     def shake_hands(self) -> None:
-        """Do the handshake of a TLS connection on the server's side. Raises OSError."""
+        """Do the server side's TLS handshake. Raises OSError."""
         while True:
             with self._moving:
                 events = handshake_events(self._connection)
@@ -48,7 +48,7 @@ class KvStream:
             self._await(events)
 
     def send(self, buffers: Sequence[memoryview]) -> None:
-        """Send all buffers in order, over plain TCP without a copy of our own. Raises OSError."""
+        """Send all buffers in order, without a copy on plain TCP. Raises OSError."""
         left = [buffer for buffer in buffers if buffer.nbytes]
         while left:
             sent = self._send_some(left[:MAX_BUFFERS])
@@ -71,7 +71,7 @@ class KvStream:
                 self._await(select.POLLOUT)
 
     def receive_into(self, buffer: memoryview) -> None:
-        """Fill the buffer. Raises OSError when the connection breaks, ends or stalls."""
+        """Fill the buffer. Raises OSError if the connection breaks, ends or stalls."""
         while buffer.nbytes:
             try:
                 with self._moving:
@@ -84,7 +84,7 @@ class KvStream:
             buffer = buffer[count:]
 
     def receive_frame(self) -> tuple[Frame, int]:
-        """Receive a frame -> (frame, bytes of payload that follow). Raises OSError, TransferError if malformed."""
+        """Receive (frame, number of payload bytes that follow). Raises OSError, or TransferError if malformed."""
         prefix = bytearray(PREFIX.size)
         self.receive_into(memoryview(prefix))
         header_bytes, payload_bytes = decode_prefix(prefix)
@@ -101,20 +101,20 @@ class KvStream:
             count -= step
 
     def wait_readable(self, seconds: float) -> bool:
-        """Wait for bytes or the end of the stream -> True within `seconds`. Raises TimeoutError at the deadline."""
+        """Return whether bytes or the stream's end arrive within `seconds`. Raises TimeoutError at the deadline."""
         with self._moving:
-            # A poll does not see bytes that OpenSSL has decrypted already.
+            # A poll does not see bytes that OpenSSL has already decrypted.
             if isinstance(self._connection, ssl.SSLSocket) and self._connection.pending():
                 return True
         return self._wait(select.POLLIN, seconds)
 
     def shut(self) -> None:
-        """End the connection from any thread: waiting calls return with an error or an end of stream."""
-        with self._moving:  # else another thread might free the descriptor now, and its next owner be cut off
+        """End the connection, from any thread. Waiting calls return with an error or the end of the stream."""
+        with self._moving:  # else another thread could free the descriptor now, and its next owner would be cut off
             shut(self._connection)
 
     def close(self) -> None:
-        """Free the descriptor, or leave that to the last waiting call: a freed descriptor may be reused. Idempotent."""
+        """Free the descriptor, or leave it to the last waiting call, since freed descriptors are reused. Idempotent."""
         with self._moving:
             self._is_closed = True
             self._dispose()
@@ -141,7 +141,7 @@ class KvStream:
                 self._dispose()
 
     def _seconds_left(self) -> float:
-        """Return the seconds until the deadline. Raises TimeoutError once it is over."""
+        """Return the seconds until the deadline. Raises TimeoutError if it has passed."""
         if self.deadline is None:
             return float("inf")
         left = self.deadline - time.monotonic()
@@ -151,14 +151,14 @@ class KvStream:
 
 
 def call(endpoint: str, connect_seconds: float, stall_seconds: float, tls: PeerTls | None = None) -> KvStream:
-    """Connect to HOST:PORT -> its stream. Raises ConfigError, OSError."""
+    """Connect to HOST:PORT and return the stream. Raises ConfigError, OSError."""
     host, port = parse_endpoint(endpoint)
     connection = socket.create_connection((host, port), timeout=connect_seconds)
     return KvStream(connection if tls is None else tls.call(connection, host), stall_seconds)
 
 
 def tune(connection: socket.socket) -> None:
-    """Set socket options: never block, send small frames at once, and notice a dead host in about ten seconds."""
+    """Set socket options: non-blocking, no delay for small frames, dead hosts noticed in about ten seconds."""
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -168,16 +168,16 @@ def tune(connection: socket.socket) -> None:
 
 
 def shut(connection: socket.socket) -> None:
-    """End a connection or a listening socket, from any thread."""
+    """Shut down a connection or a listening socket, from any thread."""
     try:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:
-        # The socket is not connected any more, as wanted.
+        # The socket is already disconnected.
         return
 
 
 def wait_for(connection: socket.socket, events: int, seconds: float) -> bool:
-    """Wait `seconds` for one of these poll events or an error -> True if there is one."""
+    """Wait up to `seconds` for one of these poll events or an error. Return whether there is one."""
     poll = select.poll()
     poll.register(connection, events)
     return bool(poll.poll(seconds * 1000))

@@ -1,6 +1,6 @@
-"""Connection of a destination rank from one source rank: its frames are admitted, their payloads stored.
+"""A destination rank's connection from one source rank: admits frames and stores their payloads.
 
-A payload follows its header, or lies in a slot of the source, where the agent reads it.
+A payload follows its header, or lies in a slot of the source, from which the agent reads it.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from ringserve.workers.protocol.transfers import TransferKey
 
 logger = logging.getLogger(__name__)
 
-# Longest wait for a frame on an idle connection before checking whether the receiver has closed.
+# Interval for checking whether the receiver has closed while a connection is idle.
 IDLE_SECONDS = 1.0
-# Most refusals that a connection remembers until its source asks; the oldest are dropped.
+# Limit on refusals that a connection remembers until its source asks. The oldest are dropped.
 MAX_REFUSED = 1024
 
 
 @dataclass(slots=True)
 class _Share:
-    """Part of one transfer that this connection has brought since its last `settle`."""
+    """Part of a transfer that arrived on this connection since its last `settle`."""
 
     transfer: IncomingTransfer
     payload_bytes: int = 0
@@ -54,7 +54,7 @@ class _Share:
 
 @dataclass(frozen=True, slots=True)
 class _Pulled:
-    """Admitted frame whose payload is being read from its slot."""
+    """Admitted frame with a payload that is being read from its slot."""
 
     share: _Share
     frame: LayerFrame
@@ -62,16 +62,16 @@ class _Pulled:
 
 
 class SourceConnection:
-    """Connection from a source rank, served in the thread that calls `serve`; `close` may be called from any thread.
+    """Connection from a source rank, served in the thread that calls `serve`. Any thread may call `close`.
 
-    A refused frame is read to its end and dropped, and the connection continues with the next. A malformed frame ends
-    the connection: the start of the next frame is unknown.
+    A refused frame is read to its end and dropped, and the connection continues with the next frame. A malformed frame
+    ends the connection, because the start of the next frame is unknown.
 
-    A source has `greeting_seconds` until it `is_known`. With TLS its certificate makes it known. Without TLS a frame
-    that names the destination's incarnation does, which strangers do not know.
+    A source has `greeting_seconds` until it `is_known`. With TLS, its certificate makes it known. Without TLS, a frame
+    that names the destination's incarnation does, since strangers do not know it.
 
-    With an `agent`, a frame's payload may lie in a slot of the source. It is read while the frame before it is stored.
-    A READ that takes `stall_seconds` ends the connection.
+    With an `agent`, a frame's payload may lie in a slot of the source. It is read while the previous frame is stored. A
+    READ that takes `stall_seconds` ends the connection.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class SourceConnection:
         is_private: bool,
         agent: PullAgent | None = None,
     ) -> None:
-        """`is_private`: the stream is a TLS connection whose handshake is still to be done."""
+        """`is_private`: the stream is a TLS connection before its handshake."""
         self.is_known = False
         self.used_at = time.monotonic()
         self._is_asked_to_leave = False
@@ -105,13 +105,13 @@ class SourceConnection:
         self._stream.deadline = time.monotonic() + greeting_seconds
         self._is_closed = False
         self._shares: dict[TransferKey, _Share] = {}
-        # Refusals since the source last asked: one reply a transfer, not one a frame, so replies never pile up.
+        # Refusals since the source last asked: one reply per transfer, not per frame, so replies never pile up.
         self._refused: OrderedDict[TransferKey, RefusedFrame] = OrderedDict()
-        # Grows to the largest frame of this peer, which `receive_frame` bounds.
+        # Grows to this peer's largest frame, which `receive_frame` bounds.
         self._staging = torch.empty(0, dtype=torch.uint8)
 
     def serve(self) -> None:
-        """Read frames until the connection ends, then abort the transfers that it began and did not settle."""
+        """Read frames until the connection ends, then abort its unsettled transfers."""
         reason = "this receiver is closing"
         try:
             if self._is_private:
@@ -148,11 +148,11 @@ class SourceConnection:
 
     @property
     def may_leave(self) -> bool:
-        """True if the connection carries nothing, and its source was not asked to leave since its latest frame."""
+        """True if the connection is idle and was not asked to leave since its latest frame."""
         return self.is_known and not self._shares and not self._is_asked_to_leave
 
     def ask_to_leave(self) -> None:
-        """Ask the source to end the connection if nothing is under way; another thread than `serve`'s may call."""
+        """Ask the source to end the connection if it is idle. Any thread may call."""
         if not self._replying.acquire(blocking=False):
             return  # it is being answered, so it is not idle
         self._is_asked_to_leave = True
@@ -189,7 +189,7 @@ class SourceConnection:
                 raise TransferError(f"a source sent {type(frame).__name__}")
 
     def _meet(self, card: CardFrame) -> ReachedFrame:
-        """Find out whether NIXL reaches a source's slots. An incarnation that is not ours is not read."""
+        """Find out whether NIXL reaches a source's slots. A card for another incarnation is not tried."""
         agent = self._agent
         if not self._table.is_own(card.destination):
             return ReachedFrame(Reach.STALE, "its card is for an incarnation that is not here")
@@ -200,7 +200,7 @@ class SourceConnection:
         if card.device != agent.device.type or card.slot_bytes > agent.out.slot_bytes:
             own = f"{agent.out.slot_bytes} bytes on {agent.device.type}"
             return ReachedFrame(
-                Reach.UNLIKE, f"its slots of {card.slot_bytes} bytes are on {card.device}, the destination's of {own}"
+                Reach.UNLIKE, f"its slots have {card.slot_bytes} bytes on {card.device}, the destination's {own}"
             )
         try:
             self._source_slots = agent.meet(card, self._stall_seconds, lambda: self._is_closed)
@@ -219,7 +219,7 @@ class SourceConnection:
                 self._reply(ReadFrame(frame.slot.number))
             self._refuse(frame.key, error)
             return
-        # From here on the transfer ends with this connection.
+        # From now on, the transfer ends with this connection.
         share = self._shares.setdefault(frame.key, _Share(transfer))
         if frame.slot is not None:
             if self._agent is None or self._source_slots is None:
@@ -237,12 +237,12 @@ class SourceConnection:
         self._store(share, frame, payload)
 
     def _land(self) -> None:
-        """Store the frame whose payload is being read, if there is one."""
+        """Store the frame with a payload being read, if there is one."""
         before, self._pulled = self._pulled, None
         self._store_pulled(before)
 
     def _store_pulled(self, pulled: _Pulled | None) -> None:
-        """Wait for the payload of a frame, free its source's slot, and store it."""
+        """Wait for a frame's payload, free the source's slot, and store the payload."""
         if pulled is None:
             return
         assert self._agent is not None, "a slot was read by no agent"
@@ -263,14 +263,14 @@ class SourceConnection:
         share.payload_bytes += payload.nbytes
 
     def _leave_slots(self) -> None:
-        """Give up the READ under way, and the source's slots."""
+        """Give up the READ in progress and the source's slots."""
         if self._agent is not None and self._pulled is not None:
             self._agent.release(self._pulled.pull)
         if self._agent is not None and self._source_slots is not None:
             self._agent.leave(self._source_slots)
 
     def _settle(self, key: TransferKey) -> None:
-        """Answer for all frames of this key since the last answer."""
+        """Reply for all frames of this key since the last reply."""
         share = self._shares.pop(key, None)
         refused = self._refused.pop(key, None)
         if refused is not None:
@@ -279,7 +279,7 @@ class SourceConnection:
         try:
             if share is None:
                 raise TransferError(f"nothing of transfer {key.transfer_id!r} came over this connection")
-            # Not looked up in the table: a transfer that was sealed and dropped since then did arrive.
+            # Not looked up in the table, because a transfer that was sealed and dropped since then did arrive.
             share.transfer.check_alive()
         except RingserveError as error:
             self._reply(refusal(key, error))
@@ -296,7 +296,7 @@ class SourceConnection:
     def _refuse(self, key: TransferKey, error: RingserveError) -> None:
         if key in self._refused:
             return
-        logger.warning("KV of %s is refused: %s", self._peer, error)
+        logger.warning("KV from %s refused: %s", self._peer, error)
         while len(self._refused) >= MAX_REFUSED:
             self._refused.popitem(last=False)
         self._refused[key] = refusal(key, error)
@@ -308,5 +308,5 @@ class SourceConnection:
 
 
 def refusal(key: TransferKey, error: RingserveError) -> RefusedFrame:
-    """Return the frame that tells a source of `error`."""
+    """Return the frame that reports `error` to a source."""
     return RefusedFrame(key, isinstance(error, StaleIncarnation), str(error))

@@ -1,7 +1,7 @@
-"""Slots of staging memory between the cache and a peer.
+"""Staging slots between the cache and a peer.
 
-A source packs the payload of a frame into an out slot, and a destination reads it into a landing slot of its own. So a
-peer never reads or writes the cache.
+A source packs a frame's payload into an out slot, and a destination reads it into its own landing slot, so a peer never
+reads or writes the cache.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ringserve.workers.kv.frames import SlotRef
 
 
 class SlotPool:
-    """Pool of the slots 0 to `num_slots` - 1, each lent to one holder until `release`. Thread-safe.
+    """Pool of slots 0 to `num_slots` - 1, each lent to one holder until `release`. Thread-safe.
 
-    One holder has at most `max_held`. The lowest free slot is lent first, so that the least memory is touched.
+    A holder has at most `max_held` slots. The lowest free slot is lent first, to touch as little memory as possible.
     """
 
     def __init__(self, num_slots: int, max_held: int) -> None:
@@ -42,12 +42,12 @@ class SlotPool:
 
     @property
     def is_used_up(self) -> bool:
-        """True where every slot was lost."""
+        """True if every slot is lost."""
         with self._changed:
             return not self._num_usable
 
     def take(self, holder: object, seconds: float, is_stopped: Callable[[], bool] = lambda: False) -> int:
-        """Lend a slot. Raises Unavailable after `seconds`, or where `is_stopped` (see `wake`)."""
+        """Lend a slot. Raises Unavailable after `seconds`, or if `is_stopped` returns True (see `wake`)."""
 
         def is_over() -> bool:
             return self._is_closed or not self._num_usable or is_stopped()
@@ -65,21 +65,21 @@ class SlotPool:
             return slot
 
     def release(self, slot: int) -> None:
-        """Take a slot back; it may be lent again."""
+        """Take a slot back, so that it may be lent again."""
         with self._changed:
             self._forget(slot)
             heapq.heappush(self._free, slot)
             self._changed.notify_all()
 
     def lose(self, slot: int) -> None:
-        """Never lend a slot again: bytes may still arrive there."""
+        """Never lend a slot again, because bytes may still arrive there."""
         with self._changed:
             self._forget(slot)
             self._num_usable -= 1
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """Let waits look at their `is_stopped` again."""
+        """Make waits check their `is_stopped` again."""
         with self._changed:
             self._changed.notify_all()
 
@@ -100,11 +100,11 @@ class SlotPool:
 
 
 class OutSlots(SlotPool):
-    """Out slots of a source: `memory` (bytes, on the cache's device) and `words`, one int64 a slot on the host.
+    """Out slots of a source: `memory` (bytes, on the cache's device) and `words`, one int64 per slot on the host.
 
-    A slot's word is its generation: odd while the slot is written, even and larger afterwards. A peer that has read a
-    slot reads the word next, and so notices a slot that was used again. Each destination holds half of the slots at
-    most, so that one that does not read stops no other.
+    A slot's word is its generation: odd while the slot is written, even and larger afterwards. A peer reads the word
+    after reading the slot, and so notices a reused slot. Each destination holds at most half of the slots, so that a
+    destination that does not read cannot block others.
     """
 
     def __init__(self, num_slots: int, slot_bytes: int, device: torch.device) -> None:
@@ -115,18 +115,18 @@ class OutSlots(SlotPool):
         self.words = torch.zeros(num_slots, dtype=torch.int64)
 
     def fill(self, slot: int, layout: FrameLayout, layer: int, cache: KvCache) -> torch.Tensor:
-        """Pack the payload of a layer's frame into a slot, inside `CopyStream.copying` -> its bytes."""
+        """Pack the payload of a layer's frame into a slot and return its bytes. Call it inside `CopyStream.copying`."""
         begin = slot * self.slot_bytes
         return layout.pack(layer, cache, self.memory[begin : begin + self.slot_bytes])
 
     @contextmanager
     def writing(self, slot: int) -> Iterator[None]:
-        """Mark a slot as being written, from before the first byte until after the last."""
-        # A slot whose last writing failed is odd already.
+        """Mark a slot as being written inside the `with` block."""
+        # The word is already odd if the last write failed.
         self.words[slot] += 1 + self.words[slot] % 2
         yield
         self.words[slot] += 1
 
     def ref(self, slot: int, num_bytes: int) -> SlotRef:
-        """Return the place of `num_bytes` that were written to a slot."""
+        """Return the place of `num_bytes` written to a slot."""
         return SlotRef(slot, int(self.words[slot]), num_bytes)

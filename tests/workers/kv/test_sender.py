@@ -214,7 +214,7 @@ def test_layers_that_never_become_ready_end_finish_at_its_timeout(
     sender: KvSender, destination: HandDestination
 ) -> None:
     begin_and_send_layers(sender, destination, num_layers=1)
-    with pytest.raises(TransferError, match=f"has {NUM_LAYERS - 1} parts that are not sent in time"):
+    with pytest.raises(TransferError, match=f"has {NUM_LAYERS - 1} parts that were not sent in time"):
         sender.finish(key_of(), 0.05)
     destination.receive()
     assert destination.receive()[0] == AbandonFrame(key_of(), "it was abandoned")
@@ -255,7 +255,7 @@ def test_no_block_is_read_after_finish_gave_up_on_a_destination_that_takes_nothi
         destination.accept()
         ones, nans = (torch.full((8,), value).view(torch.uint8).numpy().tobytes() for value in (1.0, torch.nan))
         received = destination.receive_until(ones)  # by then the sender reads the blocks
-        with pytest.raises(TransferError, match="has 1 parts that are not sent in time"):
+        with pytest.raises(TransferError, match="has 1 parts that were not sent in time"):
             sender.finish(key_of(), 0.0)
         cache.k_layers[0].fill_(torch.nan)
         cache.v_layers[0].fill_(torch.nan)
@@ -273,7 +273,7 @@ def test_a_stuck_destination_does_not_hold_up_another() -> None:
         receiver.expect(expect_of(key_of("quick"), BIG_TOKENS, BIG_BLOCKS))
         sender.send_all(send_of(key_of("quick"), receiver.endpoint, BIG_TOKENS, BIG_BLOCKS), WAIT_SECONDS)
         receiver.wait_sealed(key_of("quick"), WAIT_SECONDS)
-        with pytest.raises(TransferError, match="has 1 parts that are not sent in time"):
+        with pytest.raises(TransferError, match="has 1 parts that were not sent in time"):
             sender.finish(key_of("stuck"), 0.05)
 
 
@@ -311,7 +311,7 @@ def test_a_layer_that_no_share_waits_for_is_a_bug_and_says_so(sender: KvSender, 
 
 def test_a_transfer_of_another_life_of_the_ring_is_not_begun(sender: KvSender) -> None:
     stale = dataclasses.replace(key_of(), source="prefill-0/0")
-    with pytest.raises(StaleIncarnation, match=f"is to leave 'prefill-0/0', this is '{SOURCE}'"):
+    with pytest.raises(StaleIncarnation, match=f"names source 'prefill-0/0', this is '{SOURCE}'"):
         sender.begin(KvSend(stale, (), ()))
 
 

@@ -224,7 +224,7 @@ def test_a_read_whose_end_is_unknown_costs_its_landing_slot_and_the_last_one_the
             sender.layer_ready(key_of(name), 0)
             with pytest.raises(Unavailable, match="it says nothing of its end"):
                 pair.receiver.wait_sealed(key_of(name), WAIT_SECONDS)
-    with pytest.raises(Unavailable, match="has no landing slot left that is safe to use"):
+    with pytest.raises(Unavailable, match="has no safe landing slot left"):
         pair.agent.check_usable()
 
 
@@ -260,7 +260,7 @@ def with_small_slots(network: FakeNetwork) -> PullAgent | None:
 
 @pytest.mark.parametrize(
     ("make_agent", "reason"),
-    [(without_agent, "the destination has no NIXL agent"), (with_small_slots, "its slots of 4096 bytes are on cpu")],
+    [(without_agent, "the destination has no NIXL agent"), (with_small_slots, "its slots have 4096 bytes on cpu")],
 )
 @pytest.mark.parametrize("is_required", [False, True])
 def test_a_destination_that_nixl_does_not_reach_gets_its_payloads_by_the_socket_unless_nixl_was_named(
@@ -284,14 +284,14 @@ def test_a_destination_that_nixl_does_not_reach_gets_its_payloads_by_the_socket_
             receiver.expect(expect_of(key_of(name), TOKENS, tuple(block + number for block in BLOCKS)))
             send = send_of(key_of(name), receiver.endpoint, TOKENS, BLOCKS)
             if is_required:
-                with pytest.raises(Unavailable, match=f"cannot read by NIXL, the carrier chosen by name: {reason}"):
+                with pytest.raises(Unavailable, match=f"cannot read by NIXL, which kv_transfer.carrier requires: {reason}"):
                     sender.send_all(send, WAIT_SECONDS)
             else:
                 sender.send_all(send, WAIT_SECONDS)
                 receiver.wait_sealed(key_of(name), WAIT_SECONDS)
         assert sender.counts.fallbacks == (0 if is_required else 1)
         assert sender.counts.socket_bytes == (0 if is_required else 2 * NUM_LAYERS * LAYER_BYTES)
-        assert caplog.text.count("goes by the socket, not by NIXL") == (0 if is_required else 1)
+        assert caplog.text.count("falls back from NIXL to the socket") == (0 if is_required else 1)
 
 
 def test_a_card_for_another_life_of_the_destination_ends_as_a_stale_transfer(pair: Pair) -> None:

@@ -262,7 +262,7 @@ def test_no_block_is_read_after_a_transfer_over_tls_was_given_up(authority: Auth
         received, part = bytearray(), bytearray(1 << 16)
         while ones not in received:  # by then the sender reads the blocks
             received += part[: connection.recv_into(part)]
-        with pytest.raises(TransferError, match="has 1 parts that are not sent in time"):
+        with pytest.raises(TransferError, match="has 1 parts that were not sent in time"):
             sender.finish(key_of(), 0.0)
         cache.k_layers[0].fill_(torch.nan)
         cache.v_layers[0].fill_(torch.nan)

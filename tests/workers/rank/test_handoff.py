@@ -109,7 +109,7 @@ def test_a_rank_without_a_safe_landing_slot_reports_itself_lost_until_it_is_made
         ring.workers[0].status()
         for _ in range(agent.landings.num_free):
             agent.landings.lose(agent.landings.take(ring, 0.0))
-        with pytest.raises(Unavailable, match="has no landing slot left that is safe to use"):
+        with pytest.raises(Unavailable, match="has no safe landing slot left"):
             ring.workers[0].status()
 
 
