@@ -185,7 +185,7 @@ def test_a_peer_that_only_emulated_rma_would_reach_is_not_read() -> None:
         sending(source, agent=own) as sender,
     ):
         receiver.expect(expect_of(key_of(), TOKENS, BLOCKS))
-        with pytest.raises(Unavailable, match="cannot read by NIXL, which kv_transfer.carrier requires: NIXL says"):
+        with pytest.raises(Unavailable, match=r"cannot read by NIXL, which kv_transfer\.carrier requires: NIXL says"):
             sender.send_all(send_of(key_of(), receiver.endpoint, TOKENS, BLOCKS), WAIT_SECONDS)
         agent.check_usable()
     assert is_untouched(cache)
