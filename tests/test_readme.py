@@ -147,7 +147,7 @@ async def test_both_clients_of_the_readme_are_answered(gateway: LocalGateway) ->
             )  # random weights know no end
             await asyncio.to_thread(exec, example, {})
     # Each prints the reason of a plan; the second example's plan is of a turn whose predecessor is cached.
-    assert printed.getvalue().count("predicted pass-KV") == 2
+    assert printed.getvalue().count("pass-KV, predicted") == 2
     assert "P=0" in printed.getvalue()
     assert "P=47" in printed.getvalue()
 

@@ -74,7 +74,7 @@ def faster(turn: Turn, seconds: Mapping[str, float]) -> Selection:
     chosen = least(seconds, turn.num_tokens)
     times = ", ".join(f"{NAMES[name]} {duration(each)}" for name, each in seconds.items())
     is_tie = any(
-        name != chosen and not is_clearly_less(seconds[chosen], each) and _is_open(name, turn.num_tokens)
+        name != chosen and not is_clearly_less(seconds[chosen], each) and is_open(name, turn.num_tokens)
         for name, each in seconds.items()
     )
     verdict = f"a tie within 2% goes to {NAMES[chosen]}" if is_tie else f"{NAMES[chosen]} is fastest"
@@ -83,13 +83,12 @@ def faster(turn: Turn, seconds: Mapping[str, float]) -> Selection:
 
 def least(seconds: Mapping[str, float], num_tokens: int) -> str:
     """Return the algorithm of least time for a sequence of so many tokens; of a tie the first."""
-    best = min(each for name, each in seconds.items() if _is_open(name, num_tokens))
-    return next(
-        name for name, each in seconds.items() if not is_clearly_less(best, each) and _is_open(name, num_tokens)
-    )
+    best = min(each for name, each in seconds.items() if is_open(name, num_tokens))
+    return next(name for name, each in seconds.items() if not is_clearly_less(best, each) and is_open(name, num_tokens))
 
 
-def _is_open(name: str, num_tokens: int) -> bool:
+def is_open(name: str, num_tokens: int) -> bool:
+    """Return whether "auto" may choose an algorithm for a sequence of `num_tokens` tokens."""
     return name not in (GATHER_KV, CHAIN) or num_tokens <= GATHERED_TOKENS
 
 

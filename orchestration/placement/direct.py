@@ -1,10 +1,9 @@
-"""Turns whose decode ring computes the prompt itself: predictions, and the words of a plan's reason."""
+"""Predictions for turns whose decode ring computes the prompt itself."""
 
 from __future__ import annotations
 
 from typing import NamedTuple, NoReturn
 
-from ringserve.cp_core.cost.selector import duration
 from ringserve.cp_core.errors import InvalidRequest
 from ringserve.orchestration.placement.kv_locations import WantedTurn
 from ringserve.orchestration.placement.planner import Planner
@@ -72,24 +71,3 @@ def refuse_direct(turn: WantedTurn, max_tokens: int) -> NoReturn:
         f"algorithm: {turn.algorithm} is for up to {max_tokens} new tokens (decode.max_direct_tokens) after KV that "
         f"the conversation's decode ring retains; this turn has {turn.num_tokens - retained} after {retained}"
     )
-
-
-def compared(offer: DirectOffer, prefill: RingAlternative, *, is_direct: bool) -> str:
-    """Compare both ways in words, the chosen one first."""
-    direct = offer.alternative
-    itself, over = f"ring {direct.ring} itself", f"the way over ring {prefill.ring}"
-    if is_direct:
-        return f"{itself} takes {_told(direct)}, {over} {_told(prefill)}"
-    but = ", too long for those that decode there" if offer.is_too_long else ""
-    return f"{over} takes {_told(prefill)}, {itself} {_told(direct)}{but}"
-
-
-def _told(alternative: RingAlternative) -> str:
-    parts = {
-        "queue": alternative.queue_seconds,
-        "stall of others": alternative.stall_seconds,
-        "move": alternative.move_seconds,
-        "hand-off": alternative.handoff_seconds,
-    }
-    told = ", ".join(f"{name} {duration(value)}" for name, value in parts.items() if value)
-    return duration(alternative.total_seconds) + (f" ({told})" if told else "")

@@ -135,7 +135,9 @@ class WantedTurn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """Rings of a turn, and why. `reason` and `alternatives` are empty where there was no choice.
+    """Rings of a turn. `alternatives` has the compared rings, and is empty if there was no choice.
+
+    `remarks` has what made the choice an exception, one sentence each.
 
     The prompt is computed in `prefill_seconds`, after `wait_seconds`. `is_direct`: the decode ring computes it itself,
     and `prefill` is the ring that would have. `direct` is the prediction for that way, None where it was not possible.
@@ -145,7 +147,7 @@ class Choice:
     decode: RegisteredRing
     prefill_seconds: float
     wait_seconds: float = 0.0
-    reason: str = ""
+    remarks: tuple[str, ...] = ()
     alternatives: tuple[RingAlternative, ...] = ()
     is_direct: bool = False
     direct: RingAlternative | None = None

@@ -20,10 +20,9 @@ import heapq
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from ringserve.cp_core.cost.selector import duration
 from ringserve.cp_core.errors import Unavailable
 from ringserve.orchestration.placement.cache_keys import KeyedRings
-from ringserve.orchestration.placement.direct import DirectOffer, DirectPlacer, compared, refuse_direct
+from ringserve.orchestration.placement.direct import DirectOffer, DirectPlacer, refuse_direct
 from ringserve.orchestration.placement.kv_locations import Choice, KvLocation, WantedTurn
 from ringserve.orchestration.placement.planner import Planner, RetainedPrefix, retaining_most
 from ringserve.orchestration.placement.registry import LoadShare, RegisteredRing, RingRegistry
@@ -126,7 +125,7 @@ class RingPlacer:
             decode=chosen.decode,
             prefill_seconds=direct.prefill_seconds if direct and is_direct else cost.prefill,
             wait_seconds=direct.queue_seconds if direct and is_direct else cost.queue + cost.move,
-            reason=self._reason(turn, chosen),
+            remarks=self._remarks(turn, chosen),
             alternatives=_listed(chosen),
             is_direct=is_direct,
             direct=direct,
@@ -260,31 +259,20 @@ class RingPlacer:
         own = [self._rings.named(role, place.ring) for role, place in places if place is not None]
         return [ring for ring in own if ring is not None and ring.is_ready and turn.retained_on(ring)]
 
-    # --- why ---------------------------------------------------------------------------------------------------------
+    # --- remarks -----------------------------------------------------------------------------------------------------
 
-    def _reason(self, turn: WantedTurn, chosen: _Option) -> str:
-        cost, costs, decode, is_direct = chosen.cost, chosen.costs, chosen.decode, chosen.is_direct(turn)
-        parts = []
-        if chosen.direct is not None:
-            parts.append(compared(chosen.direct, chosen.over_prefill, is_direct=is_direct))
-        elif turn.refused_direct:
-            parts.append(f"ring {turn.refused_direct} could not compute the turn itself after all")
-        if len(costs) > 1 and not is_direct:
-            other = min((each for each in costs if each is not cost), key=lambda each: each.total)
-            retains = f" and retains {turn.retained_on(cost.ring)} tokens" if turn.retained_on(cost.ring) else ""
-            parts.append(
-                f"ring {cost.ring.name} takes {duration(cost.total)} by {_size(cost.ring)} "
-                f"({duration(cost.queue)} of it queue){retains}, "
-                f"{other.ring.name} {duration(other.total)} by {_size(other.ring)}"
-            )
-        if self._rings.num_rings("decode") > 1:
-            retains = f"retains {turn.retained_on(decode)} tokens and " if turn.retained_on(decode) else ""
-            parts.append(f"ring {decode.name} {retains}has {decode.num_turns} turns")
-        goes_to = (("prefill", turn.prefill, cost.ring), ("decode", turn.decode, decode))
-        for role, place, ring in goes_to[is_direct:]:
+    def _remarks(self, turn: WantedTurn, chosen: _Option) -> tuple[str, ...]:
+        """Say what made the choice of rings an exception."""
+        is_direct, remarks = chosen.is_direct(turn), []
+        if chosen.direct is not None and chosen.direct.is_too_long and not is_direct:
+            remarks.append(f"ring {chosen.decode.name} would delay its batch too long by computing the prompt itself")
+        if turn.refused_direct:
+            remarks.append(f"ring {turn.refused_direct} could not compute the prompt itself")
+        places = (("prefill", turn.prefill, chosen.cost.ring), ("decode", turn.decode, chosen.decode))
+        for role, place, ring in places[is_direct:]:
             if place is not None and place.ring != ring.name:
-                parts.append(f"the conversation leaves {role} ring {place.ring}")
-        return "".join(f"; {part}" for part in parts)
+                remarks.append(f"the conversation leaves {role} ring {place.ring}")
+        return tuple(remarks)
 
 
 def _by_room(turn: WantedTurn) -> tuple[Callable[[RegisteredRing], bool], ...]:
@@ -327,8 +315,3 @@ def _listed(option: _Option) -> tuple[RingAlternative, ...]:
 
 def _num_processes(ring: RingRegistration) -> int:
     return ring.num_ranks * ring.tp
-
-
-def _size(ring: RegisteredRing) -> str:
-    cp, tp = ring.registration.num_ranks, ring.registration.tp
-    return f"cp {cp}" if tp == 1 else f"cp {cp} x tp {tp}"

@@ -1,4 +1,4 @@
-"""Planner: makes a plan, with its reason in words, from what both rings hold of a prompt."""
+"""Planner: makes a turn's plan and its reason from what both rings hold of the prompt."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ringserve.cp_core.cost.profile import HardwareProfile
-from ringserve.cp_core.cost.selector import Selection, Turn, duration, faster, forced, least
+from ringserve.cp_core.cost.selector import NAMES, duration, forced, is_clearly_less, is_open, least
 from ringserve.cp_core.cost.work import StepLimits, WorkModel, cut
 from ringserve.cp_core.layout.shards import TokenRange
 from ringserve.cp_core.layout.sparsity import Sparsity
@@ -45,13 +45,11 @@ def retaining_most(decode: RetainedPrefix, left: Iterable[RetainedPrefix]) -> Re
 class CachedKv:
     """Decision that the first `cached_tokens` tokens are not computed.
 
-    `reason` continues a plan's reason. `alternatives` are (policy, predicted seconds until the prefill has ended), the
-    chosen one included. Both may be empty.
+    `alternatives` has (policy, predicted seconds until the prefill ends) for pull and recompute. It may be empty.
     """
 
     cached_tokens: int
     sources: tuple[CachedSource, ...]
-    reason: str = ""
     alternatives: tuple[tuple[str, float], ...] = ()
 
 
@@ -80,22 +78,16 @@ def choose_source(
         return CachedKv(cached_tokens=retained_on_prefill, sources=(retained,) if retained_on_prefill else ())
     missing = TokenRange(retained_on_prefill, retained_on_decode)
     is_pulled = is_worth_pulling(policy, pull_seconds=pull_seconds, recompute_seconds=recompute_seconds)
-    verb, other = ("pulled", "computing them again") if is_pulled else ("computed again", "pulling them")
-    chosen, instead = (pull_seconds, recompute_seconds) if is_pulled else (recompute_seconds, pull_seconds)
-    why = "as configured" if policy != AUTO else f"{duration(chosen)} predicted, {other} {duration(instead)}"
     name = PULLED_FROM_OTHER if other_ring else PULLED
     sources = (retained, CachedSource(source=name, tokens=missing, ring=other_ring)) if is_pulled else (retained,)
-    source = f"ring {other_ring}" if other_ring else "the decode ring"
     return CachedKv(
         cached_tokens=missing.stop if is_pulled else missing.start,
         sources=tuple(source for source in sources if len(source.tokens)),
-        reason=f"; tokens [{missing.start}, {missing.stop}), which only {source} retains, are {verb}: {why}",
         alternatives=((PULL, pull_seconds), (RECOMPUTE, recompute_seconds)),
     )
 
 
-WORTH_TELLING = 0.05
-"""Relative change of a prediction above which its correction is part of a plan's reason."""
+COUNTS = {2: "two", 3: "three", 4: "four", 5: "five"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,14 +150,13 @@ class Planner:
         seconds = [self._costs.seconds(ring, len(piece), piece.start) for piece in pieces]
         names = [self._choose(ring, *each, algorithm) for each in zip(pieces, seconds, strict=True)]
         taken = _of_most_tokens(pieces, names)
-        first = names.index(taken)
-        why = self._select(ring, pieces[first], seconds[first], algorithm).reason
         work = self._work.work(prompt.num_tokens - cached, cached)
         factors = {name: self.corrections.factor(ring, name, work, is_cached=cached > 0) for name in RING_ALGORITHMS}
         predicted = sum(each.by(name) * factors[name] for each, name in zip(seconds, names, strict=True))
         return TurnPlan(
             algorithm=taken,
-            reason=_reason(taken, names, why) + source.reason + _told(factors[taken], predicted),
+            reason=f"{_name_mix(taken, names)}, predicted {duration(predicted)}: "
+            + self._explain(ring, taken, names, seconds, prompt.num_tokens, algorithm),
             new_tokens=prompt.num_tokens - cached,
             cached_tokens=cached,
             prefill_ring=ring.name,
@@ -181,7 +172,33 @@ class Planner:
             )
             + source.alternatives,
             prompt_mode=mode,
+            correction=factors[taken],
         )
+
+    def _explain(
+        self,
+        ring: RingRegistration,
+        taken: Algorithm,
+        names: Sequence[Algorithm],
+        seconds: Sequence[StepSeconds],
+        num_tokens: int,
+        asked: Algorithm | None,
+    ) -> str:
+        """Say why the chunks of a prompt use these algorithms."""
+        if asked is not None:
+            return "the request asked for it"
+        if self.selector != "auto":
+            return "router.selector sets it"
+        if ring.num_ranks == 1:
+            return "a ring of one rank sends no messages"
+        totals = {name: sum(each.by(name) for each in seconds) for name in RING_ALGORITHMS if is_open(name, num_tokens)}
+        fastest = f"fastest of {COUNTS[len(totals)]}"
+        if len(set(names)) > 1:
+            return f"{fastest} for each chunk"
+        ties = [
+            NAMES[name] for name, each in totals.items() if name != taken and not is_clearly_less(totals[taken], each)
+        ]
+        return fastest + (f", a tie with {' and '.join(ties)}" if ties else "")
 
     def plan_direct(self, prompt: PromptOnRings, *, mode: PromptMode, algorithm: Algorithm | None = None) -> TurnPlan:
         """Plan a turn whose decode ring computes the prompt; `prompt.prefill` is the ring that would have."""
@@ -190,13 +207,12 @@ class Planner:
         new = TokenRange(retained_on_decode, num_tokens)
         retained = CachedSource(source="kept_on_decode", tokens=TokenRange(0, retained_on_decode))
         seconds = self.predict_direct(num_tokens, retained_on_decode, decode)
-        why = "Decode ring" if algorithm is None else f"Forced: {algorithm} was asked for with the turn"
-        told = _told(self._direct_factor(num_tokens, retained_on_decode, decode, Algorithm.DECODE_RING))
+        why = "its KV need not move" if algorithm is None else "the request asked for it"
         return replace(
             other,
             algorithm=Algorithm.DECODE_RING,
-            reason=f"{why}: {decode.name} retains {retained_on_decode} tokens and computes the {len(new)} new ones in "
-            f"{duration(seconds)} predicted, with no KV to move{told}",
+            reason=f"decode ring, predicted {duration(seconds)}: {why}",
+            correction=self._direct_factor(num_tokens, retained_on_decode, decode, Algorithm.DECODE_RING),
             new_tokens=len(new),
             cached_tokens=retained_on_decode,
             prefill_ring=decode.name,
@@ -214,10 +230,8 @@ class Planner:
         seconds = self.predict_sparse(prompt.num_tokens, cached, ring, sparse.sparsity)
         return replace(
             exact,
-            reason=f"Sparse: {sparse.bound} {sparse.limit:g} allows {sparse.keep:g} of the keys of other ranks, at a "
-            f"loss of {sparse.predicted_loss:.3g} nats a token predicted, {sparse.measured_loss:.3g} measured at "
-            f"{sparse.measured_tokens} tokens; {duration(seconds)} predicted, exact pass-KV "
-            f"{duration(exact.predicted_prefill_seconds)}",
+            reason=f"sparse pass-KV, predicted {duration(seconds)}: {sparse.bound} {sparse.limit:g} allows "
+            f"{sparse.keep:g} of other ranks' keys",
             predicted_prefill_seconds=seconds,
             alternatives=(("sparse", seconds), *exact.alternatives),
             sparse=sparse,
@@ -341,20 +355,14 @@ class Planner:
     def _choose(
         self, ring: RingRegistration, tokens: TokenRange, seconds: StepSeconds, asked: Algorithm | None
     ) -> Algorithm:
-        """Choose as `_select` does, without the reason: a plan has dozens of chunks and tells the reason of one."""
-        if self.selector != "auto" or asked is not None:
-            return Algorithm(self._select(ring, tokens, seconds, asked).algorithm)
-        return Algorithm(least(seconds.of, tokens.stop))
-
-    def _select(
-        self, ring: RingRegistration, tokens: TokenRange, seconds: StepSeconds, asked: Algorithm | None
-    ) -> Selection:
+        """Return the algorithm of one chunk: asked for, set by the configuration, or the fastest."""
         if asked is not None:
-            return Selection(asked, f"Forced: {asked} was asked for with the turn")
+            return asked
         if self.selector != "auto":
-            return forced(self.selector)
-        turn = Turn(new_tokens=len(tokens), cached_tokens=tokens.start, num_ranks=ring.num_ranks)
-        return faster(turn, seconds.of)
+            return Algorithm(forced(self.selector).algorithm)
+        if ring.num_ranks == 1:
+            return Algorithm.PASS_KV
+        return Algorithm(least(seconds.of, tokens.stop))
 
     def _cut(self, ring: RingRegistration, tokens: TokenRange) -> list[TokenRange]:
         limits = StepLimits.of(
@@ -366,14 +374,6 @@ class Planner:
         return cut(self._work, limits, tokens)
 
 
-def _told(factor: float, seconds: float | None = None) -> str:
-    """Tell a factor, and the seconds that it corrects a prediction to; empty where it is near enough to 1."""
-    if abs(factor - 1.0) <= WORTH_TELLING:
-        return ""
-    corrected = "" if seconds is None else f" to {duration(seconds)}"
-    return f"; corrected by {factor:.2f}{corrected}: the latest turns like it took so many times as long"
-
-
 def _of_most_tokens(pieces: Sequence[TokenRange], names: Sequence[Algorithm]) -> Algorithm:
     tokens = dict.fromkeys(RING_ALGORITHMS, 0)
     for piece, name in zip(pieces, names, strict=True):
@@ -381,8 +381,8 @@ def _of_most_tokens(pieces: Sequence[TokenRange], names: Sequence[Algorithm]) ->
     return max(tokens, key=lambda name: tokens[name])
 
 
-def _reason(algorithm: Algorithm, names: Sequence[Algorithm], why: str) -> str:
-    """Tell how many chunks took the plan's algorithm, and why the first of them did."""
-    if len(names) == 1:
-        return why
-    return f"{names.count(algorithm)} of {len(names)} chunks by {algorithm}, the first because: {why}"
+def _name_mix(taken: Algorithm, names: Sequence[Algorithm]) -> str:
+    """Name the chunks' algorithm, or their most frequent one with its share: "pass-KV for 3 of 4 chunks"."""
+    if len(set(names)) == 1:
+        return NAMES[taken]
+    return f"{NAMES[taken]} for {names.count(taken)} of {len(names)} chunks"

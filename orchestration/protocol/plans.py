@@ -122,7 +122,10 @@ class SparsePlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnPlan:
-    """Way in which a turn is computed, and why. `algorithm` is that of most new tokens; `reason` is about those chunks.
+    """Plan of a turn and its reason, one short sentence whose numbers are fields. Most new tokens use `algorithm`.
+
+    `remarks` has exceptions, one sentence each, for example that a ring had no room. `correction` is the learned factor
+    in the predictions for `algorithm`. `decode_turns` counts the turns on the decode ring when it was chosen.
 
     `alternatives` are (algorithm, predicted seconds) of computing every chunk by it. Where only the decode ring retains
     a part, "pull" and "recompute" are there too, each until the prefill has ended. `chunks` are those of an idle ring:
@@ -148,5 +151,8 @@ class TurnPlan:
     predicted_prefill_seconds: float
     alternatives: tuple[tuple[str, float], ...]
     prompt_mode: PromptMode
+    correction: float = 1.0
+    remarks: tuple[str, ...] = ()
+    decode_turns: int = 0
     ring_alternatives: tuple[RingAlternative, ...] = ()
     sparse: SparsePlan | None = None

@@ -399,14 +399,15 @@ class TurnLifecycle:
 
 
 def _explain(turn: RunningTurn, plan: TurnPlan) -> TurnPlan:
-    """Return the plan with the reason for its rings, and the predicted seconds of the alternatives."""
-    refused = "".join(f"; ring {ring.name} had no room or was gone" for ring in turn.attempt.refused)
+    """Complete the plan by what is known of its rings: remarks, and the predicted seconds of the alternatives."""
+    refused = (f"ring {ring.name} had no room, or was gone" for ring in turn.attempt.refused)
     direct, others = turn.attempt.choice.direct, plan.alternatives
     if direct is not None and not turn.attempt.choice.is_direct:
         others = (*others, (Algorithm.DECODE_RING, direct.prefill_seconds))
     return replace(
         plan,
-        reason=plan.reason + refused + turn.attempt.choice.reason,
+        remarks=(*plan.remarks, *refused, *turn.attempt.choice.remarks),
+        decode_turns=turn.decode.num_turns,
         alternatives=others,
         ring_alternatives=turn.attempt.choice.alternatives,
     )

@@ -262,7 +262,7 @@ class RunningTurn:
         cached = reserved.retained_tokens if reserved is not None else 0
         return TurnPlan(
             algorithm=Algorithm.DECODE_RING if self.prefill is None else Algorithm.PASS_KV,
-            reason="planned by a router that was started again since; the algorithm is not known any more",
+            reason="planned before the router restarted; the algorithm is no longer known",
             new_tokens=len(self.admitted.prompt) - cached,
             cached_tokens=cached,
             prefill_ring=computing.name,

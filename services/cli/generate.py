@@ -223,6 +223,10 @@ def _bias(item: str) -> tuple[int, float]:
         raise InvalidRequest(f"--logit-bias: {item!r} is not ID=X, e.g. 50256=-100") from None
 
 
+WORTH_SHOWING = 0.05
+"""Relative change of a prediction from which its correction is shown."""
+
+
 def show_plan(answer: Answer) -> None:
     """Print how an answer was computed, and the compared prefill rings, as tables on standard error."""
     rows = list(_plan_rows(answer))
@@ -254,6 +258,10 @@ def _plan_rows(answer: Answer) -> Iterator[tuple[str, str]]:
         yield "predicted", ways
     if plan.reason:
         yield "why", plan.reason
+    if plan.correction and abs(plan.correction - 1.0) > WORTH_SHOWING:
+        yield "corrected", f"by {plan.correction:.2f}, since the latest turns like this one took longer or shorter"
+    for remark in plan.remarks:
+        yield "remark", remark
     for name in dict.fromkeys(each.fallback for each in plan.chunks if each.fallback):
         yield "layout", f"{name} for lack of room"
     for each in plan.failovers:

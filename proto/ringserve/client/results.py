@@ -119,6 +119,7 @@ class Plan:
 
     algorithm: str = ""
     reason: str = ""
+    remarks: tuple[str, ...] = ()
     prompt_mode: str = ""
     new_tokens: int = 0
     cached_tokens: int = 0
@@ -126,7 +127,9 @@ class Plan:
     decode_ring: str = ""
     prefill_ranks: int = 0
     decode_ranks: int = 0
+    decode_turns: int = 0
     predicted_prefill_seconds: float = 0.0
+    correction: float = 0.0
     prefill_seconds: float = 0.0
     queue_seconds: float = 0.0
     migrated_bytes: int = 0

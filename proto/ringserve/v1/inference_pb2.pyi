@@ -840,6 +840,9 @@ class Plan(_message.Message):
 
     ALGORITHM_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    REMARKS_FIELD_NUMBER: _builtins.int
+    CORRECTION_FIELD_NUMBER: _builtins.int
+    DECODE_TURNS_FIELD_NUMBER: _builtins.int
     NEW_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     PREFILL_RING_FIELD_NUMBER: _builtins.int
@@ -862,8 +865,13 @@ class Plan(_message.Message):
     FAILOVERS_FIELD_NUMBER: _builtins.int
     SPARSE_FIELD_NUMBER: _builtins.int
     algorithm: Global___Algorithm.ValueType
-    """That of most new tokens. Each chunk has its own. DECODE_RING: that ring is also `prefill_ring`, and no KV moves."""
+    """Algorithm of most new tokens; each chunk has its own. DECODE_RING: this ring is also `prefill_ring`, no KV moves."""
     reason: _builtins.str
+    """One sentence, such as "pass-KV, predicted 4.5 s: fastest of five, a tie with chain". Its numbers are fields."""
+    correction: _builtins.float
+    """Factor of the predictions for the chosen algorithm: the latest turns like this one took so many times as long."""
+    decode_turns: _builtins.int
+    """Turns on the decode ring when it was chosen."""
     new_tokens: _builtins.int
     cached_tokens: _builtins.int
     prefill_ring: _builtins.str
@@ -885,6 +893,10 @@ class Plan(_message.Message):
     prompt_mode: Global___PromptMode.ValueType
     handoff_seconds: _builtins.float
     """Time the first sampled token waited for the decode ring's first step, hand-off included."""
+    @_builtins.property
+    def remarks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Exceptions, one sentence each, such as "ring prefill-0 had no room". Usually empty."""
+
     @_builtins.property
     def cached_sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___CachedSource]: ...
     @_builtins.property
@@ -912,6 +924,9 @@ class Plan(_message.Message):
         *,
         algorithm: Global___Algorithm.ValueType = ...,
         reason: _builtins.str = ...,
+        remarks: _abc.Iterable[_builtins.str] | None = ...,
+        correction: _builtins.float = ...,
+        decode_turns: _builtins.int = ...,
         new_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         prefill_ring: _builtins.str = ...,
@@ -936,7 +951,7 @@ class Plan(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sparse", b"sparse"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "alternatives", b"alternatives", "cached_sources", b"cached_sources", "cached_tokens", b"cached_tokens", "chunks", b"chunks", "decode_ranks", b"decode_ranks", "decode_ring", b"decode_ring", "failovers", b"failovers", "handoff_seconds", b"handoff_seconds", "migrated_bytes", b"migrated_bytes", "migration_seconds", b"migration_seconds", "new_tokens", b"new_tokens", "predicted_prefill_seconds", b"predicted_prefill_seconds", "prefill_ranks", b"prefill_ranks", "prefill_ring", b"prefill_ring", "prefill_seconds", b"prefill_seconds", "prompt_mode", b"prompt_mode", "pull_seconds", b"pull_seconds", "pulled_bytes", b"pulled_bytes", "queue_seconds", b"queue_seconds", "reason", b"reason", "ring_alternatives", b"ring_alternatives", "sparse", b"sparse"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "alternatives", b"alternatives", "cached_sources", b"cached_sources", "cached_tokens", b"cached_tokens", "chunks", b"chunks", "correction", b"correction", "decode_ranks", b"decode_ranks", "decode_ring", b"decode_ring", "decode_turns", b"decode_turns", "failovers", b"failovers", "handoff_seconds", b"handoff_seconds", "migrated_bytes", b"migrated_bytes", "migration_seconds", b"migration_seconds", "new_tokens", b"new_tokens", "predicted_prefill_seconds", b"predicted_prefill_seconds", "prefill_ranks", b"prefill_ranks", "prefill_ring", b"prefill_ring", "prefill_seconds", b"prefill_seconds", "prompt_mode", b"prompt_mode", "pull_seconds", b"pull_seconds", "pulled_bytes", b"pulled_bytes", "queue_seconds", b"queue_seconds", "reason", b"reason", "remarks", b"remarks", "ring_alternatives", b"ring_alternatives", "sparse", b"sparse"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -102,7 +102,9 @@ function showTurn(predicted, done) {
   const where = [...new Set([plan.prefill_ring, plan.decode_ring])].join(" -> ");
   $("reason").textContent =
     `${plan.algorithm} on ${where}: ${count(plan.new_tokens, "new token")}, ` +
-    `${plan.cached_tokens.toLocaleString("en")} cached, first token after ${seconds(done.ttft_seconds)}; ${plan.reason}`;
+    `${plan.cached_tokens.toLocaleString("en")} cached, first token after ${seconds(done.ttft_seconds)}`;
+  const why = [["why", plan.reason], ...(plan.remarks ?? []).map((each) => ["remark", each])];
+  $("why").replaceChildren(...why.map(([name, text]) => element("tr", {}, element("th", {}, name), element("td", {}, text))));
   $("plan").hidden = false;
 }
 

@@ -159,7 +159,7 @@ def note_lost(plan: inference_pb2.Plan, num_tokens: int) -> None:
     plan.cached_tokens -= num_tokens
     plan.new_tokens += num_tokens
     lost = plan.cached_sources.pop()
-    plan.reason += f"; ring {lost.ring} did not send its {num_tokens} tokens, which were computed"
+    plan.remarks.append(f"ring {lost.ring} did not send its {num_tokens} tokens, so they were computed")
 
 
 def note_chunks(plan: inference_pb2.Plan, chunks: Sequence[PlannedChunk]) -> None:
@@ -171,5 +171,5 @@ def note_chunks(plan: inference_pb2.Plan, chunks: Sequence[PlannedChunk]) -> Non
         tokens[chunk.algorithm] += len(chunk.tokens)
     algorithm = max(tokens, key=lambda name: tokens[name])
     if tokens[algorithm] > tokens[Algorithm(name_of(inference_pb2.Algorithm, plan.algorithm))]:
-        plan.reason += f"; computed by {algorithm}, in steps shared with other turns"
+        plan.remarks.append(f"computed by {algorithm}, in steps shared with other turns")
         plan.algorithm = number_of(inference_pb2.Algorithm, algorithm)

@@ -185,7 +185,7 @@ async def test_a_ring_that_has_evicted_the_kv_refuses_and_the_turn_goes_over_a_p
         plan = answer.begun.plan
         assert answer.token_ids == oracles["llama_gqa"].greedy([*history, 4, 5], MAX_TOKENS)
         assert plan.algorithm is not DIRECT
-        assert "ring decode-0 could not compute the turn itself after all" in plan.reason
+        assert "ring decode-0 could not compute the prompt itself" in plan.remarks
         assert plan.prefill_ring == "prefill-0"
 
 

@@ -30,7 +30,7 @@ async def test_both_algorithms_give_the_tokens_of_transformers(tmp_path: Path, n
                 answer = await service.answer(replace(request, algorithm=algorithm))
                 assert answer.token_ids == stock.greedy(prompt, len(answer.token_ids)).token_ids
                 assert answer.begun.plan.algorithm is algorithm
-                assert "was asked for with the turn" in answer.begun.plan.reason
+                assert answer.begun.plan.reason.endswith(": the request asked for it")
                 assert {chunk.algorithm for chunk in answer.report.chunks} == {algorithm}
                 history = prompt + answer.token_ids
         service.check_integrity()

@@ -167,8 +167,8 @@ def test_later_predictions_are_those_of_the_model_times_what_turns_took() -> Non
         planner.note_prefill(RING, report(before, 1.5))
     after = planned(planner)
     assert after.predicted_prefill_seconds == pytest.approx(1.5 * before.predicted_prefill_seconds)
-    corrected = duration(after.predicted_prefill_seconds)
-    assert f"; corrected by 1.50 to {corrected}: the latest turns like it took so many times as" in after.reason
+    assert after.reason.startswith(f"pass-KV, predicted {duration(after.predicted_prefill_seconds)}: fastest of five")
+    assert after.correction == pytest.approx(1.5)
     # Ratios are to the model, not to what it was corrected to: the same time again changes nothing.
     planner.note_prefill(RING, report(before, 1.5))
     assert planned(planner) == after

@@ -70,4 +70,4 @@ async def test_a_profile_that_is_far_off_is_made_up_for_by_what_turns_took(tmp_p
     assert alone > 100 * max(measured), "far off indeed"
     # A median of what the turns before took, which were of the same size.
     assert min(measured[:-1]) <= answer.begun.plan.predicted_prefill_seconds <= 1.001 * max(measured[:-1])
-    assert "the latest turns like it took so many times as long" in answer.begun.plan.reason
+    assert answer.begun.plan.correction < 0.1

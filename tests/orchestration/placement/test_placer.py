@@ -110,9 +110,7 @@ def test_a_conversation_stays_where_its_kv_is_though_other_rings_are_idle() -> N
     made.rings.named("decode", "d2").num_turns = 2  # type: ignore[union-attr]
     choice = made.placer.choose(follow_up("p1", "d2"))
     assert names(choice) == ("p1", "d2")
-    assert "ring p1 takes" in choice.reason
-    assert "retains 49700 tokens" in choice.reason
-    assert "leaves" not in choice.reason
+    assert choice.remarks == ()
 
 
 def test_a_conversation_leaves_a_queue_that_is_longer_than_its_kv_takes_to_move() -> None:
@@ -129,7 +127,7 @@ def test_a_conversation_leaves_a_queue_that_is_longer_than_its_kv_takes_to_move(
     busy.busy_until = 100.0 + 1.01 * worth
     choice = made.placer.choose(follow_up())
     assert names(choice) == ("p1", "d0")
-    assert "the conversation leaves prefill ring p0" in choice.reason
+    assert choice.remarks == ("the conversation leaves prefill ring p0",)
 
 
 def test_a_conversation_leaves_a_decode_ring_whose_batch_is_full() -> None:
@@ -141,7 +139,7 @@ def test_a_conversation_leaves_a_decode_ring_whose_batch_is_full() -> None:
     full.num_turns = 12
     choice = made.placer.choose(follow_up())
     assert choice.decode is free
-    assert "the conversation leaves decode ring d0" in choice.reason
+    assert choice.remarks == ("the conversation leaves decode ring d0",)
 
 
 @pytest.mark.parametrize("is_known", [True, False])
@@ -243,9 +241,9 @@ def test_rings_that_refused_are_not_chosen_again() -> None:
         made.placer.choose(follow_up(), made.rings.all())
 
 
-def test_a_single_pair_of_rings_needs_no_reason_and_has_no_alternatives() -> None:
+def test_a_single_pair_of_rings_has_no_alternatives() -> None:
     choice = cluster(1, 1).placer.choose(follow_up())
-    assert (choice.reason, choice.alternatives) == ("", ())
+    assert (choice.remarks, choice.alternatives) == ((), ())
 
 
 rings = st.lists(

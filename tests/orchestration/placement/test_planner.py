@@ -102,4 +102,4 @@ def test_a_turn_that_asks_for_an_algorithm_gets_it_in_every_chunk() -> None:
             algorithm=name,
         )
         assert {chunk.algorithm for chunk in plan.chunks} == {plan.algorithm} == {name}
-        assert f"Forced: {name} was asked for" in plan.reason
+        assert plan.reason.endswith(": the request asked for it")

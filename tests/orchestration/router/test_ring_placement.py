@@ -85,7 +85,7 @@ async def test_a_conversation_whose_ring_refuses_goes_to_another_and_frees_the_o
             assert answer.token_ids == oracles[KIND].greedy([*history, *new], 5)
             history += [*new, *answer.token_ids]
             plan = answer.begun.plan
-            assert f"ring {name} had no room or was gone" in plan.reason
+            assert f"ring {name} had no room, or was gone" in plan.remarks
             assert name not in (plan.prefill_ring, plan.decode_ring)
             assert set(kept(service)) == {plan.prefill_ring, plan.decode_ring}, "the ring that was left keeps nothing"
             view = await service.router.get_conversation("c")
@@ -166,7 +166,7 @@ async def test_a_conversation_leaves_a_ring_with_a_long_queue_and_pulls_its_kv_t
         plan = answer.begun.plan
         assert answer.token_ids == oracles[KIND].greedy([*history, 4, 5], 5)
         assert plan.prefill_ring != busy.name
-        assert f"the conversation leaves prefill ring {busy.name}" in plan.reason
+        assert f"the conversation leaves prefill ring {busy.name}" in plan.remarks
         assert {each.ring for each in plan.ring_alternatives} == {"prefill-0", "prefill-1"}
         there = next(each for each in plan.ring_alternatives if each.ring == busy.name)
         assert there.queue_seconds > 900.0

@@ -105,7 +105,7 @@ async def test_a_turn_within_a_loss_is_sparse_says_so_and_stays_apart_in_its_con
         assert plan.sparse.sparsity == SPARSE
         assert (plan.sparse.bound, plan.sparse.limit, plan.algorithm) == (MAX_LOSS, 0.5, Algorithm.PASS_KV)
         assert (plan.sparse.predicted_loss, plan.sparse.measured_loss, plan.sparse.measured_tokens) == (0.3, 0.3, 600)
-        assert plan.reason.startswith("Sparse: max_loss 0.5 allows 0.05 of the keys")
+        assert plan.reason.endswith(": max_loss 0.5 allows 0.05 of other ranks' keys")
         assert plan.predicted_prefill_seconds == dict(plan.alternatives)["sparse"] < dict(plan.alternatives)["pass_kv"]
         assert {chunk.algorithm for chunk in first.report.chunks} == {Algorithm.PASS_KV}
         assert first.token_ids != oracle.greedy(prompt, 5)

@@ -57,8 +57,7 @@ async def test_a_follow_up_stays_on_the_decode_ring_and_says_so(gateway: LocalGa
             assert answer.usage.cached_tokens == len(history) - 1
             plan = answer.plan
             assert (plan.algorithm, plan.prefill_ring, plan.decode_ring) == ("decode_ring", "decode-0", "decode-0")
-            assert plan.reason.startswith(f"Decode ring: decode-0 retains {len(history) - 1} tokens and computes the ")
-            assert "; ring decode-0 itself takes " in plan.reason
+            assert plan.reason.startswith("decode ring, predicted ")
             assert (plan.prefill_ranks, plan.migrated_bytes, plan.pulled_bytes) == (3, 0, 0)
             assert plan.prefill_seconds > 0
             assert plan.predicted_prefill_seconds > 0

@@ -167,7 +167,7 @@ async def test_the_completion_shows_the_chunks_that_were_computed_instead_of_tho
         (98, 100, inference_pb2.ALGORITHM_PASS_KV, 4),
     ]
     assert plan.algorithm == inference_pb2.ALGORITHM_PASS_KV
-    assert plan.reason == "few new tokens; computed by pass_kv, in steps shared with other turns"
+    assert list(plan.remarks) == ["computed by pass_kv, in steps shared with other turns"]
 
 
 async def test_a_turn_that_ends_by_length_matched_no_stop_token(byte_codec: TextCodec) -> None:

@@ -97,7 +97,6 @@ async def test_what_only_the_ring_that_is_left_keeps_is_fetched_and_not_computed
         assert source.tokens.start == (0 if "prefill" in roles else 47)
         assert plan.cached_tokens == history - 1
         assert moved.report.pulled_bytes == len(source.tokens) * service.model.kv_bytes_per_token
-        assert f"which only ring {left} retains, are pulled" in plan.reason
         assert set(talk.kept()) == {plan.prefill_ring, plan.decode_ring}
         (told,) = (await service.router.get_server_info()).kv_moves
         assert (told.role, told.reason, told.moved, told.failed) == ("decode", MoveReason.TURN, 1, 0)
@@ -141,8 +140,7 @@ async def test_what_was_evicted_or_is_configured_to_be_computed_is_not_asked_for
         refused(service, before, monkeypatch, "decode")
         moved = await talk.turn([7, 8])
         assert pulled(moved) is None
-        retained_on = before.begun.plan.decode_ring
-        assert f"which only ring {retained_on} retains, are computed again: as configured" in moved.begun.plan.reason
+        assert {"pull", "recompute"} <= dict(moved.begun.plan.alternatives).keys()
 
 
 @pytest.mark.parametrize("how", ["dies", "evicts", "is rebuilt"])

@@ -80,7 +80,6 @@ def test_short_prompts_go_to_the_small_ring_and_long_ones_to_the_large(inference
             assert (plan.prefill_ring, plan.prefill_ranks) == (name, RINGS[name])
             compared = {each.ring: (each.num_ranks, each.tp) for each in plan.ring_alternatives}
             assert compared == {"prefill-0": (1, 1), "prefill-long-0": (2, 1)}
-            assert f"ring {name} takes" in plan.reason
 
 
 def test_the_command_shows_the_rings_that_were_compared(several: Cluster) -> None:
