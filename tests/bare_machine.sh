@@ -92,12 +92,13 @@ roots=$(realpath "$roots") logs=$(realpath "$logs")
 root=
 clean() {
     [[ -z $root || ${KEEP:-} == 1 ]] || rm -rf --one-file-system "$root"
-    rmdir --ignore-fail-on-non-empty "$roots"
+    [[ ! -d $roots ]] || rmdir --ignore-fail-on-non-empty "$roots"
 }
 trap clean EXIT
 failed=0
 for suite; do
     root=$roots/$suite
+    mkdir -p "$roots" # removed with the file system before, if it was empty then
     make_root "$suite" "$root"
     unshare --mount --pid --fork --kill-child "$0" --inside "$root" >"$logs/$suite.log" 2>&1 || failed=1
     echo "$suite, $(chroot "$root" python3 --version):"
