@@ -37,7 +37,7 @@ from ringserve.services.telemetry.metrics.endpoint import MetricsEndpoint, metri
 from ringserve.services.telemetry.metrics.registry import RING_NAMES, WithVllmNames, new_registry
 from ringserve.services.telemetry.metrics.ring import RingCollector, view_of
 from ringserve.services.telemetry.metrics.router import RouterMetrics, RouterView
-from ringserve.services.telemetry.tracing.tracer import tracer_for
+from ringserve.services.telemetry.tracing import make_tracer
 from ringserve.workers.protocol.ranks import ModelInfo, RankSettings
 
 log = logging.getLogger(__name__)
@@ -264,7 +264,7 @@ class RunningLeader:
         self._check_secret = admitting_peers()
         self._server: GrpcServer | None = None
         self._leader: RingLeader | None = None
-        self._tracer = tracer_for(host.config.tracing, host.name)
+        self._tracer = make_tracer(host.config.tracing.endpoint, host.config.tracing.sample_ratio, host.name)
         self._drained = asyncio.Event()
         self._health: HealthWatch | None = None
         self._metrics: MetricsEndpoint | None = None

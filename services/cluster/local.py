@@ -41,7 +41,7 @@ from ringserve.services.cluster.stopping import check_stop, keeping_handlers, ru
 from ringserve.services.config import Config
 from ringserve.services.config.files import router_losses, router_profile
 from ringserve.services.gateway.settings import GatewaySettings
-from ringserve.services.telemetry.tracing.tracer import check_installed
+from ringserve.services.telemetry.tracing import check_installed
 from ringserve.workers.model.builtin import PREFIX as BUILTIN_PREFIX
 from ringserve.workers.model.builtin import resolve_model_path
 from ringserve.workers.model.info import multiplies_bfloat16, read_model_info, tensor_share
@@ -118,7 +118,7 @@ class LocalCluster:
                 self._progress(advice)
         profile, losses = router_profile(config.router), router_losses(config)
         config.check_files()
-        check_installed(config.tracing)
+        check_installed(config.tracing.endpoint)
         if self._with_gateway:
             _check_free({f"gateway.{key}": getattr(config.gateway, key) for key in ("listen", "http", "metrics")})
         if config.ray.address:

@@ -657,3 +657,23 @@ class Pool:
     def ring_name(self, number: int) -> str:
         """Return the name of a ring, unique as names of pools begin with a letter."""
         return "-".join((self.role, *([self.name] if self.name else []), str(number)))
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
+class TracingConfig:
+    """Traces of turns, sent to a collector."""
+
+    endpoint: str = Field(
+        default="",
+        pattern=r"^(https?://[^/\s]+:([0-5]?[0-9]{1,4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])/?)?$",
+        title="http://HOST:PORT, https://HOST:PORT for TLS, or '' for no traces",
+        description="Collector that takes OTLP over gRPC.",
+        examples=["http://collector:4317"],
+    )
+    sample_ratio: StrictFloat = Field(
+        default=1.0,
+        ge=0.0,
+        le=1.0,
+        description="Share of the turns that are traced if the client does not decide (traceparent).",
+        examples=[0.1],
+    )

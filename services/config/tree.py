@@ -31,8 +31,8 @@ from ringserve.services.config.sections import (
     RouterConfig,
     TimeoutConfig,
     TlsConfig,
+    TracingConfig,
 )
-from ringserve.services.telemetry.tracing.tracer import TracingConfig
 
 MAX_PORT = 65_535
 

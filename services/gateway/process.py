@@ -34,7 +34,7 @@ from ringserve.services.telemetry.logs import set_up_logs
 from ringserve.services.telemetry.metrics.endpoint import MetricsEndpoint, metrics_page, probe_pages, targets_page
 from ringserve.services.telemetry.metrics.gateway import GatewayMetrics
 from ringserve.services.telemetry.metrics.registry import GATEWAY_NAMES, WithVllmNames
-from ringserve.services.telemetry.tracing.tracer import tracer_for
+from ringserve.services.telemetry.tracing import make_tracer
 from ringserve.v1 import inference_pb2_grpc
 from ringserve.workers.model.builtin import resolve_model_path
 from ringserve.workers.model.info import read_model_info
@@ -60,7 +60,7 @@ async def serve(settings: GatewaySettings) -> None:
     name = _model_name(settings)
     reader = RequestReader(model, codec, settings.max_seconds, (name, str(path)))
     router = peers.router(settings.router)
-    tracer = tracer_for(settings.tracing, "gateway")
+    tracer = make_tracer(settings.tracing.endpoint, settings.tracing.sample_ratio, "gateway")
     servicer = InferenceServicer(model, str(path), name, codec, reader, router, peers, metrics, authenticator, tracer)
     credentials = settings.tls.grpc_credentials() if settings.tls else None
     server = GrpcServer(credentials, max_calls=settings.max_calls, admit=servicer.admit)

@@ -42,7 +42,7 @@ from ringserve.services.rpc.wire.contract import model_info_to, to_message
 from ringserve.services.telemetry.logs import TurnRecord
 from ringserve.services.telemetry.metrics.gateway import GatewayMetrics
 from ringserve.services.telemetry.metrics.registry import package_version
-from ringserve.services.telemetry.tracing.tracer import NoServiceTracer, ServiceTracer, TurnTrace
+from ringserve.services.telemetry.tracing import SpanTracer, TurnTrace
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from ringserve.views import ConversationInfo, ServerInfo
 from ringserve.workers.protocol.ranks import ModelInfo
@@ -78,7 +78,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         peers: Peers,
         metrics: GatewayMetrics,
         authenticator: Authenticator | None = None,
-        tracer: ServiceTracer | None = None,
+        tracer: SpanTracer | None = None,
     ) -> None:
         self._model = model
         self._model_path = model_path
@@ -89,7 +89,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._authenticator = authenticator or Authenticator()
         self._peers = peers
         self._metrics = metrics
-        self._tracer = tracer or NoServiceTracer()
+        self._tracer = tracer or SpanTracer()
         self._started = time.monotonic()
         self._aborts: set[asyncio.Task[None]] = set()
         self._running = TurnsUnderWay()

@@ -12,8 +12,7 @@ from typing import Self
 from ringserve.cp_core.transport.peer_tls import PeerTls
 from ringserve.orchestration.protocol.rings import LOST_SECONDS
 from ringserve.services.auth.tls import ServerTls
-from ringserve.services.config.sections import HttpConfig
-from ringserve.services.telemetry.tracing.tracer import TracingConfig
+from ringserve.services.config.sections import HttpConfig, TracingConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,7 @@ from helm_python import lint
 from pydantic import TypeAdapter
 
 from ringserve.services.config import Config, config_from
-from ringserve.services.config.sections import InternalTlsConfig, KvTransferConfig, TlsConfig
-from ringserve.services.telemetry.tracing.tracer import TracingConfig
+from ringserve.services.config.sections import InternalTlsConfig, KvTransferConfig, TlsConfig, TracingConfig
 from tests.helm.charts import (
     ALL_OPTIONS,
     CHART,

@@ -20,7 +20,7 @@ from ringserve.services.gateway.servicer import InferenceServicer
 from ringserve.services.gateway.text import TextCodec
 from ringserve.services.rpc.server import GrpcServer
 from ringserve.services.telemetry.metrics.gateway import GatewayMetrics
-from ringserve.services.telemetry.tracing.tracer import ServiceTracer
+from ringserve.services.telemetry.tracing import SpanTracer
 from ringserve.v1 import inference_pb2_grpc
 from ringserve.workers.model.builtin import write_tokenizer
 from tests.orchestration.service import Service
@@ -40,7 +40,7 @@ class LocalGateway:
         codec: TextCodec,
         authenticator: Authenticator | None = None,
         tls: ServerTls | None = None,
-        tracer: ServiceTracer | None = None,
+        tracer: SpanTracer | None = None,
         service: Service | None = None,
         http: HttpConfig | None = None,
     ) -> None:

@@ -14,19 +14,15 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import Status, StatusCode
 
 from ringserve.cp_core.errors import ConfigError
 from ringserve.orchestration.protocol.turns import TimeSpan
 from ringserve.services.config import config_from
+from ringserve.services.config.sections import TracingConfig
 from ringserve.services.gateway.settings import GatewaySettings
-from ringserve.services.telemetry.tracing import otel
-from ringserve.services.telemetry.tracing import tracer as tracer_module
-from ringserve.services.telemetry.tracing.tracer import (
-    NoServiceTracer,
-    TracingConfig,
-    check_installed,
-    tracer_for,
-)
+from ringserve.services.telemetry import tracing
+from ringserve.services.telemetry.tracing import SpanTracer, check_installed, make_tracer
 from tests.waiting import WAIT_SECONDS
 
 Request = trace_service_pb2.ExportTraceServiceRequest
@@ -58,12 +54,13 @@ def collector() -> Iterator[Collector]:
 
 
 def test_spans_reach_a_collector_by_otlp_with_who_sent_them(collector: Collector) -> None:
-    tracer = tracer_for(TracingConfig(endpoint=collector.endpoint), "prefill-3")
+    tracer = make_tracer(collector.endpoint, 1.0, "prefill-3")
     now = time.monotonic()
     turn = tracer.begin("turn", "", now - 2.0, {"ringserve.request_id": "r"})
     chunk = TimeSpan(name="chunk", began=now - 1.0, ended=now - 0.5, attributes={"ringserve.tokens.stop": 7})
-    tracer.record(turn.trace_parent, [TimeSpan(name="prefill", began=now - 1.0, ended=now, parts=(chunk,))])
-    turn.end("unavailable")
+    tracer.record(tracer.trace_parent(turn), [TimeSpan(name="prefill", began=now - 1.0, ended=now, parts=(chunk,))])
+    turn.set_status(Status(StatusCode.ERROR, "unavailable"))
+    turn.end()
     tracer.close()
     (sent,) = collector.requests.get(timeout=WAIT_SECONDS).resource_spans
     resource = {each.key: each.value.string_value for each in sent.resource.attributes}
@@ -80,7 +77,7 @@ def test_spans_reach_a_collector_by_otlp_with_who_sent_them(collector: Collector
 
 def test_a_collector_that_is_away_holds_up_neither_turns_nor_the_end(collector: Collector) -> None:
     collector.close()
-    tracer = tracer_for(TracingConfig(endpoint=collector.endpoint), "gateway")
+    tracer = make_tracer(collector.endpoint, 1.0, "gateway")
     for _ in range(5_000):  # more than the queue holds
         tracer.begin("turn", "", time.monotonic(), {}).end()
     tracer.close()
@@ -88,7 +85,7 @@ def test_a_collector_that_is_away_holds_up_neither_turns_nor_the_end(collector: 
 
 def test_an_export_that_never_ends_holds_up_neither_turns_nor_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the limit of `close` this test would hang."""
-    monkeypatch.setattr(otel, "CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(tracing, "CLOSE_SECONDS", 0.1)
     exporting, may_end = threading.Event(), threading.Event()
 
     class Stuck(InMemorySpanExporter):
@@ -97,7 +94,7 @@ def test_an_export_that_never_ends_holds_up_neither_turns_nor_the_end(monkeypatc
             may_end.wait()
             return super().export(spans)
 
-    tracer = otel.OtelTracer(Stuck(), process="gateway")
+    tracer = SpanTracer(Stuck(), process="gateway")
     for _ in range(5_000):
         tracer.begin("turn", "", time.monotonic(), {}).end()
     tracer.close()
@@ -106,25 +103,24 @@ def test_an_export_that_never_ends_holds_up_neither_turns_nor_the_end(monkeypatc
 
 
 def test_nothing_is_told_and_nothing_loaded_without_an_endpoint() -> None:
-    tracer = tracer_for(TracingConfig(), "gateway")
-    assert isinstance(tracer, NoServiceTracer)
-    span = tracer.begin("turn", "", 0.0, {})
-    assert span.trace_parent == ""
-    span.note({"x": 1})
-    span.end("unavailable")
+    tracer = make_tracer("", 1.0, "gateway")
+    span = tracer.begin("turn", f"00-{'1' * 32}-{'2' * 16}-01", 0.0, {})
+    assert tracer.trace_parent(span) == ""
+    span.set_attributes({"x": 1})
+    span.end()
     tracer.record("", [TimeSpan(name="x", began=0.0, ended=1.0)])
     tracer.close()
 
 
 def test_an_endpoint_without_the_extra_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     for missing in ("opentelemetry.nothing_here", "nothing_at_all.here"):
-        monkeypatch.setattr(tracer_module, "LIBRARIES", ("opentelemetry.sdk", missing))
-        check_installed(TracingConfig())
-        for refuse in (check_installed, lambda config: tracer_for(config, "gateway")):
+        monkeypatch.setattr(tracing, "LIBRARIES", ("opentelemetry.sdk", missing))
+        check_installed("")
+        for refuse in (check_installed, lambda endpoint: make_tracer(endpoint, 1.0, "gateway")):
             with pytest.raises(
                 ConfigError, match=r"tracing.endpoint: traces need OpenTelemetry; install 'ringserve\[otel\]'"
             ):
-                refuse(TracingConfig(endpoint="http://127.0.0.1:4317"))
+                refuse("http://127.0.0.1:4317")
 
 
 @pytest.mark.parametrize(

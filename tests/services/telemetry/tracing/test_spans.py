@@ -17,7 +17,7 @@ from opentelemetry.trace import StatusCode
 from ringserve.mapping import name_of
 from ringserve.orchestration.protocol.rings import PrefillScheduling
 from ringserve.services.gateway.text import TextCodec
-from ringserve.services.telemetry.tracing.otel import OtelTracer
+from ringserve.services.telemetry.tracing import SpanTracer
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from tests.orchestration.service import Service
 from tests.services.local_gateway import CALL_SECONDS, MODEL, LocalGateway
@@ -35,7 +35,7 @@ class Traced:
     """LocalGateway whose spans stay in memory."""
 
     gateway: LocalGateway
-    tracer: OtelTracer
+    tracer: SpanTracer
     exporter: InMemorySpanExporter
 
     async def generate(self, trace_parent: str = "", **fields: Any) -> inference_pb2.GenerateComplete:
@@ -67,15 +67,15 @@ def exporter() -> InMemorySpanExporter:
 
 
 @pytest.fixture
-def tracer(exporter: InMemorySpanExporter) -> Iterator[OtelTracer]:
-    tracer = OtelTracer(exporter, process="test")
+def tracer(exporter: InMemorySpanExporter) -> Iterator[SpanTracer]:
+    tracer = SpanTracer(exporter, process="test")
     yield tracer
     tracer.close()
 
 
 @pytest.fixture
 async def traced(
-    model_path: Path, codec: TextCodec, tracer: OtelTracer, exporter: InMemorySpanExporter
+    model_path: Path, codec: TextCodec, tracer: SpanTracer, exporter: InMemorySpanExporter
 ) -> AsyncIterator[Traced]:
     service = Service(model_path, 2, 3, scheduling=CHUNKED)
     async with LocalGateway(model_path, codec, tracer=tracer, service=service) as gateway:
@@ -164,7 +164,7 @@ async def test_a_follow_up_tells_what_it_pulled(traced: Traced) -> None:
 
 
 async def test_a_turn_that_the_decode_ring_computes_tells_of_no_other_ring(
-    model_path: Path, codec: TextCodec, tracer: OtelTracer, exporter: InMemorySpanExporter
+    model_path: Path, codec: TextCodec, tracer: SpanTracer, exporter: InMemorySpanExporter
 ) -> None:
     service = Service(model_path, 2, 3, max_direct_tokens=32)
     async with LocalGateway(model_path, codec, tracer=tracer, service=service) as gateway:
@@ -225,7 +225,7 @@ async def test_a_client_that_does_not_want_its_trace_gets_none(traced: Traced) -
 async def test_of_a_ratio_of_nothing_only_what_clients_want_is_told(
     model_path: Path, codec: TextCodec, exporter: InMemorySpanExporter
 ) -> None:
-    tracer = OtelTracer(exporter, process="test", sample_ratio=0.0)
+    tracer = SpanTracer(exporter, process="test", sample_ratio=0.0)
     async with LocalGateway(model_path, codec, tracer=tracer) as gateway:
         traced = Traced(gateway, tracer, exporter)
         await traced.generate()
