@@ -107,57 +107,43 @@ class LastingTurn:
         """Yield the turn's events. Raises what ended it for good."""
         if self._tokens:
             yield TokensEvent(token_ids=tuple(self._tokens))
-        while True:
+        while (begun := self._begun).ended is None or (is_scored(self._request) and begun.decode_endpoint):
+            has_scores = self._request.resume is None or bool(self._tokens) or begun.prompt_tokens == 1
             try:
-                async with aclosing(self._attempt()) as events:
+                leader = self._leader_at(begun.decode_endpoint)
+                async with aclosing(leader.stream_turn(begun.turn_id, len(self._tokens), self._interval())) as events:
+                    if self._num_finished is not None:
+                        await self._tell_finished()
                     async for event in events:
+                        has_scores = has_scores or isinstance(event, ScoredEvent)
                         if isinstance(event, TokensEvent):
+                            if not self._is_scored(event, has_scores):
+                                raise NotFound(f"the ring of turn {begun.turn_id} lacks the first log-probabilities")
                             self._tokens.extend(event.token_ids)
                             self._num_losses, self._is_cut = 0, False
                         yield event
                         if isinstance(event, FinishedEvent):
                             return
-                raise Unavailable(f"the tokens of turn {self._begun.turn_id} ended before the turn did")
+                raise Unavailable(f"the tokens of turn {begun.turn_id} ended before the turn did")
             except LOSSES as error:
+                if begun.ended is not None:
+                    log.info("the end of turn %s has no log-probabilities: %s", begun.turn_id, error)
+                    break
                 if self._is_stopping():
                     raise
                 if isinstance(error, Unreachable) and not self._is_cut:
                     # The leader may live, and keeps the turn for a while.
-                    log.warning("the stream of turn %s broke and is opened again: %s", self._begun.turn_id, error)
+                    log.warning("the stream of turn %s broke and is opened again: %s", begun.turn_id, error)
                     self._is_cut = True
                     continue
                 yield await self._fail_over(error)
-
-    async def _attempt(self) -> AsyncGenerator[TurnEvent, None]:
-        """Yield the events of the latest attempt from where the reader is."""
-        begun = self._begun
-        if begun.ended is None or (is_scored(self._request) and begun.decode_endpoint):
-            try:
-                async with aclosing(self._told_by_leader(begun)) as events:
-                    async for event in events:
-                        yield event
-                return
-            except LOSSES as error:
-                if begun.ended is None:
-                    raise
-                log.info("the end of turn %s has no log-probabilities: %s", begun.turn_id, error)
+        assert begun.ended is not None
         rest = begun.ended.token_ids[len(self._tokens) :]
         if rest and self._num_finished is None:
+            self._tokens.extend(rest)
             yield TokensEvent(token_ids=rest)
         reason = end_of(self._request.sampling, begun.ended.token_ids)
         yield FinishedEvent(finish_reason=reason, migrated_bytes=0, migration_seconds=0.0, handoff_seconds=0.0)
-
-    async def _told_by_leader(self, begun: BegunTurn) -> AsyncGenerator[TurnEvent, None]:
-        has_scores = self._request.resume is None or bool(self._tokens) or begun.prompt_tokens == 1
-        leader = self._leader_at(begun.decode_endpoint)
-        async with aclosing(leader.stream_turn(begun.turn_id, len(self._tokens), self._interval())) as events:
-            if self._num_finished is not None:
-                await self._tell_finished()
-            async for event in events:
-                has_scores = has_scores or isinstance(event, ScoredEvent)
-                if isinstance(event, TokensEvent) and not self._is_scored(event, has_scores):
-                    raise NotFound(f"the ring of turn {begun.turn_id} lacks the first log-probabilities")
-                yield event
 
     def _is_scored(self, event: TokensEvent, has_scores: bool) -> bool:
         """Return whether a resumed turn has the log-probabilities that its client asked for."""

@@ -178,7 +178,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             trace.planned(begun)
             record.begun(begun.turn_id, begun.prompt_tokens, begun.plan.cached_tokens)
             text = AnswerText(rule.text_of(self._codec, turn_request.sampling.stop_token_ids), rule)
-            stream = TurnStream(turn_request, begun, text, started, index, router.unscoped, num_received)
+            stream = TurnStream(
+                turn_request, begun, text, started, index, router.unscoped, num_received, self._metrics.sent_tokens
+            )
             if num_received is not None:
                 self._metrics.lost_ring("gateway", True)
             lasting = LastingTurn(
@@ -190,7 +192,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 noted=self._metrics.lost_ring,
                 is_stopping=self._running.stopping.is_set,
             )
-            async with aclosing(self._metrics.timed(stream.responses(lasting, turn, completed))) as responses:
+            async with aclosing(stream.responses(lasting, turn, completed)) as responses:
                 yield responses
         except RingserveError as error:
             outcome = code_of(error).name.lower()

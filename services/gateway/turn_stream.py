@@ -53,11 +53,13 @@ class TurnStream:
         index: int = 0,
         shown: Callable[[str], str] = str,
         num_received: int | None = None,
+        note_tokens: Callable[[int, float | None], None] = lambda num_tokens, gap: None,
     ) -> None:
         """Note when the request came, on the clock of `time.monotonic`, as `started`.
 
         `shown` turns an id of the router into the client's own. `num_received` tokens reached the client before its
-        gateway was lost, and are not sent again; None where the request is not resumed.
+        gateway was lost, and are not sent again; None where the request is not resumed. `note_tokens` is
+        called with the number of tokens in each response and the seconds since the previous ones, None for the first.
         """
         self._shown = shown
         self._request = request
@@ -70,6 +72,8 @@ class TurnStream:
         self._tokens: list[int] = []
         self._first_at = 0.0
         self._last_at = 0.0
+        self._sent_at = 0.0
+        self._note_tokens = note_tokens
         self._plan = to_message(inference_pb2.Plan, begun.plan)
         self._lost_at = 0.0  # of a loss that no token has followed yet
         self._num_received = num_received or 0
@@ -199,6 +203,9 @@ class TurnStream:
         logprobs = all_logprobs_to(event.logprobs[:count])
         self._tokens.extend(token_ids)
         self._logprobs.extend(logprobs)
+        if num_new := len(token_ids[num_known:]):
+            self._note_tokens(num_new, self._last_at - self._sent_at if self._sent_at else None)
+            self._sent_at = self._last_at
         return inference_pb2.GenerateResponse(
             chunk=inference_pb2.GenerateStreamChunk(
                 token_ids=token_ids[num_known:],

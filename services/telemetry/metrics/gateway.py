@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import time
 from bisect import bisect_left
-from collections.abc import AsyncGenerator, Iterable, Iterator
-from contextlib import aclosing
+from collections.abc import Iterable, Iterator
 from itertools import accumulate, product
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -48,8 +46,6 @@ OTHER = "other"
 LOST = ("prefill", "decode", "gateway")
 SOURCES = ("kept_on_prefill", "pulled_from_decode", "pulled_from_other", "kept_on_decode")
 ALGORITHMS = tuple(algorithm.value for algorithm in Algorithm)
-
-Responses = AsyncGenerator[inference_pb2.GenerateResponse, None]
 
 
 class GatewayMetrics:
@@ -152,21 +148,14 @@ class GatewayMetrics:
         """Count a call that was refused for its credentials or rights, before it was a request."""
         self._kept_out.labels(_known(endpoint, ENDPOINTS), _known(reason, KEPT_OUT)).inc()
 
-    async def timed(self, responses: Responses) -> Responses:
-        """Yield the responses of a turn, and observe the time before each of its tokens but the first.
+    def sent_tokens(self, num_tokens: int, gap: float | None) -> None:
+        """Observe the time before each of `num_tokens` tokens sent together, `gap` seconds after the turn's last ones.
 
-        Of tokens that come together, the first has waited.
+        Only the first token has waited. `gap` is None if the turn has no earlier tokens; no wait is then observed.
         """
-        last = 0.0
-        async with aclosing(responses) as arriving:
-            async for response in arriving:
-                if num_tokens := len(response.chunk.token_ids):
-                    now = time.monotonic()
-                    if last:
-                        self._gap.observe(now - last)
-                    self._gap.observe(0.0, num_tokens - 1)
-                    last = now
-                yield response
+        if gap is not None:
+            self._gap.observe(gap)
+        self._gap.observe(0.0, num_tokens - 1)
 
     def lost_ring(self, role: str, went_on: bool) -> None:
         """Count a turn that lost its ring of a role, or its gateway."""

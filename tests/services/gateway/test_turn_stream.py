@@ -99,7 +99,14 @@ class Turn:
             return begun
 
         self.lasting = LastingTurn(request, begun, begin, lambda endpoint: leader)  # type: ignore[arg-type,return-value]
-        self.stream = TurnStream(request, begun, AnswerText(IncrementalText(codec), rule), started=0.0)
+        self.noted: list[tuple[int, float | None]] = []
+        self.stream = TurnStream(
+            request,
+            begun,
+            AnswerText(IncrementalText(codec), rule),
+            started=0.0,
+            note_tokens=lambda num_tokens, gap: self.noted.append((num_tokens, gap)),
+        )
 
     async def read(self) -> list[inference_pb2.GenerateResponse]:
         self.opened, *rest = [response async for response in self.stream.responses(self.lasting)]
@@ -264,6 +271,18 @@ async def test_an_answer_without_its_stop_string_is_finished_whole_when_it_ends_
     assert last.complete.finish_reason == inference_pb2.FINISH_REASON_LENGTH
     assert not last.complete.HasField("matched_stop_str")
     assert turn.leader.finished == [("t", 3)]
+
+
+async def test_the_wait_before_each_response_with_tokens_but_the_first_is_noted(
+    byte_codec: TextCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter((100.0, 100.5, 104.5))
+    clock = SimpleNamespace(monotonic=lambda: next(times))
+    monkeypatch.setattr("ringserve.services.gateway.turn_stream.time", clock)
+    end = finished(FinishReason.LENGTH)
+    turn = Turn(byte_codec, tokens(b"a"), tokens(b"b"), tokens(b"cde"), end)
+    await turn.read()
+    assert turn.noted == [(1, None), (1, 0.5), (3, 4.0)]
 
 
 async def test_log_probabilities_come_with_their_tokens(byte_codec: TextCodec) -> None:
