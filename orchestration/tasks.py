@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import TypeVar
 
 from ringserve.cp_core.errors import RingserveError, Unavailable
@@ -125,3 +126,57 @@ async def until_reached(
             log.warning("%s: %s; trying again in %.2f s", what, error, pause)
         await asyncio.sleep(pause)
         pause = min(2 * pause, MAX_PAUSE)
+
+
+QUEUED_ITEMS = 64
+"""Items that wait for the reader of `fan_in` before its streams wait too."""
+
+
+async def fan_in(
+    streams: Sequence[AbstractAsyncContextManager[AsyncIterable[T]]],
+    *,
+    at_once: int | None = None,
+    leads: Callable[[T], bool] | None = None,
+) -> AsyncGenerator[tuple[int, T], None]:
+    """Yield the items of all streams as they arrive, each with its stream's place.
+
+    At most `at_once` streams run at a time (None: all). With `leads`, the others begin after the first has yielded an
+    item for which it is true. The first failure ends all streams, and so does closing the generator. Each context is
+    left as soon as its own stream ends, and sees no failure of another stream.
+    """
+    if len(streams) == 1:
+        async with streams[0] as items:
+            async for item in items:
+                yield 0, item
+        return
+    arrived: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue(QUEUED_ITEMS)
+    slots = asyncio.Semaphore(at_once or len(streams))
+
+    async def pump(place: int) -> None:
+        try:
+            async with slots, streams[place] as items:
+                async for item in items:
+                    await arrived.put((place, item))
+            await arrived.put(None)
+        except Exception as error:
+            await arrived.put(error)
+
+    waiting = list(range(len(streams)))
+    pumps = [asyncio.create_task(pump(waiting.pop(0))) for _ in (waiting[:1] if leads else list(waiting))]
+    try:
+        num_running = len(streams)
+        while num_running:
+            found = await arrived.get()
+            if isinstance(found, Exception):
+                raise found
+            if found is None:
+                num_running -= 1
+                continue
+            yield found
+            if waiting and leads is not None and leads(found[1]):
+                pumps += [asyncio.create_task(pump(place)) for place in waiting]
+                waiting = []
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)

@@ -104,7 +104,7 @@ class LastingTurn:
         self._is_cut = False  # the stream broke, and no token has come since
 
     async def events(self) -> AsyncGenerator[TurnEvent | FailedOver, None]:
-        """Yield the turn's events. Raises what ended it for good."""
+        """Yield the turn's events. Raises the error that ended it for good."""
         if self._tokens:
             yield TokensEvent(token_ids=tuple(self._tokens))
         while (begun := self._begun).ended is None or (is_scored(self._request) and begun.decode_endpoint):

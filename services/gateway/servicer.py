@@ -34,7 +34,7 @@ from ringserve.services.gateway.turn_stream import (
     Responses,
     TurnStream,
     TurnsUnderWay,
-    merged,
+    merge_answers,
     turns_of,
 )
 from ringserve.services.rpc.errors import answer, answering, code_of
@@ -95,22 +95,23 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._running = TurnsUnderWay()
         self._calls = CallsUnderWay()
 
-    async def Generate(
+    # A handler may write its responses itself, which the stubs' types do not know.
+    async def Generate(  # type: ignore[override]
         self, request: inference_pb2.GenerateRequest, context: Context
-    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+    ) -> None:
         async with answering(context):
             tenant, trace_parent = self._caller(context), _metadata(context).get("traceparent", "")
-            turn = self.generate(request, tenant, context.time_remaining(), trace_parent)
-            async with aclosing(turn) as responses:
+            async with self.generate(request, tenant, context.time_remaining(), trace_parent) as responses:
                 async for response in responses:
-                    yield response
+                    await context.write(response)
 
+    @asynccontextmanager
     async def generate(
         self, request: inference_pb2.GenerateRequest, tenant: Tenant, seconds_left: float | None, trace_parent: str = ""
-    ) -> Responses:
-        """Serve a request of either endpoint; `trace_parent` is the client's own. Closing the iterator ends its turns.
+    ) -> AsyncIterator[Responses]:
+        """Serve a request of either endpoint: the context's value are the responses, and leaving it ends the turns.
 
-        Raises RingserveError.
+        `trace_parent` is the client's own. Raises RingserveError.
         """
         started, router = time.monotonic(), self.router_for(tenant)
         with ExitStack() as held:
@@ -125,9 +126,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 self._turn(each, trace_parent, router, rule, started, index)
                 for index, each in enumerate(turns_of(turn_request, count))
             ]
-            async with turns[0] if count == 1 else aclosing(merged(turns)) as responses:
-                async for response in responses:
-                    yield response
+            async with turns[0] if count == 1 else aclosing(merge_answers(turns)) as responses:
+                yield responses
 
     @contextmanager
     def _refusals_counted(self, started: float, tenant: Tenant, record: TurnRecord) -> Iterator[None]:

@@ -24,6 +24,7 @@ from ringserve.orchestration.protocol.turns import (
     TokensEvent,
     TurnRequest,
 )
+from ringserve.orchestration.tasks import fan_in
 from ringserve.services.gateway.failover import FailedOver, LastingTurn
 from ringserve.services.gateway.text import AnswerText
 from ringserve.services.rpc.wire.contract import all_logprobs_to, note_chunks, note_lost, to_message
@@ -32,8 +33,6 @@ from ringserve.workers.protocol.decode_commands import FinishReason
 
 Responses = AsyncGenerator[inference_pb2.GenerateResponse, None]
 UNGUARDED = nullcontext()
-QUEUED_RESPONSES = 64
-"""Responses that wait for a slow client before the turns' streams wait too."""
 MESSAGE_SECONDS = 100e-6
 """A gateway's time for one message of tokens from a ring to a client, a third of it for all else (decision 0037)."""
 LEAST_INTERVAL_SECONDS = 0.01  # steps of rings take longer
@@ -55,7 +54,7 @@ class TurnStream:
         num_received: int | None = None,
         note_tokens: Callable[[int, float | None], None] = lambda num_tokens, gap: None,
     ) -> None:
-        """Note when the request came, on the clock of `time.monotonic`, as `started`.
+        """Start with a begun turn. `started` is when the request came (`time.monotonic`).
 
         `shown` turns an id of the router into the client's own. `num_received` tokens reached the client before its
         gateway was lost, and are not sent again; None where the request is not resumed. `note_tokens` is
@@ -366,38 +365,12 @@ def derived_seed(seed: int, index: int) -> int:
     return int.from_bytes(digest, "little")
 
 
-async def merged(turns: Sequence[AbstractAsyncContextManager[Responses]]) -> Responses:
-    """Yield responses as they arrive: the first turn's `start`, then those of all turns but their starts.
+async def merge_answers(turns: Sequence[AbstractAsyncContextManager[Responses]]) -> Responses:
+    """Yield responses as they arrive: the first turn's `start`, then all turns' responses except other starts.
 
-    The first failure ends all turns, and so does closing the iterator. Every context is left as soon as its own turn
-    ends, and sees no failure of another turn.
+    The other turns begin after that start, and share its prompt's KV. See `fan_in` for failures.
     """
-    arrived: asyncio.Queue[inference_pb2.GenerateResponse | Exception | None] = asyncio.Queue(QUEUED_RESPONSES)
-
-    async def pump(turn: AbstractAsyncContextManager[Responses], has_start: bool) -> None:
-        try:
-            async with turn as responses:
-                async for response in responses:
-                    if has_start or not response.HasField("start"):
-                        await arrived.put(response)
-            await arrived.put(None)
-        except Exception as error:
-            await arrived.put(error)
-
-    pumps = [asyncio.create_task(pump(turns[0], has_start=True))]
-    try:
-        num_running = len(turns)
-        while num_running:
-            response = await arrived.get()
-            if isinstance(response, Exception):
-                raise response
-            if response is None:
-                num_running -= 1
-                continue
-            yield response
-            if response.HasField("start"):
-                pumps += [asyncio.create_task(pump(turn, has_start=False)) for turn in turns[1:]]
-    finally:
-        for task in pumps:
-            task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
+    async with aclosing(fan_in(turns, leads=lambda response: response.HasField("start"))) as arriving:
+        async for place, response in arriving:
+            if place == 0 or not response.HasField("start"):
+                yield response

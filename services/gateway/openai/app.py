@@ -8,6 +8,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -24,6 +25,7 @@ from starlette.types import ASGIApp
 
 from ringserve.channels import MAX_MESSAGE_BYTES
 from ringserve.cp_core.errors import NotFound, RingserveError
+from ringserve.orchestration.tasks import fan_in
 from ringserve.services.auth.authenticator import Authenticator
 from ringserve.services.auth.tenants import Tenant
 from ringserve.services.config.sections import HttpConfig
@@ -32,7 +34,7 @@ from ringserve.services.gateway.openai.calls import CallForm, form_of
 from ringserve.services.gateway.openai.errors import BadHttpRequest, error_body, headers_of, refused_route, status_of
 from ringserve.services.gateway.openai.item_answers import ItemAnswer
 from ringserve.services.gateway.openai.openapi import ApiRoute, describe_api
-from ringserve.services.gateway.openai.prompts import Answer, Placed, PromptAnswers, events_of, side_by_side, whole_of
+from ringserve.services.gateway.openai.prompts import AT_ONCE, Answer, Placed, PromptAnswers, events_of, whole_of
 from ringserve.services.gateway.openai.requests import HttpRequestReader, HttpTurn, Template
 from ringserve.services.gateway.openai.responses import (
     ChatShape,
@@ -65,8 +67,8 @@ class TurnService(ViewedService, Protocol):
 
     def generate(
         self, request: inference_pb2.GenerateRequest, tenant: Tenant, seconds_left: float | None, trace_parent: str
-    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        """Yield the responses of a turn. Raises RingserveError. Closing the iterator ends the turn."""
+    ) -> AbstractAsyncContextManager[AsyncIterator[inference_pb2.GenerateResponse]]:
+        """Serve a turn: the context's value are its responses, and leaving it ends the turn. Raises RingserveError."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids."""
@@ -193,7 +195,7 @@ class HttpApi:
         answer = ItemAnswer(given, self._model_name, form, lambda: linked.response_id)
         trace_parent = request.headers.get("traceparent", "")
         responses = linked.responses(lambda: self._service.generate(asked, tenant, None, trace_parent))
-        return await self._answered(request, turn, side_by_side([responses]), answer)
+        return await self._answered(request, turn, fan_in([aclosing(responses)]), answer)
 
     async def _completion(self, request: Request) -> ASGIApp:
         return await self._turn(request, self._reader.completion, CompletionShape())
@@ -206,8 +208,8 @@ class HttpApi:
         echoes = await self._echoes(tenant, turn) if turn.has_echo else [None] * len(turn.requests)
         answer = self._answer(turn, shape, echoes, form)
         trace_parent = request.headers.get("traceparent", "")
-        responses = side_by_side([self._service.generate(each, tenant, None, trace_parent) for each in turn.requests])
-        return await self._answered(request, turn, responses, answer)
+        turns = [self._service.generate(each, tenant, None, trace_parent) for each in turn.requests]
+        return await self._answered(request, turn, fan_in(turns, at_once=AT_ONCE), answer)
 
     async def _answered(self, request: Request, turn: HttpTurn, responses: Placed, answer: Answer) -> ASGIApp:
         """Return the answer of turns, whole or as a stream."""

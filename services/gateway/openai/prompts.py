@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -20,47 +19,6 @@ Response = inference_pb2.GenerateResponse
 AT_ONCE = 8
 """Prompts of one request that are served at a time."""
 DONE = b"data: [DONE]\n\n"
-QUEUED_RESPONSES = 64
-"""Responses that wait for their reader."""
-
-
-async def side_by_side(turns: Sequence[AsyncIterator[Response]]) -> AsyncGenerator[tuple[int, Response], None]:
-    """Yield the responses of all turns as they arrive, each with the place of its turn.
-
-    The first failure ends all turns, and so does closing the iterator.
-    """
-    if len(turns) == 1:
-        async with aclosing(turns[0]) as only:  # type: ignore[type-var]
-            async for response in only:
-                yield 0, response
-        return
-    arrived: asyncio.Queue[tuple[int, Response] | Exception | None] = asyncio.Queue(QUEUED_RESPONSES)
-    slots = asyncio.Semaphore(AT_ONCE)
-
-    async def pump(place: int, turn: AsyncIterator[Response]) -> None:
-        try:
-            async with slots, aclosing(turn) as responses:  # type: ignore[type-var]
-                async for response in responses:
-                    await arrived.put((place, response))
-            await arrived.put(None)
-        except Exception as error:
-            await arrived.put(error)
-
-    pumps = [asyncio.create_task(pump(place, turn)) for place, turn in enumerate(turns)]
-    try:
-        num_running = len(turns)
-        while num_running:
-            item = await arrived.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                num_running -= 1
-            else:
-                yield item
-    finally:
-        for task in pumps:
-            task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
 
 
 class Answer(Protocol):

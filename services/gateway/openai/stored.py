@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -111,7 +111,7 @@ class LinkedTurn:
         self.response_id = ""
 
     async def responses(
-        self, generate: Callable[[], Responses]
+        self, generate: Callable[[], AbstractAsyncContextManager[Responses]]
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """Yield the responses of the turn. Raises RingserveError, NotFound for a response that is not held any more.
 
@@ -122,7 +122,7 @@ class LinkedTurn:
             for is_forked in (False, True):
                 is_forked = await self._place(is_forked=is_forked)
                 try:
-                    async with aclosing(generate()) as responses:  # type: ignore[type-var]
+                    async with generate() as responses:
                         async for response in responses:
                             is_begun = True
                             yield response

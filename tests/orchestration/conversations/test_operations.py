@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from ringserve.cp_core.errors import CapacityExceeded, DeadlineExceeded, InvalidRequest, NotFound, TurnCancelled
-from ringserve.orchestration.protocol.plans import PromptMode
+from ringserve.cp_core.layout.shards import TokenRange
+from ringserve.orchestration.protocol.plans import CachedSource, PromptMode
 from ringserve.orchestration.protocol.turns import Reservation, Reserve, TurnOutcome, TurnRequest
 from tests.orchestration.conversations.test_store import Clock
 from tests.orchestration.service import Service, is_idle
@@ -285,14 +286,14 @@ async def test_kv_that_is_pulled_or_computed_again_gives_the_same_tokens(
             answer = await service.answer(service.request(new, conversation="c", mode=PromptMode.APPEND, max_tokens=25))
             assert answer.token_ids == oracle.greedy([*history, *new], 25)
             plan = answer.begun.plan
-            missing = f"tokens [{retained}, {len(history) - 1}), which only the decode ring retains, are "
-            assert missing in plan.reason
             pull, recompute = (dict(plan.alternatives)[name] for name in ("pull", "recompute"))
             is_pulled = policy == "pull" or (policy == "auto" and pull <= recompute)
             assert plan.cached_tokens == (len(history) - 1 if is_pulled else retained)
-            assert [source.source for source in plan.cached_sources] == ["kept_on_prefill", "pulled_from_decode"][
-                : 1 + is_pulled
+            sources = [
+                CachedSource(source="kept_on_prefill", tokens=TokenRange(0, retained)),
+                CachedSource(source="pulled_from_decode", tokens=TokenRange(retained, len(history) - 1)),
             ]
+            assert list(plan.cached_sources) == sources[: 1 + is_pulled]
             assert (answer.report.pulled_bytes > 0) == is_pulled
             history += [*new, *answer.token_ids]
             service.check_integrity()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ringserve.cp_core.errors import Unavailable
 from ringserve.orchestration.protocol.plans import PromptMode
 from ringserve.orchestration.protocol.turns import TurnRequest
-from ringserve.services.gateway.turn_stream import Responses, derived_seed, merged, turns_of
+from ringserve.services.gateway.turn_stream import Responses, derived_seed, merge_answers, turns_of
 from ringserve.v1 import inference_pb2
 from ringserve.workers.sampling.parameters import SamplingParameters
 
@@ -73,7 +73,7 @@ class Stream:
 
 async def test_one_start_then_chunks_and_completions_as_they_come() -> None:
     streams = [Stream(0), Stream(1)]
-    responses = merged([aclosing(stream.responses()) for stream in streams])
+    responses = merge_answers([aclosing(stream.responses()) for stream in streams])
     assert (await anext(responses)).start.request_id == "r/0"
     streams[1].may_go_on.set()
     assert (await anext(responses)).chunk.index == 1
@@ -85,7 +85,7 @@ async def test_one_start_then_chunks_and_completions_as_they_come() -> None:
 
 async def test_a_failure_ends_every_answer() -> None:
     streams = [Stream(0), Stream(1, Unavailable("gone")), Stream(2)]
-    responses = merged([aclosing(stream.responses()) for stream in streams])
+    responses = merge_answers([aclosing(stream.responses()) for stream in streams])
     await anext(responses)
     streams[1].may_go_on.set()
     with pytest.raises(Unavailable, match="gone"):
@@ -95,7 +95,7 @@ async def test_a_failure_ends_every_answer() -> None:
 
 async def test_leaving_early_closes_every_answer() -> None:
     streams = [Stream(0), Stream(1)]
-    responses = merged([aclosing(stream.responses()) for stream in streams])
+    responses = merge_answers([aclosing(stream.responses()) for stream in streams])
     await anext(responses)
     streams[0].may_go_on.set()
     await anext(responses)
@@ -124,7 +124,7 @@ class Account:
 
 async def test_each_answer_is_accounted_for_when_it_ends_by_itself() -> None:
     streams, accounts = [Stream(0), Stream(1)], [Account(), Account()]
-    responses = merged([account.of(stream) for account, stream in zip(accounts, streams, strict=True)])
+    responses = merge_answers([account.of(stream) for account, stream in zip(accounts, streams, strict=True)])
     await anext(responses)
     streams[0].may_go_on.set()
     assert [(await anext(responses)).WhichOneof("response") for _ in range(2)] == ["chunk", "complete"]
@@ -136,7 +136,7 @@ async def test_each_answer_is_accounted_for_when_it_ends_by_itself() -> None:
 
 async def test_a_failure_is_accounted_to_its_own_answer_and_the_others_are_cancelled() -> None:
     streams, accounts = [Stream(0), Stream(1, Unavailable("gone"))], [Account(), Account()]
-    responses = merged([account.of(stream) for account, stream in zip(accounts, streams, strict=True)])
+    responses = merge_answers([account.of(stream) for account, stream in zip(accounts, streams, strict=True)])
     await anext(responses)
     streams[1].may_go_on.set()
     with pytest.raises(Unavailable, match="gone"):
