@@ -54,6 +54,8 @@ def demo_config(model: str, max_positions: int, device: str = "cpu") -> Config:
             "kv_cache": {"tokens_per_rank": min(MAX_RANK_TOKENS, max_positions // 2)},
             "gateway": {"listen": "127.0.0.1:0", "http": "", "metrics": "127.0.0.1:0"},
             "logs": {"level": "warning"},
+            # The demo kills no process. On a busy machine the short default limits would take live ones for lost.
+            "timeouts": {"start": 600.0, "control": 120.0, "stuck": 300.0, "lost": 60.0},
         }
     )
 
