@@ -23,7 +23,11 @@ __all__ = [
     "AutoModelForCausalLM",
     "PreTrainedModel",
     "SiLUActivation",
+    "WeightConverter",
+    "WeightRenaming",
+    "conversion_mapping",
     "no_init_weights",
+    "rename_source_key",
 ]
 
 INDEXING = "torch._dynamo._trace_wrapped_higher_order_op"
@@ -92,4 +96,13 @@ if "transformers.modeling_utils" not in sys.modules and "torch._dynamo" not in s
 
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel  # noqa: E402
 from transformers.activations import SiLUActivation  # noqa: E402
+from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: E402
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key  # noqa: E402
 from transformers.initialization import no_init_weights  # noqa: E402
+
+
+def conversion_mapping(model: PreTrainedModel) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+    """Return how transformers renames and converts the stored tensors of a model's family."""
+    mapping = get_model_conversion_mapping(model)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    return renamings, [each for each in mapping if isinstance(each, WeightConverter)]

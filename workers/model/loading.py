@@ -36,7 +36,7 @@ from ringserve.workers.model.layers import (
 )
 from ringserve.workers.model.tensor_parallel import TensorParallel
 from ringserve.workers.model.tokenizer import load_tokenizer, tokenizer_json
-from ringserve.workers.model.weights import read_share, whole_shapes
+from ringserve.workers.model.weights import Weights, whole_shapes
 from ringserve.workers.protocol.ranks import FP8_MLPS, NO_QUANTIZATION, ModelInfo
 from ringserve.workers.sampling.grammar import Grammars
 
@@ -258,17 +258,17 @@ def load_model(
     """
     info = read_model_info(path, dtype, name, device)
     share = tensor_share(info, tp, replicates_kv=replicates_kv)
-    if not any(path.glob("*.safetensors")):
-        raise ModelRefused(f"{path} has no *.safetensors weights")
     model = _without_weights(path, info)
-    whole = whole_shapes(model)
-    replicas, kv_features = max(1, tp // info.num_kv_heads), info.num_kv_heads * info.head_dim
-    tensor = TensorParallel(tp_rank, tp, replicas=replicas, kv_features=kv_features, scatters_rows=scatters_rows)
-    tensor.cut(model)
-    loaded = _loaded(path, model, info, share, tensor)
-    if helix > 1:
-        loaded = loaded.cut_over_ring(helix_rank, helix)
-    read_share(path, model, whole, loaded.helix if loaded.is_helix else tensor)
+    with Weights.opened(path, model) as weights:
+        weights.untie()
+        whole = whole_shapes(model)
+        replicas, kv_features = max(1, tp // info.num_kv_heads), info.num_kv_heads * info.head_dim
+        tensor = TensorParallel(tp_rank, tp, replicas=replicas, kv_features=kv_features, scatters_rows=scatters_rows)
+        tensor.cut(model)
+        loaded = _loaded(path, model, info, share, tensor)
+        if helix > 1:
+            loaded = loaded.cut_over_ring(helix_rank, helix)
+        weights.read_share(whole, loaded.helix if loaded.is_helix else tensor)
     model.to(device).eval().requires_grad_(False)
     return loaded
 

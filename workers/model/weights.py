@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from ringserve.cp_core.errors import ModelRefused
-from ringserve.workers.model.hugging_face import PreTrainedModel
+from ringserve.workers.model.hugging_face import PreTrainedModel, WeightConverter, conversion_mapping, rename_source_key
 from ringserve.workers.model.tensor_parallel import WHOLE_BIAS, TensorParallel
 
 Shape = tuple[int, ...]
@@ -23,60 +28,179 @@ def whole_shapes(model: Module) -> dict[str, Shape]:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-class Weights:
-    """Tensors of all `*.safetensors` files in a directory, by name. Files are memory-mapped and read on use.
+class _File(Protocol):
+    """One file of weights; a tensor is read, or mapped, on use."""
 
-    Files of a model without its head omit `prefix` from names.
+    def keys(self) -> Any: ...
+
+    def get_tensor(self, name: str) -> Tensor: ...
+
+
+class _TorchFile(dict[str, Tensor]):
+    """File of `torch.save`, read without running anything that is pickled in it."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except RuntimeError:  # the format before torch 1.6 cannot be mapped
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        super().__init__({name: part for name, part in content.items() if isinstance(part, Tensor)})
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self[name]
+
+
+def _open_files(path: Path, stack: ExitStack) -> dict[str, _File]:
+    """Open the files that transformers would read in a directory -> the file of every stored tensor.
+
+    These are `model.safetensors`, or else the files and tensors that `model.safetensors.index.json` assigns, or else
+    all `*.safetensors` files if no tensor is in two of them, or else the same of `pytorch_model.bin`. So a copy that
+    training left beside a model is not read. Raises ModelRefused.
     """
 
-    def __init__(self, files: Mapping[str, Any], prefix: str) -> None:
+    def open_one(file: Path) -> _File:
+        if not file.is_file():
+            raise ModelRefused(f"{path} has no {file.name}, which its index names")
+        found: _File = stack.enter_context(safe_open(file, framework="pt")) if is_safe else _TorchFile(file)
+        return found
+
+    for single, is_safe in (("model.safetensors", True), ("pytorch_model.bin", False)):
+        others = sorted(path.glob("*.safetensors")) if is_safe else []
+        if (path / single).is_file():
+            names = None
+            chosen = [path / single]
+        elif (index := path / f"{single}.index.json").is_file():
+            names = _read_index(index)
+            chosen = sorted({path / file for file in names.values()})
+        elif others:
+            names, chosen = None, others
+        else:
+            continue
+        opened = {file.name: open_one(file) for file in chosen}
+        if names is not None:
+            for name, file in names.items():
+                if name not in opened[file].keys():  # noqa: SIM118
+                    raise ModelRefused(f"{path / file} lacks {name}, which {index.name} assigns to it")
+            return {name: opened[file] for name, file in names.items()}
+        found: dict[str, _File] = {}
+        for file, content in opened.items():
+            for name in content.keys():  # noqa: SIM118
+                if name in found:
+                    raise ModelRefused(
+                        f"{path} has {name} in {file} and in another file, and no {single} or {single}.index.json says "
+                        "which one counts"
+                    )
+                found[name] = content
+        return found
+    raise ModelRefused(f"{path} has no weights: neither *.safetensors nor pytorch_model.bin")
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """Return the file name of every tensor. Raises ModelRefused."""
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelRefused(f"{index} cannot be read: it needs a JSON object with weight_map") from error
+    if not (
+        isinstance(names, dict) and all(isinstance(file, str) and Path(file).name == file for file in names.values())
+    ):
+        raise ModelRefused(f"{index} has a weight_map whose values are not all names of files beside it")
+    return names
+
+
+class Weights:
+    """Stored tensors of a directory under the names of a model's parameters.
+
+    Names and forms are changed as transformers does: files of a model without its head lack a prefix, and published
+    experts, one tensor each, are merged.
+    """
+
+    def __init__(self, path: Path, files: Mapping[str, _File], model: PreTrainedModel) -> None:
+        self._path = path
         self._files = files
-        self._prefix = prefix
+        self._model = model
+        self._tied = dict(model.all_tied_weights_keys)
+        renamings, converters = conversion_mapping(model)
+        self._converters = {pattern: each for each in converters for pattern in each.source_patterns}
+        self._sources: dict[str, list[tuple[str, str | None]]] = {}
+        parameters = model.state_dict()
+        for name in sorted(files, key=_natural_order):
+            target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, parameters)
+            self._sources.setdefault(target, []).append((name, pattern))
 
     @classmethod
     @contextmanager
-    def opened(cls, path: Path, prefix: str) -> Iterator[Weights]:
-        """Open a directory's files. Raises ModelRefused if one is unreadable, then or later."""
+    def opened(cls, path: Path, model: PreTrainedModel) -> Iterator[Weights]:
+        """Open a directory's files for a model. Raises ModelRefused if one is unreadable, then or later."""
         try:
             with ExitStack() as stack:
-                opened = [
-                    stack.enter_context(safe_open(file, framework="pt")) for file in sorted(path.glob("*.safetensors"))
-                ]
-                yield cls({name: file for file in opened for name in file.keys()}, prefix)  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
+                yield cls(path, _open_files(path, stack), model)
+        except (OSError, SafetensorError, RuntimeError, pickle.UnpicklingError) as error:
             raise ModelRefused(f"{path} cannot be loaded: {error}") from error
 
     def find(self, name: str) -> Tensor | None:
-        """Return a parameter's stored tensor, mapped from its file, or None if there is none."""
-        for stored in (name, name.removeprefix(self._prefix)):
-            if stored in self._files:
-                tensor = self._files[stored].get_tensor(stored)
-                assert isinstance(tensor, Tensor)
-                return tensor
-        return None
+        """Return a parameter's stored tensor, mapped from its file if possible, or None if there is none."""
+        sources = self._sources.get(name)
+        if sources is None:
+            return None
+        first, pattern = sources[0]
+        if pattern is None:
+            if len(sources) > 1:
+                raise ModelRefused(f"{self._path} has {name} twice: as {first} and as {sources[1][0]}")
+            return self._files[first].get_tensor(first)
+        converter: WeightConverter = deepcopy(self._converters[pattern])
+        for source, of_pattern in sources:
+            converter.add_tensor(name, source, of_pattern, partial(self._files[source].get_tensor, source))
+        converted = converter.convert(name, model=self._model, config=self._model.config).get(name)
+        if isinstance(converted, list):
+            (converted,) = converted
+        assert isinstance(converted, Tensor), f"{name} is converted from {len(sources)} tensors"
+        return converted
 
+    def untie(self) -> None:
+        """Give tied parameters memory of their own if the files have a different tensor for each, whatever config says.
 
-def read_share(path: Path, model: PreTrainedModel, whole: Mapping[str, Shape], tensor: TensorParallel) -> None:
-    """Fill the parameters of a model that `tensor` has cut, from the files in `path`. `whole` has the uncut shapes.
+        transformers does the same. Example: a fine-tune that trained `lm_head` but kept `tie_word_embeddings: true`.
+        """
+        for target, source in self._tied.items():
+            first, second = self.find(target), self.find(source)
+            if first is None or second is None or torch.equal(first, second):
+                continue
+            module, _, name = target.rpartition(".")
+            setattr(
+                self._model.get_submodule(module), name, Parameter(torch.empty_like(self._model.get_parameter(source)))
+            )
+            self._model.all_tied_weights_keys.pop(target)
+            self._model.config.tie_word_embeddings = False
 
-    A parameter is cut in the dimension in which its shape differs from the whole shape. An uncut parameter stays a
-    mapping of the file, which all ranks of a machine share; a cut parameter takes memory for its share only. Raises
-    ModelRefused if a tensor is missing or has another shape.
-    """
-    # A name that the whole model lacks is a view of a tied parameter, which is filled under its own name.
-    sources = {name.replace(f".{WHOLE_BIAS}", ".bias"): part for name, part in model.named_parameters()}
-    parts = {name: part for name, part in sorted(sources.items()) if name in whole}
-    with Weights.opened(path, f"{model.base_model_prefix}.") as weights:
-        stored = {name: weights.find(name) for name in parts}
-        if missing := [name for name, found in stored.items() if found is None]:
-            raise ModelRefused(f"{path} lacks weights for {len(missing)} tensors, the first is {missing[0]}")
-        for name, found in stored.items():
+    def read_share(self, whole: Mapping[str, Shape], tensor: TensorParallel) -> None:
+        """Fill the model's parameters, which `tensor` has cut. `whole` has the uncut shapes.
+
+        A parameter is cut in the dimension in which its shape differs from the whole shape. An uncut parameter stays a
+        mapping of the file, which all ranks of a machine share; a cut parameter takes memory for its share only. Raises
+        ModelRefused if a tensor is missing or has another shape.
+        """
+        # A name that the whole model lacks is a view of a tied parameter, which is filled under its own name.
+        sources = {name.replace(f".{WHOLE_BIAS}", ".bias"): part for name, part in self._model.named_parameters()}
+        parts = {name: part for name, part in sorted(sources.items()) if name in whole}
+        # Of tied parameters the files may have either.
+        others = {source: target for target, source in self._tied.items()}
+        missing = [name for name in parts if name not in self._sources and others.get(name) not in self._sources]
+        if missing:
+            raise ModelRefused(f"{self._path} lacks weights for {len(missing)} tensors, the first is {missing[0]}")
+        for name, part in parts.items():
+            found = self.find(name if name in self._sources else others[name])
             assert found is not None
             if (shape := tuple(found.shape)) != whole[name]:
-                raise ModelRefused(f"{path} has {name} of shape {shape}, but config.json needs {whole[name]}")
-            parts[name].data = _share_of(found, parts[name], tensor)
-    if len(parts) < len(sources):
-        tensor.tie(model)
+                raise ModelRefused(f"{self._path} has {name} of shape {shape}, but config.json needs {whole[name]}")
+            part.data = _share_of(found, part, tensor)
+        if len(parts) < len(sources):
+            tensor.tie(self._model)
+
+
+def _natural_order(name: str) -> tuple[tuple[bool, int, str], ...]:
+    """Order expert 10 after expert 9."""
+    return tuple((part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split("."))
 
 
 def _share_of(stored: Tensor, part: Tensor, tensor: TensorParallel) -> Tensor:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import Linear
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ringserve.cp_core.cost.memory import kv_bytes_per_token
 from ringserve.cp_core.errors import ModelRefused
@@ -168,7 +168,7 @@ def test_a_directory_that_is_not_whole_is_refused(tmp_path: Path, model_paths: M
         read_model_info(tmp_path)
     config = (model_paths["llama_gqa"] / "config.json").read_text()
     (tmp_path / "config.json").write_text(config)
-    with pytest.raises(ModelRefused, match=r"has no \*\.safetensors weights"):
+    with pytest.raises(ModelRefused, match=r"has no weights: neither \*\.safetensors nor pytorch_model\.bin"):
         load_model(tmp_path, "float32", "cpu")
     (tmp_path / "config.json").write_text(config[:40])
     with pytest.raises(ModelRefused, match=r"config\.json cannot be read"):
@@ -297,3 +297,119 @@ def test_a_file_without_the_head_names_its_tensors_without_a_prefix(tmp_path: Pa
     after = load_model(path, "float32", "cpu").model.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], part) for name, part in after.items())
+
+
+def _change_weights(path: Path) -> dict[str, torch.Tensor]:
+    """Return other weights of the same shapes."""
+    return {name: part + 1.0 for name, part in load_file(path / "model.safetensors").items()}
+
+
+def _cut_into_files(path: Path) -> None:
+    """Save the model in `path` anew, as several files with their index."""
+    model = AutoModelForCausalLM.from_pretrained(path)
+    (path / "model.safetensors").unlink()
+    model.save_pretrained(path, max_shard_size="60KB")
+    assert len(list(path.glob("model-*-of-*.safetensors"))) > 2
+
+
+def _leave_files_of_an_older_save(path: Path) -> None:
+    older = _change_weights(path)
+    _cut_into_files(path)
+    save_file(older, path / "model-00001-of-00099.safetensors", metadata={"format": "pt"})
+
+
+def _leave_averaged_weights(path: Path) -> None:
+    save_file(_change_weights(path), path / "model_ema.safetensors", metadata={"format": "pt"})
+
+
+def _leave_a_tensor_of_training(path: Path) -> None:
+    norm = {"model.norm.weight": torch.zeros(64)}
+    _cut_into_files(path)
+    save_file(norm, path / "training_state.safetensors", metadata={"format": "pt"})
+
+
+def _say_tied(path: Path) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+
+
+def _say_tied_and_store_only_the_head(path: Path) -> None:
+    _say_tied(path)
+    weights = load_file(path / "model.safetensors")
+    del weights["model.embed_tokens.weight"]
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def _save_by_torch(path: Path) -> None:
+    torch.save(load_file(path / "model.safetensors"), path / "pytorch_model.bin")
+    (path / "model.safetensors").unlink()
+
+
+def _save_by_torch_in_two_files(path: Path) -> None:
+    names, weight_map = list(load_file(path / "model.safetensors").items()), {}
+    for number, part in enumerate((names[:5], names[5:])):
+        torch.save(dict(part), path / f"pytorch_model-{number}.bin")
+        weight_map |= {name: f"pytorch_model-{number}.bin" for name, _ in part}
+    (path / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (path / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        _leave_files_of_an_older_save,
+        _leave_averaged_weights,
+        _leave_a_tensor_of_training,
+        _say_tied,
+        _say_tied_and_store_only_the_head,
+        _save_by_torch,
+        _save_by_torch_in_two_files,
+    ],
+)
+@pytest.mark.parametrize("kind", ["llama_gqa", "qwen2"])
+def test_the_weights_are_those_that_transformers_reads(kind: str, edit: Callable[[Path], None], tmp_path: Path) -> None:
+    """Directories as people have them: leftovers of training, and a config that is wrong about a tied head."""
+    path = save_model(kind, tmp_path)
+    edit(path)
+    stock = AutoModelForCausalLM.from_pretrained(path).state_dict()
+    loaded = load_model(path, "float32", "cpu").model.state_dict()
+    assert loaded.keys() == stock.keys()
+    for name, part in stock.items():
+        assert torch.equal(loaded[name], part), name
+
+
+@pytest.mark.parametrize("share", [{"tp": 2, "tp_rank": 1}, {"helix": 2, "helix_rank": 1}])
+def test_a_head_that_only_the_config_ties_is_cut_apart_from_the_embedding(
+    share: Mapping[str, Any], tmp_path: Path
+) -> None:
+    path = save_model("llama_gqa", tmp_path)
+    head = load_file(path / "model.safetensors")["lm_head.weight"]
+    _say_tied(path)
+    loaded = load_model(path, "float32", "cpu", **share)
+    assert torch.equal(loaded.head.weight, head[150:])
+
+
+def test_two_files_with_one_tensor_and_no_index_are_refused(tmp_path: Path) -> None:
+    path = save_model("llama_gqa", tmp_path)
+    (path / "model.safetensors").rename(path / "weights.safetensors")
+    load_model(path, "float32", "cpu")
+    save_file({"model.norm.weight": torch.zeros(64)}, path / "other.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ModelRefused, match=r"has model\.norm\.weight in .*safetensors and in another file, and no model"
+    ):
+        load_model(path, "float32", "cpu")
+
+
+def test_an_index_that_names_what_is_not_there_is_refused(tmp_path: Path) -> None:
+    path = save_model("llama_gqa", tmp_path)
+    _cut_into_files(path)
+    index = path / "model.safetensors.index.json"
+    names = json.loads(index.read_text())["weight_map"]
+    for change, words in (
+        ({"model.norm.weight": "gone.safetensors"}, r"has no gone\.safetensors, which its index names"),
+        ({"model.extra.weight": names["model.norm.weight"]}, r"lacks model\.extra\.weight, which .* assigns to it"),
+        ({"model.norm.weight": "../other/model.safetensors"}, "not all names of files beside it"),
+    ):
+        index.write_text(json.dumps({"weight_map": names | change}))
+        with pytest.raises(ModelRefused, match=words):
+            load_model(path, "float32", "cpu")
