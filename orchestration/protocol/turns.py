@@ -54,7 +54,8 @@ class TurnRequest:
     the turn waits for, to share it. `resume`: the turn has begun before, and lost a ring, its stream or its gateway.
     `reader` names the gateway's reader of the turn; an earlier one aborts nothing. Turns of one `cache_key` prefer the
     rings of the latest one, where they answer about as soon as others. With a `bound` the turn may be sparse; None: as
-    the router is set. An answer that `is_open_ended` may go on as far as there is room, which the router decides.
+    the router is set. An answer that `is_open_ended` may go on as far as there is room, which the router decides. The
+    first `num_special` tokens were put before a text by the tokenizer, and are left out if it continues a conversation.
     """
 
     request_id: str
@@ -77,6 +78,7 @@ class TurnRequest:
     reader: str = ""
     bound: Bound | None = None
     is_open_ended: bool = False
+    num_special: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -217,7 +217,7 @@ class TurnAdmission:
         """Read the prompt, choose rings, check length and quota, and add the turn to the registry. Awaits nothing."""
         self._check_remembered(request, conversation.num_tokens)
         history = None if conversation.is_unnamed else conversation.tokens
-        prompt, mode = resolve_prompt(history, request.token_ids, request.prompt_mode)
+        prompt, mode = resolve_prompt(history, request.token_ids, request.prompt_mode, request.num_special)
         _check_scores(len(prompt), request.sampling.prompt_logprobs)
         shared = NOTHING_SHARED
         if self._prefixes is not None and self._may_share(request, conversation):
@@ -361,7 +361,9 @@ def _check_scores(num_tokens: int, num_top: int | None) -> None:
         )
 
 
-def resolve_prompt(history: TokenIds | None, prompt: TokenIds, mode: PromptMode) -> tuple[TokenIds, PromptMode]:
+def resolve_prompt(
+    history: TokenIds | None, prompt: TokenIds, mode: PromptMode, num_special: int = 0
+) -> tuple[TokenIds, PromptMode]:
     """Return the whole prompt of a turn, and the mode in which it was read. `history` is None for a new conversation.
 
     A prompt of unstated mode follows the history, or begins the conversation: what it holds decides nothing. Raises
@@ -375,4 +377,5 @@ def resolve_prompt(history: TokenIds | None, prompt: TokenIds, mode: PromptMode)
         return prompt, PromptMode.NEW
     if mode is PromptMode.WHOLE_HISTORY:
         return prompt, mode
-    return np.concatenate([history, prompt]), PromptMode.APPEND
+    # A tokenizer's BOS belongs before the conversation's first token, and nowhere else.
+    return np.concatenate([history, prompt[num_special:] if len(history) else prompt]), PromptMode.APPEND

@@ -397,7 +397,13 @@ def _record_of(turn: RunningTurn) -> BegunRecord:
     prompt, ttl = turn.admitted.prompt[base:], turn.admitted.conversation.ttl_seconds
     return BegunRecord(
         turn_id=turn.turn_id,
-        request=replace(turn.request, token_ids=prompt, conversation_ttl_seconds=ttl, prompt_mode=turn.admitted.mode),
+        request=replace(
+            turn.request,
+            token_ids=prompt,
+            conversation_ttl_seconds=ttl,
+            prompt_mode=turn.admitted.mode,
+            num_special=0,
+        ),
         base_tokens=base,
         prefill=_incarnation(turn.prefill) if turn.prefill else None,
         decode=_incarnation(turn.decode),

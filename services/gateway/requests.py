@@ -77,7 +77,7 @@ class RequestReader:
             kv_quota=router.kv_quota,
             prompt_mode=mode,
             token_ids=self._prompt(request),
-            sampling=self._sampling(request.sampling_params),
+            sampling=self._sampling(request.sampling_params, is_chat=request.WhichOneof("input") == "chat"),
             deadline_seconds=max(deadline, 0.001),
             conversation_ttl_seconds=_time_to_live(request),
             wait=request.wait,
@@ -89,10 +89,20 @@ class RequestReader:
             bound=read_bound(request),
             is_open_ended=not request.sampling_params.HasField("max_tokens"),
             resume=self._resume(request),
+            num_special=self._codec.num_special if request.WhichOneof("input") == "text" else 0,
         )
 
-    def _sampling(self, params: inference_pb2.SamplingParams) -> SamplingParameters:
-        return replace(read_sampling(params, self._model), grammar=grammar_of(params, self._grammars))
+    def _sampling(self, params: inference_pb2.SamplingParams, *, is_chat: bool) -> SamplingParameters:
+        sampling = read_sampling(params, self._model)
+        if is_chat and not params.ignore_eos:
+            stops = {*sampling.stop_token_ids, *self._codec.chat_ends}
+            sampling = replace(sampling, stop_token_ids=tuple(sorted(stops)))
+        return replace(sampling, grammar=grammar_of(params, self._grammars))
+
+    def end_chat(self, params: inference_pb2.SamplingParams) -> None:
+        """Let the tokenizer's own EOS end the answer to a chat whose prompt is given as tokens."""
+        if not params.ignore_eos:
+            params.stop_token_ids.extend(self._codec.chat_ends)
 
     def _resume(self, request: inference_pb2.GenerateRequest) -> LostTurn | None:
         if not request.HasField("resume"):
@@ -150,7 +160,9 @@ class RequestReader:
         """Return the tokens of messages that follow a conversation's answer. Raises InvalidRequest."""
         check_messages([message["role"] for message in messages])
         self._check_length("input.chat", num_characters)
-        return self._codec.encode_following(messages, tools, last_token, self._model.eos_token_ids, values)
+        return self._codec.encode_following(
+            messages, tools, last_token, {*self._model.eos_token_ids, *self._codec.chat_ends}, values
+        )
 
     def special_token(self, text: str) -> int | None:
         """Return the id of a text that is one special token; None for another."""

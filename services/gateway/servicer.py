@@ -27,7 +27,7 @@ from ringserve.services.auth.tenants import Tenant
 from ringserve.services.gateway.failover import LastingTurn, begun_in_time, replayed
 from ringserve.services.gateway.requests import RequestReader, identifier, named, requests_to_abort
 from ringserve.services.gateway.sampling import num_completions, stop_rule
-from ringserve.services.gateway.text import AnswerText, StopRule, TextCodec
+from ringserve.services.gateway.text import CONTEXT_TOKENS, AnswerText, StopRule, TextCodec
 from ringserve.services.gateway.turn_stream import (
     STOPPING,
     CallsUnderWay,
@@ -177,7 +177,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             self._note_plan(request_id, begun.turn_id, begun.prompt_tokens, begun.plan, tenant)
             trace.planned(begun)
             record.begun(begun.turn_id, begun.prompt_tokens, begun.plan.cached_tokens)
-            text = AnswerText(rule.text_of(self._codec, turn_request.sampling.stop_token_ids), rule)
+            prompt = turn_request.token_ids[-CONTEXT_TOKENS:].tolist()
+            text = AnswerText(rule.text_of(self._codec, turn_request.sampling.stop_token_ids, prompt), rule)
             stream = TurnStream(
                 turn_request, begun, text, started, index, router.unscoped, num_received, self._metrics.sent_tokens
             )

@@ -44,6 +44,15 @@ class TextCodec:
         self._backend = plain_backend(self._tokenizer)
         # A byte-level token has a character a byte, others their own characters: no token stands for more.
         self.max_characters = max((len(token) for token in self._tokenizer.get_vocab()), default=1)
+        plain, whole = (self.encode("a", adds_special=adds).tolist() for adds in (False, True))
+        self.num_special = next((n for n in range(len(whole)) if whole[n : n + len(plain)] == plain), 0)
+        """Special tokens that `encode` puts before a text: 1 if the tokenizer adds BOS."""
+        end = self._tokenizer.eos_token_id
+        self.chat_ends: tuple[int, ...] = () if end is None else (end,)
+        """Tokens that end an answer in a chat, beside the model's own.
+
+        A chat fine-tune often changes the tokenizer's EOS (`<|im_end|>`) and leaves config.json as it was.
+        """
 
     def encode(self, text: str, *, adds_special: bool = True) -> TokenIds:
         """Return the token ids of a text, with the special tokens that the tokenizer adds."""
@@ -181,14 +190,26 @@ class IncrementalText:
     bytes as replacement characters if the window begins or ends inside one.
     """
 
-    def __init__(self, codec: TextCodec, *, hides_special: bool = True, hidden: Collection[int] = ()) -> None:
-        """`hidden` are tokens that have no text here."""
+    def __init__(
+        self,
+        codec: TextCodec,
+        *,
+        hides_special: bool = True,
+        hidden: Collection[int] = (),
+        prompt: Sequence[int] = (),
+    ) -> None:
+        """`hidden` tokens have no text here. The answer follows `prompt`, of which the last tokens are enough.
+
+        Example: SentencePiece's "▁paris" is " paris" after a prompt, and "paris" at the beginning of a text.
+        """
         self._decode = codec.decode if hides_special else codec.decode_all
         self._hidden = hidden
-        self._ids: list[int] = []
+        before = self._decode(prompt[-CONTEXT_TOKENS:]) if prompt else ""
+        # A prompt of token ids may end inside a character: it then gives no context.
+        self._ids = [] if before.endswith(REPLACEMENT) else list(prompt[-CONTEXT_TOKENS:])
         self._context = 0  # index where the window begins: ids before it are not decoded again
         self._whole: deque[int] = deque()  # ends of ids between two characters, where the window may begin
-        self._emitted = ""  # sent part of the text of ids[context:]
+        self._emitted = before if self._ids else ""  # sent part of the text of ids[context:]
         self._sent: list[str] = []
 
     @property
@@ -253,11 +274,10 @@ class StopRule:
     min_tokens: int = 0
     shows_special: bool = False
 
-    def text_of(self, codec: TextCodec, stop_token_ids: Sequence[int]) -> IncrementalText:
+    def text_of(self, codec: TextCodec, stop_token_ids: Sequence[int], prompt: Sequence[int]) -> IncrementalText:
         """Return the text of an answer that one of these tokens may end; it is not shown among special tokens."""
-        if not self.shows_special:
-            return IncrementalText(codec)
-        return IncrementalText(codec, hides_special=False, hidden=frozenset(stop_token_ids))
+        hidden = frozenset(stop_token_ids) if self.shows_special else ()
+        return IncrementalText(codec, hides_special=not self.shows_special, hidden=hidden, prompt=prompt)
 
 
 class AnswerText:

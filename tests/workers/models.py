@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import (
     AttentionInterface,
+    AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
@@ -64,6 +65,64 @@ def save_model(kind: str, directory: Path) -> Path:
             model = MistralForCausalLM(MistralConfig(**SHAPE | {"sliding_window": None}))
         case _:
             raise AssertionError(f"no such kind of model: {kind}")
+    model.save_pretrained(directory)
+    return directory
+
+
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+FAMILY_SWITCHES: dict[str, tuple[dict[str, Any], ...]] = {
+    "apertus": ({"attention_bias": True}, {"tie_word_embeddings": True}),
+    "arcee": ({"attention_bias": True, "mlp_bias": True},),
+    "cohere": ({"logit_scale": 0.25, "use_qk_norm": True}, {"attention_bias": True}),
+    "ernie4_5": ({"use_bias": True}, {"tie_word_embeddings": False}),
+    "gemma": ({"head_dim": 32}, {"num_key_value_heads": 1, "attention_bias": True}),
+    "glm": ({"attention_bias": True},),
+    "glm4": ({"attention_bias": True},),
+    "granite": (
+        {"attention_multiplier": 0.4, "logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5},
+    ),
+    "helium": ({"attention_bias": True},),
+    "olmo": ({"clip_qkv": 0.7},),
+    "olmo2": ({"attention_bias": True},),
+    "phi": (
+        {"qk_layernorm": True, "num_key_value_heads": 4},
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+    ),
+    "phi3": ({"num_key_value_heads": 4},),
+    "seed_oss": ({"attention_bias": True, "attention_out_bias": True, "mlp_bias": True},),
+    "smollm3": ({"no_rope_layers": [1, 0]}, {"attention_bias": True, "mlp_bias": True}),
+    "starcoder2": ({"use_bias": True, "tie_word_embeddings": False},),
+    "ernie4_5_moe": (
+        EXPERTS | {"moe_num_experts": 5, "moe_k": 2, "moe_num_shared_experts": 2, "moe_layer_start_index": 1},
+    ),
+    "glm4_moe": (
+        EXPERTS
+        | {"n_routed_experts": 6, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "use_qk_norm": True},
+    ),
+    "granitemoe": (
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "attention_multiplier": 0.4, "logits_scaling": 3.0},
+    ),
+    "minimax_m2": ({"num_local_experts": 5, "num_experts_per_tok": 2, "rotary_dim": 8},),
+    "mixtral": ({"num_local_experts": 5, "num_experts_per_tok": 2},),
+    "olmoe": ({"num_experts": 5, "num_experts_per_tok": 2, "clip_qkv": 0.7},),
+    "qwen2_moe": (EXPERTS | {"num_experts": 5, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0]},),
+    "qwen3_moe": (
+        EXPERTS | {"num_experts": 5, "norm_topk_prob": True, "attention_bias": True},
+        EXPERTS | {"num_experts": 8, "mlp_only_layers": [1]},
+    ),
+}
+"""Families that KINDS lacks, each with draws that use the switches of its config."""
+
+
+def save_family(family: str, switches: dict[str, Any], directory: Path) -> Path:
+    """Write a random model of a family with these values in its config; no weight has its neutral value."""
+    torch.manual_seed(11)
+    config = AutoConfig.for_model(family, **SHAPE | {"pad_token_id": None, "sliding_window": None} | switches)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for weight in (*model.parameters(), *(part for _, part in model.named_buffers() if _.endswith("bias"))):
+            if weight.ndim < 2:  # norms and biases
+                weight.add_(torch.randn_like(weight), alpha=0.1)
     model.save_pretrained(directory)
     return directory
 

@@ -68,7 +68,7 @@ class DecodeChoice:
             return model
         choice = choose_at_start(self._shape, self._rates, ring.size)
         self.reason = choice.reason
-        own = torch.tensor([choice.is_helix, not model.is_packed], dtype=torch.int64, device=model.model.device)
+        own = torch.tensor([choice.is_helix, model.can_be_cut], dtype=torch.int64, device=model.model.device)
         words = [torch.empty_like(own) for _ in range(ring.size)]
         ring.gather_all(own, words).wait()
         if not words[LEADER][0] or not all(word[1] for word in words):

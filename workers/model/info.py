@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ringserve.cp_core.errors import ConfigError, ModelRefused
-from ringserve.workers.model.support import check_supported
+from ringserve.workers.model.support import EXPERT_KEYS, check_supported
 from ringserve.workers.protocol.ranks import ModelInfo
 
 ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -44,6 +44,7 @@ def read_model_info(path: Path, dtype: str | None = None, name: str | None = Non
     kv_dtype = "float32" if device == "cpu" else str(chosen)
     reader = _Reader(path, config)
     num_heads = reader.count("num_attention_heads")
+    mlp = _MlpWidths.read(reader)
     head_dim = reader.count("head_dim", reader.count("hidden_size") // num_heads)
     info = ModelInfo(
         name=name or path.resolve().name,
@@ -51,12 +52,12 @@ def read_model_info(path: Path, dtype: str | None = None, name: str | None = Non
         dtype=str(chosen),
         num_layers=reader.count("num_hidden_layers"),
         hidden_size=reader.count("hidden_size"),
-        intermediate_size=reader.count("intermediate_size"),
+        intermediate_size=mlp.active,
         num_heads=num_heads,
         num_kv_heads=reader.count("num_key_value_heads", num_heads),
         head_dim=head_dim,
         vocab_size=reader.count("vocab_size"),
-        max_positions=reader.count("max_position_embeddings"),
+        max_positions=max(reader.count("max_position_embeddings"), _yarn_positions(config)),
         num_parameters=0,
         element_bytes=ELEMENT_BYTES[str(chosen)],
         kv_dtype=kv_dtype,
@@ -65,7 +66,7 @@ def read_model_info(path: Path, dtype: str | None = None, name: str | None = Non
     )
     if info.num_heads % info.num_kv_heads:
         raise ModelRefused(f"{info.num_heads} query heads are not a multiple of {info.num_kv_heads} key/value heads")
-    return _with_parameters(info, tied=bool(config.get("tie_word_embeddings", False)))
+    return _with_parameters(info, mlp.total, tied=bool(config.get("tie_word_embeddings", False)))
 
 
 def tensor_share(info: ModelInfo, tp: int, key: str = "tp", *, replicates_kv: bool = False) -> ModelInfo:
@@ -122,6 +123,48 @@ class _Reader:
             raise ModelRefused(f"{self._path / 'config.json'} has {key}={value!r}; allowed is a positive integer")
         return value
 
+    def any_count(self, keys: Sequence[str], default: int) -> int:
+        """Read the first of `keys` that config.json has."""
+        return next((self.count(key) for key in keys if self._config.get(key)), default)
+
+
+@dataclass(frozen=True)
+class _MlpWidths:
+    """Features between the two products of an MLP: those that a token uses, and those of all experts.
+
+    The first layers of some mixtures of experts are dense; they count as the others do.
+    """
+
+    active: int
+    total: int
+
+    @classmethod
+    def read(cls, reader: _Reader) -> _MlpWidths:
+        experts = reader.any_count(EXPERT_KEYS, 0)
+        if not experts:
+            width = reader.count("intermediate_size")
+            return cls(width, width)
+        width = reader.any_count(("moe_intermediate_size", "intermediate_size"), 0)
+        shared = reader.any_count(("n_shared_experts", "moe_num_shared_experts"), 0) * width
+        shared += reader.any_count(("shared_expert_intermediate_size",), 0)
+        chosen = reader.any_count(("num_experts_per_tok", "moe_k"), 2)
+        return cls(chosen * width + shared, experts * width + shared)
+
+
+def _yarn_positions(config: Mapping[str, object]) -> int:
+    """Return the positions that YaRN stretches to, 0 without it; configs often give only the length before.
+
+    Example: Qwen's recipe for 131,072 positions is factor 4 and `original_max_position_embeddings` 32768.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping) or "yarn" not in (rope.get("rope_type"), rope.get("type")):
+        return 0
+    factor = rope.get("factor")
+    original = rope.get("original_max_position_embeddings") or config.get("max_position_embeddings")
+    if not isinstance(factor, int | float) or not isinstance(original, int):
+        return 0
+    return int(factor * original)
+
 
 def _eos_token_ids(path: Path, config: Mapping[str, object]) -> tuple[int, ...]:
     """Read the end-of-sequence ids from generation_config.json, which chat models extend, or else from config.json."""
@@ -137,10 +180,10 @@ def _eos_token_ids(path: Path, config: Mapping[str, object]) -> tuple[int, ...]:
     raise ModelRefused(f"{path} has eos_token_id={ids!r}; a token id or a list of them is needed")
 
 
-def _with_parameters(info: ModelInfo, *, tied: bool) -> ModelInfo:
+def _with_parameters(info: ModelInfo, mlp_features: int, *, tied: bool) -> ModelInfo:
     """Count the parameters of all weight matrices. Biases and norms (under 0.1%) are left out."""
     attention = 2 * info.hidden_size * info.head_dim * (info.num_heads + info.num_kv_heads)
-    per_layer = attention + 3 * info.hidden_size * info.intermediate_size
+    per_layer = attention + 3 * info.hidden_size * mlp_features
     embedding = info.vocab_size * info.hidden_size
     return replace(
         info,

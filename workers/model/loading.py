@@ -73,12 +73,15 @@ def attend_in_ring(
     *,
     scaling: float,
     ring_step: AttentionStep,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend rotated query[1,H,T,D] to key and value[1,K,T,D] -> (out[1,T,H,D], None), as transformers calls it.
 
-    On a CPU all three are widened to fp32, once; the step stores, sends and merges fp32, and `out` is narrowed.
+    On a CPU all three are widened to fp32, once; the step stores, sends and merges fp32, and `out` is narrowed. Raises
+    ModelRefused if the layer wants another attention than causal softmax over all earlier tokens.
     """
+    if unserved := [name for name in UNSERVED_ATTENTION if others.get(name) is not None]:
+        raise ModelRefused(f"attention with {unserved[0]} cannot be served")
     assert attention_mask is None, "the step's layout determines attention; no mask is ever built"
     layer = module.layer_idx
     assert isinstance(layer, int)
@@ -88,6 +91,9 @@ def attend_in_ring(
     out = ring_step.attend(layer, q, k, v, scaling)
     return out.to(query.dtype).unsqueeze(0), None
 
+
+UNSERVED_ATTENTION = ("sliding_window", "softcap", "s_aux", "position_bias")
+"""Keywords by which layers of transformers ask for windows, soft caps, sinks and position biases."""
 
 # transformers patches its own classes while it builds a model; two threads at once would leave a patch behind.
 LOADING = threading.Lock()
@@ -101,7 +107,7 @@ class LoadedModel:
 
     With tensor parallelism `hidden_states` and `logits` are collective over `tensor`, and their results are whole. With
     helix they are collective over the whole ring, `helix`, whose ranks compute the same rows. `pieces` are the compiled
-    layers, if they are compiled.
+    layers, if they are compiled. `scales` are the factors of attention's scores, by layer.
     """
 
     model: PreTrainedModel
@@ -112,6 +118,7 @@ class LoadedModel:
     tensor: TensorParallel
     helix: TensorParallel
     grammars: Grammars
+    scales: tuple[float, ...]
     pieces: Pieces | None = None
 
     @property
@@ -137,9 +144,10 @@ class LoadedModel:
         return HelixColumns(self.share.num_heads, self.share.head_dim, self.helix.rank, self.helix.size, device)
 
     @property
-    def is_packed(self) -> bool:
-        """True if weights are packed or joined: they can no longer be cut."""
-        return any(isinstance(module, PackedLinear | Columns) for module in self.body.modules())
+    def can_be_cut(self) -> bool:
+        """True if the family's weights can be cut and are not packed or joined yet."""
+        is_packed = any(isinstance(module, PackedLinear | Columns) for module in self.body.modules())
+        return not is_packed and TensorParallel.can_cut(self.model)
 
     def pack_weights(self, *, with_head: bool, quantization: str = NO_QUANTIZATION) -> None:
         """Bring the weights of all layers into the form that kernels read fastest. Idempotent.
@@ -201,25 +209,34 @@ class LoadedModel:
     def attend_without_tokens(self, step: AttentionStep) -> Tensor:
         """Join every layer's ring attention without own tokens, which transformers cannot run -> [0, hidden_size].
 
-        Other ranks' queries are attended here, with the scale that all served models have.
+        Other ranks' queries are attended here, with each layer's scale.
         """
         share, embeddings = self.share, self.model.get_input_embeddings().weight
         assert isinstance(embeddings, Tensor)
         q = embeddings.new_empty(0, share.num_heads, share.head_dim, dtype=DTYPES[share.kv_dtype])
         kv = q.new_empty(0, share.num_kv_heads, share.head_dim)
-        for layer in range(share.num_layers):
-            step.attend(layer, q, kv, kv, share.head_dim**-0.5)
+        for layer, scale in enumerate(self.scales):
+            step.attend(layer, q, kv, kv, scale)
         return embeddings.new_empty(0, share.hidden_size)
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """Map hidden states [T, hidden_size] -> logits [T, vocab_size]."""
-        logits = self.head(hidden_states)
-        assert isinstance(logits, Tensor)
+        logits = self._own_logits(hidden_states)
         return self.helix.join(logits, self.info.vocab_size) if self.is_helix else logits
+
+    def _own_logits(self, hidden_states: Tensor) -> Tensor:
+        """Map hidden states [T, hidden_size] to the logits of this part of the head, scaled as the family does."""
+        logits: Tensor = self.head(hidden_states)
+        config = self.model.config
+        if factor := getattr(config, "logit_scale", None):  # Cohere
+            logits = logits * factor
+        if divisor := getattr(config, "logits_scaling", None):  # Granite
+            logits = logits / divisor
+        return logits
 
     def largest_logits(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Return the largest logit [T] of each row and its token [T], the first of equals, without joining logits."""
-        values, tokens = self.head(hidden_states).max(dim=-1)
+        values, tokens = self._own_logits(hidden_states).max(dim=-1)
         if not self.is_helix:
             return values, tokens
         first, _ = self.helix.share(self.info.vocab_size)
@@ -303,7 +320,26 @@ def _without_weights(path: Path, info: ModelInfo) -> PreTrainedModel:
         raise ModelRefused(f"{path} cannot be loaded: {error}") from error
     model.tie_weights()
     assert isinstance(model, PreTrainedModel)
+    _check_defaults(path, config, info)
+    for module in model.modules():
+        if window := getattr(module, "sliding_window", None):
+            raise ModelRefused(f"a {info.model_type!r} model with a sliding window of {window} tokens cannot be served")
     return model
+
+
+def _check_defaults(path: Path, config: Any, info: ModelInfo) -> None:
+    """Raise ModelRefused if a key that config.json omits has another default in transformers than in `info`."""
+    for key, ours in (
+        ("hidden_size", info.hidden_size),
+        ("num_attention_heads", info.num_heads),
+        ("num_hidden_layers", info.num_layers),
+        ("num_key_value_heads", info.num_kv_heads),
+        ("head_dim", info.head_dim),
+        ("vocab_size", info.vocab_size),
+    ):
+        theirs = getattr(config, key, None)
+        if theirs is not None and theirs != ours:
+            raise ModelRefused(f"{path / 'config.json'} lacks {key}, and transformers takes {theirs}; write it there")
 
 
 def _loaded(
@@ -311,4 +347,8 @@ def _loaded(
 ) -> LoadedModel:
     body, head = model.base_model, model.get_output_embeddings()
     assert isinstance(body, Module) and isinstance(head, Module)
-    return LoadedModel(model, body, head, info, share, tensor, TensorParallel(), grammars_of(path, info))
+    layers: list[Any] = [each for each in body.modules() if hasattr(each, "layer_idx") and "scaling" in vars(each)]
+    scales = tuple(float(each.scaling) for each in layers)
+    if len(scales) != info.num_layers:
+        raise ModelRefused(f"a {info.model_type!r} model whose attention has no scale of its own cannot be served")
+    return LoadedModel(model, body, head, info, share, tensor, TensorParallel(), grammars_of(path, info), scales)

@@ -13,7 +13,39 @@ from ringserve.cp_core.errors import ModelRefused
 
 Config = Mapping[str, object]
 
-FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES: Final = (
+    "apertus",
+    "arcee",
+    "cohere",
+    "ernie4_5",
+    "gemma",
+    "glm",
+    "glm4",
+    "granite",
+    "helium",
+    "llama",
+    "mistral",
+    "olmo",
+    "olmo2",
+    "phi",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "seed_oss",
+    "smollm3",
+    "starcoder2",
+)
+EXPERT_FAMILIES: Final = (
+    "ernie4_5_moe",
+    "glm4_moe",
+    "granitemoe",
+    "minimax_m2",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_moe",
+)
+"""Families with a mixture of experts, whose experts are on every rank whole."""
 
 # Rotary embeddings whose angles depend on the position alone. "dynamic" and "longrope" also depend on the length of the
 # whole sequence, so cached keys would become wrong as it grows.
@@ -27,9 +59,6 @@ FEATURE_KEYS: Final[Mapping[str, str]] = {
     "kv_lora_rank": "multi-head latent attention (MLA)",
     "attn_logit_softcapping": "a soft cap on attention logits",
     "final_logit_softcapping": "a soft cap on output logits",
-    "num_local_experts": "mixture of experts",
-    "num_experts": "mixture of experts",
-    "n_routed_experts": "mixture of experts",
     "alibi": "ALiBi position biases",
     "attention_chunk_size": "chunked attention",
     "linear_num_value_heads": "linear attention",
@@ -39,8 +68,8 @@ FEATURE_FAMILIES: Final[Mapping[str, str]] = {
     "gpt_oss": "attention sinks",
     "gemma2": "a soft cap on attention logits",
     "t5": "an encoder beside the decoder",
-    "mixtral": "mixture of experts",
 }
+EXPERT_KEYS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 def check_supported(config: Config) -> None:
@@ -49,8 +78,9 @@ def check_supported(config: Config) -> None:
     feature = _unsupported_feature(config)
     if feature is not None:
         raise ModelRefused(f"a {model_type!r} model with {feature} cannot be served")
-    if model_type not in FAMILIES:
-        raise ModelRefused(f"model type {model_type!r} cannot be served; supported are {', '.join(FAMILIES)}")
+    families = (*FAMILIES, *EXPERT_FAMILIES)
+    if model_type not in families:
+        raise ModelRefused(f"model type {model_type!r} cannot be served; supported are {', '.join(sorted(families))}")
     architectures = config.get("architectures") or []
     if isinstance(architectures, list) and not all(str(name).endswith("ForCausalLM") for name in architectures):
         raise ModelRefused(f"architecture {architectures} cannot be served; a ...ForCausalLM is needed")
@@ -66,6 +96,8 @@ def _unsupported_feature(config: Config) -> str | None:
             return feature
     if (family := str(config.get("model_type"))) in FEATURE_FAMILIES:
         return FEATURE_FAMILIES[family]
+    if family not in EXPERT_FAMILIES and any(config.get(key) for key in EXPERT_KEYS):
+        return "mixture of experts"
     if window := _sliding_window(config):
         return f"a sliding window of {window} tokens"
     return _unsupported_rope(config)
@@ -73,18 +105,31 @@ def _unsupported_feature(config: Config) -> str | None:
 
 def _sliding_window(config: Config) -> object:
     """Return the sliding window of any layer, or None."""
-    layer_types = config.get("layer_types") or []
+    family, layer_types = config.get("model_type"), config.get("layer_types")
     if isinstance(layer_types, list) and any(kind != "full_attention" for kind in layer_types):
         return config.get("sliding_window") or "unknown"
-    match config.get("model_type"):
-        case "mistral":
-            # Mistral's default is a window of 4096; only an explicit null disables it.
-            return config.get("sliding_window", 4096)
-        case "qwen2" | "qwen3":
-            return config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
-        case "llama":
+    if family == "llama":
+        return None
+    if family == "mistral":
+        # Mistral's default is a window of 4096; only an explicit null disables it.
+        return config.get("sliding_window", 4096)
+    if family in SWITCHED_WINDOWS:
+        if not config.get("use_sliding_window") or (family in LISTED_WINDOWS and _no_layer_slides(config)):
             return None
+        return config.get("sliding_window", 4096)
     return config.get("sliding_window")
+
+
+def _no_layer_slides(config: Config) -> bool:
+    """Return True if all layers are full attention although a window is set, as in QwQ-32B."""
+    first, layers = config.get("max_window_layers"), config.get("num_hidden_layers")
+    return bool(config.get("layer_types")) or (isinstance(first, int) and isinstance(layers, int) and first >= layers)
+
+
+SWITCHED_WINDOWS: Final = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
+"""Families whose window counts only with `use_sliding_window`."""
+LISTED_WINDOWS: Final = ("qwen2", "qwen3", "smollm3")
+"""Families whose layers follow `layer_types`, or slide from layer `max_window_layers` on."""
 
 
 def _unsupported_rope(config: Config) -> str | None:

@@ -147,6 +147,11 @@ class TensorParallel:
         if are_tied:
             self.tie(model)
 
+    @staticmethod
+    def can_cut(model: PreTrainedModel) -> bool:
+        """Return True if `cut` knows every style in the model's plan."""
+        return bool(model.tp_plan) and set(model.tp_plan.values()) <= STYLES.keys()
+
     def tie(self, model: PreTrainedModel) -> None:
         """Tie the output head to the embedding if that is cut, else to a view of this rank's rows of it."""
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()

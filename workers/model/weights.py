@@ -194,6 +194,9 @@ class Weights:
             if (shape := tuple(found.shape)) != whole[name]:
                 raise ModelRefused(f"{self._path} has {name} of shape {shape}, but config.json needs {whole[name]}")
             part.data = _share_of(found, part, tensor)
+        for name, buffer in self._model.named_buffers():
+            if name in self._sources and (found := self.find(name)) is not None:
+                buffer.data = found.to(buffer.dtype)
         if len(parts) < len(sources):
             tensor.tie(self._model)
 

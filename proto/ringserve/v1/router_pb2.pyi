@@ -79,6 +79,7 @@ class BeginTurnRequest(_message.Message):
     READER_FIELD_NUMBER: _builtins.int
     BOUND_FIELD_NUMBER: _builtins.int
     IS_OPEN_ENDED_FIELD_NUMBER: _builtins.int
+    NUM_SPECIAL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     conversation_id: _builtins.str
     prompt_mode: _inference_pb2.PromptMode.ValueType
@@ -102,6 +103,8 @@ class BeginTurnRequest(_message.Message):
     """Names the gateway's reader of the turn."""
     is_open_ended: _builtins.bool
     """The answer may have as many tokens as there is room for; `sampling.max_tokens` is not looked at."""
+    num_special: _builtins.int
+    """Tokens that the tokenizer put before a text, e.g. BOS: left out if the text continues a conversation."""
     @_builtins.property
     def sampling(self) -> _rings_pb2.Sampling: ...
     @_builtins.property
@@ -139,10 +142,11 @@ class BeginTurnRequest(_message.Message):
         reader: _builtins.str = ...,
         bound: Global___Bound | None = ...,
         is_open_ended: _builtins.bool = ...,
+        num_special: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "_expected_tokens", b"_expected_tokens", "bound", b"bound", "conversation_ttl_seconds", b"conversation_ttl_seconds", "expected_tokens", b"expected_tokens", "kv_quota", b"kv_quota", "resume", b"resume", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "_expected_tokens", b"_expected_tokens", "algorithm", b"algorithm", "bound", b"bound", "cache_key", b"cache_key", "conversation_id", b"conversation_id", "conversation_ttl_seconds", b"conversation_ttl_seconds", "deadline_seconds", b"deadline_seconds", "expected_tokens", b"expected_tokens", "follows", b"follows", "is_open_ended", b"is_open_ended", "kv_quota", b"kv_quota", "no_cache", b"no_cache", "priority", b"priority", "prompt_mode", b"prompt_mode", "reader", b"reader", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "token_ids", b"token_ids", "trace_parent", b"trace_parent", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "_expected_tokens", b"_expected_tokens", "algorithm", b"algorithm", "bound", b"bound", "cache_key", b"cache_key", "conversation_id", b"conversation_id", "conversation_ttl_seconds", b"conversation_ttl_seconds", "deadline_seconds", b"deadline_seconds", "expected_tokens", b"expected_tokens", "follows", b"follows", "is_open_ended", b"is_open_ended", "kv_quota", b"kv_quota", "no_cache", b"no_cache", "num_special", b"num_special", "priority", b"priority", "prompt_mode", b"prompt_mode", "reader", b"reader", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "token_ids", b"token_ids", "trace_parent", b"trace_parent", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__conversation_ttl_seconds: _TypeAlias = _typing.Literal["conversation_ttl_seconds"]  # noqa: Y015
     _WhichOneofArgType__conversation_ttl_seconds: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds"]  # noqa: Y015

@@ -237,6 +237,7 @@ class HttpApi:
         """
 
         def read(reader: RequestReader, codec: TextCodec) -> CallForm | None:
+            reader.end_chat(turn.request.sampling_params)
             form = form_of(codec.chat_template(template.tools)) if turn.offer else None
             if turn.offer and form:
                 turn.offer.hold(turn.request.sampling_params, form, reader)

@@ -61,3 +61,13 @@ def test_nothing_can_be_appended_to_a_conversation_that_does_not_exist() -> None
 def test_an_empty_prompt_is_refused(history: TokenIds | None, mode: PromptMode) -> None:
     with pytest.raises(InvalidRequest, match="0 tokens, at least 1"):
         resolve_prompt(history, ids([]), mode)
+
+
+@pytest.mark.parametrize("mode", [AUTO, APPEND])
+def test_a_begin_token_of_the_tokenizer_is_left_out_of_a_follow_up(mode: PromptMode) -> None:
+    whole, _ = resolve_prompt(ids([1, 7, 8]), ids([1, 9]), mode, num_special=1)
+    assert whole.tolist() == [1, 7, 8, 9]
+    first, _ = resolve_prompt(ids([]), ids([1, 9]), AUTO, num_special=1)
+    assert first.tolist() == [1, 9], "a conversation's first text keeps it"
+    history, _ = resolve_prompt(ids([1, 7]), ids([1, 7, 9]), PromptMode.WHOLE_HISTORY, num_special=1)
+    assert history.tolist() == [1, 7, 9]

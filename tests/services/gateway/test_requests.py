@@ -374,3 +374,24 @@ def test_a_bound_is_read_as_it_is_given_and_alone(reader: RequestReader) -> None
     ):
         with pytest.raises(InvalidRequest, match=said):
             bound(**fields)
+
+
+def test_the_tokenizers_own_end_counts_in_chats_alone(byte_codec: TextCodec) -> None:
+    """A fine-tune's config.json names the base model's end, and its tokenizer the end of a message."""
+    reader = RequestReader(dataclasses.replace(MODEL_WITH_ENDS, eos_token_ids=(260,)), byte_codec, MAX_SECONDS, ("t",))
+    (end,) = byte_codec.chat_ends
+    talk = chat(("user", "hi"))
+    assert reader.read(talk, None, NOBODYS).sampling.stop_token_ids == tuple(sorted((end, 260)))
+    assert reader.read(text_request(), None, NOBODYS).sampling.stop_token_ids == (260,)
+    talk.sampling_params.ignore_eos = True
+    assert reader.read(talk, None, NOBODYS).sampling.stop_token_ids == ()
+
+
+def test_only_a_text_has_tokens_that_the_tokenizer_put_before_it(byte_codec: TextCodec) -> None:
+    class Codec(TextCodec):
+        def __init__(self) -> None:
+            self.__dict__ |= byte_codec.__dict__ | {"num_special": 1}
+
+    reader = RequestReader(MODEL_WITH_ENDS, Codec(), MAX_SECONDS, ("t",))
+    asked = (text_request(), chat(("user", "hi")), tokenized(1, 2))
+    assert [reader.read(request, None, NOBODYS).num_special for request in asked] == [1, 0, 0]

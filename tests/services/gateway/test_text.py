@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from ringserve.cp_core.errors import InvalidRequest, ModelRefused
@@ -41,6 +41,47 @@ def read(codec: TextCodec, ids: Sequence[int], parts: Sequence[slice]) -> tuple[
     text = IncrementalText(codec)
     pushed = [text.push(ids[part]) for part in parts]
     return pushed, text.finish(), text
+
+
+@pytest.fixture(scope="module")
+def llama_codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    """Return a tokenizer like Llama 2's: BOS comes first, and words begin with a space, except a text's first."""
+    vocab = {"<s>": 0, "</s>": 1, "▁the": 2, "▁capital": 3, "▁is": 4, "▁paris": 5, "!": 6}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="!"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    directory = tmp_path_factory.mktemp("llama")
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return TextCodec(directory)
+
+
+def test_an_answer_keeps_the_space_between_it_and_its_prompt(llama_codec: TextCodec) -> None:
+    prompt = llama_codec.encode("the capital is").tolist()
+    assert prompt == [0, 2, 3, 4]
+    text = IncrementalText(llama_codec, prompt=prompt)
+    assert [text.push([5]), text.push([6]), text.finish()] == [" paris", "!", ""]
+    assert llama_codec.decode(prompt) + text.text == llama_codec.decode([*prompt, 5, 6])
+    assert IncrementalText(llama_codec).push([5]) == "paris", "an answer to nothing begins the text"
+
+
+def test_the_codec_knows_what_it_puts_before_a_text(llama_codec: TextCodec, byte_codec: TextCodec) -> None:
+    assert (llama_codec.num_special, byte_codec.num_special) == (1, 0)
+
+
+def test_a_prompt_that_ends_inside_a_character_gives_no_context(byte_codec: TextCodec) -> None:
+    prompt = [*b"ab", *"€".encode()[:2]]
+    text = IncrementalText(byte_codec, prompt=prompt)
+    assert text.push([*b"x"]) == "x"
+
+
+@given(texts, texts)
+def test_a_prompt_changes_no_text_of_whole_characters(byte_codec: TextCodec, prompt: str, answer: str) -> None:
+    text = IncrementalText(byte_codec, prompt=list(prompt.encode()))
+    pushed = [text.push([byte]) for byte in answer.encode()]
+    assert "".join(pushed) + text.finish() == answer
 
 
 # --- growing ---------------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ def test_joined_layers_compute_what_each_of_them_did_and_exist_once(
     for _ in range(2):
         join_layers(joined.body, ATTENTION_LAYERS)
         join_layers(joined.body, MLP_LAYERS)
-    assert joined.is_packed
+    assert not joined.can_be_cut
     assert sum(each.numel() for each in joined.body.parameters()) == num_parameters
     for part, names in (("self_attn", ATTENTION_LAYERS), ("mlp", MLP_LAYERS)):
         module, original = (each.body.get_submodule(f"layers.1.{part}") for each in (joined, stock))

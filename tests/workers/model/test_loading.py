@@ -23,7 +23,7 @@ from ringserve.workers.model.support import FAMILIES, check_supported
 from ringserve.workers.protocol.prefill_steps import Algorithm
 from ringserve.workers.rank import parts as rank_parts
 from ringserve.workers.sampling.parameters import SamplingParameters
-from tests.workers.models import KINDS, Oracle, random_tokens, save_model
+from tests.workers.models import KINDS, Oracle, random_tokens, save_family, save_model
 from tests.workers.rings import LocalRing, Turn
 
 PLAIN = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
@@ -122,12 +122,13 @@ def test_a_bfloat16_model_answers_as_transformers_does_with_attention_in_float32
         ({"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]}, "a sliding window"),
         ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "a soft cap on attention logits"),
         ({"final_logit_softcapping": 30.0}, "a soft cap on output logits"),
-        ({"model_type": "gpt_oss", "num_local_experts": 8, "sliding_window": 128}, "mixture of experts"),
+        ({"model_type": "gpt_oss", "num_local_experts": 8, "sliding_window": 128}, "attention sinks"),
         ({"model_type": "gpt_oss"}, "attention sinks"),
         ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, r"multi-head latent attention \(MLA\)"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "an encoder beside the decoder"),
         ({"model_type": "qwen2_vl", "vision_config": {"depth": 32}}, "vision input"),
-        ({"model_type": "mixtral", "num_local_experts": 8}, "mixture of experts"),
+        ({"model_type": "llama", "num_local_experts": 8}, "mixture of experts"),
+        ({"model_type": "mixtral", "num_local_experts": 8, "sliding_window": 64}, "a sliding window of 64 tokens"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized weights"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rotary position embedding of type 'dynamic'"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rotary position embedding of type 'longrope'"),
@@ -140,7 +141,7 @@ def test_what_the_core_lacks_is_refused_by_its_name(changes: dict[str, object], 
 
 
 def test_families_that_were_not_compared_are_refused_with_those_that_are() -> None:
-    with pytest.raises(ModelRefused, match="'bloom' cannot be served; supported are llama, mistral, qwen2, qwen3"):
+    with pytest.raises(ModelRefused, match=r"'bloom' cannot be served; supported are apertus, arcee, .*, starcoder2$"):
         check_supported({"model_type": "bloom"})
 
 
@@ -155,6 +156,8 @@ def test_a_model_without_a_language_head_is_refused() -> None:
         {"model_type": "mistral", "sliding_window": None},
         {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 4096},
         {"model_type": "qwen3", "layer_types": ["full_attention"] * 2},
+        # QwQ-32B: a window that no layer has
+        {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 64, "num_hidden_layers": 64},
         {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
         {"rope_scaling": None},
     ],
@@ -346,7 +349,8 @@ def _save_by_torch(path: Path) -> None:
 
 
 def _save_by_torch_in_two_files(path: Path) -> None:
-    names, weight_map = list(load_file(path / "model.safetensors").items()), {}
+    names = list(load_file(path / "model.safetensors").items())
+    weight_map: dict[str, str] = {}
     for number, part in enumerate((names[:5], names[5:])):
         torch.save(dict(part), path / f"pytorch_model-{number}.bin")
         weight_map |= {name: f"pytorch_model-{number}.bin" for name, _ in part}
@@ -386,7 +390,7 @@ def test_a_head_that_only_the_config_ties_is_cut_apart_from_the_embedding(
     head = load_file(path / "model.safetensors")["lm_head.weight"]
     _say_tied(path)
     loaded = load_model(path, "float32", "cpu", **share)
-    assert torch.equal(loaded.head.weight, head[150:])
+    assert torch.equal(loaded.model.state_dict()["lm_head.weight"], head[150:])
 
 
 def test_two_files_with_one_tensor_and_no_index_are_refused(tmp_path: Path) -> None:
@@ -413,3 +417,40 @@ def test_an_index_that_names_what_is_not_there_is_refused(tmp_path: Path) -> Non
         index.write_text(json.dumps({"weight_map": names | change}))
         with pytest.raises(ModelRefused, match=words):
             load_model(path, "float32", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("rope", "positions"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
+        ({"type": "yarn", "factor": 4.0}, 2048),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}, 512),
+        ({"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 512}, 512),
+        (None, 512),
+    ],
+)
+def test_yarn_multiplies_the_positions(
+    rope: dict[str, object] | None, positions: int, edited_config: Callable[..., Path]
+) -> None:
+    """As Qwen's own recipe for 131,072 positions has it, whose config says 32,768."""
+    path = edited_config("llama_gqa", max_position_embeddings=512, rope_scaling=rope, rope_parameters=None)
+    assert read_model_info(path).max_positions == positions
+
+
+def test_a_prompt_beyond_the_length_before_yarn_is_exact(edited_config: Callable[..., Path]) -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+    path = edited_config("llama_gqa", max_position_embeddings=64, rope_parameters=rope)
+    prompt = random_tokens(150)
+    with LocalRing(path, 2) as ring:
+        (logits,) = ring.prefill_logits([Turn(ring.open("a", 192), prompt)])
+    torch.testing.assert_close(logits, Oracle(path).logits(prompt), rtol=1e-3, atol=1e-3)
+
+
+def test_a_default_of_transformers_that_the_config_omits_is_asked_for(tmp_path: Path) -> None:
+    """Read from config.json alone, the model would have another shape in the leader than in its ranks."""
+    path = save_family("starcoder2", {"head_dim": None}, tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    del config["num_key_value_heads"]
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelRefused, match=r"lacks num_key_value_heads, and transformers takes 2; write it there"):
+        load_model(path, "float32", "cpu")
