@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from ringserve.cp_core.errors import (
+    ContextTooLong,
     ConversationLost,
     DeadlineExceeded,
     InvalidRequest,
@@ -306,9 +307,10 @@ class TurnAdmission:
         name, limit = self._limit(choice)
         prompt, answer = wanted.num_tokens, wanted.answer_tokens
         if prompt + answer > limit:
-            raise InvalidRequest(
-                f"input: {prompt} prompt tokens and max_tokens {answer} make {prompt + answer}, "
-                f"and {name} allow at most {limit}"
+            # Agents shorten their history when they read of a "maximum context length".
+            raise ContextTooLong(
+                f"input: {prompt} prompt tokens and max_tokens {answer} make {prompt + answer}; this model's maximum "
+                f"context length is {limit} tokens ({name})"
             )
 
 

@@ -2,6 +2,7 @@
 
 RingserveError
 ├── InvalidRequest        a field of the request is wrong: the message names field, value and what is allowed
+│   └── ContextTooLong    prompt and answer have more tokens than fit; a shorter history would
 ├── Unauthenticated       no token, or one that is wrong or has expired
 ├── Forbidden             the caller is known and may not do this
 ├── NotFound              no such conversation, request or turn
@@ -38,6 +39,10 @@ class RingserveError(Exception):
 
 class InvalidRequest(RingserveError):
     """Request with a wrong field."""
+
+
+class ContextTooLong(InvalidRequest):
+    """Request whose prompt and answer have more tokens than the model's positions, or a ring's KV room, allow."""
 
 
 class Unauthenticated(RingserveError):
@@ -109,7 +114,7 @@ class ConfigError(RingserveError):
 
 
 SHARED = (
-    *(InvalidRequest, Unauthenticated, Forbidden, NotFound, ConversationLost, Busy, CapacityExceeded),
+    *(InvalidRequest, ContextTooLong, Unauthenticated, Forbidden, NotFound, ConversationLost, Busy, CapacityExceeded),
     *(DeadlineExceeded, TurnCancelled, Unavailable, Stopping, NotBegun, NotFinite, ConfigError),
 )
 """Errors that servers name to clients. Unreachable is about a caller's own way to its peer."""

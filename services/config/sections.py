@@ -433,9 +433,9 @@ class HttpConfig:
     """OpenAI's HTTP at `gateway.http`."""
 
     unknown_fields: Literal["refuse", "ignore"] = Field(
-        default="refuse",
-        description="Refuse requests with fields that are not served, or ignore these fields and log their names.",
-        examples=["ignore"],
+        default="ignore",
+        description="Ignore fields of requests that are not served and log their names once, or refuse such requests.",
+        examples=["refuse"],
     )
     origins: Origins = Field(
         default="",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from llguidance import LLMatcher, grammar_from
@@ -17,8 +18,28 @@ JSON_OPTIONS: Any = {  # its type is known to checkers alone
     "whitespace_pattern": r"[ \n\r\t]{1,20}",
     "json_allow_general_unicode_escapes": True,
 }
-"""Options of every schema: no keyword is ignored, and a model that says spaces comes to an end of them."""
+"""Options of every schema: no keyword is ignored, unless the schema is a wish (`wish`), and spaces come to an end."""
 MAX_CHOICES = 4096
+LOOK_AROUND = re.compile(r"\(\?<?[=!]")
+"""Beginning of a look-ahead or look-behind in a pattern."""
+
+
+def wish(schema: Any) -> dict[str, Any]:
+    """Return a schema that holds an answer as far as a grammar can, as OpenAI's `strict: false` asks.
+
+    Example: `{"type": "array", "uniqueItems": true}` becomes a schema whose items may be equal.
+    """
+    found: dict[str, Any] = _without_look_around(schema)
+    return {**found, "x-guidance": JSON_OPTIONS | {"lenient": True}}
+
+
+def _without_look_around(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_without_look_around(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    is_held = not (isinstance(pattern := schema.get("pattern"), str) and LOOK_AROUND.search(pattern))
+    return {name: _without_look_around(value) for name, value in schema.items() if is_held or name != "pattern"}
 
 
 def grammar_of(params: inference_pb2.SamplingParams, grammars: Grammars) -> str:
@@ -43,7 +64,7 @@ def grammar_of(params: inference_pb2.SamplingParams, grammars: Grammars) -> str:
 def _grammar(kind: str, params: inference_pb2.SamplingParams) -> str:
     match kind:
         case "json_schema":
-            return _of_schema(params.json_schema)
+            return _of_schema(params.json_schema, is_lenient=params.lenient_schema)
         case "json_object":
             if not params.json_object:
                 raise InvalidRequest("false is not allowed; leave it out")
@@ -56,7 +77,7 @@ def _grammar(kind: str, params: inference_pb2.SamplingParams) -> str:
             return grammar_from("grammar", _filled(params.grammar))
 
 
-def _of_schema(text: str) -> str:
+def _of_schema(text: str, *, is_lenient: bool) -> str:
     """Return the grammar of a JSON schema, which keeps the order of its properties."""
     _check_length(text)
     try:
@@ -65,7 +86,9 @@ def _of_schema(text: str) -> str:
         raise InvalidRequest("it is no JSON; give a schema as JSON") from None
     if not isinstance(schema, dict):
         raise InvalidRequest("a schema is a JSON object")
-    return LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)
+    if is_lenient:
+        schema = wish(schema)
+    return LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS | {"lenient": is_lenient})
 
 
 def _of_choices(choices: list[str]) -> str:

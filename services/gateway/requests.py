@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ringserve.cp_core.errors import InvalidRequest, NotFound
+from ringserve.cp_core.errors import ContextTooLong, InvalidRequest, NotFound
 from ringserve.mapping import name_of
 from ringserve.orchestration.protocol.plans import MAX_LOSS, MAX_TTFT, Bound, PromptMode
 from ringserve.orchestration.protocol.turns import LostTurn, TurnRequest
@@ -211,9 +211,9 @@ class RequestReader:
         """Refuse a text before its tokens are made: it has more of them than the model has positions."""
         limit = self._model.max_positions * self._codec.max_characters
         if num_characters > limit:
-            raise InvalidRequest(
-                f"{field}: {num_characters} characters are too many; the model's {self._model.max_positions} positions "
-                f"hold at most {limit}"
+            raise ContextTooLong(
+                f"{field}: {num_characters} characters are too many; this model's maximum context length is "
+                f"{self._model.max_positions} tokens, which hold at most {limit}"
             )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
@@ -41,9 +40,12 @@ class _TorchFile(dict[str, Tensor]):
 
     def __init__(self, path: Path) -> None:
         try:
-            content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except RuntimeError:  # the format before torch 1.6 cannot be mapped
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            try:
+                content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            except RuntimeError:  # the format before torch 1.6 cannot be mapped
+                content = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # which one depends on where the file is damaged
+            raise ModelRefused(f"{path} cannot be read as weights: {str(error).splitlines()[0]}") from error
         super().__init__({name: part for name, part in content.items() if isinstance(part, Tensor)})
 
     def get_tensor(self, name: str) -> Tensor:
@@ -135,7 +137,7 @@ class Weights:
         try:
             with ExitStack() as stack:
                 yield cls(path, _open_files(path, stack), model)
-        except (OSError, SafetensorError, RuntimeError, pickle.UnpicklingError) as error:
+        except (OSError, SafetensorError) as error:
             raise ModelRefused(f"{path} cannot be loaded: {error}") from error
 
     def find(self, name: str) -> Tensor | None:

@@ -89,6 +89,7 @@ class Sampling:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     json_schema: str | Mapping[str, Any] | None = None
+    lenient_schema: bool = False
     json_object: bool | None = None
     regex: str | None = None
     grammar: str | None = None

@@ -157,6 +157,7 @@ class HttpApi:
                 allow_origins=origins,
                 allow_methods=methods,
                 allow_headers=["*"],
+                allow_private_network=True,
                 expose_headers=exposed,
             )
         ]
@@ -318,7 +319,7 @@ class HttpApi:
     async def _refuse(self, request: Request, error: Exception) -> Response:
         if isinstance(error, RingserveError):
             self._service.note_refused("http", error)
-        return _error_response(error)
+        return _error_response(error, request.url.path)
 
     def _model_json(self) -> dict[str, Any]:
         return model_json(self._model_name, self._created, self._max_positions)
@@ -381,8 +382,8 @@ def _parsed(body: bytes) -> Any:
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
-def _error_response(error: BaseException) -> Response:
-    return JSONResponse(error_body(error), status_of(error), headers_of(error))
+def _error_response(error: BaseException, path: str = "") -> Response:
+    return JSONResponse(error_body(error, path), status_of(error), headers_of(error))
 
 
 async def _refuse_route(request: Request, error: Exception) -> Response:

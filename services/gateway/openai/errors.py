@@ -11,6 +11,7 @@ import grpc
 
 from ringserve.cp_core.errors import (
     CapacityExceeded,
+    ContextTooLong,
     ConversationLost,
     InvalidRequest,
     NotFinite,
@@ -46,6 +47,8 @@ _NAMES = (
     (re.compile(r"^input\.tokenized\.input_ids"), "prompt"),
     (re.compile(r"^input\.(text|tokenized)\b"), "prompt"),
 )
+PROMPTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
+"""Field that has the prompt, by path."""
 # First parts of paths of other APIs that OpenAI's and vLLM's clients look for.
 _OTHERS = frozenset(
     {
@@ -103,8 +106,12 @@ def refused_route(status: int, method: str, path: str, allowed: Sequence[str], d
     return BadHttpRequest(status, words)
 
 
-def error_body(error: BaseException) -> dict[str, Any]:
-    """Return an error as `{"error": {...}}`. The text of a foreign error is not shown."""
+def error_body(error: BaseException, path: str = "") -> dict[str, Any]:
+    """Return an error as `{"error": {...}}`. The text of a foreign error is not shown.
+
+    The prompt has the name that it has in requests to `path`. Example: "input: 9010 prompt tokens and ..." begins with
+    "messages: " for /v1/chat/completions.
+    """
     if isinstance(error, BadHttpRequest):
         return _body(str(error), "invalid_request_error", None, error.code)
     if isinstance(error, NotFinite):
@@ -115,9 +122,13 @@ def error_body(error: BaseException) -> dict[str, Any]:
     _, kind, code = shape
     if isinstance(error, ConversationLost):
         code = "conversation_lost"
+    if isinstance(error, ContextTooLong):
+        code = "context_length_exceeded"
     message = str(error)
     for pattern, name in _NAMES:
         message = pattern.sub(name, message, count=1)
+    if prompt := PROMPTS.get(path):
+        message = re.sub(r"^(input|prompt|messages)(?=[:.\[])", prompt, message, count=1)
     named = _PARAMETER.match(message) if isinstance(error, InvalidRequest | ConversationLost) else None
     return _body(message, kind, named.group(1) if named else None, code)
 

@@ -4,13 +4,13 @@ The models check shapes and types; values are checked where gRPC's are. A field 
 needs one line in `SamplingFields` to be served. `Fields.read` turns a body into a model, and pydantic's errors into one
 sentence. The OpenAPI document is made of the same models.
 
-`extra="forbid"` refuses unknown fields; `read(..., ignores_unknown=True)` is the one switch that ignores them.
+`extra="forbid"` refuses unknown fields; `read` with `note_ignored` is the one switch that ignores them.
 """
 
 from __future__ import annotations
 
 import json
-import logging
+from collections.abc import Callable
 from itertools import islice
 from typing import Annotated, Any, Literal, Self
 
@@ -21,8 +21,6 @@ from pydantic_core import ErrorDetails, PydanticCustomError, core_schema
 from ringserve.cp_core.errors import InvalidRequest
 from ringserve.orchestration.protocol.turns import MAX_PRIORITY
 from ringserve.services.gateway.requests import MAX_MESSAGES
-
-log = logging.getLogger(__name__)
 
 MAX_PROMPTS = 128
 """Prompts of one request for completions. Their reader checks it: pydantic would name the first prompt."""
@@ -43,8 +41,10 @@ class Fields(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     @classmethod
-    def read(cls, body: Any, *, ignores_unknown: bool = False) -> Self:
+    def read(cls, body: Any, note_ignored: Callable[[list[str]], None] | None = None) -> Self:
         """Return the model of a body. Raises InvalidRequest, whose sentence names field, value and what is allowed.
+
+        With `note_ignored` unknown fields are ignored, and their names are given to it.
 
         Example: `CompletionRequest.read({"model": "m", "prompt": ["a", 7]})` raises "prompt[1]: 7 is not allowed; give
         a string or a list".
@@ -57,11 +57,11 @@ class Fields(BaseModel):
         required = {name: None for name, field in cls.model_fields.items() if field.is_required()}
         given = required | {name: value for name, value in body.items() if value is not None}
         try:
-            asked = cls.model_validate(given, extra="allow" if ignores_unknown else None)
+            asked = cls.model_validate(given, extra="allow" if note_ignored else None)
         except ValidationError as error:
             raise InvalidRequest(_sentence(cls, given, error)) from None
-        if ignored := asked._unknown_names() if ignores_unknown else []:
-            log.info("ignored fields of a request: %s", ", ".join(map(shown, ignored[:MAX_NAMED])))
+        if note_ignored and (ignored := asked._unknown_names()):
+            note_ignored(ignored[:MAX_NAMED])
         return asked
 
     def _unknown_names(self) -> list[str]:
@@ -189,19 +189,30 @@ def _only(allowed: bool | int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def _to_whole(given: Any) -> Any:
+    """Return 16 for 16.0, as clients without whole numbers write it."""
+    return int(given) if isinstance(given, float) and given.is_integer() else given
+
+
 def _parse_arguments(given: Any) -> Any:
-    """Return the arguments of a call, which templates take as objects and answers have as text."""
+    """Return the arguments of a call, which templates take as objects and answers have as text.
+
+    Text that is no JSON object stays text: a call that `max_tokens` cut comes back in the history as it was.
+    """
+    if not isinstance(given, str):
+        return given or {}
     try:
-        return json.loads(given) if isinstance(given, str) and given else given or {}
+        parsed = json.loads(given) if given else {}
     except (ValueError, RecursionError):
-        raise PydanticCustomError("json", "a JSON object, whole or as text") from None
+        return _check_characters(given)
+    return parsed if isinstance(parsed, dict) else given
 
 
 Json = dict[str, Any]
 Text = Annotated[str, AfterValidator(_check_characters)]
 Name = Annotated[str, Field(min_length=1), AfterValidator(_check_characters)]
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
-Whole = Annotated[int, Field(ge=0, le=2**32 - 1)]
+Whole = Annotated[int, Field(ge=0, le=2**32 - 1), BeforeValidator(_to_whole)]
 FIRST_FAULT = Field(fail_fast=True)
 """Of a long list only the first fault is looked for."""
 Tokens = Annotated[list[Whole], FIRST_FAULT]
@@ -213,7 +224,7 @@ Biases = Annotated[
     Field(json_schema_extra={"additionalProperties": False}),
 ]
 """Biases by token id; keys of JSON are strings."""
-Arguments = Annotated[Json, BeforeValidator(_parse_arguments, json_schema_input_type=str | Json | None)]
+Arguments = Annotated[Json | str, BeforeValidator(_parse_arguments, json_schema_input_type=str | Json | None)]
 NOT_SERVED = Field(description="Not served.")
 Unserved = Annotated[None, NOT_SERVED]
 Off = Annotated[Annotated[Literal[False], _only(False)] | None, NOT_SERVED]
@@ -309,6 +320,7 @@ ChoiceMode = Literal["none", "auto", "required"]
 
 class NamedSchema(OpenFields):
     schema_: Json | None = Field(default=None, alias="schema")
+    strict: bool | None = None
 
 
 class ResponseFormat(NamedSchema):
@@ -333,6 +345,7 @@ class StructuredOutputs(Fields):
 
 class StreamOptions(Fields):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: Inert = None  # pads events against eavesdroppers who measure them
 
 
@@ -378,6 +391,12 @@ class TurnRequest(SamplingFields, ContractFields):
     stream: Annotated[bool | None, Field(description="Answer with server-sent events.")] = None
     stream_options: StreamOptions | None = None
     structured_outputs: StructuredOutputs | None = None
+    guided_json: Json | Text | None = None
+    guided_regex: Text | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: Text | None = None
+    return_token_ids: bool | None = None
+    cache_prompt: bool | None = None
     prompt_cache_key: Text | None = None
     user: Text | None = None
     metadata: Inert = None
@@ -385,6 +404,25 @@ class TurnRequest(SamplingFields, ContractFields):
     prompt_cache_options: Inert = None
     prompt_cache_retention: Inert = None
     service_tier: Inert = None
+    # Fields of vLLM and others that would change the answer: they are never ignored.
+    allowed_token_ids: Unserved = None
+    bad_words: EmptyList = None
+    images: EmptyList = None
+    logits_processors: EmptyList = None
+    thinking: Unserved = None
+    truncate_prompt_tokens: Unserved = None
+    use_beam_search: Off = None
+
+    @property
+    def structure(self) -> StructuredOutputs | None:
+        """Form of the answer, also as older clients of vLLM write it: `guided_json` and its kin."""
+        older = {name: getattr(self, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}
+        given = {name: value for name, value in older.items() if value is not None}
+        if not given:
+            return self.structured_outputs
+        if self.structured_outputs is not None:
+            raise InvalidRequest(f"guided_{next(iter(given))}: not allowed with structured_outputs; leave one out")
+        return StructuredOutputs.model_validate(given)
 
 
 class TextRequest(TurnRequest):
@@ -401,10 +439,10 @@ class TextRequest(TurnRequest):
     moderation: Unserved = None
     modalities: Annotated[TextOnly | None, NOT_SERVED] = None
     prediction: Unserved = None
-    reasoning_effort: Annotated[Literal["none"] | None, NOT_SERVED] = None
+    reasoning_effort: Annotated[Text | None, Field(description="For chat templates that know it.")] = None
     store: Off = None
     suffix: Annotated[Literal[""] | None, NOT_SERVED] = None
-    verbosity: Annotated[Literal["medium"] | None, NOT_SERVED] = None
+    verbosity: Inert = None
     web_search_options: Unserved = None
 
 
@@ -452,8 +490,14 @@ class OutputItem(OpenFields):
     output: ItemContent
 
 
+class ReasoningItem(OpenFields):
+    """Thoughts of an earlier answer, which are no part of the history."""
+
+    type: Literal["reasoning"]
+
+
 Item = Annotated[
-    MessageItem | CallItem | OutputItem,
+    MessageItem | CallItem | OutputItem | ReasoningItem,
     Field(discriminator="type"),
     BeforeValidator(lambda item: {"type": "message"} | item if isinstance(item, dict) else item),
 ]
@@ -476,9 +520,10 @@ class ResponseRequest(TurnRequest):
     chat_template_kwargs: Json | None = None
     store: bool | None = None
     background: Off = None
-    include: EmptyList = None
-    reasoning: Annotated[dict[Literal["effort"], Literal["none"]] | None, NOT_SERVED] = None
-    truncation: Annotated[Literal["disabled"] | None, NOT_SERVED] = None
+    include: Inert = None  # asks for more of what no answer here has
+    reasoning: Annotated[Json | None, Field(description="`effort` is for chat templates that know it.")] = None
+    # Nothing is cut: an input that is too long is refused in both cases.
+    truncation: Literal["disabled", "auto"] | None = None
 
 
 class TokenizeRequest(TemplateFields):

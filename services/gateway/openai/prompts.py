@@ -76,7 +76,8 @@ async def events_of(responses: Placed, answer: Answer) -> AsyncGenerator[bytes, 
 
 def _line(event: dict[str, Any]) -> bytes:
     name = f"event: {event['type']}\n".encode() if "type" in event else b""
-    return name + b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    # Escaped: some clients end a line at U+2028 or U+0085.
+    return name + b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"
 
 
 class PromptAnswers:

@@ -6,6 +6,7 @@ Shapes and types have been checked by the models; values are checked where gRPC'
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -18,6 +19,8 @@ from ringserve.services.gateway.openai.tools import Offer, read_offer
 from ringserve.services.gateway.requests import RequestReader
 from ringserve.v1 import inference_pb2
 from ringserve.workers.protocol.prefill_steps import TokenIds
+
+log = logging.getLogger(__name__)
 
 DEFAULT_TEMPERATURE = 1.0
 """Default temperature of OpenAI. Over gRPC it is 0."""
@@ -33,6 +36,11 @@ PROMPT_MODES = {
 }
 ROLES = {"developer": "system"}
 """Roles that chat templates know by another name."""
+
+CHANGING = ("audio", "function_call", "images")
+"""Fields of messages that are refused and never ignored: without them the message says something else."""
+MAX_IGNORED = 1000
+"""Names of ignored fields that are remembered, to log each once."""
 
 Body = dict[str, Any]
 """JSON object of a request, as its client wrote it."""
@@ -76,11 +84,16 @@ class Template:
 
 @dataclass(frozen=True, kw_only=True)
 class HttpTurn:
-    """Turn asked for over HTTP, or several that differ in their prompts, and the form of the answer."""
+    """Turn asked for over HTTP, or several that differ in their prompts, and the form of the answer.
+
+    With `counts_each` every event of a stream has the usage so far.
+    """
 
     requests: tuple[inference_pb2.GenerateRequest, ...]
     stream: bool
     include_usage: bool
+    counts_each: bool = False
+    has_token_ids: bool = False
     has_echo: bool = False
     template: Template | None = None
     offer: Offer | None = None
@@ -109,6 +122,7 @@ class HttpRequestReader:
     def __init__(self, model_name: str, *, ignores_unknown: bool = False) -> None:
         self._model_name = model_name
         self._ignores_unknown = ignores_unknown
+        self._ignored: set[str] = set()
 
     def chat(self, body: Any) -> HttpTurn:
         asked = self._read(models.ChatRequest, body)
@@ -117,16 +131,17 @@ class HttpRequestReader:
         called = choice.function if isinstance(choice, models.ToolChoice) else choice
         described = [tool["function"] for tool in body.get("tools") or ()]
         offer = read_offer(functions, described, called, one_call=asked.parallel_tool_calls is False)
-        messages = [_message(place, message) for place, message in enumerate(asked.messages)]
+        messages = self._messages(asked.messages)
         turn = _turn(asked, "response_format", asked.response_format)
         _put_chat(turn.request, messages, offer)
         if asked.logprobs:
             turn.request.sampling_params.logprobs = asked.top_logprobs or 0
         elif asked.top_logprobs:
             raise InvalidRequest("top_logprobs: only allowed where logprobs is true")
-        return replace(turn, template=_template(asked, messages, offer), offer=offer)
+        return replace(turn, template=_template(asked, messages, offer, asked.reasoning_effort), offer=offer)
 
     def response(self, body: Any) -> HttpTurn:
+        body = self._with_functions(body)
         asked = self._read(models.ResponseRequest, body)
         choice, tools = asked.tool_choice, body.get("tools") or []
         described = [{name: value for name, value in tool.items() if name != "type"} for tool in tools]
@@ -144,13 +159,25 @@ class HttpRequestReader:
         )
         turn = replace(turn, offer=offer, links=links)
         values = models.TemplateFields(chat_template_kwargs=asked.chat_template_kwargs)
+        effort = (asked.reasoning or {}).get("effort")
         if previous is None:
-            return replace(turn, template=_template(values, [*told, *messages], offer))
+            return replace(turn, template=_template(values, [*told, *messages], offer, effort))
         if asked.conversation_id:
             raise InvalidRequest("previous_response_id: not allowed with a conversation_id; leave one out")
         shown_tools = offer.described if offer else ()
         template = Template(messages=messages, tools=shown_tools, values=asked.chat_template_kwargs or {})
         return replace(turn, template=template)
+
+    def _with_functions(self, body: Any) -> Any:
+        """Leave out the kinds of tools that only OpenAI itself runs, if there are functions beside them."""
+        tools = body.get("tools") if isinstance(body, dict) else None
+        if not (self._ignores_unknown and isinstance(tools, list)):
+            return body
+        functions = [tool for tool in tools if not isinstance(tool, dict) or tool.get("type") == "function"]
+        if not functions or len(functions) == len(tools):
+            return body
+        self._note_ignored([f"tools of type {tool.get('type')}" for tool in tools if tool not in functions])
+        return body | {"tools": functions}
 
     def completion(self, body: Any) -> HttpTurn:
         asked = self._read(models.CompletionRequest, body)
@@ -179,7 +206,7 @@ class HttpRequestReader:
                 raise InvalidRequest("prompt: null is not allowed; give a string, or messages")
             request.text = asked.prompt
         else:
-            messages = [_message(place, message) for place, message in enumerate(asked.messages)]
+            messages = self._messages(asked.messages)
             _put_chat(request, messages, None)
             template = _template(asked, messages, offer)
             if asked.prompt is not None:
@@ -211,10 +238,31 @@ class HttpRequestReader:
         name = body.get("model") if isinstance(body, dict) else None
         if isinstance(body, dict) and (name == "" or (name is None and issubclass(model, models.TurnRequest))):
             self.check_model("")
-        asked = model.read(body, ignores_unknown=self._ignores_unknown)
+        asked = model.read(body, self._note_ignored if self._ignores_unknown else None)
         if name is not None:  # a request that is no turn need not name it
             self.check_model(name)
         return asked
+
+    def _note_ignored(self, names: Sequence[str]) -> None:
+        """Log each ignored field once."""
+        new = [name for name in map(shown, names) if name not in self._ignored][: MAX_IGNORED - len(self._ignored)]
+        if new:
+            self._ignored.update(new)
+            log.info("requests have fields that are not served and are ignored: %s", ", ".join(new))
+
+    def _messages(self, given: Sequence[models.Message]) -> list[TemplateMessage]:
+        """Return messages as chat templates take them. Raises InvalidRequest."""
+        found = []
+        for place, message in enumerate(given):
+            extra = {name: value for name, value in (message.model_extra or {}).items() if value not in (None, [], {})}
+            refused = extra.keys() & CHANGING if self._ignores_unknown else extra  # empty ones: an answer has such
+            for name in refused:
+                value = extra[name]
+                raise InvalidRequest(f"messages[{place}].{name[:60]}: {shown(value)} is not supported; leave it out")
+            if extra:
+                self._note_ignored([f"messages.{name}" for name in extra])
+            found.append(_message(place, message))
+        return found
 
 
 def _turn(asked: models.TurnRequest, format_name: str, response_format: models.ResponseFormat | None) -> HttpTurn:
@@ -235,20 +283,28 @@ def _turn(asked: models.TurnRequest, format_name: str, response_format: models.R
         raise InvalidRequest(f"sampling_params: {error}") from None
     if response_format is not None:
         _put_format(params, format_name, response_format)
-    if asked.structured_outputs is not None:
+    if (structure := asked.structure) is not None:
         if params.WhichOneof("constraint"):
             raise InvalidRequest(f"structured_outputs: not allowed with {format_name}; leave one out")
-        _put_structure(params, asked.structured_outputs)
+        _put_structure(params, structure)
     request = inference_pb2.GenerateRequest(
         sampling_params=params,
         cache_key=asked.prompt_cache_key or asked.user or "",
         **{name: value for name, value in known.items() if name in models.ContractFields.model_fields},
     )
+    if asked.cache_prompt is False:
+        request.no_cache = True
     options = asked.stream_options
     if options is not None and options.model_fields_set and not asked.stream:
         raise InvalidRequest("stream_options: only allowed where stream is true")
     usage = bool(options and options.include_usage)
-    return HttpTurn(requests=(request,), stream=bool(asked.stream), include_usage=usage)
+    return HttpTurn(
+        requests=(request,),
+        stream=bool(asked.stream),
+        include_usage=usage,
+        counts_each=usage and bool(options and options.continuous_usage_stats),
+        has_token_ids=bool(asked.return_token_ids),
+    )
 
 
 # --- forms of answers ------------------------------------------------------------------------------------------------
@@ -260,6 +316,7 @@ def _put_format(params: inference_pb2.SamplingParams, name: str, given: models.R
     if given.type == "json_schema":
         within, inner = (f"{name}.json_schema", given.json_schema) if given.json_schema else (name, given)
         params.json_schema = _schema_text(f"{within}.schema", inner.schema_)
+        params.lenient_schema = not inner.strict  # OpenAI's default: the schema is a wish
 
 
 def _put_structure(params: inference_pb2.SamplingParams, asked: models.StructuredOutputs) -> None:
@@ -306,9 +363,6 @@ def _put_chat(request: inference_pb2.GenerateRequest, messages: Sequence[Templat
 
 def _message(place: int, message: models.Message) -> TemplateMessage:
     """Return a message as chat templates take it. Raises InvalidRequest."""
-    for name, value in (message.model_extra or {}).items():
-        if value not in (None, [], {}):  # an answer that is sent back has such fields
-            raise InvalidRequest(f"messages[{place}].{name[:60]}: {shown(value)} is not supported; leave it out")
     if message.content is None and not message.tool_calls:
         raise InvalidRequest(f"messages[{place}].content: null is not allowed; give a string or a list of text parts")
     found: TemplateMessage = {"role": ROLES.get(message.role, message.role), "content": _joined(message.content)}
@@ -342,16 +396,21 @@ def _item_messages(asked: models.ResponseRequest) -> list[TemplateMessage]:
                 messages.append({"role": "assistant", "content": ""})
             call = {"id": item.call_id, "type": "function", "function": function}
             messages[-1].setdefault("tool_calls", []).append(call)
-        else:
+        elif isinstance(item, models.OutputItem):
             messages.append({"role": "tool", "content": _joined(item.output), "tool_call_id": item.call_id})
     return messages
 
 
 def _template(
-    asked: models.TemplateFields, messages: Sequence[TemplateMessage], offer: Offer | None
+    asked: models.TemplateFields,
+    messages: Sequence[TemplateMessage],
+    offer: Offer | None,
+    effort: str | None = None,
 ) -> Template | None:
     """Return the input of the chat template, where it is more than messages of text. Raises InvalidRequest."""
-    continues, given = bool(asked.continue_final_message), asked.chat_template_kwargs or {}
+    continues, given = bool(asked.continue_final_message), dict(asked.chat_template_kwargs or {})
+    if effort not in (None, "none"):  # for templates that know it
+        given.setdefault("reasoning_effort", effort)
     opens = not continues if asked.add_generation_prompt is None else asked.add_generation_prompt
     if continues and opens:
         raise InvalidRequest("add_generation_prompt: true is not allowed with continue_final_message; leave one out")

@@ -134,28 +134,42 @@ class TurnAnswer:
         self._echo = echo
         self._decode = decode
         self._include_usage = turn.include_usage
+        self._counts_each = turn.counts_each
+        self._has_token_ids = turn.has_token_ids
         self._num_answers = max(turn.request.sampling_params.n, 1)
         self._has_logprobs = turn.request.sampling_params.HasField("logprobs")
         self._head: Json = {"created": int(time.time()), "model": model_name}
         self._start = inference_pb2.GenerateStart()
         self._sent_characters: Counter[int] = Counter()
         self._completes: list[inference_pb2.GenerateComplete] = []
+        self._held: list[Json] = []
 
     def events(self, response: inference_pb2.GenerateResponse) -> list[Json]:
-        """Return the events that a stream sends for one response."""
+        """Return the events that a stream sends for one response.
+
+        Those of the start are sent with the first token, as by vLLM: clients take the first event for it.
+        """
         if response.HasField("start"):
-            self._start = response.start
-            extra: Json = {"ringserve": self._opening_extra()}
-            # One for each answer; the plan is the first one's.
-            openings = [
-                self._event(self._shape.opening(index)) | (extra if index == 0 else {})
-                for index in range(self._num_answers)
+            self._held = self._openings(response.start)
+            return []
+        held, self._held = self._held, []
+        return held + self._events(response)
+
+    def _openings(self, start: inference_pb2.GenerateStart) -> list[Json]:
+        """Return one event for each answer, the first with the plan, and the prompt if it comes back."""
+        self._start = start
+        extra: Json = {"ringserve": self._opening_extra()}
+        openings = [
+            self._event(self._shape.opening(index)) | (extra if index == 0 else {})
+            for index in range(self._num_answers)
+        ]
+        if self._echo is not None:
+            openings += [
+                self._event(self._shape.piece(index, self._echo.text, None)) for index in range(self._num_answers)
             ]
-            if self._echo is not None:
-                openings += [
-                    self._event(self._shape.piece(index, self._echo.text, None)) for index in range(self._num_answers)
-                ]
-            return openings
+        return openings
+
+    def _events(self, response: inference_pb2.GenerateResponse) -> list[Json]:
         if response.HasField("chunk"):
             return self._pieces(response.chunk)
         complete = response.complete
@@ -175,9 +189,16 @@ class TurnAnswer:
         logprobs = self._shape.logprobs(chunk.logprobs, self._decode, offset) if self._has_logprobs else None
         if reader := self._reader(chunk.index):
             said = reader.push(chunk.text)
-            return self._said(chunk.index, said or ([""] if logprobs else []), logprobs)
-        has_news = bool(chunk.text) or bool(chunk.logprobs)
-        return [self._event(self._shape.piece(chunk.index, chunk.text, logprobs))] if has_news else []
+            events = self._said(chunk.index, said or ([""] if logprobs else []), logprobs)
+        else:
+            has_news = bool(chunk.text) or bool(chunk.logprobs) or self._has_token_ids
+            events = [self._event(self._shape.piece(chunk.index, chunk.text, logprobs))] if has_news else []
+        if events and self._has_token_ids:
+            events[0]["choices"][0]["token_ids"] = list(chunk.token_ids)
+        if self._counts_each:
+            usage = _usage(chunk.prompt_tokens, chunk.completion_tokens, chunk.cached_tokens)
+            events = [event | {"usage": usage} for event in events]
+        return events
 
     def _reader(self, index: int) -> CallReader | None:
         """Return the reader of an answer that may call tools."""
@@ -220,8 +241,10 @@ class TurnAnswer:
             reader = CallReader(self._form)
             said = [*reader.push(text), *reader.finish()]
             plain = "".join(each for each in said if isinstance(each, str))
-            return self._shape.with_calls(complete.index, plain, reader.calls, logprobs, _reason(complete, reader))
-        return self._shape.whole(complete.index, text, logprobs, _reason(complete))
+            choice = self._shape.with_calls(complete.index, plain, reader.calls, logprobs, _reason(complete, reader))
+        else:
+            choice = self._shape.whole(complete.index, text, logprobs, _reason(complete))
+        return choice | ({"token_ids": list(complete.output_ids)} if self._has_token_ids else {})
 
     def _check_complete(self) -> None:
         if len(self._completes) < self._num_answers:
@@ -231,12 +254,7 @@ class TurnAnswer:
         """Return the usage, in which the prompt counts once."""
         usage = next(complete.usage for complete in self._completes if complete.index == 0)
         completion = sum(complete.usage.completion_tokens for complete in self._completes)
-        return {
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": completion,
-            "total_tokens": usage.prompt_tokens + completion,
-            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        }
+        return _usage(usage.prompt_tokens, completion, usage.cached_tokens)
 
     def _named(self, kind: str) -> Json:
         return {"id": f"{self._shape.id_prefix}-{self._start.request_id}", "object": kind, **self._head}
@@ -265,6 +283,15 @@ class TurnAnswer:
             "ttit_seconds": complete.ttit_seconds,
             "seed": complete.seed,
         }
+
+
+def _usage(prompt: int, completion: int, cached: int) -> Json:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
 
 
 def _reason(complete: inference_pb2.GenerateComplete, reader: CallReader | None = None) -> str:

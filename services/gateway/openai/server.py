@@ -24,6 +24,8 @@ from ringserve.services.auth.authenticator import Certificate, of_ssl
 from ringserve.services.gateway.openai.errors import BadHttpRequest, error_body
 
 CERTIFICATE = "ringserve.certificate"
+IDLE_SECONDS = 75
+"""Seconds for which an idle connection stays open: longer than pools of clients and proxies hold one (nginx 60)."""
 
 
 class _Server(uvicorn.Server):
@@ -71,6 +73,7 @@ class HttpServer:
             log_config=None,
             access_log=False,
             server_header=False,
+            timeout_keep_alive=IDLE_SECONDS,
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         )
         config.load()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ringserve.cp_core.errors import InvalidRequest
-from ringserve.services.gateway.constraints import ANY_OBJECT, JSON_OPTIONS
+from ringserve.services.gateway.constraints import ANY_OBJECT, JSON_OPTIONS, wish
 from ringserve.services.gateway.openai import models
 from ringserve.services.gateway.openai.calls import CallForm, Function, calls_grammar
 from ringserve.services.gateway.openai.models import shown
@@ -44,7 +44,7 @@ class Offer:
             reader.special_token,
             must_call=self.must_call,
             one_call=self.one_call,
-            text_schema=None if schema is None else guided(schema),
+            text_schema=None if schema is None else (wish if params.lenient_schema else guided)(schema),
         )
         try:
             reader.check_constraint(params)
@@ -90,7 +90,11 @@ def read_offer(
     `described` are the tools as the client wrote them, in whose order of fields the model is shown them.
     """
     functions = [
-        Function(name=tool.name, schema=guided(_arguments(tool.parameters)), is_strict=bool(tool.strict))
+        Function(
+            name=tool.name,
+            schema=(guided if tool.strict else wish)(_arguments(tool.parameters)),
+            is_strict=bool(tool.strict),
+        )
         for tool in tools
     ]
     names = [each.name for each in functions]

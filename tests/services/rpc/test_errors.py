@@ -28,6 +28,7 @@ GENERATE = inference_pb2.GenerateRequest()
 
 EXPECTED = {
     "InvalidRequest": grpc.StatusCode.INVALID_ARGUMENT,
+    "ContextTooLong": grpc.StatusCode.INVALID_ARGUMENT,
     "Unauthenticated": grpc.StatusCode.UNAUTHENTICATED,
     "Forbidden": grpc.StatusCode.PERMISSION_DENIED,
     "NotFound": grpc.StatusCode.NOT_FOUND,

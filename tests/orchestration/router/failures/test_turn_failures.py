@@ -119,7 +119,7 @@ async def test_a_conversation_takes_one_turn_at_a_time(model_paths: Mapping[str,
     [
         (lambda s: s.answer(s.request([])), InvalidRequest, "0 tokens"),
         (lambda s: s.answer(s.request([1], mode=PromptMode.APPEND, conversation="new")), NotFound, "append"),
-        (lambda s: s.answer(s.request([1] * 200, max_tokens=60)), InvalidRequest, "260.*at most 256"),
+        (lambda s: s.answer(s.request([1] * 200, max_tokens=60)), InvalidRequest, "260.*maximum context length is 256"),
         (lambda s: s.router.get_conversation("none"), NotFound, "'none'"),
         (lambda s: s.router.delete_conversation("none"), NotFound, "'none'"),
     ],

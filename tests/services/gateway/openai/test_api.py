@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -186,24 +188,66 @@ async def test_the_description_has_every_path_and_no_other(http: httpx2.AsyncCli
 # --- settings --------------------------------------------------------------------------------------------------------
 
 
-async def test_unknown_fields_are_ignored_with_a_log_line_where_so_configured(
+async def test_unknown_fields_are_ignored_and_each_is_logged_once(
     model_path: Path, codec: TextCodec, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     body: dict[str, Any] = {"model": MODEL, "prompt": "x", "max_tokens": 1, "magic": 1, "a\nb": 2, "stream": True}
     body["stream_options"] = {"sorcery": True}
     async with (
-        LocalGateway(model_path, codec, http=HttpConfig(unknown_fields="ignore")) as gateway,
+        LocalGateway(model_path, codec) as gateway,
         httpx2.AsyncClient(base_url=gateway.url, timeout=CALL_SECONDS) as http,
     ):
         answer = await http.post("/v1/completions", json=body)
         assert answer.status_code == 200
         assert answer.text.endswith("data: [DONE]\n\n")
-        assert "ignored fields of a request: 'magic', 'a\\nb', 'stream_options.sorcery'" in caplog.messages
+        line = "requests have fields that are not served and are ignored: 'magic', 'a\\nb', 'stream_options.sorcery'"
+        assert line in caplog.messages
         assert (await http.post("/tokenize", json={"prompt": "x", "magic": 1})).status_code == 200
         refused = await http.post("/v1/completions", json=body | {"best_of": 3})
         assert said(refused) == "best_of: 3 is not allowed; give 1"
+        assert caplog.messages.count(line) == 1
         await gateway.wait_idle()
+    async with (
+        LocalGateway(model_path, codec, http=HttpConfig(unknown_fields="refuse")) as strict,
+        httpx2.AsyncClient(base_url=strict.url, timeout=CALL_SECONDS) as http,
+    ):
+        refused = await http.post("/v1/completions", json={"model": MODEL, "prompt": "x", "magic": 1})
+        assert said(refused) == "magic: there is no such field; leave it out"
+        await strict.wait_idle()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("chat/completions", {"messages": [{"role": "user", "content": "x" * 9000}]}, "messages"),
+        ("completions", {"prompt": "x" * 9000}, "prompt"),
+        ("completions", {"prompt": "x" * 4_000_000}, "prompt"),
+        ("responses", {"input": "x" * 9000}, "input"),
+    ],
+)
+async def test_a_prompt_that_is_too_long_is_told_in_the_words_on_which_agents_compact(
+    path: str, body: dict[str, Any], param: str, http: httpx2.AsyncClient
+) -> None:
+    answer = await http.post(f"/v1/{path}", json={"model": MODEL} | body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+    assert re.search(r"this model's maximum context length is \d+ tokens", error["message"])
+
+
+async def test_the_first_event_of_a_stream_comes_with_the_first_token(http: httpx2.AsyncClient) -> None:
+    body = {"model": MODEL, "prompt": "x", "max_tokens": 3, "ignore_eos": True, "stream": True}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    answer = await http.post("/v1/completions", json=body | {"stream_options": options, "return_token_ids": True})
+    assert answer.text.isascii()
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    assert "plan" in events[0]["ringserve"]
+    pieces = [event for event in events if event["choices"] and "token_ids" in event["choices"][0]]
+    ids = [token for event in pieces for token in event["choices"][0]["token_ids"]]
+    assert len(ids) == 3
+    assert pieces[-1]["usage"]["completion_tokens"] == 3
+    whole = (await http.post("/v1/completions", json=body | {"stream": False, "return_token_ids": True})).json()
+    assert len(whole["choices"][0]["token_ids"]) == 3
 
 
 async def test_only_pages_of_the_configured_origins_may_call(

@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 
 from ringserve.cp_core.errors import InvalidRequest, NotFound
+from ringserve.services.gateway.constraints import grammar_of
 from ringserve.services.gateway.openai.errors import error_body
 from ringserve.services.gateway.openai.models import (
     ChatRequest,
@@ -22,6 +23,8 @@ from ringserve.services.gateway.openai.models import (
     TokenizeRequest,
 )
 from ringserve.services.gateway.openai.requests import HttpRequestReader
+from ringserve.services.gateway.text import TextCodec
+from ringserve.workers.sampling.grammar import Grammars
 from tests.services.local_gateway import MODEL
 
 CHAT = [{"role": "user", "content": "Hello"}]
@@ -109,19 +112,13 @@ def refusal(model: type[Fields], fields: dict[str, Any]) -> dict[str, Any]:
             "messages[0].tool_calls[0].function",
             "none given; it is required",
         ),
-        (
-            ChatRequest,
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-            "messages[0].tool_calls[0].function.arguments",
-            "'{' is not allowed; give a JSON object, whole or as text",
-        ),
         (ChatRequest, {"structured_outputs": {"choice": [3]}}, "structured_outputs.choice[0]", "3 is not allowed; "),
         (ResponseRequest, {"input": 3}, "input", "3 is not allowed; give a string or a list"),
         (
             ResponseRequest,
-            {"input": [{"type": "reasoning"}]},
+            {"input": [{"type": "item_reference"}]},
             "input[0].type",
-            "'reasoning' is not allowed; give one of 'message', ",
+            "'item_reference' is not allowed; give one of 'message', ",
         ),
         (
             ResponseRequest,
@@ -170,7 +167,8 @@ def refusal(model: type[Fields], fields: dict[str, Any]) -> dict[str, Any]:
         (ChatRequest, {"audio": {"voice": "x"}}, "audio", '{"voice": "x"} is not supported; leave it out'),
         (ChatRequest, {"functions": [1]}, "functions", "1 are too many; at most 0 are allowed"),
         (ResponseRequest, {"background": True}, "background", "true is not allowed; give false"),
-        (ResponseRequest, {"reasoning": {"effort": "low"}}, "reasoning.effort", "'low' is not allowed; give 'none'"),
+        (ChatRequest, {"bad_words": ["x"]}, "bad_words", "1 are too many; at most 0 are allowed"),
+        (ChatRequest, {"truncate_prompt_tokens": 3}, "truncate_prompt_tokens", "3 is not supported; leave it out"),
         # Too many, too few.
         (CompletionRequest, {"prompt": ["a"] * 129}, "prompt", "129 are too many; at most 128 are allowed"),
         (ResponseRequest, {"input": []}, "input", "[] is not allowed; give a string or a list of at least 1 item"),
@@ -280,6 +278,87 @@ def test_ignored_fields_have_no_effect_whatever_other_requests_mean_by_them() ->
         read, least = READ[model]
         found, plain = read(reader, least | ignored), read(HttpRequestReader(MODEL), least)
         assert found == plain
+
+
+def test_messages_of_other_servers_answers_are_taken_without_what_they_lack_here() -> None:
+    """LiteLLM, Crush and others send the whole object of an answer back."""
+    reader = HttpRequestReader(MODEL, ignores_unknown=True)
+    extra = {"provider_specific_fields": {"refusal": None}, "reasoning_content": "hm", "id": "x", "timestamp": 3}
+    answer = {"role": "assistant", "content": "x"}
+    found = reader.chat({"model": MODEL, "messages": [CHAT[0], answer | extra, CHAT[0]]})
+    assert found == reader.chat({"model": MODEL, "messages": [CHAT[0], answer, CHAT[0]]})
+    with pytest.raises(InvalidRequest, match=r"messages\[0\]\.images: .* is not supported"):
+        reader.chat({"model": MODEL, "messages": [CHAT[0] | {"images": ["x"]}]})
+    with pytest.raises(InvalidRequest, match=r"messages\[0\]\.id: 'x' is not supported"):
+        HttpRequestReader(MODEL).chat({"model": MODEL, "messages": [answer | {"id": "x"}]})
+
+
+@pytest.mark.parametrize("arguments", ['{\n    "', "null", "[]", '{"a": 1} {"b": 2}'])
+def test_a_call_whose_arguments_are_no_object_comes_back_as_its_text(arguments: str) -> None:
+    """`max_tokens` cut it: what the service said itself is no reason to refuse the next turn."""
+    call = {"id": "c", "function": {"name": "f", "arguments": arguments}}
+    turn = HttpRequestReader(MODEL).chat({"model": MODEL, "messages": [{"role": "assistant", "tool_calls": [call]}]})
+    assert turn.template is not None
+    assert turn.template.messages[0]["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+def test_codex_asks_for_a_response() -> None:
+    """Its fields and tools, beside functions; and thoughts of an earlier answer."""
+    body = {
+        "model": MODEL,
+        "input": [{"role": "user", "content": "x"}, {"type": "reasoning", "id": "r", "summary": []}],
+        "client_metadata": {"a": "b"},
+        "include": ["reasoning.encrypted_content"],
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "tools": [{"type": "function", "name": "f", "strict": False}, {"type": "web_search"}, {"type": "namespace"}],
+        "truncation": "auto",
+    }
+    turn = HttpRequestReader(MODEL, ignores_unknown=True).response(body)
+    assert turn.template is not None
+    assert [each["function"]["name"] for each in turn.template.tools] == ["f"]
+    assert turn.template.values == {"reasoning_effort": "low"}
+    assert [message["role"] for message in turn.template.messages] == ["user"]
+    with pytest.raises(InvalidRequest, match=r"tools\[1\]\.type: 'web_search' is not allowed; give 'function'"):
+        HttpRequestReader(MODEL).response({name: body[name] for name in ("model", "input", "tools")})
+
+
+def test_older_names_of_vllm_hold_the_answer_too() -> None:
+    for name, value in (("json", {"type": "object"}), ("regex", "a+"), ("choice", ["a", "b"]), ("grammar", "start: x")):
+        body = {"model": MODEL, "messages": CHAT}
+        older = HttpRequestReader(MODEL).chat(body | {f"guided_{name}": value})
+        assert older == HttpRequestReader(MODEL).chat(body | {"structured_outputs": {name: value}})
+        assert older.request.sampling_params.WhichOneof("constraint")
+
+
+UNHELD: tuple[dict[str, Any], ...] = (
+    {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True},
+    {"type": "string", "format": "path"},
+    {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}},
+    {"type": "object", "properties": {"email": {"type": "string", "pattern": r"^(?!\.)[a-z@.]+$"}}},
+    {
+        "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}],
+        "$defs": {
+            kind: {"type": "object", "properties": {"kind": {"const": kind}}, "required": ["kind"]}
+            for kind in ("Cat", "Dog")
+        },
+    },
+)
+"""Schemas of pydantic, zod and tools that people have, with keywords that no grammar holds."""
+
+
+@pytest.mark.parametrize("schema", UNHELD)
+def test_a_schema_without_strict_is_a_wish(schema: dict[str, Any], byte_codec: TextCodec) -> None:
+    grammars = Grammars(byte_codec.to_json, 261, (257,))
+    body = {"model": MODEL, "messages": CHAT}
+    for strict in (None, False, True):
+        described = {"schema": schema, "name": "x", "strict": strict}
+        asked = {"response_format": {"type": "json_schema", "json_schema": described}}
+        params = HttpRequestReader(MODEL).chat(body | asked).request.sampling_params
+        if strict:
+            with pytest.raises(InvalidRequest, match=r"sampling_params\.json_schema: "):
+                grammar_of(params, grammars)
+        else:
+            assert grammar_of(params, grammars)
 
 
 # --- the document ----------------------------------------------------------------------------------------------------
