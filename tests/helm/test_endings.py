@@ -55,17 +55,32 @@ def test_a_gateway_serves_until_nobody_is_sent_to_it_and_then_ends_its_turns() -
     assert rolling == {"maxUnavailable": 0, "maxSurge": 1}
 
 
-def test_pods_may_be_away_one_of_a_pool_at_a_time_and_the_head_never() -> None:
-    objects = render({"podDisruptionBudget": {"enabled": True, "ringsMaxUnavailable": 2}})
-    budgets = {name: only(objects, "PodDisruptionBudget", f"-{name}")["spec"] for name in pod_templates(objects)}
-    assert {name: spec["maxUnavailable"] for name, spec in budgets.items()} == {
-        "gateway": 1,
-        "head": 0,
-        "prefill": 2,
-        "decode": 2,
+def test_rings_may_be_away_one_of_a_pool_at_a_time_and_the_head_never() -> None:
+    """Kubernetes refuses every eviction of a RayCluster's pods under a budget with maxUnavailable, for ever."""
+    long = {"parallelism": {"cp": 4, "tp": 1}, "ranksPerPod": 2, "replicas": 3}
+    decode = {"replicas": 2, "parallelism": {"cp": 2, "tp": 1}, "ranksPerPod": 2}
+    sizes = {"prefill": {"replicas": 1, "pools": {"long": long}}, "decode": decode}
+    objects = render({"podDisruptionBudget": {"enabled": True, "ringsMaxUnavailable": 1}}, sizes)
+    specs = {
+        each["metadata"]["name"].removeprefix("test-ringserve-"): each["spec"]
+        for each in objects
+        if each["kind"] == "PodDisruptionBudget"
     }
-    for name, template in pod_templates(objects).items():
-        assert budgets[name]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    assert specs.pop("gateway")["maxUnavailable"] == 1, "a Deployment's pods can be counted"
+    assert {name: spec["minAvailable"] for name, spec in specs.items()} == {
+        "head": 1,
+        "prefill": 0,
+        "prefill-long": 4,  # two of three rings, each of two pods
+        "decode": 1,
+    }
+    assert not any("maxUnavailable" in spec for spec in specs.values())
+    groups = {each["groupName"] for each in only(objects, "RayCluster")["spec"]["workerGroupSpecs"]}
+    for name, spec in specs.items():
+        labels = dict(spec["selector"]["matchLabels"])
+        if name != "head":
+            assert labels.pop("ray.io/group") in groups, "KubeRay labels pods so"
+        template = pod_templates(objects)[labels["app.kubernetes.io/component"]]
+        assert labels.items() <= template["metadata"]["labels"].items()
 
 
 def test_pods_follow_rings_where_ray_scales() -> None:
