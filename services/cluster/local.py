@@ -43,7 +43,7 @@ from ringserve.services.config.files import router_losses, router_profile
 from ringserve.services.gateway.settings import GatewaySettings
 from ringserve.services.telemetry.tracing import check_installed
 from ringserve.workers.model.builtin import PREFIX as BUILTIN_PREFIX
-from ringserve.workers.model.builtin import resolve_model_path
+from ringserve.workers.model.builtin import PREFIX, resolve_model_path
 from ringserve.workers.model.info import multiplies_bfloat16, read_model_info, tensor_share
 
 log = logging.getLogger(__name__)
@@ -141,7 +141,8 @@ class LocalCluster:
         hosts = [
             LeaderHost(
                 config=config,
-                model_path=str(path),
+                # Each rank looks for a built-in model in its own machine's cache.
+                model_path=config.model.path if config.model.path.startswith(PREFIX) else str(path),
                 pool=pool,
                 number=number,
                 router_endpoint=self.router_endpoint,
