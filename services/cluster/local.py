@@ -42,8 +42,8 @@ from ringserve.services.config import Config
 from ringserve.services.config.files import router_losses, router_profile
 from ringserve.services.gateway.settings import GatewaySettings
 from ringserve.services.telemetry.tracing import check_installed
-from ringserve.workers.model.builtin import PREFIX as BUILTIN_PREFIX
 from ringserve.workers.model.builtin import PREFIX, resolve_model_path
+from ringserve.workers.model.builtin import PREFIX as BUILTIN_PREFIX
 from ringserve.workers.model.info import multiplies_bfloat16, read_model_info, tensor_share
 
 log = logging.getLogger(__name__)
