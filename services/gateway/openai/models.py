@@ -92,7 +92,10 @@ class SchemaMaker(GenerateJsonSchema):
 def shown(value: Any) -> str:
     """Quote a value for a message as JSON, a string in single quotes, and never at length."""
     pieces = json.JSONEncoder().iterencode(value)  # a value may have many megabytes
-    words = repr(value[:60]) if isinstance(value, str) else "".join(islice(pieces, 60))
+    try:
+        words = repr(value[:60]) if isinstance(value, str) else "".join(islice(pieces, 60))
+    except RecursionError:
+        return "a value of many levels"
     return words if len(words) <= 60 else f"{words[:56]} ..."
 
 

@@ -296,3 +296,31 @@ async def test_what_would_fail_again_is_not_tried_again_by_the_client(
         with pytest.raises(openai.APIStatusError, match=str(error)):
             await client.completions.create(model=MODEL, prompt="x")
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["[" + "[[]]," * 120_000 + "[]]", "[" + "1," * 4_000_001 + "1]", "[" + '["\\"",{}],' * 110_000 + "[]]"],
+    ids=["lists", "token ids", "strings between"],
+)
+async def test_a_body_of_more_values_than_a_request_needs_is_not_parsed(
+    prompt: str, http: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parser would hold Python's lock for seconds, and every stream of every tenant would stand."""
+    monkeypatch.setattr(app, "json", None)
+    answer = await http.post("/v1/completions", content=f'{{"model": "{MODEL}", "prompt": {prompt}}}')
+    assert answer.status_code == 413
+    assert answer.json()["error"]["message"].startswith("the body has more than 200000 lists and objects, or more than")
+
+
+async def test_brackets_and_commas_inside_a_text_are_no_values(http: httpx2.AsyncClient) -> None:
+    text = '[,{\\"' * 300_000
+    answer = await http.post("/v1/completions", json={"model": MODEL, "prompt": text, "max_tokens": 1})
+    assert answer.json()["error"]["code"] == "context_length_exceeded", "it was read"
+
+
+async def test_a_value_of_many_levels_is_quoted_in_a_refusal(http: httpx2.AsyncClient) -> None:
+    deep = '{"a":' * 900 + "1" + "}" * 900
+    body = f'{{"model": "{MODEL}", "prompt": "x", "structured_outputs": {{"choice": {deep}}}}}'
+    answer = await http.post("/v1/completions", content=body)
+    assert answer.status_code == 400, answer.text
