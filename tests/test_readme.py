@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from ringserve.services.auth.tenants import hash_of, read_tenants
+from ringserve.services.auth.tenants import hash_token, read_tenants
 from ringserve.services.cli.main import main, parse
 from ringserve.services.cluster.state import ClusterStage, ClusterState, remove_state, started_after_boot, write_state
 from ringserve.services.config import Config, load_config
@@ -174,7 +174,7 @@ def test_secure_configuration_of_the_documents_may_listen_anywhere(tmp_path: Pat
 
 def test_tokens_of_the_documents_can_be_read(tmp_path: Path) -> None:
     path = tmp_path / "tokens.yaml"
-    hashes = iter([hash_of("a"), hash_of("b")])
+    hashes = iter([hash_token("a"), hash_token("b")])
     path.write_text(re.sub(r"sha256: \.\.\.", lambda _: f"sha256: {next(hashes)}", example_with("yaml", "tenants:")))
     tenants = read_tenants(path, takes_certificates=True)
     assert len(tenants.grants) == 2

@@ -34,9 +34,9 @@ from ringserve.orchestration.protocol.rings import HEARTBEAT_SECONDS, ROLES
 from ringserve.orchestration.protocol.turns import BegunTurn, RingRegistration
 from ringserve.orchestration.ring.leader import RETRY_SECONDS
 from ringserve.services.config import Config
-from ringserve.services.gateway.failover import begun_in_time
+from ringserve.services.gateway.failover import begin_with_retries
 from ringserve.services.offline.reports import Summary
-from ringserve.services.rpc.peers import GrpcPeers, peer_metadata
+from ringserve.services.rpc.peers import GrpcPeers, make_peer_metadata
 from ringserve.services.rpc.server import GrpcServer
 from ringserve.services.rpc.servicers import DecodeServicer
 from ringserve.services.rpc.wire.contract import to_message
@@ -105,7 +105,7 @@ class _AnnouncedRing:
         # Made once: in service each leader tells its own.
         self._inventory.inventory.CopyFrom(to_message(router_pb2.RingInventory, inventory))
         self._told = told
-        self._metadata = peer_metadata()
+        self._metadata = make_peer_metadata()
         self._epoch = 0
 
     async def run(self, stub: Any) -> None:
@@ -204,7 +204,7 @@ class _Restart:
         """Begin a turn as a gateway does, in one of the conversations, each once."""
         name = self._name(number * self._load.conversations // (1 + self._load.decisions))
         request = turn_request(f"request-{number}", name, self._tokens(50), ANSWER, PromptMode.APPEND)
-        return await begun_in_time(peers.router(endpoint).begin_turn, request)
+        return await begin_with_retries(peers.router(endpoint).begin_turn, request)
 
     async def _until_told(self) -> None:
         try:

@@ -120,7 +120,7 @@ SHARED = (
 """Errors that servers name to clients. Unreachable is about a caller's own way to its peer."""
 
 
-def error_named_by(
+def read_error(
     failure: Any, kinds: Mapping[str, type[RingserveError]], default: type[RingserveError]
 ) -> RingserveError | None:
     """Return the error that a failed call's trailing metadata names; None: gRPC itself failed.

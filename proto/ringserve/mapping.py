@@ -61,12 +61,12 @@ def enum_numbers(enum: EnumDescriptor) -> Mapping[str, int]:
     return MappingProxyType({name: number for number, name in enum_names(enum).items()})
 
 
-def name_of(enum: EnumOfContract, number: int) -> str:
+def enum_name(enum: EnumOfContract, number: int) -> str:
     """Return the short name of a number of a contract's enum; "" for one that is not known here."""
     return enum_names(enum.DESCRIPTOR).get(number, "")
 
 
-def number_of(enum: EnumOfContract, name: str) -> Any:
+def enum_number(enum: EnumOfContract, name: str) -> Any:
     """Return the number of a short name. Raises KeyError."""
     return enum_numbers(enum.DESCRIPTOR)[name]
 
@@ -154,7 +154,7 @@ class Mapper:
         steps: list[tuple[str, Convert]] = []
         for name, hint, targets in self._fields(kind, message):
             if len(targets) > 1:
-                steps.append((name, _flattened(hint, [each.name for each in targets])))
+                steps.append((name, _read_flattened(hint, [each.name for each in targets])))
             else:
                 steps.append((name, self._from_field(hint, targets[0])))
 
@@ -193,11 +193,11 @@ class Mapper:
         elif get_origin(kind) is tuple:
             convert = self._to_items(kind, target)
         elif is_dataclass(kind):
-            convert = self._writer(_class_of(target), cast(type, kind))
+            convert = self._writer(_find_class(target), cast(type, kind))
         else:
             _check_scalar(kind, target)
             return _empty_for_none if is_optional and not target.has_presence else None
-        return _but_none(convert) if is_optional and convert is not None else convert
+        return _pass_none(convert) if is_optional and convert is not None else convert
 
     def _from_field(self, hint: Any, target: FieldDescriptor) -> Convert:
         """Return the function that reads a field of a message."""
@@ -229,32 +229,32 @@ class Mapper:
         if get_origin(kind) is tuple:
             return self._from_items(kind, target)
         if is_dataclass(kind):
-            return self._reader(cast(type, kind), _class_of(target))
+            return self._reader(cast(type, kind), _find_class(target))
         _check_scalar(kind, target)
         return kind if issubclass(kind, Enum) else None
 
     def _to_items(self, kind: Any, target: FieldDescriptor) -> Convert | None:
-        item = _item_of(kind, target)
+        item = _find_item_type(kind, target)
         if item is int and target.type == FieldDescriptor.TYPE_BYTES:
             return pack_ids
         if is_dataclass(item):
-            convert = self._writer(_class_of(target), cast(type, item))
+            convert = self._writer(_find_class(target), cast(type, item))
             return lambda values: [convert(value) for value in values]
         _check_scalar(item, target)
         return None
 
     def _from_items(self, kind: Any, target: FieldDescriptor) -> Convert:
-        item = _item_of(kind, target)
+        item = _find_item_type(kind, target)
         if item is int and target.type == FieldDescriptor.TYPE_BYTES:
             return unpack_ids
         if is_dataclass(item):
-            convert = self._reader(cast(type, item), _class_of(target))
+            convert = self._reader(cast(type, item), _find_class(target))
             return lambda values: tuple([convert(value) for value in values])
         _check_scalar(item, target)
         return tuple
 
 
-def _flattened(kind: type, names: Sequence[str]) -> Convert:
+def _read_flattened(kind: type, names: Sequence[str]) -> Convert:
     """Return the reader of a nested dataclass whose fields lie in the outer message, in this order."""
     return lambda message: kind(*(getattr(message, name) for name in names))
 
@@ -263,7 +263,7 @@ def _is_word(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, str)
 
 
-def _but_none(convert: Convert) -> Convert:
+def _pass_none(convert: Convert) -> Convert:
     return lambda value: None if value is None else convert(value)
 
 
@@ -271,7 +271,7 @@ def _empty_for_none(value: str | None) -> str:
     return value or ""
 
 
-def _item_of(kind: Any, target: FieldDescriptor) -> Any:
+def _find_item_type(kind: Any, target: FieldDescriptor) -> Any:
     item, *rest = get_args(kind)
     if rest != [Ellipsis]:
         raise TypeError(f"{target.full_name}: {kind} needs a hand-written pair")
@@ -303,7 +303,7 @@ def _without_none(hint: Any) -> tuple[Any, bool]:
     return hint, False
 
 
-def _class_of(target: FieldDescriptor) -> type[Message]:
+def _find_class(target: FieldDescriptor) -> type[Message]:
     if target.message_type is None:
         raise TypeError(f"{target.full_name} is no message")
     return GetMessageClass(target.message_type)

@@ -1,6 +1,6 @@
-"""Authentication of every call by token or certificate, and the limits on a tenant's turns in this process.
+"""Authentication of every call by token or certificate, and a tenant's turn limits in this process.
 
-TLS has verified a client's certificate against `tls.client_ca` before its names are read, at either endpoint.
+At either endpoint, TLS has verified a client's certificate against `tls.client_ca` before its names are read.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from ringserve.cp_core.errors import CapacityExceeded, ConfigError, Forbidden, InvalidRequest, Unauthenticated
-from ringserve.services.auth.tenants import ANYBODY, CertificateName, Tenant, certificate_name, read_tenants
+from ringserve.services.auth.tenants import ANYBODY, CertificateName, Tenant, make_certificate_name, read_tenants
 
 log = logging.getLogger(__name__)
 
 RELOAD_SECONDS = 1.0
-"""Seconds after which a changed file is read."""
+"""Seconds between two checks whether the file has changed."""
 SCHEME = "bearer "
 _GRPC_KEYS = {"x509_common_name": "common_name", "peer_dns": "dns", "peer_uri": "uri"}
 _ALTERNATIVE_TYPES = {"DNS": "dns", "URI": "uri"}
@@ -36,11 +36,11 @@ class Certificate:
 
     @classmethod
     def of(cls, names: Iterable[CertificateName]) -> Certificate:
-        return cls(frozenset(certificate_name(kind, name) for kind, name in names))
+        return cls(frozenset(make_certificate_name(kind, name) for kind, name in names))
 
 
-def of_grpc(auth_context: Mapping[str, Iterable[bytes]]) -> Certificate | None:
-    """Return the certificate of a call's `auth_context`, or None where the client showed none."""
+def read_grpc_certificate(auth_context: Mapping[str, Iterable[bytes]]) -> Certificate | None:
+    """Return the client certificate in a call's `auth_context`; None if the client showed none."""
     if "x509_pem_cert" not in auth_context:
         return None
     return Certificate.of(
@@ -50,27 +50,26 @@ def of_grpc(auth_context: Mapping[str, Iterable[bytes]]) -> Certificate | None:
     )
 
 
-def of_ssl(connection: ssl.SSLObject | None) -> Certificate | None:
-    """Return the certificate of a TLS connection, or None without TLS or certificate."""
+def read_ssl_certificate(connection: ssl.SSLObject | None) -> Certificate | None:
+    """Return a TLS connection's client certificate; None without TLS or certificate."""
     shown = connection.getpeercert() if connection is not None else None
     if not shown:
         return None
-    subject: Any = shown.get("subject", ())  # typed as if each of its parts might be a text
+    subject: Any = shown.get("subject", ())  # its declared type is too wide to iterate over
     alternatives: Any = shown.get("subjectAltName", ())
     common = [value for part in subject for key, value in part if key == "commonName"]
     found = [(_ALTERNATIVE_TYPES[kind], value) for kind, value in alternatives if kind in _ALTERNATIVE_TYPES]
-    # gRPC tells the first common name only: a certificate proves the same at both endpoints.
+    # gRPC reports only the first common name; use the same here, so that both endpoints see the same names.
     return Certificate.of([*(("common_name", value) for value in common[:1]), *found])
 
 
 class TokenFile:
-    """File of tenants, read again when it changes. A changed file with an error is logged and changes nothing."""
+    """Tenants file, read again when it changes. An error in the changed file is logged, and the old content stays."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time, *, takes_certificates: bool = True) -> None:
-        """Read the file. `clock` tells seconds since the epoch. Raises ConfigError.
+        """Read the file. `clock` returns seconds since the epoch. Raises ConfigError.
 
-        `takes_certificates` tells that the endpoints ask for certificates; without it a file that names some is
-        refused.
+        `takes_certificates` means that the endpoints ask for certificates; otherwise a file that names any is refused.
         """
         self._path = path
         self._clock = clock
@@ -81,14 +80,14 @@ class TokenFile:
 
     @property
     def names(self) -> Sequence[str]:
-        """Names of the tenants, those with tokens first."""
+        """Tenant names, tenants with tokens first."""
         tenants = [grant.tenant for grant in self._tenants.grants.values()] + [*self._tenants.certificates.values()]
         return tuple(dict.fromkeys(tenant.name for tenant in tenants))
 
-    def tenant_of(self, authorization: str | None, certificate: Certificate | None = None) -> Tenant:
-        """Return the tenant of an Authorization header, of a client's certificate, or of both, which must agree.
+    def find_tenant(self, authorization: str | None, certificate: Certificate | None = None) -> Tenant:
+        """Return the tenant of an Authorization header, of a client certificate, or of both, which must agree.
 
-        Raises Unauthenticated, which never quotes a token and never tells which tenant a certificate belongs to.
+        Raises Unauthenticated, which never quotes a token nor names a certificate's tenant.
         """
         self._look()
         shown = None if certificate is None else self._tenant_shown(certificate)
@@ -100,7 +99,7 @@ class TokenFile:
         return tenant
 
     def _tenant_shown(self, certificate: Certificate) -> Tenant | None:
-        """Return the tenant that a certificate names, or None: the certificate admits, and a token names the tenant."""
+        """Return the tenant that a certificate names. If it names none (None), a token must name the tenant."""
         known = self._tenants.certificates
         found = {tenant.name: tenant for name in certificate.names if (tenant := known.get(name)) is not None}
         if len(found) > 1:
@@ -131,9 +130,9 @@ class TokenFile:
                 return
             self._stamp = stamp
             self._tenants = read_tenants(self._path, takes_certificates=self.takes_certificates)
-            log.info("the tokens were read again: %d", len(self._tenants.grants))
+            log.info("read the changed tenants file: %d tokens", len(self._tenants.grants))
         except ConfigError as error:
-            log.error("the tokens are as before: %s", error)
+            log.error("the changed tenants file has an error, keeping the old tokens: %s", error)
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:
@@ -147,45 +146,43 @@ def _stamp(path: Path) -> tuple[int, int, int]:
 class Authenticator:
     """Authentication at both endpoints of a gateway.
 
-    Without a file of tokens every caller is one tenant without a name.
-
-    `limits` are those of this process.
+    Without a tenants file, every caller is one tenant without a name. `limits` counts this process's turns.
     """
 
     def __init__(self, tokens: TokenFile | None = None) -> None:
         self._tokens = tokens
         self.limits = TenantLimits()
 
-    def tenant_of(self, authorization: str | None, certificate: Certificate | None = None) -> Tenant:
-        """Return the tenant of an Authorization header or gRPC metadata of that name, or of the client's certificate.
+    def find_tenant(self, authorization: str | None, certificate: Certificate | None = None) -> Tenant:
+        """Return the tenant of an Authorization header (or gRPC metadata) or of a client certificate.
 
         TLS has verified the certificate. Raises Unauthenticated.
         """
-        return ANYBODY if self._tokens is None else self._tokens.tenant_of(authorization, certificate)
+        return ANYBODY if self._tokens is None else self._tokens.find_tenant(authorization, certificate)
 
     @property
     def tenants(self) -> Sequence[str]:
-        """Names of the tenants in the order of their file, those without a token last; none without a file."""
+        """Tenant names in file order, tenants without a token last; empty without a file."""
         return () if self._tokens is None else self._tokens.names
 
     def admit(self, metadata: Mapping[str, str]) -> None:
-        """Refuse a gRPC call by its `authorization` alone, unless a certificate may do. Raises Unauthenticated."""
+        """Refuse a gRPC call with a bad token, or with none unless a certificate may do. Raises Unauthenticated."""
         authorization = metadata.get("authorization")
         if self._tokens is not None and (authorization or not self._tokens.takes_certificates):
-            self._tokens.tenant_of(authorization)
+            self._tokens.find_tenant(authorization)
 
     def check_operator(self, tenant: Tenant) -> None:
-        """Refuse a tenant that is no operator. Raises Forbidden: the state of the whole service shows other tenants."""
+        """Refuse a tenant that is not an operator. Raises Forbidden: the service's state shows other tenants."""
         if not tenant.is_operator:
             raise Forbidden(f"tenant {tenant.name!r} is no operator and may not ask for the state of the service")
 
 
 BUSY_RETRY_SECONDS = 1.0
-"""Seconds until a tenant's turn may have ended: a guess, as the gateway cannot predict it."""
+"""Seconds until one of a tenant's turns may have ended: a guess, since the gateway cannot predict it."""
 
 
 class TenantLimits:
-    """Running turns and turns begun lately, by tenant. `clock` tells seconds."""
+    """Running and recently begun turns, by tenant. `clock` returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -194,9 +191,9 @@ class TenantLimits:
 
     @contextmanager
     def turns(self, tenant: Tenant, count: int = 1) -> Iterator[None]:
-        """Count turns that run together, as a context.
+        """Count `count` turns as running, as a context.
 
-        Raises CapacityExceeded, and InvalidRequest for what can never be.
+        Raises CapacityExceeded, or InvalidRequest if the tenant's limits can never allow so many turns.
         """
         limit, running = tenant.max_concurrent_turns, self._running[tenant.name]
         if limit and running + count > limit:
@@ -215,7 +212,7 @@ class TenantLimits:
                 del self._running[tenant.name]
 
     def _take_allowance(self, tenant: Tenant, count: int) -> None:
-        """Take from a bucket that fills evenly and holds the turns of one minute."""
+        """Take from a token bucket that fills evenly and holds one minute's turns."""
         limit = tenant.max_turns_per_minute
         if not limit:
             return
@@ -231,7 +228,7 @@ class TenantLimits:
 
 
 def _check_possible(tenant: Tenant, count: int, limit: int, when: str) -> None:
-    """Refuse a count that no waiting makes possible. Raises InvalidRequest."""
+    """Refuse a count that waiting cannot make possible. Raises InvalidRequest."""
     if count > limit:
         raise InvalidRequest(
             f"sampling_params.n: {count} answers are too many, tenant {tenant.name!r} may have {limit} {when}"

@@ -1,4 +1,4 @@
-"""Tenants, and the file that lists their tokens, as hashes that are no use to a caller, and their certificates.
+"""Tenants, and the file that lists their certificates and tokens. Tokens are hashed, so the file is no use to a caller.
 
 ```yaml
 tenants:
@@ -7,8 +7,8 @@ tenants:
       - {sha256: 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08, expires: 2027-06-30T00:00:00Z}
     max_concurrent_turns: 8     # 0 (the default): no limit
     max_turns_per_minute: 120   # 0 (the default): no limit
-    max_kv_tokens: 2000000      # 0 (the default): no limit; of all its conversations and running turns, once for each
-    certificates:               # of clients that tls.client_ca has signed: any of these names is enough
+    max_kv_tokens: 2000000      # 0 (the default): no limit; counts each conversation and running turn once
+    certificates:               # client certificates signed by tls.client_ca; one of these names is enough
       - {common_name: acme-batch}
       - {dns: batch.acme.example}
       - {uri: "spiffe://acme.example/batch"}
@@ -34,23 +34,23 @@ from ringserve.cp_core.errors import ConfigError
 from ringserve.orchestration.protocol.turns import MAX_PRIORITY
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
-"""Names of tenants. A name ends before the first slash of an id at the router."""
+"""Tenant names. At the router, an id's first slash ends the tenant name."""
 SHA256 = re.compile(r"[0-9a-f]{64}")
 TOKEN_PREFIX = "rs-"
 LIMITS = {"max_concurrent_turns": 1_000_000, "max_turns_per_minute": 1_000_000, "max_kv_tokens": 10**15}
+"""Limits of a tenant, with the highest value of each."""
 PRIORITIES = {"min_priority": -MAX_PRIORITY, "max_priority": MAX_PRIORITY}
 """Range of a tenant's priorities, with the defaults."""
-"""Limits of a tenant, with the highest value of each."""
 MAX_CERTIFICATE_NAME = 512
 
 
 KINDS = ("common_name", "dns", "uri")
-"""Kinds of names that may stand for a tenant: the subject's common name, and two of its alternative names."""
+"""Certificate names that may identify a tenant: the subject's common name, and two kinds of alternative names."""
 CertificateName = tuple[str, str]
 """Pair of one of KINDS and the name; DNS names are in lower case."""
 
 
-def certificate_name(kind: str, name: str) -> CertificateName:
+def make_certificate_name(kind: str, name: str) -> CertificateName:
     return kind, name.lower() if kind == "dns" else name
 
 
@@ -58,7 +58,7 @@ def certificate_name(kind: str, name: str) -> CertificateName:
 class Tenant:
     """Caller of the service.
 
-    0 is no limit. Limits on turns hold in each gateway process, that on KV in the whole service.
+    A limit of 0 means no limit. Turn limits hold per gateway process, the KV limit for the whole service.
     """
 
     name: str
@@ -71,12 +71,12 @@ class Tenant:
 
 
 ANYBODY = Tenant(name="", is_operator=True)
-"""Tenant of every caller where no tokens are configured."""
+"""Tenant of every caller if no tokens are configured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grant:
-    """Tenant of a token. `expires` is in seconds since the epoch."""
+    """Tenant of a token. `expires` is in seconds since the epoch, None for never."""
 
     tenant: Tenant
     expires: float | None
@@ -84,7 +84,7 @@ class Grant:
 
 @dataclass(frozen=True, kw_only=True)
 class Tenants:
-    """Content of the file: grants by the hash of their token, and tenants by the names of certificates."""
+    """Content of the file: grants by token hash, and tenants by certificate name."""
 
     grants: Mapping[str, Grant]
     certificates: Mapping[CertificateName, Tenant]
@@ -95,13 +95,13 @@ def new_token() -> str:
     return TOKEN_PREFIX + secrets.token_urlsafe(32)
 
 
-def hash_of(token: str) -> str:
-    """Return the hash of a token, as the file of tenants holds it."""
+def hash_token(token: str) -> str:
+    """Return a token's SHA-256 as the tenants file holds it, in hexadecimal."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
 def read_tenants(path: Path, *, takes_certificates: bool) -> Tenants:
-    """Read the file of tenants. Raises ConfigError, which names the entry and shows nothing of a token's hash."""
+    """Read the tenants file. Raises ConfigError, which names the entry but quotes no token hash."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -172,7 +172,7 @@ def _certificates(name: str, entry: Mapping[str, Any]) -> list[CertificateName]:
         ((kind, value),) = each.items()
         if not isinstance(value, str) or not 0 < len(value) <= MAX_CERTIFICATE_NAME:
             raise ConfigError(f"{name}[{number}].{kind}: must be a text of 1 to {MAX_CERTIFICATE_NAME} characters")
-        found.append(certificate_name(kind, value))
+        found.append(make_certificate_name(kind, value))
     return found
 
 

@@ -1,7 +1,4 @@
-"""TLS of the gateway's servers for clients, and of gRPC between our own processes, from PEM files.
-
-Used by the gateway, and by the peers and hosts of the control plane.
-"""
+"""TLS from PEM files, for the gateway's public servers and for gRPC between ringserve processes."""
 
 from __future__ import annotations
 
@@ -13,21 +10,21 @@ import grpc
 from ringserve.cp_core.transport.peer_tls import PeerTls, load_files, read
 
 SECRET_VARIABLE = "RINGSERVE_PEER_SECRET"
-"""Environment variable of the secret by which the processes of a cluster know each other. Children inherit it; without
-it their ports ask for none."""
+"""Environment variable with the secret that a cluster's processes share. Children inherit it; if it is unset, internal
+ports ask for no secret."""
 MIN_TLS_VERSION = ssl.TLSVersion.TLSv1_2
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerTls:
-    """TLS of a public endpoint: certificate, key, and the authority of clients' certificates if it asks for them."""
+    """TLS of a public endpoint: certificate, key, and the client CA if clients must show certificates."""
 
     cert: str
     key: str
     client_ca: str = ""
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """Return the credentials of the gRPC server. Raises ConfigError for files that cannot be used."""
+        """Return the gRPC server's credentials. Raises ConfigError for unusable files."""
         self.http_context()  # raises for unusable files: gRPC would accept them, and then answer no client
         return grpc.ssl_server_credentials(
             [(read("tls.key", self.key), read("tls.cert", self.cert))],
@@ -36,7 +33,7 @@ class ServerTls:
         )
 
     def http_context(self) -> ssl.SSLContext:
-        """Return the context of the HTTP server. Raises ConfigError for files that cannot be used."""
+        """Return the HTTP server's TLS context. Raises ConfigError for unusable files."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = MIN_TLS_VERSION
         context.set_alpn_protocols(["http/1.1"])
@@ -47,7 +44,7 @@ class ServerTls:
 
 
 def peer_server(tls: PeerTls | None) -> grpc.ServerCredentials | None:
-    """Return the credentials of a server for our own processes, or None without TLS. Raises ConfigError."""
+    """Return the credentials of an internal server; None without TLS. Raises ConfigError."""
     if tls is None:
         return None
     key, cert, authority = _files(tls)
@@ -55,7 +52,7 @@ def peer_server(tls: PeerTls | None) -> grpc.ServerCredentials | None:
 
 
 def peer_channel(tls: PeerTls | None) -> tuple[grpc.ChannelCredentials | None, tuple[tuple[str, str], ...]]:
-    """Return credentials (None without TLS) and options of a channel between our own processes. Raises ConfigError."""
+    """Return an internal channel's credentials (None without TLS) and options. Raises ConfigError."""
     if tls is None:
         return None, ()
     key, cert, authority = _files(tls)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from ringserve.services.auth.tenants import hash_of, new_token
+from ringserve.services.auth.tenants import hash_token, new_token
 from ringserve.services.cli.command import command, option
 from ringserve.services.cli.options import JsonFlag
 
@@ -22,7 +22,7 @@ class TokenOptions:
 )
 def token(options: TokenOptions) -> int:
     secret = new_token()
-    digest = hash_of(secret)
+    digest = hash_token(secret)
     if options.json:
         print(json.dumps({"tenant": options.tenant, "token": secret, "sha256": digest}))
     else:

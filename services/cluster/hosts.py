@@ -28,9 +28,8 @@ from ringserve.services.auth.tls import peer_server
 from ringserve.services.cluster.garbage import FrozenSurvivors
 from ringserve.services.config import Config
 from ringserve.services.config.sections import Pool
-from ringserve.services.rpc.health import HealthWatch
 from ringserve.services.rpc.peers import GrpcPeers
-from ringserve.services.rpc.server import EPOCH_KEY, GrpcServer, admitting_peers
+from ringserve.services.rpc.server import EPOCH_KEY, GrpcServer, HealthWatch, make_peer_check
 from ringserve.services.rpc.servicers import DecodeServicer, PrefillServicer, RouterServicer
 from ringserve.services.telemetry.logs import set_up_logs
 from ringserve.services.telemetry.metrics.endpoint import MetricsEndpoint, metrics_page, probe_pages
@@ -115,7 +114,7 @@ class RunningRouter:
         self._metrics: MetricsEndpoint | None = None
 
     async def start(self) -> str:
-        self._server = GrpcServer(peer_server(self._tls), admit=admitting_peers())
+        self._server = GrpcServer(peer_server(self._tls), admit=make_peer_check())
         metrics = RouterMetrics(self._config.router.selector, self._view, asyncio.get_running_loop())
         servicer = RouterServicer(self._router, metrics)
         if self._config.metrics.router:
@@ -261,7 +260,7 @@ class RunningLeader:
         self._host = host
         self._tls = host.config.internal_tls.files
         self._peers = GrpcPeers(self._tls, host.config.timeouts.lost)
-        self._check_secret = admitting_peers()
+        self._check_secret = make_peer_check()
         self._server: GrpcServer | None = None
         self._leader: RingLeader | None = None
         self._tracer = make_tracer(host.config.tracing.endpoint, host.config.tracing.sample_ratio, host.name)

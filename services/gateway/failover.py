@@ -1,4 +1,4 @@
-"""Failover at the gateway: the events of a turn, whatever rings it takes until its last token."""
+"""Failover at the gateway: a turn's events up to its last token, even if rings are lost on the way."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ Begin = Callable[[TurnRequest], Awaitable[BegunTurn]]
 """The router's `begin_turn`."""
 
 MAX_FAILOVERS = 2
-"""Failovers of a turn that gets no token further: its own prompt may be what ends the rings."""
+"""Failovers in a row without a new token, then the turn fails: its own prompt may crash the rings."""
 ROUTER_SECONDS = 30.0
-"""Seconds for the router to be reached, which restarts meanwhile perhaps."""
+"""How long to retry while the router may be restarting, in seconds."""
 ROUTER_PAUSE_SECONDS = 0.2
-"""Seconds between two calls of a router that cannot be reached."""
+"""Seconds between two calls to an unreachable router."""
 
 
-async def begun_in_time(begin: Begin, request: TurnRequest) -> BegunTurn:
-    """Have the router begin a turn, or let it go on. A router that cannot be reached is asked again for a while.
+async def begin_with_retries(begin: Begin, request: TurnRequest) -> BegunTurn:
+    """Have the router begin or resume a turn. Retry an unreachable router for up to ROUTER_SECONDS.
 
-    It may have begun the turn before it was lost, so the next one is asked for a turn that may run. Raises NotBegun and
-    other refusals at once.
+    The router may have begun the turn before it was lost, so retries mark the turn as possibly running. Raises NotBegun
+    and other refusals at once.
     """
     clock = time.monotonic
     deadline = clock() + request.deadline_seconds
@@ -53,7 +53,9 @@ async def begun_in_time(begin: Begin, request: TurnRequest) -> BegunTurn:
         except Unavailable as error:
             if clock() + ROUTER_PAUSE_SECONDS > give_up_at:
                 raise
-            log.info("request %s is not begun yet: %s", request.request_id, error)
+            log.info(
+                "request %s could not begin, retrying in %g s: %s", request.request_id, ROUTER_PAUSE_SECONDS, error
+            )
         await asyncio.sleep(ROUTER_PAUSE_SECONDS)
         left = max(deadline - clock(), 0.001)
         request = replace(request, resume=request.resume or LostTurn(), deadline_seconds=left)
@@ -61,7 +63,7 @@ async def begun_in_time(begin: Begin, request: TurnRequest) -> BegunTurn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailedOver:
-    """Event of a turn that goes on as `begun` after a loss, which was at `lost_at` of `time.monotonic`."""
+    """Event: a turn lost a ring at `lost_at` (`time.monotonic`) and continues as `begun`."""
 
     begun: BegunTurn
     cause: str
@@ -69,15 +71,14 @@ class FailedOver:
 
 
 class LastingTurn:
-    """Begun turn with the two verbs of its decode leader. Where a ring is lost it begins again, unseen by the reader.
+    """Begun turn with its decode leader's two verbs. If a ring is lost, the turn begins again, unseen by the reader.
 
-    `leader_at` finds a decode leader. `interval` tells the least seconds between two of its messages with tokens.
-    `noted` is called with the role of each lost ring, and whether the turn went on. Once `is_stopping` nothing is begun
-    again.
+    `leader_at` finds a decode leader. `interval` returns the minimum seconds between two token messages. `noted` is
+    called with each lost ring's role and whether the turn continued. Once `is_stopping`, no turn begins again.
 
-    Where `request.resume` says that an earlier gateway was lost, the events begin with the tokens that the client has.
-    Log-probabilities of these are not known here: where they are asked for, the ring is to tell all tokens again. A
-    ring that lacks them counts as lost, and another computes the answer from its beginning.
+    If `request.resume` is set, an earlier gateway was lost, and the events begin with the tokens that the client has.
+    Their log-probabilities are not known here: if the request asks for them, the ring sends all tokens again. A ring
+    that lacks the log-probabilities counts as lost, and another ring computes the answer from its beginning.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class LastingTurn:
         noted: Callable[[str, bool], None] = lambda role, went_on: None,
         is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._request, self._begun = bounded(request, begun), begun
+        self._request, self._begun = set_max_tokens(request, begun), begun
         self._begin = begin
         self._leader_at = leader_at
         self._interval = interval
@@ -113,7 +114,7 @@ class LastingTurn:
                 leader = self._leader_at(begun.decode_endpoint)
                 async with aclosing(leader.stream_turn(begun.turn_id, len(self._tokens), self._interval())) as events:
                     if self._num_finished is not None:
-                        await self._tell_finished()
+                        await self._send_finish()
                     async for event in events:
                         has_scores = has_scores or isinstance(event, ScoredEvent)
                         if isinstance(event, TokensEvent):
@@ -132,8 +133,8 @@ class LastingTurn:
                 if self._is_stopping():
                     raise
                 if isinstance(error, Unreachable) and not self._is_cut:
-                    # The leader may live, and keeps the turn for a while.
-                    log.warning("the stream of turn %s broke and is opened again: %s", begun.turn_id, error)
+                    # The leader may be alive, and keeps the turn for a while.
+                    log.warning("turn %s: the token stream broke, reopening it: %s", begun.turn_id, error)
                     self._is_cut = True
                     continue
                 yield await self._fail_over(error)
@@ -142,11 +143,11 @@ class LastingTurn:
         if rest and self._num_finished is None:
             self._tokens.extend(rest)
             yield TokensEvent(token_ids=rest)
-        reason = end_of(self._request.sampling, begun.ended.token_ids)
+        reason = find_finish_reason(self._request.sampling, begun.ended.token_ids)
         yield FinishedEvent(finish_reason=reason, migrated_bytes=0, migration_seconds=0.0, handoff_seconds=0.0)
 
     def _is_scored(self, event: TokensEvent, has_scores: bool) -> bool:
-        """Return whether a resumed turn has the log-probabilities that its client asked for."""
+        """Return whether a resumed turn has the log-probabilities that its request asks for."""
         if self._request.resume is None:
             return True
         sampling = self._request.sampling
@@ -154,19 +155,19 @@ class LastingTurn:
         return is_complete and (sampling.prompt_logprobs is None or has_scores)
 
     async def finish(self, num_tokens: int) -> None:
-        """End the turn well after its first `num_tokens` tokens; the events bring the end."""
+        """Finish the turn after its first `num_tokens` tokens. The last event still comes from `events`."""
         if self._num_finished is None:
             self._num_finished = num_tokens
-            await self._tell_finished()
+            await self._send_finish()
 
-    async def _tell_finished(self) -> None:
+    async def _send_finish(self) -> None:
         begun, num_tokens = self._begun, self._num_finished
         if begun.ended is not None or num_tokens is None:
             return
         try:
             await self._leader_at(begun.decode_endpoint).finish_turn(begun.turn_id, num_tokens)
         except LOSSES as error:
-            log.info("turn %s could not be finished, its events tell more: %s", begun.turn_id, error)
+            log.info("turn %s could not be finished, its stream will report why: %s", begun.turn_id, error)
 
     async def _fail_over(self, error: RingserveError) -> FailedOver:
         lost_at = time.monotonic()
@@ -177,13 +178,13 @@ class LastingTurn:
                     f"the turn lost a ring {self._num_losses} times after {len(self._tokens)} tokens and is not tried "
                     f"again: {error}"
                 )
-            begun = self._begun = await self._begun_again()
-            self._request = bounded(self._request, begun)
+            begun = self._begun = await self._begin_again()
+            self._request = set_max_tokens(self._request, begun)
         except BaseException:
             self._noted("", False)
             raise
         log.warning(
-            "request %s lost a %s ring after %d tokens and goes on as turn %s: %s",
+            "request %s lost a %s ring after %d tokens and continues as turn %s: %s",
             self._request.request_id,
             begun.lost_role,
             len(self._tokens),
@@ -193,9 +194,9 @@ class LastingTurn:
         self._noted(begun.lost_role, True)
         return FailedOver(begun=begun, cause=str(error), lost_at=lost_at)
 
-    async def _begun_again(self) -> BegunTurn:
-        """Have the router begin the turn again, where the router can be reached soon. Raises RingserveError."""
-        return await begun_in_time(self._begin, self._resumption())
+    async def _begin_again(self) -> BegunTurn:
+        """Have the router begin the turn again. Raises RingserveError if it refuses or stays unreachable."""
+        return await begin_with_retries(self._begin, self._resumption())
 
     def _resumption(self) -> TurnRequest:
         tokens, begun = tuple(self._tokens[: self._num_finished]), self._begun
@@ -208,8 +209,8 @@ class LastingTurn:
         return replace(self._request, deadline_seconds=left, resume=lost)
 
 
-def bounded(request: TurnRequest, begun: BegunTurn) -> TurnRequest:
-    """Return the request of a begun turn with the length of its answer, where the router decided that."""
+def set_max_tokens(request: TurnRequest, begun: BegunTurn) -> TurnRequest:
+    """Return the request with the answer length that the router decided, if it decided one."""
     if not begun.max_tokens:
         return request
     return replace(request, sampling=replace(request.sampling, max_tokens=begun.max_tokens), is_open_ended=False)
@@ -220,8 +221,8 @@ def is_scored(request: TurnRequest) -> bool:
     return request.sampling.logprobs is not None or request.sampling.prompt_logprobs is not None
 
 
-def replayed(request: TurnRequest, lost: LostTurn) -> TurnRequest:
-    """Return a resumed request whose turn tells its tokens again as far as they lack log-probabilities here."""
+def ask_for_all_tokens(request: TurnRequest, lost: LostTurn) -> TurnRequest:
+    """Return a resumed request that asks for all tokens again if it needs their log-probabilities."""
     return replace(request, resume=replace(lost, token_ids=()) if is_scored(request) else lost)
 
 
@@ -229,7 +230,7 @@ def _is_whole(sampling: SamplingParameters, tokens: tuple[int, ...]) -> bool:
     return bool(tokens) and (len(tokens) >= sampling.max_tokens or tokens[-1] in sampling.stop_token_ids)
 
 
-def end_of(sampling: SamplingParameters, tokens: tuple[int, ...]) -> FinishReason:
-    """Return why an answer ended, as far as its tokens tell."""
+def find_finish_reason(sampling: SamplingParameters, tokens: tuple[int, ...]) -> FinishReason:
+    """Return why an answer ended, judged by its tokens."""
     is_stopped = tokens[-1] in sampling.stop_token_ids or len(tokens) < sampling.max_tokens
     return FinishReason.STOP if is_stopped else FinishReason.LENGTH

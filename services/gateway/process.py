@@ -1,4 +1,4 @@
-"""Gateway as a process of its own. It ends on SIGTERM, on SIGINT, or when its parent has ended.
+"""Gateway process. It stops on SIGTERM, on SIGINT, or when its parent ends.
 
 A second signal ends the turns that still run.
 """
@@ -27,9 +27,8 @@ from ringserve.services.gateway.requests import RequestReader
 from ringserve.services.gateway.servicer import InferenceServicer
 from ringserve.services.gateway.settings import GatewaySettings
 from ringserve.services.gateway.text import TextCodec
-from ringserve.services.rpc.health import HealthWatch
 from ringserve.services.rpc.peers import GrpcPeers
-from ringserve.services.rpc.server import GrpcServer
+from ringserve.services.rpc.server import GrpcServer, HealthWatch
 from ringserve.services.telemetry.logs import set_up_logs
 from ringserve.services.telemetry.metrics.endpoint import MetricsEndpoint, metrics_page, probe_pages, targets_page
 from ringserve.services.telemetry.metrics.gateway import GatewayMetrics
@@ -40,15 +39,15 @@ from ringserve.workers.model.builtin import resolve_model_path
 from ringserve.workers.model.info import read_model_info
 
 ABORT_GRACE_SECONDS = 5.0
-"""Seconds for the rings to release the turns that are aborted."""
+"""Seconds the rings have to release aborted turns."""
 FLUSH_SECONDS = 2.0
-"""Seconds for written responses to reach the clients."""
+"""Seconds that written responses have to reach their clients."""
 
 
 async def serve(settings: GatewaySettings) -> None:
-    """Serve until told to stop. The first line on standard output is JSON: the addresses listened on.
+    """Serve until a signal or the parent's end. The first line on standard output is JSON: the listening addresses.
 
-    With a parent to follow, each later line is a sign of life.
+    With a parent to follow, each later line is a heartbeat.
     """
     path = resolve_model_path(settings.model)
     model = read_model_info(path, settings.dtype, Path(settings.model).name, settings.device)
@@ -76,7 +75,7 @@ async def serve(settings: GatewaySettings) -> None:
         loop.add_reader(descriptor, lambda: None if os.read(descriptor, 4096) else stopped.set())
 
     watch = HealthWatch("the gateway", server, router.find_fault)
-    shown = _shown(settings, metrics)
+    shown = _choose_collector(settings, metrics)
     endpoint = _serve_metrics(settings, shown, peers, watch)
     metrics_address = endpoint.address if endpoint else ""
     api = HttpApi(
@@ -93,7 +92,7 @@ async def serve(settings: GatewaySettings) -> None:
     address = await server.start(settings.listen, is_serving=False)
     watch.start()
     print(json.dumps({"gateway": address, "http": http_address, "metrics": metrics_address}), flush=True)
-    signs = asyncio.create_task(_give_signs()) if settings.follow_stdin else None
+    signs = asyncio.create_task(_send_heartbeats()) if settings.follow_stdin else None
     await stopped.wait()
     await watch.close()
     await _close_servers(server, http_server, servicer.end_turns(settings.drain_seconds, hurry), settings.drain_seconds)
@@ -105,10 +104,10 @@ async def serve(settings: GatewaySettings) -> None:
         await asyncio.to_thread(endpoint.close)
 
 
-async def _give_signs() -> None:
-    """Print an empty line at intervals, by which the parent knows that this process lives."""
+async def _send_heartbeats() -> None:
+    """Print an empty line at intervals, so that the parent knows that this process is alive."""
     descriptor = sys.stdout.fileno()
-    os.set_blocking(descriptor, False)  # a parent that stands still reads nothing
+    os.set_blocking(descriptor, False)  # a stopped parent reads nothing
     while True:
         with suppress(BlockingIOError, BrokenPipeError):
             os.write(descriptor, b"\n")
@@ -116,7 +115,7 @@ async def _give_signs() -> None:
 
 
 def _tenants(settings: GatewaySettings) -> TokenFile | None:
-    """Return the file of tenants, or None where every caller is admitted."""
+    """Return the tenants file; None if every caller is admitted."""
     takes_certificates = settings.tls is not None and bool(settings.tls.client_ca)
     return TokenFile(Path(settings.tokens), takes_certificates=takes_certificates) if settings.tokens else None
 
@@ -124,9 +123,9 @@ def _tenants(settings: GatewaySettings) -> TokenFile | None:
 async def _close_servers(
     server: GrpcServer, http_server: HttpServer, end_turns: Awaitable[None], drain_seconds: float
 ) -> None:
-    """Refuse new calls from now on, and close when `end_turns` reports that no turn runs.
+    """Refuse new calls, and close the servers once `end_turns` returns.
 
-    Calls that are no turns, such as health watches, do not delay the end.
+    Calls other than turns, such as health watches, do not delay the end.
     """
     closing = asyncio.gather(
         server.stop(drain_seconds + ABORT_GRACE_SECONDS), http_server.stop(drain_seconds + ABORT_GRACE_SECONDS)
@@ -139,12 +138,12 @@ async def _close_servers(
 
 
 def _model_name(settings: GatewaySettings) -> str:
-    """Return the name by which requests ask for the model."""
+    """Return the model name that requests use."""
     return settings.model_name or Path(settings.model).name
 
 
-def _shown(settings: GatewaySettings, metrics: GatewayMetrics) -> Collector:
-    """Return the series to show, under vLLM's names too where these are asked for."""
+def _choose_collector(settings: GatewaySettings, metrics: GatewayMetrics) -> Collector:
+    """Return the metrics to serve, with vLLM's names too if the settings ask for them."""
     if settings.metric_names != "vllm":
         return metrics.registry
     return WithVllmNames(metrics.registry.collect, GATEWAY_NAMES, Path(settings.model).name)
@@ -153,7 +152,7 @@ def _shown(settings: GatewaySettings, metrics: GatewayMetrics) -> Collector:
 def _serve_metrics(
     settings: GatewaySettings, shown: Collector, peers: GrpcPeers, watch: HealthWatch
 ) -> MetricsEndpoint | None:
-    """Serve /metrics and probes of this gateway, and /targets with the metrics endpoints of router and rings."""
+    """Serve this gateway's /metrics and probes, and /targets with the metrics endpoints of router and rings."""
     if not settings.metrics:
         return None
     router, loop = peers.router(settings.router), asyncio.get_running_loop()

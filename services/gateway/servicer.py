@@ -1,6 +1,6 @@
-"""Servicer of the public `ringserve.v1.Inference`.
+"""Servicer of the public gRPC service `ringserve.v1.Inference`.
 
-The gateway is stateless and no part of Ray: a process that reaches Ray can run code.
+The gateway is stateless and stays outside Ray, because any process that reaches Ray can run code there.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any, TypeVar
 import grpc
 
 from ringserve.cp_core.errors import Forbidden, RingserveError, Stopping, Unauthenticated
-from ringserve.mapping import name_of
+from ringserve.mapping import enum_name
 from ringserve.orchestration.protocol.plans import TurnPlan
 from ringserve.orchestration.protocol.ports import Peers, RouterPort
 from ringserve.orchestration.protocol.turns import TurnRequest
-from ringserve.services.auth.authenticator import Authenticator, of_grpc
+from ringserve.services.auth.authenticator import Authenticator, read_grpc_certificate
 from ringserve.services.auth.scoped_router import ScopedRouter
 from ringserve.services.auth.tenants import Tenant
-from ringserve.services.gateway.failover import LastingTurn, begun_in_time, replayed
-from ringserve.services.gateway.requests import RequestReader, identifier, named, requests_to_abort
-from ringserve.services.gateway.sampling import num_completions, stop_rule
+from ringserve.services.gateway.failover import LastingTurn, ask_for_all_tokens, begin_with_retries
+from ringserve.services.gateway.requests import RequestReader, check_identifier, check_name, check_request_ids
+from ringserve.services.gateway.sampling import read_num_completions, read_stop_rule
 from ringserve.services.gateway.text import CONTEXT_TOKENS, AnswerText, StopRule, TextCodec
 from ringserve.services.gateway.turn_stream import (
     STOPPING,
@@ -35,9 +35,9 @@ from ringserve.services.gateway.turn_stream import (
     TurnStream,
     TurnsUnderWay,
     merge_answers,
-    turns_of,
+    split_answers,
 )
-from ringserve.services.rpc.errors import answer, answering, code_of
+from ringserve.services.rpc.errors import abort_on_error, answer, find_status_code
 from ringserve.services.rpc.wire.contract import model_info_to, to_message
 from ringserve.services.telemetry.logs import TurnRecord
 from ringserve.services.telemetry.metrics.gateway import GatewayMetrics
@@ -52,19 +52,19 @@ Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
 
 DEFAULT_PAGE = 100
-"""Conversations on a page of a list, unless the client says otherwise."""
+"""Default number of conversations on a list page."""
 
 ABORT_SECONDS = 3.0
-"""Seconds for the rings to release turns that a gateway ends."""
+"""Seconds the rings have to release turns that a gateway aborts."""
 
 UNSETTLED = ("cancelled", "unavailable")
-"""Outcomes after which the router may still hold the turn as running: the gateway aborts it there."""
+"""Outcomes after which the turn may still run at the router, so the gateway aborts it there."""
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    """Public methods. Tokens come straight from the decode leader of each turn.
+    """Public methods. Each turn's tokens come straight from its decode leader.
 
-    Calls reach the router through a `ScopedRouter` of the calling tenant only.
+    Calls about a client's ids reach the router only through the calling tenant's `ScopedRouter`.
     """
 
     def __init__(
@@ -95,11 +95,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._running = TurnsUnderWay()
         self._calls = CallsUnderWay()
 
-    # A handler may write its responses itself, which the stubs' types do not know.
+    # gRPC lets a handler write its responses itself, but the stubs' types do not.
     async def Generate(  # type: ignore[override]
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> None:
-        async with answering(context):
+        async with abort_on_error(context):
             tenant, trace_parent = self._caller(context), _metadata(context).get("traceparent", "")
             async with self.generate(request, tenant, context.time_remaining(), trace_parent) as responses:
                 async for response in responses:
@@ -109,33 +109,33 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def generate(
         self, request: inference_pb2.GenerateRequest, tenant: Tenant, seconds_left: float | None, trace_parent: str = ""
     ) -> AsyncIterator[Responses]:
-        """Serve a request of either endpoint: the context's value are the responses, and leaving it ends the turns.
+        """Serve a request of either endpoint: the context yields the responses, and leaving it ends the turns.
 
-        `trace_parent` is the client's own. Raises RingserveError.
+        `trace_parent` is the client's own W3C trace context. Raises RingserveError.
         """
         started, router = time.monotonic(), self.router_for(tenant)
         with ExitStack() as held:
             held.enter_context(self._calls)
-            # The client's id is not checked yet, so the line of a refusal has none.
-            with self._refusals_counted(started, tenant, TurnRecord("", tenant.name, trace_parent)):
-                count = num_completions(request.sampling_params)
+            # The client's request id is not checked yet, so a refusal's log line has none.
+            with self._count_refusal(started, tenant, TurnRecord("", tenant.name, trace_parent)):
+                count = read_num_completions(request.sampling_params)
                 held.enter_context(self._authenticator.limits.turns(tenant, count))
                 turn_request = await asyncio.to_thread(self._reader.read, request, seconds_left, router)
-            rule = stop_rule(request.sampling_params)
+            rule = read_stop_rule(request.sampling_params)
             turns = [
                 self._turn(each, trace_parent, router, rule, started, index)
-                for index, each in enumerate(turns_of(turn_request, count))
+                for index, each in enumerate(split_answers(turn_request, count))
             ]
             async with turns[0] if count == 1 else aclosing(merge_answers(turns)) as responses:
                 yield responses
 
     @contextmanager
-    def _refusals_counted(self, started: float, tenant: Tenant, record: TurnRecord) -> Iterator[None]:
+    def _count_refusal(self, started: float, tenant: Tenant, record: TurnRecord) -> Iterator[None]:
         try:
             yield
         except RingserveError as error:
             self._metrics.began(tenant.name)
-            outcome, seconds = code_of(error).name.lower(), time.monotonic() - started
+            outcome, seconds = find_status_code(error).name.lower(), time.monotonic() - started
             self._metrics.ended(outcome, seconds, tenant.name)
             record.end(log, outcome, seconds)
             raise
@@ -150,7 +150,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         started: float,
         index: int,
     ) -> AsyncIterator[Responses]:
-        """Begin the turn of one answer, yield its responses, and account for its end."""
+        """Begin one answer's turn, yield its responses, and record how it ended."""
         outcome, request_id, tenant = "cancelled", turn_request.request_id, router.tenant.name
         trace = TurnTrace(self._tracer, trace_parent, request_id, tenant, started)
         if trace.parent:
@@ -163,31 +163,31 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         num_received = None
         if turn_request.resume is not None:
             num_received = len(turn_request.resume.token_ids)
-            turn_request = replayed(turn_request, turn_request.resume)
+            turn_request = ask_for_all_tokens(turn_request, turn_request.resume)
 
         def completed(complete: inference_pb2.GenerateComplete) -> None:
             nonlocal outcome
-            outcome = name_of(inference_pb2.FinishReason, complete.finish_reason)
+            outcome = enum_name(inference_pb2.FinishReason, complete.finish_reason)
             self._metrics.completed(complete, tenant)
             trace.completed(complete)
 
         try:
             with turn:
-                begun = await begun_in_time(router.begin_turn, turn_request)
+                begun = await begin_with_retries(self._whole_router.begin_turn, turn_request)
             self._note_plan(request_id, begun.turn_id, begun.prompt_tokens, begun.plan, tenant)
             trace.planned(begun)
             record.begun(begun.turn_id, begun.prompt_tokens, begun.plan.cached_tokens)
             prompt = turn_request.token_ids[-CONTEXT_TOKENS:].tolist()
-            text = AnswerText(rule.text_of(self._codec, turn_request.sampling.stop_token_ids, prompt), rule)
+            text = AnswerText(rule.make_text(self._codec, turn_request.sampling.stop_token_ids, prompt), rule)
             stream = TurnStream(
-                turn_request, begun, text, started, index, router.unscoped, num_received, self._metrics.sent_tokens
+                turn_request, begun, text, started, index, router.unscope, num_received, self._metrics.sent_tokens
             )
             if num_received is not None:
                 self._metrics.lost_ring("gateway", True)
             lasting = LastingTurn(
                 turn_request,
                 begun,
-                router.begin_turn,
+                self._whole_router.begin_turn,
                 lambda endpoint: self._peers.leader("decode", endpoint),
                 interval=self._running.interval,
                 noted=self._metrics.lost_ring,
@@ -196,10 +196,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             async with aclosing(stream.responses(lasting, turn, completed)) as responses:
                 yield responses
         except RingserveError as error:
-            outcome = code_of(error).name.lower()
+            outcome = find_status_code(error).name.lower()
             if self._running.stopping.is_set():
                 raise Stopping(STOPPING) from error
-            raise router.shown(error) from None
+            raise router.unscope_error(error) from None
         finally:
             self._running.discard(turn)
             self._metrics.ended(outcome, time.monotonic() - started, tenant)
@@ -228,7 +228,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     def _abort_soon(self, request_id: str, reader: str = "") -> asyncio.Task[None]:
         """Abort a turn in the background: the rings do not know that its client is gone.
 
-        One that another gateway reads meanwhile goes on, where this one's `reader` is given.
+        If `reader` is given, a turn that another gateway has taken over keeps running.
         """
         task = asyncio.create_task(self._abort(request_id, reader))
         self._aborts.add(task)
@@ -242,10 +242,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             log.warning("request %s could not be aborted: %s", request_id, error)
 
     async def end_turns(self, grace: float, hurry: asyncio.Event) -> None:
-        """End the turns of a stopping gateway, after `grace` seconds or when `hurry` is set.
+        """Wait until no turn of either endpoint runs, then return. End turns that still run after `grace` seconds.
 
-        Return when no turn of either endpoint runs, or when the remaining ones have been ended. Their clients are told
-        at once; the rings have ABORT_SECONDS to release them.
+        `hurry` cuts the wait short. Clients of ended turns get an error at once; the rings have ABORT_SECONDS to
+        release the turns.
         """
         ends = [asyncio.create_task(event.wait()) for event in (self._calls.none, hurry)]
         await asyncio.wait(ends, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
@@ -260,7 +260,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def Abort(self, request: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
         aborted, unknown = await self._answer(
-            context, lambda router: router.abort_requests(requests_to_abort(request.request_ids))
+            context, lambda router: router.abort_requests(check_request_ids(request.request_ids))
         )
         return inference_pb2.AbortResponse(aborted=aborted, unknown=unknown)
 
@@ -283,8 +283,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         return self._codec.decode(token_ids)
 
     async def read_tokens(self, tenant: Tenant, read: Callable[[RequestReader, TextCodec], T]) -> T:
-        """Return what `read` makes of texts or tokens, within the tenant's limits. Raises RingserveError."""
-        with self._authenticator.limits.turns(tenant):  # a long text takes the time of a short turn
+        """Run `read` in a thread and return its result, within the tenant's limits. Raises RingserveError."""
+        with self._authenticator.limits.turns(tenant):  # a long text takes as long as a short turn
             return await asyncio.to_thread(read, self._reader, self._codec)
 
     def router_for(self, tenant: Tenant) -> ScopedRouter:
@@ -298,7 +298,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def GetServerInfo(
         self, request: inference_pb2.GetServerInfoRequest, context: Context
     ) -> inference_pb2.GetServerInfoResponse:
-        info = to_message(inference_pb2.GetServerInfoResponse, await self._answer(context, self._operators_view))
+        info = to_message(inference_pb2.GetServerInfoResponse, await self._answer(context, self._read_server_info))
         info.version = package_version()
         info.uptime_seconds = time.monotonic() - self._started
         return info
@@ -307,7 +307,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GetConversationRequest, context: Context
     ) -> inference_pb2.GetConversationResponse:
         name = request.conversation_id
-        view = await self._answer(context, lambda router: router.get_conversation(named("conversation_id", name)))
+        view = await self._answer(context, lambda router: router.get_conversation(check_name("conversation_id", name)))
         return to_message(inference_pb2.GetConversationResponse, view)
 
     async def ListConversations(
@@ -317,7 +317,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         listing = await self._answer(
             context,
             lambda router: router.list_conversations(
-                identifier("prefix", request.prefix), identifier("page_token", request.page_token), size
+                check_identifier("prefix", request.prefix), check_identifier("page_token", request.page_token), size
             ),
         )
         return to_message(inference_pb2.ListConversationsResponse, listing)
@@ -330,41 +330,43 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def _fork(self, router: ScopedRouter, request: inference_pb2.ForkConversationRequest) -> ConversationInfo:
         at_token = request.at_token if request.HasField("at_token") else None
-        source, new = named("source_id", request.source_id), named("new_id", request.new_id)
+        source, new = check_name("source_id", request.source_id), check_name("new_id", request.new_id)
         return await self.fork_conversation(router.tenant, source, new, at_token)
 
     async def fork_conversation(
         self, tenant: Tenant, source_id: str, new_id: str, at_token: int | None
     ) -> ConversationInfo:
         """Begin a conversation with another's tokens, within the tenant's limits. Raises RingserveError."""
-        with self._authenticator.limits.turns(tenant):  # it costs what a turn costs the router
+        with self._authenticator.limits.turns(tenant):  # it costs the router as much as a turn
             return await self.router_for(tenant).fork_conversation(source_id, new_id, at_token)
 
     async def DeleteConversation(
         self, request: inference_pb2.DeleteConversationRequest, context: Context
     ) -> inference_pb2.DeleteConversationResponse:
         name = request.conversation_id
-        await self._answer(context, lambda router: router.delete_conversation(named("conversation_id", name)))
+        await self._answer(context, lambda router: router.delete_conversation(check_name("conversation_id", name)))
         return inference_pb2.DeleteConversationResponse()
 
     def _caller(self, context: Context) -> Tenant:
         """Return the calling tenant. Raises Unauthenticated."""
-        with self._counted("grpc"):
+        with self._count_refused_call("grpc"):
             metadata = _metadata(context)
-            return self._authenticator.tenant_of(metadata.get("authorization"), of_grpc(context.auth_context()))
+            return self._authenticator.find_tenant(
+                metadata.get("authorization"), read_grpc_certificate(context.auth_context())
+            )
 
     def admit(self, metadata: Mapping[str, str]) -> None:
         """Refuse a gRPC call by its metadata alone. Raises Unauthenticated."""
-        with self._counted("grpc"):
+        with self._count_refused_call("grpc"):
             self._authenticator.admit(metadata)
 
     def note_refused(self, endpoint: str, error: RingserveError) -> None:
-        """Count a call that is refused for its credentials or rights; others are counted as requests."""
+        """Count a call refused for its credentials or rights. Other failures count as requests."""
         if isinstance(error, Unauthenticated | Forbidden):
-            self._metrics.refused_call(endpoint, code_of(error).name.lower())
+            self._metrics.refused_call(endpoint, find_status_code(error).name.lower())
 
     @contextmanager
-    def _counted(self, endpoint: str) -> Iterator[None]:
+    def _count_refused_call(self, endpoint: str) -> Iterator[None]:
         try:
             yield
         except RingserveError as error:
@@ -372,17 +374,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             raise
 
     async def _answer(self, context: Context, ask: Callable[[ScopedRouter], Awaitable[T]]) -> T:
-        """Ask the router for the calling tenant; an error becomes its status."""
+        """Ask the calling tenant's router. An error becomes its gRPC status."""
 
         async def asked() -> T:
             return await ask(self.router_for(self._caller(context)))
 
         return await answer(context, asked())
 
-    async def _operators_view(self, router: ScopedRouter) -> ServerInfo:
-        with self._counted("grpc"):
+    async def _read_server_info(self, router: ScopedRouter) -> ServerInfo:
+        with self._count_refused_call("grpc"):
             self._authenticator.check_operator(router.tenant)
-        return await router.get_server_info()
+        return await self._whole_router.get_server_info()
 
 
 def _metadata(context: Context) -> dict[str, str]:

@@ -1,6 +1,6 @@
-"""Settings of a gateway process, written as JSON by `services.cluster.local` and read by the process.
+"""Settings of a gateway process, which `services.cluster.local` writes as JSON and the process reads.
 
-They hold paths of secrets, never secrets.
+They hold paths to secrets, never secrets.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from ringserve.services.config.sections import HttpConfig, TracingConfig
 class GatewaySettings:
     """Settings of one gateway.
 
-    `follow_stdin` ends the gateway when standard input closes, that is with its parent. `tokens` is the path of the
-    file of tenants. `page` serves a page at `/` of `http`, and `api` settles its
-    requests. A gateway that is told to end lets its turns run for at most
-    `drain_seconds`. A peer that gives no sign of life for `lost_seconds` fails its turns.
+    `follow_stdin` ends the gateway when standard input closes, which happens when its parent ends. `tokens` is the path
+    of the tenants file. `page` serves the status page at `/` of `http`; `api` configures the HTTP API. A stopping
+    gateway lets turns run for at most `drain_seconds`. A peer without heartbeats for `lost_seconds` fails its turns.
     """
 
     listen: str

@@ -1,6 +1,6 @@
-"""Text and tokens: the model's tokenizer and chat template, text that grows by whole characters, and stop strings.
+"""Text and tokens: tokenizer, chat template, text that grows by whole characters, and stop strings.
 
-Used by both servers of the gateway: `TextCodec` encodes prompts, `AnswerText` decodes one answer.
+Both gateway servers use it: `TextCodec` encodes prompts, `AnswerText` decodes one answer.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 CONTEXT_TOKENS = 6
 """Tokens decoded again before new ones: some tokenizers spell a token differently at the beginning of a text."""
 WINDOW_TOKENS = 24
-"""Tokens from which on the window moves: each move decodes once more."""
+"""Tokens in the window before it moves: each move decodes it once more."""
 STAND_IN = "an answer that the conversation has"
-"""Text of an answer of which only the tokens are known, when a chat template writes the messages behind it."""
+"""Stand-in text for an answer whose text is unknown, when a chat template writes the messages after it."""
 MAX_PENDING = 64
 """Trailing replacement characters held back because later tokens may complete them.
 
-An incomplete character shows as 1 to 3, a run of bytes of a byte-fallback tokenizer as more.
+An incomplete character shows as 1 to 3 of them; a byte-fallback tokenizer's run of bytes shows as more.
 """
 
 
 class TextCodec:
-    """Tokenizer of one model directory. Loads nothing from the network."""
+    """Tokenizer of one model directory. It loads nothing from the network."""
 
     def __init__(self, model_path: Path) -> None:
         """Load the tokenizer. Raises ModelRefused."""
@@ -42,20 +42,20 @@ class TextCodec:
         except (OSError, ValueError, KeyError) as error:
             raise ModelRefused(f"the tokenizer of {model_path} cannot be loaded: {error}") from error
         self._backend = plain_backend(self._tokenizer)
-        # A byte-level token has a character a byte, others their own characters: no token stands for more.
+        # A byte-level token has one character per byte, other tokens their own characters: none stands for more text.
         self.max_characters = max((len(token) for token in self._tokenizer.get_vocab()), default=1)
         plain, whole = (self.encode("a", adds_special=adds).tolist() for adds in (False, True))
         self.num_special = next((n for n in range(len(whole)) if whole[n : n + len(plain)] == plain), 0)
         """Special tokens that `encode` puts before a text: 1 if the tokenizer adds BOS."""
         end = self._tokenizer.eos_token_id
         self.chat_ends: tuple[int, ...] = () if end is None else (end,)
-        """Tokens that end an answer in a chat, beside the model's own.
+        """Tokens that end a chat answer, besides the model's own.
 
-        A chat fine-tune often changes the tokenizer's EOS (`<|im_end|>`) and leaves config.json as it was.
+        Chat fine-tunes often change the tokenizer's EOS (to `<|im_end|>`) and leave config.json unchanged.
         """
 
     def encode(self, text: str, *, adds_special: bool = True) -> TokenIds:
-        """Return the token ids of a text, with the special tokens that the tokenizer adds."""
+        """Return a text's token ids, by default with the special tokens that the tokenizer adds (such as BOS)."""
         return np.asarray(self._tokenizer(text, add_special_tokens=adds_special)["input_ids"], dtype=np.int64)
 
     def encode_chat(
@@ -65,10 +65,10 @@ class TextCodec:
         opens_answer: bool = True,
         values: Mapping[str, Any] | None = None,
     ) -> TokenIds:
-        """Return the token ids of (role, content) messages by the model's chat template.
+        """Return the token ids of (role, content) messages, as the model's chat template writes them.
 
-        `opens_answer` adds the tokens that begin the assistant's answer. `values` are the client's own for variables of
-        the template. Raises InvalidRequest.
+        `opens_answer` adds the tokens that begin the assistant's answer. `values` are the client's values for template
+        variables. Raises InvalidRequest.
         """
         conversation = [{"role": role, "content": content} for role, content in messages]
         return self.encode_template(conversation, (), opens_answer=opens_answer, values=values)
@@ -82,11 +82,11 @@ class TextCodec:
         continues_last: bool = False,
         values: Mapping[str, Any] | None = None,
     ) -> TokenIds:
-        """Return the token ids of messages as transformers takes them, with calls and tools. Raises InvalidRequest.
+        """Return the token ids of messages in transformers' form, with calls and tools. Raises InvalidRequest.
 
-        `continues_last` leaves the last message open, and the answer goes on in it.
+        `continues_last` leaves the last message open, and the answer continues it.
         """
-        ids = self._applied(
+        ids = self._apply_template(
             messages,
             tools,
             values or {},
@@ -104,24 +104,24 @@ class TextCodec:
         ends: Collection[int],
         values: Mapping[str, Any] | None = None,
     ) -> TokenIds:
-        """Return the token ids of messages that follow an answer, of which the conversation's tokens are known alone.
+        """Return the token ids of messages that follow an answer whose text is unknown.
 
-        The template writes the messages behind a stand-in for the answer, and what it writes after that is returned.
-        Where the template closes the answer by one of the tokens `ends`, and one of them is the answer's `last_token`
-        already, it is left out. Raises InvalidRequest.
+        The template writes a stand-in for the answer and then the messages; the text after the stand-in is encoded. If
+        the template closes the answer by one of the tokens `ends`, and the answer's `last_token` is one of them too,
+        the closing token is left out. Raises InvalidRequest.
         """
         call = next((each["tool_call_id"] for each in messages[:1] if "tool_call_id" in each), None)
         answer: dict[str, Any] = {"role": "assistant", "content": STAND_IN}
-        if call is not None:  # templates want a call before its output
+        if call is not None:  # templates expect a call before its output
             made = {"id": call, "type": "function", "function": {"name": STAND_IN, "arguments": {}}}
             answer = {"role": "assistant", "content": "", "tool_calls": [made]}
         before = [{"role": "user", "content": "x"}, answer]
         whole = str(
-            self._applied([*before, *messages], tools, values or {}, add_generation_prompt=True, tokenize=False)
+            self._apply_template([*before, *messages], tools, values or {}, add_generation_prompt=True, tokenize=False)
         )
         rest = whole.rpartition(STAND_IN)[2]
         found = [(rest.find(sign), sign) for sign in (self.decode_all([end]) for end in ends) if sign in rest]
-        if not found and call is not None:  # the rest of the call has no end
+        if not found and call is not None:  # nothing marks the end of the stand-in call
             raise InvalidRequest(
                 "previous_response_id: the model's chat template closes no call by an end-of-sequence token; send the "
                 "history in input"
@@ -129,7 +129,7 @@ class TextCodec:
         place, sign = min(found, default=(0, ""))
         return self.encode(rest[place + (len(sign) if last_token in ends else 0) :], adds_special=False)
 
-    def _applied(
+    def _apply_template(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
@@ -137,7 +137,7 @@ class TextCodec:
         **settings: bool,
     ) -> Any:
         """Apply the chat template, with settings of transformers. Raises InvalidRequest."""
-        # transformers' own settings have the same place: a client could bring a template, which is a program.
+        # transformers takes its own settings as keywords too: a client could pass a template, which is a program.
         reserved = {"messages", *inspect.signature(self._tokenizer.apply_chat_template).parameters}
         for name in values.keys() & reserved:
             raise InvalidRequest(
@@ -152,13 +152,13 @@ class TextCodec:
             raise InvalidRequest(f"input.chat: the model's chat template refuses these messages: {error}") from error
 
     def chat_template(self, tools: Sequence[Mapping[str, Any]]) -> str:
-        """Return the chat template for these tools; empty where the model has none."""
+        """Return the chat template's source for these tools; empty if the model has no template."""
         if not self._tokenizer.chat_template:
             return ""
         return str(self._tokenizer.get_chat_template(tools=list(tools)))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids, without the clean-up of spaces: it would change text that was sent before."""
+        """Return the text of token ids. Spaces are not cleaned up, since that would change text already sent."""
         return self._text(token_ids, shows_special=False)
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
@@ -175,19 +175,19 @@ class TextCodec:
         )
 
     def to_json(self) -> str:
-        """Return the tokenizer as JSON. Raises InvalidRequest for one that has no fast form."""
+        """Return the tokenizer as JSON. Raises InvalidRequest if it has no fast form."""
         return tokenizer_json(self._tokenizer)
 
     def names(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the tokenizer's own names of tokens; empty where it has none."""
+        """Return the tokenizer's own token names; "" for a token without one."""
         return [name or "" for name in self._tokenizer.convert_ids_to_tokens(list(token_ids))]
 
 
 class IncrementalText:
-    """Text of a growing answer. `push` returns new text that is certain; an incomplete character is held.
+    """Text of a growing answer. `push` returns new whole characters; an incomplete character is held back.
 
     Tokens are decoded in a window that begins between two characters: a byte-fallback tokenizer shows a whole run of
-    bytes as replacement characters if the window begins or ends inside one.
+    bytes as replacement characters if the window begins or ends inside a character.
     """
 
     def __init__(
@@ -198,18 +198,18 @@ class IncrementalText:
         hidden: Collection[int] = (),
         prompt: Sequence[int] = (),
     ) -> None:
-        """`hidden` tokens have no text here. The answer follows `prompt`, of which the last tokens are enough.
+        """Hide the text of `hidden` tokens. The answer follows `prompt`; its last CONTEXT_TOKENS tokens are enough.
 
         Example: SentencePiece's "▁paris" is " paris" after a prompt, and "paris" at the beginning of a text.
         """
         self._decode = codec.decode if hides_special else codec.decode_all
         self._hidden = hidden
         before = self._decode(prompt[-CONTEXT_TOKENS:]) if prompt else ""
-        # A prompt of token ids may end inside a character: it then gives no context.
+        # A prompt of token ids may end inside a character; it then gives no context.
         self._ids = [] if before.endswith(REPLACEMENT) else list(prompt[-CONTEXT_TOKENS:])
-        self._context = 0  # index where the window begins: ids before it are not decoded again
-        self._whole: deque[int] = deque()  # ends of ids between two characters, where the window may begin
-        self._emitted = before if self._ids else ""  # sent part of the text of ids[context:]
+        self._context = 0  # start of the window; ids before it are not decoded again
+        self._whole: deque[int] = deque()  # indices between two characters, where the window may begin
+        self._emitted = before if self._ids else ""  # part of the text of ids[context:] already returned
         self._sent: list[str] = []
 
     @property
@@ -233,7 +233,7 @@ class IncrementalText:
         return new
 
     def finish(self) -> str:
-        """Return the rest: an incomplete character is shown as replacement characters."""
+        """Return the rest of the text. An incomplete character becomes replacement characters."""
         return self._emit(self._decode(self._ids[self._context :]))
 
     def _emit(self, certain: str) -> str:
@@ -243,7 +243,7 @@ class IncrementalText:
         return new
 
     def _move_window(self) -> None:
-        """Move a window that has become long to the last place between characters that leaves enough context."""
+        """Shorten a long window: move its start to the last character boundary that leaves enough context."""
         self._whole.append(len(self._ids))
         if len(self._ids) - self._context < WINDOW_TOKENS:
             return
@@ -254,7 +254,7 @@ class IncrementalText:
             self._emitted = self._decode(self._ids[self._context :])
 
     def _drop_bytes(self) -> None:
-        """Move the window past many bytes that are no text, so that later tokens do not decode all of them again."""
+        """Move the window past bytes that are not text, so that later tokens do not decode them again."""
         self._whole.clear()
         self._context = len(self._ids) - CONTEXT_TOKENS
         self._emitted = self._decode(self._ids[self._context :]).removesuffix(REPLACEMENT)
@@ -262,11 +262,10 @@ class IncrementalText:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StopRule:
-    """Stop strings, which end an answer where one is complete, but not within its first `min_tokens` tokens.
+    """Stop strings: the first complete one ends an answer, but not within its first `min_tokens` tokens.
 
-    The string that is complete first counts; of strings that end together, the longest. The outcome does not depend on
-    how tokens cut the text. With `is_shown` the string stays part of the text, and with `shows_special` the text has
-    special tokens.
+    If several end at the same character, the longest counts. The outcome does not depend on how tokens cut the text. If
+    `is_shown`, the stop string stays in the text; if `shows_special`, special tokens do.
     """
 
     strings: tuple[str, ...] = ()
@@ -274,8 +273,8 @@ class StopRule:
     min_tokens: int = 0
     shows_special: bool = False
 
-    def text_of(self, codec: TextCodec, stop_token_ids: Sequence[int], prompt: Sequence[int]) -> IncrementalText:
-        """Return the text of an answer that one of these tokens may end; it is not shown among special tokens."""
+    def make_text(self, codec: TextCodec, stop_token_ids: Sequence[int], prompt: Sequence[int]) -> IncrementalText:
+        """Return an empty answer text. Stop tokens are hidden even if special tokens are shown."""
         hidden = frozenset(stop_token_ids) if self.shows_special else ()
         return IncrementalText(codec, hides_special=not self.shows_special, hidden=hidden, prompt=prompt)
 
@@ -283,7 +282,7 @@ class StopRule:
 class AnswerText:
     """Text of an answer up to its first stop string, which `matched` names.
 
-    `push` takes a token and returns text that is certain to be sent; text that may begin a stop string is held.
+    `push` adds a token and returns text that is certain; text that may begin a stop string is held back.
     """
 
     def __init__(self, text: IncrementalText, rule: StopRule | None = None) -> None:
@@ -300,11 +299,11 @@ class AnswerText:
         return "".join(self._sent)
 
     def push_all(self, token_ids: Sequence[int], num_known: int = 0) -> tuple[int, str]:
-        """Add tokens up to the one that completes a stop string.
+        """Add tokens up to the token that completes a stop string.
 
-        Return their number, and the text that is certain since the first `num_known` of them.
+        Return the number of added tokens, and the certain text after the first `num_known` of them.
         """
-        if not self._rule.strings:  # tokens that came together are decoded together, which is the most of their cost
+        if not self._rule.strings:  # decode tokens together: decoding is most of their cost
             if num_known:
                 self._send(self._text.push(token_ids[:num_known]))
             self._num_tokens += len(token_ids)
@@ -335,18 +334,18 @@ class AnswerText:
         return self._send(pending[: len(pending) - num_held])
 
     def finish(self) -> str:
-        """Return the rest of an answer that no stop string ended: the held text and an incomplete character."""
+        """Return the held text and any incomplete character, unless a stop string ended the answer."""
         if self.matched is not None:
             return ""
         rest, self._held = self._held + self._text.finish(), ""
         return self._send(rest)
 
     def _send(self, text: str) -> str:
-        self._sent.append(text)  # joined once, since the text of a long answer is long
+        self._sent.append(text)  # joined once at the end: adding strings would be quadratic
         return text
 
     def _first_match(self, pending: str) -> tuple[int, int] | None:
-        """Return (begin, end) in `pending` of the stop string that the new part completes first, or None."""
+        """Return (begin, end) in `pending` of the stop string that the new text completes first, or None."""
         found = []
         for stop in self._rule.strings:
             begin = pending.find(stop, max(0, len(self._held) - len(stop) + 1))
@@ -358,7 +357,7 @@ class AnswerText:
         return begin, end
 
     def _length_to_hold(self, pending: str) -> int:
-        """Return the length of the longest end of `pending` that begins a stop string."""
+        """Return the length of the longest suffix of `pending` that is a prefix of a stop string."""
         longest = max(len(stop) for stop in self._rule.strings) - 1
         for length in range(min(longest, len(pending)), 0, -1):
             if pending.endswith(tuple(stop[:length] for stop in self._rule.strings if len(stop) > length)):

@@ -14,7 +14,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclo
 from dataclasses import replace
 
 from ringserve.cp_core.errors import DeadlineExceeded, RingserveError, Stopping, Unavailable
-from ringserve.mapping import number_of
+from ringserve.mapping import enum_number
 from ringserve.orchestration.protocol.turns import (
     BegunTurn,
     EndingEvent,
@@ -34,14 +34,14 @@ from ringserve.workers.protocol.decode_commands import FinishReason
 Responses = AsyncGenerator[inference_pb2.GenerateResponse, None]
 UNGUARDED = nullcontext()
 MESSAGE_SECONDS = 100e-6
-"""A gateway's time for one message of tokens from a ring to a client, a third of it for all else (decision 0037)."""
+"""Gateway time for one token message from a ring to a client, with a third of it as reserve (decision 0037)."""
 LEAST_INTERVAL_SECONDS = 0.01  # steps of rings take longer
 DEADLINE_GRACE_SECONDS = 2.0
-"""Seconds that the rings have to end a turn whose deadline has passed; then its gateway does."""
+"""Seconds the rings have to end a turn after its deadline; then the gateway ends it."""
 
 
 class TurnStream:
-    """Responses of one begun turn, made of the events that its decode leader sends."""
+    """Responses of one begun turn, made from its decode leader's events."""
 
     def __init__(
         self,
@@ -54,11 +54,11 @@ class TurnStream:
         num_received: int | None = None,
         note_tokens: Callable[[int, float | None], None] = lambda num_tokens, gap: None,
     ) -> None:
-        """Start with a begun turn. `started` is when the request came (`time.monotonic`).
+        """Start with a begun turn. `started` is the request's arrival (`time.monotonic`).
 
-        `shown` turns an id of the router into the client's own. `num_received` tokens reached the client before its
-        gateway was lost, and are not sent again; None where the request is not resumed. `note_tokens` is
-        called with the number of tokens in each response and the seconds since the previous ones, None for the first.
+        `shown` turns a router id into the client's own id. `num_received` tokens reached the client before its gateway
+        was lost, and are not sent again; None if the request is not resumed. `note_tokens` is called with each
+        response's number of tokens and the seconds since the previous tokens, None for the first.
         """
         self._shown = shown
         self._request = request
@@ -74,7 +74,7 @@ class TurnStream:
         self._sent_at = 0.0
         self._note_tokens = note_tokens
         self._plan = to_message(inference_pb2.Plan, begun.plan)
-        self._lost_at = 0.0  # of a loss that no token has followed yet
+        self._lost_at = 0.0  # time of a loss without a token since, else 0
         self._num_received = num_received or 0
         if num_received is not None:
             self._plan.failovers.add(
@@ -99,7 +99,7 @@ class TurnStream:
         return len(self._tokens)
 
     def _start(self) -> inference_pb2.GenerateResponse:
-        """Return the response that opens the stream: the plan as decided."""
+        """Return the response that opens the stream, with the plan as decided."""
         return inference_pb2.GenerateResponse(
             start=inference_pb2.GenerateStart(
                 request_id=self._shown(self._request.request_id),
@@ -118,7 +118,7 @@ class TurnStream:
         waiting: AbstractContextManager[None] = UNGUARDED,
         completed: Callable[[inference_pb2.GenerateComplete], None] = lambda complete: None,
     ) -> Responses:
-        """Yield the start, the chunks and the completion. Raises what ended a failed turn.
+        """Yield the start, the chunks and the completion. Raises the error that ended a failed turn.
 
         `waiting` is entered around every wait for rings; `completed` is called before the last response.
         """
@@ -138,7 +138,7 @@ class TurnStream:
                     self._note_failover(event)
                 elif isinstance(event, TokensEvent):
                     if is_complete:
-                        continue  # decoded before the ring learned that the answer was complete
+                        continue  # the ring decoded more before it learned that the answer was complete
                     chunk = self._chunk(event)
                     if chunk.chunk.token_ids:
                         yield chunk
@@ -157,15 +157,15 @@ class TurnStream:
         raise Unavailable(f"the tokens of turn {self._begun.turn_id} ended before the turn did")
 
     def _note_failover(self, event: FailedOver) -> None:
-        """Add a failover to the plan. A turn that had no token yet is computed by the new plan alone."""
-        self._end_failover(event.lost_at)  # of an attempt that brought no token
+        """Add a failover to the plan. If the turn had no token yet, the new plan replaces the old one."""
+        self._end_failover(event.lost_at)  # ends an earlier failover that brought no token
         self._lost_at, plan = event.lost_at, event.begun.plan
         if not self._tokens:
             before = list(self._plan.failovers)
             self._plan = to_message(inference_pb2.Plan, plan)
             self._plan.failovers.extend(before)
         self._plan.failovers.add(
-            role=number_of(inference_pb2.Role, event.begun.lost_role),
+            role=enum_number(inference_pb2.Role, event.begun.lost_role),
             cause=event.cause,
             after_tokens=len(self._tokens),
             prefill_ring=plan.prefill_ring,
@@ -181,7 +181,7 @@ class TurnStream:
 
     def _note_prefill(self, report: PrefillReport) -> None:
         if self._tokens:
-            return  # of an attempt after a loss
+            return  # the report is about an attempt after a loss
         self._plan.prefill_seconds = report.prefill_seconds
         self._plan.queue_seconds = report.queue_seconds
         self._plan.pulled_bytes = report.pulled_bytes
@@ -191,7 +191,7 @@ class TurnStream:
             note_chunks(self._plan, report.chunks)
 
     def _chunk(self, event: TokensEvent) -> inference_pb2.GenerateResponse:
-        """Add tokens to the answer, and return those that the client lacks."""
+        """Add tokens to the answer, and return a chunk with the tokens that the client lacks."""
         self._last_at = time.monotonic()
         self._end_failover(self._last_at)
         if not self._tokens:
@@ -232,7 +232,7 @@ class TurnStream:
             complete=inference_pb2.GenerateComplete(
                 output_ids=self._tokens,
                 text=self._text.text,
-                finish_reason=number_of(inference_pb2.FinishReason, reason),
+                finish_reason=enum_number(inference_pb2.FinishReason, reason),
                 matched_stop=self._tokens[-1] if is_stopped else None,
                 matched_stop_str=matched,
                 usage=inference_pb2.Usage(
@@ -255,7 +255,7 @@ STOPPING = "the gateway is stopping; retry at another"
 
 
 class CallsUnderWay:
-    """Counter of running calls, as a context; `none` is set while there are none."""
+    """Counter of running calls, as a context. The event `none` is set while no call runs."""
 
     def __init__(self) -> None:
         self.none = asyncio.Event()
@@ -273,10 +273,10 @@ class CallsUnderWay:
 
 
 class TurnUnderWay:
-    """Running turn, and a context around every wait of it.
+    """Running turn, and the context around each of its waits.
 
-    The context raises Stopping at once when the gateway stops or has stopped, and DeadlineExceeded where the rings
-    have not ended the turn in time, its deadline being `seconds`.
+    The context raises Stopping at once when the gateway stops or has stopped, and DeadlineExceeded if the rings have
+    not ended the turn within its deadline of `seconds` plus DEADLINE_GRACE_SECONDS.
     """
 
     def __init__(self, request_id: str, stopping: asyncio.Event, seconds: float) -> None:
@@ -293,7 +293,7 @@ class TurnUnderWay:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         task, self._waits = self._waits, None
-        # A cancellation by another task, alone or as well, is passed on.
+        # Pass on a cancellation by another task, even if `stop` has cancelled the wait too.
         if kind is asyncio.CancelledError and self._error is not None and task is not None and not task.uncancel():
             raise self._error from None
 
@@ -304,12 +304,12 @@ class TurnUnderWay:
             self._waits.cancel()
 
     def close(self) -> None:
-        """Watch the deadline no longer."""
+        """Stop watching the deadline."""
         self._timer.cancel()
 
 
 class TurnsUnderWay:
-    """Registry of running turns; `stopping` is set when they are being ended."""
+    """Registry of running turns. The event `stopping` is set once they are being ended."""
 
     def __init__(self) -> None:
         self.stopping = asyncio.Event()
@@ -329,36 +329,33 @@ class TurnsUnderWay:
         return {turn.request_id for turn in self._turns}
 
     def interval(self) -> float:
-        """Return the seconds between two messages of a turn that leave the gateway time for all of them."""
+        """Return the seconds between a turn's messages that leave the gateway time for all turns."""
         seconds = len(self._turns) * MESSAGE_SECONDS
         return seconds if seconds >= LEAST_INTERVAL_SECONDS else 0.0
 
     def stop(self) -> None:
-        """End every turn: at once where it waits, else when its latest response has been taken."""
+        """End every turn: at once if it waits, else when the client has taken its latest response."""
         self.stopping.set()
         for turn in self._turns:
             turn.stop(Stopping(STOPPING))
 
 
-def turns_of(request: TurnRequest, num_completions: int) -> list[TurnRequest]:
-    """Return one turn for each answer. The first is the request itself; the others ask for the answer alone.
-
-    They share the prompt's KV.
-    """
+def split_answers(request: TurnRequest, num_completions: int) -> list[TurnRequest]:
+    """Return one turn request per answer. The first is the request itself; the others share its prompt's KV."""
     others = [
         replace(
             request,
             request_id=f"{request.request_id}/{index}",
             follows=request.request_id,
-            sampling=replace(request.sampling, seed=derived_seed(request.sampling.seed, index), prompt_logprobs=None),
+            sampling=replace(request.sampling, seed=derive_seed(request.sampling.seed, index), prompt_logprobs=None),
         )
         for index in range(1, num_completions)
     ]
     return [request, *others]
 
 
-def derived_seed(seed: int, index: int) -> int:
-    """Return the seed of answer `index`, 64 bits: the seed of answer 0 is the request's own."""
+def derive_seed(seed: int, index: int) -> int:
+    """Return the 64-bit seed of answer `index`. Answer 0 has the request's own seed."""
     if index == 0:
         return seed
     digest = hashlib.blake2b(struct.pack("<QQ", seed, index), digest_size=8).digest()
@@ -368,7 +365,7 @@ def derived_seed(seed: int, index: int) -> int:
 async def merge_answers(turns: Sequence[AbstractAsyncContextManager[Responses]]) -> Responses:
     """Yield responses as they arrive: the first turn's `start`, then all turns' responses except other starts.
 
-    The other turns begin after that start, and share its prompt's KV. See `fan_in` for failures.
+    The other turns begin after the first start, and share its prompt's KV. `fan_in` describes failures.
     """
     async with aclosing(fan_in(turns, leads=lambda response: response.HasField("start"))) as arriving:
         async for place, response in arriving:

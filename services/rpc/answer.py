@@ -1,4 +1,4 @@
-"""Finished turns as JSON, for the command line; messages of the contract as JSON."""
+"""Contract messages as JSON, and finished turns as JSON for the command line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LONG_NUMBERS = {FieldDescriptor.TYPE_INT64, FieldDescriptor.TYPE_UINT64}
 
 
 def message_dict(message: Message) -> dict[str, Any]:
-    """Return a message with the contract's field names; 64-bit numbers stay numbers, and enums have short names."""
+    """Return a message as a dict with the contract's field names, 64-bit numbers as numbers, and short enum names."""
     values = MessageToDict(
         message,
         preserving_proto_field_name=True,
@@ -68,7 +68,7 @@ def answers_dict(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def logprobs_dict(logprobs: TokenLogprobs) -> dict[str, Any]:
-    """Return a token's log-probability; `top` are [token id, log-probability], the most likely first."""
+    """Return a token's log-probability. `top` lists [token id, log-probability], the most likely first."""
     return {
         "token_id": logprobs.token_id,
         "logprob": logprobs.logprob,

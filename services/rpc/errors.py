@@ -1,4 +1,4 @@
-"""Table from errors to gRPC status codes, and back for calls between our own processes."""
+"""Table from errors to gRPC status codes, and back for calls between ringserve processes."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from google.rpc.status_pb2 import Status
 
 from ringserve.cp_core import errors
 from ringserve.cp_core.errors import CapacityExceeded, InvalidRequest, RingserveError, Unavailable, Unreachable
-from ringserve.errors import ERROR_KEY, RETRY_KEY, error_named_by
+from ringserve.errors import ERROR_KEY, RETRY_KEY, read_error
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DETAILS_KEY = "grpc-status-details-bin"
-"""Trailing metadata with the same error as `google.rpc.Status`, which clients of any language can read."""
+"""Trailing metadata key of the error as a `google.rpc.Status`, which clients in any language can read."""
 
 ERROR_DOMAIN = "ringserve"
-"""Domain of the reasons in `google.rpc.ErrorInfo`."""
+"""Domain in `google.rpc.ErrorInfo`."""
 
 MAX_MESSAGE = 400
-"""Longest message in characters. Each may take 12 bytes of the metadata, and 6 more in the status's details."""
+"""Longest message in characters. A character may take 12 bytes of metadata, and 6 more in the status details."""
 
 MAX_DESCRIPTION = 100
-"""Longest description of a field's fault beside the message, in characters of 6 bytes at most."""
+"""Longest field description in the status details, in characters of at most 6 bytes."""
 
 FIELD = re.compile(r"([A-Za-z_][\w.\[\]]*): ")
-"""Beginning of a message about a field of the request."""
+"""Start of a message about a request field."""
 
 CODES: dict[type[RingserveError], grpc.StatusCode] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
@@ -58,23 +58,23 @@ CODES: dict[type[RingserveError], grpc.StatusCode] = {
 }
 
 
-def code_of(error: RingserveError) -> grpc.StatusCode:
-    """Return the status code of an error."""
+def find_status_code(error: RingserveError) -> grpc.StatusCode:
+    """Return an error's gRPC status code. Example: Busy is ABORTED."""
     return next((CODES[kind] for kind in type(error).__mro__ if kind in CODES), grpc.StatusCode.INTERNAL)
 
 
-def error_named(name: str, message: str) -> RingserveError:
+def make_error(name: str, message: str) -> RingserveError:
     """Return an error by its class name; an unknown name becomes Unavailable."""
     return {kind.__name__: kind for kind in CODES}.get(name, Unavailable)(message)
 
 
-def error_of(failure: Any) -> RingserveError | None:
-    """Return the error that a failed call's trailing metadata names; None: gRPC itself failed."""
-    return error_named_by(failure, {kind.__name__: kind for kind in CODES}, Unavailable)
+def read_peer_error(failure: Any) -> RingserveError | None:
+    """Return the error named in a failed call's trailing metadata; None if gRPC itself failed."""
+    return read_error(failure, {kind.__name__: kind for kind in CODES}, Unavailable)
 
 
-def metadata_of(error: RingserveError) -> tuple[tuple[str, str], ...]:
-    """Return the trailing metadata from which `error_of` restores the error."""
+def make_metadata(error: RingserveError) -> tuple[tuple[str, str], ...]:
+    """Return the trailing metadata from which `read_peer_error` restores the error."""
     named = ((ERROR_KEY, type(error).__name__),)
     if isinstance(error, CapacityExceeded) and error.retry_after_seconds is not None:
         return (*named, (RETRY_KEY, str(math.ceil(1000 * error.retry_after_seconds))))
@@ -82,12 +82,12 @@ def metadata_of(error: RingserveError) -> tuple[tuple[str, str], ...]:
 
 
 def error_from(failure: grpc.aio.AioRpcError, peer: str) -> RingserveError:
-    """Return the error of a failed call to one of our own processes.
+    """Return the error of a failed call to another ringserve process.
 
-    A failure of gRPC itself becomes Unavailable: Unreachable where the way is cut. That is about this caller's way, so
-    it has no code: who is told of it by another process gets Unavailable.
+    A failure of gRPC itself becomes Unavailable, or Unreachable if the connection is cut. Unreachable concerns only
+    this caller's connection, so it has no status code: another process that it is passed on to sees Unavailable.
     """
-    error = error_of(failure)
+    error = read_peer_error(failure)
     if error is not None:
         return error
     if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -98,17 +98,17 @@ def error_from(failure: grpc.aio.AioRpcError, peer: str) -> RingserveError:
     return kind(f"{peer} cannot be reached ({failure.code().name.lower()})")
 
 
-def details_of(error: RingserveError, message: str) -> bytes:
+def make_details(error: RingserveError, message: str) -> bytes:
     """Return the error as a serialized `google.rpc.Status` with this message.
 
-    ErrorInfo has the name of the error's class in capitals, BadRequest the field of a request that is refused, and
-    RetryInfo when there is room again.
+    ErrorInfo holds the error's class name in capitals, BadRequest the refused request field, and RetryInfo the time
+    until there may be room. Example: the reason for NotFound is NOT_FOUND.
     """
-    status = Status(code=code_of(error).value[0], message=message)
+    status = Status(code=find_status_code(error).value[0], message=message)
     reason = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).upper()
     status.details.add().Pack(ErrorInfo(reason=reason, domain=ERROR_DOMAIN))
     if isinstance(error, InvalidRequest) and (field := FIELD.match(message)):
-        description = _shortened(message[field.end() :], MAX_DESCRIPTION)
+        description = _shorten(message[field.end() :], MAX_DESCRIPTION)
         violation = BadRequest.FieldViolation(field=field[1], description=description)
         status.details.add().Pack(BadRequest(field_violations=[violation]))
     if isinstance(error, CapacityExceeded) and error.retry_after_seconds is not None:
@@ -119,25 +119,27 @@ def details_of(error: RingserveError, message: str) -> bytes:
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: RingserveError) -> NoReturn:
-    message = _shortened(str(error))
-    await context.abort(code_of(error), message, (*metadata_of(error), (DETAILS_KEY, details_of(error, message))))
+    message = _shorten(str(error))
+    await context.abort(
+        find_status_code(error), message, (*make_metadata(error), (DETAILS_KEY, make_details(error, message)))
+    )
     raise AssertionError("abort does not return")
 
 
-def _shortened(message: str, most: int = MAX_MESSAGE) -> str:
-    """Cut a message that quotes a client's input: gRPC replaces trailing metadata over 8 KiB by a refusal."""
+def _shorten(message: str, most: int = MAX_MESSAGE) -> str:
+    """Cut a message that may quote client input: gRPC replaces trailing metadata over 8 KiB by an error."""
     return message if len(message) <= most else message[: most - 4] + " ..."
 
 
 async def _abort_internal(context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
-    log.exception("a request met an internal error")
+    log.exception("a request failed with an internal error")
     await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
     raise AssertionError("abort does not return")
 
 
 @asynccontextmanager
-async def answering(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
-    """Run a handler's work: an error becomes its status, and no stack trace leaves the process."""
+async def abort_on_error(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
+    """Run a handler's work and turn an error into its gRPC status. No stack trace leaves the process."""
     try:
         yield
     except RingserveError as error:
@@ -147,7 +149,7 @@ async def answering(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterato
 
 
 async def answer(context: grpc.aio.ServicerContext[Any, Any], call: Awaitable[T]) -> T:
-    """Await a unary handler's work; an error becomes its status."""
-    async with answering(context):
+    """Await a unary handler's work; an error becomes its gRPC status."""
+    async with abort_on_error(context):
         return await call
     raise AssertionError("abort does not return")

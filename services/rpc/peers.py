@@ -1,4 +1,4 @@
-"""The control plane's ports over gRPC: how router, leaders and gateway reach each other."""
+"""Control-plane ports over gRPC: how router, leaders and gateways call each other."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ T = TypeVar("T")
 Metadata = tuple[tuple[str, str], ...]
 
 CONTROL_SECONDS = 30.0
-"""Deadline of a call that should take milliseconds, on a machine whose cores may all be computing."""
+"""Deadline of a call that should take milliseconds, on a machine whose cores may all be busy."""
 
 ABORT_SECONDS = 330.0
 """Deadline of an abort: a ring finishes the prefill step under way first."""
 FAULT_SECONDS = 4.0
-"""Deadline of a gateway's question whether the service is ready."""
+"""Deadline of a gateway's readiness call."""
 
 
 class _Peer:
-    """Process at the other end of a channel; `name` is for error messages. Calls carry `metadata`."""
+    """Process at the other end of a channel. Errors quote `name`; calls carry `metadata`."""
 
     def __init__(self, name: str, metadata: Metadata = ()) -> None:
         self._name = name
@@ -143,10 +143,10 @@ class GrpcDecodeRing(GrpcPrefillRing):
         await self._tell(self._stub.Admit, request)
 
     def stream_turn(self, turn_id: str, after: int = 0, interval: float = 0.0) -> AsyncGenerator[TurnEvent, None]:
-        """Yield a turn's events; they share one stream with other turns of the leader. Leaving the iterator leaves it.
+        """Yield a turn's events, which share one stream with the leader's other turns. Closing the iterator leaves it.
 
-        Raises Unavailable also where neither events nor heartbeats come, and Unreachable where the connection breaks
-        while they do.
+        Also raises Unavailable if neither events nor heartbeats arrive, and Unreachable if the connection breaks while
+        they do.
         """
         return self._turns.read(turn_id, after, interval)
 
@@ -158,8 +158,8 @@ class GrpcDecodeRing(GrpcPrefillRing):
 class GrpcRouter(_Peer):
     """`RouterPort` over a channel.
 
-    Questions, aborts, forks and deletions may be asked twice. They are repeated for `patience` seconds while no router
-    can be reached, which may be started again meanwhile.
+    Queries, aborts, forks and deletions are safe to repeat. They are retried for `patience` seconds while the router is
+    unreachable, since it may be restarting.
     """
 
     def __init__(self, endpoint: str, channel: grpc.aio.Channel, patience: float, metadata: Metadata) -> None:
@@ -169,10 +169,10 @@ class GrpcRouter(_Peer):
 
     async def _repeat(self, call: Callable[[], Awaitable[T]]) -> T:
         until = asyncio.get_running_loop().time() + self._patience
-        return await until_reached(call, f"{self._name} was called in vain", until, Unreachable)
+        return await until_reached(call, f"{self._name} could not be reached", until, Unreachable)
 
     async def begin_turn(self, request: TurnRequest) -> BegunTurn:
-        # A request may wait for its conversation or for a ring; the router tells it when its deadline has passed.
+        # A request may wait for its conversation or a ring; the router itself answers once the deadline has passed.
         timeout = request.deadline_seconds + CONTROL_SECONDS
         return await self._ask(
             self._stub.BeginTurn, to_message(router_pb2.BeginTurnRequest, request), BegunTurn, timeout
@@ -216,7 +216,7 @@ class GrpcRouter(_Peer):
             try:
                 await self._tell(self._stub.DeleteConversation, request)
             except NotFound:
-                if num_calls == 1:  # else the call before has deleted it
+                if num_calls == 1:  # else an earlier attempt deleted it
                     raise
 
         await self._repeat(delete)
@@ -249,19 +249,18 @@ class GrpcRouter(_Peer):
         return await self._ask(self._stub.GetServerInfo, inference_pb2.GetServerInfoRequest(), ServerInfo)
 
 
-def peer_metadata(secret: str | None = None) -> Metadata:
-    """Return the metadata of a process's calls to others of its cluster; the secret is by default the environment's."""
+def make_peer_metadata(secret: str | None = None) -> Metadata:
+    """Return the metadata of calls within a cluster: release and secret, by default the environment's secret."""
     secret = os.environ.get(SECRET_VARIABLE, "") if secret is None else secret
     return ((VERSION_KEY, __version__), *([(SECRET_KEY, secret)] if secret else []))
 
 
 class GrpcPeers:
-    """`Peers` over gRPC: one channel an endpoint, opened on first use; `close` closes all.
+    """`Peers` over gRPC: one channel per endpoint, opened on first use; `close` closes all.
 
-    `epoch` is that of the router whose calls these are; 0 for others, and where the router remembers nothing.
-    Calls carry `secret`, by default that of the environment.
-    A peer whose machine gives no sign of life for `lost_seconds` fails its calls, and one whose process gives none its
-    streams.
+    `epoch` is the calling router's epoch; 0 for other callers and for a router without memory. Calls carry `secret`, by
+    default the environment's. If a peer's machine is silent for `lost_seconds`, its calls fail; if only its process is,
+    its streams fail.
     """
 
     def __init__(
@@ -271,13 +270,13 @@ class GrpcPeers:
         router_patience: float = 0.0,
         secret: str | None = None,
     ) -> None:
-        """Raise ConfigError for TLS files that cannot be used. `GrpcRouter` explains `router_patience`."""
+        """Raise ConfigError for unusable TLS files. `router_patience` is the `patience` of `GrpcRouter`."""
         self.epoch = 0
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._turns: dict[str, TurnsStream] = {}
         self._lost_seconds = lost_seconds
         self._router_patience = router_patience
-        self._metadata = peer_metadata(secret)
+        self._metadata = make_peer_metadata(secret)
         self._credentials, options = peer_channel(tls)
         alive = keepalive(lost_seconds / SILENT_TICKS, lost_seconds, is_always_on=True)
         self._options = (*CHANNEL_OPTIONS, *alive, *options)

@@ -1,8 +1,10 @@
-"""gRPC server of every process of ringserve, with health checks, reflection and clear errors of ports and messages."""
+"""gRPC server of every ringserve process: health checks, reflection, and clear errors for ports and messages."""
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -18,11 +20,13 @@ from ringserve import __version__
 from ringserve.channels import OPTIONS
 from ringserve.cp_core.errors import ConfigError, RingserveError, Unauthenticated
 from ringserve.services.auth.tls import SECRET_VARIABLE
-from ringserve.services.rpc.errors import answering
+from ringserve.services.rpc.errors import abort_on_error
+
+log = logging.getLogger(__name__)
 
 SERVER_OPTIONS = (
     *OPTIONS,
-    # Pings of clients are welcome: a server with gRPC's own limits ends their streams (GOAWAY, too_many_pings).
+    # Allow client pings: with gRPC's default limits, a server ends their streams (GOAWAY, too_many_pings).
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 250),
     ("grpc.http2.max_ping_strikes", 0),
@@ -30,31 +34,31 @@ SERVER_OPTIONS = (
 
 
 LIVE = "ringserve.live"
-"""Service name of liveness probes: SERVING for as long as the process answers at all, ready or not."""
+"""Service name for liveness probes: SERVING while the process answers, whether or not it is ready."""
 
 
 EPOCH_KEY = "ringserve-epoch"
-"""Metadata of a router's calls: its epoch."""
+"""Metadata key of a router's calls: the router's epoch."""
 SECRET_KEY = "ringserve-secret"
-"""Metadata of calls between our own processes: their common secret."""
+"""Metadata key of calls between ringserve processes: their shared secret."""
 VERSION_KEY = "ringserve-peer-version"
-"""Metadata of calls between our own processes: the caller's release of ringserve."""
+"""Metadata key of calls between ringserve processes: the caller's release."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 MALFORMED_MESSAGE = "the request is no valid message of this method"
 
 
 class _Malformed:
-    """Placeholder of a message that could not be decoded."""
+    """Placeholder for a message that could not be decoded."""
 
 
 MALFORMED = _Malformed()
 
 
 class MalformedInterceptor(grpc.aio.ServerInterceptor):
-    """Answer of INVALID_ARGUMENT to bytes that are no message, for methods that take one message.
+    """Answer INVALID_ARGUMENT to undecodable bytes, for methods that take one message.
 
-    gRPC alone would answer UNKNOWN and log a stack trace for every such call.
+    By default gRPC answers UNKNOWN and logs a stack trace for each such call.
     """
 
     async def intercept_service(
@@ -69,7 +73,7 @@ class MalformedInterceptor(grpc.aio.ServerInterceptor):
         if handler.response_streaming:
             stream = handler.unary_stream
 
-            if iscoroutinefunction(stream):  # it writes its responses itself
+            if iscoroutinefunction(stream):  # the handler writes its responses itself
 
                 async def checked_writer(request: Any, context: Context) -> None:
                     await _check(request, context)
@@ -95,20 +99,20 @@ class MalformedInterceptor(grpc.aio.ServerInterceptor):
 
 
 Admit = Callable[[Mapping[str, str]], None]
-"""Check of a call's metadata. Raises the error that the call is answered with."""
+"""Check of a call's metadata. Raises the error to answer the call with."""
 
 
-def admitting_peers() -> Admit:
-    """Return a check that calls carry the secret of this process's environment, if it has one, and no other release.
+def make_peer_check() -> Admit:
+    """Return a check that a call carries this environment's secret, if there is one, and this release.
 
-    Calls of tools name no release. The check raises Unauthenticated, ConfigError.
+    Calls from tools name no release and pass. The check raises Unauthenticated or ConfigError.
     """
     secret = os.environ.get(SECRET_VARIABLE, "").encode()
 
     def admit(metadata: Mapping[str, str]) -> None:
         if secret and not hmac.compare_digest(metadata.get(SECRET_KEY, "").encode(), secret):
             raise Unauthenticated(
-                f"this port is for processes of one cluster, and the call has not their secret ({SECRET_VARIABLE})"
+                f"this port is for one cluster's processes, and the call lacks their secret ({SECRET_VARIABLE})"
             )
         release = metadata.get(VERSION_KEY, __version__)
         if release != __version__:
@@ -121,7 +125,7 @@ def admitting_peers() -> Admit:
 
 
 class AdmittingInterceptor(grpc.aio.ServerInterceptor):
-    """Refusal of callers by their metadata, before their message is read. Health and reflection are for all."""
+    """Refuse callers by their metadata, before reading their message. Health checks and reflection are open to all."""
 
     def __init__(self, admit: Admit) -> None:
         self._admit = admit
@@ -141,10 +145,10 @@ class AdmittingInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _refusing(error: RingserveError) -> Any:
-    """Return a handler that answers with an error. As a handler of streams it reads no request."""
+    """Return a handler that answers with an error. It is a stream handler, so it reads no request."""
 
     async def refuse(requests: AsyncIterator[Any], context: Context) -> None:
-        async with answering(context):
+        async with abort_on_error(context):
             raise error
 
     return grpc.stream_stream_rpc_method_handler(refuse)
@@ -166,12 +170,12 @@ async def _check(request: Any, context: Context) -> None:
 
 
 class GrpcServer:
-    """Listening gRPC server. `add` registers a servicer; `service` is its full name for health and reflection."""
+    """Listening gRPC server. `add` registers a servicer; `service` is its full name in health checks and reflection."""
 
     def __init__(
         self, tls: grpc.ServerCredentials | None = None, *, max_calls: int | None = None, admit: Admit | None = None
     ) -> None:
-        """Serve in plain text without `tls`, `max_calls` calls at a time, to callers that `admit` lets pass."""
+        """Serve at most `max_calls` calls at a time to callers that pass `admit`; in plain text without `tls`."""
         self._tls = tls
         admitting = [AdmittingInterceptor(admit)] if admit else []
         self._server = grpc.aio.server(
@@ -188,7 +192,7 @@ class GrpcServer:
         self._services.append(service)
 
     async def start(self, listen: str, *, is_serving: bool = True) -> str:
-        """Listen on HOST:PORT (port 0: any free one); return the address it is. Raises ConfigError.
+        """Listen on HOST:PORT and return that address; port 0 takes a free port. Raises ConfigError.
 
         `is_serving` is the first answer to health checks.
         """
@@ -208,16 +212,79 @@ class GrpcServer:
         return f"{host}:{port}"
 
     async def set_serving(self, is_serving: bool) -> None:
-        """Set the answer of grpc.health.v1, for the server as a whole and for each of its services."""
+        """Set the answer of grpc.health.v1 for the whole server and for each service."""
         serving = health_pb2.HealthCheckResponse.SERVING
         status = serving if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for service in ("", *self._services):
             await self._health.set(service, status)
 
     async def stop(self, grace: float) -> None:
-        """Refuse new calls, and give running ones `grace` seconds."""
+        """Refuse new calls, and give running calls `grace` seconds."""
         await self.set_serving(False)
         await self._server.stop(grace)
 
     async def wait(self) -> None:
         await self._server.wait_for_termination()
+
+
+ASK_SECONDS = 1.0
+"""Seconds between two health checks."""
+ANSWER_SECONDS = 5.0
+"""Timeout of a health check; a process that takes longer is not ready."""
+
+
+class HealthWatch:
+    """Repeated call of `find_fault`: a sentence means NOT_SERVING, an empty text SERVING.
+
+    `name` is for logs. Close the watch before the server stops.
+    """
+
+    def __init__(
+        self, name: str, server: GrpcServer, find_fault: Callable[[], Awaitable[str]], interval: float = ASK_SECONDS
+    ) -> None:
+        self._name = name
+        self._server = server
+        self._find_fault = find_fault
+        self._interval = interval
+        self._shown: str | None = None
+        self._asking: asyncio.Task[None] | None = None
+
+    @property
+    def fault(self) -> str:
+        """Fault that the last check found; empty if there is none."""
+        return "it has only just started" if self._shown is None else self._shown
+
+    def start(self) -> None:
+        self._asking = asyncio.create_task(self._ask())
+
+    async def _ask(self) -> None:
+        while True:
+            await self.look()
+            await asyncio.sleep(self._interval)
+
+    async def look(self) -> None:
+        """Check once, and publish the answer if it has changed."""
+        fault = await self._fault()
+        if self._shown is None or bool(fault) != bool(self._shown):
+            log.log(logging.WARNING if fault else logging.INFO, "%s %s", self._name, _is(fault))
+            await self._server.set_serving(not fault)
+        self._shown = fault
+
+    async def _fault(self) -> str:
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                return await self._find_fault()
+        except TimeoutError:
+            return f"it could not tell how it is within {ANSWER_SECONDS:.0f} s"
+        except RingserveError as error:
+            return str(error)
+
+    async def close(self) -> None:
+        self._shown = "it is about to end"
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.gather(self._asking, return_exceptions=True)
+
+
+def _is(fault: str) -> str:
+    return f"is not ready: {fault}" if fault else "is ready"

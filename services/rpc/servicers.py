@@ -1,4 +1,4 @@
-"""gRPC services between our own processes: RingService of a ring's leader, RouterService of the router."""
+"""gRPC services between ringserve processes: a ring leader's RingService and the router's RouterService."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ringserve.orchestration.protocol.turns import (
     TurnOutcome,
     TurnRequest,
 )
-from ringserve.services.rpc.errors import answer, answering, error_named
+from ringserve.services.rpc.errors import abort_on_error, answer, make_error
 from ringserve.services.rpc.server import GrpcServer
 from ringserve.services.rpc.turn_streams import TurnsWriter
 from ringserve.services.rpc.wire.contract import from_message, to_message
@@ -42,7 +42,7 @@ M = TypeVar("M", bound=Message)
 async def _serve(
     context: Context, verb: Callable[[A], Awaitable[object]], kind: type[A], request: Message, response: type[M]
 ) -> M:
-    """Call a verb with the request as a dataclass, and return its result as the response; None is an empty one."""
+    """Call a verb with the request as a dataclass, and return its result as the response; None becomes an empty one."""
 
     async def call() -> M:
         result = await verb(from_message(kind, request))
@@ -52,7 +52,7 @@ async def _serve(
 
 
 class PrefillServicer(rings_pb2_grpc.RingServiceServicer):
-    """Endpoint of a prefill leader: each method is one verb of `PrefillPort`. It refuses what only decode rings do."""
+    """Endpoint of a prefill leader: each method is one verb of `PrefillPort`. It refuses the decode-only verbs."""
 
     def __init__(self, leader: PrefillPort) -> None:
         self._leader = leader
@@ -74,7 +74,7 @@ class PrefillServicer(rings_pb2_grpc.RingServiceServicer):
         return await _serve(context, self._leader.take_kv, TakeKv, request, rings_pb2.TakeKvResponse)
 
     async def AbortTurn(self, request: rings_pb2.AbortTurnRequest, context: Context) -> rings_pb2.AbortTurnResponse:
-        error = error_named(request.error, request.message)
+        error = make_error(request.error, request.message)
         await answer(context, self._leader.abort_turn(request.turn_id, error))
         return rings_pb2.AbortTurnResponse()
 
@@ -120,7 +120,7 @@ class DecodeServicer(PrefillServicer):
     _leader: DecodePort
 
     def __init__(self, leader: DecodePort, heartbeat: float = HEARTBEAT_SECONDS) -> None:
-        """Give a sign of life in every stream each `heartbeat` seconds."""
+        """Send a heartbeat in every stream each `heartbeat` seconds."""
         super().__init__(leader)
         self._heartbeat = heartbeat
 
@@ -131,7 +131,10 @@ class DecodeServicer(PrefillServicer):
         self, asked: AsyncIterator[rings_pb2.TurnReading], context: Context
     ) -> AsyncIterator[rings_pb2.TurnsEvents]:
         # A caller that hangs up cancels this coroutine: `aclosing` tells the leader at once, not at garbage collection.
-        async with answering(context), aclosing(TurnsWriter(self._leader, self._heartbeat).messages(asked)) as messages:
+        async with (
+            abort_on_error(context),
+            aclosing(TurnsWriter(self._leader, self._heartbeat).messages(asked)) as messages,
+        ):
             async for message in messages:
                 yield message
 
@@ -143,7 +146,7 @@ class DecodeServicer(PrefillServicer):
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     """Endpoint of the router: each method is one verb of `RouterPort`.
 
-    `metrics_endpoint` (HOST:PORT, empty where there is none) is part of the answer to GetServerInfo.
+    `metrics_endpoint` (HOST:PORT, or empty) is part of the answer to GetServerInfo.
     """
 
     def __init__(self, router: RouterPort, metrics: RouterMetrics) -> None:
@@ -212,7 +215,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     ) -> router_pb2.RegisterRingResponse:
         if not request.HasField("inventory"):
             return await self._register(request, None, context)
-        # One after the other: the inventories of many rings take seconds, in which rings give signs of life.
+        # One inventory at a time: many rings' inventories take seconds, and heartbeats must get through in between.
         async with self._telling:
             await asyncio.sleep(0)
             return await self._register(request, from_message(RingInventory, request.inventory), context)

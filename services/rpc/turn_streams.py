@@ -24,7 +24,7 @@ import numpy as np
 from ringserve.cp_core.errors import CapacityExceeded, RingserveError, Unavailable, Unreachable
 from ringserve.orchestration.protocol.ports import DecodePort
 from ringserve.orchestration.protocol.turns import FinishedEvent, TokensEvent, TurnEvent
-from ringserve.services.rpc.errors import error_from, error_named
+from ringserve.services.rpc.errors import error_from, make_error
 from ringserve.services.rpc.wire.contract import event_from, event_to
 from ringserve.v1 import rings_pb2, rings_pb2_grpc
 
@@ -196,7 +196,7 @@ class TurnsStream:
 
     async def _receive(self, asked: asyncio.Queue[rings_pb2.TurnReading], readings: dict[int, _Reading]) -> None:
         """Give every reading its events, until the call ends; then give all the error."""
-        call = self._stub.StreamTurns(_taken(asked), metadata=self._metadata)
+        call = self._stub.StreamTurns(_take(asked), metadata=self._metadata)
         silence = Silence(call, self._lost_seconds)
         error: BaseException = Unavailable(f"{self._name} ended the stream of turns before they did")
         try:
@@ -247,7 +247,7 @@ class TurnsStream:
             _hold_slow(reading, asked)
 
 
-async def _taken(asked: asyncio.Queue[rings_pb2.TurnReading]) -> AsyncIterator[rings_pb2.TurnReading]:
+async def _take(asked: asyncio.Queue[rings_pb2.TurnReading]) -> AsyncIterator[rings_pb2.TurnReading]:
     while True:
         yield await asked.get()
 
@@ -260,7 +260,7 @@ def _hold_slow(reading: _Reading, asked: asyncio.Queue[rings_pb2.TurnReading]) -
 
 
 def _error_of(failure: rings_pb2.ReadingFailure) -> RingserveError:
-    error = error_named(failure.error, failure.message)
+    error = make_error(failure.error, failure.message)
     if isinstance(error, CapacityExceeded) and failure.HasField("retry_after_seconds"):
         error.retry_after_seconds = failure.retry_after_seconds
     return error
@@ -291,7 +291,7 @@ class TurnsWriter:
                     async with asyncio.timeout(self._heartbeat):
                         await self._has_news.wait()
                 self._has_news.clear()
-                yield self._taken()
+                yield self._take()
         finally:
             tasks = [asking, *self._pumps.values()]
             for task in tasks:
@@ -348,7 +348,7 @@ class TurnsWriter:
         moved, self._has_moved = self._has_moved, asyncio.Event()
         moved.set()
 
-    def _taken(self) -> rings_pb2.TurnsEvents:
+    def _take(self) -> rings_pb2.TurnsEvents:
         """Return all that waits, as one message."""
         tokens, self._tokens = self._tokens, {}
         others, self._others = self._others, {}

@@ -14,9 +14,9 @@ from typing import Any, TypeVar, Unpack
 
 import grpc
 
-from ringserve.client.channel import OPTIONS, TlsFiles, metadata_of
+from ringserve.client.channel import OPTIONS, TlsFiles, make_metadata
 from ringserve.client.failures import error_from_call
-from ringserve.client.requests import Prompt, RequestOptions, TurnOptions, count_of, is_chat, request_of
+from ringserve.client.requests import Prompt, RequestOptions, TurnOptions, is_chat, make_count_request, make_request
 from ringserve.client.results import MAPPER, Answer, AnswerReader, Piece, Plan
 from ringserve.client.retries import Retries, RetryPolicy, is_lost
 from ringserve.errors import Unavailable
@@ -88,7 +88,7 @@ class AsyncClient:
     ) -> None:
         """Send `token` with every call. Raises ConfigError."""
         self._target = target
-        self._metadata = metadata_of(token)
+        self._metadata = make_metadata(token)
         self._retry = retry or RetryPolicy()
         if tls is None:
             self._channel = grpc.aio.insecure_channel(target, options=OPTIONS)
@@ -124,7 +124,7 @@ class AsyncClient:
         return self._stream(prompt, options, None)
 
     def _stream(self, prompt: Prompt, options: RequestOptions, remembered_tokens: int | None) -> AsyncAnswerStream:
-        request = request_of(prompt, options)
+        request = make_request(prompt, options)
         reader = AnswerReader(remembered_tokens, max(request.sampling_params.n, 1))
         return AsyncAnswerStream(self._attempts(request, options.get("timeout")), reader)
 
@@ -175,7 +175,7 @@ class AsyncClient:
 
     async def count_tokens(self, prompt: Prompt, *, model: str = "") -> int:
         """Return the number of tokens of a prompt, those of the chat template included."""
-        return int((await self._unary(self._stub.CountTokens, count_of(prompt, model))).num_tokens)
+        return int((await self._unary(self._stub.CountTokens, make_count_request(prompt, model))).num_tokens)
 
     async def model_info(self) -> ModelInfo:
         """Return the model's sizes."""

@@ -47,7 +47,7 @@ def _read(path: Path | None) -> bytes | None:
         raise ConfigError(f"tls: {path} cannot be read: {error.strerror}") from error
 
 
-def metadata_of(token: str) -> Metadata:
+def make_metadata(token: str) -> Metadata:
     """Return the metadata of every call. Raises ConfigError for a token that no header can carry."""
     if not token:
         return ()

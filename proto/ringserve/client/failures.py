@@ -14,7 +14,7 @@ from ringserve.errors import (
     Unauthenticated,
     Unavailable,
     Unreachable,
-    error_named_by,
+    read_error,
 )
 
 KINDS = {kind.__name__: kind for kind in SHARED}
@@ -27,7 +27,7 @@ def error_from_call(call: Any, target: str) -> RingserveError:
     """Return the error of a failed `call`, a grpc.RpcError."""
     is_down = call.code() is grpc.StatusCode.UNAVAILABLE
     # The processes of a cluster have errors of their own, and a later release may have further ones.
-    error = error_named_by(call, KINDS, Unavailable if is_down else RingserveError)
+    error = read_error(call, KINDS, Unavailable if is_down else RingserveError)
     if error is not None:
         return error
     match call.code():

@@ -164,7 +164,7 @@ RENAMED = {"mode": "prompt_mode", "sampling": "sampling_params"}
 """Fields of the contract for options of other names."""
 
 
-def request_of(prompt: Prompt, options: Mapping[str, Any]) -> inference_pb2.GenerateRequest:
+def make_request(prompt: Prompt, options: Mapping[str, Any]) -> inference_pb2.GenerateRequest:
     """Return the contract's request; `options` are RequestOptions. Raises InvalidRequest, TypeError.
 
     A request id and a seed are always there: by them the service knows the attempts at one request.
@@ -196,7 +196,7 @@ def is_chat(prompt: Prompt) -> bool:
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Message | Mapping)
 
 
-def count_of(prompt: Prompt, model: str = "") -> inference_pb2.CountTokensRequest:
+def make_count_request(prompt: Prompt, model: str = "") -> inference_pb2.CountTokensRequest:
     """Return the contract's request for the number of tokens of a prompt. Raises InvalidRequest."""
     request = inference_pb2.CountTokensRequest(model=model)
     _fill_prompt(request, prompt)

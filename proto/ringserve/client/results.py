@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from ringserve.mapping import Mapper, name_of
+from ringserve.mapping import Mapper, enum_name
 from ringserve.v1 import inference_pb2
 
 MAPPER = Mapper()
@@ -252,7 +252,7 @@ class AnswerReader:
             conversation_id=self._start.conversation_id,
             text=complete.text,
             token_ids=tuple(complete.output_ids),
-            finish_reason=name_of(inference_pb2.FinishReason, complete.finish_reason),
+            finish_reason=enum_name(inference_pb2.FinishReason, complete.finish_reason),
             matched_stop=matched_stop(complete),
             usage=MAPPER.from_message(Usage, complete.usage),
             plan=self.plan,

@@ -1,4 +1,4 @@
-"""Routes of the HTTP endpoint. A thin translation: turns take the same path as those over gRPC."""
+"""HTTP routes. A thin translation: HTTP turns take the same path as gRPC turns."""
 
 from __future__ import annotations
 
@@ -31,25 +31,35 @@ from ringserve.services.auth.authenticator import Authenticator
 from ringserve.services.auth.tenants import Tenant
 from ringserve.services.config.sections import HttpConfig
 from ringserve.services.gateway.openai import models
-from ringserve.services.gateway.openai.calls import CallForm, form_of
-from ringserve.services.gateway.openai.errors import BadHttpRequest, error_body, headers_of, refused_route, status_of
+from ringserve.services.gateway.openai.errors import (
+    BadHttpRequest,
+    error_body,
+    error_headers,
+    http_status,
+    make_route_error,
+)
 from ringserve.services.gateway.openai.item_answers import ItemAnswer
 from ringserve.services.gateway.openai.openapi import ApiRoute, describe_api
-from ringserve.services.gateway.openai.prompts import AT_ONCE, Answer, Placed, PromptAnswers, events_of, whole_of
 from ringserve.services.gateway.openai.requests import HttpRequestReader, HttpTurn, Template
 from ringserve.services.gateway.openai.responses import (
+    Answer,
     ChatShape,
     CompletionShape,
     Echo,
+    Placed,
+    PromptAnswers,
     Shape,
     TurnAnswer,
+    collect_answer,
     conversation_json,
     model_json,
+    stream_events,
 )
-from ringserve.services.gateway.openai.server import EventStream, HeaderLimit, certificate_of, ended_by_hang_up
-from ringserve.services.gateway.openai.stored import LinkedTurn, ResponseName, not_held
+from ringserve.services.gateway.openai.server import EventStream, HeaderLimit, cancel_on_hang_up, read_certificate
+from ringserve.services.gateway.openai.stored import LinkedTurn, ResponseName, make_not_held_error
+from ringserve.services.gateway.openai.tools import CallForm, find_call_form
 from ringserve.services.gateway.page.page import ServiceViews, ViewedService, page_routes
-from ringserve.services.gateway.requests import RequestReader, identifier
+from ringserve.services.gateway.requests import RequestReader, check_identifier
 from ringserve.services.gateway.text import TextCodec
 from ringserve.services.telemetry.metrics.endpoint import metrics_page
 from ringserve.services.telemetry.metrics.registry import package_version
@@ -59,8 +69,10 @@ from ringserve.workers.protocol.ranks import ModelInfo
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
+AT_ONCE = 8
+"""Prompts of one request served at a time."""
 BODY_SECONDS = 60.0
-"""Seconds for a client to send its request."""
+"""Seconds a client has to send its request body."""
 
 
 MAX_CONTAINERS = 200_000
@@ -76,20 +88,20 @@ class TurnService(ViewedService, Protocol):
     def generate(
         self, request: inference_pb2.GenerateRequest, tenant: Tenant, seconds_left: float | None, trace_parent: str
     ) -> AbstractAsyncContextManager[AsyncIterator[inference_pb2.GenerateResponse]]:
-        """Serve a turn: the context's value are its responses, and leaving it ends the turn. Raises RingserveError."""
+        """Serve a turn: the context yields its responses, and leaving it ends the turn. Raises RingserveError."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids."""
 
     def note_refused(self, endpoint: str, error: RingserveError) -> None:
-        """Count a call that is refused for its credentials or rights."""
+        """Count a call refused for its credentials or rights."""
 
     async def read_tokens(self, tenant: Tenant, read: Callable[[RequestReader, TextCodec], T]) -> T:
-        """Return what `read` makes of texts or tokens, within the tenant's limits. Raises RingserveError."""
+        """Run `read` in a thread and return its result, within the tenant's limits. Raises RingserveError."""
 
 
 class HttpApi:
-    """HTTP API for one model, under OpenAI's paths, and the page. `app` is the ASGI application."""
+    """HTTP API for one model under OpenAI's paths, plus the status page. `app` is the ASGI application."""
 
     def __init__(
         self,
@@ -102,7 +114,7 @@ class HttpApi:
         config: HttpConfig | None = None,
         metrics: Collector | None = None,
     ) -> None:
-        """`metrics` are shown to operators."""
+        """Serve `metrics` to operators at /metrics."""
         self._config = config or HttpConfig()
         self._metrics = metrics_page(metrics or CollectorRegistry())
         self._service = service
@@ -132,7 +144,7 @@ class HttpApi:
 
     @property
     def routes(self) -> list[ApiRoute]:
-        """Routes of the API."""
+        """Routes that /openapi.json describes."""
         post, get, delete = (partial(ApiRoute, method) for method in ("POST", "GET", "DELETE"))
         version = self._constant(JSONResponse({"version": package_version()}))
         return [
@@ -171,7 +183,7 @@ class HttpApi:
         ]
 
     def _constant(self, response: Response) -> Callable[[Request], Awaitable[Response]]:
-        """Return an endpoint whose response is the same for every known caller."""
+        """Return an endpoint that sends every authenticated caller the same response."""
 
         async def answer(request: Request) -> Response:
             self._caller(request)
@@ -186,14 +198,14 @@ class HttpApi:
 
     async def _respond(self, request: Request) -> ASGIApp:
         tenant = self._caller(request)
-        body = await _body(request)
-        given, turn = await asyncio.to_thread(lambda: (parsed := _parsed(body), self._reader.response(parsed)))
+        body = await _read_body(request)
+        given, turn = await asyncio.to_thread(lambda: (parsed := _parse_body(body), self._reader.response(parsed)))
         template, links, asked = turn.template, turn.links, turn.request
         assert links is not None, "a request for a response has links"
         form = await self._apply_template(tenant, turn, template) if template else None
 
         async def fill(last_token: int) -> None:
-            assert template is not None, "what follows an answer is written by the template"
+            assert template is not None, "the template writes the messages that follow an answer"
             tokens = await self._service.read_tokens(
                 tenant, lambda reader, codec: template.following_tokens(reader, last_token)
             )
@@ -204,30 +216,30 @@ class HttpApi:
         answer = ItemAnswer(given, self._model_name, form, lambda: linked.response_id)
         trace_parent = request.headers.get("traceparent", "")
         responses = linked.responses(lambda: self._service.generate(asked, tenant, None, trace_parent))
-        return await self._answered(request, turn, fan_in([aclosing(responses)]), answer)
+        return await self._send_answer(request, turn, fan_in([aclosing(responses)]), answer)
 
     async def _completion(self, request: Request) -> ASGIApp:
         return await self._turn(request, self._reader.completion, CompletionShape())
 
     async def _turn(self, request: Request, read: Callable[[Any], HttpTurn], shape: Shape) -> ASGIApp:
-        tenant = self._caller(request)  # first: bodies of strangers are not read
-        body = await _body(request)
-        turn = await asyncio.to_thread(lambda: read(_parsed(body)))
+        tenant = self._caller(request)  # before the body: unauthenticated callers' bodies are not read
+        body = await _read_body(request)
+        turn = await asyncio.to_thread(lambda: read(_parse_body(body)))
         form = await self._apply_template(tenant, turn, turn.template) if turn.template else None
         echoes = await self._echoes(tenant, turn) if turn.has_echo else [None] * len(turn.requests)
         answer = self._answer(turn, shape, echoes, form)
         trace_parent = request.headers.get("traceparent", "")
         turns = [self._service.generate(each, tenant, None, trace_parent) for each in turn.requests]
-        return await self._answered(request, turn, fan_in(turns, at_once=AT_ONCE), answer)
+        return await self._send_answer(request, turn, fan_in(turns, at_once=AT_ONCE), answer)
 
-    async def _answered(self, request: Request, turn: HttpTurn, responses: Placed, answer: Answer) -> ASGIApp:
-        """Return the answer of turns, whole or as a stream."""
+    async def _send_answer(self, request: Request, turn: HttpTurn, responses: Placed, answer: Answer) -> ASGIApp:
+        """Return the turns' answer, as one object or as a stream of events."""
         if not turn.stream:
-            async with ended_by_hang_up(request.receive):
-                return JSONResponse(await whole_of(responses, answer))
-        events = events_of(responses, answer)
-        # The first event is awaited here: a refusal is a status of its own, not an event of a stream.
-        async with ended_by_hang_up(request.receive):
+            async with cancel_on_hang_up(request.receive):
+                return JSONResponse(await collect_answer(responses, answer))
+        events = stream_events(responses, answer)
+        # Await the first event before the headers go out, so that a refusal has its own HTTP status.
+        async with cancel_on_hang_up(request.receive):
             first = await anext(events)
         return EventStream(first, events)
 
@@ -239,19 +251,19 @@ class HttpApi:
         return PromptAnswers(answers, num_choices, f"{shape.id_prefix}-{uuid.uuid4().hex[:16]}")
 
     async def _apply_template(self, tenant: Tenant, turn: HttpTurn, template: Template) -> CallForm | None:
-        """Make tokens of a chat with tools, calls or own values, for which the contract has no place.
+        """Tokenize a chat with tools, calls or template variables: the gRPC contract has no fields for them.
 
-        Return the form of the calls of its answer, which is held to it as far as the request asks. Raises
-        InvalidRequest.
+        Return the form in which the answer writes tool calls, None without tools. Constrain the answer to that form if
+        the request asks for it. Raises InvalidRequest.
         """
 
         def read(reader: RequestReader, codec: TextCodec) -> CallForm | None:
             reader.end_chat(turn.request.sampling_params)
-            form = form_of(codec.chat_template(template.tools)) if turn.offer else None
+            form = find_call_form(codec.chat_template(template.tools)) if turn.offer else None
             if turn.offer and form:
                 turn.offer.hold(turn.request.sampling_params, form, reader)
             if turn.links and turn.links.previous:
-                return form  # its prompt is written where the answer before it is known
+                return form  # `fill` writes its prompt once the previous answer's last token is known
             tokens = template.tokens(reader)
             turn.request.tokenized.input_ids.extend(tokens.tolist())
             turn.request.prompt_mode = inference_pb2.PROMPT_MODE_WHOLE_HISTORY
@@ -260,7 +272,7 @@ class HttpApi:
         return await self._service.read_tokens(tenant, read)
 
     async def _echoes(self, tenant: Tenant, turn: HttpTurn) -> list[Echo | None]:
-        """Return the prompts of a turn as they come back. A text becomes the tokens that its answer is about."""
+        """Return the prompts to echo. Replace text prompts by their tokens, which log-probabilities refer to."""
 
         def read(reader: RequestReader, codec: TextCodec) -> list[Echo | None]:
             found: list[Echo | None] = []
@@ -279,10 +291,10 @@ class HttpApi:
     # --- tokens ------------------------------------------------------------------------------------------------------
 
     async def _tokenize(self, request: Request) -> Response:
-        tenant, body = self._caller(request), await _body(request)
+        tenant, body = self._caller(request), await _read_body(request)
 
         def read(reader: RequestReader, codec: TextCodec) -> Response:
-            asked = self._reader.tokenization(_parsed(body))
+            asked = self._reader.tokenization(_parse_body(body))
             if asked.template:
                 tokens = asked.template.tokens(reader)
             else:
@@ -297,10 +309,10 @@ class HttpApi:
         return await self._service.read_tokens(tenant, read)
 
     async def _detokenize(self, request: Request) -> Response:
-        tenant, body = self._caller(request), await _body(request)
+        tenant, body = self._caller(request), await _read_body(request)
 
         def read(reader: RequestReader, codec: TextCodec) -> Response:
-            return JSONResponse({"prompt": reader.detokenize(self._reader.tokens(_parsed(body)))})
+            return JSONResponse({"prompt": reader.detokenize(self._reader.tokens(_parse_body(body)))})
 
         return await self._service.read_tokens(tenant, read)
 
@@ -322,7 +334,7 @@ class HttpApi:
 
     def _caller(self, request: Request) -> Tenant:
         """Return the calling tenant. Raises Unauthenticated."""
-        return self._authenticator.tenant_of(request.headers.get("authorization"), certificate_of(request.scope))
+        return self._authenticator.find_tenant(request.headers.get("authorization"), read_certificate(request.scope))
 
     async def _refuse(self, request: Request, error: Exception) -> Response:
         if isinstance(error, RingserveError):
@@ -333,12 +345,12 @@ class HttpApi:
         return model_json(self._model_name, self._created, self._max_positions)
 
     async def _fork(self, request: Request) -> Response:
-        self._caller(request)  # first: bodies of strangers are not read
-        return await self._views.fork(request, _parsed(await _body(request)))
+        self._caller(request)  # before the body: unauthenticated callers' bodies are not read
+        return await self._views.fork(request, _parse_body(await _read_body(request)))
 
     async def _conversation(self, request: Request) -> Response:
         router = self._service.router_for(self._caller(request))
-        view = await router.get_conversation(identifier("conversation_id", request.path_params["name"]))
+        view = await router.get_conversation(check_identifier("conversation_id", request.path_params["name"]))
         return JSONResponse(conversation_json(view))
 
     async def _forget_response(self, request: Request) -> Response:
@@ -348,18 +360,18 @@ class HttpApi:
         try:
             await router.delete_conversation(name.conversation)
         except NotFound:
-            raise not_held(response_id) from None
+            raise make_not_held_error(response_id) from None
         return JSONResponse({"id": response_id, "object": "response.deleted", "deleted": True})
 
     async def _forget(self, request: Request) -> Response:
         router = self._service.router_for(self._caller(request))
-        name = identifier("conversation_id", request.path_params["name"])
+        name = check_identifier("conversation_id", request.path_params["name"])
         await router.delete_conversation(name)
         return JSONResponse({"id": name, "object": "conversation.deleted", "deleted": True})
 
 
-async def _body(request: Request) -> bytes:
-    """Read the body. Raises BadHttpRequest for a body that is too large or too slow."""
+async def _read_body(request: Request) -> bytes:
+    """Read the request body. Raises BadHttpRequest with status 413 if it is too large, 408 if it is too slow."""
     too_large = BadHttpRequest(413, f"the body is larger than {MAX_MESSAGE_BYTES} bytes", "too_large")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > MAX_MESSAGE_BYTES:
@@ -373,12 +385,12 @@ async def _body(request: Request) -> bytes:
                     raise too_large
                 pieces.append(piece)
     except TimeoutError:
-        raise BadHttpRequest(408, f"the body did not come within {BODY_SECONDS:.0f} s", "timeout") from None
+        raise BadHttpRequest(408, f"the body did not arrive within {BODY_SECONDS:.0f} s", "timeout") from None
     return b"".join(pieces)
 
 
-def _parsed(body: bytes) -> Any:
-    """Parse a body. Raises BadHttpRequest for a body that is no JSON, or has more values than any request needs.
+def _parse_body(body: bytes) -> Any:
+    """Parse a body. Raises BadHttpRequest for a body that is not JSON, or has more values than any request needs.
 
     The parser holds Python's lock to its end, also in a thread: 24 MB of `[[]],` would stop every stream for 3 s.
     """
@@ -387,7 +399,7 @@ def _parsed(body: bytes) -> Any:
     try:
         return json.loads(body.decode())
     except UnicodeDecodeError as error:
-        message = f"the body is no UTF-8 text: byte {error.start + 1} begins no character"
+        message = f"the body is not UTF-8 text: invalid byte {error.start + 1}"
         raise BadHttpRequest(400, message, "invalid_json") from None
     except (ValueError, RecursionError):
         raise BadHttpRequest(400, "the body is not valid JSON", "invalid_json") from None
@@ -411,22 +423,22 @@ def _check_values(body: bytes) -> None:
 
 
 def _error_response(error: BaseException, path: str = "") -> Response:
-    return JSONResponse(error_body(error, path), status_of(error), headers_of(error))
+    return JSONResponse(error_body(error, path), http_status(error), error_headers(error))
 
 
 async def _refuse_route(request: Request, error: Exception) -> Response:
-    """Answer a request for an unknown path or method."""
+    """Answer a request for an unknown path (404) or method (405, with an Allow header)."""
     assert isinstance(error, HTTPException)
     routes = [route for route in request.app.routes if route.matches(request.scope)[0] is Match.PARTIAL]
     methods = sorted({method for route in routes for method in route.methods} - {"HEAD"})
-    refusal = refused_route(error.status_code, request.method, request.url.path, methods, error.detail)
+    refusal = make_route_error(error.status_code, request.method, request.url.path, methods, error.detail)
     return JSONResponse(error_body(refusal), error.status_code, {"allow": ", ".join(methods)} if methods else None)
 
 
 async def _refuse_internal(request: Request, error: Exception) -> Response:
-    return _error_response(error)  # the server logs it: Starlette raises it again
+    return _error_response(error)  # Starlette raises the error again, so the server logs it
 
 
 async def _answer_hang_up(request: Request, error: Exception) -> Response:
-    """Answer a client that has hung up; the answer is not sent."""
+    """Answer a client that has hung up. The response is never sent."""
     return Response(status_code=499)

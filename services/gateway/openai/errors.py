@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape. The HTTP status follows from the gRPC status: `services.rpc.errors` is the one table."""
+"""Errors in OpenAI's shape. The HTTP status follows from the gRPC status, which `services.rpc.errors` assigns."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ringserve.cp_core.errors import (
     RingserveError,
     Unavailable,
 )
-from ringserve.services.rpc.errors import code_of
+from ringserve.services.rpc.errors import find_status_code
 
 INTERNAL = "internal error; the server's log has the details"
 RETRY_SECONDS = 1.0
-"""Seconds in `Retry-After` where the error names none."""
+"""Seconds in `Retry-After` if the error names none."""
 
-# HTTP status and OpenAI's `type` and `code` of each gRPC status that a turn can end with.
+# HTTP status and OpenAI's error `type` and `code`, by the gRPC status of a failed turn.
 _SHAPES: dict[grpc.StatusCode, tuple[int, str, str | None]] = {
     grpc.StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error", None),
     grpc.StatusCode.UNAUTHENTICATED: (401, "authentication_error", "invalid_api_key"),
@@ -39,7 +39,7 @@ _SHAPES: dict[grpc.StatusCode, tuple[int, str, str | None]] = {
 }
 _RETRYABLE = (429, 503)
 
-# The contract's names of what OpenAI's requests call otherwise.
+# Contract field names to replace by OpenAI's names in error messages.
 _NAMES = (
     (re.compile(r"^sampling_params\."), ""),
     (re.compile(r"^input\.chat\.messages"), "messages"),
@@ -49,7 +49,7 @@ _NAMES = (
 )
 PROMPTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
 """Field that has the prompt, by path."""
-# First parts of paths of other APIs that OpenAI's and vLLM's clients look for.
+# First path segments of other APIs that OpenAI's and vLLM's clients ask for.
 _OTHERS = frozenset(
     {
         *("assistants", "audio", "batches", "classify", "embeddings", "files", "fine_tuning", "images", "moderations"),
@@ -60,7 +60,7 @@ _PARAMETER = re.compile(r"^([a-z_]+(?:\[\d+\]|\.[a-z_]+)*): ")
 
 
 class BadHttpRequest(RingserveError):
-    """Request that HTTP itself has a status for: `status`."""
+    """Request refused with an HTTP status of its own, such as 413 for a body that is too large."""
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
@@ -68,20 +68,22 @@ class BadHttpRequest(RingserveError):
         self.code = code
 
 
-def status_of(error: BaseException) -> int:
-    """Return the HTTP status of an error; 500 where it has none."""
+def http_status(error: BaseException) -> int:
+    """Return an error's HTTP status; 500 if the tables do not list it. Example: `InvalidRequest` is 400."""
     if isinstance(error, BadHttpRequest):
         return error.status
-    shape = _SHAPES.get(code_of(error)) if isinstance(error, RingserveError) else None
+    shape = _SHAPES.get(find_status_code(error)) if isinstance(error, RingserveError) else None
     return shape[0] if shape else 500
 
 
-def headers_of(error: BaseException) -> dict[str, str]:
-    """Return the headers that belong to an error. OpenAI's clients would try any error from 500 on again."""
-    status = status_of(error)
+def error_headers(error: BaseException) -> dict[str, str]:
+    """Return an error's response headers. OpenAI's clients retry any status from 500 up unless a header forbids it."""
+    status = http_status(error)
     if status == 401:
         return {"WWW-Authenticate": "Bearer"}
-    if isinstance(error, NotFinite) or type(error) is Unavailable:  # given up here: its prompt may be what ends rings
+    if (
+        isinstance(error, NotFinite) or type(error) is Unavailable
+    ):  # the gateway gave up: the prompt itself may crash rings
         return {"x-should-retry": "false"}
     if status not in _RETRYABLE:
         return {}
@@ -89,34 +91,34 @@ def headers_of(error: BaseException) -> dict[str, str]:
     return {"Retry-After": str(max(1, math.ceil(hint or RETRY_SECONDS)))}
 
 
-def refused_route(status: int, method: str, path: str, allowed: Sequence[str], detail: str) -> BadHttpRequest:
-    """Return the refusal of a path that is not served, or not by this method; `allowed` are those that are."""
+def make_route_error(status: int, method: str, path: str, allowed: Sequence[str], detail: str) -> BadHttpRequest:
+    """Return the error for an unknown path or method. `allowed` lists the methods that the path does serve."""
     shown, parts = path[:200], path.removeprefix("/v1").strip("/").split("/")
     if parts[0] in _OTHERS:
         words = f"{shown} is not served: this service answers chats, completions and responses"
     elif parts[0] == "responses" and len(parts) > 1:
         words = (
-            "a response is remembered as tokens for those that follow it (previous_response_id) and cannot be shown "
-            "again; keep its answer"
+            "a response cannot be fetched again, only followed (previous_response_id), because the service stores "
+            "tokens only; keep the answer"
         )
     elif status == 405:
-        words = f"{shown} does not know the method {method[:20]}; allowed is {' or '.join(allowed)}"
+        words = f"{shown} does not serve the method {method[:20]}; use {' or '.join(allowed)}"
     else:
-        words = f"there is no {shown}; /openapi.json lists all paths" if status == 404 else detail
+        words = f"there is no path {shown}; /openapi.json lists all paths" if status == 404 else detail
     return BadHttpRequest(status, words)
 
 
 def error_body(error: BaseException, path: str = "") -> dict[str, Any]:
-    """Return an error as `{"error": {...}}`. The text of a foreign error is not shown.
+    """Return an error as `{"error": {message, type, param, code}}`. Unexpected errors do not show their text.
 
-    The prompt has the name that it has in requests to `path`. Example: "input: 9010 prompt tokens and ..." begins with
+    The prompt field is named as in requests to `path`. Example: "input: 9010 prompt tokens and ..." begins with
     "messages: " for /v1/chat/completions.
     """
     if isinstance(error, BadHttpRequest):
         return _body(str(error), "invalid_request_error", None, error.code)
     if isinstance(error, NotFinite):
         return _body(str(error), "server_error", None, "not_finite")
-    shape = _SHAPES.get(code_of(error)) if isinstance(error, RingserveError) else None
+    shape = _SHAPES.get(find_status_code(error)) if isinstance(error, RingserveError) else None
     if shape is None:
         return _body(INTERNAL, "server_error", None, None)
     _, kind, code = shape

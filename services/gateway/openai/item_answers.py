@@ -1,4 +1,4 @@
-"""Answers of OpenAI's responses: lists of items, one for each text and each call, whole or as events."""
+"""Answers of OpenAI's Responses API: one item per text and per tool call, as one object or as stream events."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ringserve.cp_core.errors import Unavailable
-from ringserve.services.gateway.openai.calls import CallForm, CallPiece, CallReader, CallStart, Said
 from ringserve.services.gateway.openai.errors import error_body
 from ringserve.services.gateway.openai.responses import Json
+from ringserve.services.gateway.openai.tools import CallForm, CallPiece, CallReader, CallStart, Said
 from ringserve.services.rpc.answer import message_dict
 from ringserve.v1 import inference_pb2
 
@@ -25,16 +25,16 @@ ECHOED: Mapping[str, Any] = {
     "top_p": 1.0,
     "truncation": "disabled",
 }
-"""Fields of a request that its response repeats, and their defaults."""
+"""Request fields that the response repeats, with their defaults."""
 
 
 class ItemAnswer:
-    """Answer of a request for a response, whole or as events: one item for each text and each call."""
+    """Answer to one Responses API request: an item for each text and each call."""
 
     def __init__(
         self, body: Mapping[str, Any], model_name: str, form: CallForm | None, response_id: Callable[[], str] = str
     ) -> None:
-        """Read calls of tools from the text where they have a `form`. Others may follow one with a `response_id`."""
+        """Parse tool calls from the text if `form` is given. `response_id` returns "" for an unstored response."""
         self._response_id = response_id
         self._previous = body.get("previous_response_id") or None
         self._model_name = model_name
@@ -49,11 +49,11 @@ class ItemAnswer:
 
     @property
     def ends_with(self) -> bytes:
-        """Line after the last event."""
+        """Line after the last event: none."""
         return b""
 
     def events(self, place: int, response: inference_pb2.GenerateResponse) -> list[Json]:
-        """Return the events that a stream sends for one response."""
+        """Return the stream events for one response."""
         if response.HasField("start"):
             self._name = response.start.request_id
             opening = self._response("in_progress")
@@ -63,16 +63,16 @@ class ItemAnswer:
             ]
         if response.HasField("chunk"):
             self._sent_characters += len(response.chunk.text)
-            return self._said(self._read(response.chunk.text))
+            return self._make_events(self._read(response.chunk.text))
         self._complete = response.complete
         rest = self._read(response.complete.text[self._sent_characters :])
-        events = self._said([*rest, *(self._reader.finish() if self._reader else ())])
+        events = self._make_events([*rest, *(self._reader.finish() if self._reader else ())])
         if not self._items:
-            events += self._open_text()  # an answer without a sign is a text, too
+            events += self._open_text()  # an empty answer still has one text item
         return events + self._close()
 
     def last_events(self) -> list[Json]:
-        """Return the events after the answer. Raises Unavailable for an incomplete one."""
+        """Return the events after the answer. Raises Unavailable if it is incomplete."""
         whole = self.whole()
         return [self._event(f"response.{whole['status']}", response=whole)]
 
@@ -82,7 +82,7 @@ class ItemAnswer:
         return [self._event("error", message=told["message"], code=told["code"], param=told["param"])]
 
     def whole(self) -> Json:
-        """Return the response after its end. Raises Unavailable."""
+        """Return the whole response. Raises Unavailable if the answer is incomplete."""
         complete = self._complete
         if complete is None:
             raise Unavailable("the stream ended without a completion")
@@ -127,7 +127,7 @@ class ItemAnswer:
             return self._reader.push(piece)
         return [piece] if piece else []
 
-    def _said(self, said: list[Said]) -> list[Json]:
+    def _make_events(self, said: list[Said]) -> list[Json]:
         return [event for each in said for event in self._one(each)]
 
     def _one(self, said: Said) -> list[Json]:
@@ -137,11 +137,11 @@ class ItemAnswer:
                 return [*self._close(), *self._open({"type": "function_call", "id": f"fc_{said.call_id}", **call})]
             case CallPiece():
                 self._items[-1]["arguments"] += said.text
-                return [self._of_item("response.function_call_arguments.delta", delta=said.text)]
+                return [self._item_event("response.function_call_arguments.delta", delta=said.text)]
             case _:
                 opening = [] if self._is_open("message") else [*self._close(), *self._open_text()]
                 self._items[-1]["content"][0]["text"] += said
-                return [*opening, self._of_part("response.output_text.delta", delta=said, logprobs=[])]
+                return [*opening, self._part_event("response.output_text.delta", delta=said, logprobs=[])]
 
     def _is_open(self, kind: str) -> bool:
         return bool(self._items) and self._items[-1]["type"] == kind and self._items[-1]["status"] == "in_progress"
@@ -151,7 +151,7 @@ class ItemAnswer:
         opening = self._open({"type": "message", "id": name, "role": "assistant", "content": []})
         part: Json = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         self._items[-1] = self._items[-1] | {"content": [part]}
-        return [*opening, self._of_part("response.content_part.added", part=dict(part))]
+        return [*opening, self._part_event("response.content_part.added", part=dict(part))]
 
     def _open(self, item: Json) -> list[Json]:
         self._items.append(item | {"status": "in_progress"})
@@ -160,7 +160,7 @@ class ItemAnswer:
         ]
 
     def _close(self) -> list[Json]:
-        """End the item that is open, if any."""
+        """End the open item, if any."""
         if not self._items or self._items[-1]["status"] != "in_progress":
             return []
         item = self._items[-1]
@@ -168,17 +168,17 @@ class ItemAnswer:
         if item["type"] == "message":
             (part,) = item["content"]
             ends = [
-                self._of_part("response.output_text.done", text=part["text"], logprobs=[]),
-                self._of_part("response.content_part.done", part=part),
+                self._part_event("response.output_text.done", text=part["text"], logprobs=[]),
+                self._part_event("response.content_part.done", part=part),
             ]
         else:
             given = {"name": item["name"], "arguments": item["arguments"]}
-            ends = [self._of_item("response.function_call_arguments.done", **given)]
+            ends = [self._item_event("response.function_call_arguments.done", **given)]
         item["status"] = "incomplete" if is_cut else "completed"
         return [*ends, self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)]
 
-    def _of_item(self, kind: str, **fields: Any) -> Json:
+    def _item_event(self, kind: str, **fields: Any) -> Json:
         return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **fields)
 
-    def _of_part(self, kind: str, **fields: Any) -> Json:
-        return self._of_item(kind, content_index=0, **fields)
+    def _part_event(self, kind: str, **fields: Any) -> Json:
+        return self._item_event(kind, content_index=0, **fields)

@@ -1,8 +1,8 @@
-"""Bodies of the HTTP API as pydantic models: OpenAI's fields, vLLM's and ringserve's own.
+"""HTTP request bodies as pydantic models: OpenAI's fields, vLLM's, and ringserve's own.
 
-The models check shapes and types; values are checked where gRPC's are. A field for a sampling parameter of the contract
-needs one line in `SamplingFields` to be served. `Fields.read` turns a body into a model, and pydantic's errors into one
-sentence. The OpenAPI document is made of the same models.
+The models check shapes and types; `gateway.requests` checks values, as it does for gRPC. To serve a contract sampling
+parameter over HTTP, add one line to `SamplingFields`. `Fields.read` turns a body into a model, and pydantic's errors
+into one sentence. The OpenAPI document is made from the same models.
 
 `extra="forbid"` refuses unknown fields; `read` with `note_ignored` is the one switch that ignores them.
 """
@@ -23,26 +23,26 @@ from ringserve.orchestration.protocol.turns import MAX_PRIORITY
 from ringserve.services.gateway.requests import MAX_MESSAGES
 
 MAX_PROMPTS = 128
-"""Prompts of one request for completions. Their reader checks it: pydantic would name the first prompt."""
+"""Prompts per completion request. `HttpRequestReader` checks it, since pydantic would blame the first prompt."""
 MAX_TOOLS = 128
 MAX_CALLS = 128
-"""Calls of one message of the history."""
+"""Calls in one history message."""
 MAX_LIMIT = 1000
-"""Conversations of one page of a list."""
+"""Conversations per list page."""
 MAX_FIELDS = 4096
-"""Fields of a body and of each object in it: pydantic would collect a fault of every unknown one, in one long call."""
+"""Fields per body and per object in it. Without a limit, pydantic collects an error for every unknown field."""
 MAX_NAMED = 20
-"""Ignored fields that a log line names, and fields that the refusal of an unknown one lists."""
+"""Ignored fields that a log line names, and allowed fields that an error lists."""
 
 
 class Fields(BaseModel):
-    """JSON object of a request. Only the fields of its model are allowed; null stands for a field that is not given."""
+    """JSON object in a request. Only the model's fields are allowed; null means that a field is not given."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     @classmethod
     def read(cls, body: Any, note_ignored: Callable[[list[str]], None] | None = None) -> Self:
-        """Return the model of a body. Raises InvalidRequest, whose sentence names field, value and what is allowed.
+        """Parse a body. Raises InvalidRequest, whose sentence names the field, its value and the allowed values.
 
         With `note_ignored` unknown fields are ignored, and their names are given to it.
 
@@ -73,13 +73,13 @@ class Fields(BaseModel):
 
 
 class OpenFields(Fields):
-    """JSON object to which clients add fields of their own."""
+    """JSON object that may have fields unknown to ringserve; they are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
 
 class SchemaMaker(GenerateJsonSchema):
-    """Generator of JSON schemas without titles of fields and without the default null."""
+    """JSON schema generator that leaves out field titles and null defaults."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -89,9 +89,12 @@ class SchemaMaker(GenerateJsonSchema):
         return self.generate_inner(schema["schema"]) if is_null else super().default_schema(schema)
 
 
-def shown(value: Any) -> str:
-    """Quote a value for a message as JSON, a string in single quotes, and never at length."""
-    pieces = json.JSONEncoder().iterencode(value)  # a value may have many megabytes
+def quote(value: Any) -> str:
+    """Quote a value for an error message: JSON, or a string in single quotes, cut to 60 characters.
+
+    Example: `quote("a")` is "'a'", and `quote([1, None])` is "[1, null]".
+    """
+    pieces = json.JSONEncoder().iterencode(value)  # lazily: a value may have many megabytes
     try:
         words = repr(value[:60]) if isinstance(value, str) else "".join(islice(pieces, 60))
     except RecursionError:
@@ -99,7 +102,7 @@ def shown(value: Any) -> str:
     return words if len(words) <= 60 else f"{words[:56]} ..."
 
 
-# --- what is wrong, in a sentence ------------------------------------------------------------------------------------
+# --- error sentences -------------------------------------------------------------------------------------------------
 
 ALLOWED = {
     "bool_type": "true or false",
@@ -118,13 +121,13 @@ ALLOWED = {
     "string_unicode": "text without half a surrogate pair",
     "union_tag_invalid": "one of {expected_tags}",
 }
-"""What is allowed instead, by pydantic's kind of error."""
+"""Allowed values, by pydantic error type."""
 
 
 def _sentence(model: type[Fields], body: dict[str, Any], error: ValidationError) -> str:
-    """Return what is wrong with the first wrong field: its innermost and last fault, to which its reader came farthest.
+    """Describe the first invalid field in one sentence, by its innermost and last fault.
 
-    Each member of a union has faults of its own; those of one place are one sentence.
+    Each union member reports its own faults. Faults at the same place are joined with "or".
     """
     faults = error.errors(include_url=False, include_input=False)
     faults = [fault for fault in faults if fault["loc"][:1] == faults[0]["loc"][:1]]
@@ -146,17 +149,17 @@ def _sentence(model: type[Fields], body: dict[str, Any], error: ValidationError)
     if fault["type"] == "too_long":
         return f"{name}: {len(value)} are too many; at most {fault['ctx']['max_length']} are allowed"
     if fault["type"] == "none_required":
-        return f"{name}: {shown(value)} is not supported; leave it out"
+        return f"{name}: {quote(value)} is not supported; leave it out"
     words = [
         ALLOWED.get(each["type"], each["msg"]).format_map(each.get("ctx", {}))
         for each, place in zip(faults, paths, strict=True)
         if place == path
     ]
-    return f"{name or 'the body'}: {shown(value)} is not allowed; give {' or '.join(dict.fromkeys(words))}"
+    return f"{name or 'the body'}: {quote(value)} is not allowed; give {' or '.join(dict.fromkeys(words))}"
 
 
 def _client_path(body: Any, fault: ErrorDetails) -> tuple[str | int, ...]:
-    """Return the place of a fault as the client wrote it: pydantic's, without its names of a union's members."""
+    """Return a fault's path in the client's body: pydantic's path without its names for union members."""
     path: list[str | int] = []
     value = body
     for part in fault["loc"]:
@@ -181,8 +184,8 @@ def _check_characters(text: str) -> str:
     return text
 
 
-def _only(allowed: bool | int) -> BeforeValidator:
-    """Return a check that takes no value of another type either: in Python 0 equals False, and 1 equals True."""
+def _allow_only(allowed: bool | int) -> BeforeValidator:
+    """Return a check that allows one value of exactly its type: in Python 0 equals False, and 1 equals True."""
 
     def check(given: Any) -> Any:
         if given is not None and (given != allowed or type(given) is not type(allowed)):
@@ -198,9 +201,9 @@ def _to_whole(given: Any) -> Any:
 
 
 def _parse_arguments(given: Any) -> Any:
-    """Return the arguments of a call, which templates take as objects and answers have as text.
+    """Parse a call's arguments. Clients send them as JSON text; templates take objects.
 
-    Text that is no JSON object stays text: a call that `max_tokens` cut comes back in the history as it was.
+    Text that is not a JSON object stays text: `max_tokens` may have cut a call that the history repeats.
     """
     if not isinstance(given, str):
         return given or {}
@@ -217,7 +220,7 @@ Name = Annotated[str, Field(min_length=1), AfterValidator(_check_characters)]
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 Whole = Annotated[int, Field(ge=0, le=2**32 - 1), BeforeValidator(_to_whole)]
 FIRST_FAULT = Field(fail_fast=True)
-"""Of a long list only the first fault is looked for."""
+"""Stop at a long list's first fault."""
 Tokens = Annotated[list[Whole], FIRST_FAULT]
 Texts = Annotated[list[Text], FIRST_FAULT]
 Prompts = Annotated[list[Text | Tokens], Field(fail_fast=True, json_schema_extra={"maxItems": MAX_PROMPTS})]
@@ -226,11 +229,11 @@ Biases = Annotated[
     dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float],
     Field(json_schema_extra={"additionalProperties": False}),
 ]
-"""Biases by token id; keys of JSON are strings."""
+"""Biases by token id, as a string: JSON keys are strings."""
 Arguments = Annotated[Json | str, BeforeValidator(_parse_arguments, json_schema_input_type=str | Json | None)]
 NOT_SERVED = Field(description="Not served.")
 Unserved = Annotated[None, NOT_SERVED]
-Off = Annotated[Annotated[Literal[False], _only(False)] | None, NOT_SERVED]
+Off = Annotated[Annotated[Literal[False], _allow_only(False)] | None, NOT_SERVED]
 EmptyList = Annotated[Annotated[list[Any], Field(max_length=0)] | None, NOT_SERVED]
 TextOnly = Annotated[list[Literal["text"]], Field(min_length=1, max_length=1, fail_fast=True)]
 Inert = Annotated[Any, Field(description="Without effect.")]
@@ -264,7 +267,7 @@ class MessageCall(OpenFields):
 
 
 class Message(Fields):
-    """Message of a chat, with content or calls. Its reader refuses other fields unless they are empty."""
+    """Chat message with content or calls. `HttpRequestReader` refuses other fields unless they are empty."""
 
     model_config = ConfigDict(
         extra="allow",
@@ -277,7 +280,7 @@ class Message(Fields):
     )
     role: Text
     content: Content | None = None
-    name: Inert = None  # of a speaker, for templates that know several
+    name: Inert = None  # speaker's name, for templates with several speakers
     tool_calls: Annotated[list[MessageCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: Text | None = None
 
@@ -327,14 +330,14 @@ class NamedSchema(OpenFields):
 
 
 class ResponseFormat(NamedSchema):
-    """Form of an answer. Chats have a schema under `json_schema`, responses beside `type`."""
+    """Answer format. Chats put the schema under `json_schema`, responses beside `type`."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
 
 
 class StructuredOutputs(Fields):
-    """Form of an answer as vLLM's clients write it: one of these. Its reader refuses other fields that are not null."""
+    """Answer format as vLLM's clients write it: exactly one field. Other fields are refused unless they are null."""
 
     model_config = ConfigDict(
         extra="allow", json_schema_extra={"minProperties": 1, "additionalProperties": {"type": "null"}}
@@ -349,14 +352,14 @@ class StructuredOutputs(Fields):
 class StreamOptions(Fields):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: Inert = None  # pads events against eavesdroppers who measure them
+    include_obfuscation: Inert = None  # OpenAI pads events so that eavesdroppers cannot measure them
 
 
 # --- requests --------------------------------------------------------------------------------------------------------
 
 
 class SamplingFields(Fields):
-    """Fields of the contract's SamplingParams, under the same names."""
+    """Sampling parameters with the contract's names."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -376,7 +379,7 @@ class SamplingFields(Fields):
 
 
 class ContractFields(Fields):
-    """Fields of the contract's GenerateRequest that OpenAI's requests lack; clients send them as `extra_body`."""
+    """GenerateRequest fields that OpenAI's requests lack; OpenAI's clients send them as `extra_body`."""
 
     conversation_id: Text | None = None
     request_id: Text | None = None
@@ -388,7 +391,7 @@ class ContractFields(Fields):
 
 
 class TurnRequest(SamplingFields, ContractFields):
-    """Fields of every request for a turn."""
+    """Fields that every turn request has."""
 
     model: Name
     stream: Annotated[bool | None, Field(description="Answer with server-sent events.")] = None
@@ -429,14 +432,14 @@ class TurnRequest(SamplingFields, ContractFields):
 
 
 class TextRequest(TurnRequest):
-    """Fields that chats and completions share. Each that is not served takes the value that changes nothing."""
+    """Fields that chats and completions share. Unserved fields accept only the value that changes nothing."""
 
     n: Whole | None = None
     max_tokens: Whole | None = None
     max_completion_tokens: Whole | None = None
     response_format: ResponseFormat | None = None
     audio: Unserved = None
-    best_of: Annotated[Annotated[Literal[1], _only(1)] | None, NOT_SERVED] = None
+    best_of: Annotated[Annotated[Literal[1], _allow_only(1)] | None, NOT_SERVED] = None
     function_call: Annotated[Literal["none"] | None, NOT_SERVED] = None
     functions: EmptyList = None
     moderation: Unserved = None
@@ -530,7 +533,7 @@ class ResponseRequest(TurnRequest):
 
 
 class TokenizeRequest(TemplateFields):
-    """Text or chat whose tokens are asked for, in vLLM's shape."""
+    """Text or chat to tokenize, in vLLM's shape."""
 
     model: Name | None = None
     prompt: Text | None = None
@@ -552,7 +555,7 @@ class ForkRequest(Fields):
 
 
 class ConversationsQuery(Fields):
-    """Page of the caller's conversations: names that begin with `prefix`, behind `after`."""
+    """Page of the caller's conversations: ids that begin with `prefix` and sort after `after`."""
 
     prefix: Text = ""
     after: Text = ""

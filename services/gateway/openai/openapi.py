@@ -1,4 +1,4 @@
-"""Description of the HTTP API in OpenAPI's form, made of its routes and of the models of their bodies and answers."""
+"""OpenAPI document of the HTTP API, made from its routes and their body and answer models."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ REF = "#/components/schemas/{model}"
 
 
 class ApiRoute(Route):
-    """Route of the API with what the document says of it.
+    """API route with its OpenAPI description.
 
-    `body` is the model of its request, `query` that of its query, and `answer` that of its answer if it has one.
-    `is_open`: no token is asked for.
+    `body`, `query` and `answer` are pydantic models. `is_open` routes need no token.
     """
 
     def __init__(
@@ -51,8 +50,8 @@ class ApiRoute(Route):
     def models(self) -> Iterator[type[BaseModel]]:
         return (model for model in (self.body, self.answer) if model is not None)
 
-    def described(self) -> Json:
-        """Return the route's operation."""
+    def describe(self) -> Json:
+        """Return the route's OpenAPI operation."""
         found: Json = {
             "summary": self.summary,
             "responses": {
@@ -81,7 +80,7 @@ class ApiRoute(Route):
 
 
 def describe_api(routes: Sequence[ApiRoute], version: str) -> Json:
-    """Return the OpenAPI document of the routes."""
+    """Return the OpenAPI 3.1 document for the routes."""
     models: dict[type[BaseModel], None] = dict.fromkeys(
         [ErrorAnswer, *(model for route in routes for model in route.models)]
     )
@@ -90,7 +89,7 @@ def describe_api(routes: Sequence[ApiRoute], version: str) -> Json:
     )
     paths: dict[str, Json] = {}
     for route in routes:
-        paths.setdefault(route.path.replace(":path}", "}"), {})[route.method] = route.described()
+        paths.setdefault(route.path.replace(":path}", "}"), {})[route.method] = route.describe()
     return {
         "openapi": "3.1.0",
         "info": {"title": "ringserve", "version": version},

@@ -1,6 +1,6 @@
-"""Translation of the models of requests to a GenerateRequest.
+"""Translation of HTTP request models to a GenerateRequest.
 
-Shapes and types have been checked by the models; values are checked where gRPC's are.
+The models check shapes and types. Values are checked with the values of gRPC requests, in `gateway.requests`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from ringserve.cp_core.errors import InvalidRequest, NotFound
 from ringserve.services.gateway.openai import models
-from ringserve.services.gateway.openai.models import shown
+from ringserve.services.gateway.openai.models import quote
 from ringserve.services.gateway.openai.stored import Links, ResponseName, digest
 from ringserve.services.gateway.openai.tools import Offer, read_offer
 from ringserve.services.gateway.requests import RequestReader
@@ -23,11 +23,11 @@ from ringserve.workers.protocol.prefill_steps import TokenIds
 log = logging.getLogger(__name__)
 
 DEFAULT_TEMPERATURE = 1.0
-"""Default temperature of OpenAI. Over gRPC it is 0."""
+"""OpenAI's default temperature. The gRPC default is 0."""
 COMPLETION_MAX_TOKENS = 16
-"""Default `max_tokens` of a completion, OpenAI's. Those of chats and responses go on as far as there is room."""
+"""OpenAI's default `max_tokens` for a completion. Chats and responses default to the room that is left."""
 SAMPLING = {*models.SamplingFields.model_fields, "n", "max_tokens"}
-"""Fields with the names of the contract's sampling parameters."""
+"""Fields that have the same name in the contract's SamplingParams."""
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")
 PROMPT_MODES = {
     "auto": inference_pb2.PROMPT_MODE_UNSPECIFIED,
@@ -35,7 +35,7 @@ PROMPT_MODES = {
     "whole_history": inference_pb2.PROMPT_MODE_WHOLE_HISTORY,
 }
 ROLES = {"developer": "system"}
-"""Roles that chat templates know by another name."""
+"""Roles for which chat templates use another name."""
 
 CHANGING = ("audio", "function_call", "images")
 """Fields of messages that are refused and never ignored: without them the message says something else."""
@@ -43,17 +43,17 @@ MAX_IGNORED = 1000
 """Names of ignored fields that are remembered, to log each once."""
 
 Body = dict[str, Any]
-"""JSON object of a request, as its client wrote it."""
+"""Request body as the client wrote it."""
 TemplateMessage = dict[str, Any]
-"""models.Message as chat templates take it."""
+"""Chat message as templates take it, made from `models.Message`."""
 Asked = TypeVar("Asked", bound=models.Fields)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Template:
-    """Input of the chat template of a chat for which the contract has no place: calls, tools, or own values.
+    """Chat template input that the gRPC contract has no fields for: calls, tools, or the client's own variables.
 
-    `opens_answer`: the template begins an answer. `continues_last`: the answer goes on in the last message.
+    `opens_answer` adds the tokens that begin an answer. `continues_last` lets the answer continue the last message.
     """
 
     messages: Sequence[TemplateMessage]
@@ -63,7 +63,7 @@ class Template:
     continues_last: bool = False
 
     def tokens(self, reader: RequestReader) -> TokenIds:
-        """Return the tokens that the chat template makes. Raises InvalidRequest."""
+        """Return the prompt tokens. Raises InvalidRequest."""
         return reader.tokenize_template(
             self.messages,
             self.tools,
@@ -74,7 +74,7 @@ class Template:
         )
 
     def following_tokens(self, reader: RequestReader, last_token: int) -> TokenIds:
-        """Return the tokens that the template makes of messages that follow an answer. Raises InvalidRequest."""
+        """Return the tokens of messages that follow an answer ending in `last_token`. Raises InvalidRequest."""
         return reader.tokenize_following(self.messages, self.tools, self._num_characters, last_token, self.values)
 
     @property
@@ -84,7 +84,7 @@ class Template:
 
 @dataclass(frozen=True, kw_only=True)
 class HttpTurn:
-    """Turn asked for over HTTP, or several that differ in their prompts, and the form of the answer.
+    """HTTP request for one turn, or for several turns that differ only in their prompts.
 
     With `counts_each` every event of a stream has the usage so far.
     """
@@ -101,13 +101,13 @@ class HttpTurn:
 
     @property
     def request(self) -> inference_pb2.GenerateRequest:
-        """Request of the first prompt."""
+        """Request for the first prompt."""
         return self.requests[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenization:
-    """Text or chat whose tokens are asked for. `has_names` asks for the tokenizer's names of them."""
+    """Request to tokenize a text or chat. `has_names` asks for the tokenizer's token names too."""
 
     request: inference_pb2.GenerateRequest
     adds_special: bool
@@ -117,7 +117,7 @@ class Tokenization:
 
 
 class HttpRequestReader:
-    """Reader of requests for one model. Each method raises InvalidRequest, and NotFound for another model."""
+    """Reader of HTTP requests for one model. Each method raises InvalidRequest, and NotFound for another model."""
 
     def __init__(self, model_name: str, *, ignores_unknown: bool = False) -> None:
         self._model_name = model_name
@@ -155,7 +155,9 @@ class HttpRequestReader:
             previous=previous,
             is_stored=asked.store is not False and not asked.conversation_id,
             instructions=digest(asked.instructions) if asked.instructions else "",
-            tools=digest(json.dumps(tools, sort_keys=True)) if offer else "",  # without it the model is shown no tools
+            tools=digest(json.dumps(tools, sort_keys=True))
+            if offer
+            else "",  # without an offer the model sees no tools
         )
         turn = replace(turn, offer=offer, links=links)
         values = models.TemplateFields(chat_template_kwargs=asked.chat_template_kwargs)
@@ -191,11 +193,11 @@ class HttpRequestReader:
         is_one = isinstance(asked.prompt, str) or not asked.prompt or isinstance(asked.prompt[0], int)
         prompts: Sequence[Any] = [asked.prompt] if is_one else asked.prompt
         _check_prompts(turn, len(prompts))
-        requests = (_with_prompt(turn.request, place, prompt) for place, prompt in enumerate(prompts))
+        requests = (_copy_with_prompt(turn.request, place, prompt) for place, prompt in enumerate(prompts))
         return replace(turn, requests=tuple(requests))
 
     def tokenization(self, body: Any) -> Tokenization:
-        """Read a request for tokens, in vLLM's shape."""
+        """Read a vLLM-style request for /tokenize."""
         asked = self._read(models.TokenizeRequest, body)
         functions = [tool.function for tool in asked.tools or ()]
         offer = read_offer(functions, [tool["function"] for tool in body.get("tools") or ()], None)
@@ -224,28 +226,28 @@ class HttpRequestReader:
         )
 
     def tokens(self, body: Any) -> list[int]:
-        """Read a request for the text of tokens."""
+        """Read a vLLM-style request for /detokenize."""
         return self._read(models.DetokenizeRequest, body).tokens
 
     def check_model(self, name: str) -> None:
-        """Check the name of the model."""
+        """Check that a request names the served model. Raises InvalidRequest, NotFound."""
         if not name:
             raise InvalidRequest(f"model: none given; served is {self._model_name!r}")
         if name != self._model_name:
-            raise NotFound(f"model: there is no model {shown(name)}; served is {self._model_name!r}")
+            raise NotFound(f"model: there is no model {quote(name)}; served is {self._model_name!r}")
 
     def _read(self, model: type[Asked], body: Any) -> Asked:
         name = body.get("model") if isinstance(body, dict) else None
         if isinstance(body, dict) and (name == "" or (name is None and issubclass(model, models.TurnRequest))):
             self.check_model("")
         asked = model.read(body, self._note_ignored if self._ignores_unknown else None)
-        if name is not None:  # a request that is no turn need not name it
+        if name is not None:  # requests other than turns may omit the model
             self.check_model(name)
         return asked
 
     def _note_ignored(self, names: Sequence[str]) -> None:
         """Log each ignored field once."""
-        new = [name for name in map(shown, names) if name not in self._ignored][: MAX_IGNORED - len(self._ignored)]
+        new = [name for name in map(quote, names) if name not in self._ignored][: MAX_IGNORED - len(self._ignored)]
         if new:
             self._ignored.update(new)
             log.info("requests have fields that are not served and are ignored: %s", ", ".join(new))
@@ -258,7 +260,7 @@ class HttpRequestReader:
             refused = extra.keys() & CHANGING if self._ignores_unknown else extra  # empty ones: an answer has such
             for name in refused:
                 value = extra[name]
-                raise InvalidRequest(f"messages[{place}].{name[:60]}: {shown(value)} is not supported; leave it out")
+                raise InvalidRequest(f"messages[{place}].{name[:60]}: {quote(value)} is not supported; leave it out")
             if extra:
                 self._note_ignored([f"messages.{name}" for name in extra])
             found.append(_message(place, message))
@@ -266,8 +268,8 @@ class HttpRequestReader:
 
 
 def _turn(asked: models.TurnRequest, format_name: str, response_format: models.ResponseFormat | None) -> HttpTurn:
-    """Return a turn without its prompt. `format_name` is the field that has the format."""
-    names = asked.model_fields_set & type(asked).model_fields.keys()  # without the fields that are ignored
+    """Return a turn without its prompt. `format_name` is the field that holds `response_format`."""
+    names = asked.model_fields_set & type(asked).model_fields.keys()  # without ignored fields
     known = {name: getattr(asked, name) for name in names}
     given = {name: value for name, value in known.items() if name in SAMPLING}
     for name in ("max_completion_tokens", "max_output_tokens"):
@@ -279,7 +281,7 @@ def _turn(asked: models.TurnRequest, format_name: str, response_format: models.R
         given["logit_bias"] = {int(token): bias for token, bias in asked.logit_bias.items()}
     try:
         params = inference_pb2.SamplingParams(**{"temperature": DEFAULT_TEMPERATURE} | given)
-    except ValueError as error:  # a number that only fits in more bits than the contract has for it
+    except ValueError as error:  # a number too large for its contract field
         raise InvalidRequest(f"sampling_params: {error}") from None
     if response_format is not None:
         _put_format(params, format_name, response_format)
@@ -323,7 +325,7 @@ def _put_structure(params: inference_pb2.SamplingParams, asked: models.Structure
     given = asked.model_dump(by_alias=True, exclude_none=True)
     if len(given) != 1 or not given.keys() <= set(STRUCTURES):
         raise InvalidRequest(
-            f"structured_outputs: {shown(list(given))} is not allowed; give one of {', '.join(STRUCTURES)}"
+            f"structured_outputs: {quote(list(given))} is not allowed; give one of {', '.join(STRUCTURES)}"
         )
     ((name, value),) = given.items()
     match name:
@@ -331,13 +333,13 @@ def _put_structure(params: inference_pb2.SamplingParams, asked: models.Structure
             params.json_schema = value if isinstance(value, str) else _schema_text("structured_outputs.json", value)
         case "choice":
             params.choice.items.extend(value)
-            params.choice.SetInParent()  # an empty list is refused by name later
+            params.choice.SetInParent()  # so that an empty list is refused by name later
         case _:
             setattr(params, name, value)
 
 
 def _schema_text(name: str, schema: Mapping[str, Any] | None) -> str:
-    """Return a schema of a request as text. Raises InvalidRequest."""
+    """Return a JSON schema as text. Raises InvalidRequest, which names the field `name`."""
     if schema is None:
         raise InvalidRequest(f"{name}: null is not allowed; give a JSON schema")
     text = json.dumps(schema, ensure_ascii=False)
@@ -352,11 +354,11 @@ def _schema_text(name: str, schema: Mapping[str, Any] | None) -> str:
 
 
 def _put_chat(request: inference_pb2.GenerateRequest, messages: Sequence[TemplateMessage], offer: Offer | None) -> None:
-    """Put messages into a request, without what the contract has no place for."""
+    """Put messages into a request, leaving out fields that the contract lacks."""
     request.chat.messages.extend(
         inference_pb2.ChatMessage(role=message["role"], content=message["content"]) for message in messages
     )
-    request.chat.SetInParent()  # none are refused by name later
+    request.chat.SetInParent()  # so that an empty list is refused by name later
     if offer is not None:
         request.sampling_params.skip_special_tokens = False  # some of them begin calls
 
@@ -365,7 +367,7 @@ def _message(place: int, message: models.Message) -> TemplateMessage:
     """Return a message as chat templates take it. Raises InvalidRequest."""
     if message.content is None and not message.tool_calls:
         raise InvalidRequest(f"messages[{place}].content: null is not allowed; give a string or a list of text parts")
-    found: TemplateMessage = {"role": ROLES.get(message.role, message.role), "content": _joined(message.content)}
+    found: TemplateMessage = {"role": ROLES.get(message.role, message.role), "content": _join_text(message.content)}
     if message.tool_calls:
         found["tool_calls"] = [_call(call) for call in message.tool_calls]
     if message.tool_call_id is not None:
@@ -378,18 +380,18 @@ def _call(call: models.MessageCall) -> TemplateMessage:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _joined(content: models.Content | models.ItemContent | None) -> str:
+def _join_text(content: models.Content | models.ItemContent | None) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content or ())
 
 
 def _item_messages(asked: models.ResponseRequest) -> list[TemplateMessage]:
-    """Return the messages of an input: a text, or items. Calls that follow each other are one message."""
+    """Return an input's messages. Consecutive calls become one message."""
     if isinstance(asked.input, str):
         return [{"role": "user", "content": asked.input}]
     messages: list[TemplateMessage] = []
     for item in asked.input:
         if isinstance(item, models.MessageItem):
-            messages.append({"role": ROLES.get(item.role, item.role), "content": _joined(item.content)})
+            messages.append({"role": ROLES.get(item.role, item.role), "content": _join_text(item.content)})
         elif isinstance(item, models.CallItem):
             function = {"name": item.name, "arguments": item.arguments}
             if not (messages and messages[-1]["role"] == "assistant"):
@@ -397,7 +399,7 @@ def _item_messages(asked: models.ResponseRequest) -> list[TemplateMessage]:
             call = {"id": item.call_id, "type": "function", "function": function}
             messages[-1].setdefault("tool_calls", []).append(call)
         elif isinstance(item, models.OutputItem):
-            messages.append({"role": "tool", "content": _joined(item.output), "tool_call_id": item.call_id})
+            messages.append({"role": "tool", "content": _join_text(item.output), "tool_call_id": item.call_id})
     return messages
 
 
@@ -407,7 +409,7 @@ def _template(
     offer: Offer | None,
     effort: str | None = None,
 ) -> Template | None:
-    """Return the input of the chat template, where it is more than messages of text. Raises InvalidRequest."""
+    """Return the chat template's input; None if it is only text messages. Raises InvalidRequest."""
     continues, given = bool(asked.continue_final_message), dict(asked.chat_template_kwargs or {})
     if effort not in (None, "none"):  # for templates that know it
         given.setdefault("reasoning_effort", effort)
@@ -427,7 +429,7 @@ def _template(
 
 
 def _check_prompts(turn: HttpTurn, num_prompts: int) -> None:
-    """Check what goes with several prompts, and with an echo. Raises InvalidRequest."""
+    """Check the options that several prompts, or an echo, exclude. Raises InvalidRequest."""
     request = turn.request
     if num_prompts > models.MAX_PROMPTS:
         raise InvalidRequest(f"prompt: {num_prompts} are too many; at most {models.MAX_PROMPTS} are allowed")
@@ -441,10 +443,10 @@ def _check_prompts(turn: HttpTurn, num_prompts: int) -> None:
         request.sampling_params.prompt_logprobs = request.sampling_params.logprobs
 
 
-def _with_prompt(
+def _copy_with_prompt(
     request: inference_pb2.GenerateRequest, place: int, prompt: str | list[int]
 ) -> inference_pb2.GenerateRequest:
-    """Return a request for one of its prompts."""
+    """Return a copy of a request for its prompt number `place`."""
     own = inference_pb2.GenerateRequest()
     own.CopyFrom(request)
     if place and own.request_id:

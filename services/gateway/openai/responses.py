@@ -1,36 +1,40 @@
-"""Translation of a turn's responses to OpenAI's JSON.
+"""Translation of turn responses to OpenAI's JSON, for one prompt and for several in one request.
 
-Values that OpenAI has no name for are in one extra field, `ringserve`.
+Values that OpenAI has no name for go into one extra field, `ringserve`.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from ringserve.cp_core.errors import Unavailable
-from ringserve.mapping import name_of
-from ringserve.services.gateway.openai.calls import CallForm, CallReader, CallStart, ReadCall, Said
+from ringserve.cp_core.errors import RingserveError, Unavailable
+from ringserve.mapping import enum_name
+from ringserve.services.gateway.openai.errors import error_body
 from ringserve.services.gateway.openai.requests import HttpTurn
+from ringserve.services.gateway.openai.tools import CallForm, CallReader, CallStart, ReadCall, Said
 from ringserve.services.gateway.text import REPLACEMENT
 from ringserve.services.rpc.answer import message_dict
 from ringserve.services.rpc.wire.contract import to_message
 from ringserve.v1 import inference_pb2
 from ringserve.views import ConversationInfo
 
+log = logging.getLogger(__name__)
+
 Json = dict[str, Any]
 Decode = Callable[[Sequence[int]], str]
-"""Function that returns the text of token ids. Half a character is shown as a replacement character."""
-
-
+"""Function from token ids to text. An incomplete character becomes a replacement character."""
 Logprobs = Sequence[inference_pb2.TokenLogprobs]
 
 
 class ChatShape:
-    """Shape of chat completions. Every event of a stream carries the same id."""
+    """Shape of chat completions. All events in a stream carry the same id."""
 
     stream_object = "chat.completion.chunk"
     whole_object = "chat.completion"
@@ -43,7 +47,7 @@ class ChatShape:
         return self._choice(index, {"content": text}, logprobs, None)
 
     def said(self, index: int, said: Said, logprobs: Json | None) -> Json:
-        """Return the choice of an event for a part of an answer that may call tools."""
+        """Return an event's choice for one part of an answer that may call tools."""
         if isinstance(said, str):
             return self.piece(index, said, logprobs)
         call: Json = {"index": said.place}
@@ -61,7 +65,7 @@ class ChatShape:
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def with_calls(self, index: int, text: str, calls: Sequence[ReadCall], logprobs: Json | None, reason: str) -> Json:
-        """Return the whole choice of an answer that may call tools."""
+        """Return the choice for a whole answer that may call tools."""
         choice = self.whole(index, text, logprobs, reason)
         if calls:
             made = [
@@ -80,7 +84,7 @@ class ChatShape:
 
 
 class CompletionShape:
-    """Shape of text completions, with the same methods."""
+    """Shape of text completions; the methods mirror `ChatShape`."""
 
     stream_object = whole_object = "text_completion"
     id_prefix = "cmpl"
@@ -106,16 +110,17 @@ Shape = ChatShape | CompletionShape
 
 @dataclass(frozen=True, kw_only=True)
 class Echo:
-    """Prompt that comes back before its answer. `first` is its first token, which has no log-probability."""
+    """Prompt to repeat before its answer. `first` is its first token, which has no log-probability."""
 
     text: str
     first: int
 
 
 class TurnAnswer:
-    """Answers of a request, whole or as events of a stream: `start` once, then `chunk`s and a `complete` of each.
+    """The `n` answers to one prompt, as one object or as stream events.
 
-    `decode` returns the text of token ids, for log-probabilities.
+    Responses arrive as one `start`, then each answer's `chunk`s and `complete`. `decode` gives the text of tokens in
+    log-probabilities.
     """
 
     def __init__(
@@ -127,7 +132,7 @@ class TurnAnswer:
         echo: Echo | None = None,
         form: CallForm | None = None,
     ) -> None:
-        """Read calls of tools from the text where they have a `form`."""
+        """Parse tool calls from the text if `form` is given."""
         self._shape = shape
         self._form = form
         self._readers: dict[int, CallReader] = {}
@@ -145,9 +150,9 @@ class TurnAnswer:
         self._held: list[Json] = []
 
     def events(self, response: inference_pb2.GenerateResponse) -> list[Json]:
-        """Return the events that a stream sends for one response.
+        """Return the stream events for one response.
 
-        Those of the start are sent with the first token, as by vLLM: clients take the first event for it.
+        The opening events wait for the first token, as in vLLM: clients measure TTFT by the first event.
         """
         if response.HasField("start"):
             self._held = self._openings(response.start)
@@ -156,7 +161,7 @@ class TurnAnswer:
         return held + self._events(response)
 
     def _openings(self, start: inference_pb2.GenerateStart) -> list[Json]:
-        """Return one event for each answer, the first with the plan, and the prompt if it comes back."""
+        """Return one opening event per answer, the first with the plan, then the prompt if it is echoed."""
         self._start = start
         extra: Json = {"ringserve": self._opening_extra()}
         openings = [
@@ -178,7 +183,7 @@ class TurnAnswer:
         events = [self._event(self._shape.piece(complete.index, rest, None))] if rest else []
         reason = _reason(complete)
         if reader := self._reader(complete.index):
-            events = self._said(complete.index, [*reader.push(rest), *reader.finish()], None)
+            events = self._make_events(complete.index, [*reader.push(rest), *reader.finish()], None)
             reason = _reason(complete, reader)
         closing = self._event(self._shape.closing(complete.index, reason))
         return [*events, closing | {"ringserve": self._extra(complete)}]
@@ -189,7 +194,7 @@ class TurnAnswer:
         logprobs = self._shape.logprobs(chunk.logprobs, self._decode, offset) if self._has_logprobs else None
         if reader := self._reader(chunk.index):
             said = reader.push(chunk.text)
-            events = self._said(chunk.index, said or ([""] if logprobs else []), logprobs)
+            events = self._make_events(chunk.index, said or ([""] if logprobs else []), logprobs)
         else:
             has_news = bool(chunk.text) or bool(chunk.logprobs) or self._has_token_ids
             events = [self._event(self._shape.piece(chunk.index, chunk.text, logprobs))] if has_news else []
@@ -201,11 +206,11 @@ class TurnAnswer:
         return events
 
     def _reader(self, index: int) -> CallReader | None:
-        """Return the reader of an answer that may call tools."""
+        """Return the tool call reader for an answer; None if the request offers no tools."""
         return self._readers.setdefault(index, CallReader(self._form)) if self._form else None
 
-    def _said(self, index: int, said: Sequence[Said], logprobs: Json | None) -> list[Json]:
-        """Return the events of parts of an answer; the first has the log-probabilities."""
+    def _make_events(self, index: int, said: Sequence[Said], logprobs: Json | None) -> list[Json]:
+        """Return one event per part of an answer. The first event carries the log-probabilities."""
         assert isinstance(self._shape, ChatShape), "only chats have tools"
         return [
             self._event(self._shape.said(index, each, None if place else logprobs)) for place, each in enumerate(said)
@@ -216,7 +221,7 @@ class TurnAnswer:
         self._check_complete()
         if not self._include_usage:
             return []
-        return [self._named(self._shape.stream_object) | {"choices": [], "usage": self._usage()}]
+        return [self._make_head(self._shape.stream_object) | {"choices": [], "usage": self._usage()}]
 
     def whole(self) -> Json:
         """Return the one object of answers that are not streamed, after all responses. Raises Unavailable."""
@@ -224,7 +229,7 @@ class TurnAnswer:
         self._completes.sort(key=lambda complete: complete.index)
         extras = [self._extra(complete) for complete in self._completes]
         extra = extras[0] if len(extras) == 1 else extras[0] | {"answers": extras}
-        return self._named(self._shape.whole_object) | {
+        return self._make_head(self._shape.whole_object) | {
             "choices": [self._choice(complete) for complete in self._completes],
             "usage": self._usage(),
             "ringserve": extra,
@@ -235,7 +240,7 @@ class TurnAnswer:
         logprobs = self._shape.logprobs(found, self._decode, 0) if self._has_logprobs else None
         if self._echo is not None:
             text = self._echo.text + text
-            scored = self._completes[0].prompt_logprobs  # sorted: those of answer 0, the others have none
+            scored = self._completes[0].prompt_logprobs  # sorted: only answer 0 has them
             logprobs = echoed_logprobs(self._echo, scored, found, self._decode) if self._has_logprobs else None
         if self._form and isinstance(self._shape, ChatShape):
             reader = CallReader(self._form)
@@ -251,17 +256,17 @@ class TurnAnswer:
             raise Unavailable("the stream ended without a completion")
 
     def _usage(self) -> Json:
-        """Return the usage, in which the prompt counts once."""
+        """Return the usage. The prompt counts once, whatever the number of answers."""
         usage = next(complete.usage for complete in self._completes if complete.index == 0)
         completion = sum(complete.usage.completion_tokens for complete in self._completes)
         return _usage(usage.prompt_tokens, completion, usage.cached_tokens)
 
-    def _named(self, kind: str) -> Json:
+    def _make_head(self, kind: str) -> Json:
         return {"id": f"{self._shape.id_prefix}-{self._start.request_id}", "object": kind, **self._head}
 
     def _event(self, choice: Json) -> Json:
         usage = {"usage": None} if self._include_usage else {}
-        return self._named(self._shape.stream_object) | {"choices": [choice]} | usage
+        return self._make_head(self._shape.stream_object) | {"choices": [choice]} | usage
 
     def _opening_extra(self) -> Json:
         start = self._start
@@ -295,13 +300,13 @@ def _usage(prompt: int, completion: int, cached: int) -> Json:
 
 
 def _reason(complete: inference_pb2.GenerateComplete, reader: CallReader | None = None) -> str:
-    """Return OpenAI's finish reason of an answer, which may call tools where it has a reader."""
-    reason = name_of(inference_pb2.FinishReason, complete.finish_reason)
+    """Return OpenAI's finish reason: "tool_calls" if a stopped answer called tools."""
+    reason = enum_name(inference_pb2.FinishReason, complete.finish_reason)
     return "tool_calls" if reader and reader.calls and reason == "stop" else reason
 
 
 def conversation_json(view: ConversationInfo) -> Json:
-    """Return a conversation in OpenAI's shape, with its own fields in `ringserve`."""
+    """Return a conversation in OpenAI's shape, with ringserve's fields under `ringserve`."""
     known = message_dict(to_message(inference_pb2.GetConversationResponse, view))
     return {"id": view.conversation_id, "object": "conversation", "metadata": {}, "ringserve": known}
 
@@ -317,7 +322,7 @@ def model_json(name: str, created: int, max_positions: int) -> Json:
 
 
 def chat_logprobs(found: Iterable[inference_pb2.TokenLogprobs], decode: Decode) -> Json:
-    """Return `logprobs` of a chat's choice."""
+    """Return a chat choice's `logprobs`."""
     content = [
         _token(each.token_id, each.logprob, decode)
         | {"top_logprobs": [_token(token_id, logprob, decode) for token_id, logprob in _top(each)]}
@@ -327,7 +332,7 @@ def chat_logprobs(found: Iterable[inference_pb2.TokenLogprobs], decode: Decode) 
 
 
 def completion_logprobs(found: Sequence[inference_pb2.TokenLogprobs], decode: Decode, offset: int) -> Json:
-    """Return `logprobs` of a completion's choice, whose first token begins `offset` characters into the answer."""
+    """Return a completion choice's `logprobs`. Its first token begins `offset` characters into the answer."""
     tokens, offsets = [], []
     for each in found:
         tokens.append(decode([each.token_id]))
@@ -342,7 +347,7 @@ def completion_logprobs(found: Sequence[inference_pb2.TokenLogprobs], decode: De
 
 
 def echoed_logprobs(echo: Echo, prompt: Logprobs, found: Logprobs, decode: Decode) -> Json:
-    """Return `logprobs` of a completion's choice that begins with its prompt."""
+    """Return the `logprobs` of a completion choice that echoes its prompt."""
     first = decode([echo.first])
     rest = completion_logprobs([*prompt, *found], decode, len(first))
     return {
@@ -360,3 +365,126 @@ def _top(logprobs: inference_pb2.TokenLogprobs) -> list[tuple[int, float]]:
 def _token(token_id: int, logprob: float, decode: Decode) -> Json:
     text = decode([token_id])
     return {"token": text, "logprob": logprob, "bytes": None if REPLACEMENT in text else list(text.encode())}
+
+
+Response = inference_pb2.GenerateResponse
+DONE = b"data: [DONE]\n\n"
+
+
+class Answer(Protocol):
+    """Answer to one request, in its endpoint's shape."""
+
+    @property
+    def ends_with(self) -> bytes:
+        """Line to send after the last event of a stream that ended well."""
+
+    def events(self, place: int, response: Response) -> list[Json]:
+        """Return the stream events for a response to prompt number `place`."""
+
+    def last_events(self) -> list[Json]:
+        """Return the stream events after the last response. Raises Unavailable if an answer is incomplete."""
+
+    def failure(self, error: Exception) -> list[Json]:
+        """Return the events that end a stream with an error."""
+
+    def whole(self) -> Json:
+        """Return the one object of an answer that is not streamed, after all responses. Raises Unavailable."""
+
+
+Placed = AsyncGenerator[tuple[int, inference_pb2.GenerateResponse], None]
+
+
+async def collect_answer(responses: Placed, answer: Answer) -> dict[str, Any]:
+    async with aclosing(responses) as closing:
+        async for place, response in closing:
+            answer.events(place, response)
+    return answer.whole()
+
+
+async def stream_events(responses: Placed, answer: Answer) -> AsyncGenerator[bytes, None]:
+    """Yield the stream's lines. An error before the first event is raised; a later one is sent as the last event."""
+    is_begun = False
+    try:
+        async with aclosing(responses) as closing:
+            async for place, response in closing:
+                for event in answer.events(place, response):
+                    yield _line(event)
+                    is_begun = True
+        for event in answer.last_events():
+            yield _line(event)
+    except Exception as error:
+        if not is_begun:
+            raise
+        if not isinstance(error, RingserveError):
+            log.exception("a stream of events failed with an internal error")
+        for event in answer.failure(error):
+            yield _line(event)
+        return
+    if answer.ends_with:
+        yield answer.ends_with
+
+
+def _line(event: dict[str, Any]) -> bytes:
+    name = f"event: {event['type']}\n".encode() if "type" in event else b""
+    # Escaped: some clients end a line at U+2028 or U+0085.
+    return name + b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"
+
+
+class PromptAnswers:
+    """Answers to several prompts in one request. Choices are numbered across prompts.
+
+    Example: with two choices per prompt, choices 0 and 1 answer the first prompt, 2 and 3 the second.
+    """
+
+    def __init__(self, answers: Sequence[TurnAnswer], num_choices: int, name: str) -> None:
+        """Give each prompt `num_choices` choices. `name` is the id of the combined answer."""
+        self._answers = answers
+        self._num_choices = num_choices
+        self._name = name
+
+    @property
+    def ends_with(self) -> bytes:
+        """Line to send after the last event of a stream that ended well."""
+        return DONE
+
+    def failure(self, error: Exception) -> list[Json]:
+        """Return the events that end a stream with an error."""
+        return [error_body(error)]
+
+    def events(self, place: int, response: Response) -> list[Json]:
+        """Return the stream events for a response to prompt number `place`."""
+        return [self._renumber(place, event) for event in self._answers[place].events(response)]
+
+    def last_events(self) -> list[Json]:
+        """Return the events that a stream sends after the last answer. Raises Unavailable for an incomplete one."""
+        last = [answer.last_events() for answer in self._answers]
+        if not last[0]:
+            return []
+        events = [event for events in last for event in events]
+        return [self._renumber(0, events[0]) | {"usage": _sum_usages([event["usage"] for event in events])}]
+
+    def whole(self) -> Json:
+        """Return the one object of answers that are not streamed, after all responses. Raises Unavailable."""
+        parts = [self._renumber(place, answer.whole()) for place, answer in enumerate(self._answers)]
+        if len(parts) == 1:
+            return parts[0]
+        return parts[0] | {
+            "choices": [choice for part in parts for choice in part["choices"]],
+            "usage": _sum_usages([part["usage"] for part in parts]),
+            "ringserve": {"prompts": [part["ringserve"] for part in parts]},
+        }
+
+    def _renumber(self, place: int, part: Json) -> Json:
+        if len(self._answers) == 1:
+            return part
+        choices = [choice | {"index": choice["index"] + place * self._num_choices} for choice in part["choices"]]
+        return part | {"id": self._name, "choices": choices}
+
+
+def _sum_usages(usages: Sequence[Json]) -> Json:
+    """Add up the usage of several prompts."""
+    names = ("prompt_tokens", "completion_tokens", "total_tokens")
+    cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+    return {name: sum(usage[name] for usage in usages) for name in names} | {
+        "prompt_tokens_details": {"cached_tokens": cached}
+    }

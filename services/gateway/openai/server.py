@@ -1,6 +1,6 @@
-"""HTTP server of a gateway: uvicorn in the gateway's own event loop, without its signal handlers and its logs.
+"""HTTP server: uvicorn in the gateway's own event loop, without uvicorn's signal handlers and logs.
 
-Streams of server-sent events stay open through silence, and work ends when its client has hung up.
+Event streams stay open through silence, and a turn ends when its client hangs up.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ringserve.cp_core.errors import ConfigError
-from ringserve.services.auth.authenticator import Certificate, of_ssl
+from ringserve.services.auth.authenticator import Certificate, read_ssl_certificate
 from ringserve.services.gateway.openai.errors import BadHttpRequest, error_body
 
 CERTIFICATE = "ringserve.certificate"
@@ -29,7 +29,7 @@ IDLE_SECONDS = 75
 
 
 class _Server(uvicorn.Server):
-    """Server without signal handlers: the process ends every server in order."""
+    """Server without signal handlers: the gateway process stops its servers in order."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -37,15 +37,15 @@ class _Server(uvicorn.Server):
 
 
 class _Protocol(H11Protocol):
-    """One connection. The names of its client's certificate are in the state of each of its requests."""
+    """One connection. Each request's state holds the names in the client's certificate."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.app_state = self.app_state | {CERTIFICATE: of_ssl(transport.get_extra_info("ssl_object"))}
+        self.app_state = self.app_state | {CERTIFICATE: read_ssl_certificate(transport.get_extra_info("ssl_object"))}
 
 
-def certificate_of(scope: Scope) -> Certificate | None:
-    """Return the certificate of a request, or None where its client showed none."""
+def read_certificate(scope: Scope) -> Certificate | None:
+    """Return the client certificate of a request; None if the client showed none."""
     certificate = scope.get("state", {}).get(CERTIFICATE)
     assert certificate is None or isinstance(certificate, Certificate), "put there by our protocol"
     return certificate
@@ -61,7 +61,7 @@ class HttpServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self, listen: str) -> str:
-        """Listen on HOST:PORT (port 0: any free one) and return the address listened on. Raises ConfigError."""
+        """Listen on HOST:PORT and return that address; port 0 takes a free port. Raises ConfigError."""
         host, _, wanted = listen.rpartition(":")
         listener = _listener(host, int(wanted))
         config = uvicorn.Config(
@@ -77,18 +77,18 @@ class HttpServer:
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         )
         config.load()
-        config.ssl = self._tls  # made and checked before; uvicorn would make its own from files
+        config.ssl = self._tls  # already checked; uvicorn would build its own context from files
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         return f"{host}:{listener.getsockname()[1]}"
 
     async def stop(self, grace: float) -> None:
-        """Take no new requests, give running ones `grace` seconds, then cancel them."""
+        """Refuse new requests, give running requests `grace` seconds, then cancel them."""
         if self._server is None or self._serving is None:
             return
         if self._server.started:
             for listening in self._server.servers:
-                listening.close()  # at once: uvicorn looks up ten times a second only
+                listening.close()  # at once: uvicorn checks `should_exit` only ten times a second
         self._server.config.timeout_graceful_shutdown = max(1, round(grace))
         self._server.should_exit = True
         await self._serving
@@ -102,7 +102,7 @@ class HttpServer:
 def _listener(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family)
-    # Without SO_REUSEPORT: a port in use must be an error, not a shared port.
+    # No SO_REUSEPORT: a port in use must be an error, not a shared port.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host.strip("[]"), port))
@@ -117,7 +117,7 @@ def _listener(host: str, port: int) -> socket.socket:
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 15.0
-"""Seconds of silence before a comment is sent: the prefill of a long prompt takes longer than proxies wait."""
+"""Seconds of silence before a comment is sent: a long prefill takes longer than proxies wait."""
 KEEP_ALIVE = b": waiting\n\n"
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -127,8 +127,8 @@ HEADERS = [
 
 
 @asynccontextmanager
-async def ended_by_hang_up(receive: Receive) -> AsyncIterator[None]:
-    """Cancel the block when the client hangs up, and raise ClientDisconnect. The request's body has been read."""
+async def cancel_on_hang_up(receive: Receive) -> AsyncIterator[None]:
+    """Cancel the block and raise ClientDisconnect when the client hangs up. Read the request's body first."""
     task = asyncio.current_task()
     assert task is not None, "requests are served in tasks"
     is_gone = False
@@ -148,11 +148,11 @@ async def ended_by_hang_up(receive: Receive) -> AsyncIterator[None]:
             raise ClientDisconnect from None
         raise
     finally:
-        watcher.cancel()  # not awaited: that would be one more place where the cancellation could arrive
+        watcher.cancel()  # not awaited: the cancellation could arrive during that await too
 
 
 class EventStream:
-    """ASGI response of a turn's events, `first` and then `events`, each a line of JSON. Closing them ends the turn."""
+    """ASGI response that streams a turn's events: `first`, then `events`. It closes `events`, which ends the turn."""
 
     def __init__(
         self, first: bytes, events: AsyncGenerator[bytes, None], keep_alive_seconds: float = KEEP_ALIVE_SECONDS
@@ -170,7 +170,7 @@ class EventStream:
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
         async def keep_alive() -> None:
-            with suppress(OSError):  # the other task sends too, and reports the error
+            with suppress(OSError):  # the main task sends too, and reports the error
                 while True:
                     silent = asyncio.get_running_loop().time() - last
                     await asyncio.sleep(max(self._keep_alive_seconds - silent, 0.01))
@@ -179,7 +179,7 @@ class EventStream:
 
         pinger = asyncio.create_task(keep_alive())
         try:
-            async with aclosing(self._events), ended_by_hang_up(receive):
+            async with aclosing(self._events), cancel_on_hang_up(receive):
                 await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
                 await body(self._first)
                 async for event in self._events:
@@ -187,17 +187,17 @@ class EventStream:
                 pinger.cancel()
                 await body(b"", more=False)
         except (ClientDisconnect, OSError):
-            log.info("the client hung up; its turn is ended")
+            log.info("the client hung up, ending its turn")
         finally:
             pinger.cancel()
 
 
 MAX_HEADER_BYTES = 32 * 1024
-"""Bytes of the headers of one request, its path included. h11 bounds only headers that arrive in pieces."""
+"""Limit on one request's headers and path, in bytes. h11 limits only headers that arrive in pieces."""
 
 
 class HeaderLimit:
-    """Middleware that refuses larger headers before any of their content is read."""
+    """Middleware that refuses requests with more header bytes, before it reads their content."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,26 +1,413 @@
-"""Tools that a request offers to the model, and its choice among them, in OpenAI's form."""
+"""Tools: the tools that a request offers, and tool calls in an answer's text (their forms, reader and grammar).
+
+The chat template tells a model's form, since it shows the model earlier calls in the same form:
+
+    hermes     <tool_call> {"name": "f", "arguments": {...}} </tool_call>, on lines of their own: Qwen2.5, Qwen3, Hermes
+    mistral    [TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...]: Mistral v0.3, Nemo
+    tekken     [TOOL_CALLS]f[ARGS]{...}: later Mistral
+    llama      {"name": "f", "parameters": {...}}: Llama 3.1 to 3.3
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+import secrets
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ringserve.cp_core.errors import InvalidRequest
-from ringserve.services.gateway.constraints import ANY_OBJECT, JSON_OPTIONS, wish
 from ringserve.services.gateway.openai import models
-from ringserve.services.gateway.openai.calls import CallForm, Function, calls_grammar
-from ringserve.services.gateway.openai.models import shown
+from ringserve.services.gateway.openai.models import quote
 from ringserve.services.gateway.requests import RequestReader
+from ringserve.services.gateway.sampling import ANY_OBJECT, JSON_OPTIONS, wish
 from ringserve.v1 import inference_pb2
+
+MAX_CALLS = 16
+"""Calls in one constrained answer."""
+MAX_HEAD = 512
+"""Longest text before a call's arguments, in characters. Longer text is not a call."""
+_NAME = r'"name"\s*:\s*"(?P<name>(?:[^"\\]|\\.)*)"'
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallForm:
+    """Form in which a model writes tool calls in text.
+
+    `opening` begins a call, or the whole list if `is_list`; if it is empty, an answer that begins with `{` is a call.
+    `head` matches from the opening to the arguments. A grammar puts `before` before the name, `between` between name
+    and arguments, and `after` after the arguments. `closing` ends a call, and `separator` stands between two calls. If
+    not `is_json`, the name is written without quotes.
+    """
+
+    name: str
+    opening: str
+    head: re.Pattern[str]
+    before: str
+    between: str
+    after: str
+    closing: str = ""
+    separator: str = ""
+    is_list: bool = False
+    is_json: bool = True
+    max_calls: int = MAX_CALLS
+
+    def new_id(self) -> str:
+        """Return a new call id. Mistral's templates accept only nine letters and digits."""
+        letters = string.ascii_letters + string.digits
+        if self.opening == "[TOOL_CALLS]":
+            return "".join(secrets.choice(letters) for _ in range(9))
+        return f"call_{secrets.token_hex(12)}"
+
+
+def _json_head(before: str, arguments: str) -> re.Pattern[str]:
+    return re.compile(rf'{before}\{{\s*{_NAME}\s*,\s*"{arguments}"\s*:\s*(?=\{{)', re.DOTALL)
+
+
+HERMES = CallForm(
+    name="hermes",
+    opening="<tool_call>",
+    head=_json_head(r"\s*", "arguments"),
+    before='\n{"name": ',
+    between=', "arguments": ',
+    after="}\n",
+    closing="</tool_call>",
+    separator="\n",
+)
+MISTRAL = CallForm(
+    name="mistral",
+    opening="[TOOL_CALLS]",
+    head=_json_head(r"[\s\[,]*", "arguments"),
+    before='{"name": ',
+    between=', "arguments": ',
+    after="}",
+    separator=", ",
+    is_list=True,
+)
+TEKKEN = CallForm(
+    name="tekken",
+    opening="[TOOL_CALLS]",
+    head=re.compile(r"\s*(?P<name>[^\s\[{]+)\s*(?:\[CALL_ID\]\w*)?\[ARGS\]\s*(?=\{)"),
+    before="",
+    between="[ARGS]",
+    after="",
+    is_json=False,
+)
+LLAMA = CallForm(
+    name="llama",
+    opening="",
+    head=_json_head(r"[\s;]*(?:<\|python_tag\|>)?\s*", "parameters"),
+    before='{"name": ',
+    between=', "parameters": ',
+    after="}",
+    max_calls=1,
+)
+
+
+def find_call_form(template: str) -> CallForm:
+    """Return the call form of a chat template. Raises InvalidRequest if it takes no tools or its form is unknown."""
+    if "tools" not in template:
+        raise InvalidRequest("tools: the chat template of this model takes no tools; leave them out")
+    if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
+        return HERMES
+    if "[TOOL_CALLS]" in template:
+        return TEKKEN if "[ARGS]" in template else MISTRAL
+    if '"parameters": ' in template and ("ipython" in template or "<|python_tag|>" in template):
+        return LLAMA
+    raise InvalidRequest(
+        "tools: the chat template of this model writes calls in an unsupported form; supported are the forms of "
+        "Hermes and Qwen, Mistral, and Llama 3"
+    )
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """Start of an answer's call number `place`, from 0."""
+
+    place: int
+    call_id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallPiece:
+    """More argument text for call number `place`."""
+
+    place: int
+    text: str
+
+
+Said = str | CallStart | CallPiece
+"""Part of an answer: text for the user, or part of a call."""
+
+
+@dataclass(slots=True)
+class ReadCall:
+    """Call read so far; `arguments` is JSON text."""
+
+    call_id: str
+    name: str
+    arguments: str = ""
+
+
+class CallReader:
+    """Reader of one growing answer: `push` returns the parts that are certain, `finish` the rest.
+
+    Text that may become a call is held back. Text that begins like a call but is not one is returned as text, so no
+    part of an answer is lost.
+    """
+
+    def __init__(self, form: CallForm) -> None:
+        self._form = form
+        self._held = ""
+        self._opened = ""  # what began the call that may follow, with the spaces before it
+        self._state: Callable[[], list[Said] | None] = self._read_text
+        self._object = _JsonEnd()
+        self._has_text = False
+        self.calls: list[ReadCall] = []
+
+    def push(self, text: str) -> list[Said]:
+        """Add text, and return the parts that are certain."""
+        self._held += text
+        said: list[Said] = []
+        while (more := self._state()) is not None:
+            said += more
+        return said
+
+    def finish(self) -> list[Said]:
+        """Return the rest of an answer that is complete."""
+        if self._state == self._read_head:
+            rest = self._whole_call(self._held) or self._as_text(self._opened + self._held)
+        elif self._state == self._read_text and not (self.calls and not self._held.strip()):
+            rest = self._as_text(self._held)
+        else:
+            rest = []  # closing signs after the last call's arguments
+        self._held = ""
+        return rest
+
+    # Each state returns the parts that it has read, or None if it needs more text.
+
+    def _read_text(self) -> list[Said] | None:
+        opening, held = self._form.opening, self._held
+        if not opening:
+            return self._read_bare_text()
+        begin = held.find(opening)
+        if begin >= 0:
+            before, self._held = held[:begin].rstrip(), held[begin + len(opening) :]
+            self._opened = held[len(before) : begin + len(opening)]
+            self._state = self._read_head
+            return self._as_text(before)
+        certain = held[: len(held) - _overlap(held, opening)].rstrip()
+        if not certain:
+            return None
+        self._held = held[len(certain) :]
+        return self._as_text(certain)
+
+    def _read_bare_text(self) -> list[Said] | None:
+        """Read an answer whose calls have no opening: either it begins as a call, or it is all text."""
+        start = self._held.lstrip().removeprefix("<|python_tag|>").lstrip()
+        if not self._held or (not self._has_text and not start) or "<|python_tag|>".startswith(start):
+            return None
+        if not self._has_text and start.startswith(("{", ";")):
+            self._opened, self._state = "", self._read_head
+            return []
+        text, self._held = self._held, ""
+        return self._as_text(text)
+
+    def _read_head(self) -> list[Said] | None:
+        head = self._form.head.match(self._held)
+        if head is not None:
+            self._held = self._held[head.end() :]
+            self._object = _JsonEnd()
+            self._state = self._read_arguments
+            return [self._begin_call(_unquoted(head["name"]))]
+        closing, closed = self._form.closing, self._held.find(self._form.closing) if self._form.closing else -1
+        if closed >= 0:  # the fields are in another order
+            body, self._held = self._held[:closed], self._held[closed + len(closing) :]
+            self._state = self._read_text
+            return self._whole_call(body) or self._as_text(self._opened + body + closing)
+        if len(self._held) <= MAX_HEAD or closing:
+            return None
+        text, self._held = self._opened + self._held, ""
+        self._state = self._read_text
+        return self._as_text(text)
+
+    def _read_arguments(self) -> list[Said] | None:
+        if not self._held:
+            return None
+        end = self._object.find(self._held)
+        piece, self._held = self._held[:end], self._held[len(self._held) if end is None else end :]
+        if end is not None:
+            self._state = self._read_end
+        self.calls[-1].arguments += piece
+        return [CallPiece(len(self.calls) - 1, piece)]
+
+    def _read_end(self) -> list[Said] | None:
+        """Skip a call's closing signs, up to the next call or text."""
+        form = self._form
+        if form.closing:
+            _, closing, rest = self._held.partition(form.closing)
+            if not closing:
+                return None
+            self._held, self._state = rest, self._read_text
+            return []
+        rest = self._held.lstrip("} \n\t,;")
+        if rest.startswith("]") and form.is_list:
+            self._held, self._state = rest[1:], self._read_text
+            return []
+        if not rest:
+            return None
+        is_next = rest.startswith("{") and form.is_json
+        self._held, self._opened, self._state = rest, "", self._read_head if is_next else self._read_text
+        return []
+
+    def _as_text(self, text: str) -> list[Said]:
+        self._has_text = self._has_text or bool(text)
+        return [text] if text else []
+
+    def _begin_call(self, name: str) -> CallStart:
+        call = ReadCall(self._form.new_id(), name)
+        self.calls.append(call)
+        return CallStart(len(self.calls) - 1, call.call_id, name)
+
+    def _whole_call(self, body: str) -> list[Said]:
+        """Return the parts of a call whose text is complete; [] if the text is not a call."""
+        try:
+            found = json.loads(body)
+        except (ValueError, RecursionError):
+            return []
+        arguments = found.get("arguments", found.get("parameters", {})) if isinstance(found, dict) else None
+        if not isinstance(arguments, dict | str) or not isinstance(found.get("name"), str):
+            return []
+        start = self._begin_call(found["name"])
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        self.calls[-1].arguments = text
+        return [start, CallPiece(start.place, text)]
+
+
+@dataclass(slots=True)
+class _JsonEnd:
+    """Search for the end of a JSON object in text that arrives in pieces."""
+
+    depth: int = 0
+    is_string: bool = False
+    is_escaped: bool = False
+
+    def find(self, text: str) -> int | None:
+        """Return the index after the object's end in the next piece; None if it does not end there."""
+        for place, sign in enumerate(text):
+            if self.is_escaped:
+                self.is_escaped = False
+            elif self.is_string:
+                self.is_escaped = sign == "\\"
+                self.is_string = sign != '"'
+            elif sign == '"':
+                self.is_string = True
+            elif sign in "{[":
+                self.depth += 1
+            elif sign in "}]":
+                self.depth -= 1
+                if self.depth <= 0:
+                    return place + 1
+        return None
+
+
+def _overlap(text: str, opening: str) -> int:
+    """Return the length of the longest suffix of `text` that is a prefix of `opening`.
+
+    Example: `_overlap("a <to", "<tool_call>")` is 3.
+    """
+    return next((n for n in range(min(len(text), len(opening) - 1), 0, -1) if text.endswith(opening[:n])), 0)
+
+
+def _unquoted(name: str) -> str:
+    try:
+        return str(json.loads(f'"{name}"'))
+    except ValueError:
+        return name
+
+
+# --- grammars --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Function:
+    """Function that a model may call. If `is_strict`, its arguments always match `schema`."""
+
+    name: str
+    schema: dict[str, Any] = field(default_factory=dict)
+    is_strict: bool = False
+
+
+def calls_grammar(
+    form: CallForm,
+    functions: Sequence[Function],
+    special: Callable[[str], int | None],
+    *,
+    must_call: bool,
+    one_call: bool,
+    text_schema: dict[str, Any] | None = None,
+) -> str:
+    """Return the Lark grammar of an answer that calls `functions`.
+
+    `special` returns the id of a text that is one special token, else None. Unless `must_call`, the answer may also be
+    any text, or JSON that matches `text_schema`. Raises InvalidRequest if JSON and calls would begin alike.
+    """
+    if text_schema is not None and not must_call and not form.opening:
+        raise InvalidRequest(
+            "response_format: not allowed with tools, as this model's calls begin like JSON; leave one out"
+        )
+
+    def sign(text: str) -> str:
+        """Write a text as a terminal. Special tokens go in by id: llguidance does not find them in strings."""
+        if not text:
+            return ""
+        number = special(text)
+        return json.dumps(text) if number is None else f"<[{number}]>"
+
+    is_special = bool(form.opening) and special(form.opening) is not None
+    most = 1 if one_call else form.max_calls
+    opening, separator = sign(form.opening), sign(form.separator)
+    # Text may precede an optional call. The first text that looks like an opening is one.
+    first = opening if must_call or is_special or not form.opening or text_schema is not None else "opened"
+    call = f"{sign(form.before)} function {sign(form.after)} {sign(form.closing)}"
+    again = "" if form.is_list else opening
+    more = f"({separator} {again} {call}){{0,{most - 1}}}" if most > 1 else ""
+    lines = [f'calls: {first} " [" {call} {more} "]"' if form.is_list else f"calls: {first} {call} {more}"]
+    names = " | ".join(f"function_{place}" for place in range(len(functions)))
+    lines.append(f"function: {names}")
+    for place, each in enumerate(functions):
+        name = each.name if form.between == "[ARGS]" else json.dumps(each.name, ensure_ascii=False)
+        between = sign(form.between) if form.between == "[ARGS]" else json.dumps(form.between)
+        lines.append(
+            f"function_{place}: {json.dumps(name, ensure_ascii=False)} {between} %json {json.dumps(each.schema)}"
+        )
+    if must_call:
+        start = ["start: calls"]
+    elif text_schema is not None:
+        start = [f"start: calls | %json {json.dumps(text_schema)}"]
+    elif not form.opening:  # text that is not a call begins with another character
+        start = ["start: calls | TEXT", r"TEXT: /([^{\s](.|\n)*)?/"]
+    elif is_special:
+        start = ["start: TEXT? | TEXT? calls", r"TEXT: /(.|\n)+/"]
+    else:
+        start = ["start: TEXT | calls", r"TEXT: /(.|\n)*/", f"opened[lazy]: TEXT {opening}"]
+    return "\n".join(["%llguidance {}", *start, *lines, ""])
+
+
+# --- offers -----------------------------------------------------------------------------------------------------------
 
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """Tools of a request. `described` is what the chat template shows, `functions` the ones that may be called."""
+    """Tools that a request offers: `described` for the chat template, `functions` that the answer may call."""
 
     described: Sequence[Mapping[str, Any]]
     functions: Sequence[Function]
@@ -28,9 +415,9 @@ class Offer:
     one_call: bool
 
     def hold(self, params: inference_pb2.SamplingParams, form: CallForm, reader: RequestReader) -> None:
-        """Hold an answer to calls of the functions, as far as the request asks for it. Raises InvalidRequest.
+        """Constrain an answer to calls of the functions if the request asks for it. Raises InvalidRequest.
 
-        A form that the answer has besides is that of its text.
+        A JSON constraint that the request has besides applies to the answer's text.
         """
         kind = params.WhichOneof("constraint")
         if kind not in (None, "json_schema", "json_object"):
@@ -44,7 +431,7 @@ class Offer:
             reader.special_token,
             must_call=self.must_call,
             one_call=self.one_call,
-            text_schema=None if schema is None else (wish if params.lenient_schema else guided)(schema),
+            text_schema=None if schema is None else (wish if params.lenient_schema else add_guidance)(schema),
         )
         try:
             reader.check_constraint(params)
@@ -52,27 +439,28 @@ class Offer:
             raise InvalidRequest(str(error).replace("sampling_params.grammar: ", "tools: ", 1)) from None
 
 
-def guided(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema with the options of all schemas here."""
+def add_guidance(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema with the gateway's JSON options for llguidance."""
     return {**schema, "x-guidance": JSON_OPTIONS}
 
 
-def closed(schema: Any) -> Any:
-    """Return the schema of arguments whose objects have no other properties than those it names, unless it says more.
+def close_objects(schema: Any) -> Any:
+    """Return an argument schema whose objects allow only their listed properties, unless it says otherwise.
 
-    Small models invent arguments where they may. Schemas that are put together (`allOf`) stay as they are.
+    Small models invent arguments if a schema lets them. The caller leaves combined schemas (`allOf`) as they are.
+    Example: `{"properties": {"a": {}}}` gets `"additionalProperties": False`.
     """
     if not isinstance(schema, dict):
         return schema
     found = dict(schema)
     for name in {"properties", "$defs", "definitions"} & found.keys():
         if isinstance(found[name], dict):
-            found[name] = {key: closed(value) for key, value in found[name].items()}
+            found[name] = {key: close_objects(value) for key, value in found[name].items()}
     for name in {"anyOf", "oneOf"} & found.keys():
         if isinstance(found[name], list):
-            found[name] = [closed(value) for value in found[name]]
+            found[name] = [close_objects(value) for value in found[name]]
     if "items" in found:
-        found["items"] = closed(found["items"])
+        found["items"] = close_objects(found["items"])
     if "properties" in found and not {"anyOf", "oneOf", "$ref"} & found.keys():
         found.setdefault("additionalProperties", False)
     return found
@@ -85,26 +473,26 @@ def read_offer(
     *,
     one_call: bool = False,
 ) -> Offer | None:
-    """Return the tools that may be called; None if there are none. Raises InvalidRequest.
+    """Return the tools that an answer may call; None if there are none. Raises InvalidRequest.
 
-    `described` are the tools as the client wrote them, in whose order of fields the model is shown them.
+    `described` holds the tools as the client wrote them: the model sees the client's order of fields.
     """
     functions = [
         Function(
             name=tool.name,
-            schema=(guided if tool.strict else wish)(_arguments(tool.parameters)),
+            schema=(add_guidance if tool.strict else wish)(_arguments(tool.parameters)),
             is_strict=bool(tool.strict),
         )
         for tool in tools
     ]
     names = [each.name for each in functions]
     if len(set(names)) < len(names):
-        raise InvalidRequest(f"tools: {shown(names)} names a function twice; names must differ")
+        raise InvalidRequest(f"tools: {quote(names)} names a function twice; names must differ")
     named = choice.name if isinstance(choice, models.Named) else None
     if choice == "none" or (choice in (None, "auto") and not tools):
         return None
     if named is not None and named not in names:
-        raise InvalidRequest(f"tool_choice: there is no function {shown(named)} among the tools")
+        raise InvalidRequest(f"tool_choice: there is no function {quote(named)} among the tools")
     if not tools:
         raise InvalidRequest("tool_choice: 'required' is not allowed without tools")
     return Offer(
@@ -118,5 +506,5 @@ def read_offer(
 def _arguments(schema: Mapping[str, Any] | None) -> Mapping[str, Any]:
     if not schema:
         return NO_PARAMETERS
-    found: Mapping[str, Any] = schema if '"allOf"' in json.dumps(schema) else closed(schema)
+    found: Mapping[str, Any] = schema if '"allOf"' in json.dumps(schema) else close_objects(schema)
     return found

@@ -1,7 +1,7 @@
-"""Static pages at `/` and `/docs`, with the views of service and conversations that the first one reads.
+"""Static pages at `/` and `/docs`, and the JSON views of service and conversations that the status page reads.
 
-Others may read the views too. An operator sees the whole service; another tenant sees whether it serves, and its own
-conversations.
+Other programs may read the views too. An operator sees the whole service; another tenant sees its own conversations and
+whether the service serves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ringserve.services.auth.tenants import Tenant
 from ringserve.services.gateway.openai.models import ConversationsQuery, ForkRequest
 from ringserve.services.gateway.openai.openapi import ApiRoute
 from ringserve.services.gateway.openai.responses import Json, conversation_json
-from ringserve.services.gateway.requests import identifier, named
+from ringserve.services.gateway.requests import check_identifier, check_name
 from ringserve.services.rpc.answer import message_dict
 from ringserve.services.rpc.wire.contract import to_message
 from ringserve.services.telemetry.metrics.registry import package_version
@@ -34,9 +34,9 @@ from ringserve.views import ConversationInfo, RingInfo, ServerInfo
 from ringserve.workers.protocol.ranks import ModelInfo
 
 SEEN_SECONDS = 5.0
-"""Seconds for the router to show the state of the service."""
+"""Seconds the router has to return the service's state."""
 SEEN_AGE = 1.0
-"""Seconds for which one state is shown to all who ask: any number of probes and pages cost one question a second."""
+"""Seconds for which all callers get the same state: any number of probes and pages cost one router call a second."""
 
 FILES = {
     "/": ("page.html", "text/html"),
@@ -51,7 +51,7 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
-"""Headers of the page: it loads nothing from elsewhere, and no other page frames it."""
+"""Headers of the pages: they load nothing from other hosts, and no other page may frame them."""
 
 
 class ViewedService(Protocol):
@@ -70,7 +70,7 @@ class ViewedService(Protocol):
 
 
 class ServiceViews:
-    """Views of the service and of conversations, over HTTP. `caller` returns the tenant of a request."""
+    """JSON views of the service and of conversations. `caller` returns a request's tenant."""
 
     def __init__(
         self,
@@ -92,21 +92,21 @@ class ServiceViews:
     def routes(self) -> list[ApiRoute]:
         get = partial(ApiRoute, "GET")
         return [
-            get("/health", self._health, "Say whether a turn can be served.", is_open=True),
-            get("/ping", self._health, "Say the same as /health, where other servers' probes ask.", is_open=True),
+            get("/health", self._health, "Answer 200 if turns can be served.", is_open=True),
+            get("/ping", self._health, "Same as /health, for other servers' probes.", is_open=True),
             get("/v1/service", self._show_service, "Show the service: rings, drains, queues."),
             get("/v1/conversations", self._list, "List the caller's conversations.", query=ConversationsQuery),
         ]
 
     async def fork(self, request: Request, body: Any) -> Response:
-        """Answer POST /v1/conversations: a conversation that begins with the tokens of another."""
+        """Answer POST /v1/conversations: begin a conversation with another's tokens."""
         asked = ForkRequest.read(body)
-        source, new = named("forked_from", asked.forked_from), named("id", asked.id)
+        source, new = check_name("forked_from", asked.forked_from), check_name("id", asked.id)
         view = await self._service.fork_conversation(self._caller(request), source, new, asked.at_token)
         return JSONResponse(conversation_json(view))
 
     async def _health(self, request: Request) -> Response:
-        """Answer 200 where a turn can be served: the router answers, and a ring of each role serves."""
+        """Answer 200 if a turn can be served: the router answers, and a ring of each role serves."""
         if fault := service_fault(await self._view()):
             raise Unavailable(fault)
         return JSONResponse({"status": "ok"})
@@ -127,14 +127,14 @@ class ServiceViews:
         known = message_dict(to_message(inference_pb2.GetServerInfoResponse, view))
         for status, ring in zip(view.rings, known["rings"], strict=True):
             ring["queue_seconds"] = queue_seconds(status, self._model)
-        for key in ("version", "uptime_seconds"):  # those of the gateway, which a list of gateways would not share
+        for key in ("version", "uptime_seconds"):  # the router view leaves these gateway fields empty
             del known[key]
         return JSONResponse(answer | known)
 
     async def _list(self, request: Request) -> Response:
         router = self._service.router_for(self._caller(request))
         asked = ConversationsQuery.read(dict(request.query_params))
-        prefix, after = identifier("prefix", asked.prefix), identifier("after", asked.after)
+        prefix, after = check_identifier("prefix", asked.prefix), check_identifier("after", asked.after)
         listing = await router.list_conversations(prefix, after, asked.limit)
         known = message_dict(to_message(inference_pb2.ListConversationsResponse, listing))
         data = [
@@ -145,7 +145,7 @@ class ServiceViews:
         return JSONResponse({"object": "list", "data": data, "has_more": bool(more), "next_after": more})
 
     async def _view(self) -> ServerInfo:
-        """Return the state of the service, SEEN_AGE old at most. Raises Unavailable."""
+        """Return the service's state, at most SEEN_AGE seconds old. Raises Unavailable."""
         try:
             async with asyncio.timeout(SEEN_SECONDS), self._looking:
                 if self._seen is None or time.monotonic() - self._seen_at >= SEEN_AGE:
@@ -157,7 +157,7 @@ class ServiceViews:
 
 
 def queue_seconds(ring: RingInfo, model: ModelInfo) -> float | None:
-    """Return the seconds of work that wait at a prefill ring; None where it has not measured its speed."""
+    """Return the seconds of work that wait at a prefill ring; None before the ring has measured its speed."""
     if ring.rates is None or ring.rates.gemm_flops <= 0:
         return None
     work_per_second = ring.num_ranks * ring.rates.gemm_flops / model.shape.share(ring.tp).linear_flops_per_token
@@ -165,7 +165,7 @@ def queue_seconds(ring: RingInfo, model: ModelInfo) -> float | None:
 
 
 def page_routes() -> list[Route]:
-    """Return the routes of the page's files, which hold nothing of the service: no token is asked for."""
+    """Return the routes of the static files. They show nothing of the service and need no token."""
     return [Route(path, _file(name, kind), methods=["GET"]) for path, (name, kind) in FILES.items()]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ringserve.cp_core.layout.shards import ShardMap, TokenRange
-from ringserve.mapping import Mapper, Mirror, check_ids, name_of, number_of
+from ringserve.mapping import Mapper, Mirror, check_ids, enum_name, enum_number
 from ringserve.orchestration.protocol.plans import CachedSource, PlannedChunk, PromptMode, RingAlternative, TurnPlan
 from ringserve.orchestration.protocol.turns import (
     EndingEvent,
@@ -170,6 +170,6 @@ def note_chunks(plan: inference_pb2.Plan, chunks: Sequence[PlannedChunk]) -> Non
     for chunk in chunks:
         tokens[chunk.algorithm] += len(chunk.tokens)
     algorithm = max(tokens, key=lambda name: tokens[name])
-    if tokens[algorithm] > tokens[Algorithm(name_of(inference_pb2.Algorithm, plan.algorithm))]:
+    if tokens[algorithm] > tokens[Algorithm(enum_name(inference_pb2.Algorithm, plan.algorithm))]:
         plan.remarks.append(f"computed by {algorithm}, in steps shared with other turns")
-        plan.algorithm = number_of(inference_pb2.Algorithm, algorithm)
+        plan.algorithm = enum_number(inference_pb2.Algorithm, algorithm)

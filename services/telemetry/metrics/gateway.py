@@ -12,7 +12,7 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from ringserve.mapping import name_of
+from ringserve.mapping import enum_name
 from ringserve.services.telemetry.metrics.registry import (
     INTER_TOKEN,
     RATIO,
@@ -168,7 +168,7 @@ class GatewayMetrics:
         """Observe the parts of a completed turn."""
         plan, tokens = complete.plan, complete.usage.completion_tokens
         self._tenants.count_tokens(tenant, generated=tokens)
-        self._successes.labels(_known(name_of(inference_pb2.FinishReason, complete.finish_reason), FINISHED)).inc()
+        self._successes.labels(_known(enum_name(inference_pb2.FinishReason, complete.finish_reason), FINISHED)).inc()
         self._answer_length.observe(tokens)
         self._generated.inc(tokens)
         self._ttft.observe(complete.ttft_seconds)
@@ -184,7 +184,7 @@ class GatewayMetrics:
         self._migrated.labels("to_prefill").inc(plan.pulled_bytes)
         if plan.prefill_seconds > 0:
             ratio = plan.predicted_prefill_seconds / plan.prefill_seconds
-            self._ratio.labels(_known(name_of(inference_pb2.Algorithm, plan.algorithm), ALGORITHMS)).observe(ratio)
+            self._ratio.labels(_known(enum_name(inference_pb2.Algorithm, plan.algorithm), ALGORITHMS)).observe(ratio)
 
 
 TENANT_OUTCOMES = ("answered", "busy", "refused", "failed")

@@ -27,7 +27,7 @@ from ringserve.cp_core.errors import (
     Unavailable,
 )
 from ringserve.services.gateway.text import TextCodec
-from ringserve.services.rpc.errors import answering
+from ringserve.services.rpc.errors import abort_on_error
 from ringserve.services.rpc.server import GrpcServer
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from tests.proto.client.both import QUICK, client
@@ -203,7 +203,7 @@ class Failing(inference_pb2_grpc.InferenceServicer):
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> AsyncIterator[Any]:
         self.requests.append(request)
-        async with answering(context):
+        async with abort_on_error(context):
             async for response in self._attempt(self._attempts.pop(0)):
                 yield response
 

@@ -17,7 +17,7 @@ from ringserve.cp_core.errors import (
     Unavailable,
     Unreachable,
 )
-from ringserve.services.rpc.errors import metadata_of
+from ringserve.services.rpc.errors import make_metadata
 
 CODE = grpc.StatusCode
 
@@ -48,7 +48,7 @@ class Call:
         (Call(CODE.DEADLINE_EXCEEDED), DeadlineExceeded, "the deadline passed"),
         (Call(CODE.RESOURCE_EXHAUSTED, "too large"), CapacityExceeded, "too large"),
         (Call(CODE.UNAUTHENTICATED, "no"), Unauthenticated, "no"),
-        (Call(CODE.UNAVAILABLE, "no ring", metadata_of(NotBegun("no ring"))), NotBegun, "no ring"),
+        (Call(CODE.UNAVAILABLE, "no ring", make_metadata(NotBegun("no ring"))), NotBegun, "no ring"),
     ],
 )
 def test_a_failed_call_is_the_error_that_it_names_or_what_grpc_found(

@@ -11,7 +11,7 @@ import pytest
 from ringserve import views
 from ringserve.client import Message, Sampling, results
 from ringserve.client.errors import InvalidRequest
-from ringserve.client.requests import RENAMED, RequestOptions, request_of
+from ringserve.client.requests import RENAMED, RequestOptions, make_request
 from ringserve.client.results import MAPPER
 from ringserve.v1 import inference_pb2
 
@@ -53,7 +53,7 @@ def test_every_sampling_parameter_of_the_contract_is_one_of_the_client() -> None
 def test_options_of_a_turn_are_fields_of_its_request(
     options: RequestOptions, expected: inference_pb2.GenerateRequest
 ) -> None:
-    request = request_of("x", options)
+    request = make_request("x", options)
     for name in ("request_id", "sampling_params", "text"):
         request.ClearField(name)
     assert request == expected
@@ -74,7 +74,7 @@ def test_sampling_is_taken_as_a_dict_or_by_its_own_name(
     given: dict[str, Any], expected: inference_pb2.SamplingParams
 ) -> None:
     assert Sampling(**given).to_message() == expected
-    request = request_of("x", {"sampling": {**given, "seed": 7}})
+    request = make_request("x", {"sampling": {**given, "seed": 7}})
     request.sampling_params.ClearField("seed")
     assert request.sampling_params == expected
 
@@ -90,13 +90,13 @@ def test_sampling_is_taken_as_a_dict_or_by_its_own_name(
     ],
 )
 def test_messages_are_taken_as_dicts_too(prompt: Any) -> None:
-    (message,) = request_of(prompt, {}).chat.messages
+    (message,) = make_request(prompt, {}).chat.messages
     assert (message.role, message.content) == ("user", "Hello")
 
 
 @pytest.mark.parametrize("prompt", [[1, 2], (1, 2), range(1, 3), np.array([1, 2])])
 def test_token_ids_are_taken_in_any_sequence(prompt: Any) -> None:
-    request = request_of(prompt, {})
+    request = make_request(prompt, {})
     assert (list(request.tokenized.input_ids), request.WhichOneof("input")) == ([1, 2], "tokenized")
 
 
@@ -136,7 +136,7 @@ def test_token_ids_are_taken_in_any_sequence(prompt: Any) -> None:
 )
 def test_what_cannot_be_meant_is_refused_in_one_sentence(prompt: Any, options: Any, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
-        request_of(prompt, options)
+        make_request(prompt, options)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ringserve.client.requests import Sampling, request_of
+from ringserve.client.requests import Sampling, make_request
 from ringserve.client.retries import MAX_RESUMPTIONS, NO_RETRIES, Retries, RetryPolicy
 from ringserve.cp_core.errors import (
     Busy,
@@ -117,10 +117,10 @@ def test_retries_can_be_switched_off() -> None:
 
 
 def test_attempts_at_one_request_draw_the_same_tokens() -> None:
-    first, second = (request_of("x", {}).sampling_params for _ in range(2))
+    first, second = (make_request("x", {}).sampling_params for _ in range(2))
     assert first.HasField("seed")
     assert first.seed != second.seed
-    assert request_of("x", {"sampling": Sampling(seed=0)}).sampling_params.seed == 0
+    assert make_request("x", {"sampling": Sampling(seed=0)}).sampling_params.seed == 0
 
 
 @pytest.mark.parametrize(
@@ -138,4 +138,4 @@ def test_what_the_contract_cannot_carry_is_refused_by_name(
     prompt: object, mode: str, sampling: Sampling, said: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=said.replace("(", r"\(")):
-        request_of(prompt, {"mode": mode, "sampling": sampling}).SerializeToString()  # type: ignore[arg-type]
+        make_request(prompt, {"mode": mode, "sampling": sampling}).SerializeToString()  # type: ignore[arg-type]

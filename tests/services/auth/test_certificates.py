@@ -14,8 +14,14 @@ import yaml
 from ringserve.client import AsyncClient, Sampling, TlsFiles
 from ringserve.client.retries import NO_RETRIES
 from ringserve.cp_core.errors import ConfigError, NotFound, RingserveError, Unauthenticated
-from ringserve.services.auth.authenticator import Authenticator, Certificate, TokenFile, of_grpc, of_ssl
-from ringserve.services.auth.tenants import hash_of
+from ringserve.services.auth.authenticator import (
+    Authenticator,
+    Certificate,
+    TokenFile,
+    read_grpc_certificate,
+    read_ssl_certificate,
+)
+from ringserve.services.auth.tenants import hash_token
 from ringserve.services.auth.tls import ServerTls
 from ringserve.services.config import Config
 from ringserve.services.config.sections import AuthConfig, TlsConfig
@@ -29,10 +35,10 @@ TENANTS = {
         {"name": "acme", "certificates": [{"common_name": "acme-batch"}, {"dns": "batch.acme.example"}]},
         {
             "name": "beta",
-            "tokens": [{"sha256": hash_of("b-token")}],
+            "tokens": [{"sha256": hash_token("b-token")}],
             "certificates": [{"uri": "spiffe://beta.example/web"}],
         },
-        {"name": "ops", "tokens": [{"sha256": hash_of("o-token")}], "operator": True},
+        {"name": "ops", "tokens": [{"sha256": hash_token("o-token")}], "operator": True},
     ]
 }
 PLAIN = "DNS:client.example"
@@ -133,10 +139,10 @@ async def test_requests_of_one_connection_and_of_another_are_each_ones_own(
 
 
 def test_without_a_certificate_nothing_is_proven() -> None:
-    assert of_ssl(None) is None
-    assert of_grpc({}) is None
-    assert of_grpc({"transport_security_type": [b"ssl"], "peer_dns": []}) is None
-    shown = of_grpc({"x509_pem_cert": [b"..."], "x509_common_name": [b"a\xff"], "peer_email": [b"a@b.c"]})
+    assert read_ssl_certificate(None) is None
+    assert read_grpc_certificate({}) is None
+    assert read_grpc_certificate({"transport_security_type": [b"ssl"], "peer_dns": []}) is None
+    shown = read_grpc_certificate({"x509_pem_cert": [b"..."], "x509_common_name": [b"a\xff"], "peer_email": [b"a@b.c"]})
     assert shown == Certificate(frozenset({("common_name", "a\N{REPLACEMENT CHARACTER}")}))
 
 

@@ -18,7 +18,7 @@ from ringserve.client import AsyncClient, Sampling
 from ringserve.client.retries import NO_RETRIES
 from ringserve.cp_core.errors import Busy, CapacityExceeded, Forbidden, NotFound, RingserveError, Unauthenticated
 from ringserve.services.auth.authenticator import Authenticator, TokenFile
-from ringserve.services.auth.tenants import hash_of
+from ringserve.services.auth.tenants import hash_token
 from ringserve.services.gateway.text import TextCodec
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from tests.services.local_gateway import CALL_SECONDS, MODEL, LocalGateway
@@ -29,10 +29,10 @@ THREE = Sampling(max_tokens=3, temperature=0.0)
 LONG = Sampling(max_tokens=4000)
 TOKENS = {
     "tenants": [
-        {"name": "acme", "tokens": [{"sha256": hash_of("a-token")}], "max_concurrent_turns": 2},
-        {"name": "beta", "tokens": [{"sha256": hash_of("b-token")}]},
-        {"name": "ops", "tokens": [{"sha256": hash_of("o-token")}], "operator": True},
-        {"name": "gone", "tokens": [{"sha256": hash_of("old-token"), "expires": "2020-01-01T00:00:00Z"}]},
+        {"name": "acme", "tokens": [{"sha256": hash_token("a-token")}], "max_concurrent_turns": 2},
+        {"name": "beta", "tokens": [{"sha256": hash_token("b-token")}]},
+        {"name": "ops", "tokens": [{"sha256": hash_token("o-token")}], "operator": True},
+        {"name": "gone", "tokens": [{"sha256": hash_token("old-token"), "expires": "2020-01-01T00:00:00Z"}]},
     ]
 }
 
@@ -247,7 +247,7 @@ async def test_no_secret_is_ever_logged(guarded: LocalGateway, caplog: pytest.Lo
         record.getMessage() for record in caplog.records if record.name.startswith(("ringserve", "uvicorn"))
     )
     assert "acme/req-" in ours  # operators see whose turn it was
-    for secret in ("a-token", "stolen-token", hash_of("a-token")):
+    for secret in ("a-token", "stolen-token", hash_token("a-token")):
         assert secret not in ours
         assert secret not in str(caught.value)
 

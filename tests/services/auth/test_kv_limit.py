@@ -12,7 +12,7 @@ import yaml
 from ringserve.client import Sampling
 from ringserve.cp_core.errors import CapacityExceeded, InvalidRequest
 from ringserve.services.auth.authenticator import Authenticator, TokenFile
-from ringserve.services.auth.tenants import hash_of
+from ringserve.services.auth.tenants import hash_token
 from ringserve.services.gateway.text import TextCodec
 from tests.services.auth.test_isolation import client_of
 from tests.services.local_gateway import MODEL, LocalGateway
@@ -20,8 +20,8 @@ from tests.workers.models import random_tokens
 
 TENANTS = {
     "tenants": [
-        {"name": "small", "tokens": [{"sha256": hash_of("s-token")}], "max_kv_tokens": 3000},
-        {"name": "free", "tokens": [{"sha256": hash_of("f-token")}]},
+        {"name": "small", "tokens": [{"sha256": hash_token("s-token")}], "max_kv_tokens": 3000},
+        {"name": "free", "tokens": [{"sha256": hash_token("f-token")}]},
     ]
 }
 LONG = Sampling(max_tokens=2500, ignore_eos=True)

@@ -15,7 +15,7 @@ from ringserve.client import AsyncClient, Sampling
 from ringserve.client.retries import NO_RETRIES
 from ringserve.cp_core.errors import RingserveError
 from ringserve.services.auth.authenticator import Authenticator, TokenFile
-from ringserve.services.auth.tenants import hash_of, new_token
+from ringserve.services.auth.tenants import hash_token, new_token
 from ringserve.services.gateway.text import TextCodec
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from ringserve.workers.protocol.ranks import RankEndpoints, RingSpec
@@ -36,8 +36,8 @@ HEADERS = (
 async def guarded(model_path: Path, codec: TextCodec, tmp_path: Path) -> AsyncIterator[LocalGateway]:
     file = tmp_path / "tokens.yaml"
     tenants = [
-        {"name": "acme", "tokens": [{"sha256": hash_of(KNOWN)}]},
-        {"name": "gone", "tokens": [{"sha256": hash_of(EXPIRED), "expires": "2020-01-01T00:00:00+00:00"}]},
+        {"name": "acme", "tokens": [{"sha256": hash_token(KNOWN)}]},
+        {"name": "gone", "tokens": [{"sha256": hash_token(EXPIRED), "expires": "2020-01-01T00:00:00+00:00"}]},
     ]
     text = yaml.safe_dump({"tenants": tenants}).replace("'2020-01-01T00:00:00+00:00'", "2020-01-01T00:00:00+00:00")
     file.write_text(text)

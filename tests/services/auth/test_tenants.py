@@ -10,7 +10,7 @@ import yaml
 
 from ringserve.cp_core.errors import CapacityExceeded, ConfigError, Forbidden, InvalidRequest, Unauthenticated
 from ringserve.services.auth.authenticator import Authenticator, TenantLimits, TokenFile
-from ringserve.services.auth.tenants import ANYBODY, Tenant, hash_of, new_token
+from ringserve.services.auth.tenants import ANYBODY, Tenant, hash_token, new_token
 from ringserve.services.config import config_from
 
 NOW = 1_800_000_000.0  # in January 2027
@@ -31,15 +31,15 @@ def written(path: Path, *tenants: object) -> Path:
 
 
 def entry(name: str, *tokens: str, **more: object) -> dict[str, object]:
-    return {"name": name, "tokens": [{"sha256": hash_of(token)} for token in tokens], **more}
+    return {"name": name, "tokens": [{"sha256": hash_token(token)} for token in tokens], **more}
 
 
 def test_a_token_names_its_tenant(tmp_path: Path) -> None:
     limits = {"max_concurrent_turns": 3, "max_turns_per_minute": 5, "operator": True}
     tokens = TokenFile(written(tmp_path, entry("acme", "a1", "a2", **limits), entry("beta", "b")), Clock())
     acme = Tenant(name="acme", max_concurrent_turns=3, max_turns_per_minute=5, is_operator=True)
-    assert tokens.tenant_of("Bearer a1") == tokens.tenant_of("bearer a2") == acme
-    assert tokens.tenant_of("Bearer b") == Tenant(name="beta")
+    assert tokens.find_tenant("Bearer a1") == tokens.find_tenant("bearer a2") == acme
+    assert tokens.find_tenant("Bearer b") == Tenant(name="beta")
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_what_is_no_known_token_is_refused_and_never_shown(
 ) -> None:
     tokens = TokenFile(written(tmp_path, entry("acme", "secret-a")), Clock())
     with caplog.at_level(logging.DEBUG), pytest.raises(Unauthenticated) as caught:
-        tokens.tenant_of(sent)
+        tokens.find_tenant(sent)
     assert said in str(caught.value)
     assert "secret" not in str(caught.value) + caplog.text
 
@@ -68,13 +68,13 @@ def test_what_is_no_known_token_is_refused_and_never_shown(
 @pytest.mark.parametrize("expires", ["2027-01-15T08:00:00Z", "2027-01-15 08:00:00", "2027-01-15T10:00:00+02:00"])
 def test_a_token_holds_until_it_expires(tmp_path: Path, expires: str) -> None:
     file = tmp_path / "tokens.yaml"
-    file.write_text(f"tenants: [{{name: a, tokens: [{{sha256: {hash_of('t')}, expires: {expires}}}]}}]")
+    file.write_text(f"tenants: [{{name: a, tokens: [{{sha256: {hash_token('t')}, expires: {expires}}}]}}]")
     clock = Clock(NOW - 1)
     tokens = TokenFile(file, clock)
-    assert tokens.tenant_of("Bearer t").name == "a"
+    assert tokens.find_tenant("Bearer t").name == "a"
     clock.now = NOW
     with pytest.raises(Unauthenticated, match="the token has expired"):
-        tokens.tenant_of("Bearer t")
+        tokens.find_tenant("Bearer t")
 
 
 def test_a_changed_file_counts_within_a_second(tmp_path: Path) -> None:
@@ -82,9 +82,9 @@ def test_a_changed_file_counts_within_a_second(tmp_path: Path) -> None:
     tokens = TokenFile(written(tmp_path, entry("acme", "old")), clock)
     written(tmp_path, entry("acme", "newer"))
     clock.now += 1.5
-    assert tokens.tenant_of("Bearer newer").name == "acme"
+    assert tokens.find_tenant("Bearer newer").name == "acme"
     with pytest.raises(Unauthenticated):
-        tokens.tenant_of("Bearer old")
+        tokens.find_tenant("Bearer old")
 
 
 def test_a_file_that_becomes_wrong_changes_nothing_and_is_logged(
@@ -94,14 +94,14 @@ def test_a_file_that_becomes_wrong_changes_nothing_and_is_logged(
     tokens = TokenFile(written(tmp_path, entry("acme", "a")), clock)
     written(tmp_path, {"name": "acme", "passwords": []})
     clock.now += 1.5
-    assert tokens.tenant_of("Bearer a").name == "acme"
-    assert "the tokens are as before: auth.tokens: tenants[0].passwords: no such key" in caplog.text
+    assert tokens.find_tenant("Bearer a").name == "acme"
+    assert "keeping the old tokens: auth.tokens: tenants[0].passwords: no such key" in caplog.text
     (tmp_path / "tokens.yaml").unlink()
     clock.now += 1.5
-    assert tokens.tenant_of("Bearer a").name == "acme"
+    assert tokens.find_tenant("Bearer a").name == "acme"
 
 
-SAME = {"sha256": hash_of("t")}
+SAME = {"sha256": hash_token("t")}
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_new_tokens_differ_and_fit_a_header() -> None:
 def test_without_tokens_everybody_is_one_tenant_who_may_ask_anything() -> None:
     authenticator = Authenticator()
     for sent in (None, "Bearer whatever", "nonsense"):
-        assert authenticator.tenant_of(sent) is ANYBODY
+        assert authenticator.find_tenant(sent) is ANYBODY
     authenticator.check_operator(ANYBODY)
     with pytest.raises(Forbidden, match="tenant 'acme' is no operator"):
         authenticator.check_operator(Tenant(name="acme"))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ringserve.cp_core.errors import Unavailable
 from ringserve.orchestration.protocol.plans import PromptMode
 from ringserve.orchestration.protocol.turns import TurnRequest
-from ringserve.services.gateway.turn_stream import Responses, derived_seed, merge_answers, turns_of
+from ringserve.services.gateway.turn_stream import Responses, derive_seed, merge_answers, split_answers
 from ringserve.v1 import inference_pb2
 from ringserve.workers.sampling.parameters import SamplingParameters
 
@@ -34,19 +34,19 @@ def request() -> TurnRequest:
 
 @given(st.integers(0, 2**64 - 1))
 def test_every_answer_has_a_seed_of_its_own_and_the_first_the_requests(seed: int) -> None:
-    seeds = [derived_seed(seed, index) for index in range(16)]
+    seeds = [derive_seed(seed, index) for index in range(16)]
     assert seeds[0] == seed
     assert len(set(seeds)) == 16
     assert all(0 <= each < 2**64 for each in seeds)
-    assert seeds == [derived_seed(seed, index) for index in range(16)]
+    assert seeds == [derive_seed(seed, index) for index in range(16)]
 
 
 def test_the_first_turn_is_the_request_and_the_others_ask_for_answers_only() -> None:
-    first, second, third = turns_of(request(), 3)
+    first, second, third = split_answers(request(), 3)
     assert first.sampling == request().sampling
     assert [turn.request_id for turn in (first, second, third)] == ["r", "r/1", "r/2"]
     assert [turn.follows for turn in (first, second, third)] == ["", "r", "r"], "they share the KV of the prompt"
-    assert second.sampling.seed == derived_seed(5, 1) != third.sampling.seed
+    assert second.sampling.seed == derive_seed(5, 1) != third.sampling.seed
     assert (second.sampling.logprobs, second.sampling.prompt_logprobs) == (1, None)
 
 

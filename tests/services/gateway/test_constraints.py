@@ -7,7 +7,7 @@ import json
 import pytest
 
 from ringserve.cp_core.errors import InvalidRequest
-from ringserve.services.gateway.constraints import grammar_of
+from ringserve.services.gateway.sampling import make_grammar
 from ringserve.services.gateway.text import TextCodec
 from ringserve.v1 import inference_pb2
 from ringserve.workers.sampling.grammar import Grammars
@@ -40,7 +40,7 @@ def choice(*items: str) -> inference_pb2.SamplingParams:
 def test_answers_of_the_form_fit_and_others_do_not(
     grammars: Grammars, params: inference_pb2.SamplingParams, fits: list[str], breaks: list[str]
 ) -> None:
-    grammar = grammar_of(params, grammars)
+    grammar = make_grammar(params, grammars)
     for text in fits:
         mask = grammars.begin(grammar, text.encode()).mask()
         assert mask is not None
@@ -51,7 +51,7 @@ def test_answers_of_the_form_fit_and_others_do_not(
 
 
 def test_without_a_constraint_there_is_no_grammar(grammars: Grammars) -> None:
-    assert grammar_of(Params(stop=["x"], min_tokens=3), grammars) == ""
+    assert make_grammar(Params(stop=["x"], min_tokens=3), grammars) == ""
 
 
 @pytest.mark.parametrize(
@@ -80,6 +80,6 @@ def test_others_are_refused_in_one_sentence(
     grammars: Grammars, params: inference_pb2.SamplingParams, words: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=rf"^sampling_params\.{words}") as caught:
-        grammar_of(params, grammars)
+        make_grammar(params, grammars)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 500

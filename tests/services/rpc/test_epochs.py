@@ -11,7 +11,7 @@ from ringserve import __version__
 from ringserve.cp_core.errors import ConfigError, StaleIncarnation, TurnCancelled, Unauthenticated
 from ringserve.services.auth.tls import SECRET_VARIABLE
 from ringserve.services.rpc.peers import GrpcPeers
-from ringserve.services.rpc.server import EPOCH_KEY, GrpcServer, admitting_peers
+from ringserve.services.rpc.server import EPOCH_KEY, GrpcServer, make_peer_check
 from ringserve.services.rpc.servicers import DecodeServicer
 
 
@@ -60,7 +60,7 @@ async def test_a_stranger_tells_a_leader_nothing(secret: str, monkeypatch: pytes
     """A call and a stream of a process without the secret are refused; processes of the environment have it."""
     leader: Any = Leader()
     monkeypatch.setenv(SECRET_VARIABLE, "of the cluster")
-    server = GrpcServer(admit=admitting_peers())
+    server = GrpcServer(admit=make_peer_check())
     DecodeServicer(leader).register(server)
     address = await server.start("127.0.0.1:0")
     stranger, peer = GrpcPeers(secret=secret), GrpcPeers()
@@ -78,7 +78,7 @@ async def test_a_stranger_tells_a_leader_nothing(secret: str, monkeypatch: pytes
 async def test_without_a_secret_every_process_is_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     leader: Any = Leader()
     monkeypatch.delenv(SECRET_VARIABLE, raising=False)
-    server = GrpcServer(admit=admitting_peers())
+    server = GrpcServer(admit=make_peer_check())
     DecodeServicer(leader).register(server)
     address = await server.start("127.0.0.1:0")
     peers = GrpcPeers(secret="of another cluster")
@@ -93,7 +93,7 @@ async def test_a_process_of_another_release_is_refused_with_a_sentence(
     version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leader: Any = Leader()
-    server = GrpcServer(admit=admitting_peers())
+    server = GrpcServer(admit=make_peer_check())
     DecodeServicer(leader).register(server)
     address = await server.start("127.0.0.1:0")
     with monkeypatch.context() as other:

@@ -17,7 +17,15 @@ from ringserve.client import Client
 from ringserve.cp_core import errors
 from ringserve.cp_core.errors import RingserveError, Unavailable, Unreachable
 from ringserve.errors import RETRY_KEY
-from ringserve.services.rpc.errors import CODES, MAX_MESSAGE, answer, answering, code_of, error_from, error_named
+from ringserve.services.rpc.errors import (
+    CODES,
+    MAX_MESSAGE,
+    abort_on_error,
+    answer,
+    error_from,
+    find_status_code,
+    make_error,
+)
 from ringserve.services.rpc.server import GrpcServer
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from tests.waiting import WAIT_SECONDS
@@ -69,7 +77,7 @@ class Failing(inference_pb2_grpc.InferenceServicer):
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        async with answering(context):
+        async with abort_on_error(context):
             async for response in self._fail_later():
                 yield response
 
@@ -112,15 +120,15 @@ async def server() -> AsyncIterator[FailingServer]:
 
 def test_every_error_has_the_code_of_the_table() -> None:
     assert {kind.__name__: CODES[kind] for kind in EVERY_ERROR} == EXPECTED
-    assert {kind.__name__: code_of(kind("x")) for kind in EVERY_ERROR} == EXPECTED
+    assert {kind.__name__: find_status_code(kind("x")) for kind in EVERY_ERROR} == EXPECTED
 
 
 def test_an_error_without_a_code_of_its_own_has_its_parents() -> None:
     class Narrower(errors.StaleIncarnation):
         pass
 
-    assert code_of(Narrower("x")) is grpc.StatusCode.UNAVAILABLE
-    assert code_of(RingserveError("x")) is grpc.StatusCode.INTERNAL
+    assert find_status_code(Narrower("x")) is grpc.StatusCode.UNAVAILABLE
+    assert find_status_code(RingserveError("x")) is grpc.StatusCode.INTERNAL
 
 
 async def test_that_a_peer_cannot_reach_another_is_told_as_unavailable(server: FailingServer) -> None:
@@ -131,7 +139,7 @@ async def test_that_a_peer_cannot_reach_another_is_told_as_unavailable(server: F
 
 
 def test_an_unknown_name_is_unavailable() -> None:
-    error = error_named("FromTheFuture", "what")
+    error = make_error("FromTheFuture", "what")
     assert (type(error), str(error)) == (Unavailable, "what")
 
 

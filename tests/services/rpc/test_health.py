@@ -11,8 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ringserve.cp_core.errors import Unavailable
-from ringserve.services.rpc.health import HealthWatch
-from ringserve.services.rpc.server import LIVE, GrpcServer
+from ringserve.services.rpc.server import LIVE, GrpcServer, HealthWatch
 from ringserve.v1 import inference_pb2_grpc
 from tests.waiting import WAIT_SECONDS
 

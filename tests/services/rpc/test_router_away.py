@@ -12,7 +12,7 @@ from ringserve.cp_core.errors import NotBegun, NotFound, Unavailable, Unreachabl
 from ringserve.orchestration.protocol.plans import PromptMode
 from ringserve.orchestration.protocol.turns import BegunTurn, LostTurn, TurnRequest
 from ringserve.services.gateway import failover
-from ringserve.services.gateway.failover import begun_in_time
+from ringserve.services.gateway.failover import begin_with_retries
 from ringserve.services.rpc.peers import GrpcPeers
 from ringserve.services.rpc.server import GrpcServer
 from ringserve.services.rpc.servicers import RouterServicer
@@ -74,12 +74,12 @@ async def test_calls_wait_for_a_router_that_is_started_again() -> None:
     peers = GrpcPeers(router_patience=60.0)
     port = peers.router(address)
     calls = [
-        asyncio.create_task(begun_in_time(port.begin_turn, REQUEST)),
+        asyncio.create_task(begin_with_retries(port.begin_turn, REQUEST)),
         asyncio.create_task(port.delete_conversation("c")),
     ]
     await eventually(lambda: bool(router.begun and router.deleted))
     await server.stop(0)
-    later = asyncio.create_task(begun_in_time(port.begin_turn, REQUEST))
+    later = asyncio.create_task(begin_with_retries(port.begin_turn, REQUEST))
     router.dies.clear()
     server, _ = await serving(router, address)
     begun, _ = await asyncio.gather(*calls)
@@ -105,11 +105,11 @@ async def test_what_a_router_refuses_is_not_asked_again_and_one_that_stays_away_
         raise NotBegun("no ring")
 
     with pytest.raises(NotBegun):
-        await begun_in_time(refuse, REQUEST)
+        await begin_with_retries(refuse, REQUEST)
     assert calls == 1
 
     async def fail(request: TurnRequest) -> BegunTurn:
         raise Unreachable("no router listens")
 
     with pytest.raises(Unavailable, match="no router listens"):
-        await begun_in_time(fail, REQUEST)
+        await begin_with_retries(fail, REQUEST)

@@ -10,7 +10,7 @@ import pytest
 from ringserve.client import Client, RingInfo
 from ringserve.cp_core.cost.fit import PrefillSample, predicted_prefill
 from ringserve.cp_core.cost.profile import HardwareProfile
-from ringserve.mapping import name_of
+from ringserve.mapping import enum_name
 from ringserve.services.offline.calibration.fitting import shape_of
 from ringserve.services.offline.reference import StockModel
 from ringserve.v1 import inference_pb2
@@ -61,7 +61,7 @@ def test_plans_are_predicted_by_the_profile_that_the_cluster_was_given(
         sample = PrefillSample(
             cp=plan.prefill_ranks,
             tp=1,
-            algorithm=name_of(inference_pb2.Algorithm, plan.algorithm),
+            algorithm=enum_name(inference_pb2.Algorithm, plan.algorithm),
             new_tokens=plan.new_tokens,
             cached_tokens=plan.cached_tokens,
             seconds=1.0,

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from openai import OpenAI
 
-from ringserve.mapping import name_of
+from ringserve.mapping import enum_name
 from ringserve.services.offline.reference import StockModel
 from ringserve.services.rpc.server import LIVE
 from ringserve.v1 import inference_pb2, rings_pb2, rings_pb2_grpc, router_pb2, router_pb2_grpc
@@ -89,7 +89,7 @@ def test_metrics_count_requests_tokens_and_plans(cluster: Cluster, inference: In
     assert grown("ringserve_generation_tokens_total") == 10
     assert grown("ringserve_cached_prompt_tokens_total{source=kept_on_prefill}") == 40
     assert grown("ringserve_cached_prompt_tokens_total{source=pulled_from_decode}") == 4
-    plans = {name_of(inference_pb2.Algorithm, each.plan.algorithm) for each in (first, second)}
+    plans = {enum_name(inference_pb2.Algorithm, each.plan.algorithm) for each in (first, second)}
     assert sum(grown(f"ringserve_plans_total{{algorithm={name}}}") for name in plans) == 2
     assert grown("ringserve_time_to_first_token_seconds_count") == 2
     assert after["ringserve_requests_in_progress"] == 0

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from ringserve.client import RingInfo
-from ringserve.mapping import name_of
+from ringserve.mapping import enum_name
 from ringserve.services.offline.reference import StockModel
 from ringserve.v1 import inference_pb2
 from tests.services.e2e.cluster import Cluster, Inference, ids, kill, pid_at, wait_until
@@ -50,7 +50,7 @@ def goes_on_unseen(
         assert list(response.complete.output_ids) == seen
         (failover,) = response.complete.plan.failovers
         assert failover.after_tokens >= tokens
-        assert name_of(inference_pb2.Role, failover.role) == role
+        assert enum_name(inference_pb2.Role, failover.role) == role
         return seen
     finally:
         call.cancel()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ringserve.services.gateway.text import REPLACEMENT, TextCodec
-from ringserve.services.gateway.turn_stream import derived_seed
+from ringserve.services.gateway.turn_stream import derive_seed
 from ringserve.services.offline.reference import StockModel
 from ringserve.v1 import inference_pb2
 from tests.services.e2e.cluster import Cluster, Inference, ids
@@ -91,7 +91,7 @@ def test_several_answers_have_their_own_seeds_and_each_can_be_had_alone(cluster:
     for index, each in answers.items():
         chunks = [response.chunk for response in responses if response.HasField("chunk")]
         assert [token for chunk in chunks if chunk.index == index for token in chunk.token_ids] == list(each.output_ids)
-        assert each.seed == derived_seed(11, index)
+        assert each.seed == derive_seed(11, index)
         assert each.usage.completion_tokens == len(each.output_logprobs) == 12
         alone = inference.answer(text(seed=each.seed, **params))
         assert list(alone.output_ids) == list(each.output_ids)

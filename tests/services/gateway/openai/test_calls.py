@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringserve.cp_core.errors import InvalidRequest
-from ringserve.services.gateway.openai.calls import (
+from ringserve.services.gateway.openai.tools import (
     HERMES,
     LLAMA,
     MISTRAL,
@@ -19,15 +19,18 @@ from ringserve.services.gateway.openai.calls import (
     CallReader,
     CallStart,
     Function,
+    add_guidance,
     calls_grammar,
-    form_of,
+    find_call_form,
 )
-from ringserve.services.gateway.openai.tools import guided
 from ringserve.workers.sampling.grammar import Grammars
 from tests.workers.sampling.grammars import byte_grammars
 
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-FUNCTIONS = [Function(name="weather", schema=guided(WEATHER)), Function(name="now", schema=guided({"type": "object"}))]
+FUNCTIONS = [
+    Function(name="weather", schema=add_guidance(WEATHER)),
+    Function(name="now", schema=add_guidance({"type": "object"})),
+]
 CALLS = [("weather", '{"city": "K\\u00f6ln } ]"}'), ("now", '{"in": [{"a": "}"}]}')]
 ANSWERS: dict[str, tuple[CallForm, str]] = {
     "hermes": (
@@ -140,7 +143,9 @@ def test_a_grammar_allows_calls_of_the_form_that_is_read(name: str, grammars: Gr
         assert allows(grammars, may, "Well. " + one)
         single = calls_grammar(form, FUNCTIONS, no_special, must_call=True, one_call=True)
         assert not allows(grammars, single, one)  # of two calls
-        told = calls_grammar(form, FUNCTIONS, no_special, must_call=False, one_call=False, text_schema=guided(WEATHER))
+        told = calls_grammar(
+            form, FUNCTIONS, no_special, must_call=False, one_call=False, text_schema=add_guidance(WEATHER)
+        )
         assert allows(grammars, told, '{"city": "Rom"}')
         assert allows(grammars, told, one)
         assert not allows(grammars, told, "Hello")
@@ -179,7 +184,7 @@ def test_special_tokens_are_named_by_their_numbers(grammars: Grammars) -> None:
     ],
 )
 def test_the_form_is_that_of_the_chat_template(template: str, form: CallForm) -> None:
-    assert form_of(template) is form
+    assert find_call_form(template) is form
 
 
 @pytest.mark.parametrize(
@@ -187,10 +192,10 @@ def test_the_form_is_that_of_the_chat_template(template: str, form: CallForm) ->
     [
         ("", "takes no tools"),
         ("{{ messages }}", "takes no tools"),
-        ("{{ tools }}<tool_call><function=f>", "in a form that is not known here; known are"),
-        ("{{ tools }}", "in a form that is not known here"),
+        ("{{ tools }}<tool_call><function=f>", "in an unsupported form; supported are"),
+        ("{{ tools }}", "in an unsupported form"),
     ],
 )
 def test_other_templates_are_refused_in_a_sentence(template: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=f"^tools: the chat template of this model .*{words}"):
-        form_of(template)
+        find_call_form(template)

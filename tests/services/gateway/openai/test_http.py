@@ -79,7 +79,7 @@ async def test_a_prompt_cache_key_or_else_the_user_is_the_cache_key(
 MALFORMED = {
     "nothing": (b"", "the body is not valid JSON"),
     "half an object": (b'{"model": ', "the body is not valid JSON"),
-    "no UTF-8": (b"\xff\xfe\xfd", "the body is no UTF-8 text: byte 1 begins no character"),
+    "no UTF-8": (b"\xff\xfe\xfd", "the body is not UTF-8 text: invalid byte 1"),
     "too deep": (b"[" * 200_000, "the body is not valid JSON"),
     "a number too long": (b'{"model": ' + b"9" * 10_000 + b"}", "the body is not valid JSON"),
     "a list": (b"[]", "the body must be a JSON object"),
@@ -161,21 +161,21 @@ async def test_a_body_that_does_not_come_is_given_up(gateway: LocalGateway, monk
 
 
 async def test_a_path_or_method_that_is_not_there_is_refused_in_the_same_shape(http: httpx2.AsyncClient) -> None:
-    assert refusal(await http.get("/v1/nothing"), 404) == "there is no /v1/nothing; /openapi.json lists all paths"
+    assert refusal(await http.get("/v1/nothing"), 404) == "there is no path /v1/nothing; /openapi.json lists all paths"
     wrong = await http.get("/v1/completions")
-    assert refusal(wrong, 405) == "/v1/completions does not know the method GET; allowed is POST"
+    assert refusal(wrong, 405) == "/v1/completions does not serve the method GET; use POST"
     assert wrong.headers["allow"] == "POST"
     conversation = await http.put("/v1/conversations/c")
-    assert refusal(conversation, 405) == "/v1/conversations/c does not know the method PUT; allowed is DELETE or GET"
+    assert refusal(conversation, 405) == "/v1/conversations/c does not serve the method PUT; use DELETE or GET"
 
 
-async def test_what_other_services_have_and_this_one_has_not_is_said_in_one_sentence(http: httpx2.AsyncClient) -> None:
+async def test_paths_of_other_services_are_refused_in_one_sentence(http: httpx2.AsyncClient) -> None:
     others = "is not served: this service answers chats, completions and responses"
     for path in ("/v1/embeddings", "/v1/audio/speech", "/rerank"):
         assert refusal(await http.post(path, json={"model": MODEL, "input": "Once"}), 404) == f"{path} {others}"
-    told = "a response is remembered as tokens for those that follow it (previous_response_id) and cannot be shown "
+    told = "a response cannot be fetched again, only followed (previous_response_id), because the service stores "
     for path, status in (("/v1/responses/resp_1", 405), ("/v1/responses/resp_1/input_items", 404)):
-        assert refusal(await http.get(path), status) == f"{told}again; keep its answer"
+        assert refusal(await http.get(path), status) == f"{told}tokens only; keep the answer"
 
 
 async def test_an_error_of_our_own_shows_nothing_of_its_inside(

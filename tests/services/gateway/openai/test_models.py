@@ -10,7 +10,6 @@ import jsonschema
 import pytest
 
 from ringserve.cp_core.errors import InvalidRequest, NotFound
-from ringserve.services.gateway.constraints import grammar_of
 from ringserve.services.gateway.openai.errors import error_body
 from ringserve.services.gateway.openai.models import (
     ChatRequest,
@@ -23,6 +22,7 @@ from ringserve.services.gateway.openai.models import (
     TokenizeRequest,
 )
 from ringserve.services.gateway.openai.requests import HttpRequestReader
+from ringserve.services.gateway.sampling import make_grammar
 from ringserve.services.gateway.text import TextCodec
 from ringserve.workers.sampling.grammar import Grammars
 from tests.services.local_gateway import MODEL
@@ -356,9 +356,9 @@ def test_a_schema_without_strict_is_a_wish(schema: dict[str, Any], byte_codec: T
         params = HttpRequestReader(MODEL).chat(body | asked).request.sampling_params
         if strict:
             with pytest.raises(InvalidRequest, match=r"sampling_params\.json_schema: "):
-                grammar_of(params, grammars)
+                make_grammar(params, grammars)
         else:
-            assert grammar_of(params, grammars)
+            assert make_grammar(params, grammars)
 
 
 # --- the document ----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 import torch
 from openai.types import Completion
 
-from ringserve.services.gateway.openai import prompts
+from ringserve.services.gateway.openai import app
 from ringserve.services.gateway.text import TextCodec
 from tests.services.gateway.openai.test_openai_client import extra
 from tests.services.local_gateway import MODEL, LocalGateway
@@ -33,7 +33,7 @@ def texts_of(events: list[Completion]) -> dict[int, str]:
 async def test_each_of_several_prompts_is_answered_as_it_is_alone(
     gateway: LocalGateway, codec: TextCodec, oracle: Oracle, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompts, "AT_ONCE", 2)
+    monkeypatch.setattr(app, "AT_ONCE", 2)
     ids = [codec.encode(text).tolist() for text in TEXTS]
     expected = [oracle.greedy(each, 6) for each in ids]
     given: Any = TEXTS if form == "texts" else ids

@@ -97,7 +97,7 @@ async def test_a_deleted_response_is_not_held_any_more(gateway: LocalGateway) ->
         first = await client.responses.create(**ASKED, input="Hi")
         await client.responses.delete(first.id)
         assert gateway.service.router.num_conversations == 0
-        with pytest.raises(openai.NotFoundError, match="is not held, or not any more; send the history in input"):
+        with pytest.raises(openai.NotFoundError, match="is not held, or no longer; send the history in input"):
             await client.responses.create(**ASKED, input="And?", previous_response_id=first.id)
         with pytest.raises(openai.NotFoundError):
             await client.responses.delete(first.id)
@@ -156,7 +156,7 @@ async def test_what_the_model_has_not_read_is_refused(gateway: LocalGateway, fie
     async with gateway.openai() as client:
         first = await client.responses.create(**ASKED, input="Hi", instructions="Be brief.")
         (name,) = fields
-        with pytest.raises(openai.BadRequestError, match=f"{name}: not those that the conversation of previous"):
+        with pytest.raises(openai.BadRequestError, match=f"{name}: differ from the {name} that the conversation"):
             await client.responses.create(**ASKED, input="And?", previous_response_id=first.id, **fields)
 
 

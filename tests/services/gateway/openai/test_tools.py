@@ -13,7 +13,7 @@ from openai.types.chat import ChatCompletionMessageToolCall
 from pydantic import BaseModel, ConfigDict
 from tokenizers import AddedToken, Tokenizer
 
-from ringserve.services.gateway.openai.tools import closed
+from ringserve.services.gateway.openai.tools import close_objects
 from ringserve.services.gateway.text import TextCodec
 from tests.services.local_gateway import MODEL, LocalGateway
 from tests.workers.models import add_text, save_model
@@ -154,9 +154,9 @@ def test_arguments_have_no_properties_that_their_schema_does_not_name() -> None:
     nested = {"type": "object", "properties": {"a": inner, "b": {"type": "array", "items": inner}}, "required": ["a"]}
     shut = inner | {"additionalProperties": False}
     wanted = {"a": shut, "b": {"type": "array", "items": shut}}
-    assert closed(nested) == nested | {"properties": wanted, "additionalProperties": False}
+    assert close_objects(nested) == nested | {"properties": wanted, "additionalProperties": False}
     free = inner | {"additionalProperties": True}
-    assert closed({"anyOf": [free, inner]}) == {"anyOf": [free, shut]}
+    assert close_objects({"anyOf": [free, inner]}) == {"anyOf": [free, shut]}
 
 
 @pytest.mark.parametrize(

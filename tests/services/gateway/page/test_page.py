@@ -14,7 +14,7 @@ import yaml
 
 from ringserve.cp_core.errors import Unavailable
 from ringserve.services.auth.authenticator import Authenticator, TokenFile
-from ringserve.services.auth.tenants import hash_of
+from ringserve.services.auth.tenants import hash_token
 from ringserve.services.gateway.openai.app import HttpApi
 from ringserve.services.gateway.openai.models import MAX_LIMIT, ChatRequest
 from ringserve.services.gateway.openai.server import HttpServer
@@ -175,8 +175,8 @@ async def shared(model_path: Path, codec: TextCodec, tmp_path: Path) -> AsyncIte
     """Start a gateway of an operator and of a tenant."""
     file = tmp_path / "tokens.yaml"
     tenants = [
-        {"name": "ops", "operator": True, "tokens": [{"sha256": hash_of("of-ops")}]},
-        {"name": "acme", "tokens": [{"sha256": hash_of("of-acme")}], "max_turns_per_minute": 3},
+        {"name": "ops", "operator": True, "tokens": [{"sha256": hash_token("of-ops")}]},
+        {"name": "acme", "tokens": [{"sha256": hash_token("of-acme")}], "max_turns_per_minute": 3},
     ]
     file.write_text(yaml.safe_dump({"tenants": tenants}))
     async with LocalGateway(model_path, codec, Authenticator(TokenFile(file))) as gateway:

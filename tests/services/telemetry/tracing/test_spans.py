@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from ringserve.mapping import name_of
+from ringserve.mapping import enum_name
 from ringserve.orchestration.protocol.rings import PrefillScheduling
 from ringserve.services.gateway.text import TextCodec
 from ringserve.services.telemetry.tracing import SpanTracer
@@ -119,7 +119,7 @@ async def test_a_turn_is_one_trace_below_the_clients_span(traced: Traced) -> Non
 
     attributes = dict(turn.attributes or {})
     assert attributes["ringserve.request_id"] == "r-1"
-    assert attributes["ringserve.algorithm"] == name_of(inference_pb2.Algorithm, done.plan.algorithm)
+    assert attributes["ringserve.algorithm"] == enum_name(inference_pb2.Algorithm, done.plan.algorithm)
     assert attributes["ringserve.prefill_ring"] == "prefill-0"
     assert attributes["ringserve.decode_ring"] == "decode-0"
     assert (attributes["gen_ai.usage.input_tokens"], attributes["gen_ai.usage.output_tokens"]) == (150, 6)
