@@ -33,6 +33,7 @@ import torch
 from ringserve.cp_core.errors import Unavailable
 from ringserve.cp_core.transport.collectives import Message, PointToPointRing
 from ringserve.cp_core.transport.interface import TransportStats
+from ringserve.cp_core.transport.peer_tls import reason_of
 
 # Linux's default send buffer takes a message of this size whole, so sending it never waits for the receiver.
 LARGE_BYTES: Final = 256 << 10
@@ -66,7 +67,8 @@ class Link:
         that leaves in order ends its streams, which such peers may ignore.
         """
         self.peer = peer
-        self.is_lost = False
+        self.is_broken = False
+        self.lost_because: str | None = None
         self.sends: deque[Transfer] = deque()
         self.recvs: deque[Transfer] = deque()
         self._connection = connection
@@ -90,12 +92,23 @@ class Link:
         return (select.POLLIN if self.recvs else 0) | (select.POLLOUT if self.sends else 0)
 
     def move(self) -> None:
-        """Send the bytes that the kernel takes, receive the bytes it has, and set `is_lost` if the peer is gone."""
+        """Send the bytes that the kernel takes and receive the bytes it has. If that fails, the peer is lost.
+
+        If a poll found the connection broken, the peer is lost after its bytes that have arrived are received.
+        """
         try:
             self._send()
             self._receive()
-        except OSError:
-            self.is_lost = True
+        except OSError as error:
+            self._lose(reason_of(error))
+        if self.is_broken:
+            number = self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            self._lose(os.strerror(number) if number else "it closed its connection")
+
+    def _lose(self, reason: str) -> None:
+        # The first reason stays: later errors follow from it.
+        if self.lost_because is None:
+            self.lost_because = reason
 
     def _send(self) -> None:
         while self.sends:
@@ -118,7 +131,7 @@ class Link:
             except BlockingIOError:
                 return
             if not num_bytes:
-                raise ConnectionResetError(f"rank {self.peer} ended the stream")
+                raise ConnectionResetError("it ended its stream")
             transfer.rest = transfer.rest[num_bytes:]
             if transfer.rest:
                 return
@@ -258,7 +271,7 @@ class Links:
             link = self._by_descriptor.get(descriptor)
             if link is not None and events & BROKEN:
                 # Handled only after the peer's bytes that have arrived are read.
-                link.is_lost = True
+                link.is_broken = True
 
     def _poll_links(self) -> select.poll:
         poll = select.poll()
@@ -270,8 +283,8 @@ class Links:
     def _check_peers(self, links: Iterable[Link]) -> None:
         """Close the ring if the peer of any of `links` is lost."""
         for link in links:
-            if link.is_lost:
-                self._close(f"rank {self._rank} lost rank {link.peer}", is_in_order=False)
+            if link.lost_because is not None:
+                self._close(f"rank {self._rank} lost rank {link.peer}: {link.lost_because}", is_in_order=False)
 
     def _wake_mover(self) -> None:
         if self._num_waiting or self._closed_because is not None:

@@ -52,6 +52,8 @@ ACTORS_STOP_SECONDS = 10.0
 POLL_SECONDS = 0.2
 JOIN_SECONDS = 1.0
 """Seconds between two attempts to join a Ray cluster."""
+SLOW_START_SECONDS = 25.0
+"""Ray waits 30 s for its own processes, too little on a busy machine. A start that fails sooner would fail again."""
 
 
 class LocalCluster:
@@ -176,7 +178,18 @@ class LocalCluster:
 
     def _start_ray(self) -> None:
         needed = sum(pool.num_threads for pool in self._config.pools)
-        self._own_ray = start_own_ray(max(1, needed), self._namespace, self._temp)
+        deadline = time.monotonic() + self._config.timeouts.start
+        while True:
+            began = time.monotonic()
+            try:
+                self._own_ray = start_own_ray(max(1, needed), self._namespace, self._temp)
+                return
+            except Unavailable as error:
+                now = time.monotonic()
+                if now - began < SLOW_START_SECONDS or now > deadline:
+                    raise
+                log.warning("%s; starting it again", error)
+            check_stop(self._stopped)
 
     def _join_ray(self) -> None:
         """Join a Ray cluster, which may still be starting: it has the start timeout.

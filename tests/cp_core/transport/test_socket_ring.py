@@ -113,7 +113,7 @@ def test_a_slow_reader_is_waited_for_until_the_deadline(tls: PeerTls | None) -> 
         assert time.monotonic() - started >= 0.3
         # Rank 0 passed its deadline in the middle of a message, so the start of the next one is unknown.
         work = right.exchange(torch.empty(0), 0, torch.empty(HUGE_BYTES, dtype=torch.uint8), 0)
-        with pytest.raises(Unavailable, match="rank 1 lost rank 0"):
+        with pytest.raises(Unavailable, match=r"rank 1 lost rank 0: .*(reset|ended its stream|closed its connection)"):
             work.wait()
 
 
@@ -127,7 +127,7 @@ def test_a_rank_that_leaves_in_order_is_not_missed_by_those_that_need_no_more_of
         assert float(answer) == 5.0
         first.exchange(torch.empty(0), 2, answer, 2).wait()
         assert float(answer) == 7.0
-        with pytest.raises(Unavailable, match="rank 0 lost rank 2"):
+        with pytest.raises(Unavailable, match="rank 0 lost rank 2: it ended its stream"):
             first.exchange(torch.empty(0), 2, answer, 2).wait()
 
 

@@ -49,6 +49,21 @@ def test_the_same_error_without_ctrl_c_is_an_error(monkeypatch: pytest.MonkeyPat
     cluster.stop()
 
 
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_a_ray_that_is_slow_to_start_is_started_again(is_slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = [Unavailable("Ray did not start: it timed out"), FileNotFoundError("the second start")]
+
+    def die(*arguments: object) -> None:
+        raise failures.pop(0)
+
+    monkeypatch.setattr(local, "start_own_ray", die)
+    monkeypatch.setattr(local, "SLOW_START_SECONDS", 0.0 if is_slow else 25.0)
+    cluster = LocalCluster(CONFIG)
+    with pytest.raises((Unavailable, FileNotFoundError), match="second start" if is_slow else "timed out"):
+        cluster.start()
+    cluster.stop()
+
+
 def test_files_of_ray_that_vanish_while_it_is_stopped_do_not_stop_the_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
