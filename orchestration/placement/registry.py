@@ -7,6 +7,7 @@ import heapq
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any, Generic, TypeVar
 
@@ -504,15 +505,19 @@ def _kind_of(registration: RingRegistration) -> RingKind:
 
 
 async def status_of(ring: RegisteredRing, peers: Peers) -> RingInfo:
-    """Ask a ring's leader for its status. A ring that cannot be reached is "lost"; this never raises for it."""
+    """Ask a ring's leader for its status. A ring that cannot be reached is "lost"; this never raises for it.
+
+    A ring that is being rebuilt is asked why that fails, but stays "rebuilding" until it is announced again.
+    """
     registration = ring.registration
-    if ring.lost is not None:
-        return status_without(registration, RingState.REBUILDING if registration.is_rebuilding else LOST)
+    if ring.lost is not None and not registration.is_rebuilding:
+        return status_without(registration, LOST)
     try:
         async with asyncio.timeout(STATUS_SECONDS):
-            return await peers.leader(registration.role, registration.endpoint).get_status()
+            status = await peers.leader(registration.role, registration.endpoint).get_status()
     except (RingserveError, TimeoutError):
-        return status_without(registration, LOST)
+        return status_without(registration, RingState.REBUILDING if registration.is_rebuilding else LOST)
+    return replace(status, state=RingState.REBUILDING) if registration.is_rebuilding else status
 
 
 def status_without(registration: RingRegistration, state: str, *, is_draining: bool = False) -> RingInfo:

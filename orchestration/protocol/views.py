@@ -77,8 +77,13 @@ def service_fault(view: ServerInfo) -> str:
 
 
 def roles_fault(rings: Iterable[RingInfo]) -> str:
-    """Return one sentence on the role that lacks rings; empty where none does."""
+    """Return one sentence on the role that lacks rings and why they fail to rebuild; empty if none lacks any."""
+    rings = tuple(rings)
     serving_roles = {
         ring.role for ring in rings if ring.restarting or (ring.state == RingState.READY and not ring.draining)
     }
-    return next((f"no {role} ring takes turns" for role in ("prefill", "decode") if role not in serving_roles), "")
+    role = next((role for role in ("prefill", "decode") if role not in serving_roles), "")
+    failures = (
+        f"; {ring.name} cannot be rebuilt: {ring.failure}" for ring in rings if ring.role == role and ring.failure
+    )
+    return f"no {role} ring takes turns{''.join(failures)}" if role else ""

@@ -308,6 +308,7 @@ class RingLeader(ABC):
             metrics_endpoint=self.metrics_endpoint,
             decode_variant=ring.decode_variant,
             decode_reason=ring.decode_reason,
+            failure=ring.failure,
             draining=self.is_draining,
             nodes=ring.nodes,
         )

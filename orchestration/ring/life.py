@@ -80,6 +80,7 @@ class Ring:
         self.rebuilds = 0
         self.decode_variant = ""  # variant of the latest decode step that the watch saw
         self.decode_reason = ""
+        self.failure = ""  # why the latest attempt to rebuild failed
         self.ranks: Sequence[RankPort] = ()
         self.infos: list[RankInfo] = []
         self.rank_statuses: dict[int, RankStatus] = {}
@@ -121,7 +122,8 @@ class Ring:
     def require_ready(self, incarnation: str | None = None) -> None:
         """Raise Unavailable unless the ring serves (and, if given, is still that incarnation)."""
         if self.state is not RingState.READY:
-            raise Unavailable(f"ring {self.settings.name} is {self.state}; retry in a few seconds")
+            why = f": {self.failure}" if self.failure else ""
+            raise Unavailable(f"ring {self.settings.name} is {self.state}{why}; retry in a few seconds")
         if incarnation is not None and incarnation != self.incarnation:
             raise Unavailable(f"ring {self.settings.name} was rebuilt during the turn; retry")
 
@@ -206,7 +208,7 @@ class Ring:
             kept_fraction=settings.kept_fraction,
         )
         log.info("%d tokens of KV fit on ring %s", self.pool.capacity_tokens, settings.name)
-        self.state = RingState.READY
+        self.state, self.failure = RingState.READY, ""
         self._watch = [
             asyncio.create_task(self._watch_rank(number, rank, incarnation)) for number, rank in enumerate(ranks)
         ]
@@ -341,6 +343,7 @@ class Ring:
             try:
                 await self._build()
             except Exception as failure:  # of any kind: without another attempt the ring would never serve again
+                self.failure = str(failure)
                 trace = None if isinstance(failure, RingserveError) else failure
                 log.warning(
                     "rebuilding ring %s failed, trying again in %.1f s: %s",

@@ -82,7 +82,8 @@ class RingInfo:
     """Status of a ring.
 
     `rank_pids` has `tp` processes a rank, in rank order. `decode_variant` is the variant of the latest decode step that
-    the ring's watch saw, and `decode_reason` why the ring chose helix or not. `waiting_work` and `max_waiting_work` are
+    the ring's watch saw, and `decode_reason` why the ring chose helix or not. `failure` is why the latest attempt to
+    rebuild the ring failed. `waiting_work` and `max_waiting_work` are
     in work units; only prefill rings have them. `nodes` are the addresses of the nodes of its ranks, each once.
 
     The router adds what the ring announced (`rates`, `capacity_tokens`, `chunk_tokens`), its own `corrections`, and
@@ -116,6 +117,7 @@ class RingInfo:
     draining: bool = False
     restarting: bool = False
     nodes: tuple[str, ...] = ()
+    failure: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

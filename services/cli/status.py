@@ -98,6 +98,7 @@ def _show(console: Console, info: ServerInfo, options: StatusOptions) -> None:
         ),
         *(_drain_line(drain) for drain in info.drains),
         *(f"{ring.name}: {ring.decode_reason}" for ring in info.rings if ring.decode_reason),
+        *(f"{ring.name} cannot be rebuilt: {ring.failure}" for ring in info.rings if ring.failure),
     ]
     for line in lines:  # a picture has a frame, a terminal wraps lines itself
         console.print(line, markup=False, highlight=False, soft_wrap=not console.record)

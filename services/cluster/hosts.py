@@ -170,11 +170,13 @@ async def _close(endpoint: MetricsEndpoint | None) -> None:
 class LeaderHost:
     """Builder of the leader of one ring of a pool. Picklable.
 
-    With an empty `listen_host` leader and ranks listen at the addresses of their nodes.
+    With an empty `listen_host` leader and ranks listen at the addresses of their nodes. All ranks of a cluster refuse
+    to load a model of another `fingerprint`; see `workers.model.info.read_fingerprint`.
     """
 
     config: Config
     model_path: str
+    fingerprint: str
     pool: Pool
     number: int
     router_endpoint: str
@@ -212,6 +214,7 @@ class LeaderHost:
             num_ranks=pool.cp,
             ranks=RankSettings(
                 model_path=self.model_path,
+                fingerprint=self.fingerprint,
                 dtype=config.model.dtype,
                 device=config.model.device,
                 gpus_per_rank=config.model.gpus_per_rank,

@@ -44,7 +44,7 @@ from ringserve.services.gateway.settings import GatewaySettings
 from ringserve.services.telemetry.tracing import check_installed
 from ringserve.workers.model.builtin import PREFIX, resolve_model_path
 from ringserve.workers.model.builtin import PREFIX as BUILTIN_PREFIX
-from ringserve.workers.model.info import multiplies_bfloat16, read_model_info, tensor_share
+from ringserve.workers.model.info import multiplies_bfloat16, read_fingerprint, read_model_info, tensor_share
 
 log = logging.getLogger(__name__)
 
@@ -111,6 +111,7 @@ class LocalCluster:
         path = resolve_model_path(config.model.path)
         name = Path(config.model.path).name
         model = read_model_info(path, dtype=config.model.dtype, name=name, device=config.model.device)
+        fingerprint = read_fingerprint(path)
         for pool in config.pools:
             tensor_share(model, pool.tp, f"{pool.key}.tp")
         if not config.ray.address:
@@ -145,6 +146,7 @@ class LocalCluster:
                 config=config,
                 # Each rank looks for a built-in model in its own machine's cache.
                 model_path=config.model.path if config.model.path.startswith(PREFIX) else str(path),
+                fingerprint=fingerprint,
                 pool=pool,
                 number=number,
                 router_endpoint=self.router_endpoint,

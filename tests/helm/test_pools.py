@@ -73,7 +73,7 @@ def test_every_ring_of_every_pool_serves_its_metrics_where_it_is_scraped() -> No
     ports = pod_templates(objects)["head"]["spec"]["containers"][0]["ports"]
     opened = {port["containerPort"]: port["name"] for port in ports}
     hosts = [
-        LeaderHost(config=config, model_path="", pool=pool, number=number, router_endpoint="")
+        LeaderHost(config=config, model_path="", fingerprint="", pool=pool, number=number, router_endpoint="")
         for pool in config.pools
         for number in range(pool.rings)
     ]

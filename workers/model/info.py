@@ -1,9 +1,12 @@
-"""Model shape, read only from the JSON files of a model directory, so that leaders and gateway need no torch."""
+"""Model shape and model identity, read from a model directory without torch: leaders and gateways have none."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import struct
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -67,6 +70,123 @@ def read_model_info(path: Path, dtype: str | None = None, name: str | None = Non
     if info.num_heads % info.num_kv_heads:
         raise ModelRefused(f"{info.num_heads} query heads are not a multiple of {info.num_kv_heads} key/value heads")
     return _with_parameters(info, mlp.total, tied=bool(config.get("tie_word_embeddings", False)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightFiles:
+    """Files with a model's weights. `assigned` has the file name of every tensor if an index assigns them.
+
+    `single` is the name that one file would have: `model.safetensors` or `pytorch_model.bin`.
+    """
+
+    paths: Sequence[Path]
+    single: str
+    assigned: Mapping[str, str] | None = None
+
+    @property
+    def is_safetensors(self) -> bool:
+        return self.single == "model.safetensors"
+
+    @classmethod
+    def find(cls, path: Path) -> WeightFiles:
+        """Choose the files that transformers would read in a directory.
+
+        These are `model.safetensors`, or else the files that `model.safetensors.index.json` names, or else all
+        `*.safetensors` files, or else the same of `pytorch_model.bin`. So a copy that training left beside a model is
+        not read. Raises ModelRefused.
+        """
+        for single in ("model.safetensors", "pytorch_model.bin"):
+            if (path / single).is_file():
+                return cls(paths=[path / single], single=single)
+            index = path / f"{single}.index.json"
+            if index.is_file():
+                assigned = _read_index(index)
+                names = sorted(set(assigned.values()))
+                if missing := [name for name in names if not (path / name).is_file()]:
+                    raise ModelRefused(f"{path} has no {missing[0]}, which its index names")
+                return cls(paths=[path / name for name in names], single=single, assigned=assigned)
+            if single == "model.safetensors" and (others := sorted(path.glob("*.safetensors"))):
+                return cls(paths=others, single=single)
+        raise ModelRefused(f"{path} has no weights: neither *.safetensors nor pytorch_model.bin")
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """Return the file name of every tensor. Raises ModelRefused."""
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelRefused(f"{index} cannot be read: it needs a JSON object with weight_map") from error
+    if not (
+        isinstance(names, dict) and all(isinstance(file, str) and Path(file).name == file for file in names.values())
+    ):
+        raise ModelRefused(f"{index} has a weight_map whose values are not all names of files beside it")
+    return names
+
+
+SAMPLE_BYTES = 4096
+"""Bytes of a tensor that count for a fingerprint. Training changes nearly every value of the tensors that it trains."""
+IDENTITY_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model")
+
+
+def read_fingerprint(path: Path) -> str:
+    """Return the identity of the model in `path`, 16 hexadecimal digits: of its configuration, tokenizer and weights.
+
+    Equal directories have equal fingerprints on every machine. Of each stored tensor name, type, shape and the
+    SAMPLE_BYTES in its middle count, so a large model takes seconds. Example: two fine-tunes of one base model differ.
+    Raises ModelRefused.
+    """
+    digest = hashlib.sha256()
+    try:
+        for name in IDENTITY_FILES:
+            content = (path / name).read_bytes() if (path / name).is_file() else b""
+            digest.update(struct.pack("<q", len(content)) + content)
+        weights = WeightFiles.find(path)
+        for file in weights.paths:
+            digest.update(file.name.encode())
+            for part in _sample_safetensors(file) if weights.is_safetensors else _sample_torch_file(file):
+                digest.update(part)
+    except OSError as error:
+        raise ModelRefused(f"{path} cannot be read: {error}") from error
+    return digest.hexdigest()[:16]
+
+
+def _sample_safetensors(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        try:
+            (length,) = struct.unpack("<Q", file.read(8))
+            content = file.read(min(length, path.stat().st_size))
+            offsets = [each["data_offsets"] for name, each in json.loads(content).items() if name != "__metadata__"]
+            spans = sorted((int(first), int(last)) for first, last in offsets)
+        except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelRefused(f"{path} cannot be read as weights: its header is damaged") from error
+        yield content
+        for first, last in spans:
+            file.seek(8 + length + max(first, (first + last - SAMPLE_BYTES) // 2))
+            yield file.read(min(SAMPLE_BYTES, last - first))
+
+
+def _sample_torch_file(path: Path) -> Iterator[bytes]:
+    """Yield the checksums that `torch.save` stores, or all bytes in its format before torch 1.6."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            for entry in archive.infolist():
+                yield f"{entry.filename} {entry.file_size} {entry.CRC}".encode()
+        return
+    with path.open("rb") as file:
+        while part := file.read(1 << 20):
+            yield part
+
+
+def check_fingerprint(path: Path, expected: str) -> None:
+    """Check that `path` holds the model that the service began with; any if `expected` is empty. Raises ModelRefused.
+
+    Ranks of two models would give answers of neither.
+    """
+    if expected and (found := read_fingerprint(path)) != expected:
+        raise ModelRefused(
+            f"{path} is not the model that the service began with: its fingerprint is {found}, and was {expected}; put "
+            "its files back, or stop the service and start it again"
+        )
 
 
 def tensor_share(info: ModelInfo, tp: int, key: str = "tp", *, replicates_kv: bool = False) -> ModelInfo:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
@@ -17,6 +16,7 @@ from torch.nn import Module, Parameter
 
 from ringserve.cp_core.errors import ModelRefused
 from ringserve.workers.model.hugging_face import PreTrainedModel, WeightConverter, conversion_mapping, rename_source_key
+from ringserve.workers.model.info import WeightFiles
 from ringserve.workers.model.tensor_parallel import WHOLE_BIAS, TensorParallel
 
 Shape = tuple[int, ...]
@@ -53,61 +53,30 @@ class _TorchFile(dict[str, Tensor]):
 
 
 def _open_files(path: Path, stack: ExitStack) -> dict[str, _File]:
-    """Open the files that transformers would read in a directory -> the file of every stored tensor.
+    """Open the weight files of a directory -> the file of every stored tensor.
 
-    These are `model.safetensors`, or else the files and tensors that `model.safetensors.index.json` assigns, or else
-    all `*.safetensors` files if no tensor is in two of them, or else the same of `pytorch_model.bin`. So a copy that
-    training left beside a model is not read. Raises ModelRefused.
+    Without an index, no tensor may be in two of them. Raises ModelRefused.
     """
-
-    def open_one(file: Path) -> _File:
-        if not file.is_file():
-            raise ModelRefused(f"{path} has no {file.name}, which its index names")
-        found: _File = stack.enter_context(safe_open(file, framework="pt")) if is_safe else _TorchFile(file)
-        return found
-
-    for single, is_safe in (("model.safetensors", True), ("pytorch_model.bin", False)):
-        others = sorted(path.glob("*.safetensors")) if is_safe else []
-        if (path / single).is_file():
-            names = None
-            chosen = [path / single]
-        elif (index := path / f"{single}.index.json").is_file():
-            names = _read_index(index)
-            chosen = sorted({path / file for file in names.values()})
-        elif others:
-            names, chosen = None, others
-        else:
-            continue
-        opened = {file.name: open_one(file) for file in chosen}
-        if names is not None:
-            for name, file in names.items():
-                if name not in opened[file].keys():  # noqa: SIM118
-                    raise ModelRefused(f"{path / file} lacks {name}, which {index.name} assigns to it")
-            return {name: opened[file] for name, file in names.items()}
-        found: dict[str, _File] = {}
-        for file, content in opened.items():
-            for name in content.keys():  # noqa: SIM118
-                if name in found:
-                    raise ModelRefused(
-                        f"{path} has {name} in {file} and in another file, and no {single} or {single}.index.json says "
-                        "which one counts"
-                    )
-                found[name] = content
-        return found
-    raise ModelRefused(f"{path} has no weights: neither *.safetensors nor pytorch_model.bin")
-
-
-def _read_index(index: Path) -> dict[str, str]:
-    """Return the file name of every tensor. Raises ModelRefused."""
-    try:
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ModelRefused(f"{index} cannot be read: it needs a JSON object with weight_map") from error
-    if not (
-        isinstance(names, dict) and all(isinstance(file, str) and Path(file).name == file for file in names.values())
-    ):
-        raise ModelRefused(f"{index} has a weight_map whose values are not all names of files beside it")
-    return names
+    chosen = WeightFiles.find(path)
+    opened: dict[str, _File] = {
+        file.name: stack.enter_context(safe_open(file, framework="pt")) if chosen.is_safetensors else _TorchFile(file)
+        for file in chosen.paths
+    }
+    if chosen.assigned is not None:
+        for name, file in chosen.assigned.items():
+            if name not in opened[file].keys():  # noqa: SIM118
+                raise ModelRefused(f"{path / file} lacks {name}, which {chosen.single}.index.json assigns to it")
+        return {name: opened[file] for name, file in chosen.assigned.items()}
+    found: dict[str, _File] = {}
+    for file, content in opened.items():
+        for name in content.keys():  # noqa: SIM118
+            if name in found:
+                raise ModelRefused(
+                    f"{path} has {name} in {file} and in another file, and no {chosen.single} or "
+                    f"{chosen.single}.index.json says which one counts"
+                )
+            found[name] = content
+    return found
 
 
 class Weights:

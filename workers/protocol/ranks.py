@@ -33,11 +33,13 @@ class RankSettings:
     "cuda" a process has `gpus_per_rank` of a GPU: with less than 1, several share it. `kv_carrier` moves KV to other
     rings: `sockets`, `nixl` by slots of `kv_slot_bytes`, or `auto`, which is NIXL on "cuda" where it is installed,
     and sockets to ranks that it does not reach. `compile` is one of COMPILE_POLICIES, `quantization` one of
-    QUANTIZATIONS. Two are for comparisons, and such ranks hand over no KV: `replicates_kv` allows more processes
-    than KV heads, and with `scatters_rows` each process has its share of the rows between attention and MLP.
+    QUANTIZATIONS. If `fingerprint` is given, a rank refuses to load a model with another one. Two are for comparisons,
+    and such ranks hand over no KV: `replicates_kv` allows more processes than KV heads, and with `scatters_rows` each
+    process has its share of the rows between attention and MLP.
     """
 
     model_path: str
+    fingerprint: str = ""
     dtype: str = "float32"
     device: str = "cpu"
     gpus_per_rank: float = 1.0

@@ -20,6 +20,7 @@ from ringserve.workers.kv.pulls import NUM_SLOTS, PullAgent
 from ringserve.workers.kv.receiver import KvReceiver
 from ringserve.workers.kv.sender import KvSender
 from ringserve.workers.model.builtin import resolve_model_path
+from ringserve.workers.model.info import check_fingerprint
 from ringserve.workers.model.layers import FP8_MULTIPLE
 from ringserve.workers.model.loading import DTYPES, LoadedModel, load_model
 from ringserve.workers.protocol.ranks import FP8_MLPS, ModelInfo, RankInfo, RankSettings, RankSpec
@@ -83,6 +84,7 @@ def load_parts(spec: RankSpec, *, poisoned: bool) -> RankParts:
     torch.set_num_threads(settings.num_threads)
     joining = RingJoining(spec)
     path = resolve_model_path(settings.model_path)
+    check_fingerprint(path, settings.fingerprint)
     model = load_model(
         path,
         settings.dtype,
@@ -95,6 +97,7 @@ def load_parts(spec: RankSpec, *, poisoned: bool) -> RankParts:
         helix_rank=spec.cp_rank,
         helix=spec.helix,
     )
+    check_fingerprint(path, settings.fingerprint)  # the files may have been replaced meanwhile
     check_quantization(settings, model.share)
     dtype = DTYPES[model.info.kv_dtype]
     backend = select_backend(settings.attention_backend, settings.device, dtype)

@@ -1637,6 +1637,7 @@ class RingInfo(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     RESTARTING_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     name: _builtins.str
     endpoint: _builtins.str
@@ -1669,6 +1670,8 @@ class RingInfo(_message.Message):
     """It takes no new turns, and leaves when those that run have ended."""
     restarting: _builtins.bool
     """When it has drained it is started again, and new turns may wait for it."""
+    failure: _builtins.str
+    """Why the latest attempt to rebuild the ring failed; empty while it serves."""
     @_builtins.property
     def kv_usage(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankKvUsage]: ...
     @_builtins.property
@@ -1717,10 +1720,11 @@ class RingInfo(_message.Message):
         draining: _builtins.bool = ...,
         restarting: _builtins.bool = ...,
         nodes: _abc.Iterable[_builtins.str] | None = ...,
+        failure: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rates", b"rates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "capacity_tokens", b"capacity_tokens", "chunk_tokens", b"chunk_tokens", "corrections", b"corrections", "decode_reason", b"decode_reason", "decode_variant", b"decode_variant", "draining", b"draining", "endpoint", b"endpoint", "incarnation", b"incarnation", "kv_usage", b"kv_usage", "max_waiting_work", b"max_waiting_work", "metrics_endpoint", b"metrics_endpoint", "name", b"name", "nodes", b"nodes", "num_preemptions", b"num_preemptions", "num_ranks", b"num_ranks", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "rank_pids", b"rank_pids", "rates", b"rates", "rebuilds", b"rebuilds", "restarting", b"restarting", "ring_transport", b"ring_transport", "role", b"role", "state", b"state", "tp", b"tp", "waiting_work", b"waiting_work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "capacity_tokens", b"capacity_tokens", "chunk_tokens", b"chunk_tokens", "corrections", b"corrections", "decode_reason", b"decode_reason", "decode_variant", b"decode_variant", "draining", b"draining", "endpoint", b"endpoint", "failure", b"failure", "incarnation", b"incarnation", "kv_usage", b"kv_usage", "max_waiting_work", b"max_waiting_work", "metrics_endpoint", b"metrics_endpoint", "name", b"name", "nodes", b"nodes", "num_preemptions", b"num_preemptions", "num_ranks", b"num_ranks", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "rank_pids", b"rank_pids", "rates", b"rates", "rebuilds", b"rebuilds", "restarting", b"restarting", "ring_transport", b"ring_transport", "role", b"role", "state", b"state", "tp", b"tp", "waiting_work", b"waiting_work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

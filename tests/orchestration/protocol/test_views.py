@@ -57,3 +57,7 @@ def test_the_service_is_ready_while_a_ring_of_each_role_takes_turns() -> None:
     assert fault(status("prefill"), status("decode", draining=True)) == "no decode ring takes turns"
     assert fault(status("prefill", "rebuilding"), status("decode")) == "no prefill ring takes turns"
     assert fault() == "no prefill ring takes turns"
+    broken = replace(status("decode", "rebuilding"), failure="the model has changed")
+    assert fault(status("prefill"), broken) == (
+        "no decode ring takes turns; decode-0 cannot be rebuilt: the model has changed"
+    )

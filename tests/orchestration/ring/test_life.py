@@ -345,6 +345,20 @@ async def test_a_rebuild_is_tried_until_it_succeeds() -> None:
         assert len(rings.ranks.rings) == 3, "the first, the one that did not start, the one that did"
 
 
+async def test_a_ring_tells_why_it_cannot_be_rebuilt_until_it_is() -> None:
+    async with started() as rings:
+        refusal = "model is not the model that the service began with"
+        rings.ranks.start_errors = [ModelRefused(refusal)] * 1000
+        rings.ring.report_lost(DEAD, rings.ring.incarnation)
+        await eventually(lambda: rings.ring.failure == refusal)
+        with pytest.raises(Unavailable, match=f"ring ring is rebuilding: {refusal}; retry"):
+            rings.ring.require_ready()
+        rings.ranks.start_errors.clear()
+        await rings.until_told("ready", "lost", "ready")
+        assert rings.ring.failure == ""
+        rings.ring.require_ready()
+
+
 async def test_a_rank_lost_while_the_rebuilt_ring_announces_itself_means_one_more_rebuild() -> None:
     async with started() as rings:
         rings.gate.clear()

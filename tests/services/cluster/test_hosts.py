@@ -13,7 +13,7 @@ from ringserve.services.config import config_from
 def host(role: str, index: int = 0, pool: str = "", **sections: dict[str, Any]) -> LeaderHost:
     config = config_from(sections)
     (found,) = (each for each in config.pools_of(role) if each.name == pool)
-    return LeaderHost(config=config, model_path="", pool=found, number=index, router_endpoint="")
+    return LeaderHost(config=config, model_path="", fingerprint="", pool=found, number=index, router_endpoint="")
 
 
 @pytest.mark.parametrize(("index", "address"), [(0, "0.0.0.0:9500"), (3, "0.0.0.0:9503")])

@@ -44,7 +44,7 @@ class Machine:
         self.keeper = RingKeeper(self._start, self.nodes.__contains__, lambda: self.now)
         config = config_from({})
         (pool,) = config.pools_of("decode")
-        host = LeaderHost(config=config, model_path="", pool=pool, number=0, router_endpoint="")
+        host = LeaderHost(config=config, model_path="", fingerprint="", pool=pool, number=0, router_endpoint="")
         self.keeper.make(host)
 
     def _start(self, host: LeaderHost, name: str) -> FakeLeader:

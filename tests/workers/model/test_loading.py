@@ -16,11 +16,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ringserve.cp_core.cost.memory import kv_bytes_per_token
 from ringserve.cp_core.errors import ModelRefused
-from ringserve.workers.model.info import multiplies_bfloat16, read_model_info
+from ringserve.workers.model.info import multiplies_bfloat16, read_fingerprint, read_model_info
 from ringserve.workers.model.layers import PackedLinear
 from ringserve.workers.model.loading import load_model
 from ringserve.workers.model.support import FAMILIES, check_supported
 from ringserve.workers.protocol.prefill_steps import Algorithm
+from ringserve.workers.protocol.ranks import RankSettings, RankSpec
 from ringserve.workers.rank import parts as rank_parts
 from ringserve.workers.sampling.parameters import SamplingParameters
 from tests.workers.models import KINDS, Oracle, random_tokens, save_family, save_model
@@ -454,3 +455,87 @@ def test_a_default_of_transformers_that_the_config_omits_is_asked_for(tmp_path: 
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelRefused, match=r"lacks num_key_value_heads, and transformers takes 2; write it there"):
         load_model(path, "float32", "cpu")
+
+
+# --- identity --------------------------------------------------------------------------------------------------------
+
+
+def _change_one_tensor(path: Path) -> None:
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] += 1e-3
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def _swap_two_tensors(path: Path) -> None:
+    tensors = load_file(path / "model.safetensors")
+    first, second = (f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1))
+    tensors[first], tensors[second] = tensors[second].clone(), tensors[first].clone()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def _change_config(path: Path) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+
+
+def _add_tokenizer(path: Path) -> None:
+    (path / "tokenizer.json").write_text("{}")
+
+
+@pytest.mark.parametrize("change", [_change_one_tensor, _swap_two_tensors, _change_config, _add_tokenizer])
+def test_a_fingerprint_is_that_of_the_model_and_not_of_its_directory(
+    change: Callable[[Path], None], tmp_path: Path
+) -> None:
+    model = save_model("llama_gqa", tmp_path / "model")
+    before = read_fingerprint(model)
+    copy = model.rename(tmp_path / "elsewhere")
+    (copy / "model.safetensors").touch()
+    (copy / "model_ema.safetensors").write_bytes(b"no part of the model")
+    (copy / "README.md").write_text("no part of it either")
+    assert read_fingerprint(copy) == before
+    change(copy)
+    assert read_fingerprint(copy) != before
+
+
+@pytest.mark.parametrize("is_legacy", [True, False])
+def test_weights_of_torch_save_have_a_fingerprint_too(is_legacy: bool, tmp_path: Path) -> None:
+    def write(value: float) -> str:
+        weights = {"weight": torch.full((1000,), value)}
+        torch.save(weights, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=not is_legacy)
+        return read_fingerprint(tmp_path)
+
+    assert write(1.0) == write(1.0) != write(2.0)
+
+
+def test_a_directory_without_readable_weights_has_no_fingerprint(tmp_path: Path) -> None:
+    with pytest.raises(ModelRefused, match="has no weights"):
+        read_fingerprint(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
+    with pytest.raises(ModelRefused, match=r"model.safetensors cannot be read as weights: its header is damaged"):
+        read_fingerprint(tmp_path)
+
+
+def test_a_rank_refuses_a_model_that_was_replaced_before_or_while_it_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save_model("llama_gqa", tmp_path / "model")
+    settings = RankSettings(model_path=str(model), fingerprint=read_fingerprint(model), num_blocks=4)
+    spec = RankSpec(ring="ring", rank=0, num_ranks=1, incarnation="first", settings=settings)
+    rank_parts.load_parts(spec, poisoned=False).close_kv()
+    original = (model / "model.safetensors").read_bytes()
+    _change_one_tensor(model)
+    refusal = (
+        rf"{model} is not the model that the service began with: .* was {settings.fingerprint}; put its files back"
+    )
+    with pytest.raises(ModelRefused, match=refusal):
+        rank_parts.load_parts(spec, poisoned=False)
+    (model / "model.safetensors").write_bytes(original)
+
+    def replace_after_loading(*arguments: Any, **options: Any) -> Any:
+        loaded = load_model(*arguments, **options)
+        _change_one_tensor(model)
+        return loaded
+
+    monkeypatch.setattr(rank_parts, "load_model", replace_after_loading)
+    with pytest.raises(ModelRefused, match=refusal):
+        rank_parts.load_parts(spec, poisoned=False)
