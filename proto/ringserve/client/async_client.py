@@ -19,7 +19,7 @@ from ringserve.client.failures import error_from_call
 from ringserve.client.requests import Prompt, RequestOptions, TurnOptions, is_chat, make_count_request, make_request
 from ringserve.client.results import MAPPER, Answer, AnswerReader, Piece, Plan
 from ringserve.client.retries import Retries, RetryPolicy, is_lost
-from ringserve.errors import Unavailable
+from ringserve.errors import RingserveError, Unavailable
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from ringserve.views import Aborted, ConversationInfo, ConversationSummary, ModelInfo, ServerInfo
 
@@ -36,12 +36,26 @@ class AsyncAnswerStream(AsyncIterator[Piece]):
     def __init__(self, responses: Responses, reader: AnswerReader) -> None:
         self._responses = responses
         self._reader = reader
+        self._reading: asyncio.Task[Any] | None = None
+        self._is_closed = False
+        self._has_left = asyncio.Event()
 
     async def __anext__(self) -> Piece:
-        async for response in self._responses:
-            piece = self._reader.take(response)
-            if piece is not None:
-                return piece
+        self._reading = asyncio.current_task()
+        try:
+            async for response in self._responses:
+                piece = self._reader.take(response)
+                if piece is not None:
+                    return piece
+        except asyncio.CancelledError:
+            assert self._reading is not None, "a coroutine runs in a task"
+            if not self._is_closed or self._reading.uncancel():
+                raise
+        finally:
+            self._reading = None
+            self._has_left.set()
+        if self._reader.answer is None and self._is_closed:
+            raise RingserveError("CANCELLED: the stream was closed before its answer ended")
         if self._reader.answer is None:
             raise Unavailable("the stream ended without a completion")
         raise StopAsyncIteration
@@ -55,7 +69,13 @@ class AsyncAnswerStream(AsyncIterator[Piece]):
         await self.close()
 
     async def close(self) -> None:
-        """End the turn, if it still runs."""
+        """End the turn, if it still runs. A task that waits for the next piece gets a RingserveError."""
+        was_closed, self._is_closed = self._is_closed, True
+        if self._reading is not None and not was_closed:
+            self._reading.cancel()
+        while self._reading is not None:  # a generator cannot be closed while it runs
+            self._has_left.clear()
+            await self._has_left.wait()
         await self._responses.aclose()
 
     @property

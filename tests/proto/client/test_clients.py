@@ -162,6 +162,31 @@ async def test_closing_a_client_ends_its_turns(gateway: LocalGateway) -> None:
         client.model_info()
 
 
+@pytest.mark.parametrize("closings", [1, 2])
+async def test_a_stream_may_be_closed_while_another_task_reads_it(client: AsyncClient, closings: int) -> None:
+    stream = client.stream("x", sampling=LONG)
+    await anext(stream)
+    reading = asyncio.create_task(stream.answer())
+    await asyncio.sleep(0)
+    await asyncio.gather(*(stream.close() for _ in range(closings)))
+    with pytest.raises(RingserveError, match="CANCELLED: the stream was closed before its answer ended"):
+        await reading
+    assert reading.cancelling() == 0
+    assert (await client.ask("x", sampling=FIVE)).token_ids, "the client goes on"
+
+
+async def test_a_reader_that_is_cancelled_itself_is_cancelled(gateway: LocalGateway) -> None:
+    async with AsyncClient(gateway.target) as client:
+        stream = client.stream("x", sampling=LONG)
+        await anext(stream)
+        reading = asyncio.create_task(stream.answer())
+        await asyncio.sleep(0)
+        reading.cancel()
+        await stream.close()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+
+
 def test_ctrl_c_cancels_what_a_thread_waits_for() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # Python leaves SIGINT ignored in a shell's background job
     loop, ended, began = _LoopThread(), [], threading.Event()
