@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -110,10 +111,23 @@ class RingLeader(ABC):
         await self.ring.close()
 
     async def on_ready(self) -> None:
-        """Announce a ring that serves, for the first time or again."""
+        """Announce a ring that serves, for the first time or again.
+
+        One call that the router does not answer costs no start: it is repeated for the control timeout. Raises
+        Unavailable.
+        """
+        deadline = time.monotonic() + self.settings.control_timeout
         if self._announcing is None:
             self._announcing = self.spawn(self._stay_announced())
-        await self.announce()
+        while True:
+            try:
+                await self.announce()
+                return
+            except Unavailable as error:
+                if time.monotonic() > deadline:
+                    raise
+                log.info("ring %s: announcement failed, repeating it: %s", self.settings.name, error)
+            await asyncio.sleep(RETRY_SECONDS)
 
     async def announce(self) -> int:
         """Register the ring's state with the router.
@@ -186,7 +200,7 @@ class RingLeader(ABC):
             await self.announce()
         except RingserveError as error:
             if self._is_heard:
-                log.warning("ring %s cannot announce itself, and tries on: %s", self.settings.name, error)
+                log.warning("ring %s: announcement failed, retrying: %s", self.settings.name, error)
             self._is_heard = False
         else:
             self._is_heard = True

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 
 import pytest
 
 from ringserve.cp_core.errors import RingserveError, Unavailable
 from ringserve.orchestration.protocol.inventory import KnownEpoch, Registered, TurnOnRing
-from ringserve.orchestration.protocol.rings import RingSettings
+from ringserve.orchestration.protocol.rings import RingSettings, RingState
 from ringserve.orchestration.protocol.turns import RingRegistration
 from ringserve.orchestration.ring import leader as leaders
 from ringserve.orchestration.ring.leader import RingLeader
@@ -122,6 +123,16 @@ async def test_a_ring_that_the_router_does_not_hear_announces_itself_more_often(
     await leader.close()
 
 
+async def test_a_start_repeats_an_announcement_that_the_router_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leaders, "RETRY_SECONDS", 0.001)
+    leader, router, _ = made(announce_interval=3600)
+    router.errors = [Unavailable("no router")] * 3
+    await leader.start("here:1")
+    assert len(router.heard) >= 4
+    assert leader.ring.state is RingState.READY
+    await leader.close()
+
+
 async def test_a_rebuilt_ring_is_announced_as_its_new_incarnation_only() -> None:
     leader, router, ranks = made()
     await leader.start("here:1")
@@ -138,6 +149,7 @@ async def test_a_rebuilt_ring_is_announced_as_its_new_incarnation_only() -> None
 
 async def test_a_leader_whose_router_cannot_be_reached_does_not_start() -> None:
     leader, router, ranks = made()
+    leader.settings = replace(leader.settings, control_timeout=0.0)
     router.errors = [Unavailable("no router")]
     with pytest.raises(Unavailable, match="no router"):
         await leader.start("here:1")
