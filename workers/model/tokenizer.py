@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,23 @@ from typing import Any
 from ringserve.cp_core.errors import InvalidRequest
 from ringserve.workers.model.info import read_json
 
+logger = logging.getLogger(__name__)
+
+PROBES = (
+    "Hello world",
+    " two  spaces,\n\ta line",
+    "na\u00efve \u6771\u4eac \U0001f642 12345",
+    "if x != 1: return f(x)",
+)
+"""Texts by which a tokenizer is compared with its file."""
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 def load_tokenizer(model_path: Path) -> Any:
-    """Return the tokenizer that transformers' AutoTokenizer would choose for a model directory.
+    """Return the tokenizer of a model directory, as transformers' AutoTokenizer chooses it.
+
+    AutoTokenizer rebuilds some tokenizers from the family's class, with other pieces than `tokenizer.json` has. The
+    file counts then, since the model was trained with it. Example: a Qwen2 directory with a SentencePiece tokenizer.
 
     AutoTokenizer imports torch, which costs a gateway 250 MB and two seconds. If a Llama directory has the generic
     `tokenizer_class`, AutoTokenizer would choose it, so it is loaded directly.
@@ -26,7 +39,28 @@ def load_tokenizer(model_path: Path) -> Any:
         return PreTrainedTokenizerFast.from_pretrained(str(model_path), local_files_only=True)
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(model_path), local_files_only=True)
+    chosen = AutoTokenizer.from_pretrained(str(model_path), local_files_only=True)
+    if not files[2].is_file() or _reads_like(chosen, files[2]):
+        return chosen
+    from transformers import PreTrainedTokenizerFast
+
+    logger.warning("%s: %s has other tokens than tokenizer.json, which is used", model_path, type(chosen).__name__)
+    return PreTrainedTokenizerFast.from_pretrained(str(model_path), local_files_only=True)
+
+
+def _reads_like(tokenizer: Any, file: Path) -> bool:
+    """Return True if a tokenizer encodes PROBES as its file does, or has no fast form."""
+    from tokenizers import Tokenizer
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return True
+    stored = Tokenizer.from_file(str(file))
+    stored.no_padding()
+    stored.no_truncation()
+    backends = (backend, stored)
+    first, second = ([each.encode(text, add_special_tokens=False).ids for text in PROBES] for each in backends)
+    return bool(first == second)
 
 
 def _is_generic(model: Mapping[str, object], tokenizer: Mapping[str, object]) -> bool:
