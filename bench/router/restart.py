@@ -279,7 +279,7 @@ class _Restart:
     # --- journal -----------------------------------------------------------------------------------------------------
 
     async def _write(self) -> None:
-        journal = SqliteJournal(self._journal, self._host("127.0.0.1:0").model_name)
+        journal = SqliteJournal(self._journal, self._host("127.0.0.1:0").fingerprint)
         try:
             for start in range(0, self._load.conversations, RECORDS_AT_ONCE):
                 stop = min(start + RECORDS_AT_ONCE, self._load.conversations)

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from ringserve.cp_core.layout.sparsity import Sparsity
-from ringserve.orchestration.journal.schema import connect, open_journal, take_lock
+from ringserve.orchestration.journal.schema import connect, journal_path, open_journal, take_lock
 from ringserve.orchestration.journal.writer import GroupCommit
 from ringserve.orchestration.protocol.journal import BegunRecord, CommittedRecord, StoredConversation
 from ringserve.orchestration.protocol.plans import TurnPlan
@@ -37,11 +37,15 @@ VACUUM_PAGES = 256
 class SqliteJournal:
     """`JournalPort` over SQLite. Reads happen on the caller's thread, writes on one of the journal's own."""
 
-    def __init__(self, directory: Path, model: str = "") -> None:
-        """Lock the directory and begin an epoch. Raises ConfigError where the journal cannot be used."""
+    def __init__(self, directory: Path, fingerprint: str = "") -> None:
+        """Lock the directory and begin an epoch in the journal of the model with this fingerprint.
+
+        Raises ConfigError if the journal cannot be used.
+        """
         self._lock = take_lock(directory)
+        path = journal_path(directory, fingerprint)
         try:
-            database = open_journal(directory, model)
+            database = open_journal(path)
             # A leader must never see an epoch twice, not even after a power cut.
             database.execute("PRAGMA synchronous=FULL")
             (self.epoch,) = database.execute(
@@ -49,7 +53,7 @@ class SqliteJournal:
             ).fetchone()
             database.execute("PRAGMA synchronous=NORMAL")
             self._database = database
-            self._reader = connect(directory)
+            self._reader = connect(path)
         except BaseException:
             self._lock.release()
             raise

@@ -8,6 +8,7 @@ chain have KV of one `sparsity` (NULL: exact), since a turn of another continues
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -16,7 +17,8 @@ from filelock import FileLock, Timeout
 
 from ringserve.cp_core.errors import ConfigError
 
-FILE = "journal.sqlite"
+log = logging.getLogger(__name__)
+
 LOCK_SECONDS = 5.0
 """Seconds to wait for a router that has just been killed to release the journal."""
 
@@ -55,19 +57,33 @@ def take_lock(directory: Path) -> FileLock:
     return lock
 
 
-def open_journal(directory: Path, model: str) -> sqlite3.Connection:
-    """Open the journal of a locked directory for writing, with tables of this version. `model` made its token ids.
+def journal_path(directory: Path, fingerprint: str) -> Path:
+    """Return the journal of the model with this fingerprint. Each model has its own: its token ids mean other texts.
 
-    Raises ConfigError for a file of another version, of another model, or that is no journal.
+    Example: `journal-12a7db946949a525.sqlite`.
     """
-    path = directory / FILE
+    return directory / ("-".join(filter(None, ("journal", fingerprint))) + ".sqlite")
+
+
+def open_journal(path: Path) -> sqlite3.Connection:
+    """Open a journal in a locked directory for writing, with tables of this version.
+
+    Raises ConfigError for a file of another version, or that is no journal.
+    """
+    others = sorted(other.name for other in path.parent.glob("journal*.sqlite") if other != path)
+    if others and not path.exists():
+        log.info(
+            "router.journal: the model is another one, so %s begins without conversations; %s stays for the model "
+            "before",
+            path,
+            ", ".join(others),
+        )
     try:
         with ExitStack() as on_failure:
-            database = on_failure.enter_context(closing(connect(directory)))
+            database = on_failure.enter_context(closing(connect(path)))
             database.execute("PRAGMA auto_vacuum=INCREMENTAL")
             database.execute("PRAGMA journal_mode=WAL")
             _create_tables(database, path)
-            _check_model(database, path, model)
             on_failure.pop_all()
     except sqlite3.Error as error:
         raise ConfigError(
@@ -76,9 +92,9 @@ def open_journal(directory: Path, model: str) -> sqlite3.Connection:
     return database
 
 
-def connect(directory: Path) -> sqlite3.Connection:
+def connect(path: Path) -> sqlite3.Connection:
     """Return a connection that commits nothing by itself. Any one thread at a time may use it."""
-    return sqlite3.connect(directory / FILE, isolation_level=None, check_same_thread=False)
+    return sqlite3.connect(path, isolation_level=None, check_same_thread=False)
 
 
 def _create_tables(database: sqlite3.Connection, path: Path) -> None:
@@ -90,13 +106,3 @@ def _create_tables(database: sqlite3.Connection, path: Path) -> None:
         )
     if version == 0:
         database.executescript(f"BEGIN;{TABLES};PRAGMA user_version={VERSION};COMMIT;").close()
-
-
-def _check_model(database: sqlite3.Connection, path: Path, model: str) -> None:
-    database.execute("INSERT OR IGNORE INTO facts VALUES ('model', ?)", (model,))
-    (known,) = database.execute("SELECT value FROM facts WHERE name = 'model'").fetchone()
-    if known != model:
-        raise ConfigError(
-            f"router.journal: {path} has conversations with model {known}, and this router serves {model}; "
-            f"give another directory"
-        )

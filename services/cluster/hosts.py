@@ -56,21 +56,20 @@ def reachable(address: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterHost:
-    """Builder of the router. Picklable: an actor calls it. `journal` is a directory; empty: nothing survives."""
+    """Builder of the router. Picklable: an actor calls it. `journal` is a directory; empty: nothing survives.
+
+    The journal has the conversations with the model of this `fingerprint` alone.
+    """
 
     config: Config
     model: ModelInfo
+    fingerprint: str = ""
     profile: HardwareProfile | None = None
     journal: str = ""
     sparse_losses: SparseLosses | None = None
 
     def __call__(self) -> RunningRouter:
         return RunningRouter(self)
-
-    @property
-    def model_name(self) -> str:
-        """Name of the model whose token ids the journal has."""
-        return Path(self.config.model.path).name
 
 
 class RunningRouter:
@@ -80,7 +79,7 @@ class RunningRouter:
         set_up_logs("router", host.config.logs.level, host.config.logs.format, host.config.logs.levels)
         self._config = host.config
         self._tls = host.config.internal_tls.files
-        journal = SqliteJournal(Path(host.journal), host.model_name) if host.journal else None
+        journal = SqliteJournal(Path(host.journal), host.fingerprint) if host.journal else None
         self._peers = GrpcPeers(self._tls, host.config.timeouts.lost)
         router = host.config.router
         self._planner = Planner(

@@ -132,7 +132,12 @@ class LocalCluster:
             self._start_ray()
         self._progress("starting the router")
         router_host = RouterHost(
-            config=config, model=model, profile=profile, journal=self._journal, sparse_losses=losses
+            config=config,
+            model=model,
+            fingerprint=fingerprint,
+            profile=profile,
+            journal=self._journal,
+            sparse_losses=losses,
         )
         # With a journal, to start a router again costs no turn.
         silent = config.timeouts.lost if self._journal else config.timeouts.stuck

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
+from ringserve.orchestration.journal.schema import journal_path
 from ringserve.orchestration.protocol.journal import BegunRecord, CommittedRecord, RingIncarnation, StoredConversation
 from ringserve.orchestration.protocol.plans import PromptMode, SparsePlan, TurnPlan
 from ringserve.orchestration.protocol.turns import KvQuota, TurnRequest
 from ringserve.workers.protocol.decode_commands import FinishReason
 from ringserve.workers.protocol.prefill_steps import Algorithm
 from ringserve.workers.sampling.parameters import SamplingParameters, TokenBias
+
+FILE = journal_path(Path(), "").name
+"""Journal of a model without a fingerprint."""
 
 SAMPLING = SamplingParameters(
     temperature=0.5, seed=7, max_tokens=9, stop_token_ids=(1, 2), logit_bias=(TokenBias(3, -1.0),), logprobs=2

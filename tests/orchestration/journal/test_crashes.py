@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringserve.orchestration.journal.journal import SqliteJournal
-from ringserve.orchestration.journal.schema import FILE
-from tests.orchestration.journal.records import begun, committed, fork
+from tests.orchestration.journal.records import FILE, begun, committed, fork
 
 NAMES = ("a", "b", "c")
 Operation = tuple[str, str, str, int, int]

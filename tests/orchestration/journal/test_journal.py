@@ -13,7 +13,7 @@ from ringserve.cp_core.errors import ConfigError, Unavailable
 from ringserve.orchestration.journal import schema
 from ringserve.orchestration.journal.journal import MAX_ENDED, SqliteJournal
 from ringserve.workers.protocol.decode_commands import FinishReason
-from tests.orchestration.journal.records import PLAN, SPARSE, begun, committed, fork
+from tests.orchestration.journal.records import FILE, PLAN, SPARSE, begun, committed, fork
 from tests.waiting import WAIT_SECONDS
 
 
@@ -35,7 +35,7 @@ def tokens(journal: SqliteJournal, name: str) -> list[int]:
 
 
 def num_rows(directory: Path, table: str) -> int:
-    with closing(sqlite3.connect(directory / schema.FILE)) as database:
+    with closing(sqlite3.connect(directory / FILE)) as database:
         (count,) = database.execute(f"SELECT count(*) FROM {table}").fetchone()
     return int(count)
 
@@ -97,7 +97,7 @@ async def test_a_history_that_is_cut_back_leaves_nothing_behind(tmp_path: Path) 
     for number in range(50):
         await turn(journal, "c", f"t{number + 1}", list(range(1000)), [2], base=10 + number)
     assert tokens(journal, "c")[-1001:] == [*range(1000), 2]
-    with closing(sqlite3.connect(tmp_path / schema.FILE)) as database:
+    with closing(sqlite3.connect(tmp_path / FILE)) as database:
         (stored,) = database.execute("SELECT sum(length(tokens)) FROM segments").fetchone()
     assert stored == 4 * len(tokens(journal, "c"))
     journal.close()
@@ -171,23 +171,34 @@ def test_a_second_router_is_told_who_has_the_journal(tmp_path: Path) -> None:
     SqliteJournal(tmp_path).close()
 
 
-def test_a_journal_of_another_model_is_refused(tmp_path: Path) -> None:
-    SqliteJournal(tmp_path, "one").close()
-    with pytest.raises(ConfigError, match="with model one, and this router serves two"):
-        SqliteJournal(tmp_path, "two")
+async def test_each_model_has_a_journal_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    first = SqliteJournal(tmp_path, "one")
+    await first.begun(begun("t1", "c", [1]))
+    first.close()
+    assert not caplog.records
+    other = SqliteJournal(tmp_path, "two")
+    assert not list(other.turns())
+    other.close()
+    assert "journal-two.sqlite begins without conversations; journal-one.sqlite stays" in caplog.text
+    caplog.clear()
+    again = SqliteJournal(tmp_path, "one")
+    assert [record.turn_id for record in again.turns()] == ["t1"]
+    again.close()
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("version", [3, 99])
 def test_a_journal_of_another_version_is_refused_with_its_file_and_the_way_out(tmp_path: Path, version: int) -> None:
     SqliteJournal(tmp_path).close()
-    with closing(sqlite3.connect(tmp_path / schema.FILE)) as database:
+    with closing(sqlite3.connect(tmp_path / FILE)) as database:
         database.execute(f"PRAGMA user_version={version}")
-    with pytest.raises(ConfigError, match=rf"{schema.FILE} is of version {version} .* move it away"):
+    with pytest.raises(ConfigError, match=rf"{FILE} is of version {version} .* move it away"):
         SqliteJournal(tmp_path)
 
 
 def test_a_file_that_is_no_journal_is_named(tmp_path: Path) -> None:
-    (tmp_path / schema.FILE).write_text("no database at all, of any version" * 10)
+    (tmp_path / FILE).write_text("no database at all, of any version" * 10)
     with pytest.raises(ConfigError, match="move it away"):
         SqliteJournal(tmp_path)
 

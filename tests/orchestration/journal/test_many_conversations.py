@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ringserve.orchestration.conversations.store import ConversationStore
 from ringserve.orchestration.journal.journal import SqliteJournal
-from ringserve.orchestration.journal.schema import FILE
+from tests.orchestration.journal.records import FILE
 
 NUM_CONVERSATIONS = 10_000
 
