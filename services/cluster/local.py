@@ -32,6 +32,7 @@ from ringserve.services.cluster.ray_guard import (
     check_guarded,
     end_left_behind,
     families,
+    find_ended,
     reason_of,
     start_own_ray,
     tame_output,
@@ -291,6 +292,8 @@ class LocalCluster:
         """Restart a router, leader or gateway that died, until stopped. Raises Unavailable, ConfigError."""
         assert self._router is not None, "the cluster has started"
         while not self._stopped.wait(POLL_SECONDS):
+            if ended := find_ended(self._own_ray):
+                raise Unavailable(f"Ray's {ended} has ended, and all rings with it")
             event = self._router.look()
             if event is not None:
                 self._rings.want(event)
@@ -319,7 +322,8 @@ class LocalCluster:
             self._gateway.end()
             self._gateway = None
         if ray.is_initialized():
-            self._stop_actors()
+            if not find_ended(self._own_ray):
+                self._stop_actors()
             own = families(self._own_ray)
             try:
                 ray.shutdown()

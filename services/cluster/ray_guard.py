@@ -32,6 +32,8 @@ OBJECT_STORE_BYTES = 80 * 1024 * 1024
 PROBE_SECONDS = 10.0
 END_SECONDS = 8.0
 AUTH_PREFIX = "RAY_AUTH_"
+VITAL = ("raylet", "gcs_server")
+"""Processes of Ray without which no actor lives."""
 OWN_SOURCES = ("raylet", "autoscaler")
 """Origins of the lines that Ray itself tells its driver."""
 
@@ -77,6 +79,20 @@ def start_own_ray(num_cpus: int, namespace: str, directory: Path) -> list[psutil
         end_left_behind(families(set(psutil.Process().children()) - others))
         raise Unavailable(f"Ray did not start: {reason_of(error)}") from error
     return list(set(psutil.Process().children()) - others)
+
+
+def find_ended(processes: Iterable[psutil.Process]) -> str:
+    """Return the name of a process of an own Ray that has ended, though no actor lives without it; empty if none has.
+
+    Example: the raylet ends itself if one of its agents is killed, perhaps by the system, which is short of memory.
+    """
+    for process in processes:
+        try:
+            if process.status() == psutil.STATUS_ZOMBIE and process.name() in VITAL:
+                return process.name()
+        except psutil.NoSuchProcess:
+            continue  # only a child that was waited for vanishes: Ray waits for its own when it is shut down
+    return ""
 
 
 def families(processes: Iterable[psutil.Process]) -> list[psutil.Process]:

@@ -64,6 +64,15 @@ def test_a_ray_that_is_slow_to_start_is_started_again(is_slow: bool, monkeypatch
     cluster.stop()
 
 
+def test_a_cluster_whose_ray_has_ended_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "find_ended", lambda processes: "raylet")
+    cluster = LocalCluster(CONFIG)
+    monkeypatch.setattr(cluster, "_router", object())
+    with pytest.raises(Unavailable, match="Ray's raylet has ended, and all rings with it"):
+        cluster.watch()
+    cluster.stop()
+
+
 def test_files_of_ray_that_vanish_while_it_is_stopped_do_not_stop_the_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

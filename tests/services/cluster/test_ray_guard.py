@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Never
 
+import psutil
 import pytest
 from ray._private import ray_logging
 from ray._private import worker as ray_worker
@@ -44,6 +46,29 @@ def test_a_ray_that_does_not_start_is_told_in_one_sentence_and_leaves_nothing(
     assert process.returncode == -signal.SIGKILL
     assert of_others.poll() is None
     of_others.communicate(b"\n", timeout=WAIT_SECONDS)
+
+
+@pytest.mark.parametrize(("name", "found"), [("raylet", "raylet"), ("gcs_server", "gcs_server"), ("monitor", "")])
+def test_a_process_of_ray_that_ends_is_found_if_no_actor_lives_without_it(
+    tmp_path: Path, name: str, found: str
+) -> None:
+    program = tmp_path / name
+    program.symlink_to(shutil.which("cat") or "")
+    processes = [subprocess.Popen([path], stdin=subprocess.PIPE) for path in (program, "cat")]
+    watched = [psutil.Process(process.pid) for process in processes]
+    try:
+        assert ray_guard.find_ended(watched) == ""
+        watched[0].kill()
+        deadline = time.monotonic() + WAIT_SECONDS
+        while watched[0].status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+        assert ray_guard.find_ended(watched) == found
+        processes[0].wait()
+        assert ray_guard.find_ended(watched) == "", "Ray has waited for it: it was shut down"
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
 
 
 @pytest.mark.parametrize("source", ["raylet", "autoscaler"])
