@@ -29,7 +29,7 @@ from ringserve.orchestration.protocol.turns import (
 )
 from ringserve.services.rpc.errors import abort_on_error, answer, make_error
 from ringserve.services.rpc.server import GrpcServer
-from ringserve.services.rpc.turn_streams import TurnsWriter
+from ringserve.services.rpc.turn_streams import ADMITTED, TurnsWriter
 from ringserve.services.rpc.wire.contract import from_message, to_message
 from ringserve.services.telemetry.metrics.router import RouterMetrics
 from ringserve.v1 import inference_pb2, rings_pb2, rings_pb2_grpc, router_pb2, router_pb2_grpc
@@ -135,6 +135,7 @@ class DecodeServicer(PrefillServicer):
             abort_on_error(context),
             aclosing(TurnsWriter(self._leader, self._heartbeat).messages(asked)) as messages,
         ):
+            await context.send_initial_metadata(ADMITTED)
             async for message in messages:
                 yield message
 

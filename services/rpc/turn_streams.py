@@ -32,6 +32,9 @@ log = logging.getLogger(__name__)
 
 SILENT_TICKS = 4
 """Parts of the time without events after which a stream counts as lost; see `Silence`."""
+ADMITTED = (("ringserve-admitted", "1"),)
+"""Initial metadata of a stream that the leader has admitted. Only then does the gateway write to it: if a write meets
+the end of a refused call, gRPC reports an internal error in place of the refusal."""
 MOST_WAITING = 4096
 """Tokens of a turn that wait for its client at the gateway, or for the network at the leader, before it is held."""
 
@@ -196,10 +199,13 @@ class TurnsStream:
 
     async def _receive(self, asked: asyncio.Queue[rings_pb2.TurnReading], readings: dict[int, _Reading]) -> None:
         """Give every reading its events, until the call ends; then give all the error."""
-        call = self._stub.StreamTurns(_take(asked), metadata=self._metadata)
+        admitted = asyncio.Event()
+        call = self._stub.StreamTurns(_take(asked, admitted), metadata=self._metadata)
         silence = Silence(call, self._lost_seconds)
         error: BaseException = Unavailable(f"{self._name} ended the stream of turns before they did")
         try:
+            if ADMITTED[0][0] in dict(await call.initial_metadata()):
+                admitted.set()
             async for message in call:
                 silence.end()
                 self._spread(message, asked, readings)
@@ -247,7 +253,10 @@ class TurnsStream:
             _hold_slow(reading, asked)
 
 
-async def _take(asked: asyncio.Queue[rings_pb2.TurnReading]) -> AsyncIterator[rings_pb2.TurnReading]:
+async def _take(
+    asked: asyncio.Queue[rings_pb2.TurnReading], admitted: asyncio.Event
+) -> AsyncIterator[rings_pb2.TurnReading]:
+    await admitted.wait()
     while True:
         yield await asked.get()
 
