@@ -161,6 +161,11 @@ class Authenticator:
         return ANYBODY if self._tokens is None else self._tokens.find_tenant(authorization, certificate)
 
     @property
+    def is_open(self) -> bool:
+        """True if every caller is served, without a token."""
+        return self._tokens is None
+
+    @property
     def tenants(self) -> Sequence[str]:
         """Tenant names in file order, tenants without a token last; empty without a file."""
         return () if self._tokens is None else self._tokens.names

@@ -48,6 +48,9 @@ OptionalAddress = Annotated[str, Field(pattern=rf"^(.+:{PORT})?$", title="HOST:P
 Origins = Annotated[
     str, Field(pattern=rf"^\s*({ORIGIN}(\s+|$))*$", title="SCHEME://HOST[:PORT] with spaces between, or *")
 ]
+Hosts = Annotated[
+    str, Field(pattern=r"^\s*((\*|[A-Za-z0-9_.-]+)(\s+|$))*$", title="names with spaces between, without ports, or *")
+]
 PoolName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9]{0,15}$", title="up to 16 of a-z and 0-9, a letter first")]
 
 
@@ -441,6 +444,14 @@ class HttpConfig:
         default="",
         description="Origins whose pages may call from a browser, separated by spaces, or * for all.",
         examples=["https://chat.example.org http://localhost:3000"],
+    )
+    hosts: Hosts = Field(
+        default="",
+        description=(
+            "Names in the Host header that a gateway without tokens serves, beside addresses and names that nobody can "
+            "register, such as localhost; separated by spaces, or * for all."
+        ),
+        examples=["chat.example.org"],
     )
 
 

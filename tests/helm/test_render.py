@@ -163,12 +163,19 @@ def test_a_guarded_gateway_reads_its_secrets_where_they_are_mounted() -> None:
 
 
 def test_http_is_served_beside_grpc_unless_switched_off() -> None:
-    http = {"modelName": "llama", "page": False, "unknownFields": "refuse", "origins": "https://a.example *"}
+    http = {
+        "modelName": "llama",
+        "page": False,
+        "unknownFields": "refuse",
+        "origins": "https://a.example *",
+        "hosts": "a.example",
+    }
     objects = render({"gateway": {"service": {"httpPort": 80}, "http": http}}, ALL_OPTIONS)
     ports = {port["name"]: port for port in only(objects, "Service")["spec"]["ports"]}
     assert (ports["http"]["port"], ports["http"]["targetPort"], ports["http"]["appProtocol"]) == (80, "http", "http")
     container = pod_templates(objects)["gateway"]["spec"]["containers"][0]
-    for setting in ("gateway.page=false", "http.unknown_fields=refuse", "http.origins=https://a.example *"):
+    settings = ("gateway.page=false", "http.unknown_fields=refuse", "http.origins=https://a.example *")
+    for setting in (*settings, "http.hosts=a.example"):
         assert {f"--set={setting}", "--http=0.0.0.0:8000", "--model-name=llama"} < set(container["args"])
     allowed = only(objects, "NetworkPolicy", "-gateway")["spec"]["ingress"][0]["ports"]
     assert {port["port"] for port in allowed} == {50051, 8000}

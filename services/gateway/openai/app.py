@@ -55,7 +55,13 @@ from ringserve.services.gateway.openai.responses import (
     model_json,
     stream_events,
 )
-from ringserve.services.gateway.openai.server import EventStream, HeaderLimit, cancel_on_hang_up, read_certificate
+from ringserve.services.gateway.openai.server import (
+    BrowserGuard,
+    EventStream,
+    HeaderLimit,
+    cancel_on_hang_up,
+    read_certificate,
+)
 from ringserve.services.gateway.openai.stored import LinkedTurn, ResponseName, make_not_held_error
 from ringserve.services.gateway.openai.tools import CallForm, find_call_form
 from ringserve.services.gateway.page.page import ServiceViews, ViewedService, page_routes
@@ -133,7 +139,7 @@ class HttpApi:
         routes = [*api, Route("/openapi.json", document), *(page_routes() if self._has_page else ())]
         return Starlette(
             routes=routes,
-            middleware=[Middleware(HeaderLimit), *self._cors()],
+            middleware=[Middleware(HeaderLimit), *self._guard(), *self._cors()],
             exception_handlers={
                 RingserveError: self._refuse,
                 HTTPException: _refuse_route,
@@ -165,6 +171,11 @@ class HttpApi:
             ),
             get("/version", version, "Return the version of ringserve.", answer=models.VersionAnswer),
         ]
+
+    def _guard(self) -> list[Middleware]:
+        if not self._authenticator.is_open:  # no page knows a token
+            return []
+        return [Middleware(BrowserGuard, origins=self._config.origins.split(), hosts=self._config.hosts.split())]
 
     def _cors(self) -> list[Middleware]:
         origins = self._config.origins.split()

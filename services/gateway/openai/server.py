@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import socket
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator
 from contextlib import aclosing, asynccontextmanager, suppress
 
 import uvicorn
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -22,6 +24,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ringserve.cp_core.errors import ConfigError
 from ringserve.services.auth.authenticator import Certificate, read_ssl_certificate
 from ringserve.services.gateway.openai.errors import BadHttpRequest, error_body
+from ringserve.services.gateway.openai.models import quote
 
 CERTIFICATE = "ringserve.certificate"
 IDLE_SECONDS = 75
@@ -213,3 +216,60 @@ class HeaderLimit:
 def _size(scope: Scope) -> int:
     headers = sum(len(name) + len(value) for name, value in scope["headers"])
     return headers + len(scope["raw_path"]) + len(scope["query_string"])
+
+
+PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".home.arpa", ".svc")
+"""Ends of names that no stranger can register and point at this machine, clusters' own among them."""
+
+
+class BrowserGuard:
+    """Middleware for a gateway without tokens: pages that its users open elsewhere must not reach it.
+
+    A page can send requests to 127.0.0.1 and, once its own name is made to resolve there (DNS rebinding), read the
+    answers (CVE-2024-28224 in Ollama). So names in the Host header must be known, and a browser's request must not come
+    from another site, nor have a content type that needs no preflight. `origins` and `hosts` are those of HttpConfig.
+    """
+
+    def __init__(self, app: ASGIApp, origins: Collection[str], hosts: Collection[str]) -> None:
+        self._app = app
+        self._origins = origins
+        self._hosts = {host.lower() for host in hosts} | {socket.gethostname().lower(), socket.getfqdn().lower()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = self._app
+        if scope["type"] == "http" and (refusal := self._refuse(scope["method"], Headers(scope=scope))) is not None:
+            answer = JSONResponse(error_body(refusal), refusal.status)
+        await answer(scope, receive, send)
+
+    def _refuse(self, method: str, headers: Headers) -> BadHttpRequest | None:
+        host = headers.get("host", "")
+        if host and not self._is_known(host):
+            return BadHttpRequest(
+                403, f"Host: {quote(host)} is no name of this gateway; http.hosts allows more names", "forbidden"
+            )
+        origin, site = headers.get("origin"), headers.get("sec-fetch-site")
+        if (origin is None and site is None) or method == "OPTIONS" or {"*", origin} & set(self._origins):
+            return None
+        # Following a link to the page is no call.
+        is_link = method in ("GET", "HEAD") and headers.get("sec-fetch-mode") == "navigate"
+        if site == "cross-site" and not is_link:
+            page = quote(origin or "another site")
+            return BadHttpRequest(403, f"Origin: pages of {page} may not call; http.origins allows it", "forbidden")
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if method == "POST" and kind != "application/json":
+            return BadHttpRequest(
+                415, f"Content-Type: {quote(kind)} is not served to pages; allowed is application/json", "unsupported"
+            )
+        return None
+
+    def _is_known(self, host: str) -> bool:
+        """Return True for an address, a name that cannot be a stranger's, or one of the configured names."""
+        if "*" in self._hosts:
+            return True
+        name = host.lower()
+        name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+        name = name.removesuffix(".")
+        with suppress(ValueError):
+            ipaddress.ip_address(name)
+            return True
+        return "." not in name or name.endswith(PRIVATE_SUFFIXES) or name in self._hosts

@@ -269,6 +269,62 @@ async def test_only_pages_of_the_configured_origins_may_call(
     assert (unset.status_code, "access-control-allow-origin" in unset.headers) == (405, False)
 
 
+EVIL = {"origin": "http://evil.example", "sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}
+PAGE = {"origin": "http://localhost:3000", "sec-fetch-site": "same-site", "sec-fetch-mode": "cors"}
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"host": "evil.example"}, 403),
+        ({"host": "evil.example:8000"}, 403),
+        ({"host": "127.0.0.1.evil.example"}, 403),
+        (EVIL, 403),
+        (EVIL | {"origin": "null"}, 403),
+        (EVIL | {"content-type": "text/plain"}, 403),
+        (PAGE | {"content-type": "text/plain"}, 415),
+        (PAGE | {"content-type": "application/x-www-form-urlencoded"}, 415),
+        (PAGE, 200),
+        ({"host": "localhost"}, 200),
+        ({"host": "LOCALHOST.:8000"}, 200),
+        ({"host": "[::1]:8000"}, 200),
+        ({"host": "192.0.2.7:8000"}, 200),
+        ({"host": "ringserve-gateway:8000"}, 200),
+        ({"host": "ringserve.prod.svc.cluster.local"}, 200),
+        ({"content-type": "application/x-www-form-urlencoded"}, 200),  # curl -d
+    ],
+)
+async def test_a_page_of_another_site_cannot_call_a_gateway_without_tokens(
+    headers: dict[str, str], status: int, http: httpx2.AsyncClient
+) -> None:
+    body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 1})
+    answer = await http.post("/v1/completions", content=body, headers={"content-type": "application/json"} | headers)
+    assert answer.status_code == status, answer.text
+    if status != 200:
+        assert said(answer, status)
+
+
+async def test_a_link_leads_to_the_page_and_a_foreign_name_to_nothing(http: httpx2.AsyncClient) -> None:
+    link = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
+    assert (await http.get("/", headers=link)).status_code == 200
+    for path in ("/", "/v1/models", "/v1/service", "/metrics", "/openapi.json"):
+        refused = await http.get(path, headers={"host": "evil.example"})
+        assert "Host: 'evil.example' is no name of this gateway" in said(refused, 403)
+
+
+async def test_tokens_or_configuration_open_a_gateway_to_other_names_and_origins(
+    model_path: Path, codec: TextCodec
+) -> None:
+    ours = HttpConfig(origins="https://chat.example.org", hosts="Chat.example.org")
+    async with (
+        LocalGateway(model_path, codec, http=ours) as gateway,
+        httpx2.AsyncClient(base_url=gateway.url, timeout=CALL_SECONDS) as shared,
+    ):
+        known = {"host": "chat.EXAMPLE.org", "origin": "https://chat.example.org", "sec-fetch-site": "cross-site"}
+        assert (await shared.get("/v1/models", headers=known)).status_code == 200
+        assert (await shared.get("/v1/models", headers={"host": "example.org"})).status_code == 403
+
+
 @pytest.mark.parametrize("origin", ["example.org", "https://", "https://example.org/", "a, b"])
 def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
     with pytest.raises(ConfigError, match=r"http\.origins: .* is not allowed; give SCHEME://HOST"):
