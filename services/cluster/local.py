@@ -86,6 +86,7 @@ class LocalCluster:
         self._namespace = f"ringserve-{uuid.uuid4().hex[:8]}"
         # Other children of this process, such as the resource tracker of multiprocessing, are not ended with Ray.
         self._own_ray: list[psutil.Process] = []
+        # Only this user may enter it. Ray opens the folder that it is given itself to everybody, its sockets too.
         self._temp = Path(tempfile.mkdtemp(prefix="ringserve-"))
         self._rings = RingKeeper(RayLeader, is_node_alive)
         self._router: RouterKeeper | None = None
@@ -190,7 +191,7 @@ class LocalCluster:
         while True:
             began = time.monotonic()
             try:
-                self._own_ray = start_own_ray(max(1, needed), self._namespace, self._temp)
+                self._own_ray = start_own_ray(max(1, needed), self._namespace, self._temp / "r")
                 return
             except Unavailable as error:
                 now = time.monotonic()

@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import json
 import os
+import resource
 import signal
 import sys
 from collections.abc import Awaitable, Sequence
@@ -40,6 +41,8 @@ from ringserve.workers.model.info import read_model_info
 
 ABORT_GRACE_SECONDS = 5.0
 """Seconds the rings have to release aborted turns."""
+DESCRIPTORS = 65536
+"""File descriptors that a gateway takes if the system lets it."""
 FLUSH_SECONDS = 2.0
 """Seconds that written responses have to reach their clients."""
 
@@ -169,6 +172,9 @@ def _serve_metrics(
 def run_gateway(settings: GatewaySettings) -> int:
     """Run a gateway. Return 0 after an ordinary end, 1 after one sentence on standard error."""
     set_up_logs("gateway", settings.log_level, settings.log_format, settings.log_levels)
+    # Shells often allow 1024, and each HTTP stream has one.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, DESCRIPTORS)), hard))
     try:
         asyncio.run(serve(settings))
     except RingserveError as error:

@@ -9,8 +9,11 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import math
+import resource
 import socket
 import ssl
+import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator
 from contextlib import aclosing, asynccontextmanager, suppress
 
@@ -26,7 +29,13 @@ from ringserve.services.auth.authenticator import Certificate, read_ssl_certific
 from ringserve.services.gateway.openai.errors import BadHttpRequest, error_body
 from ringserve.services.gateway.openai.models import quote
 
+log = logging.getLogger(__name__)
+
 CERTIFICATE = "ringserve.certificate"
+HEADER_SECONDS = 30
+"""Seconds for a request's headers, as many as slow mobile networks need; other servers take 10 to 60."""
+TELL_SECONDS = 60.0
+"""Seconds between two log lines about connections beyond the limit."""
 IDLE_SECONDS = 75
 """Seconds for which an idle connection stays open: longer than pools of clients and proxies hold one (nginx 60)."""
 
@@ -39,12 +48,62 @@ class _Server(uvicorn.Server):
         yield
 
 
+class _Config(uvicorn.Config):
+    """Configuration with a limit on open connections. `told_at` is when a connection beyond it was logged last."""
+
+    max_connections = 0
+    told_at = -math.inf
+
+
 class _Protocol(H11Protocol):
-    """One connection. Each request's state holds the names in the client's certificate."""
+    """One connection. Each request's state holds the names in the client's certificate.
+
+    A connection closes if the headers of a request do not come within HEADER_SECONDS of its start, or of the first
+    byte of a later request: uvicorn would wait for ever.
+    """
+
+    config: _Config
+    _header_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.app_state = self.app_state | {CERTIFICATE: read_ssl_certificate(transport.get_extra_info("ssl_object"))}
+        if len(self.connections) > self.config.max_connections:
+            self._tell_full()
+            transport.abort()
+            return
+        self._await_headers()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is None or self.cycle.response_complete:
+            self._await_headers()
+        else:
+            self._end_wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_wait()
+        super().connection_lost(exc)
+
+    def _await_headers(self) -> None:
+        if self._header_timer is None:
+            self._header_timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+
+    def _end_wait(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _tell_full(self) -> None:
+        if self.loop.time() - self.config.told_at >= TELL_SECONDS:
+            self.config.told_at = self.loop.time()
+            log.warning("%d HTTP connections are open, as many as may be: others are closed", len(self.connections) - 1)
+
+
+def count_connections() -> int:
+    """Return how many connections may be open: half of the process's descriptors, so that gRPC has the other half."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return soft // 2 if soft != resource.RLIM_INFINITY else sys.maxsize
 
 
 def read_certificate(scope: Scope) -> Certificate | None:
@@ -67,7 +126,7 @@ class HttpServer:
         """Listen on HOST:PORT and return that address; port 0 takes a free port. Raises ConfigError."""
         host, _, wanted = listen.rpartition(":")
         listener = _listener(host, int(wanted))
-        config = uvicorn.Config(
+        config = _Config(
             self._app,
             loop="asyncio",
             http=_Protocol,
@@ -79,6 +138,7 @@ class HttpServer:
             timeout_keep_alive=IDLE_SECONDS,
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         )
+        config.max_connections = count_connections()
         config.load()
         config.ssl = self._tls  # already checked; uvicorn would build its own context from files
         self._server = _Server(config)
@@ -116,8 +176,6 @@ def _listener(host: str, port: int) -> socket.socket:
     listener.setblocking(False)
     return listener
 
-
-log = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 15.0
 """Seconds of silence before a comment is sent: a long prefill takes longer than proxies wait."""
@@ -195,12 +253,17 @@ class EventStream:
             pinger.cancel()
 
 
+TWO_LENGTHS = {b"content-length", b"transfer-encoding"}
 MAX_HEADER_BYTES = 32 * 1024
 """Limit on one request's headers and path, in bytes. h11 limits only headers that arrive in pieces."""
 
 
 class HeaderLimit:
-    """Middleware that refuses requests with more header bytes, before it reads their content."""
+    """Middleware that refuses requests with more header bytes, or with two lengths, before it reads their content.
+
+    With both Content-Length and Transfer-Encoding, a proxy in front may see another end of the request than we do, and
+    forward the rest as a request of somebody else (RFC 9112, 6.1); so the connection closes, too.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -210,6 +273,9 @@ class HeaderLimit:
         if scope["type"] == "http" and _size(scope) > MAX_HEADER_BYTES:
             refusal = BadHttpRequest(431, f"path and headers are larger than {MAX_HEADER_BYTES} bytes", "too_large")
             answer = JSONResponse(error_body(refusal), refusal.status)
+        elif scope["type"] == "http" and {name for name, _ in scope["headers"]} >= TWO_LENGTHS:
+            refusal = BadHttpRequest(400, "Content-Length: not allowed beside Transfer-Encoding")
+            answer = JSONResponse(error_body(refusal), refusal.status, {"connection": "close"})
         await answer(scope, receive, send)
 
 

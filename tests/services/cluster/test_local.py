@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import stat
 import subprocess
 import threading
 from pathlib import Path
@@ -62,6 +63,22 @@ def test_a_ray_that_is_slow_to_start_is_started_again(is_slow: bool, monkeypatch
     with pytest.raises((Unavailable, FileNotFoundError), match="second start" if is_slow else "timed out"):
         cluster.start()
     cluster.stop()
+
+
+def test_only_its_user_reaches_the_files_and_sockets_of_a_clusters_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Path] = []
+
+    def die(num_cpus: int, namespace: str, directory: Path) -> None:
+        given.append(directory)
+        assert stat.S_IMODE(directory.parent.stat().st_mode) == 0o700
+        raise VANISHED
+
+    monkeypatch.setattr(local, "start_own_ray", die)
+    cluster = LocalCluster(CONFIG)
+    with pytest.raises(FileNotFoundError):
+        cluster.start()
+    cluster.stop()
+    assert not given[0].parent.exists()
 
 
 def test_a_cluster_whose_ray_has_ended_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

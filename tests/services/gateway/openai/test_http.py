@@ -17,7 +17,7 @@ from starlette.types import Message
 from ringserve.cp_core.errors import ConfigError, NotFinite, RingserveError, Unavailable
 from ringserve.orchestration.protocol.turns import BegunTurn, TurnRequest
 from ringserve.services.gateway import failover
-from ringserve.services.gateway.openai import app
+from ringserve.services.gateway.openai import app, server
 from ringserve.services.gateway.openai.server import KEEP_ALIVE, MAX_HEADER_BYTES, EventStream, HttpServer
 from ringserve.views import ServerInfo
 from tests.rings import LLAMA_8B
@@ -160,6 +160,91 @@ async def test_a_body_that_does_not_come_is_given_up(gateway: LocalGateway, monk
     await writer.wait_closed()
 
 
+async def connect(url: str, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(data)
+    return reader, writer
+
+
+GET = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n"
+WHOLE = GET + b"\r\n"
+
+
+@pytest.mark.parametrize(("whole", "data"), [(b"", b""), (b"", GET), (WHOLE, GET)], ids=["silent", "half", "later"])
+async def test_a_connection_whose_headers_do_not_come_is_closed(
+    whole: bytes, data: bytes, gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not whole:
+        monkeypatch.setattr(server, "HEADER_SECONDS", 0.1)
+    reader, writer = await connect(gateway.url, whole)
+    async with asyncio.timeout(WAIT_SECONDS):
+        if whole:
+            assert b" 200 " in await reader.readline()
+            await reader.readuntil(b"]}")  # the answer's last bytes
+            monkeypatch.setattr(server, "HEADER_SECONDS", 0.1)
+        writer.write(data)
+        assert await reader.read() == b""
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_a_request_whose_headers_have_come_has_its_time(
+    gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "HEADER_SECONDS", 2.0)  # the first request is to be in time on a busy machine, too
+    writing, told = await connect(gateway.url, b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n")
+    silent, other = await connect(gateway.url, b"")
+    async with asyncio.timeout(WAIT_SECONDS):
+        assert await silent.read() == b"", "so the time for headers has passed"
+        told.write(b"{}")
+        assert b" 400 " in await writing.readline()
+    for writer in (told, other):
+        writer.close()
+        await writer.wait_closed()
+
+
+async def test_connections_beyond_the_limit_are_closed_and_told_once(
+    gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server, "count_connections", lambda: 2)
+    limited = HttpServer(app.HttpApi(gateway.servicer, MODEL, gateway.service.model).app)
+    address = await limited.start("127.0.0.1:0")
+    async with asyncio.timeout(WAIT_SECONDS):
+        pairs = [await connect(address, WHOLE) for _ in range(2)]
+        for reader, _ in pairs:
+            assert b"200" in await reader.readline()
+        for _ in range(3):
+            reader, writer = await connect(address, WHOLE)
+            with contextlib.suppress(ConnectionResetError):
+                assert await reader.read() == b""
+            writer.close()
+        pairs[0][1].close()
+        answered = False
+        while not answered:  # the server sees the end of that connection soon
+            reader, writer = await connect(address, WHOLE)
+            with contextlib.suppress(ConnectionResetError):
+                answered = b"200" in await reader.readline()
+            writer.close()
+    pairs[1][1].close()
+    await limited.stop(1.0)
+    assert [record.message for record in caplog.records if "connections" in record.message] == [
+        "2 HTTP connections are open, as many as may be: others are closed"
+    ]
+
+
+async def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(gateway: LocalGateway) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
+    reader, writer = await connect(gateway.url, head + b"0\r\n\r\n" + WHOLE)
+    async with asyncio.timeout(WAIT_SECONDS):
+        answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1") == 1, "what follows may be another request, or a part of this one"
+    assert b"Content-Length: not allowed beside Transfer-Encoding" in answer
+    writer.close()
+    await writer.wait_closed()
+
+
 async def test_a_path_or_method_that_is_not_there_is_refused_in_the_same_shape(http: httpx2.AsyncClient) -> None:
     assert refusal(await http.get("/v1/nothing"), 404) == "there is no path /v1/nothing; /openapi.json lists all paths"
     wrong = await http.get("/v1/completions")
@@ -267,11 +352,11 @@ async def test_a_port_in_use_is_an_error_that_names_it() -> None:
 
 
 async def test_a_stopped_server_is_closed_and_its_port_free(gateway: LocalGateway) -> None:
-    server = HttpServer(app.HttpApi(gateway.servicer, MODEL, gateway.service.model).app)
-    address = await server.start("127.0.0.1:0")
+    first = HttpServer(app.HttpApi(gateway.servicer, MODEL, gateway.service.model).app)
+    address = await first.start("127.0.0.1:0")
     async with httpx2.AsyncClient(base_url=f"http://{address}") as http:
         assert (await http.get("/v1/models")).status_code == 200
-        await server.stop(1.0)
+        await first.stop(1.0)
         with pytest.raises(httpx2.ConnectError):
             await http.get("/v1/models")
     again = HttpServer(app.HttpApi(gateway.servicer, MODEL, gateway.service.model).app)
