@@ -61,6 +61,7 @@ class Conversation:
     placed: PlacedConversations | None = None
     running_request: str = ""
     num_forks: int = 0
+    is_deleting: bool = False
     moved: asyncio.Event | None = None
     forked_from: str = ""
     waiting: dict[str, Waiter] = field(default_factory=dict)
@@ -117,8 +118,8 @@ class Conversation:
 
     @property
     def is_idle(self) -> bool:
-        """True if no turn, fork or move uses it."""
-        return not self.running_request and not self.num_forks and self.moved is None
+        """True if no turn, fork, move or deletion uses it."""
+        return not (self.running_request or self.num_forks or self.is_deleting or self.moved is not None)
 
     @property
     def kv_tokens(self) -> int:
@@ -137,6 +138,8 @@ class Conversation:
         """Its user, in words for errors."""
         if self.running_request:
             return f"request {self.running_request!r}"
+        if self.is_deleting:
+            return "its deletion"
         return "a fork of it" if self.num_forks else "a move of its KV"
 
     def view(self, now: float = 0.0, places: Iterable[tuple[str, KvLocation]] | None = None) -> ConversationInfo:

@@ -65,12 +65,10 @@ class ConversationOperations:
         return ConversationPage(conversations=tuple(map(_summary, views)), next_page_token=next_after)
 
     async def delete(self, conversation_id: str) -> None:
-        """Forget a conversation and release its KV; forks of it retain theirs. Raises NotFound, Busy."""
+        """Forget a conversation and release its KV; forks of it retain theirs. Raises NotFound, Busy, Unavailable."""
         self.expire()
         await self._store.until_moved(conversation_id)
-        removed = self._store.remove(conversation_id)
-        await self._store.until_deleted(conversation_id)
-        await self._turns.free(removed)
+        await self._turns.free(await self._store.delete(conversation_id))
 
     # --- forks -------------------------------------------------------------------------------------------------------
 

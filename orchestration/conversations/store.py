@@ -298,18 +298,46 @@ class ConversationStore:
 
     def remove(self, conversation_id: str) -> Conversation:
         """Forget a conversation and return it. Raises NotFound, or Busy while a turn runs."""
+        conversation = self._require_idle(conversation_id)
+        self._leave(conversation_id, "it was deleted")
+        return conversation
+
+    def _require_idle(self, conversation_id: str) -> Conversation:
         conversation = self.get(conversation_id)
         if not conversation.is_idle:
             raise Busy(
                 f"conversation_id: {conversation_id!r} is busy with {conversation.occupant} "
                 f"and cannot be deleted until that ends"
             )
-        self._leave(conversation_id, "it was deleted")
         return conversation
 
-    async def until_deleted(self, conversation_id: str) -> None:
-        """Wait until the journal has forgotten a removed conversation too. Raises Unavailable."""
-        await self._journal.deleted([conversation_id])
+    async def delete(self, conversation_id: str) -> Conversation:
+        """Forget a conversation in the journal, then here, and return it. Turns that wait for it meanwhile fail.
+
+        A deletion that cannot be written has not happened. Raises NotFound, Unavailable; Busy while a turn runs.
+        """
+        conversation = self._require_idle(conversation_id)
+        conversation.is_deleting = True
+        try:
+            if conversation.has_finished:
+                await self._journal.deleted([conversation_id])
+        except RingserveError:
+            conversation.is_deleting = False
+            self._pass_on(conversation)
+            self._touch(conversation)
+            raise
+        except asyncio.CancelledError:
+            self._forget_deleted(conversation)  # the journal writes it all the same
+            raise
+        self._forget_deleted(conversation)
+        return conversation
+
+    def _forget_deleted(self, conversation: Conversation) -> None:
+        conversation.is_deleting = False
+        name = conversation.conversation_id
+        for waiter in conversation.waiting.values():
+            waiter.end(NotFound(f"conversation_id: {name!r} was deleted while this turn waited for it"))
+        self._leave(name, "it was deleted")
 
     def expire(self) -> list[Conversation]:
         """Take out and return the idle conversations whose time to live is over."""

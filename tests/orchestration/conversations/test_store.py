@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Awaitable, Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringserve.cp_core.errors import Busy, CapacityExceeded, NotFound, TurnCancelled
+from ringserve.cp_core.errors import Busy, CapacityExceeded, NotFound, TurnCancelled, Unavailable
 from ringserve.cp_core.layout.shards import ShardMap, TokenRange, spread
 from ringserve.orchestration.conversations.conversation import Conversation
 from ringserve.orchestration.conversations.store import MAX_GONE, ConversationStore
 from ringserve.orchestration.placement.kv_locations import KvLocation
+from ringserve.orchestration.protocol.journal import NoJournal
 from ringserve.orchestration.protocol.views import rank_shards
 
 
@@ -36,6 +38,48 @@ def test_a_conversation_takes_one_turn_at_a_time() -> None:
     conversation.tokens = np.arange(3)
     store.close(conversation)
     assert store.open("c", "second")[0] is conversation
+
+
+class SlowJournal(NoJournal):
+    """Journal whose deletions end when the test says so."""
+
+    def __init__(self) -> None:
+        self.writing: list[asyncio.Future[None]] = []
+
+    def deleted(self, conversation_ids: Sequence[str]) -> Awaitable[None]:
+        self.writing.append(asyncio.get_running_loop().create_future())
+        return self.writing[-1]
+
+
+@pytest.mark.parametrize("how", ["written", "failed", "cancelled"])
+async def test_a_deletion_has_happened_if_the_journal_has_written_it(how: str) -> None:
+    journal = SlowJournal()
+    store = ConversationStore(10, journal=journal)
+    conversation = finish(store, "c")
+    deleting = asyncio.create_task(store.delete("c"))
+    await asyncio.sleep(0)
+    with pytest.raises(Busy, match="'c' is busy with its deletion"):
+        store.open("c", "second")
+    waiting = asyncio.create_task(store.open_in_turn("c", "third"))
+    await asyncio.sleep(0)
+    if how == "failed":
+        journal.writing[0].set_exception(Unavailable("router.journal: database or disk is full"))
+        with pytest.raises(Unavailable, match="disk is full"):
+            await deleting
+        assert (await waiting)[0] is conversation, "the turn that waited goes on with all its tokens"
+        assert store.get("c").num_tokens == 10
+        return
+    if how == "cancelled":
+        deleting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await deleting
+    else:
+        journal.writing[0].set_result(None)
+        assert await deleting is conversation
+    with pytest.raises(NotFound, match="'c' was deleted while this turn waited for it"):
+        await waiting
+    with pytest.raises(NotFound, match="there is no conversation 'c'"):
+        store.get("c")
 
 
 def test_a_conversation_that_never_finished_a_turn_is_forgotten() -> None:
