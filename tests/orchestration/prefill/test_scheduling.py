@@ -328,18 +328,18 @@ async def test_short_turns_overtake_the_step_of_a_lone_long_one_between_its_laye
         loop.scheduler.limit_steps(
             StepLimits(budget=64.0, tokens=4096, min_chunk=8), StepLimits(budget=1e6, tokens=4096, min_chunk=8)
         )
-        is_begun, may_go_on, num_within = asyncio.Event(), asyncio.Event(), 0
+        is_begun, num_within = asyncio.Event(), 0
         rank = service.prefill_ranks.made[0]
         compute, compute_within = rank.prefill, rank.prefill_within
 
         async def held(step: PrefillStep, timeout: float) -> PrefillOutput:
-            is_begun.set()
-            await may_go_on.wait()
+            if not is_begun.is_set():
+                is_begun.set()
+                await eventually(lambda: all(each.worker._inbox.is_waiting for each in service.prefill_ranks.made))
             return await compute(step, timeout)
 
         async def counted(step: PrefillStep, timeout: float) -> PrefillOutput | None:
             nonlocal num_within
-            may_go_on.set()
             output = await compute_within(step, timeout)
             num_within += output is not None
             return output
@@ -371,19 +371,19 @@ async def test_the_step_of_a_lone_turn_ends_between_two_layers_when_the_turn_is_
         loop.scheduler.limit_steps(
             StepLimits(budget=64.0, tokens=4096, min_chunk=8), StepLimits(budget=1e6, tokens=4096, min_chunk=8)
         )
-        is_begun, may_go_on = asyncio.Event(), asyncio.Event()
+        is_begun = asyncio.Event()
         rank = service.prefill_ranks.made[0]
         compute, compute_within = rank.prefill, rank.prefill_within
         ends: list[PrefillOutput | None] = []
 
         async def held(step: PrefillStep, timeout: float) -> PrefillOutput:
-            is_begun.set()
-            await may_go_on.wait()
+            if not is_begun.is_set():
+                is_begun.set()
+                await eventually(lambda: all(each.worker._inbox.is_waiting for each in service.prefill_ranks.made))
             return await compute(step, timeout)
 
         async def noted(step: PrefillStep, timeout: float) -> PrefillOutput | None:
             assert not step.sequences
-            may_go_on.set()
             ends.append(await compute_within(step, timeout))
             return ends[-1]
 
@@ -394,7 +394,7 @@ async def test_the_step_of_a_lone_turn_ends_between_two_layers_when_the_turn_is_
         await service.router.abort_requests([aborted.request_id])
         with pytest.raises(TurnCancelled):
             await task
-        assert ends == [PrefillOutput()]
+        await eventually(lambda: ends == [PrefillOutput()])
         assert (await service.answer(service.request(prompt))).token_ids == oracles["llama_gqa"].greedy(prompt, 5)
         service.check_integrity()
         await is_idle(service, free)

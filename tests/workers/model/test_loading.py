@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -499,12 +500,15 @@ def test_a_fingerprint_is_that_of_the_model_and_not_of_its_directory(
 
 @pytest.mark.parametrize("is_legacy", [True, False])
 def test_weights_of_torch_save_have_a_fingerprint_too(is_legacy: bool, tmp_path: Path) -> None:
-    def write(value: float) -> str:
+    def write(value: float, directory: Path) -> Path:
         weights = {"weight": torch.full((1000,), value)}
-        torch.save(weights, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=not is_legacy)
-        return read_fingerprint(tmp_path)
+        directory.mkdir()
+        torch.save(weights, directory / "pytorch_model.bin", _use_new_zipfile_serialization=not is_legacy)
+        return directory
 
-    assert write(1.0) == write(1.0) != write(2.0)
+    one, other = write(1.0, tmp_path / "one"), write(2.0, tmp_path / "other")
+    copy = shutil.copytree(one, tmp_path / "copy")
+    assert read_fingerprint(one) == read_fingerprint(copy) != read_fingerprint(other)
 
 
 def test_a_directory_without_readable_weights_has_no_fingerprint(tmp_path: Path) -> None:
