@@ -14,8 +14,17 @@ from pathlib import Path
 
 import numpy as np
 
+from ringserve.cp_core.errors import ConfigError, ConversationLost
 from ringserve.cp_core.layout.sparsity import Sparsity
-from ringserve.orchestration.journal.schema import connect, journal_path, open_journal, take_lock
+from ringserve.orchestration.journal.schema import (
+    TOKEN_BYTES,
+    Mark,
+    connect,
+    journal_path,
+    make_sum,
+    open_journal,
+    take_lock,
+)
 from ringserve.orchestration.journal.writer import GroupCommit
 from ringserve.orchestration.protocol.journal import BegunRecord, CommittedRecord, StoredConversation
 from ringserve.orchestration.protocol.plans import TurnPlan
@@ -29,7 +38,6 @@ NO_TOKENS: TokenIds = np.empty(0, dtype=np.int64)
 
 MAX_ENDED = 4096
 """Turns that ended well whose answer is remembered."""
-TOKEN_BYTES = 4
 VACUUM_PAGES = 256
 """Pages that one transaction which deletes gives back to the file system."""
 
@@ -44,20 +52,31 @@ class SqliteJournal:
         """
         self._lock = take_lock(directory)
         path = journal_path(directory, fingerprint)
+        mark: Mark | None = None
         try:
-            database = open_journal(path)
+            mark = Mark(path)
+            database = open_journal(path, mark)
             # A leader must never see an epoch twice, not even after a power cut.
             database.execute("PRAGMA synchronous=FULL")
             (self.epoch,) = database.execute(
-                "INSERT INTO facts VALUES ('epoch', 1) ON CONFLICT DO UPDATE SET value = value + 1 RETURNING value"
+                "INSERT INTO facts VALUES ('epoch', ?1) ON CONFLICT DO UPDATE SET value = max(value + 1, ?1) "
+                "RETURNING value",
+                (mark.epoch + 1,),
             ).fetchone()
+            (count,) = database.execute("SELECT value FROM facts WHERE name = 'transactions'").fetchone()
+            mark.advance(self.epoch, count)
             database.execute("PRAGMA synchronous=NORMAL")
             self._database = database
             self._reader = connect(path)
-        except BaseException:
+        except BaseException as error:
+            if mark is not None:
+                mark.close()
             self._lock.release()
+            if isinstance(error, OSError):
+                raise ConfigError(f"router.journal: {directory} cannot be written: {error.strerror}") from error
             raise
-        self._writer = GroupCommit(database)
+        self._mark = mark
+        self._writer = GroupCommit(database, mark)
 
     # --- records -----------------------------------------------------------------------------------------------------
 
@@ -66,7 +85,7 @@ class SqliteJournal:
         # Of a gateway's reader nobody tells a later router: any may abort the turn there.
         stored = replace(record, request=replace(request, token_ids=NO_TOKENS, reader="", resume=None))
         row = (record.turn_id, record.begun_at, _packed(request.token_ids), RECORDS.encode(stored))
-        return self._writer.write(lambda db: _run(db, "INSERT OR REPLACE INTO turns VALUES (?,?,?,?)", row))
+        return self._writer.write(lambda db: _run(db, "INSERT OR REPLACE INTO turns VALUES (?,?,?,?,NULL)", row))
 
     def committed(self, record: CommittedRecord) -> Awaitable[None]:
         return self._writer.write(lambda db: _commit(db, record))
@@ -134,9 +153,15 @@ class SqliteJournal:
         segment, stop = _head(self._reader, conversation_id)
         tokens = np.empty(stop, dtype=np.int64)
         while stop:
-            segment, start, blob = self._reader.execute(
-                "SELECT parent, start, tokens FROM segments WHERE id = ?", (segment,)
+            # They were compared when the journal was opened; the disk may have changed since.
+            row = self._reader.execute(
+                f"SELECT parent, start, tokens, sum IS {make_sum('segments')} FROM segments WHERE id = ?", (segment,)
             ).fetchone()
+            if row is None or not row[3] or row[1] >= stop:
+                raise ConversationLost(
+                    f"conversation_id: the tokens of {conversation_id!r} are damaged in the journal; begin it anew"
+                )
+            segment, start, blob, _ = row
             tokens[start:stop] = np.frombuffer(blob, dtype="<i4", count=stop - start)
             stop = start
         return tokens
@@ -159,6 +184,7 @@ class SqliteJournal:
         with suppress(sqlite3.ProgrammingError):
             self._reader.close()
             self._database.close()
+        self._mark.close()
         self._lock.release()
 
 
@@ -207,7 +233,7 @@ def _append(database: sqlite3.Connection, begun: BegunRecord, tokens: bytes, end
         (parent, base, stop, tokens, begun.turn_id, SPARSITIES.encode(sparse.sparsity) if sparse else None),
     ).lastrowid
     database.execute(
-        "INSERT INTO conversations VALUES (?,?,?,1,'',?,?) ON CONFLICT DO UPDATE SET segment = excluded.segment, "
+        "INSERT INTO conversations VALUES (?,?,?,1,'',?,?,NULL) ON CONFLICT DO UPDATE SET segment = excluded.segment, "
         "num_tokens = excluded.num_tokens, num_turns = num_turns + 1, ttl = excluded.ttl, "
         "last_used = excluded.last_used",
         (conversation, head, stop, begun.request.conversation_ttl_seconds or 0.0, ended_at),
@@ -260,7 +286,7 @@ def _fork(database: sqlite3.Connection, source_id: str, new: StoredConversation)
     segment = _holder(database, source, new.num_tokens)
     database.execute("UPDATE segments SET refs = refs + 1 WHERE id = ?", (segment,))
     database.execute(
-        "INSERT INTO conversations VALUES (?,?,?,?,?,?,?)",
+        "INSERT INTO conversations VALUES (?,?,?,?,?,?,?,NULL)",
         (new.conversation_id, segment, new.num_tokens, new.num_turns, source_id, new.ttl_seconds, new.last_used),
     )
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 from ringserve.cp_core.errors import Unavailable
+from ringserve.orchestration.journal.schema import Mark
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +27,9 @@ class GroupCommit:
     A record that fails alone fails alone: its transaction is repeated without it.
     """
 
-    def __init__(self, database: sqlite3.Connection) -> None:
+    def __init__(self, database: sqlite3.Connection, mark: Mark) -> None:
         self._database = database
+        self._mark = mark
         self._waiting: SimpleQueue[Entry | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
@@ -71,11 +73,18 @@ class GroupCommit:
             self._database.execute("BEGIN IMMEDIATE")
             for write, _ in batch:
                 write(self._database)
+            (count,) = self._database.execute(
+                "UPDATE facts SET value = value + 1 WHERE name = 'transactions' RETURNING value"
+            ).fetchone()
             self._database.execute("COMMIT")
         except Exception as error:  # whatever it is, the router hears of it, and the thread goes on
             if self._database.in_transaction:
                 self._database.execute("ROLLBACK")
             return error
+        try:
+            self._mark.advance(self._mark.epoch, count)
+        except OSError as error:  # the record is written; only a later damage would be counted wrong
+            log.warning("router.journal: the number of transactions could not be noted: %s", error)
         return None
 
 

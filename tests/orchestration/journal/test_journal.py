@@ -197,10 +197,14 @@ def test_a_journal_of_another_version_is_refused_with_its_file_and_the_way_out(t
         SqliteJournal(tmp_path)
 
 
-def test_a_file_that_is_no_journal_is_named(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_text("no database at all, of any version" * 10)
-    with pytest.raises(ConfigError, match="move it away"):
-        SqliteJournal(tmp_path)
+def test_a_file_that_is_no_journal_is_kept_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / FILE).write_text(content := "no database at all, of any version" * 10)
+    SqliteJournal(tmp_path).close()
+    (kept,) = tmp_path.glob("*.damaged-*")
+    assert kept.read_text() == content
+    assert f"is damaged (file is not a database); what is left of its 0 transactions is kept as {kept.name}" in (
+        caplog.text
+    )
 
 
 async def test_a_journal_remembers_which_turns_and_conversations_are_approximate(tmp_path: Path) -> None:
