@@ -117,10 +117,9 @@ def test_a_damaged_journal_gives_no_other_tokens_and_loses_none_in_silence(
             assert found == {}
             outcomes.add("set aside")
         else:
-            for name, tokens in states[-1].items():
-                assert found.get(name, tokens) == tokens
-                assert name in found or f"conversation '{name}' is damaged" in text
-            assert set(found) <= set(states[-1])
+            assert found.items() <= states[-1].items()
+            # A flip in a name is told by that name.
+            assert len(states[-1]) - len(found) == text.count(" is damaged in ") - text.count("running turn")
             outcomes.add("dropped by name")
     assert outcomes & {"dropped by name", "rolled back", "set aside"}
 
