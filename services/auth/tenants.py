@@ -12,7 +12,7 @@ tenants:
       - {common_name: acme-batch}
       - {dns: batch.acme.example}
       - {uri: "spiffe://acme.example/batch"}
-    max_priority: 10            # 100 (the default) is the highest; min_priority bounds it below
+    max_priority: 10            # 0 (the default): no prompt before other tenants' prompts; 100 is the highest
     operator: false             # may ask for the state of the whole service
 ```
 """
@@ -39,8 +39,8 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 TOKEN_PREFIX = "rs-"
 LIMITS = {"max_concurrent_turns": 1_000_000, "max_turns_per_minute": 1_000_000, "max_kv_tokens": 10**15}
 """Limits of a tenant, with the highest value of each."""
-PRIORITIES = {"min_priority": -MAX_PRIORITY, "max_priority": MAX_PRIORITY}
-"""Range of a tenant's priorities, with the defaults."""
+PRIORITIES = {"min_priority": -MAX_PRIORITY, "max_priority": 0}
+"""Range of a tenant's priorities, with the defaults: a tenant overtakes others only if that is granted."""
 MAX_CERTIFICATE_NAME = 512
 
 
@@ -66,11 +66,11 @@ class Tenant:
     max_turns_per_minute: int = 0
     max_kv_tokens: int = 0
     min_priority: int = -MAX_PRIORITY
-    max_priority: int = MAX_PRIORITY
+    max_priority: int = 0
     is_operator: bool = False
 
 
-ANYBODY = Tenant(name="", is_operator=True)
+ANYBODY = Tenant(name="", max_priority=MAX_PRIORITY, is_operator=True)
 """Tenant of every caller if no tokens are configured."""
 
 

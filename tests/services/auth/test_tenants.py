@@ -40,6 +40,7 @@ def test_a_token_names_its_tenant(tmp_path: Path) -> None:
     acme = Tenant(name="acme", max_concurrent_turns=3, max_turns_per_minute=5, is_operator=True)
     assert tokens.find_tenant("Bearer a1") == tokens.find_tenant("bearer a2") == acme
     assert tokens.find_tenant("Bearer b") == Tenant(name="beta")
+    assert Tenant(name="beta").max_priority == 0 < ANYBODY.max_priority, "to overtake other tenants is granted"
 
 
 @pytest.mark.parametrize(
