@@ -39,10 +39,15 @@ IDLE_SECONDS = 30.0
 
 
 def metrics_page(source: Collector) -> Page:
-    """Return the page of a registry, in the format that the scraper prefers."""
+    """Return the page of a registry, in the format that the scraper prefers among those that keep the names.
+
+    prometheus_client writes `vllm_...` for `vllm:...` in OpenMetrics 1.0.0, which Prometheus 2 asks for first.
+    """
 
     def page(accept: str) -> Reply:
         encode, content_type = choose_encoder(accept)
+        if "escaping=underscores" in content_type:
+            encode, content_type = choose_encoder("text/plain")
         return Reply(content_type, encode(source))
 
     return page

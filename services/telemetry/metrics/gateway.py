@@ -15,6 +15,7 @@ from prometheus_client.utils import floatToGoString
 from ringserve.mapping import enum_name
 from ringserve.services.telemetry.metrics.registry import (
     INTER_TOKEN,
+    MOVES,
     RATIO,
     REQUEST,
     TIME_TO_FIRST_TOKEN,
@@ -111,10 +112,12 @@ class GatewayMetrics:
         )
         self._whole = _seconds(registry, "e2e_request_latency", "Request received to its end, whatever the end.")
         self._queue = _seconds(registry, "request_queue_time", "Reserved to the start of its prefill, pull included.")
-        self._pull = _seconds(registry, "request_pull_time", "Pull of KV from another ring, within the queue's time.")
+        self._pull = _seconds(
+            registry, "request_pull_time", "Pull of KV from another ring, within the queue's time.", MOVES
+        )
         self._prefill = _seconds(registry, "request_prefill_time", "Prefill of the new tokens.")
-        self._migration = _seconds(registry, "request_migration_time", "First KV byte received to the seal.")
-        self._handoff = _seconds(registry, "request_handoff_time", "First token made to the first decode step.")
+        self._migration = _seconds(registry, "request_migration_time", "First KV byte received to the seal.", MOVES)
+        self._handoff = _seconds(registry, "request_handoff_time", "First token made to the first decode step.", MOVES)
         self._decode = _seconds(registry, "request_decode_time", "First token sent to the last.")
 
     def add_tenants(self, names: Iterable[str]) -> None:

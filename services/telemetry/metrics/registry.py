@@ -32,7 +32,7 @@ def package_version() -> str:
 
 TIME_TO_FIRST_TOKEN = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0),
-    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
+    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1280.0),
 )
 INTER_TOKEN = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15),
@@ -60,7 +60,9 @@ REQUEST = (
     480.0,
     960.0,
 )
-"""Buckets of whole requests and their parts: queue, prefill, migration, decode."""
+"""Buckets of whole requests and of their long parts: queue, prefill, decode."""
+MOVES = (0.001, 0.0025, 0.005, 0.01, 0.025, *REQUEST)
+"""Buckets of moves of KV: pull, migration, hand-off take milliseconds on a fast network."""
 CONTROL = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Buckets of the time that the control plane adds to a turn."""
 RATIO = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)

@@ -18,7 +18,8 @@ from ringserve.services.telemetry.metrics.endpoint import (
     probe_pages,
     targets_page,
 )
-from ringserve.services.telemetry.metrics.registry import new_registry
+from ringserve.services.telemetry.metrics.gateway import GatewayMetrics
+from ringserve.services.telemetry.metrics.registry import GATEWAY_NAMES, WithVllmNames, new_registry
 from ringserve.views import ServerInfo
 from tests.services.telemetry.metrics.test_ring import status
 from tests.waiting import WAIT_SECONDS
@@ -39,11 +40,33 @@ def endpoint() -> Iterator[MetricsEndpoint]:
 
 def test_metrics_come_in_the_format_that_is_asked_for(endpoint: MetricsEndpoint) -> None:
     plain_type, plain = fetch(endpoint.address, "/metrics")
-    open_type, opened = fetch(endpoint.address, "/metrics?x=1", "application/openmetrics-text;version=1.0.0,*/*;q=0.1")
+    open_type, opened = fetch(
+        endpoint.address, "/metrics?x=1", "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8"
+    )
     assert plain_type.startswith("text/plain")
     assert b"ringserve_build_info{" in plain
     assert open_type.startswith("application/openmetrics-text")
     assert opened.endswith(b"# EOF\n")
+
+
+PROMETHEUS_2 = (
+    "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+    "text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+)
+PROMETHEUS_3 = "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.5,text/plain;version=0.0.4;q=0.3"
+
+
+@pytest.mark.parametrize("accept", [PROMETHEUS_2, PROMETHEUS_3, "text/plain", ""])
+def test_every_scraper_gets_vllms_names_as_they_are(accept: str) -> None:
+    metrics = GatewayMetrics()
+    shown = WithVllmNames(metrics.registry.collect, GATEWAY_NAMES, "m")
+    endpoint = MetricsEndpoint("gateway.metrics", "127.0.0.1:0", {"/metrics": metrics_page(shown)})
+    request = urllib.request.Request(f"http://{endpoint.address}/metrics", headers={"Accept": accept})
+    with urllib.request.urlopen(request, timeout=WAIT_SECONDS) as answer:
+        text = answer.read().decode()
+    endpoint.close()
+    assert "\nvllm:time_to_first_token_seconds_count{" in text
+    assert "vllm_" not in text
 
 
 def test_another_page_is_not_found_by_a_sentence(endpoint: MetricsEndpoint) -> None:
