@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import sqlite3
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -127,7 +127,7 @@ def test_a_damaged_journal_gives_no_other_tokens_and_loses_none_in_silence(
 def test_what_changes_on_the_disk_while_the_router_runs_is_no_answer(tmp_path: Path) -> None:
     journal = SqliteJournal(tmp_path)
     states = asyncio.run(write(journal))
-    with connect(tmp_path / FILE) as other:
+    with closing(connect(tmp_path / FILE)) as other:
         other.execute("DROP TRIGGER segments_UPDATE")
         other.execute("UPDATE segments SET tokens = zeroblob(length(tokens)) WHERE turn = 'conversation-4-1'")
     assert set(states[-1]) - set(read(journal)) == {"conversation-4"}
@@ -143,7 +143,7 @@ def test_a_chain_that_leads_nowhere_is_dropped_with_its_conversations_alone(
     journal = SqliteJournal(tmp_path)
     states = asyncio.run(write(journal))
     journal.close()
-    with connect(tmp_path / FILE) as database:  # the triggers write the right checksums of wrong rows
+    with closing(connect(tmp_path / FILE)) as database:  # the triggers write the right checksums of wrong rows
         database.execute(f"UPDATE segments SET {ours} WHERE turn = 'conversation-3-0'")
     again = SqliteJournal(tmp_path)
     lost = {"conversation-3", "fork of conversation-3"}
@@ -152,7 +152,8 @@ def test_a_chain_that_leads_nowhere_is_dropped_with_its_conversations_alone(
         f"router.journal: conversation {name!r} is damaged in {tmp_path / FILE}, and dropped" for name in sorted(lost)
     ]
     again.close()
-    assert not [*sqlite3.connect(tmp_path / FILE).execute("SELECT id FROM segments WHERE refs = 0")]
+    with closing(connect(tmp_path / FILE)) as database:
+        assert not database.execute("SELECT id FROM segments WHERE refs = 0").fetchall()
 
 
 def test_an_emptied_or_removed_journal_is_told_and_its_epochs_go_on(
