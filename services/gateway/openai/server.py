@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import ipaddress
 import logging
 import math
+import os
 import resource
 import socket
 import ssl
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, MutableSet
 from contextlib import aclosing, asynccontextmanager, suppress
+from typing import Any
+from weakref import WeakSet
 
 import uvicorn
 from starlette.datastructures import Headers
@@ -35,7 +40,9 @@ CERTIFICATE = "ringserve.certificate"
 HEADER_SECONDS = 30
 """Seconds for a request's headers, as many as slow mobile networks need; other servers take 10 to 60."""
 TELL_SECONDS = 60.0
-"""Seconds between two log lines about connections beyond the limit."""
+"""Seconds between two log lines about refused connections."""
+MAX_REFUSALS = 100
+"""Connections that are refused in a row before the loop turns again."""
 IDLE_SECONDS = 75
 """Seconds for which an idle connection stays open: longer than pools of clients and proxies hold one (nginx 60)."""
 
@@ -48,13 +55,6 @@ class _Server(uvicorn.Server):
         yield
 
 
-class _Config(uvicorn.Config):
-    """Configuration with a limit on open connections. `told_at` is when a connection beyond it was logged last."""
-
-    max_connections = 0
-    told_at = -math.inf
-
-
 class _Protocol(H11Protocol):
     """One connection. Each request's state holds the names in the client's certificate.
 
@@ -62,16 +62,11 @@ class _Protocol(H11Protocol):
     byte of a later request: uvicorn would wait for ever.
     """
 
-    config: _Config
     _header_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.app_state = self.app_state | {CERTIFICATE: read_ssl_certificate(transport.get_extra_info("ssl_object"))}
-        if len(self.connections) > self.config.max_connections:
-            self._tell_full()
-            transport.abort()
-            return
         self._await_headers()
 
     def data_received(self, data: bytes) -> None:
@@ -80,6 +75,11 @@ class _Protocol(H11Protocol):
             self._await_headers()
         else:
             self._end_wait()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete and self.conn.trailing_data[0]:
+            self._await_headers()  # a part of the next request has come already
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_wait()
@@ -94,16 +94,81 @@ class _Protocol(H11Protocol):
             self._header_timer.cancel()
             self._header_timer = None
 
-    def _tell_full(self) -> None:
-        if self.loop.time() - self.config.told_at >= TELL_SECONDS:
-            self.config.told_at = self.loop.time()
-            log.warning("%d HTTP connections are open, as many as may be: others are closed", len(self.connections) - 1)
-
 
 def count_connections() -> int:
     """Return how many connections may be open: half of the process's descriptors, so that gRPC has the other half."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return soft // 2 if soft != resource.RLIM_INFINITY else sys.maxsize
+
+
+class _Connection(socket.socket):
+    """Accepted connection, which counts in `among` until it is closed."""
+
+    among: MutableSet[socket.socket]
+
+    def close(self) -> None:
+        self.among.discard(self)
+        super().close()
+
+
+class _Listener(socket.socket):
+    """Listening socket that closes connections beyond a limit as it accepts them, before any TLS handshake.
+
+    Without a free descriptor asyncio logs a traceback for each place in the backlog, thousands a second. Here a spare
+    descriptor is given up to accept a connection, which is closed at once.
+    """
+
+    def __init__(self, family: int) -> None:
+        super().__init__(family)
+        self._limit = count_connections()
+        self._connections: MutableSet[socket.socket] = WeakSet()
+        self._spare: int | None = os.open(os.devnull, os.O_RDONLY)
+        self._told_at = -math.inf
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Accept a connection within the limit. Raises BlockingIOError, also after MAX_REFUSALS refusals in a row."""
+        for _ in range(MAX_REFUSALS):
+            try:
+                accepted, address = super().accept()
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
+                self._tell("no file descriptor is free")
+                self._refuse_by_spare()
+                continue
+            if len(self._connections) < self._limit:
+                connection = _Connection(self.family, self.type, self.proto, fileno=accepted.detach())
+                connection.among = self._connections
+                self._connections.add(connection)
+                return connection, address
+            accepted.close()
+            self._tell(f"{self._limit} HTTP connections are open, as many as are allowed")
+        raise BlockingIOError
+
+    def close(self) -> None:
+        """Stop listening. Accepted connections stay open."""
+        if self._spare is not None:
+            os.close(self._spare)
+            self._spare = None
+        super().close()
+
+    def _refuse_by_spare(self) -> None:
+        """Close the next connection. Raises BlockingIOError if none waits, or another thread takes the descriptor."""
+        try:
+            if self._spare is not None:
+                os.close(self._spare)
+                self._spare = None
+            try:
+                super().accept()[0].close()
+            finally:  # also if none waits: Linux looks for a descriptor before it looks for a connection
+                self._spare = os.open(os.devnull, os.O_RDONLY)
+        except OSError:
+            raise BlockingIOError from None
+
+    def _tell(self, why: str) -> None:
+        if time.monotonic() - self._told_at >= TELL_SECONDS:
+            self._told_at = time.monotonic()
+            log.warning("%s; new connections are closed", why)
 
 
 def read_certificate(scope: Scope) -> Certificate | None:
@@ -126,7 +191,7 @@ class HttpServer:
         """Listen on HOST:PORT and return that address; port 0 takes a free port. Raises ConfigError."""
         host, _, wanted = listen.rpartition(":")
         listener = _listener(host, int(wanted))
-        config = _Config(
+        config = uvicorn.Config(
             self._app,
             loop="asyncio",
             http=_Protocol,
@@ -138,7 +203,6 @@ class HttpServer:
             timeout_keep_alive=IDLE_SECONDS,
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         )
-        config.max_connections = count_connections()
         config.load()
         config.ssl = self._tls  # already checked; uvicorn would build its own context from files
         self._server = _Server(config)
@@ -164,7 +228,7 @@ class HttpServer:
 
 def _listener(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family)
+    listener = _Listener(family)
     # No SO_REUSEPORT: a port in use must be an error, not a shared port.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import sys
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
@@ -16,11 +17,13 @@ from starlette.types import Message
 
 from ringserve.cp_core.errors import ConfigError, NotFinite, RingserveError, Unavailable
 from ringserve.orchestration.protocol.turns import BegunTurn, TurnRequest
+from ringserve.services.auth.tls import ServerTls
 from ringserve.services.gateway import failover
 from ringserve.services.gateway.openai import app, server
 from ringserve.services.gateway.openai.server import KEEP_ALIVE, MAX_HEADER_BYTES, EventStream, HttpServer
 from ringserve.views import ServerInfo
 from tests.rings import LLAMA_8B
+from tests.services.auth.certificates import Authority
 from tests.services.local_gateway import CALL_SECONDS, MODEL, LocalGateway
 from tests.waiting import WAIT_SECONDS
 
@@ -189,6 +192,19 @@ async def test_a_connection_whose_headers_do_not_come_is_closed(
     await writer.wait_closed()
 
 
+async def test_half_a_header_that_came_with_another_request_is_given_up(
+    gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "IDLE_SECONDS", 10 * WAIT_SECONDS)
+    monkeypatch.setattr(server, "HEADER_SECONDS", 2.0)
+    pipelined = HttpServer(app.HttpApi(gateway.servicer, MODEL, gateway.service.model).app)
+    reader, writer = await connect(await pipelined.start("127.0.0.1:0"), WHOLE + GET)
+    async with asyncio.timeout(WAIT_SECONDS):
+        assert (await reader.read()).count(b"HTTP/1.1 200") == 1
+    writer.close()
+    await pipelined.stop(1.0)
+
+
 async def test_a_request_whose_headers_have_come_has_its_time(
     gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,8 +245,87 @@ async def test_connections_beyond_the_limit_are_closed_and_told_once(
     pairs[1][1].close()
     await limited.stop(1.0)
     assert [record.message for record in caplog.records if "connections" in record.message] == [
-        "2 HTTP connections are open, as many as may be: others are closed"
+        "2 HTTP connections are open, as many as are allowed; new connections are closed"
     ]
+
+
+NO_DESCRIPTOR = """
+import asyncio, os, resource, sys
+from ringserve.services.gateway.openai.server import HttpServer
+
+async def app(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+async def main():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+    server = HttpServer(app)
+    print(await server.start("127.0.0.1:0"), flush=True)
+    loop, taken = asyncio.get_running_loop(), []
+    for _ in range(2):  # told to take all descriptors, then to free them
+        await loop.run_in_executor(None, sys.stdin.readline)
+        try:
+            while not taken or taken[-1] is not None:
+                taken.append(os.dup(0))
+        except OSError:
+            taken.append(None)
+        else:
+            for descriptor in taken[:-1]:
+                os.close(descriptor)
+        print("done", flush=True)
+    await loop.run_in_executor(None, sys.stdin.readline)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_server_without_a_free_descriptor_closes_connections_and_tells_it_once() -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", NO_DESCRIPTOR),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(WAIT_SECONDS):
+            address = (await process.stdout.readline()).decode().strip()
+            process.stdin.write(b"take\n")
+            await process.stdout.readline()
+            for _ in range(150):  # more than are refused in one turn of the loop
+                reader, writer = await connect(address, b"")
+                with contextlib.suppress(ConnectionResetError):
+                    assert await reader.read() == b""
+                writer.close()
+            process.stdin.write(b"free\n")
+            await process.stdout.readline()
+            reader, writer = await connect(address, WHOLE)
+            assert b" 200 " in await reader.readline()
+            writer.close()
+            _, told = await process.communicate(b"end\n")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+    assert told.decode() == "no file descriptor is free; new connections are closed\n"
+
+
+async def test_connections_in_their_tls_handshake_count(
+    gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch, authority: Authority
+) -> None:
+    monkeypatch.setattr(server, "count_connections", lambda: 2)
+    signed = authority.sign("gateway")
+    context = ServerTls(cert=str(signed.cert), key=str(signed.key)).http_context()
+    limited = HttpServer(app.HttpApi(gateway.servicer, MODEL, gateway.service.model).app, context)
+    address = await limited.start("127.0.0.1:0")
+    silent = [await connect(address, b"") for _ in range(2)]
+    reader, writer = await connect(address, b"")
+    async with asyncio.timeout(WAIT_SECONDS):
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+    for each in (writer, *(writer for _, writer in silent)):
+        each.close()
+    await limited.stop(1.0)
 
 
 async def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(gateway: LocalGateway) -> None:
