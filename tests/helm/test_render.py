@@ -135,7 +135,9 @@ def test_the_gateways_arguments_are_those_of_the_command(capsys: pytest.CaptureF
     assert container["command"] == ["ringserve", "gateway"]
     options = parse([*container["command"][1:], *container["args"]]).options
     assert (options.listen, options.metrics, options.metric_names) == ("0.0.0.0:50051", "0.0.0.0:9464", "vllm")
-    assert (options.http, options.config.overrides) == ("0.0.0.0:8000", ["gateway.insecure=true", "metrics.tenants=20"])
+    hosts = "http.hosts=test-ringserve.serving chat.example"
+    assert options.http == "0.0.0.0:8000"
+    assert options.config.overrides == [hosts, "gateway.insecure=true", "metrics.tenants=20"]
     assert (options.model, options.dtype, options.max_seconds) == ("builtin:tiny", "float32", 600.0)
 
 
@@ -170,12 +172,13 @@ def test_http_is_served_beside_grpc_unless_switched_off() -> None:
         "origins": "https://a.example *",
         "hosts": "a.example",
     }
-    objects = render({"gateway": {"service": {"httpPort": 80}, "http": http}}, ALL_OPTIONS)
+    routes = {"httpHostnames": ["llm.example", "*.example"]}
+    objects = render({"gateway": {"service": {"httpPort": 80}, "http": http, "routes": routes}}, ALL_OPTIONS)
     ports = {port["name"]: port for port in only(objects, "Service")["spec"]["ports"]}
     assert (ports["http"]["port"], ports["http"]["targetPort"], ports["http"]["appProtocol"]) == (80, "http", "http")
     container = pod_templates(objects)["gateway"]["spec"]["containers"][0]
     settings = ("gateway.page=false", "http.unknown_fields=refuse", "http.origins=https://a.example *")
-    for setting in (*settings, "http.hosts=a.example"):
+    for setting in (*settings, "http.hosts=test-ringserve.serving chat.example llm.example a.example"):
         assert {f"--set={setting}", "--http=0.0.0.0:8000", "--model-name=llama"} < set(container["args"])
     allowed = only(objects, "NetworkPolicy", "-gateway")["spec"]["ingress"][0]["ports"]
     assert {port["port"] for port in allowed} == {50051, 8000}

@@ -39,6 +39,17 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
 {{- end }}
 {{- end }}
 
+{{/* Names under which clients reach the gateway's HTTP. A wildcard of a route is for gateway.http.hosts to name. */}}
+{{- define "ringserve.httpHosts" -}}
+{{- $hosts := list (printf "%s.%s" (include "ringserve.fullname" .) .Release.Namespace) }}
+{{- if .Values.gateway.ingress.enabled }}{{ $hosts = append $hosts .Values.gateway.ingress.host }}{{ end }}
+{{- range .Values.gateway.routes.httpHostnames }}
+{{- if not (hasPrefix "*" .) }}{{ $hosts = append $hosts . }}{{ end }}
+{{- end }}
+{{- with .Values.gateway.http.hosts }}{{ $hosts = append $hosts . }}{{ end }}
+{{- uniq $hosts | join " " }}
+{{- end }}
+
 {{/* Ports that several objects name. */}}
 {{- define "ringserve.port.router" -}}50050{{- end }}
 {{- define "ringserve.port.gateway" -}}50051{{- end }}
