@@ -87,11 +87,14 @@ def find_ended(processes: Iterable[psutil.Process]) -> str:
     Example: the raylet ends itself if one of its agents is killed, perhaps by the system, which is short of memory.
     """
     for process in processes:
+        name = ""
         try:
-            if process.status() == psutil.STATUS_ZOMBIE and process.name() in VITAL:
-                return process.name()
-        except psutil.NoSuchProcess:
-            continue  # only a child that was waited for vanishes: Ray waits for its own when it is shut down
+            name = process.name()
+            has_ended = process.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess as error:  # somebody has waited for it; psutil remembers the name that it read
+            name, has_ended = name or error.name or "", True
+        if has_ended and name in VITAL:
+            return name
     return ""
 
 

@@ -357,7 +357,8 @@ class BrowserGuard:
 
     A page can send requests to 127.0.0.1 and, once its own name is made to resolve there (DNS rebinding), read the
     answers (CVE-2024-28224 in Ollama). So names in the Host header must be known, and a browser's request must not come
-    from another site, nor have a content type that needs no preflight. `origins` and `hosts` are those of HttpConfig.
+    from another site, nor have a content type that needs no preflight. HttpConfig explains `origins` and `hosts`.
+    Requests without Origin and Sec-Fetch-Site pass with any content type: no browser sends them, and `curl -d` does.
     """
 
     def __init__(self, app: ASGIApp, origins: Collection[str], hosts: Collection[str]) -> None:

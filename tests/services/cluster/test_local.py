@@ -6,8 +6,10 @@ import socket
 import stat
 import subprocess
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Never
 
 import psutil
 import pytest
@@ -22,17 +24,22 @@ CONFIG = config_from({"gateway": {"listen": "127.0.0.1:0", "http": "", "metrics"
 VANISHED = FileNotFoundError(2, "No such file or directory")
 
 
+class FailingRay:
+    """Start of Ray that fails each time with the next error, after `before` has seen Ray's directory."""
+
+    def __init__(self, *errors: Exception, before: Callable[[Path], object] = lambda directory: None) -> None:
+        self._errors = list(errors)
+        self._before = before
+
+    def __call__(self, num_cpus: int, namespace: str, directory: Path) -> Never:
+        self._before(directory)
+        raise self._errors.pop(0)
+
+
 @pytest.mark.parametrize("error", [VANISHED, Unavailable("Ray did not start: it has ended")])
-def test_an_error_after_ctrl_c_is_the_end_that_was_asked_for(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_error_after_ctrl_c_is_the_end_that_was_asked_for(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped = threading.Event()
-
-    def die(*arguments: object) -> None:
-        stopped.set()
-        raise error
-
-    monkeypatch.setattr(local, "start_own_ray", die)
+    monkeypatch.setattr(local, "start_own_ray", FailingRay(error, before=lambda directory: stopped.set()))
     cluster = LocalCluster(CONFIG, stopped=stopped)
     with pytest.raises(StopRequest):
         cluster.start()
@@ -40,10 +47,7 @@ def test_an_error_after_ctrl_c_is_the_end_that_was_asked_for(
 
 
 def test_the_same_error_without_ctrl_c_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def die(*arguments: object) -> None:
-        raise VANISHED
-
-    monkeypatch.setattr(local, "start_own_ray", die)
+    monkeypatch.setattr(local, "start_own_ray", FailingRay(VANISHED))
     cluster = LocalCluster(CONFIG)
     with pytest.raises(FileNotFoundError):
         cluster.start()
@@ -52,12 +56,8 @@ def test_the_same_error_without_ctrl_c_is_an_error(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("is_slow", [True, False])
 def test_a_ray_that_is_slow_to_start_is_started_again(is_slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    failures = [Unavailable("Ray did not start: it timed out"), FileNotFoundError("the second start")]
-
-    def die(*arguments: object) -> None:
-        raise failures.pop(0)
-
-    monkeypatch.setattr(local, "start_own_ray", die)
+    slow, second = Unavailable("Ray did not start: it timed out"), FileNotFoundError("the second start")
+    monkeypatch.setattr(local, "start_own_ray", FailingRay(slow, second))
     monkeypatch.setattr(local, "SLOW_START_SECONDS", 0.0 if is_slow else 25.0)
     cluster = LocalCluster(CONFIG)
     with pytest.raises((Unavailable, FileNotFoundError), match="second start" if is_slow else "timed out"):
@@ -66,19 +66,16 @@ def test_a_ray_that_is_slow_to_start_is_started_again(is_slow: bool, monkeypatch
 
 
 def test_only_its_user_reaches_the_files_and_sockets_of_a_clusters_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[Path] = []
-
-    def die(num_cpus: int, namespace: str, directory: Path) -> None:
-        given.append(directory)
-        assert stat.S_IMODE(directory.parent.stat().st_mode) == 0o700
-        raise VANISHED
-
-    monkeypatch.setattr(local, "start_own_ray", die)
+    seen: list[tuple[Path, int]] = []
+    ray = FailingRay(VANISHED, before=lambda path: seen.append((path.parent, path.parent.stat().st_mode)))
+    monkeypatch.setattr(local, "start_own_ray", ray)
     cluster = LocalCluster(CONFIG)
     with pytest.raises(FileNotFoundError):
         cluster.start()
     cluster.stop()
-    assert not given[0].parent.exists()
+    ((directory, mode),) = seen
+    assert stat.S_IMODE(mode) == 0o700
+    assert not directory.exists()
 
 
 def test_a_cluster_whose_ray_has_ended_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
