@@ -159,7 +159,8 @@ class SqliteJournal:
             ).fetchone()
             if row is None or not row[3] or row[1] >= stop:
                 raise ConversationLost(
-                    f"conversation_id: the tokens of {conversation_id!r} are damaged in the journal; begin it anew"
+                    f"conversation_id: the tokens of {conversation_id!r} are damaged in the journal; send the whole "
+                    f"text under a new conversation_id"
                 )
             segment, start, blob, _ = row
             tokens[start:stop] = np.frombuffer(blob, dtype="<i4", count=stop - start)

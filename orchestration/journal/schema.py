@@ -188,8 +188,8 @@ def _open(path: Path, mark: Mark) -> sqlite3.Connection:
             raise sqlite3.DatabaseError("it lacks the number of its transactions")
         if count < mark.count:
             log.error(
-                "router.journal: %s was damaged and has lost its last %d transactions of %d: conversations are what "
-                "they were before",
+                "router.journal: %s lacks the last %d of its %d transactions: it was damaged, or is an older copy; "
+                "conversations are what they were before these",
                 path,
                 mark.count - count,
                 mark.count,
@@ -239,7 +239,7 @@ def _create_tables(database: sqlite3.Connection, path: Path) -> None:
     with closing(sqlite3.connect(":memory:")) as fresh:
         fresh.executescript(TABLES + make_triggers()).close()
         if _schema_of(fresh) != _schema_of(database):
-            raise sqlite3.DatabaseError("its tables are not those of this version")
+            raise sqlite3.DatabaseError("its tables differ from this version's")
 
 
 def _schema_of(database: sqlite3.Connection) -> list[tuple[str, str]]:

@@ -132,8 +132,8 @@ def read_fingerprint(path: Path) -> str:
     """Return the identity of the model in `path`, 16 hexadecimal digits: of its configuration, tokenizer and weights.
 
     Equal directories have equal fingerprints on every machine. Of each stored tensor name, type, shape and the
-    SAMPLE_BYTES in its middle count, so a large model takes seconds. Example: two fine-tunes of one base model differ.
-    Raises ModelRefused.
+    SAMPLE_BYTES in its middle count, so most of a large file is not read. Example: two fine-tunes of one base model
+    differ. Raises ModelRefused.
     """
     digest = hashlib.sha256()
     try:

@@ -18,6 +18,7 @@ from ringserve.orchestration.conversations.store import MAX_GONE, ConversationSt
 from ringserve.orchestration.placement.kv_locations import KvLocation
 from ringserve.orchestration.protocol.journal import NoJournal
 from ringserve.orchestration.protocol.views import rank_shards
+from tests.waiting import eventually
 
 
 def finish(store: ConversationStore, name: str) -> Conversation:
@@ -57,11 +58,11 @@ async def test_a_deletion_has_happened_if_the_journal_has_written_it(how: str) -
     store = ConversationStore(10, journal=journal)
     conversation = finish(store, "c")
     deleting = asyncio.create_task(store.delete("c"))
-    await asyncio.sleep(0)
+    await eventually(lambda: bool(journal.writing))
     with pytest.raises(Busy, match="'c' is busy with its deletion"):
         store.open("c", "second")
     waiting = asyncio.create_task(store.open_in_turn("c", "third"))
-    await asyncio.sleep(0)
+    await eventually(lambda: store.is_waiting("third"))
     if how == "failed":
         journal.writing[0].set_exception(Unavailable("router.journal: database or disk is full"))
         with pytest.raises(Unavailable, match="disk is full"):

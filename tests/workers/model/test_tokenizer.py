@@ -1,4 +1,4 @@
-"""The tokenizer of a directory is that of its `tokenizer.json`, whatever class transformers chooses."""
+"""A directory's `tokenizer.json` decides how its text becomes tokens, whatever class transformers chooses."""
 
 from __future__ import annotations
 
