@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -278,9 +278,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         )
         return inference_pb2.CountTokensResponse(num_tokens=count, max_context_length=self._model.max_positions)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids."""
-        return self._codec.decode(token_ids)
+    @property
+    def codec(self) -> TextCodec:
+        """The model's tokenizer."""
+        return self._codec
 
     async def read_tokens(self, tenant: Tenant, read: Callable[[RequestReader, TextCodec], T]) -> T:
         """Run `read` in a thread and return its result, within the tenant's limits. Raises RingserveError."""
@@ -359,6 +360,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Refuse a gRPC call by its metadata alone. Raises Unauthenticated."""
         with self._count_refused_call("grpc"):
             self._authenticator.admit(metadata)
+
+    def note_ignored(self, count: int) -> None:
+        """Count fields of an HTTP request that were ignored."""
+        self._metrics.ignored_fields(count)
 
     def note_refused(self, endpoint: str, error: RingserveError) -> None:
         """Count a call refused for its credentials or rights. Other failures count as requests."""

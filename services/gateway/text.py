@@ -6,6 +6,7 @@ Both gateway servers use it: `TextCodec` encodes prompts, `AnswerText` decodes o
 from __future__ import annotations
 
 import inspect
+import re
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,16 @@ MAX_PENDING = 64
 
 An incomplete character shows as 1 to 3 of them; a byte-fallback tokenizer's run of bytes shows as more.
 """
+
+
+def _bytes_of_signs() -> dict[str, int]:
+    """Return the alphabet of byte-level tokenizers: printable bytes of Latin-1 stand for themselves, others follow."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+BYTES_OF_SIGNS = _bytes_of_signs()
 
 
 class TextCodec:
@@ -173,6 +184,21 @@ class TextCodec:
                 list(token_ids), skip_special_tokens=not shows_special, clean_up_tokenization_spaces=False
             )
         )
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token stands for, also if they are a part of a character.
+
+        Example: three tokens of a byte-level tokenizer are the bytes E4, BD and A0, together "你".
+        """
+        text = self.decode_all([token_id])
+        if REPLACEMENT not in text:
+            return text.encode()
+        (name,) = self.names([token_id])
+        if (byte := re.fullmatch(r"<0x([0-9A-F]{2})>", name)) is not None:
+            return bytes([int(byte[1], 16)])
+        if all(sign in BYTES_OF_SIGNS for sign in name):
+            return bytes(BYTES_OF_SIGNS[sign] for sign in name)
+        return text.encode()
 
     def to_json(self) -> str:
         """Return the tokenizer as JSON. Raises InvalidRequest if it has no fast form."""

@@ -8,6 +8,7 @@ from types import TracebackType
 
 import grpc
 import pytest
+from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from ringserve.services.auth.authenticator import Authenticator
@@ -92,6 +93,11 @@ class LocalGateway:
         """OpenAI's own client. Without retries: a test sees the first answer."""
         settings: dict[str, object] = {"api_key": "unused", "max_retries": 0, "timeout": CALL_SECONDS}
         return AsyncOpenAI(base_url=f"{self.url}/v1", **settings | options)  # type: ignore[arg-type]
+
+    def anthropic(self, **options: object) -> AsyncAnthropic:
+        """Anthropic's own client, as `openai`."""
+        settings: dict[str, object] = {"api_key": "unused", "max_retries": 0, "timeout": CALL_SECONDS}
+        return AsyncAnthropic(base_url=self.url, **settings | options)  # type: ignore[arg-type]
 
     def channel(self) -> grpc.aio.Channel:
         """Open a channel without TLS, whatever the endpoints expect."""

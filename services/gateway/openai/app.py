@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -30,7 +31,7 @@ from ringserve.orchestration.tasks import fan_in
 from ringserve.services.auth.authenticator import Authenticator
 from ringserve.services.auth.tenants import Tenant
 from ringserve.services.config.sections import HttpConfig
-from ringserve.services.gateway.openai import models
+from ringserve.services.gateway.openai import anthropic, models
 from ringserve.services.gateway.openai.errors import (
     BadHttpRequest,
     error_body,
@@ -63,7 +64,7 @@ from ringserve.services.gateway.openai.server import (
     read_certificate,
 )
 from ringserve.services.gateway.openai.stored import LinkedTurn, ResponseName, make_not_held_error
-from ringserve.services.gateway.openai.tools import CallForm, find_call_form
+from ringserve.services.gateway.openai.tools import END_OF_THOUGHTS, AnswerForm, find_call_form, find_thoughts
 from ringserve.services.gateway.page.page import ServiceViews, ViewedService, page_routes
 from ringserve.services.gateway.requests import RequestReader, check_identifier
 from ringserve.services.gateway.text import TextCodec
@@ -81,6 +82,8 @@ BODY_SECONDS = 60.0
 """Seconds a client has to send its request body."""
 
 
+PROMPT_END = 16
+"""Last tokens of a prompt that may open or close the model's thoughts."""
 MAX_CONTAINERS = 200_000
 """Lists and objects of a body: parsing as many takes about 0.1 s."""
 MAX_VALUES = 4_000_000
@@ -96,8 +99,12 @@ class TurnService(ViewedService, Protocol):
     ) -> AbstractAsyncContextManager[AsyncIterator[inference_pb2.GenerateResponse]]:
         """Serve a turn: the context yields its responses, and leaving it ends the turn. Raises RingserveError."""
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids."""
+    @property
+    def codec(self) -> TextCodec:
+        """The model's tokenizer, for single tokens: texts go by `read_tokens`."""
+
+    def note_ignored(self, count: int) -> None:
+        """Count fields of a request that were ignored."""
 
     def note_refused(self, endpoint: str, error: RingserveError) -> None:
         """Count a call refused for its credentials or rights."""
@@ -127,8 +134,14 @@ class HttpApi:
         self._authenticator = authenticator or Authenticator()
         self._model_name = model_name
         self._max_positions = model.max_positions
-        self._reader = HttpRequestReader(model_name, ignores_unknown=self._config.unknown_fields == "ignore")
+        self._reader = HttpRequestReader(
+            model_name,
+            lambda count: service.note_ignored(count),
+            ignores_unknown=self._config.unknown_fields == "ignore",
+        )
         self._created = int(time.time())
+        self._plain_form: AnswerForm | None = None
+        self._has_told_unread = False
         self._views = ServiceViews(service, model_name, model, self._authenticator, self._caller)
         self._has_page = has_page
 
@@ -158,6 +171,21 @@ class HttpApi:
             post("/v1/completions", self._completion, "Continue a text or tokens.", models.CompletionRequest),
             post("/v1/responses", self._respond, "Answer with items.", models.ResponseRequest),
             delete("/v1/responses/{name}", self._forget_response, "Delete the conversation of a response."),
+            post(
+                anthropic.PREFIX,
+                self._message,
+                "Answer messages in Anthropic's shape.",
+                anthropic.MessagesRequest,
+                error=anthropic.MessagesError,
+            ),
+            post(
+                f"{anthropic.PREFIX}/count_tokens",
+                self._count_tokens,
+                "Count the tokens of messages in Anthropic's shape.",
+                anthropic.CountRequest,
+                anthropic.TokenCount,
+                error=anthropic.MessagesError,
+            ),
             get("/v1/models", self._models, "List the served model."),
             get("/v1/models/{name:path}", self._model, "Show the served model."),
             *self._views.routes(),
@@ -213,7 +241,7 @@ class HttpApi:
         given, turn = await asyncio.to_thread(lambda: (parsed := _parse_body(body), self._reader.response(parsed)))
         template, links, asked = turn.template, turn.links, turn.request
         assert links is not None, "a request for a response has links"
-        form = await self._apply_template(tenant, turn, template) if template else None
+        form = await self._answer_form(tenant, turn)
 
         async def fill(last_token: int) -> None:
             assert template is not None, "the template writes the messages that follow an answer"
@@ -229,6 +257,29 @@ class HttpApi:
         responses = linked.responses(lambda: self._service.generate(asked, tenant, None, trace_parent))
         return await self._send_answer(request, turn, fan_in([aclosing(responses)]), answer)
 
+    async def _message(self, request: Request) -> ASGIApp:
+        tenant = self._caller(request)
+        body = await _read_body(request)
+        turn = await asyncio.to_thread(lambda: self._message_turn(anthropic.MessagesRequest, body))
+        form = await self._answer_form(tenant, turn)
+        answer = anthropic.MessageAnswer(self._model_name, form)
+        trace_parent = request.headers.get("traceparent", "")
+        responses = fan_in([self._service.generate(turn.request, tenant, None, trace_parent)])
+        return await self._send_answer(request, turn, responses, answer)
+
+    async def _count_tokens(self, request: Request) -> Response:
+        tenant, body = self._caller(request), await _read_body(request)
+
+        def read(reader: RequestReader, codec: TextCodec) -> Response:
+            turn = self._message_turn(anthropic.CountRequest, body)
+            tokens = turn.template.tokens(reader) if turn.template else reader.tokenize(turn.request)
+            return JSONResponse({"input_tokens": len(tokens)})
+
+        return await self._service.read_tokens(tenant, read)
+
+    def _message_turn(self, model: type[anthropic.CountRequest], body: bytes) -> HttpTurn:
+        return self._reader.chat(anthropic.chat_body(self._reader.messages(model, _parse_body(body))))
+
     async def _completion(self, request: Request) -> ASGIApp:
         return await self._turn(request, self._reader.completion, CompletionShape())
 
@@ -236,7 +287,7 @@ class HttpApi:
         tenant = self._caller(request)  # before the body: unauthenticated callers' bodies are not read
         body = await _read_body(request)
         turn = await asyncio.to_thread(lambda: read(_parse_body(body)))
-        form = await self._apply_template(tenant, turn, turn.template) if turn.template else None
+        form = await self._answer_form(tenant, turn)
         echoes = await self._echoes(tenant, turn) if turn.has_echo else [None] * len(turn.requests)
         answer = self._answer(turn, shape, echoes, form)
         trace_parent = request.headers.get("traceparent", "")
@@ -254,33 +305,54 @@ class HttpApi:
             first = await anext(events)
         return EventStream(first, events)
 
-    def _answer(
-        self, turn: HttpTurn, shape: Shape, echoes: Sequence[Echo | None], form: CallForm | None
-    ) -> PromptAnswers:
-        answers = [TurnAnswer(shape, self._model_name, self._service.decode, turn, echo, form) for echo in echoes]
+    def _answer(self, turn: HttpTurn, shape: Shape, echoes: Sequence[Echo | None], form: AnswerForm) -> PromptAnswers:
+        answers = [TurnAnswer(shape, self._model_name, self._service.codec, turn, echo, form) for echo in echoes]
         num_choices = max(turn.request.sampling_params.n, 1)
         return PromptAnswers(answers, num_choices, f"{shape.id_prefix}-{uuid.uuid4().hex[:16]}")
 
-    async def _apply_template(self, tenant: Tenant, turn: HttpTurn, template: Template) -> CallForm | None:
+    async def _answer_form(self, tenant: Tenant, turn: HttpTurn) -> AnswerForm:
+        """Return the form of a turn's answer. Raises InvalidRequest."""
+        if turn.template is not None:
+            return await self._apply_template(tenant, turn, turn.template)
+        if turn.request.WhichOneof("input") != "chat" or not turn.may_think:
+            return AnswerForm()
+        if self._plain_form is None:
+            self._plain_form = await self._service.read_tokens(tenant, lambda _, codec: _find_plain_form(codec))
+        return self._plain_form
+
+    async def _apply_template(self, tenant: Tenant, turn: HttpTurn, template: Template) -> AnswerForm:
         """Tokenize a chat with tools, calls or template variables: the gRPC contract has no fields for them.
 
-        Return the form in which the answer writes tool calls, None without tools. Constrain the answer to that form if
-        the request asks for it. Raises InvalidRequest.
+        Return the form of the answer, and constrain the answer to that of tool calls if the request asks for it.
+        Raises InvalidRequest.
         """
 
-        def read(reader: RequestReader, codec: TextCodec) -> CallForm | None:
+        def read(reader: RequestReader, codec: TextCodec) -> AnswerForm:
+            may_think = turn.may_think
             reader.end_chat(turn.request.sampling_params)
-            form = find_call_form(codec.chat_template(template.tools)) if turn.offer else None
-            if turn.offer and form:
-                turn.offer.hold(turn.request.sampling_params, form, reader)
-            if turn.links and turn.links.previous:
-                return form  # `fill` writes its prompt once the previous answer's last token is known
-            tokens = template.tokens(reader)
-            turn.request.tokenized.input_ids.extend(tokens.tolist())
+            source = codec.chat_template(template.tools)
+            calls = find_call_form(source) if turn.offer else None
+            if turn.offer and calls:
+                turn.offer.hold(turn.request.sampling_params, calls, reader)
+            elif turn.offer:
+                turn.offer.check_unheld()
+                self._note_unread_calls()
+            if turn.links and turn.links.previous:  # `fill` writes its prompt once the last answer's end is known
+                return replace(_find_plain_form(codec) if may_think else AnswerForm(), calls=calls)
+            tokens = template.tokens(reader).tolist()
+            turn.request.tokenized.input_ids.extend(tokens)
             turn.request.prompt_mode = inference_pb2.PROMPT_MODE_WHOLE_HISTORY
-            return form
+            if not may_think:
+                return AnswerForm(calls=calls)
+            return find_thoughts(source, codec.decode_all(tokens[-PROMPT_END:]), calls)
 
         return await self._service.read_tokens(tenant, read)
+
+    def _note_unread_calls(self) -> None:
+        """Log once that calls of this model stay text."""
+        if not self._has_told_unread:
+            self._has_told_unread = True
+            log.warning("tools: the chat template writes calls in a form that is not known here; calls stay text")
 
     async def _echoes(self, tenant: Tenant, turn: HttpTurn) -> list[Echo | None]:
         """Return the prompts to echo. Replace text prompts by their tokens, which log-probabilities refer to."""
@@ -344,8 +416,11 @@ class HttpApi:
         return Response(reply.body, headers={"content-type": reply.content_type})
 
     def _caller(self, request: Request) -> Tenant:
-        """Return the calling tenant. Raises Unauthenticated."""
-        return self._authenticator.find_tenant(request.headers.get("authorization"), read_certificate(request.scope))
+        """Return the calling tenant, by its token or Anthropic's header for one. Raises Unauthenticated."""
+        shown, key = request.headers.get("authorization"), request.headers.get("x-api-key")
+        if not shown and key:
+            shown = f"Bearer {key}"
+        return self._authenticator.find_tenant(shown, read_certificate(request.scope))
 
     async def _refuse(self, request: Request, error: Exception) -> Response:
         if isinstance(error, RingserveError):
@@ -379,6 +454,15 @@ class HttpApi:
         name = check_identifier("conversation_id", request.path_params["name"])
         await router.delete_conversation(name)
         return JSONResponse({"id": name, "object": "conversation.deleted", "deleted": True})
+
+
+def _find_plain_form(codec: TextCodec) -> AnswerForm:
+    """Return the form of an answer to a chat of plain texts."""
+    source = codec.chat_template(())
+    if END_OF_THOUGHTS not in source:
+        return AnswerForm()
+    prompt = codec.encode_chat([("user", "x")]).tolist()
+    return find_thoughts(source, codec.decode_all(prompt[-PROMPT_END:]))
 
 
 async def _read_body(request: Request) -> bytes:
@@ -434,7 +518,9 @@ def _check_values(body: bytes) -> None:
 
 
 def _error_response(error: BaseException, path: str = "") -> Response:
-    return JSONResponse(error_body(error, path), http_status(error), error_headers(error))
+    is_anthropic = path.startswith(anthropic.PREFIX)
+    told = anthropic.anthropic_error(error) if is_anthropic else error_body(error, path)
+    return JSONResponse(told, http_status(error), error_headers(error))
 
 
 async def _refuse_route(request: Request, error: Exception) -> Response:
@@ -447,7 +533,7 @@ async def _refuse_route(request: Request, error: Exception) -> Response:
 
 
 async def _refuse_internal(request: Request, error: Exception) -> Response:
-    return _error_response(error)  # Starlette raises the error again, so the server logs it
+    return _error_response(error, request.url.path)  # Starlette raises the error again, so the server logs it
 
 
 async def _answer_hang_up(request: Request, error: Exception) -> Response:

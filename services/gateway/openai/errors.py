@@ -47,7 +47,12 @@ _NAMES = (
     (re.compile(r"^input\.tokenized\.input_ids"), "prompt"),
     (re.compile(r"^input\.(text|tokenized)\b"), "prompt"),
 )
-PROMPTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
+PROMPTS = {
+    "/v1/chat/completions": "messages",
+    "/v1/completions": "prompt",
+    "/v1/messages": "messages",
+    "/v1/responses": "input",
+}
 """Field that has the prompt, by path."""
 # First path segments of other APIs that OpenAI's and vLLM's clients ask for.
 _OTHERS = frozenset(

@@ -9,7 +9,7 @@ from typing import Any
 from ringserve.cp_core.errors import Unavailable
 from ringserve.services.gateway.openai.errors import error_body
 from ringserve.services.gateway.openai.responses import Json
-from ringserve.services.gateway.openai.tools import CallForm, CallPiece, CallReader, CallStart, Said
+from ringserve.services.gateway.openai.tools import AnswerForm, CallPiece, CallStart, Said, Thought
 from ringserve.services.rpc.answer import message_dict
 from ringserve.v1 import inference_pb2
 
@@ -32,14 +32,14 @@ class ItemAnswer:
     """Answer to one Responses API request: an item for each text and each call."""
 
     def __init__(
-        self, body: Mapping[str, Any], model_name: str, form: CallForm | None, response_id: Callable[[], str] = str
+        self, body: Mapping[str, Any], model_name: str, form: AnswerForm, response_id: Callable[[], str] = str
     ) -> None:
-        """Parse tool calls from the text if `form` is given. `response_id` returns "" for an unstored response."""
+        """Read thoughts and tool calls as `form` says. `response_id` returns "" for an unstored response."""
         self._response_id = response_id
         self._previous = body.get("previous_response_id") or None
         self._model_name = model_name
         self._echoed = {name: default if body.get(name) is None else body[name] for name, default in ECHOED.items()}
-        self._reader = CallReader(form) if form else None
+        self._reader = form.make_reader()
         self._created = time.time()
         self._name = ""
         self._items: list[Json] = []
@@ -67,8 +67,8 @@ class ItemAnswer:
         self._complete = response.complete
         rest = self._read(response.complete.text[self._sent_characters :])
         events = self._make_events([*rest, *(self._reader.finish() if self._reader else ())])
-        if not self._items:
-            events += self._open_text()  # an empty answer still has one text item
+        if not any(item["type"] != "reasoning" for item in self._items):
+            events += [*self._close(), *self._open_text()]  # an empty answer still has one text item
         return events + self._close()
 
     def last_events(self) -> list[Json]:
@@ -138,6 +138,10 @@ class ItemAnswer:
             case CallPiece():
                 self._items[-1]["arguments"] += said.text
                 return [self._item_event("response.function_call_arguments.delta", delta=said.text)]
+            case Thought():
+                opening = [] if self._is_open("reasoning") else [*self._close(), *self._open_thoughts()]
+                self._items[-1]["content"][0]["text"] += said.text
+                return [*opening, self._part_event("response.reasoning_text.delta", delta=said.text)]
             case _:
                 opening = [] if self._is_open("message") else [*self._close(), *self._open_text()]
                 self._items[-1]["content"][0]["text"] += said
@@ -150,6 +154,13 @@ class ItemAnswer:
         name = f"msg_{self._name}_{len(self._items)}"
         opening = self._open({"type": "message", "id": name, "role": "assistant", "content": []})
         part: Json = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        self._items[-1] = self._items[-1] | {"content": [part]}
+        return [*opening, self._part_event("response.content_part.added", part=dict(part))]
+
+    def _open_thoughts(self) -> list[Json]:
+        name = f"rs_{self._name}_{len(self._items)}"
+        opening = self._open({"type": "reasoning", "id": name, "summary": [], "content": []})
+        part: Json = {"type": "reasoning_text", "text": ""}
         self._items[-1] = self._items[-1] | {"content": [part]}
         return [*opening, self._part_event("response.content_part.added", part=dict(part))]
 
@@ -169,6 +180,12 @@ class ItemAnswer:
             (part,) = item["content"]
             ends = [
                 self._part_event("response.output_text.done", text=part["text"], logprobs=[]),
+                self._part_event("response.content_part.done", part=part),
+            ]
+        elif item["type"] == "reasoning":
+            (part,) = item["content"]
+            ends = [
+                self._part_event("response.reasoning_text.done", text=part["text"]),
                 self._part_event("response.content_part.done", part=part),
             ]
         else:

@@ -468,6 +468,8 @@ class ChatRequest(TextRequest, TemplateFields):
     tools: Tools | None = None
     tool_choice: ChoiceMode | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    include_reasoning: Annotated[bool | None, Field(description="False leaves the model's thoughts out.")] = None
+    separate_reasoning: Annotated[bool | None, Field(description="False leaves them in the content.")] = None
 
 
 class CompletionRequest(TextRequest):

@@ -36,6 +36,7 @@ class ApiRoute(Route):
         query: type[BaseModel] | None = None,
         content_type: str = "application/json",
         is_open: bool = False,
+        error: type[BaseModel] = ErrorAnswer,
     ) -> None:
         super().__init__(path, endpoint, methods=[method])
         self.method = method.lower()
@@ -45,10 +46,11 @@ class ApiRoute(Route):
         self.answer = answer
         self.content_type = content_type
         self.is_open = is_open
+        self.error = error
 
     @property
     def models(self) -> Iterator[type[BaseModel]]:
-        return (model for model in (self.body, self.answer) if model is not None)
+        return (model for model in (self.body, self.answer, self.error) if model is not None)
 
     def describe(self) -> Json:
         """Return the route's OpenAPI operation."""
@@ -58,7 +60,7 @@ class ApiRoute(Route):
                 "200": {"description": "Done.", "content": {self.content_type: {"schema": self._answer_schema()}}},
                 "default": {
                     "description": "Refused or failed.",
-                    "content": {"application/json": {"schema": _ref(ErrorAnswer)}},
+                    "content": {"application/json": {"schema": _ref(self.error)}},
                 },
             },
         }
@@ -81,9 +83,7 @@ class ApiRoute(Route):
 
 def describe_api(routes: Sequence[ApiRoute], version: str) -> Json:
     """Return the OpenAPI 3.1 document for the routes."""
-    models: dict[type[BaseModel], None] = dict.fromkeys(
-        [ErrorAnswer, *(model for route in routes for model in route.models)]
-    )
+    models: dict[type[BaseModel], None] = dict.fromkeys(model for route in routes for model in route.models)
     _, schemas = models_json_schema(
         [(model, "validation") for model in models], ref_template=REF, schema_generator=SchemaMaker
     )

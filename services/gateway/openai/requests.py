@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -86,7 +86,8 @@ class Template:
 class HttpTurn:
     """HTTP request for one turn, or for several turns that differ only in their prompts.
 
-    With `counts_each` every event of a stream has the usage so far.
+    With `counts_each` every event of a stream has the usage so far. Thoughts are a part of their own in the answer if
+    it `separates_thoughts`, and none if it `hides_thoughts`.
     """
 
     requests: tuple[inference_pb2.GenerateRequest, ...]
@@ -95,6 +96,8 @@ class HttpTurn:
     counts_each: bool = False
     has_token_ids: bool = False
     has_echo: bool = False
+    separates_thoughts: bool = True
+    hides_thoughts: bool = False
     template: Template | None = None
     offer: Offer | None = None
     links: Links | None = None
@@ -103,6 +106,12 @@ class HttpTurn:
     def request(self) -> inference_pb2.GenerateRequest:
         """Request for the first prompt."""
         return self.requests[0]
+
+    @property
+    def may_think(self) -> bool:
+        """Return whether the answer may begin with thoughts to separate: not if all of it has a form of its own."""
+        is_bound = self.request.sampling_params.WhichOneof("constraint") or (self.offer and self.offer.must_call)
+        return self.separates_thoughts and not is_bound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +128,15 @@ class Tokenization:
 class HttpRequestReader:
     """Reader of HTTP requests for one model. Each method raises InvalidRequest, and NotFound for another model."""
 
-    def __init__(self, model_name: str, *, ignores_unknown: bool = False) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        count_ignored: Callable[[int], None] = lambda count: None,
+        *,
+        ignores_unknown: bool = False,
+    ) -> None:
         self._model_name = model_name
+        self._count_ignored = count_ignored
         self._ignores_unknown = ignores_unknown
         self._ignored: set[str] = set()
 
@@ -138,10 +154,16 @@ class HttpRequestReader:
             turn.request.sampling_params.logprobs = asked.top_logprobs or 0
         elif asked.top_logprobs:
             raise InvalidRequest("top_logprobs: only allowed where logprobs is true")
-        return replace(turn, template=_template(asked, messages, offer, asked.reasoning_effort), offer=offer)
+        return replace(
+            turn,
+            template=_template(asked, messages, offer, asked.reasoning_effort),
+            offer=offer,
+            separates_thoughts=asked.separate_reasoning is not False,
+            hides_thoughts=asked.include_reasoning is False,
+        )
 
     def response(self, body: Any) -> HttpTurn:
-        body = self._with_functions(body)
+        body = self._with_functions(body, ("function",))
         asked = self._read(models.ResponseRequest, body)
         choice, tools = asked.tool_choice, body.get("tools") or []
         described = [{name: value for name, value in tool.items() if name != "type"} for tool in tools]
@@ -170,12 +192,16 @@ class HttpRequestReader:
         template = Template(messages=messages, tools=shown_tools, values=asked.chat_template_kwargs or {})
         return replace(turn, template=template)
 
-    def _with_functions(self, body: Any) -> Any:
-        """Leave out the kinds of tools that only OpenAI itself runs, if there are functions beside them."""
+    def messages(self, model: type[Asked], body: Any) -> Asked:
+        """Read a request of Anthropic's Messages API, to be made a chat of."""
+        return self._read(model, self._with_functions(body, (None, "custom")))
+
+    def _with_functions(self, body: Any, kinds: Collection[str | None]) -> Any:
+        """Leave out tools that only their vendor runs, if there are functions of the client (`kinds`) beside them."""
         tools = body.get("tools") if isinstance(body, dict) else None
         if not (self._ignores_unknown and isinstance(tools, list)):
             return body
-        functions = [tool for tool in tools if not isinstance(tool, dict) or tool.get("type") == "function"]
+        functions = [tool for tool in tools if not isinstance(tool, dict) or tool.get("type") in kinds]
         if not functions or len(functions) == len(tools):
             return body
         self._note_ignored([f"tools of type {tool.get('type')}" for tool in tools if tool not in functions])
@@ -246,7 +272,8 @@ class HttpRequestReader:
         return asked
 
     def _note_ignored(self, names: Sequence[str]) -> None:
-        """Log each ignored field once."""
+        """Count ignored fields, and log each once."""
+        self._count_ignored(len(names))
         new = [name for name in map(quote, names) if name not in self._ignored][: MAX_IGNORED - len(self._ignored)]
         if new:
             self._ignored.update(new)

@@ -9,7 +9,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,8 +18,8 @@ from ringserve.cp_core.errors import RingserveError, Unavailable
 from ringserve.mapping import enum_name
 from ringserve.services.gateway.openai.errors import error_body
 from ringserve.services.gateway.openai.requests import HttpTurn
-from ringserve.services.gateway.openai.tools import CallForm, CallReader, CallStart, ReadCall, Said
-from ringserve.services.gateway.text import REPLACEMENT
+from ringserve.services.gateway.openai.tools import AnswerForm, AnswerReader, CallStart, ReadCall, Said, Thought
+from ringserve.services.gateway.text import REPLACEMENT, IncrementalText, TextCodec
 from ringserve.services.rpc.answer import message_dict
 from ringserve.services.rpc.wire.contract import to_message
 from ringserve.v1 import inference_pb2
@@ -28,8 +28,6 @@ from ringserve.views import ConversationInfo
 log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
-Decode = Callable[[Sequence[int]], str]
-"""Function from token ids to text. An incomplete character becomes a replacement character."""
 Logprobs = Sequence[inference_pb2.TokenLogprobs]
 
 
@@ -50,6 +48,8 @@ class ChatShape:
         """Return an event's choice for one part of an answer that may call tools."""
         if isinstance(said, str):
             return self.piece(index, said, logprobs)
+        if isinstance(said, Thought):
+            return self._choice(index, {"reasoning_content": said.text}, logprobs, None)
         call: Json = {"index": said.place}
         if isinstance(said, CallStart):
             call |= {"id": said.call_id, "type": "function", "function": {"name": said.name, "arguments": ""}}
@@ -64,9 +64,14 @@ class ChatShape:
         message = {"role": "assistant", "content": text, "refusal": None}
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
 
-    def with_calls(self, index: int, text: str, calls: Sequence[ReadCall], logprobs: Json | None, reason: str) -> Json:
-        """Return the choice for a whole answer that may call tools."""
+    def read(
+        self, index: int, said: Sequence[Said], calls: Sequence[ReadCall], logprobs: Json | None, reason: str
+    ) -> Json:
+        """Return the choice for a whole answer that may have thoughts and call tools."""
+        text = "".join(each for each in said if isinstance(each, str))
         choice = self.whole(index, text, logprobs, reason)
+        if thoughts := "".join(each.text for each in said if isinstance(each, Thought)):
+            choice["message"]["reasoning_content"] = thoughts
         if calls:
             made = [
                 {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
@@ -75,8 +80,8 @@ class ChatShape:
             choice["message"] |= {"content": text or None, "tool_calls": made}
         return choice
 
-    def logprobs(self, found: Logprobs, decode: Decode, offset: int) -> Json:
-        return chat_logprobs(found, decode)
+    def logprobs(self, found: Logprobs, codec: TextCodec, offsets: Offsets) -> Json:
+        return chat_logprobs(found, codec)
 
     @staticmethod
     def _choice(index: int, delta: Json, logprobs: Json | None, finish_reason: str | None) -> Json:
@@ -101,8 +106,8 @@ class CompletionShape:
     def whole(self, index: int, text: str, logprobs: Json | None, finish_reason: str | None) -> Json:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
-    def logprobs(self, found: Logprobs, decode: Decode, offset: int) -> Json:
-        return completion_logprobs(found, decode, offset)
+    def logprobs(self, found: Logprobs, codec: TextCodec, offsets: Offsets) -> Json:
+        return completion_logprobs(found, codec, offsets)
 
 
 Shape = ChatShape | CompletionShape
@@ -119,7 +124,7 @@ class Echo:
 class TurnAnswer:
     """The `n` answers to one prompt, as one object or as stream events.
 
-    Responses arrive as one `start`, then each answer's `chunk`s and `complete`. `decode` gives the text of tokens in
+    Responses arrive as one `start`, then each answer's `chunk`s and `complete`. `codec` names the tokens of
     log-probabilities.
     """
 
@@ -127,17 +132,21 @@ class TurnAnswer:
         self,
         shape: Shape,
         model_name: str,
-        decode: Decode,
+        codec: TextCodec,
         turn: HttpTurn,
         echo: Echo | None = None,
-        form: CallForm | None = None,
+        form: AnswerForm | None = None,
     ) -> None:
-        """Parse tool calls from the text if `form` is given."""
+        """Read thoughts and tool calls from the text as `form` says."""
         self._shape = shape
-        self._form = form
-        self._readers: dict[int, CallReader] = {}
+        self._form = form or AnswerForm()
+        self._readers: dict[int, AnswerReader | None] = {}
+        self._hides_thoughts = turn.hides_thoughts
+        params = turn.request.sampling_params
+        self._hides_special = params.skip_special_tokens or not params.HasField("skip_special_tokens")
         self._echo = echo
-        self._decode = decode
+        self._codec = codec
+        self._offsets: dict[int, Offsets] = {}
         self._include_usage = turn.include_usage
         self._counts_each = turn.counts_each
         self._has_token_ids = turn.has_token_ids
@@ -189,12 +198,13 @@ class TurnAnswer:
         return [*events, closing | {"ringserve": self._extra(complete)}]
 
     def _pieces(self, chunk: inference_pb2.GenerateStreamChunk) -> list[Json]:
-        offset = self._sent_characters[chunk.index]
         self._sent_characters[chunk.index] += len(chunk.text)
-        logprobs = self._shape.logprobs(chunk.logprobs, self._decode, offset) if self._has_logprobs else None
+        logprobs = None
+        if self._has_logprobs:
+            offsets = self._offsets.setdefault(chunk.index, self._new_offsets())
+            logprobs = self._shape.logprobs(chunk.logprobs, self._codec, offsets)
         if reader := self._reader(chunk.index):
-            said = reader.push(chunk.text)
-            events = self._make_events(chunk.index, said or ([""] if logprobs else []), logprobs)
+            events = self._make_events(chunk.index, reader.push(chunk.text), logprobs)
         else:
             has_news = bool(chunk.text) or bool(chunk.logprobs) or self._has_token_ids
             events = [self._event(self._shape.piece(chunk.index, chunk.text, logprobs))] if has_news else []
@@ -205,16 +215,22 @@ class TurnAnswer:
             events = [event | {"usage": usage} for event in events]
         return events
 
-    def _reader(self, index: int) -> CallReader | None:
-        """Return the tool call reader for an answer; None if the request offers no tools."""
-        return self._readers.setdefault(index, CallReader(self._form)) if self._form else None
+    def _reader(self, index: int) -> AnswerReader | None:
+        """Return the reader for an answer; None if the answer is all text."""
+        if index not in self._readers:
+            self._readers[index] = self._form.make_reader()
+        return self._readers[index]
 
     def _make_events(self, index: int, said: Sequence[Said], logprobs: Json | None) -> list[Json]:
         """Return one event per part of an answer. The first event carries the log-probabilities."""
-        assert isinstance(self._shape, ChatShape), "only chats have tools"
+        assert isinstance(self._shape, ChatShape), "only chats have tools and thoughts"
+        shown = self._shown(said) or ([""] if logprobs else [])
         return [
-            self._event(self._shape.said(index, each, None if place else logprobs)) for place, each in enumerate(said)
+            self._event(self._shape.said(index, each, None if place else logprobs)) for place, each in enumerate(shown)
         ]
+
+    def _shown(self, said: Sequence[Said]) -> Sequence[Said]:
+        return [each for each in said if not isinstance(each, Thought)] if self._hides_thoughts else said
 
     def last_events(self) -> list[Json]:
         """Return the events that a stream sends after the last answer. Raises Unavailable for an incomplete answer."""
@@ -237,19 +253,21 @@ class TurnAnswer:
 
     def _choice(self, complete: inference_pb2.GenerateComplete) -> Json:
         found, text = complete.output_logprobs, complete.text
-        logprobs = self._shape.logprobs(found, self._decode, 0) if self._has_logprobs else None
+        logprobs = self._shape.logprobs(found, self._codec, self._new_offsets()) if self._has_logprobs else None
         if self._echo is not None:
             text = self._echo.text + text
             scored = self._completes[0].prompt_logprobs  # sorted: only answer 0 has them
-            logprobs = echoed_logprobs(self._echo, scored, found, self._decode) if self._has_logprobs else None
-        if self._form and isinstance(self._shape, ChatShape):
-            reader = CallReader(self._form)
-            said = [*reader.push(text), *reader.finish()]
-            plain = "".join(each for each in said if isinstance(each, str))
-            choice = self._shape.with_calls(complete.index, plain, reader.calls, logprobs, _reason(complete, reader))
+            offsets = self._new_offsets()
+            logprobs = echoed_logprobs(self._echo, scored, found, self._codec, offsets) if self._has_logprobs else None
+        if isinstance(self._shape, ChatShape) and (reader := self._form.make_reader()):
+            said = self._shown([*reader.push(text), *reader.finish()])
+            choice = self._shape.read(complete.index, said, reader.calls, logprobs, _reason(complete, reader))
         else:
             choice = self._shape.whole(complete.index, text, logprobs, _reason(complete))
         return choice | ({"token_ids": list(complete.output_ids)} if self._has_token_ids else {})
+
+    def _new_offsets(self) -> Offsets:
+        return Offsets(self._codec, hides_special=self._hides_special)
 
     def _check_complete(self) -> None:
         if len(self._completes) < self._num_answers:
@@ -299,7 +317,7 @@ def _usage(prompt: int, completion: int, cached: int) -> Json:
     }
 
 
-def _reason(complete: inference_pb2.GenerateComplete, reader: CallReader | None = None) -> str:
+def _reason(complete: inference_pb2.GenerateComplete, reader: AnswerReader | None = None) -> str:
     """Return OpenAI's finish reason: "tool_calls" if a stopped answer called tools."""
     reason = enum_name(inference_pb2.FinishReason, complete.finish_reason)
     return "tool_calls" if reader and reader.calls and reason == "stop" else reason
@@ -321,40 +339,50 @@ def model_json(name: str, created: int, max_positions: int) -> Json:
     }
 
 
-def chat_logprobs(found: Iterable[inference_pb2.TokenLogprobs], decode: Decode) -> Json:
+class Offsets:
+    """Places of tokens in a growing text, in characters. The tokens of one character have the same place."""
+
+    def __init__(self, codec: TextCodec, *, hides_special: bool = True) -> None:
+        self._text = IncrementalText(codec, hides_special=hides_special)
+        self._length = 0
+
+    def take(self, token_id: int) -> int:
+        """Return where the next token's text begins."""
+        begin = self._length
+        self._length += len(self._text.push([token_id]))
+        return begin
+
+
+def chat_logprobs(found: Iterable[inference_pb2.TokenLogprobs], codec: TextCodec) -> Json:
     """Return a chat choice's `logprobs`."""
     content = [
-        _token(each.token_id, each.logprob, decode)
-        | {"top_logprobs": [_token(token_id, logprob, decode) for token_id, logprob in _top(each)]}
+        _token(each.token_id, each.logprob, codec)
+        | {"top_logprobs": [_token(token_id, logprob, codec) for token_id, logprob in _top(each)]}
         for each in found
     ]
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(found: Sequence[inference_pb2.TokenLogprobs], decode: Decode, offset: int) -> Json:
-    """Return a completion choice's `logprobs`. Its first token begins `offset` characters into the answer."""
-    tokens, offsets = [], []
-    for each in found:
-        tokens.append(decode([each.token_id]))
-        offsets.append(offset)
-        offset += len(tokens[-1])
+def completion_logprobs(found: Iterable[inference_pb2.TokenLogprobs], codec: TextCodec, offsets: Offsets) -> Json:
+    """Return a completion choice's `logprobs`."""
+    known = list(found)
     return {
-        "tokens": tokens,
-        "token_logprobs": [each.logprob for each in found],
-        "top_logprobs": [{decode([token_id]): logprob for token_id, logprob in reversed(_top(each))} for each in found],
-        "text_offset": offsets,
+        "tokens": [_name(each.token_id, codec) for each in known],
+        "token_logprobs": [each.logprob for each in known],
+        "top_logprobs": [_by_name(each, codec) for each in known],
+        "text_offset": [offsets.take(each.token_id) for each in known],
     }
 
 
-def echoed_logprobs(echo: Echo, prompt: Logprobs, found: Logprobs, decode: Decode) -> Json:
+def echoed_logprobs(echo: Echo, prompt: Logprobs, found: Logprobs, codec: TextCodec, offsets: Offsets) -> Json:
     """Return the `logprobs` of a completion choice that echoes its prompt."""
-    first = decode([echo.first])
-    rest = completion_logprobs([*prompt, *found], decode, len(first))
+    first = offsets.take(echo.first)
+    rest = completion_logprobs([*prompt, *found], codec, offsets)
     return {
-        "tokens": [first, *rest["tokens"]],
+        "tokens": [_name(echo.first, codec), *rest["tokens"]],
         "token_logprobs": [None, *rest["token_logprobs"]],
         "top_logprobs": [None, *rest["top_logprobs"]],
-        "text_offset": [0, *rest["text_offset"]],
+        "text_offset": [first, *rest["text_offset"]],
     }
 
 
@@ -362,9 +390,25 @@ def _top(logprobs: inference_pb2.TokenLogprobs) -> list[tuple[int, float]]:
     return list(zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True))
 
 
-def _token(token_id: int, logprob: float, decode: Decode) -> Json:
-    text = decode([token_id])
-    return {"token": text, "logprob": logprob, "bytes": None if REPLACEMENT in text else list(text.encode())}
+def _token(token_id: int, logprob: float, codec: TextCodec) -> Json:
+    return {"token": codec.decode_all([token_id]), "logprob": logprob, "bytes": list(codec.token_bytes(token_id))}
+
+
+def _name(token_id: int, codec: TextCodec) -> str:
+    """Return a token's text, or its bytes as OpenAI's completions write those of a part of a character."""
+    text = codec.decode_all([token_id])
+    if REPLACEMENT not in text:
+        return text
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in codec.token_bytes(token_id))
+
+
+def _by_name(each: inference_pb2.TokenLogprobs, codec: TextCodec) -> dict[str, float]:
+    """Return the most likely tokens and the sampled one by name; of equal names all but the likeliest have their id."""
+    named: dict[str, float] = {}
+    for token_id, logprob in dict([*_top(each), (each.token_id, each.logprob)]).items():
+        name = _name(token_id, codec)
+        named[f"token_id:{token_id}" if name in named else name] = logprob
+    return named
 
 
 Response = inference_pb2.GenerateResponse

@@ -1,5 +1,7 @@
 """Tools: the tools that a request offers, and tool calls in an answer's text (their forms, reader and grammar).
 
+The reader also finds a model's thoughts at the beginning of an answer.
+
 The chat template tells a model's form, since it shows the model earlier calls in the same form:
 
     hermes     <tool_call> {"name": "f", "arguments": {...}} </tool_call>, on lines of their own: Qwen2.5, Qwen3, Hermes
@@ -106,8 +108,8 @@ LLAMA = CallForm(
 )
 
 
-def find_call_form(template: str) -> CallForm:
-    """Return the call form of a chat template. Raises InvalidRequest if it takes no tools or its form is unknown."""
+def find_call_form(template: str) -> CallForm | None:
+    """Return the call form of a chat template, None if it is unknown. Raises InvalidRequest if it takes no tools."""
     if "tools" not in template:
         raise InvalidRequest("tools: the chat template of this model takes no tools; leave them out")
     if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
@@ -116,10 +118,7 @@ def find_call_form(template: str) -> CallForm:
         return TEKKEN if "[ARGS]" in template else MISTRAL
     if '"parameters": ' in template and ("ipython" in template or "<|python_tag|>" in template):
         return LLAMA
-    raise InvalidRequest(
-        "tools: the chat template of this model writes calls in an unsupported form; supported are the forms of "
-        "Hermes and Qwen, Mistral, and Llama 3"
-    )
+    return None
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -142,8 +141,15 @@ class CallPiece:
     text: str
 
 
-Said = str | CallStart | CallPiece
-"""Part of an answer: text for the user, or part of a call."""
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """Text that the model wrote for itself, before its answer."""
+
+    text: str
+
+
+Said = str | CallStart | CallPiece | Thought
+"""Part of an answer: text for the user, part of a call, or part of the model's thoughts."""
 
 
 @dataclass(slots=True)
@@ -153,6 +159,106 @@ class ReadCall:
     call_id: str
     name: str
     arguments: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerForm:
+    """Form of an answer: thoughts between THINK and END_OF_THOUGHTS at its beginning, and tool calls.
+
+    Of a model with `has_thoughts`, the prompt may end with THINK itself; then the answer `begins_in_thoughts`.
+    """
+
+    calls: CallForm | None = None
+    has_thoughts: bool = False
+    begins_in_thoughts: bool = False
+
+    def make_reader(self) -> AnswerReader | None:
+        """Return a reader for one answer; None if the answer is all text."""
+        return AnswerReader(self) if self.calls or self.has_thoughts else None
+
+
+THINK, END_OF_THOUGHTS = "<think>", "</think>"
+"""Signs around thoughts: those of Qwen3, DeepSeek-R1, GLM-4.5, MiniMax-M1 and many fine-tunes."""
+
+
+def find_thoughts(template: str, prompt_end: str, calls: CallForm | None = None) -> AnswerForm:
+    """Return the form of a chat's answer, by the chat template and the end of the prompt that it wrote.
+
+    Example: with `enable_thinking` false the prompt of Qwen3 ends with THINK and END_OF_THOUGHTS.
+    """
+    end = prompt_end.rstrip()
+    has_thoughts = END_OF_THOUGHTS in template and not end.endswith(END_OF_THOUGHTS)
+    return AnswerForm(calls=calls, has_thoughts=has_thoughts, begins_in_thoughts=end.endswith(THINK))
+
+
+class AnswerReader:
+    """Reader of one growing answer: `push` returns the parts that are certain, `finish` the rest.
+
+    An answer that does not begin with thoughts is read for calls alone. The empty lines around thoughts are dropped.
+    """
+
+    def __init__(self, form: AnswerForm) -> None:
+        self._calls = CallReader(form.calls) if form.calls else None
+        self._held = ""
+        self._stage = "before" if form.has_thoughts else "after"
+        if form.has_thoughts and form.begins_in_thoughts:
+            self._stage = "opened"
+
+    @property
+    def calls(self) -> list[ReadCall]:
+        return self._calls.calls if self._calls else []
+
+    def push(self, text: str) -> list[Said]:
+        """Add text, and return the parts that are certain."""
+        if self._stage == "after":
+            return self._answer(text)
+        self._held += text
+        if self._stage == "before":
+            begin = self._held.lstrip()
+            if begin.startswith(THINK):
+                self._held, self._stage = begin.removeprefix(THINK), "opened"
+            elif not THINK.startswith(begin):
+                rest, self._held, self._stage = self._held, "", "after"
+                return self._answer(rest)
+            else:
+                return []
+        if self._stage == "opened":  # nothing of the thoughts has been returned yet
+            self._held = self._held.lstrip()
+            if not self._held:
+                return []
+            self._stage = "within"
+        if self._stage == "within":
+            return self._read_thoughts()
+        self._held = self._held.lstrip()
+        if not self._held:
+            return []
+        rest, self._held, self._stage = self._held, "", "after"
+        return self._answer(rest)
+
+    def finish(self) -> list[Said]:
+        """Return the rest of an answer that is complete. Thoughts that were cut stay thoughts."""
+        held, self._held = self._held, ""
+        rest: list[Said] = []
+        if self._stage == "within" and held.rstrip():
+            rest = [Thought(held.rstrip())]
+        elif self._stage == "before":
+            rest = self._answer(held)
+        return [*rest, *(self._calls.finish() if self._calls else ())]
+
+    def _read_thoughts(self) -> list[Said]:
+        end = self._held.find(END_OF_THOUGHTS)
+        if end >= 0:
+            thought, rest = self._held[:end].rstrip(), self._held[end + len(END_OF_THOUGHTS) :]
+            self._held, self._stage = "", "ended"
+            return [*([Thought(thought)] if thought else []), *self.push(rest)]
+        certain = self._held[: len(self._held) - _overlap(self._held, END_OF_THOUGHTS)].rstrip()
+        self._held = self._held[len(certain) :]
+        return [Thought(certain)] if certain else []
+
+    def _answer(self, text: str) -> list[Said]:
+        if self._calls is not None:
+            return self._calls.push(text)
+        return [text] if text else []
 
 
 class CallReader:
@@ -413,6 +519,14 @@ class Offer:
     functions: Sequence[Function]
     must_call: bool
     one_call: bool
+
+    def check_unheld(self) -> None:
+        """Check that the request holds the answer to no form, as the model's is unknown. Raises InvalidRequest."""
+        if self.must_call or any(each.is_strict for each in self.functions):
+            raise InvalidRequest(
+                "tools: the chat template of this model writes calls in an unknown form, so a call cannot be required "
+                "or strict; known are the forms of Hermes and Qwen, Mistral, and Llama 3"
+            )
 
     def hold(self, params: inference_pb2.SamplingParams, form: CallForm, reader: RequestReader) -> None:
         """Constrain an answer to calls of the functions if the request asks for it. Raises InvalidRequest.

@@ -69,6 +69,11 @@ class GatewayMetrics:
         )
         for endpoint, reason in product(ENDPOINTS, KEPT_OUT):
             self._kept_out.labels(endpoint, reason)
+        self._ignored = Counter(
+            "ringserve_ignored_fields",
+            "Fields of HTTP requests that are not served and were ignored.",
+            registry=registry,
+        )
         self._successes = _counter(
             registry, "request_success", "Answers that came to their end, by its reason.", "finished_reason", FINISHED
         )
@@ -146,6 +151,10 @@ class GatewayMetrics:
         self._prompt_length.observe(prompt_tokens)
         for source, tokens in cached.items():
             self._cached.labels(_known(source, SOURCES)).inc(tokens)
+
+    def ignored_fields(self, count: int) -> None:
+        """Count fields of an HTTP request that were ignored."""
+        self._ignored.inc(count)
 
     def refused_call(self, endpoint: str, reason: str) -> None:
         """Count a call that was refused for its credentials or rights, before it was a request."""

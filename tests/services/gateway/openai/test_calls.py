@@ -14,14 +14,17 @@ from ringserve.services.gateway.openai.tools import (
     LLAMA,
     MISTRAL,
     TEKKEN,
+    AnswerForm,
     CallForm,
     CallPiece,
     CallReader,
     CallStart,
     Function,
+    Thought,
     add_guidance,
     calls_grammar,
     find_call_form,
+    find_thoughts,
 )
 from ringserve.workers.sampling.grammar import Grammars
 from tests.workers.sampling.grammars import byte_grammars
@@ -62,7 +65,7 @@ def read(form: CallForm, pieces: Sequence[str]) -> tuple[str, list[tuple[str, st
                 calls.append([name, ""])
             case CallPiece(place, more):
                 calls[place][1] += more
-            case _:
+            case str():
                 text += said
     assert [(call.name, call.arguments) for call in reader.calls] == [(name, given) for name, given in calls]
     return text, [(name, given) for name, given in calls]
@@ -181,21 +184,65 @@ def test_special_tokens_are_named_by_their_numbers(grammars: Grammars) -> None:
         ("{{ tools }}[TOOL_CALLS] [", MISTRAL),
         ("{{ tools }}[TOOL_CALLS]{{ name }}[ARGS]", TEKKEN),
         ("{{ tools }}<|start_header_id|>ipython{{ '\"parameters\": ' }}", LLAMA),
+        ("{{ tools }}<tool_call><function=f>", None),
+        ("{{ tools }}", None),
     ],
 )
-def test_the_form_is_that_of_the_chat_template(template: str, form: CallForm) -> None:
+def test_the_form_is_that_of_the_chat_template(template: str, form: CallForm | None) -> None:
     assert find_call_form(template) is form
 
 
+@pytest.mark.parametrize("template", ["", "{{ messages }}"])
+def test_a_template_without_tools_is_refused_in_a_sentence(template: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"^tools: the chat template of this model takes no tools"):
+        find_call_form(template)
+
+
+PLAIN, OPENED = AnswerForm(has_thoughts=True), AnswerForm(has_thoughts=True, begins_in_thoughts=True)
+THOUGHTS: dict[str, tuple[AnswerForm, str, str, str]] = {
+    "whole": (
+        PLAIN,
+        "<think>\nIs 1 < 2? </b>\n</think>\n\nYes, <think> it is.",
+        "Is 1 < 2? </b>",
+        "Yes, <think> it is.",
+    ),
+    "without": (PLAIN, " <thin ice", "", " <thin ice"),
+    "empty": (PLAIN, "\n<think>\n\n</think>\n\nYes.", "", "Yes."),
+    "opened": (OPENED, "\nHm.\n</think>Yes.", "Hm.", "Yes."),
+    "cut": (OPENED, "Hm </thi", "Hm </thi", ""),
+    "cut before": (PLAIN, "<thi", "", "<thi"),
+    "cut after": (PLAIN, "<think>Hm</think>\n", "Hm", ""),
+    "nothing": (OPENED, "", "", ""),
+}
+
+
+@pytest.mark.parametrize("name", THOUGHTS)
+def test_thoughts_are_read_the_same_however_the_text_is_cut(name: str) -> None:
+    form, text, thoughts, answer = THOUGHTS[name]
+    for length in range(1, len(text) + 2):
+        reader = form.make_reader()
+        assert reader is not None
+        said = [each for at in range(0, len(text), length) for each in reader.push(text[at : at + length])]
+        said += reader.finish()
+        assert "".join(each.text for each in said if isinstance(each, Thought)) == thoughts
+        assert "".join(each for each in said if isinstance(each, str)) == answer
+
+
+def test_calls_after_thoughts_are_calls() -> None:
+    reader = AnswerForm(calls=HERMES, has_thoughts=True).make_reader()
+    assert reader is not None
+    said = [*reader.push("<think><tool_call></think>\n" + ANSWERS["hermes"][1]), *reader.finish()]
+    assert said[0] == Thought("<tool_call>")
+    assert [(call.name, call.arguments) for call in reader.calls] == CALLS
+
+
 @pytest.mark.parametrize(
-    ("template", "words"),
+    ("end", "form"),
     [
-        ("", "takes no tools"),
-        ("{{ messages }}", "takes no tools"),
-        ("{{ tools }}<tool_call><function=f>", "in an unsupported form; supported are"),
-        ("{{ tools }}", "in an unsupported form"),
+        ("<|im_start|>assistant\n", PLAIN),
+        ("<|im_start|>assistant\n<think>\n", OPENED),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", AnswerForm()),
     ],
 )
-def test_other_templates_are_refused_in_a_sentence(template: str, words: str) -> None:
-    with pytest.raises(InvalidRequest, match=f"^tools: the chat template of this model .*{words}"):
-        find_call_form(template)
+def test_the_end_of_the_prompt_tells_where_thoughts_begin(end: str, form: AnswerForm) -> None:
+    assert find_thoughts("{% if enable_thinking %}<think>{{ x }}</think>{% endif %}", end) == form

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -127,7 +128,10 @@ async def test_log_probabilities_of_a_chat_are_the_models(
         assert token.logprob == pytest.approx(float(expected[place, answer[place]]), abs=1e-4)
         top = torch.topk(expected[place], 3).values.tolist()
         assert [each.logprob for each in token.top_logprobs] == pytest.approx(top, abs=1e-4)
-        assert token.bytes is None or bytes(token.bytes).decode() == token.token
+        assert token.bytes is not None
+        assert len(token.top_logprobs) == 3
+    joined = b"".join(bytes(token.bytes or []) for token in found)
+    assert joined.decode(errors="replace") == codec.decode(answer)
 
 
 async def test_log_probabilities_of_a_completion_have_its_shape(gateway: LocalGateway, oracle: Oracle) -> None:
@@ -141,12 +145,43 @@ async def test_log_probabilities_of_a_completion_have_its_shape(gateway: LocalGa
     assert found.token_logprobs == pytest.approx(expected.max(dim=-1).values.tolist(), abs=1e-4)
     assert found.tokens is not None
     assert found.top_logprobs is not None
-    assert all(1 <= len(top) <= 2 and all(math.isfinite(value) for value in top.values()) for top in found.top_logprobs)
+    assert all(2 <= len(top) <= 3 and all(math.isfinite(value) for value in top.values()) for top in found.top_logprobs)
+    assert all(name in top for name, top in zip(found.tokens, found.top_logprobs, strict=True))
     assert found.text_offset is not None
     assert found.text_offset[0] == 0
     assert len(found.tokens) == len(found.text_offset) == 8
     assert plain.choices[0].logprobs is None
     assert none.choices[0].logprobs is not None
+
+
+async def test_parts_of_a_character_have_their_bytes_and_one_place_in_the_text(hermes_path: Path) -> None:
+    text = "😀 hi"
+    asked: dict[str, Any] = {"temperature": 0, "extra_body": {"structured_outputs": {"choice": [text]}}}
+    async with LocalGateway(hermes_path, TextCodec(hermes_path)) as gateway, gateway.openai() as client:
+        chat = await client.chat.completions.create(
+            model=MODEL, messages=CHAT["messages"], max_tokens=20, logprobs=True, top_logprobs=1, **asked
+        )
+        whole = await client.completions.create(model=MODEL, prompt="Write:", max_tokens=20, logprobs=1, **asked)
+        events = [
+            event
+            async for event in await client.completions.create(
+                model=MODEL, prompt="Write:", max_tokens=20, logprobs=1, stream=True, **asked
+            )
+        ]
+    assert chat.choices[0].logprobs is not None
+    tokens = chat.choices[0].logprobs.content or []
+    assert b"".join(bytes(token.bytes or []) for token in tokens) == text.encode() + b"<|eos|>"
+    assert all(token.top_logprobs[0].bytes for token in tokens)
+    found = whole.choices[0].logprobs
+    assert found is not None
+    assert found.tokens is not None
+    assert found.text_offset is not None
+    assert (found.tokens[:4], found.text_offset[:6]) == (
+        ["bytes:\\xf0", "bytes:\\x9f", "bytes:\\x98", "bytes:\\x80"],
+        [0, 0, 0, 0, 1, 2],
+    )
+    streamed = [each.choices[0].logprobs for each in events if each.choices and each.choices[0].logprobs]
+    assert [place for each in streamed for place in each.text_offset or ()] == found.text_offset
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
