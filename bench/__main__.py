@@ -16,6 +16,7 @@ COMMANDS = {
     "steps": ("bench.rings.steps_command", "steps of one rank, by the form of its layers"),
     "kv-carrier": ("bench.rings.kv_carrier", "rate of KV between two processes, by each carrier"),
     "gateway": ("bench.service.command", "tokens a second that a gateway passes on"),
+    "peers": ("bench.service.peers", "the service beside vLLM, llama.cpp and transformers on this machine"),
     "cost-model": ("bench.service.cost_model", "predicted and measured prefill of the whole service"),
     "scheduling": ("bench.service.prefill_scheduling", "worth of each part of the scheduling under load"),
     "router": ("bench.router.command", "turns a second that a router places"),

@@ -48,13 +48,22 @@ class ConfigOptions:
         """Load the configuration. Raises ConfigError."""
         from ringserve.services.config import load_config
 
+        return load_config(self.config, self._by_key())
+
+    def given(self, section: str) -> set[str]:
+        """Return the keys of a section that options, environment or file give. Raises ConfigError."""
+        from ringserve.services.config import given_keys
+
+        return given_keys(section, self.config, self._by_key())
+
+    def _by_key(self) -> dict[str, str]:
         overrides: dict[str, str] = {}
         for item in self.overrides:
             key, equals, value = item.partition("=")
             if not equals:
                 raise ConfigError(f"--set: {item!r} is not SECTION.KEY=VALUE")
             overrides[key] = value
-        return load_config(self.config, overrides)
+        return overrides
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -137,7 +137,35 @@ class DownOptions:
 def serve(options: ServeOptions) -> int:
     settings = options.up.config
     overrides = [*options.overrides(), *settings.overrides, f"model.path={options.model}"]
-    return up.run(replace(options.up, config=replace(settings, overrides=overrides)))
+    settings = replace(settings, overrides=overrides)
+    config = settings.load()
+    if config.model.device == "cpu" and not (options.up.ray_address or config.ray.address):
+        given = {role: settings.given(role) for role in ("prefill", "decode")}
+        shape = fit_shape(len(os.sched_getaffinity(0)), given)
+        settings = replace(settings, overrides=[*overrides, *shape])
+        if shape:
+            print(f"ringserve: sized for this machine: {' '.join(shape)}", file=sys.stderr)
+    return up.run(replace(options.up, config=settings))
+
+
+SHAPE = {"rings", "cp", "tp", "threads_per_rank", "pools"}
+"""Keys of a role that say how many processes it has, and of how many threads."""
+
+
+def fit_shape(cores: int, given: Mapping[str, set[str]]) -> list[str]:
+    """Return values for roles whose shape is not `given`, for one machine without GPUs, as --set takes them.
+
+    Prompts are computed by two ranks with a thread for every core. A decode ring has one rank, as all ranks would read
+    their weights from the same memory and wait for each other's messages (decision 0008).
+    """
+    prefill = [f"prefill.cp={min(2, cores)}", f"prefill.threads_per_rank={max(1, cores // 2)}"]
+    decode = ["decode.cp=1", f"decode.threads_per_rank={max(1, cores // 2)}"]
+    return [
+        value
+        for role, values in (("prefill", prefill), ("decode", decode))
+        if not given[role] & SHAPE
+        for value in values
+    ]
 
 
 @command(

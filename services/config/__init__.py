@@ -15,7 +15,7 @@ from ringserve.services.config.sections import (
     RouterConfig,
     TimeoutConfig,
 )
-from ringserve.services.config.sources import config_from, load_config
+from ringserve.services.config.sources import config_from, given_keys, load_config
 from ringserve.services.config.tree import Config
 from ringserve.services.telemetry.logs import LOG_LEVELS
 
@@ -36,5 +36,6 @@ __all__ = [
     "RouterConfig",
     "TimeoutConfig",
     "config_from",
+    "given_keys",
     "load_config",
 ]

@@ -46,6 +46,26 @@ def load_config(
 
     Example: `load_config(Path("cluster.yaml"), {"prefill.cp": "4"})`.
     """
+    return config_from(_merge(path, overrides, environment))
+
+
+def given_keys(
+    section: str,
+    path: Path | None = None,
+    overrides: Mapping[str, str] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> set[str]:
+    """Return the keys of a section that any source gives. Raises ConfigError.
+
+    Example: `given_keys("decode", overrides={"decode.cp": "1"})` is {"cp"}.
+    """
+    values = _merge(path, overrides, environment).get(section)
+    return set(values) if isinstance(values, dict) else set()
+
+
+def _merge(
+    path: Path | None, overrides: Mapping[str, str] | None, environment: Mapping[str, str] | None
+) -> dict[str, Any]:
     values = {} if path is None else _read_file(path)
     for name, text in (os.environ if environment is None else environment).items():
         if name.startswith(ENV_PREFIX) and "__" in name:
@@ -54,7 +74,7 @@ def load_config(
         if "." not in name:
             raise ConfigError(f"{name}: overrides are written section.key=value, e.g. prefill.cp=2")
         _put(values, Config, name.split("."), text)
-    return config_from(values)
+    return values
 
 
 def config_from(values: Mapping[str, Any]) -> Config:

@@ -131,6 +131,36 @@ def test_serve_is_up_with_a_model(
     assert "random" not in shown
 
 
+@pytest.mark.parametrize(
+    ("cores", "given", "shape"),
+    [
+        (2, [], (2, 1, 1, 1)),
+        (1, [], (1, 1, 1, 1)),
+        (16, [], (2, 8, 1, 8)),
+        (16, ["--set", "prefill.cp=4"], (4, 1, 1, 8)),
+        (16, ["--set", "decode.threads_per_rank=3"], (2, 8, 2, 3)),
+        (16, ["--tensor-parallel-size", "2"], (2, 1, 2, 1)),
+        (16, ["--set", "decode.max_batch=7"], (2, 8, 1, 8)),
+        (16, ["--set", "model.device=cuda"], (2, 1, 2, 1)),
+        (16, ["--ray-address", "auto", "--set", "internal_tls.insecure=true"], (2, 1, 2, 1)),
+    ],
+)
+def test_serve_sizes_rings_for_the_machine_unless_a_role_has_a_size(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cores: int, given: list[str], shape: tuple[int, ...]
+) -> None:
+    seen: list[Config] = []
+
+    def serve(options: object, config: Config) -> int:
+        seen.append(config)
+        return 0
+
+    monkeypatch.setattr(up, "_serve", serve)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
+    assert main(["serve", str(tmp_path), *given]) == 0
+    prefill, decode = seen[0].prefill, seen[0].decode
+    assert (prefill.cp, prefill.threads_per_rank, decode.cp, decode.threads_per_rank) == shape
+
+
 def test_serve_takes_the_commonest_options_of_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[Config] = []
 

