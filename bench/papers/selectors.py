@@ -16,7 +16,7 @@ import numpy as np
 
 from ringserve.cp_core.cost.fit import PrefillSample
 from ringserve.cp_core.cost.model import PASS_KV, PASS_Q, ModelShape
-from ringserve.cp_core.cost.selector import Selection, Turn, alone, describe
+from ringserve.cp_core.cost.selector import Selection, Turn, alone
 from ringserve.cp_core.errors import ConfigError
 
 
@@ -92,7 +92,7 @@ class Comparison:
 
     @property
     def advantage(self) -> float:
-        """Advantage of pass-KV: ln(seconds of pass-Q / seconds of pass-KV), above 0 where pass-KV was faster."""
+        """Advantage of pass-KV: ln(seconds of pass-Q / seconds of pass-KV), above 0 if pass-KV was faster."""
         return math.log(self.pass_q_seconds / self.pass_kv_seconds)
 
 
@@ -133,7 +133,7 @@ def fit_compute_per_byte(
 ) -> float:
     """Return the C / BW, in FLOP a byte, at which Algorithm 1 or 5 (`rule`) loses least time.
 
-    Where several values lose as little, it is the geometric mean of the ends of their widest range. Both algorithms
+    If several values lose as little, it is the geometric mean of the ends of their widest range. Both algorithms
     depend on C and BW through this ratio alone.
     Raises ConfigError without comparisons.
     """
@@ -168,3 +168,9 @@ def beyond_best(comparisons: Sequence[Comparison], takes_pass_kv: Sequence[bool]
         (each.pass_kv_seconds if is_kv else each.pass_q_seconds) - min(each.pass_kv_seconds, each.pass_q_seconds)
         for each, is_kv in zip(comparisons, takes_pass_kv, strict=True)
     )
+
+
+def describe(turn: Turn) -> str:
+    """Format a turn for the reason of its selection."""
+    counts = f"T={turn.new_tokens} P={turn.cached_tokens} N={turn.num_ranks}"
+    return f"{counts}, miss rate {turn.miss_rate:.4g}"

@@ -163,7 +163,7 @@ def chain_seconds(cuts: Sequence[int], cached: int, rates: ChainRates) -> float:
     """Return the seconds of a step of c_N tokens after `cached` ones that lie evenly over the ranks.
 
     Cached KV goes straight to the ranks with new tokens, LAYERS_AHEAD layers ahead. `lone_speed` counts
-    as 1. Raises ConfigError where the cuts do not ascend from 0 or are not one more than the ranks.
+    as 1. Raises ConfigError if the cuts do not ascend from 0 or are not one more than the ranks.
     """
     stages = _stages(cuts, cached, rates)
     ends, links = list(rates.lateness), list(rates.lateness)

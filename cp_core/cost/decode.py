@@ -51,7 +51,7 @@ class DecodeRates:
     KV that one query attends. `busy_message_seconds` is the time of a small message between ranks that were computing
     just before, which is longer than between ranks that wait for it.
 
-    The fields below have values only where a profile gives them. A call starts in `call_seconds`, and every row beyond
+    The fields below have values only if a profile gives them. A call starts in `call_seconds`, and every row beyond
     `free_rows` adds `row_seconds`. The collective has the start and rate of a hop unless it has its own. A ring of
     several ranks adds `ring_seconds` a layer, tensor parallelism `sum_seconds` a step. `is_padded` follows arXiv
     2411.01783, 4.3: every rank attends ceil(B / N) rows, and sampled tokens need no message of their own.

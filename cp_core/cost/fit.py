@@ -195,7 +195,7 @@ def fit_prefill(
     With `trust` above 0 a constant that moves by a factor of e costs as much as a sample that is wrong by the share
     `trust`: constants that the samples hardly determine stay where they are. A wrong ratio costs RATIO_WEIGHT times as
     much as a wrong sample. With `is_robust` samples and ratios that are far off beside the others count for little.
-    Raises ConfigError where there are fewer samples than constants.
+    Raises ConfigError if there are fewer samples than constants.
     """
     _require(samples, names)
     start = np.array([float(getattr(profile.prefill, name)) for name in names])

@@ -28,11 +28,13 @@ TIE = 0.02
 GATHERED_TOKENS = 1 << 17
 """Most tokens of a sequence whose KV all comes to a rank by choice: it holds a layer or more of them at a time."""
 NAMES = {PASS_KV: "pass-KV", PASS_Q: "pass-Q", GATHER_KV: "gather-KV", CHAIN: "chain", SP_NTP: "SP-NTP"}
+COUNTS = {2: "two", 3: "three", 4: "four", 5: "five"}
+"""Number of algorithms that may be chosen, in words."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Chosen algorithm, one of PREFILL_ALGORITHMS, and the reason with its numbers."""
+    """Chosen algorithm, one of PREFILL_ALGORITHMS, and the reason."""
 
     algorithm: str
     reason: str
@@ -72,13 +74,17 @@ def faster(turn: Turn, seconds: Mapping[str, float]) -> Selection:
     if turn.num_ranks == 1:
         return alone()
     chosen = least(seconds, turn.num_tokens)
-    times = ", ".join(f"{NAMES[name]} {duration(each)}" for name, each in seconds.items())
-    is_tie = any(
-        name != chosen and not is_clearly_less(seconds[chosen], each) and is_open(name, turn.num_tokens)
-        for name, each in seconds.items()
-    )
-    verdict = f"a tie within 2% goes to {NAMES[chosen]}" if is_tie else f"{NAMES[chosen]} is fastest"
-    return Selection(chosen, f"Auto: {describe(turn)}, predicted {times}: {verdict}")
+    return Selection(chosen, why_fastest(seconds, chosen, turn.num_tokens))
+
+
+def why_fastest(seconds: Mapping[str, float], chosen: str, num_tokens: int) -> str:
+    """Say that `chosen` has the least predicted time. Example: "fastest of five, a tie with chain"."""
+    compared = {name: each for name, each in seconds.items() if is_open(name, num_tokens)}
+    ties = [
+        NAMES[name] for name, each in compared.items() if name != chosen and not is_clearly_less(seconds[chosen], each)
+    ]
+    fastest = f"fastest of {COUNTS[len(compared)]}"
+    return fastest + (f", a tie with {' and '.join(ties)}" if ties else "")
 
 
 def least(seconds: Mapping[str, float], num_tokens: int) -> str:
@@ -101,7 +107,7 @@ def forced(algorithm: str) -> Selection:
     """Select the algorithm that the configuration or the caller names. Raises ConfigError if it is no algorithm."""
     if algorithm not in PREFILL_ALGORITHMS:
         raise ConfigError(f"algorithm is {algorithm!r}; allowed are {', '.join(PREFILL_ALGORITHMS)}")
-    return Selection(algorithm, f"Forced: {algorithm} is configured")
+    return Selection(algorithm, "the configuration sets it")
 
 
 def select(policy: str, turn: Turn, model: ModelShape, rates: PrefillRates) -> Selection:
@@ -115,13 +121,7 @@ def select(policy: str, turn: Turn, model: ModelShape, rates: PrefillRates) -> S
 
 def alone() -> Selection:
     """Select for a ring of one rank."""
-    return Selection(PASS_KV, "a ring of one rank sends nothing")
-
-
-def describe(turn: Turn) -> str:
-    """Format a turn for the reason of its selection."""
-    counts = f"T={turn.new_tokens} P={turn.cached_tokens} N={turn.num_ranks}"
-    return f"{counts}, miss rate {turn.miss_rate:.4g}"
+    return Selection(PASS_KV, "a ring of one rank sends no messages")
 
 
 def duration(seconds: float) -> str:

@@ -105,7 +105,7 @@ class SparseLosses:
         return sorted(filter(None, found), key=lambda each: (each.loss, -each.sparsity.keep))
 
     def _predict(self, keep: float, measured: Sequence[MeasuredLoss], num_tokens: int) -> PredictedLoss | None:
-        """Return the prediction for one share, None where it was not measured at so great a length."""
+        """Return the prediction for one share, None if it was not measured at so great a length."""
         by_length = sorted(measured, key=lambda each: each.num_tokens)
         above = next((each for each in by_length if each.num_tokens >= num_tokens), None)
         if above is None:

@@ -6,7 +6,7 @@ T new tokens, P cached ones, N ranks, H query heads, K key/value heads, D head d
 
 a is the attention of one ring iteration, x the time of its message, and o the share of the shorter of the two that is
 hidden behind the longer. With o = 1 the part of x that exceeds a is exposed, as in arXiv 2411.01783, 3.5 and appendix
-A, to whose published times the form was fitted. Where the processor that attends also moves the messages, o is less.
+A, to whose published times the form was fitted. If the processor that attends also moves the messages, o is less.
 Every rate is the caller's.
 """
 

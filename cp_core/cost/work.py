@@ -39,7 +39,7 @@ class WorkModel:
         return new_tokens + pairs / self.pairs_per_token
 
     def longest(self, budget: float, cached_tokens: int) -> int:
-        """Return the most tokens after `cached_tokens` whose work is at most `budget`; 0 where one is too many."""
+        """Return the most tokens after `cached_tokens` whose work is at most `budget`; 0 if one is too many."""
         if budget <= 0:
             return 0
         # T^2 / 2 + T b = c, in the form of its root that does not cancel; then exact to the token.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ringserve.cp_core.cost.profile import HardwareProfile
-from ringserve.cp_core.cost.selector import NAMES, duration, forced, is_clearly_less, is_open, least
+from ringserve.cp_core.cost.selector import NAMES, duration, forced, least, why_fastest
 from ringserve.cp_core.cost.work import StepLimits, WorkModel, cut
 from ringserve.cp_core.layout.shards import TokenRange
 from ringserve.cp_core.layout.sparsity import Sparsity
@@ -85,9 +85,6 @@ def choose_source(
         sources=tuple(source for source in sources if len(source.tokens)),
         alternatives=((PULL, pull_seconds), (RECOMPUTE, recompute_seconds)),
     )
-
-
-COUNTS = {2: "two", 3: "three", 4: "four", 5: "five"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,14 +188,11 @@ class Planner:
             return "router.selector sets it"
         if ring.num_ranks == 1:
             return "a ring of one rank sends no messages"
-        totals = {name: sum(each.by(name) for each in seconds) for name in RING_ALGORITHMS if is_open(name, num_tokens)}
-        fastest = f"fastest of {COUNTS[len(totals)]}"
         if len(set(names)) > 1:
-            return f"{fastest} for each chunk"
-        ties = [
-            NAMES[name] for name, each in totals.items() if name != taken and not is_clearly_less(totals[taken], each)
-        ]
-        return fastest + (f", a tie with {' and '.join(ties)}" if ties else "")
+            return "fastest for each chunk"
+        return why_fastest(
+            {name: sum(each.by(name) for each in seconds) for name in RING_ALGORITHMS}, taken, num_tokens
+        )
 
     def plan_direct(self, prompt: PromptOnRings, *, mode: PromptMode, algorithm: Algorithm | None = None) -> TurnPlan:
         """Plan a turn whose decode ring computes the prompt; `prompt.prefill` is the ring that would have."""
@@ -303,7 +297,7 @@ class Planner:
     ) -> tuple[float, float]:
         """Predict a turn on a prefill ring that retains `retained` tokens: (seconds of the pull, of the prefill).
 
-        The pull fetches what the ring lacks of the tokens that `most` retains; 0 where they are computed again.
+        The pull fetches what the ring lacks of the tokens that `most` retains; 0 if they are computed again.
         """
         prefill = self.predict_prefill(num_tokens, retained, ring)
         if most.num_tokens <= retained:

@@ -181,7 +181,7 @@ class Mapper:
         return paired
 
     def _to_field(self, hint: Any, target: FieldDescriptor) -> Convert | None:
-        """Return the conversion of a value into what the field takes; None where the value is taken as it is."""
+        """Return the conversion of a value into what the field takes; None if the value is taken as it is."""
         kind, is_optional = _without_none(hint)
         convert: Convert | None
         if kind in self._special:

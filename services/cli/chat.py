@@ -289,7 +289,7 @@ def _ask() -> str | None:
 
 
 def read_transcript(conversation: str) -> tuple[Message, ...] | None:
-    """Return the messages of a conversation, None where this user has none of it. Raises ConfigError."""
+    """Return the messages of a conversation, None if this user has none of it. Raises ConfigError."""
     path = _transcript_path(conversation)
     try:
         return tuple(Message(**each) for each in json.loads(path.read_text(encoding="utf-8"))["messages"])

@@ -85,7 +85,7 @@ conversations = Group(
 
 
 def _table(conversations: Sequence[ConversationSummary]) -> Table:
-    """Return a line for each conversation, with the running turns only where there are some."""
+    """Return a line for each conversation, with the running turns only if there are some."""
     is_running = any(item.running_request_id for item in conversations)
     headers = ("conversation", "tokens", "turns", "idle", "expires", "KV prefill/decode")
     table = listing(*headers, *(["running"] if is_running else []))

@@ -241,7 +241,7 @@ def _serve(options: UpOptions, config: Config) -> int:
 
 
 def journal_directory(config: Config, name: str) -> str:
-    """Return the directory of the router's journal; empty where there is to be none.
+    """Return the directory of the router's journal; empty if there is to be none.
 
     "auto" is one beside the state file of the cluster, for its name and its model, whose token ids it has: the next
     cluster of that name with that model goes on with the conversations.

@@ -2,7 +2,7 @@
 
 A full collection looks at every object that has survived. With that many conversations it takes a second of processor
 time, several on a busy machine, and finds next to nothing: a turn leaves no cycle behind. In that time the router looks
-dead to those who wait for its signs of life.
+dead to those who wait for its heartbeats.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gateway that `ringserve up` runs as a process: its start, its signs of life, its restart in place, its end."""
+"""Gateway that `ringserve up` runs as a process: its start, its heartbeats, its restart in place, its end."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class GatewayKeeper:
         threading.Thread(target=read, name="ringserve-gateway", daemon=True).start()
 
     def await_serving(self) -> None:
-        """Wait until the gateway serves. Raises ConfigError where it does not."""
+        """Wait until the gateway serves. Raises ConfigError if it does not."""
         try:
             line = self._lines.get(timeout=self._start_seconds)
         except queue.Empty:
@@ -103,7 +103,7 @@ class GatewayKeeper:
         self._looked_at, self._silence = self._clock(), 0.0
 
     def look(self, stopped: threading.Event) -> None:
-        """Start the gateway again where it has died or stands still. Raises ConfigError where it fails every time."""
+        """Start the gateway again where it has died or stands still. Raises ConfigError if it fails every time."""
         process, now = self._process, self._clock()
         assert process is not None, "the gateway was started"
         self._silence += min(now - self._looked_at, MAX_TICK_SECONDS)
@@ -114,7 +114,7 @@ class GatewayKeeper:
         if process.poll() is not None:
             log.warning("the gateway died (exit %s) and is started again", process.returncode)
         elif self._silence > self._silent_seconds:
-            log.warning("the gateway gave no sign of life for %.0f s; it is killed and started again", self._silence)
+            log.warning("the gateway sent no heartbeat for %.0f s; it is killed and started again", self._silence)
             process.kill()
         else:
             return

@@ -43,7 +43,7 @@ class Leader(Protocol):
         """Return why the leader has to be started again, or nothing."""
 
     def end(self) -> None:
-        """End the ring and the process, in order where that is possible."""
+        """End the ring and the process, in order if possible."""
 
     def kill(self) -> None: ...
 
@@ -147,7 +147,7 @@ class RingKeeper(Generic[L]):
         """Kill a leader that stands still, and start another. A leader that started since has not been silent."""
         leader = self._leaders.get(event.ring)
         if leader is not None and leader.started_at < self._clock() - event.silent_seconds:
-            log.warning("the leader of ring %s gives no sign of life; it is killed and started again", event.ring)
+            log.warning("the leader of ring %s sends no heartbeat; it is killed and started again", event.ring)
             leader.kill()
             self.make(leader.host)
 

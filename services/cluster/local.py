@@ -97,7 +97,7 @@ class LocalCluster:
     def start(self) -> None:
         """Start everything, and return when the first request can be served.
 
-        Raises ConfigError, ModelRefused, Unavailable; StopRequest where a stop was asked for meanwhile.
+        Raises ConfigError, ModelRefused, Unavailable; StopRequest if a stop was asked for meanwhile.
         """
         try:
             self._start()
@@ -357,7 +357,7 @@ def _check_free(addresses: Mapping[str, str]) -> None:
 
 
 def _why_taken(address: str) -> str:
-    """Return why nothing can listen at an address; empty where it is free."""
+    """Return why nothing can listen at an address; empty if it is free."""
     if not address:
         return ""
     host, _, port = address.rpartition(":")

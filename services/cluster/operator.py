@@ -40,7 +40,7 @@ class RouterAccess:
 async def drain_ring(access: RouterAccess, ring: str, *, seconds: float, force: bool) -> RingDrain | None:
     """Drain a ring, and wait until it has left.
 
-    Returns the result; None where the router was restarted meanwhile. Raises NotFound, Busy, InvalidRequest,
+    Returns the result; None if the router was restarted meanwhile. Raises NotFound, Busy, InvalidRequest,
     Unavailable, DeadlineExceeded.
     """
     async with access.router() as router:

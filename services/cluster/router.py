@@ -38,10 +38,10 @@ class RouterProcess(Protocol):
     """Process of one router."""
 
     def endpoint(self) -> str | None:
-        """Return where it serves, or None while it starts. Raises Unavailable where it cannot."""
+        """Return where it serves, or None while it starts. Raises Unavailable if it cannot."""
 
     def event(self) -> RingEvent | None:
-        """Return the next thing to do for a ring, if there is one. Raises Unavailable where the process has died."""
+        """Return the next thing to do for a ring, if there is one. Raises Unavailable if the process has died."""
 
     def answers(self) -> bool:
         """Ask whether the process lives, unless it is being asked; return whether the last answer has come."""
@@ -138,7 +138,7 @@ class RouterKeeper:
     def look(self) -> RingEvent | None:
         """Start the router again where it has to be. Return what it wants to be done for a ring, if anything.
 
-        Raises Unavailable where it cannot be started.
+        Raises Unavailable if it cannot be started.
         """
         now = self._clock()
         if self.process is None:
@@ -158,7 +158,7 @@ class RouterKeeper:
         return None
 
     def _probe(self, now: float) -> None:
-        """Ask the router for a sign of life. Raises Unavailable where none has come for too long."""
+        """Ask the router for a heartbeat. Raises Unavailable if none has come for too long."""
         if now - self._probed_at < PROBE_SECONDS:
             return
         self._silence += min(now - self._probed_at, MAX_TICK_SECONDS)

@@ -76,7 +76,7 @@ def started_after_boot(pid: int) -> float:
 
 
 def find_process(pid: int, started: float) -> psutil.Process | None:
-    """Return the process, or None where it has ended or its number belongs to another process now."""
+    """Return the process, or None if it has ended or its number belongs to another process now."""
     try:
         process = psutil.Process(pid)
         same = abs(started_after_boot(pid) - started) < START_TOLERANCE_SECONDS
@@ -86,7 +86,7 @@ def find_process(pid: int, started: float) -> psutil.Process | None:
 
 
 def end_cluster(state: ClusterState, seconds: float) -> bool:
-    """End the processes of a cluster; return True where its own process had to be killed after `seconds`.
+    """End the processes of a cluster; return True if its own process had to be killed after `seconds`.
 
     A process that ends by itself meanwhile is an ended process. Raises Unavailable for processes that do not end.
     """
@@ -156,7 +156,7 @@ def claim_name(state: ClusterState) -> None:
 
 
 def _try_create(state: ClusterState) -> bool:
-    """Create the state file, whole; return False where another process was first. Raises ConfigError."""
+    """Create the state file, whole; return False if another process was first. Raises ConfigError."""
     path = _path(state.name)
     draft = _write_draft(state)
     try:
@@ -171,7 +171,7 @@ def _try_create(state: ClusterState) -> bool:
 
 
 def write_state(state: ClusterState) -> None:
-    """Replace the state file of a cluster. Raises ConfigError where that is impossible."""
+    """Replace the state file of a cluster. Raises ConfigError if impossible."""
     path = _path(state.name)
     draft = _write_draft(state)
     try:
@@ -197,7 +197,7 @@ def _refusal(path: Path, tried: str, error: OSError) -> ConfigError:
 
 
 def read_record(name: str) -> ClusterState | None:
-    """Return the cluster of that name as its file tells; ENDED where its process has ended without a word.
+    """Return the cluster of that name as its file tells; ENDED if its process has ended without a word.
 
     Raises ConfigError for a file that cannot be read; a file that vanishes meanwhile or was cut off is no cluster.
     """
@@ -249,7 +249,7 @@ def require_ready(name: str) -> ClusterState:
 
 
 def secret_of(router: str) -> str | None:
-    """Return the secret of the cluster on this machine that has this router; None where no file of this user tells."""
+    """Return the secret of the cluster on this machine that has this router; None if no file of this user tells."""
     for path in state_directory().glob("*.json"):
         with contextlib.suppress(ConfigError):
             state = read_state(path.stem)
@@ -264,7 +264,7 @@ def starting_line(state: ClusterState) -> str:
 
 
 def remove_state(name: str) -> None:
-    """Remove the state file of a cluster, if it is still there. Raises ConfigError where that is impossible."""
+    """Remove the state file of a cluster, if it is still there. Raises ConfigError if impossible."""
     path = _path(name)
     try:
         path.unlink(missing_ok=True)

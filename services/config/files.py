@@ -25,7 +25,7 @@ def router_profile(router: RouterConfig) -> HardwareProfile | None:
 def router_losses(config: Config) -> SparseLosses | None:
     """Return the losses of `router.sparse_losses`, read on the machine with the configuration; None without.
 
-    Raises ConfigError, also where they are of another model.
+    Raises ConfigError, also if they are of another model.
     """
     if not config.router.sparse_losses:
         return None

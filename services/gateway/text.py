@@ -204,6 +204,15 @@ class TextCodec:
         """Return the tokenizer as JSON. Raises InvalidRequest if it has no fast form."""
         return tokenizer_json(self._tokenizer)
 
+    def describe(self) -> dict[str, Any]:
+        """Return the class, the special tokens and the chat template, by transformers' names for them."""
+        named = {name: str(token) for name, token in self._tokenizer.special_tokens_map.items() if token}
+        return {
+            "tokenizer_class": type(self._tokenizer).__name__,
+            "chat_template": self._tokenizer.chat_template or None,
+            **named,
+        }
+
     def names(self, token_ids: Sequence[int]) -> list[str]:
         """Return the tokenizer's own token names; "" for a token without one."""
         return [name or "" for name in self._tokenizer.convert_ids_to_tokens(list(token_ids))]

@@ -121,7 +121,7 @@ class DemoConversation:
 class Verdict:
     """Verdict of the check of one turn against transformers.
 
-    `is_right` says whether the answer has the fact; None where the model is random or the document was cut before it.
+    `is_right` says whether the answer has the fact; None if the model is random or the document was cut before it.
     """
 
     title: str

@@ -43,7 +43,7 @@ def print_table(target: Console, table: Table, num_keys: int = 1) -> None:
     """Print a table no wider than the terminal, and no cell shortened.
 
     A table that is too wide becomes several, one below the other, each with the first `num_keys` columns again. Only
-    where these and one more column are too wide, lines are longer than the terminal's.
+    if these and one more column are too wide, lines are longer than the terminal's.
     """
     widths = [max(map(_width, (column.header, *column.cells))) + CELL_PADDING for column in table.columns]
     keys, others = range(num_keys), range(num_keys, len(widths))

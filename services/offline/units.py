@@ -33,7 +33,7 @@ def parse_tokens(key: str, text: str) -> int:
 
 
 def parse_token_counts(key: str, text: str, least: int = 1) -> list[int]:
-    """Parse "0,512,2k" into sorted distinct counts; 0 is allowed only where `least` is 0. Raises ConfigError."""
+    """Parse "0,512,2k" into sorted distinct counts; 0 is allowed only if `least` is 0. Raises ConfigError."""
     return sorted({0 if least == 0 and item.strip() == "0" else parse_tokens(key, item) for item in text.split(",")})
 
 

@@ -3,7 +3,7 @@
     turns of a leader -- TurnsWriter -- StreamTurns: all that waits in a message -- TurnsStream -- readings of a gateway
 
 A message costs what it costs in gRPC's asyncio, whatever is in it (docs/decisions/0037). Each turn is read as if it had
-a stream of its own: behind the tokens that its reader has, with an error and an end of its own. Where its client is
+a stream of its own: behind the tokens that its reader has, with an error and an end of its own. If its client is
 slow it is held: its tokens wait at the leader, which stores the answer in any case, and hold up no other turn.
 """
 
@@ -195,7 +195,7 @@ class TurnsStream:
         task = asyncio.current_task()
         if not silence.is_over or (task is not None and task.cancelling()):
             return failure
-        return Unavailable(f"{self._name} gave no sign of life for {self._lost_seconds:g} s")
+        return Unavailable(f"{self._name} sent no heartbeat for {self._lost_seconds:g} s")
 
     async def _receive(self, asked: asyncio.Queue[rings_pb2.TurnReading], readings: dict[int, _Reading]) -> None:
         """Give every reading its events, until the call ends; then give all the error."""
@@ -276,7 +276,7 @@ def _error_of(failure: rings_pb2.ReadingFailure) -> RingserveError:
 
 
 class TurnsWriter:
-    """Writer of a leader's turns to one gateway, with a sign of life each `heartbeat` seconds."""
+    """Writer of a leader's turns to one gateway, with a heartbeat each `heartbeat` seconds."""
 
     def __init__(self, leader: DecodePort, heartbeat: float) -> None:
         self._leader = leader

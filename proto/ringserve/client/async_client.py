@@ -80,7 +80,7 @@ class AsyncAnswerStream(AsyncIterator[Piece]):
 
     @property
     def remembered_tokens(self) -> int | None:
-        """Tokens that the conversation remembers, where that is known here."""
+        """Tokens that the conversation remembers, if known here."""
         return self._reader.remembered_tokens
 
     @property
@@ -138,7 +138,7 @@ class AsyncClient:
     def stream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> AsyncAnswerStream:
         """Run one turn piece by piece. Nothing is sent before the first piece is asked for.
 
-        Where the gateway is lost, the turn goes on at it or at another: no token is lost, and none comes twice. A
+        If the gateway is lost, the turn goes on at it or at another: no token is lost, and none comes twice. A
         request with `n` answers does not go on.
         """
         return self._stream(prompt, options, None)
@@ -256,7 +256,7 @@ class AsyncConversation:
 
     @property
     def remembered_tokens(self) -> int | None:
-        """Tokens that the next turn expects the service to remember; None where that is not known here."""
+        """Tokens that the next turn expects the service to remember; None if that is not known here."""
         return None if self._latest is None else self._latest.remembered_tokens
 
     async def ask(self, prompt: Prompt, **options: Unpack[TurnOptions]) -> Answer:

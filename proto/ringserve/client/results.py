@@ -37,7 +37,7 @@ class CachedSource:
 class Chunk:
     """New tokens [start, stop) that one step computed by `algorithm`.
 
-    `num_turns` turns shared the step, this one included; 0 where the chunk is a prediction. `fallback` is empty, or the
+    `num_turns` turns shared the step, this one included; 0 if the chunk is a prediction. `fallback` is empty, or the
     layout that the tokens got for lack of room: "level_cuts" of a chain, "spread" of a short prompt.
     """
 

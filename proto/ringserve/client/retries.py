@@ -50,7 +50,7 @@ def is_lost(error: RingserveError) -> bool:
 
 
 class Retries:
-    """Attempts at one request. `deadline` is a time of the caller's clock, None where there is none."""
+    """Attempts at one request. `deadline` is a time of the caller's clock, None if there is none."""
 
     def __init__(self, policy: RetryPolicy, *, deadline: float | None) -> None:
         self._policy = policy

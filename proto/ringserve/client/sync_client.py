@@ -225,7 +225,7 @@ class Conversation:
 
     @property
     def remembered_tokens(self) -> int | None:
-        """Tokens that the next turn expects the service to remember; None where that is not known here."""
+        """Tokens that the next turn expects the service to remember; None if that is not known here."""
         return self._conversation.remembered_tokens
 
     def ask(self, prompt: Prompt, **options: Unpack[TurnOptions]) -> Answer:

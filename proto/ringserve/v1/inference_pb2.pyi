@@ -201,7 +201,7 @@ class GenerateRequest(_message.Message):
     no_cache: _builtins.bool
     """Neither share the KV of earlier prompts, nor leave this one's for later ones. A conversation keeps its own KV."""
     expected_tokens: _builtins.int
-    """Tokens that the conversation must remember, as its latest turn left it; 0: it must be new. Where it does not hold,
+    """Tokens that the conversation must remember, as its latest turn left it; 0: it must be new. If it does not hold,
     the turn fails with FAILED_PRECONDITION before any work: a follow-up would be read as something else.
     """
     cache_key: _builtins.str
@@ -296,7 +296,7 @@ class Resume(_message.Message):
     RECEIVED_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
-    """Of `start`; 0 where it did not come."""
+    """Of `start`; 0 if it did not come."""
     @_builtins.property
     def received(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens of all chunks that came."""
@@ -1110,7 +1110,7 @@ class RingAlternative(_message.Message):
     """The ring's size: ranks, which share the prompt's tokens, of `tp` processes each, which share the heads."""
     tp: _builtins.int
     handoff_seconds: _builtins.float
-    """Where the decode ring was compared: transfer of the new KV to it, and the wait of the turns that decode there."""
+    """If the decode ring was compared: transfer of the new KV to it, and the wait of the turns that decode there."""
     stall_seconds: _builtins.float
     def __init__(
         self,
@@ -1148,7 +1148,7 @@ class Chunk(_message.Message):
     stop: _builtins.int
     algorithm: Global___Algorithm.ValueType
     num_turns: _builtins.int
-    """Turns that shared the step, this one included; 0 where it is a prediction."""
+    """Turns that shared the step, this one included; 0 if it is a prediction."""
     fallback: _builtins.str
     """Empty, or the layout that the tokens got for lack of room on single ranks: "level_cuts" of a chain, or "spread"
     where a short prompt should lie whole on one rank. Predictions do not know of it.
@@ -1202,7 +1202,7 @@ Global___CachedSource: _TypeAlias = CachedSource  # noqa: Y015
 
 @_typing.final
 class Alternative(_message.Message):
-    """Predicted time of computing every chunk by one algorithm, the chosen one included. Where only the decode ring
+    """Predicted time of computing every chunk by one algorithm, the chosen one included. If only the decode ring
     keeps a part of the history, "pull" and "recompute" say how long the prefill takes with either, the pull included.
     """
 
@@ -1441,7 +1441,7 @@ class GetServerInfoResponse(_message.Message):
     conversations: _builtins.int
     running_turns: _builtins.int
     router_metrics_endpoint: _builtins.str
-    """HOST:PORT where the router serves /metrics; empty where it does not."""
+    """HOST:PORT where the router serves /metrics; empty if it does not."""
     turns_waiting_for_rings: _builtins.int
     """Turns that wait for a ring that restarts."""
     @_builtins.property
@@ -1500,7 +1500,7 @@ class ServerEvent(_message.Message):
     went on), "refusal" (a turn got no rings), "eviction" (a ring made room by dropping retained KV).
     """
     ring: _builtins.str
-    """Empty where it concerns no ring."""
+    """Empty if it concerns no ring."""
     text: _builtins.str
     count: _builtins.int
     def __init__(
@@ -1653,7 +1653,7 @@ class RingInfo(_message.Message):
     tp: _builtins.int
     """Tensor parallelism: processes a rank, which hold the same tokens, each a share of the heads."""
     metrics_endpoint: _builtins.str
-    """HOST:PORT where the ring's leader serves /metrics; empty where it does not."""
+    """HOST:PORT where the ring's leader serves /metrics; empty if it does not."""
     waiting_work: _builtins.float
     """Prefill rings: the queue in work units (one is what the matrix products of one token cost), and its bound."""
     max_waiting_work: _builtins.float

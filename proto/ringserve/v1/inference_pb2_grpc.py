@@ -120,7 +120,7 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetConversation(self, request, context):
-        """Where a conversation's KV lies now, as the rings say. NOT_FOUND where there is none.
+        """If a conversation's KV lies now, as the rings say. NOT_FOUND where there is none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

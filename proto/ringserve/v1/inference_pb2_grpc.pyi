@@ -50,7 +50,7 @@ class InferenceStub:
     GetModelInfo: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetModelInfoRequest, _inference_pb2.GetModelInfoResponse]
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetServerInfoRequest, _inference_pb2.GetServerInfoResponse]
     GetConversation: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetConversationRequest, _inference_pb2.GetConversationResponse]
-    """Where a conversation's KV lies now, as the rings say. NOT_FOUND where there is none."""
+    """If a conversation's KV lies now, as the rings say. NOT_FOUND where there is none."""
     ListConversations: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListConversationsRequest, _inference_pb2.ListConversationsResponse]
     """Conversations by id, a page at a time."""
     ForkConversation: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ForkConversationRequest, _inference_pb2.GetConversationResponse]
@@ -76,7 +76,7 @@ class InferenceAsyncStub(InferenceStub):
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetModelInfoRequest, _inference_pb2.GetModelInfoResponse]  # type: ignore[assignment]
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetServerInfoRequest, _inference_pb2.GetServerInfoResponse]  # type: ignore[assignment]
     GetConversation: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetConversationRequest, _inference_pb2.GetConversationResponse]  # type: ignore[assignment]
-    """Where a conversation's KV lies now, as the rings say. NOT_FOUND where there is none."""
+    """If a conversation's KV lies now, as the rings say. NOT_FOUND where there is none."""
     ListConversations: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListConversationsRequest, _inference_pb2.ListConversationsResponse]  # type: ignore[assignment]
     """Conversations by id, a page at a time."""
     ForkConversation: _aio.UnaryUnaryMultiCallable[_inference_pb2.ForkConversationRequest, _inference_pb2.GetConversationResponse]  # type: ignore[assignment]
@@ -135,7 +135,7 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GetConversationRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.GetConversationResponse, _abc.Awaitable[_inference_pb2.GetConversationResponse]]:
-        """Where a conversation's KV lies now, as the rings say. NOT_FOUND where there is none."""
+        """If a conversation's KV lies now, as the rings say. NOT_FOUND where there is none."""
 
     @_abc_1.abstractmethod
     def ListConversations(

@@ -822,7 +822,7 @@ class SendKvRequest(_message.Message):
     tp: _builtins.int
     """Processes a rank of the destination ring."""
     turn_id: _builtins.str
-    """Turn that holds the sequence on the source ring; empty where none does."""
+    """Turn that holds the sequence on the source ring; empty if none does."""
     @_builtins.property
     def tokens(self) -> _inference_pb2.Range: ...
     @_builtins.property
@@ -1066,7 +1066,7 @@ class ForkKvResponse(_message.Message):
     incarnation: _builtins.str
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.RankShard]:
-        """Locations of the tokens that both sequences share; empty where the ring retains none."""
+        """Locations of the tokens that both sequences share; empty if the ring retains none."""
 
     def __init__(
         self,

@@ -41,7 +41,7 @@ class FindFaultResponse(_message.Message):
 
     FAULT_FIELD_NUMBER: _builtins.int
     fault: _builtins.str
-    """Why the service should get no turns; empty where it serves."""
+    """Why the service should get no turns; empty if it serves."""
     def __init__(
         self,
         *,
@@ -218,7 +218,7 @@ class LostTurn(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     IS_COMPLETE_FIELD_NUMBER: _builtins.int
     turn_id: _builtins.str
-    """Empty where another gateway began the turn, or the router did not answer: a running turn goes on as it is."""
+    """Empty if another gateway began the turn, or the router did not answer: a running turn goes on as it is."""
     token_ids: _builtins.bytes
     """Tokens that the client has; little-endian int32."""
     prompt_tokens: _builtins.int
@@ -318,7 +318,7 @@ class BeginTurnResponse(_message.Message):
     lost_role: _builtins.str
     """Of a turn that was begun again: the role of the ring that it had lost."""
     max_tokens: _builtins.int
-    """Tokens that the answer has at most; 0 where it has ended and they are not known any more."""
+    """Tokens that the answer has at most; 0 if it has ended and they are not known any more."""
     @_builtins.property
     def plan(self) -> _inference_pb2.Plan: ...
     @_builtins.property
@@ -709,7 +709,7 @@ class DrainRingRequest(_message.Message):
     seconds: _builtins.float
     """Longest wait for running turns."""
     force: _builtins.bool
-    """Drains also where no other ring of its role takes turns."""
+    """Drains also if no other ring of its role takes turns."""
     def __init__(
         self,
         *,

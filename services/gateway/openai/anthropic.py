@@ -240,7 +240,10 @@ class MessageAnswer:
             return held + self._tell(self._read(response.chunk.text))
         self._complete = response.complete
         rest = self._read(response.complete.text[self._sent_characters :])
-        events = self._tell([*rest, *(self._reader.finish() if self._reader else ())])
+        if self._reader is not None:
+            is_cut = response.complete.finish_reason == inference_pb2.FINISH_REASON_LENGTH
+            rest += self._reader.finish(is_cut=is_cut)
+        events = self._tell(rest)
         return held + events + self._close()
 
     def last_events(self) -> list[Json]:

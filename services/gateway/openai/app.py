@@ -53,6 +53,7 @@ from ringserve.services.gateway.openai.responses import (
     TurnAnswer,
     collect_answer,
     conversation_json,
+    drop_answers,
     model_json,
     stream_events,
 )
@@ -193,6 +194,7 @@ class HttpApi:
             get("/v1/conversations/{name:path}", self._conversation, "Show a conversation."),
             delete("/v1/conversations/{name:path}", self._forget, "Delete a conversation."),
             post("/tokenize", self._tokenize, "Tokenize a text or chat.", models.TokenizeRequest, models.TokensAnswer),
+            get("/tokenizer_info", self._tokenizer_info, "Show the tokenizer's special tokens and chat template."),
             post("/detokenize", self._detokenize, "Detokenize.", models.DetokenizeRequest, models.TextAnswer),
             get(
                 "/metrics", self._show_metrics, "Show this gateway's metrics for Prometheus.", content_type="text/plain"
@@ -292,7 +294,10 @@ class HttpApi:
         answer = self._answer(turn, shape, echoes, form)
         trace_parent = request.headers.get("traceparent", "")
         turns = [self._service.generate(each, tenant, None, trace_parent) for each in turn.requests]
-        return await self._send_answer(request, turn, fan_in(turns, at_once=AT_ONCE), answer)
+        responses = fan_in(turns, at_once=AT_ONCE)
+        return await self._send_answer(
+            request, turn, drop_answers(responses) if turn.scores_only else responses, answer
+        )
 
     async def _send_answer(self, request: Request, turn: HttpTurn, responses: Placed, answer: Answer) -> ASGIApp:
         """Return the turns' answer, as one object or as a stream of events."""
@@ -332,19 +337,23 @@ class HttpApi:
             reader.end_chat(turn.request.sampling_params)
             source = codec.chat_template(template.tools)
             calls = find_call_form(source) if turn.offer else None
-            if turn.offer and calls:
+            if turn.offer and calls and calls.elements is None:
                 turn.offer.hold(turn.request.sampling_params, calls, reader)
             elif turn.offer:
                 turn.offer.check_unheld()
-                self._note_unread_calls()
+                if calls is None:
+                    self._note_unread_calls()
+            form = AnswerForm(calls=calls, schemas=turn.offer.schemas if turn.offer else {})
             if turn.links and turn.links.previous:  # `fill` writes its prompt once the last answer's end is known
-                return replace(_find_plain_form(codec) if may_think else AnswerForm(), calls=calls)
+                plain = _find_plain_form(codec) if may_think else AnswerForm()
+                return replace(plain, calls=form.calls, schemas=form.schemas)
             tokens = template.tokens(reader).tolist()
             turn.request.tokenized.input_ids.extend(tokens)
             turn.request.prompt_mode = inference_pb2.PROMPT_MODE_WHOLE_HISTORY
             if not may_think:
-                return AnswerForm(calls=calls)
-            return find_thoughts(source, codec.decode_all(tokens[-PROMPT_END:]), calls)
+                return form
+            thoughts = find_thoughts(source, codec.decode_all(tokens[-PROMPT_END:]))
+            return replace(thoughts, calls=form.calls, schemas=form.schemas)
 
         return await self._service.read_tokens(tenant, read)
 
@@ -390,6 +399,10 @@ class HttpApi:
             return JSONResponse(found)
 
         return await self._service.read_tokens(tenant, read)
+
+    async def _tokenizer_info(self, request: Request) -> Response:
+        self._caller(request)
+        return JSONResponse(self._service.codec.describe())
 
     async def _detokenize(self, request: Request) -> Response:
         tenant, body = self._caller(request), await _read_body(request)

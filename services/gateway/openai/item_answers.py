@@ -66,7 +66,10 @@ class ItemAnswer:
             return self._make_events(self._read(response.chunk.text))
         self._complete = response.complete
         rest = self._read(response.complete.text[self._sent_characters :])
-        events = self._make_events([*rest, *(self._reader.finish() if self._reader else ())])
+        if self._reader is not None:
+            is_cut = response.complete.finish_reason == inference_pb2.FINISH_REASON_LENGTH
+            rest += self._reader.finish(is_cut=is_cut)
+        events = self._make_events(rest)
         if not any(item["type"] != "reasoning" for item in self._items):
             events += [*self._close(), *self._open_text()]  # an empty answer still has one text item
         return events + self._close()

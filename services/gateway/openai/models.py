@@ -319,9 +319,35 @@ class ItemToolChoice(Named, Kind):
     pass
 
 
+class NamedTool(Kind):
+    function: Named
+
+
+class AllowedTools(OpenFields):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class AllowedToolChoice(OpenFields):
+    """Choice among some of the tools; the model is shown all of them, so that the prompt stays what it was."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+class AllowedItemToolChoice(OpenFields):
+    """Form of `AllowedToolChoice` in responses."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ItemToolChoice], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 ItemTools = Annotated[list[ItemTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
-ChoiceMode = Literal["none", "auto", "required"]
+ChoiceMode = Annotated[
+    Literal["none", "auto", "required"], BeforeValidator(lambda given: "required" if given == "any" else given)
+]
 
 
 class NamedSchema(OpenFields):
@@ -466,7 +492,7 @@ class ChatRequest(TextRequest, TemplateFields):
     top_logprobs: Whole | None = None
     echo: Off = None
     tools: Tools | None = None
-    tool_choice: ChoiceMode | ToolChoice | None = None
+    tool_choice: ChoiceMode | ToolChoice | AllowedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: Annotated[bool | None, Field(description="False leaves the model's thoughts out.")] = None
     separate_reasoning: Annotated[bool | None, Field(description="False leaves them in the content.")] = None
@@ -523,7 +549,7 @@ class ResponseRequest(TurnRequest):
     previous_response_id: Text | None = None
     text: TextOptions | None = None
     tools: ItemTools | None = None
-    tool_choice: ChoiceMode | ItemToolChoice | None = None
+    tool_choice: ChoiceMode | ItemToolChoice | AllowedItemToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Json | None = None
     store: bool | None = None

@@ -87,7 +87,7 @@ class HttpTurn:
     """HTTP request for one turn, or for several turns that differ only in their prompts.
 
     With `counts_each` every event of a stream has the usage so far. Thoughts are a part of their own in the answer if
-    it `separates_thoughts`, and none if it `hides_thoughts`.
+    it `separates_thoughts`, and none if it `hides_thoughts`. A turn that `scores_only` computes one token, for nobody.
     """
 
     requests: tuple[inference_pb2.GenerateRequest, ...]
@@ -96,6 +96,7 @@ class HttpTurn:
     counts_each: bool = False
     has_token_ids: bool = False
     has_echo: bool = False
+    scores_only: bool = False
     separates_thoughts: bool = True
     hides_thoughts: bool = False
     template: Template | None = None
@@ -143,10 +144,13 @@ class HttpRequestReader:
     def chat(self, body: Any) -> HttpTurn:
         asked = self._read(models.ChatRequest, body)
         functions = [tool.function for tool in asked.tools or ()]
-        choice = asked.tool_choice
+        choice, allowed = asked.tool_choice, None
+        if isinstance(choice, models.AllowedToolChoice):
+            allowed = [tool.function.name for tool in choice.allowed_tools.tools]
+            choice = choice.allowed_tools.mode
         called = choice.function if isinstance(choice, models.ToolChoice) else choice
         described = [tool["function"] for tool in body.get("tools") or ()]
-        offer = read_offer(functions, described, called, one_call=asked.parallel_tool_calls is False)
+        offer = read_offer(functions, described, called, allowed, one_call=asked.parallel_tool_calls is False)
         messages = self._messages(asked.messages)
         turn = _turn(asked, "response_format", asked.response_format)
         _put_chat(turn.request, messages, offer)
@@ -165,9 +169,11 @@ class HttpRequestReader:
     def response(self, body: Any) -> HttpTurn:
         body = self._with_functions(body, ("function",))
         asked = self._read(models.ResponseRequest, body)
-        choice, tools = asked.tool_choice, body.get("tools") or []
+        choice, tools, allowed = asked.tool_choice, body.get("tools") or [], None
+        if isinstance(choice, models.AllowedItemToolChoice):
+            allowed, choice = [tool.name for tool in choice.tools], choice.mode
         described = [{name: value for name, value in tool.items() if name != "type"} for tool in tools]
-        offer = read_offer(asked.tools or (), described, choice, one_call=asked.parallel_tool_calls is False)
+        offer = read_offer(asked.tools or (), described, choice, allowed, one_call=asked.parallel_tool_calls is False)
         told = [{"role": "system", "content": asked.instructions}] if asked.instructions is not None else []
         messages = _item_messages(asked)
         turn = _turn(asked, "text.format", asked.text.format if asked.text else None)
@@ -214,6 +220,9 @@ class HttpRequestReader:
         params = turn.request.sampling_params
         if not params.HasField("max_tokens"):
             params.max_tokens = COMPLETION_MAX_TOKENS
+        elif asked.echo and params.max_tokens == 0:
+            params.max_tokens = 1
+            turn = replace(turn, scores_only=True)
         if asked.logprobs is not None:
             params.logprobs = asked.logprobs
         is_one = isinstance(asked.prompt, str) or not asked.prompt or isinstance(asked.prompt[0], int)

@@ -192,7 +192,8 @@ class TurnAnswer:
         events = [self._event(self._shape.piece(complete.index, rest, None))] if rest else []
         reason = _reason(complete)
         if reader := self._reader(complete.index):
-            events = self._make_events(complete.index, [*reader.push(rest), *reader.finish()], None)
+            said = [*reader.push(rest), *reader.finish(is_cut=_is_cut(complete))]
+            events = self._make_events(complete.index, said, None)
             reason = _reason(complete, reader)
         closing = self._event(self._shape.closing(complete.index, reason))
         return [*events, closing | {"ringserve": self._extra(complete)}]
@@ -260,7 +261,7 @@ class TurnAnswer:
             offsets = self._new_offsets()
             logprobs = echoed_logprobs(self._echo, scored, found, self._codec, offsets) if self._has_logprobs else None
         if isinstance(self._shape, ChatShape) and (reader := self._form.make_reader()):
-            said = self._shown([*reader.push(text), *reader.finish()])
+            said = self._shown([*reader.push(text), *reader.finish(is_cut=_is_cut(complete))])
             choice = self._shape.read(complete.index, said, reader.calls, logprobs, _reason(complete, reader))
         else:
             choice = self._shape.whole(complete.index, text, logprobs, _reason(complete))
@@ -315,6 +316,10 @@ def _usage(prompt: int, completion: int, cached: int) -> Json:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+
+
+def _is_cut(complete: inference_pb2.GenerateComplete) -> bool:
+    return complete.finish_reason == inference_pb2.FINISH_REASON_LENGTH
 
 
 def _reason(complete: inference_pb2.GenerateComplete, reader: AnswerReader | None = None) -> str:
@@ -436,6 +441,21 @@ class Answer(Protocol):
 
 
 Placed = AsyncGenerator[tuple[int, inference_pb2.GenerateResponse], None]
+
+
+async def drop_answers(responses: Placed) -> Placed:
+    """Leave the answers out of responses, for a request that only scores its prompts."""
+    async with aclosing(responses) as closing:
+        async for place, response in closing:
+            if response.HasField("chunk"):
+                continue
+            if response.HasField("complete"):
+                complete = response.complete
+                for name in ("output_ids", "text", "output_logprobs", "matched_stop", "matched_stop_str"):
+                    complete.ClearField(name)
+                complete.finish_reason = inference_pb2.FINISH_REASON_LENGTH
+                complete.usage.completion_tokens = 0
+            yield place, response
 
 
 async def collect_answer(responses: Placed, answer: Answer) -> dict[str, Any]:

@@ -8,6 +8,11 @@ The chat template tells a model's form, since it shows the model earlier calls i
     mistral    [TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...]: Mistral v0.3, Nemo
     tekken     [TOOL_CALLS]f[ARGS]{...}: later Mistral
     llama      {"name": "f", "parameters": {...}}: Llama 3.1 to 3.3
+    qwen       <tool_call> <function=f> <parameter=a> 1 </parameter> </function> </tool_call>: Qwen3-Coder
+    glm        <tool_call>f <arg_key>a</arg_key> <arg_value>1</arg_value> </tool_call>: GLM-4.5 and later
+    minimax    <minimax:tool_call> <invoke name="f"> <parameter name="a">1</parameter> </invoke> ...: MiniMax-M2
+
+The last three write values as bare text, which becomes JSON by the schema of the function.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,22 +40,53 @@ _NAME = r'"name"\s*:\s*"(?P<name>(?:[^"\\]|\\.)*)"'
 
 
 @dataclass(frozen=True, kw_only=True)
+class Elements:
+    """Elements of calls whose values are bare text: `function` has name and body, `parameter` name and value."""
+
+    function: re.Pattern[str]
+    parameter: re.Pattern[str]
+
+    def read(self, text: str, schemas: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+        """Return (name, arguments) of each call in a text. A value is text unless its schema has another type."""
+        calls = []
+        for call in self.function.finditer(text):
+            properties = schemas.get(call["name"], {}).get("properties", {})
+            given = {
+                each["name"]: _typed(each["value"], properties.get(each["name"]))
+                for each in self.parameter.finditer(call["body"])
+            }
+            calls.append((call["name"], given))
+        return calls
+
+
+def _typed(value: str, schema: Any) -> Any:
+    kind = schema.get("type") if isinstance(schema, dict) else "string"
+    if kind == "string" or (isinstance(kind, list) and "string" in kind):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+@dataclass(frozen=True, kw_only=True)
 class CallForm:
     """Form in which a model writes tool calls in text.
 
     `opening` begins a call, or the whole list if `is_list`; if it is empty, an answer that begins with `{` is a call.
     `head` matches from the opening to the arguments. A grammar puts `before` before the name, `between` between name
     and arguments, and `after` after the arguments. `closing` ends a call, and `separator` stands between two calls. If
-    not `is_json`, the name is written without quotes.
+    not `is_json`, the name is written without quotes. With `elements` a call is read when it is whole.
     """
 
     name: str
     opening: str
     head: re.Pattern[str]
-    before: str
-    between: str
-    after: str
+    before: str = ""
+    between: str = ""
+    after: str = ""
     closing: str = ""
+    elements: Elements | None = None
     separator: str = ""
     is_list: bool = False
     is_json: bool = True
@@ -108,12 +144,47 @@ LLAMA = CallForm(
 )
 
 
+NEVER = re.compile(r"(?!)")
+QWEN = CallForm(
+    name="qwen",
+    opening="<tool_call>",
+    head=NEVER,
+    closing="</tool_call>",
+    elements=Elements(
+        function=re.compile(r"<function=(?P<name>[^>\s]+)>(?P<body>.*?)</function>", re.DOTALL),
+        parameter=re.compile(r"<parameter=(?P<name>[^>\s]+)>\n?(?P<value>.*?)\n?</parameter>", re.DOTALL),
+    ),
+)
+GLM = CallForm(
+    name="glm",
+    opening="<tool_call>",
+    head=NEVER,
+    closing="</tool_call>",
+    elements=Elements(
+        function=re.compile(r"\A\s*(?P<name>[\w.:-]+)\s*(?P<body>(?:<arg_key>.*)?)\Z", re.DOTALL),
+        parameter=re.compile(r"<arg_key>(?P<name>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>", re.DOTALL),
+    ),
+)
+MINIMAX = CallForm(
+    name="minimax",
+    opening="<minimax:tool_call>",
+    head=NEVER,
+    closing="</minimax:tool_call>",
+    elements=Elements(
+        function=re.compile(r'<invoke name="(?P<name>[^"]+)">(?P<body>.*?)</invoke>', re.DOTALL),
+        parameter=re.compile(r'<parameter name="(?P<name>[^"]+)">(?P<value>.*?)</parameter>', re.DOTALL),
+    ),
+)
+
+
 def find_call_form(template: str) -> CallForm | None:
     """Return the call form of a chat template, None if it is unknown. Raises InvalidRequest if it takes no tools."""
     if "tools" not in template:
         raise InvalidRequest("tools: the chat template of this model takes no tools; leave them out")
-    if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
-        return HERMES
+    if "<minimax:tool_call>" in template:
+        return MINIMAX
+    if "<tool_call>" in template:
+        return QWEN if "<function=" in template else GLM if "<arg_key>" in template else HERMES
     if "[TOOL_CALLS]" in template:
         return TEKKEN if "[ARGS]" in template else MISTRAL
     if '"parameters": ' in template and ("ipython" in template or "<|python_tag|>" in template):
@@ -165,10 +236,12 @@ class ReadCall:
 class AnswerForm:
     """Form of an answer: thoughts between THINK and END_OF_THOUGHTS at its beginning, and tool calls.
 
-    Of a model with `has_thoughts`, the prompt may end with THINK itself; then the answer `begins_in_thoughts`.
+    `schemas` are those of the functions' arguments. Of a model with `has_thoughts`, the prompt may end with THINK
+    itself; then the answer `begins_in_thoughts`.
     """
 
     calls: CallForm | None = None
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     has_thoughts: bool = False
     begins_in_thoughts: bool = False
 
@@ -181,14 +254,14 @@ THINK, END_OF_THOUGHTS = "<think>", "</think>"
 """Signs around thoughts: those of Qwen3, DeepSeek-R1, GLM-4.5, MiniMax-M1 and many fine-tunes."""
 
 
-def find_thoughts(template: str, prompt_end: str, calls: CallForm | None = None) -> AnswerForm:
-    """Return the form of a chat's answer, by the chat template and the end of the prompt that it wrote.
+def find_thoughts(template: str, prompt_end: str) -> AnswerForm:
+    """Return the form of a chat's thoughts, by the chat template and the end of the prompt that it wrote.
 
     Example: with `enable_thinking` false the prompt of Qwen3 ends with THINK and END_OF_THOUGHTS.
     """
     end = prompt_end.rstrip()
     has_thoughts = END_OF_THOUGHTS in template and not end.endswith(END_OF_THOUGHTS)
-    return AnswerForm(calls=calls, has_thoughts=has_thoughts, begins_in_thoughts=end.endswith(THINK))
+    return AnswerForm(has_thoughts=has_thoughts, begins_in_thoughts=end.endswith(THINK))
 
 
 class AnswerReader:
@@ -198,7 +271,7 @@ class AnswerReader:
     """
 
     def __init__(self, form: AnswerForm) -> None:
-        self._calls = CallReader(form.calls) if form.calls else None
+        self._calls = CallReader(form.calls, form.schemas) if form.calls else None
         self._held = ""
         self._stage = "before" if form.has_thoughts else "after"
         if form.has_thoughts and form.begins_in_thoughts:
@@ -235,15 +308,15 @@ class AnswerReader:
         rest, self._held, self._stage = self._held, "", "after"
         return self._answer(rest)
 
-    def finish(self) -> list[Said]:
-        """Return the rest of an answer that is complete. Thoughts that were cut stay thoughts."""
+    def finish(self, *, is_cut: bool = False) -> list[Said]:
+        """Return the rest of an answer. Thoughts that were cut stay thoughts."""
         held, self._held = self._held, ""
         rest: list[Said] = []
         if self._stage == "within" and held.rstrip():
             rest = [Thought(held.rstrip())]
         elif self._stage == "before":
             rest = self._answer(held)
-        return [*rest, *(self._calls.finish() if self._calls else ())]
+        return [*rest, *(self._calls.finish(is_cut=is_cut) if self._calls else ())]
 
     def _read_thoughts(self) -> list[Said]:
         end = self._held.find(END_OF_THOUGHTS)
@@ -268,8 +341,9 @@ class CallReader:
     part of an answer is lost.
     """
 
-    def __init__(self, form: CallForm) -> None:
+    def __init__(self, form: CallForm, schemas: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         self._form = form
+        self._schemas = schemas or {}
         self._held = ""
         self._opened = ""  # what began the call that may follow, with the spaces before it
         self._state: Callable[[], list[Said] | None] = self._read_text
@@ -285,10 +359,12 @@ class CallReader:
             said += more
         return said
 
-    def finish(self) -> list[Said]:
-        """Return the rest of an answer that is complete."""
+    def finish(self, *, is_cut: bool = False) -> list[Said]:
+        """Return the rest of an answer. What begins as a call is left out of an answer that `is_cut`."""
         if self._state == self._read_head:
-            rest = self._whole_call(self._held) or self._as_text(self._opened + self._held)
+            rest = self._whole_call(self._held)
+            if not rest and not (is_cut and self._form.opening):
+                rest = self._as_text(self._opened + self._held)
         elif self._state == self._read_text and not (self.calls and not self._held.strip()):
             rest = self._as_text(self._held)
         else:
@@ -382,7 +458,10 @@ class CallReader:
         return CallStart(len(self.calls) - 1, call.call_id, name)
 
     def _whole_call(self, body: str) -> list[Said]:
-        """Return the parts of a call whose text is complete; [] if the text is not a call."""
+        """Return the parts of a call whose text is complete, or of several; [] if the text is not a call."""
+        if self._form.elements is not None:
+            found_calls = self._form.elements.read(body, self._schemas)
+            return [said for name, given in found_calls for said in self._say_call(name, given)]
         try:
             found = json.loads(body)
         except (ValueError, RecursionError):
@@ -390,7 +469,10 @@ class CallReader:
         arguments = found.get("arguments", found.get("parameters", {})) if isinstance(found, dict) else None
         if not isinstance(arguments, dict | str) or not isinstance(found.get("name"), str):
             return []
-        start = self._begin_call(found["name"])
+        return self._say_call(found["name"], arguments)
+
+    def _say_call(self, name: str, arguments: dict[str, Any] | str) -> list[Said]:
+        start = self._begin_call(name)
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         self.calls[-1].arguments = text
         return [start, CallPiece(start.place, text)]
@@ -513,19 +595,31 @@ NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fal
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """Tools that a request offers: `described` for the chat template, `functions` that the answer may call."""
+    """Tools that a request offers: `described` for the chat template, `functions` that the answer may call.
+
+    If they are fewer, the offer `is_narrowed`, and the answer is held to them.
+    """
 
     described: Sequence[Mapping[str, Any]]
     functions: Sequence[Function]
     must_call: bool
     one_call: bool
+    is_narrowed: bool = False
+
+    @property
+    def schemas(self) -> Mapping[str, Mapping[str, Any]]:
+        """Schemas of the functions' arguments by name."""
+        return {each.name: each.schema for each in self.functions}
 
     def check_unheld(self) -> None:
-        """Check that the request holds the answer to no form, as the model's is unknown. Raises InvalidRequest."""
-        if self.must_call or any(each.is_strict for each in self.functions):
+        """Check that the request holds the answer to no form, for a model to whose form no grammar is known.
+
+        Raises InvalidRequest.
+        """
+        if self.must_call or self.is_narrowed or any(each.is_strict for each in self.functions):
             raise InvalidRequest(
-                "tools: the chat template of this model writes calls in an unknown form, so a call cannot be required "
-                "or strict; known are the forms of Hermes and Qwen, Mistral, and Llama 3"
+                "tools: calls of this model's chat template cannot be required or strict; those of Hermes and Qwen3, "
+                "Mistral, and Llama 3 can"
             )
 
     def hold(self, params: inference_pb2.SamplingParams, form: CallForm, reader: RequestReader) -> None:
@@ -537,7 +631,8 @@ class Offer:
         if kind not in (None, "json_schema", "json_object"):
             raise InvalidRequest(f"structured_outputs: {kind} is not allowed with tools; leave one out")
         schema = json.loads(params.json_schema) if kind == "json_schema" else ANY_OBJECT if kind else None
-        if not (kind or self.must_call or self.one_call or any(each.is_strict for each in self.functions)):
+        is_bound = self.must_call or self.one_call or self.is_narrowed
+        if not (kind or is_bound or any(each.is_strict for each in self.functions)):
             return
         params.grammar = calls_grammar(
             form,
@@ -584,12 +679,14 @@ def read_offer(
     tools: Sequence[models.Function],
     described: Sequence[Mapping[str, Any]],
     choice: str | models.Named | None,
+    allowed: Collection[str] | None = None,
     *,
     one_call: bool = False,
 ) -> Offer | None:
     """Return the tools that an answer may call; None if there are none. Raises InvalidRequest.
 
-    `described` holds the tools as the client wrote them: the model sees the client's order of fields.
+    `described` holds the tools as the client wrote them: the model sees the client's order of fields. If some are
+    `allowed`, calls of others are no calls.
     """
     functions = [
         Function(
@@ -607,12 +704,17 @@ def read_offer(
         return None
     if named is not None and named not in names:
         raise InvalidRequest(f"tool_choice: there is no function {quote(named)} among the tools")
+    if unknown := [name for name in allowed or () if name not in names]:
+        raise InvalidRequest(f"tool_choice: there is no function {quote(unknown[0])} among the tools")
     if not tools:
         raise InvalidRequest("tool_choice: 'required' is not allowed without tools")
     return Offer(
         described=[{"type": "function", "function": each} for each in described],
-        functions=[each for each in functions if named in (None, each.name)],
+        functions=[
+            each for each in functions if named in (None, each.name) and (allowed is None or each.name in allowed)
+        ],
         must_call=named is not None or choice == "required",
+        is_narrowed=allowed is not None,
         one_call=one_call or named is not None,
     )
 

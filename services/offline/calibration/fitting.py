@@ -33,7 +33,7 @@ LEAST_SECONDS = 1e-6
 
 
 def shape_of(model: ModelInfo) -> ModelShape:
-    """Return the shape of a served model. Raises Unavailable where the service is too old to state it."""
+    """Return the shape of a served model. Raises Unavailable if the service is too old to state it."""
     if not model.intermediate_size or model.dtype not in ELEMENT_BYTES:
         raise Unavailable("the service does not state its model's sizes; it is older than this ringserve")
     return ModelShape(
@@ -52,7 +52,7 @@ def shape_of(model: ModelInfo) -> ModelShape:
 def profile_from_rings(model: ModelInfo, rings: Sequence[RingInfo], name: str) -> HardwareProfile:
     """Return the profile that follows from the rates that prefill rings measured at their start.
 
-    Of decode only the weights are known. Raises Unavailable where no ring states its rates.
+    Of decode only the weights are known. Raises Unavailable if no ring states its rates.
     """
     rings = [ring for ring in rings if ring.role == "prefill" and ring.rates is not None]
     rates = [ring.rates for ring in rings if ring.rates is not None]
@@ -153,7 +153,7 @@ class Row:
     """Measurement beside its predictions, in seconds.
 
     `by_rates` follows from the rings' own rates, `fitted` from all measurements, `held_out` from the half without this
-    one (None where half are too few).
+    one (None if half are too few).
     """
 
     measurement: Measurement
@@ -167,7 +167,7 @@ class Calibration:
     """Fitted profile with its errors.
 
     `losses` are the shares of time by which each selection exceeds the fastest algorithm of every cell; they are empty
-    where no ring has several ranks. `steps` are decode samples with their predicted seconds.
+    if no ring has several ranks. `steps` are decode samples with their predicted seconds.
     """
 
     profile: HardwareProfile

@@ -108,7 +108,7 @@ class Calibrator:
     def prefills(self, cells: Sequence[Cell], tell: Callable[[str], None] = lambda name: None) -> list[Measurement]:
         """Measure every cell in rounds, so that a slow machine slows all algorithms; `tell` is called for each run.
 
-        A ring of one rank is measured by pass-KV alone, and no chain where `auto` would take none. Raises Busy where
+        A ring of one rank is measured by pass-KV alone, and no chain where `auto` would take none. Raises Busy if
         other turns always shared a cell's steps.
         """
         runs: dict[tuple[Cell, Algorithm], list[_Run]] = {(cell, name): [] for cell in cells for name in _ways(cell)}
@@ -168,7 +168,7 @@ class Calibrator:
         )
 
     def _run(self, conversation: str, prefix: list[int], cell: Cell, algorithm: Algorithm) -> _Run | None:
-        """Run one prefill; return None where it shared its steps, lost its cache, or had no room for its layout."""
+        """Run one prefill; return None if it shared its steps, lost its cache, or had no room for its layout."""
         prompt = prefix + self._tokens(cell.new_tokens)
         plan = self._generate(prompt, conversation, 1, algorithm).plan
         is_alone = all(

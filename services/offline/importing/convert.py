@@ -25,7 +25,7 @@ SUMS: Final = "SHA256SUMS"
 """File that `sha256sum -c` reads."""
 
 Progress = Callable[[str, float | None], None]
-"""Report of what is done, and of its finished part (0 to 1), or None where that is unknown."""
+"""Report of what is done, and of its finished part (0 to 1), or None if that is unknown."""
 
 
 def convert(source: Path, target: Path, progress: Progress, dtype: str = "float32") -> None:

@@ -161,7 +161,7 @@ async def replay(
     """Replay a trace and return the outcomes in its order; `tell` gets the status of each request that ends.
 
     `timeout` is the deadline of each request. Prompts are random tokens, and answers ignore end-of-sequence tokens.
-    Raises grpc.aio.AioRpcError where the gateway does not name its model.
+    Raises grpc.aio.AioRpcError if the gateway does not name its model.
     """
     async with grpc.aio.insecure_channel(target, options=OPTIONS) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)

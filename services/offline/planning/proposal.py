@@ -95,7 +95,7 @@ def propose(
     traffic: Traffic,
     forecasts: Sequence[RingForecast],
 ) -> Proposal:
-    """Find the pools with the fewest processes that meet the limits. Raises ConfigError where no ring does."""
+    """Find the pools with the fewest processes that meet the limits. Raises ConfigError if no ring does."""
     fitting = [forecast for forecast in forecasts if not forecast.refusal]
     decodes = [_decode_pool(model, profile, workload, traffic, forecast) for forecast in fitting]
     within_limit = [pool for pool in decodes if pool]
@@ -129,7 +129,7 @@ def _prefill_pool(
     forecast: RingForecast,
     decode: DecodePool,
 ) -> PrefillPool | None:
-    """Return the fewest rings of one shape; None where a turn without any wait already exceeds the limit."""
+    """Return the fewest rings of one shape; None if a turn without any wait already exceeds the limit."""
     service = [context.ttft_seconds for context in forecast.contexts]
     shares = [context.share for context in workload.contexts]
     after = [
@@ -167,7 +167,7 @@ def _prefill_pool(
 def _decode_pool(
     model: PlannedModel, profile: HardwareProfile, workload: Workload, traffic: Traffic, forecast: RingForecast
 ) -> DecodePool | None:
-    """Return the fewest rings of one shape; None where a batch of one does not fit or exceeds the limit."""
+    """Return the fewest rings of one shape; None if a batch of one does not fit or exceeds the limit."""
     shape = forecast.shape
     mean = sum(context.share * context.tokens for context in workload.contexts) + traffic.output_tokens
     memory = process_memory(

@@ -9,7 +9,6 @@ from functools import partial
 
 from rich.table import Table
 
-from ringserve.cp_core.cost.selector import Selection
 from ringserve.services.offline.planning.explanation import DirectPrefill, Explanation, RingComparison
 from ringserve.services.offline.planning.proposal import Proposal, Traffic
 from ringserve.services.offline.planning.sizing import GIGABYTE, RingForecast, Workload
@@ -161,9 +160,9 @@ def explanation_lines(explanation: Explanation) -> list[str]:
     step = explanation.step
     return [
         *([] if explanation.direct is None else [_direct_line(explanation.direct)]),
-        f"{explanation.policy} takes {explanation.chosen.algorithm}: {_why(explanation.policy, explanation.chosen)}",
+        f"{explanation.policy} takes {explanation.chosen.algorithm}: {explanation.chosen.reason}",
         *(
-            [f"auto would take {explanation.unforced.algorithm}: {_why('auto', explanation.unforced)}"]
+            [f"auto would take {explanation.unforced.algorithm}: {explanation.unforced.reason}"]
             if explanation.unforced is not None
             else []
         ),
@@ -174,12 +173,6 @@ def explanation_lines(explanation: Explanation) -> list[str]:
         ),
         f"then {format_seconds(step.total_seconds)} a token on such a ring, by {step.variant}",
     ]
-
-
-def _why(policy: str, selection: Selection) -> str:
-    """Return the reason without the policy's name, which the line begins with."""
-    first, _, rest = selection.reason.partition(": ")
-    return rest if first.lower() == policy else selection.reason
 
 
 def _direct_line(direct: DirectPrefill) -> str:

@@ -62,7 +62,7 @@ class ContextForecast:
 class RingForecast:
     """Forecast of one ring. `memory` is that of a ring that computes every context of the mix.
 
-    `refusal` states what does not fit, and is empty where the whole mix fits.
+    `refusal` states what does not fit, and is empty if the whole mix fits.
     """
 
     shape: RingShape
@@ -110,7 +110,7 @@ def require_tp(model: PlannedModel, tp: int) -> None:
 
 
 def forecast_ring(model: PlannedModel, profile: HardwareProfile, shape: RingShape, workload: Workload) -> RingForecast:
-    """Forecast one ring; times are predicted even where the memory does not suffice."""
+    """Forecast one ring; times are predicted even if the memory does not suffice."""
 
     def memory_for(step_tokens: int, tokens: int) -> ProcessMemory:
         return process_memory(

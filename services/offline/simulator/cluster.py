@@ -104,7 +104,7 @@ class StepTimes:
 class Cluster:
     """Rings of a simulated cluster and the router's `registry` of them. `has_blocks`: sequences share blocks of KV.
 
-    Raises ConfigError where a ring cannot hold the `longest` conversation.
+    Raises ConfigError if a ring cannot hold the `longest` conversation.
     """
 
     def __init__(self, shape: ClusterShape, clock: Clock, longest: int, *, has_blocks: bool = False) -> None:

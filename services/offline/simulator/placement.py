@@ -21,7 +21,7 @@ class PlacementPolicy(Protocol):
     """Policy that chooses rings; the router's `RingPlacer` is one."""
 
     def choose(self, turn: WantedTurn, refused: Collection[RegisteredRing] = ()) -> Choice:
-        """Choose the rings of a turn. Raises Unavailable where all rings have refused."""
+        """Choose the rings of a turn. Raises Unavailable if all rings have refused."""
         ...
 
 

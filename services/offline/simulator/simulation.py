@@ -173,7 +173,7 @@ class Simulation:
     ) -> _Turn | None:
         """Reserve both rings; return None, change nothing and extend `refused` where a ring has no room for the KV.
 
-        Raises CapacityExceeded where the prefill ring's queue is full.
+        Raises CapacityExceeded if the prefill ring's queue is full.
         """
         kv_id, prompt = conversation.kv_id, wanted.num_tokens
         prefill, decode = self.cluster.prefill[choice.prefill.name], self.cluster.decode[choice.decode.name]

@@ -116,7 +116,7 @@ class _Handler(BaseHTTPRequestHandler):
 def probe_pages(find_fault: Callable[[], str], loop: asyncio.AbstractEventLoop) -> dict[str, Page]:
     """Return the pages /live and /ready.
 
-    `find_fault`, called in any thread, returns why the process does not serve; empty where it does. A process whose
+    `find_fault`, called in any thread, returns why the process does not serve; empty if it does. A process whose
     event loop `loop` hangs is not live, though this server's threads answer.
     """
 

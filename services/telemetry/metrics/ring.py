@@ -137,7 +137,7 @@ class RingCollector(Collector):
             blocks.add_metric((*rank, "kept"), usage.kept_blocks)
         yield blocks
         ranks = [((*self._labels, str(number)), each) for number, each in enumerate(view.rank_statuses)]
-        idle = "Since the rank's last step or sign of life."
+        idle = "Since the rank's last step or heartbeat."
         yield _gauge("rank_idle_seconds", idle, RANK, [(rank, each.seconds_since_step) for rank, each in ranks])
         yield _gauge(
             "rank_open_transfers",

@@ -15,7 +15,7 @@ from bench.chaos.verdict import Outcome, Result, Usual
 
 
 class FakeCluster:
-    """Cluster that starts at once; `worker` is not None where it was given nodes."""
+    """Cluster that starts at once; `worker` is not None if it was given nodes."""
 
     started: list[tuple[list[str], bool]] = []  # noqa: RUF012 - each test has its own
 

@@ -116,7 +116,7 @@ def test_algorithm_5_prefers_pass_kv_wherever_algorithm_1_does(
 @pytest.mark.parametrize("rule", [algorithm_1, algorithm_5])
 def test_a_ring_of_one_takes_pass_kv_because_nothing_is_sent(rule: Callable[..., Selection]) -> None:
     turn = Turn(new_tokens=1, cached_tokens=100_000, num_ranks=1)
-    assert rule(turn, llama_405b(), 800e12, 50e9) == Selection("pass_kv", "a ring of one rank sends nothing")
+    assert rule(turn, llama_405b(), 800e12, 50e9) == Selection("pass_kv", "a ring of one rank sends no messages")
     assert empirical(turn, EmpiricalFit(alpha=-1.0, beta=0.0, gamma=0.0)).algorithm == "pass_kv"
 
 

@@ -278,7 +278,7 @@ def test_block_tables_reach_the_kernel(backend: PagedBackend, dtype: torch.dtype
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_auto_takes_what_torch_brings_on_a_gpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where flash-attn is installed: it is taken by name alone."""
+    """Also if flash-attn is installed: it is taken by name alone."""
     installed: Any = ModuleType("flash_attn")
     installed.flash_attn_varlen_func = varlen_kernel
     monkeypatch.setitem(sys.modules, "flash_attn", installed)

@@ -12,6 +12,7 @@ from ringserve.cp_core.cost.selector import (
     POLICIES,
     Selection,
     Turn,
+    faster,
     fastest,
     forced,
     select,
@@ -49,11 +50,14 @@ def fitted_rates() -> PrefillRates:
     )
 
 
-def test_reasons_are_words_with_numbers() -> None:
-    short = Turn(new_tokens=100, cached_tokens=9900, num_ranks=4)
-    reason = fastest(short, llama_405b(8), fitted_rates()).reason
-    assert reason.startswith("Auto: T=100 P=9900 N=4, miss rate 0.01, predicted pass-KV")
-    assert forced("pass_q") == Selection("pass_q", "Forced: pass_q is configured")
+def test_a_reason_is_a_few_words() -> None:
+    seconds = {"pass_kv": 2.0, "pass_q": 1.01, "gather_kv": 1.0, "chain": 3.0, "sp_ntp": 1.015}
+    turn = Turn(new_tokens=100, cached_tokens=9900, num_ranks=4)
+    assert faster(turn, seconds) == Selection("pass_q", "fastest of five, a tie with gather-KV and SP-NTP")
+    assert faster(turn, seconds | {"pass_q": 0.5}) == Selection("pass_q", "fastest of five")
+    long = Turn(new_tokens=100, cached_tokens=1 << 20, num_ranks=4)
+    assert faster(long, seconds) == Selection("pass_q", "fastest of three, a tie with SP-NTP")
+    assert forced("pass_q") == Selection("pass_q", "the configuration sets it")
 
 
 @given(new_tokens=st.integers(1, 200_000), cached_tokens=st.integers(0, 1_000_000), num_ranks=st.integers(2, 16))
@@ -75,15 +79,15 @@ def test_auto_takes_the_smaller_prediction_unless_it_is_a_tie(
 def test_a_ring_of_one_takes_pass_kv_because_nothing_is_sent() -> None:
     turn = Turn(new_tokens=1, cached_tokens=100_000, num_ranks=1)
     assert select("auto", turn, llama_405b(), fitted_rates()) == Selection(
-        "pass_kv", "a ring of one rank sends nothing"
+        "pass_kv", "a ring of one rank sends no messages"
     )
 
 
 def test_every_policy_is_selected_by_its_name() -> None:
     turn = Turn(new_tokens=100, cached_tokens=9900, num_ranks=4)
-    reasons = [select(policy, turn, llama_405b(), fitted_rates()).reason for policy in POLICIES]
-    starts = ("Auto:", *(f"Forced: {name}" for name in PREFILL_ALGORITHMS))
-    assert all(reason.startswith(start) for reason, start in zip(reasons, starts, strict=True))
+    first, *named = [select(policy, turn, llama_405b(), fitted_rates()) for policy in POLICIES]
+    assert first.reason.startswith("fastest of five")
+    assert [each.algorithm for each in named] == list(PREFILL_ALGORITHMS)
 
 
 def test_unknown_policies_are_refused() -> None:

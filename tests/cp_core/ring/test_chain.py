@@ -163,7 +163,7 @@ def test_what_ranks_store_is_each_token_once_and_as_level_as_the_cuts_allow(
 def test_layers_follow_each_other_and_ranks_store_their_level_share(
     cuts: tuple[int, ...], counts: tuple[int, ...], period: int
 ) -> None:
-    """Six layers with cached tokens. Where all ranks come together between layers, no message is mistaken."""
+    """Six layers with cached tokens. If all ranks come together between layers, no message is mistaken."""
     order, num_layers, owner = (1, 2, 0), 6, (0, 0, 1, 2, 2, 2, 1)
     start, new = len(owner), cuts[-1]
     layers = [

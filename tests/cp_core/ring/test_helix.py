@@ -86,7 +86,7 @@ def test_columns_are_cut_through_heads_of_every_shape(head_dim: int, num_heads: 
 @given(size=st.sampled_from([1, 2, 3, 4]), few=st.sampled_from([None, 0, 20]), data=st.data())
 @settings(max_examples=40, deadline=None)
 def test_any_batch_of_prompts_matches_the_oracle(size: int, few: int | None, data: st.DataObject) -> None:
-    """Also where a backend takes several sequences in a call, all of them or those of more than `few` queries."""
+    """Also if a backend takes several sequences in a call, all of them or those of more than `few` queries."""
     counts = st.lists(st.integers(0, 20), min_size=size, max_size=size).map(tuple)
     prompts = data.draw(st.lists(st.tuples(st.integers(0, 30), counts), min_size=1, max_size=4))
     backend = None if few is None else Together(few)

@@ -107,7 +107,7 @@ def test_explain_shows_the_choice_its_reason_and_every_cost(capsys: pytest.Captu
     assert explained["chosen"]["algorithm"] == "pass_q"
     assert [each["name"] for each in explained["alternatives"] if each["is_chosen"]] == ["pass_q"]
     assert main(["explain", *MODEL, *turn, "--selector", "pass_kv"]) == 0
-    assert "auto would take pass_q: T=1280 P=126720 N=4" in capsys.readouterr().out
+    assert "auto would take pass_q: fastest of five, a tie with gather-KV" in capsys.readouterr().out
 
 
 def test_explain_compares_the_decode_ring_that_keeps_the_kv(capsys: pytest.CaptureFixture[str]) -> None:

@@ -169,6 +169,12 @@ async def test_an_answer_goes_on_in_no_other_message(
         assert said(await http.post(path, json=chat | fields)).startswith(words)
 
 
+async def test_the_tokenizer_is_described(http: httpx2.AsyncClient, codec: TextCodec) -> None:
+    described = (await http.get("/tokenizer_info")).json()
+    assert described["chat_template"] == codec.chat_template(())
+    assert described["eos_token"] == "<|eos|>"
+
+
 # --- the description -------------------------------------------------------------------------------------------------
 
 

@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 
 from ringserve.cp_core.errors import InvalidRequest
 from ringserve.services.gateway.openai.tools import (
+    GLM,
     HERMES,
     LLAMA,
+    MINIMAX,
     MISTRAL,
+    QWEN,
     TEKKEN,
     AnswerForm,
     CallForm,
@@ -53,6 +56,50 @@ ANSWERS: dict[str, tuple[CallForm, str]] = {
         '{"name": "now", "parameters": {"in": [{"a": "}"}]}}',
     ),
 }
+
+
+ELEMENTS: dict[str, tuple[CallForm, str]] = {
+    "qwen": (
+        QWEN,
+        "<tool_call>\n<function=book>\n<parameter=city>\n12\n</parameter>\n<parameter=days>\n[1, 2]\n</parameter>\n"
+        "</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    ),
+    "glm": (
+        GLM,
+        "<tool_call>book\n<arg_key>city</arg_key>\n<arg_value>12</arg_value>\n<arg_key>days</arg_key>\n"
+        "<arg_value>[1, 2]</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
+    ),
+    "minimax": (
+        MINIMAX,
+        '<minimax:tool_call>\n<invoke name="book">\n<parameter name="city">12</parameter>\n'
+        '<parameter name="days">[1, 2]</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+    ),
+}
+BOOK = {"properties": {"city": {"type": "string"}, "days": {"type": "array"}}}
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+@pytest.mark.parametrize("length", [1, 7, 1000])
+def test_calls_of_elements_have_values_of_their_schemas_types(name: str, length: int) -> None:
+    form, text = ELEMENTS[name]
+    text = "Yes.\n" + text
+    reader = CallReader(form, {"book": BOOK})
+    said = [each for at in range(0, len(text), length) for each in reader.push(text[at : at + length])]
+    said += reader.finish()
+    assert "".join(each for each in said if isinstance(each, str)) == "Yes."
+    assert [(call.name, call.arguments) for call in reader.calls] == [
+        ("book", '{"city": "12", "days": [1, 2]}'),
+        ("now", "{}"),
+    ]
+
+
+@pytest.mark.parametrize("name", [*ELEMENTS, "hermes"])
+def test_a_call_that_was_cut_before_its_arguments_leaves_no_signs_in_the_text(name: str) -> None:
+    form, text = (ELEMENTS | ANSWERS)[name]
+    for length in range(len(form.opening), len(form.opening) + 12):
+        reader = CallReader(form)
+        said = [*reader.push("Yes. " + text[:length]), *reader.finish(is_cut=True)]
+        assert "".join(each for each in said if isinstance(each, str)) == "Yes."
 
 
 def read(form: CallForm, pieces: Sequence[str]) -> tuple[str, list[tuple[str, str]]]:
@@ -184,7 +231,9 @@ def test_special_tokens_are_named_by_their_numbers(grammars: Grammars) -> None:
         ("{{ tools }}[TOOL_CALLS] [", MISTRAL),
         ("{{ tools }}[TOOL_CALLS]{{ name }}[ARGS]", TEKKEN),
         ("{{ tools }}<|start_header_id|>ipython{{ '\"parameters\": ' }}", LLAMA),
-        ("{{ tools }}<tool_call><function=f>", None),
+        ("{{ tools }}<tool_call>\n<function=f>", QWEN),
+        ("{{ tools }}<tool_call>{name}<arg_key>", GLM),
+        ("{{ tools }}<minimax:tool_call><invoke>", MINIMAX),
         ("{{ tools }}", None),
     ],
 )

@@ -148,9 +148,9 @@ def refusal(model: type[Fields], fields: dict[str, Any]) -> dict[str, Any]:
         ),
         (
             ChatRequest,
-            {"tools": TOOLS, "tool_choice": "any"},
+            {"tools": TOOLS, "tool_choice": "some"},
             "tool_choice",
-            "'any' is not allowed; give 'none', 'auto' or 'required' or an object",
+            "'some' is not allowed; give 'none', 'auto' or 'required' or an object",
         ),
         (ChatRequest, {"tools": [{"type": "custom"}]}, "tools[0].type", "'custom' is not allowed; give 'function'"),
         (ResponseRequest, {"tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search' is not allowed; give 'f"),

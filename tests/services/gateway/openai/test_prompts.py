@@ -102,6 +102,28 @@ async def test_an_echo_puts_the_prompt_before_each_answer(
     assert texts_of(events) == {0: TEXTS[1] + answer, 1: TEXTS[1] + answer}
 
 
+async def test_a_prompt_is_scored_without_an_answer(gateway: LocalGateway, codec: TextCodec) -> None:
+    """Clients that evaluate ask for no token at all."""
+    num_tokens = len(codec.encode(TEXTS[1]))
+    asked = ASKED | {"max_tokens": 0, "prompt": TEXTS[1], "echo": True}
+    async with gateway.openai() as client:
+        whole = await client.completions.create(logprobs=1, **asked)
+        one = await client.completions.create(logprobs=1, **asked | {"max_tokens": 1})
+        events = [event async for event in await client.completions.create(stream=True, **asked)]
+        with pytest.raises(openai.BadRequestError, match="max_tokens: 0 is out of range"):
+            await client.completions.create(**ASKED | {"max_tokens": 0, "prompt": "x"})
+    (choice,) = whole.choices
+    assert (choice.text, choice.finish_reason) == (TEXTS[1], "length")
+    assert whole.usage is not None
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (num_tokens, 0)
+    assert choice.logprobs is not None
+    assert one.choices[0].logprobs is not None
+    scores = choice.logprobs.token_logprobs or []
+    assert len(scores) == num_tokens
+    assert scores[1:] == pytest.approx((one.choices[0].logprobs.token_logprobs or [])[1:num_tokens], abs=1e-4)
+    assert texts_of(events) == {0: TEXTS[1]}
+
+
 async def test_the_log_probabilities_of_an_echo_begin_with_the_prompts(
     gateway: LocalGateway, codec: TextCodec, oracle: Oracle
 ) -> None:

@@ -126,6 +126,30 @@ async def test_a_named_function_is_called_once_and_its_answer_goes_on(gateway: L
         assert none.usage.prompt_tokens < prompt["count"]  # tools that must not be called are not shown
 
 
+async def test_only_allowed_tools_are_called_and_any_is_required(gateway: LocalGateway) -> None:
+    named = {"type": "function", "function": {"name": "stop"}}
+    allowed: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
+    items = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    item: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "stop"}]}
+    other: Any = {"type": "function", "function": {"name": "other"}}
+    asked = ASKED | {"parallel_tool_calls": False, "tools": TOOLS}
+    async with gateway.openai() as client:
+        choices: list[tuple[Any, set[str]]] = [(allowed, {"stop"}), ("any", {"stop", "paint"})]
+        for choice, names in choices:
+            answer = (await client.chat.completions.create(**asked, tool_choice=choice)).choices[0].message
+            assert answer.tool_calls
+            (call,) = answer.tool_calls
+            assert isinstance(call, ChatCompletionMessageToolCall)
+            assert call.function.name in names
+        response = await client.responses.create(
+            model=MODEL, input="Paint it.", tools=items, tool_choice=item, parallel_tool_calls=False
+        )
+        assert [each.name for each in response.output if each.type == "function_call"] == ["stop"]
+        allowed["allowed_tools"]["tools"] = [other]
+        with pytest.raises(openai.BadRequestError, match="tool_choice: there is no function 'other' among the tools"):
+            await client.chat.completions.create(**asked, tool_choice=allowed)
+
+
 async def test_text_besides_tools_is_text(gateway: LocalGateway) -> None:
     """A random model calls nothing; strict tools and parallel calls bring grammars that allow text."""
     async with gateway.openai() as client:

@@ -1,0 +1,84 @@
+"""The bench beside peers: its client's figures of a real gateway, and servers that do not answer."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from bench.service import peers
+from bench.service.peers import Caller, Server
+from ringserve.cp_core.errors import ConfigError, Unavailable
+from ringserve.services.gateway.text import TextCodec
+from tests.services.local_gateway import MODEL, LocalGateway
+from tests.workers.models import add_text, save_model
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return add_text(save_model("llama_gqa", tmp_path_factory.mktemp("peers")))
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"LENGTHS": (40, 60, 80), "ANSWER": 6, "SHORT": 30, "CLIENTS": 3, "CALLS_OF_CLIENT": 2}
+    for name, value in (sizes | {"STREAM_ANSWER": 40, "ASIDE": 20}).items():
+        monkeypatch.setattr(peers, name, value)
+
+
+async def test_one_client_takes_every_figure_of_a_server(path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    async with LocalGateway(path, TextCodec(path)) as gateway:
+        caller = Caller(gateway.url, MODEL, {}, tokenizer, seed=0)
+        figures = [each async for each in peers.measure(caller)]
+        await caller.aclose()
+        await gateway.wait_idle()
+    names = [name for name, _ in figures]
+    assert names.count("TTFT 40, s") == 3
+    assert {
+        "TTFT 80, s",
+        "between tokens after 60, ms",
+        "second turn at 80, TTFT s",
+        "3 clients, tokens/s",
+        "3 clients, worst TTFT s",
+        "beside a long prompt: longest gap of a stream, s",
+        "beside a long prompt: worst TTFT of short ones, s",
+        "beside streams: TTFT 80, s",
+    } <= set(names)
+    assert all(value >= 0.0 for _, value in figures)
+
+
+async def test_a_prompt_has_the_length_that_was_asked_for_and_is_new(path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    caller = Caller("http://127.0.0.1:9", MODEL, {}, tokenizer, seed=0)
+    texts = [caller.document(50) for _ in range(2)]
+    await caller.aclose()
+    assert len({text[:20] for text in texts}) == 2
+    assert all(len(tokenizer(text, add_special_tokens=False)["input_ids"]) == 50 for text in texts)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 60.0])
+def test_a_server_that_does_not_answer_is_told_with_its_log(
+    path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    monkeypatch.setattr(peers, "START_SECONDS", 0.5)
+    code = f"import sys, time; print('no room', flush=True); time.sleep({seconds})"
+    server = Server(name="broken", command=[sys.executable, "-c", code])
+    with pytest.raises(Unavailable, match=r"its log is|the server's log is") as told:
+        asyncio.run(peers._one_round(server, path, "float32", 0))
+    log = Path(str(told.value).rpartition(" ")[2])
+    assert log.read_text() == "no room\n"
+    log.unlink()
+
+
+def test_the_servers_are_those_that_the_options_name() -> None:
+    asked = argparse.Namespace(form=["one=decode.cp=1,prefill.cp=2"], vllm="env A=1 vllm", llama="", gguf="")
+    ours, vllm = peers.servers_of(asked)
+    assert ours.command[-4:] == ["--set", "decode.cp=1", "--set", "prefill.cp=2"]
+    assert vllm.command[:4] == ["env", "A=1", "vllm", "serve"]
+    with pytest.raises(ConfigError, match="--llama needs --gguf"):
+        peers.servers_of(argparse.Namespace(form=None, vllm="", llama="llama-server", gguf=""))
