@@ -2,7 +2,7 @@
 #   PYTHON       interpreter of .venv (3.11 or newer)
 #   PROGRAMS     no: install no system packages for tests; those that need one are skipped
 #   TESTS        folder or file that `make quick` tests (default: what changed)
-#   ONLY         parts of gpu, with commas (default: all)
+#   ONLY         parts of gpu, or names of clients, with commas (default: all)
 #   DEVICE       device of the demo: cpu (default), or cuda for all its ranks on one GPU
 #   TORCH_INDEX  package index for torch, e.g. https://download.pytorch.org/whl/cpu (default: pip's own)
 
@@ -25,7 +25,7 @@ STUDIES := cost-model kv-carrier scheduling
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow quick programs lint format docs bench gpu proto clean distclean
+.PHONY: help demo test slow quick programs lint format docs clients bench gpu proto clean distclean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -65,6 +65,9 @@ format: $(DEV_READY) ## format the source and apply automatic fixes
 
 docs: $(DEV_READY) ## build the documentation as a site in build/site
 	$(BIN)/mkdocs build --strict --quiet
+
+clients: $(USER_READY) ## run other people's clients against a service, and write docs/clients.md; needs PyPI and npm
+	$(BIN)/python -m tests.clients.run $(if $(ONLY),--only $(ONLY))
 
 bench: $(DEV_READY) ## run every measurement: rings, then the studies in bench/
 	$(BIN)/python -m bench attention

@@ -92,7 +92,7 @@ def run_all(commands: Sequence[Command]) -> None:
 def isolation() -> Command:
     """Return the prefix of a command that runs it in a new network namespace, where it may make others.
 
-    Raises Unavailable where neither root nor a user namespace is allowed to, or a program is missing.
+    Raises Unavailable if neither root nor a user namespace is allowed to, or a program is missing.
     """
     for program, package in PROGRAMS.items():
         if shutil.which(program) is None:

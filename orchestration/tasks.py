@@ -92,7 +92,7 @@ async def _as_coroutine(call: Awaitable[T]) -> T:
 
 
 async def finish_despite_cancellation(work: Awaitable[T]) -> T:
-    """Wait until `work` has ended, even where the caller is cancelled meanwhile, which is raised after it.
+    """Wait until `work` has ended, even if the caller is cancelled meanwhile, which is raised after it.
 
     Raises what `work` raises, before a cancellation.
     """

@@ -37,5 +37,5 @@ def ranks_are_threads() -> Iterator[None]:
 
 
 def _cores() -> list[int]:
-    """Those this thread may use; empty where the system does not tell."""
+    """Those this thread may use; empty if the system does not tell."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []

@@ -87,6 +87,6 @@ class StepClock:
 
     @property
     def _seconds_under_way(self) -> float | None:
-        """Seconds with messages under way; None where no transport sees when its messages are done."""
+        """Seconds with messages under way; None if no transport sees when its messages are done."""
         told = [seconds for each in self._transports if (seconds := each.stats.seconds_under_way) is not None]
         return sum(told) if told else None

@@ -84,7 +84,7 @@ class OwnCluster:
         return lines[-1] if lines else "it said nothing"
 
     def stop(self) -> None:
-        """End the cluster in order where that is possible, and every process of it in any case. Idempotent."""
+        """End the cluster in order if possible, and every process of it in any case. Idempotent."""
         self.processes.look()
         self.processes.resume()
         if self._up is not None and not self.has_ended:

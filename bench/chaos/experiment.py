@@ -88,7 +88,7 @@ class Experiment:
         return Usual.of(streams)
 
     async def run(self, cell: Cell, prefix: str) -> Result:
-        """Run one cell in conversations of its own. Raises RingserveError where the cluster did not serve before it."""
+        """Run one cell in conversations of its own. Raises RingserveError if the cluster did not serve before it."""
         self._target, self._sign = None, None
         try:
             async with AsyncClient(self._gateway) as client, self._watching(cell):
@@ -240,7 +240,7 @@ class Experiment:
     # --- the cluster -------------------------------------------------------------------------------------------------
 
     async def _whole(self, client: AsyncClient) -> Info:
-        """Return the state of the rings when all serve and no turn runs. Raises Unavailable where that never comes."""
+        """Return the state of the rings when all serve and no turn runs. Raises Unavailable if that never comes."""
         deadline = time.monotonic() + RECOVER_SECONDS
         while True:
             with contextlib.suppress(RingserveError, TimeoutError):

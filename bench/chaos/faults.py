@@ -71,7 +71,7 @@ ROLES = {
 }
 ON_WORKER = (Kind.RAYLET, Kind.NODE)
 HIT_RANK = 1
-"""Number of the rank that is hit, or 0 where the ring has one."""
+"""Number of the rank that is hit, or 0 if the ring has one."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Cell:
 
     @property
     def role(self) -> str:
-        """Role of the ring that is hit; empty where the process belongs to none."""
+        """Role of the ring that is hit; empty if the process belongs to none."""
         return ROLES.get(self.kind, "")
 
     @property
@@ -150,11 +150,11 @@ class Processes:
         return found
 
     def pid_of(self, name: str) -> int:
-        """Return the id of the process of a name at the last look; 0 where none ran."""
+        """Return the id of the process of a name at the last look; 0 if none ran."""
         return self._pids.get(name, 0)
 
     def name_of(self, kind: Kind, where: str) -> str:
-        """Return the name of the process of a kind; empty where none was seen.
+        """Return the name of the process of a kind; empty if none was seen.
 
         `where` is its ring or the address of its node, where it belongs to one.
         """

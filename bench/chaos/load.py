@@ -109,7 +109,7 @@ class Stream:
 
     @property
     def difference(self) -> str:
-        """Say how an answer that came differs from the one without a fault; empty where it does not."""
+        """Say how an answer that came differs from the one without a fault; empty if it does not."""
         answer, expected = self.answer, self.expected
         if answer is None:
             return ""

@@ -123,7 +123,7 @@ class WorkerNode:
             self.start(self._processes)
 
     def stop(self) -> None:
-        """End the node in order where that is possible; others end what is left of it. Idempotent."""
+        """End the node in order if possible; others end what is left of it. Idempotent."""
         _terminate(self._process)
         self._process = None
 
@@ -176,7 +176,7 @@ class Nodes:
         self.worker.start(processes)
 
     def stop(self) -> None:
-        """End both nodes in order where that is possible; others end what is left of them. Idempotent."""
+        """End both nodes in order if possible; others end what is left of them. Idempotent."""
         self.worker.stop()
         _terminate(self._head)
         self._head = None
@@ -201,7 +201,7 @@ def _await_namespace(process: subprocess.Popen[bytes]) -> None:
 
 
 def _namespace_of(pid: int) -> str:
-    """Return what identifies the network namespace of a process; empty where it has ended."""
+    """Return what identifies the network namespace of a process; empty if it has ended."""
     try:
         return os.readlink(f"/proc/{pid}/ns/net")
     except OSError:

@@ -61,7 +61,7 @@ class Run:
         self.num_left = 0
 
     async def results(self) -> AsyncIterator[Result]:
-        """Yield the line of every cell. Raises Unavailable where no cluster starts or it answers wrongly unharmed."""
+        """Yield the line of every cell. Raises Unavailable if no cluster starts or it answers wrongly unharmed."""
         deadline = time.monotonic() + self._plan.seconds
         todo = [(number, cell) for number in range(1, self._plan.rounds + 1) for cell in self._plan.cells]
         todo.sort(key=lambda each: each[1].needs_worker)  # a cluster takes half a minute to start
@@ -136,7 +136,7 @@ class Run:
 def check_greedy(model_path: Path, expected: Sequence[Expected]) -> float:
     """Compare greedy answers with stock transformers' choices. Return the smallest lead of a chosen token, in logits.
 
-    Raises Unavailable where an answer differs: without a fault, no service may differ from transformers.
+    Raises Unavailable if an answer differs: without a fault, no service may differ from transformers.
     """
     from ringserve.services.offline.reference import StockModel  # here: torch and transformers take seconds to import
 

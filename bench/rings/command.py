@@ -218,7 +218,7 @@ def _transport(options: argparse.Namespace) -> str:
 
 
 def _refuse(options: argparse.Namespace, names: Sequence[str], why: str) -> None:
-    """Raise ConfigError where one of these options is given."""
+    """Raise ConfigError if one of these options is given."""
     for name in names:
         if getattr(options, name) is not None:
             raise ConfigError(f"--{name}: {why}")

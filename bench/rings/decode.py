@@ -209,7 +209,7 @@ def measure_decode(
 ) -> Report:
     """Measure all rings in alternation for each case; the notes name cases whose KV does not fit in memory.
 
-    Raises ModelRefused, Unavailable, ConfigError where no case fits.
+    Raises ModelRefused, Unavailable, ConfigError if no case fits.
     """
     rows: list[Row] = []
     targets: list[Target] = []

@@ -69,7 +69,7 @@ def kernel_row(what: str, case: str, kernel: str, seconds: float, rate: float, u
 def measure_kernels(
     shape: AttentionShape, device: torch.device, dtype: torch.dtype, sizes: Sizes, num_rounds: int, tell: Tell
 ) -> list[Row]:
-    """Measure every case with every fast backend that serves the device. Raises ConfigError where it is not there.
+    """Measure every case with every fast backend that serves the device. Raises ConfigError if it is not there.
 
     `tell` hears of each of NUM_KINDS kinds of measurements.
     """

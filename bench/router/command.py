@@ -135,7 +135,7 @@ def _restart_lines(report: RestartReport, machine: tuple[float, float]) -> list[
 
 @contextmanager
 def _journal(directory: str) -> Iterator[Path | None]:
-    """Return where the journals of this run lie; None where they are switched off. They do not outlive the run."""
+    """Return where the journals of this run lie; None if they are switched off. They do not outlive the run."""
     if directory == "none":
         yield None
         return

@@ -202,7 +202,7 @@ class _Clients:
         self._num_running = self._tokens = self._messages = 0
 
     async def run(self, address: str, tell: Callable[[str], None]) -> GatewayReport:
-        """Run the load. Raises Unavailable where a stream ends."""
+        """Run the load. Raises Unavailable if a stream ends."""
         async with grpc.aio.insecure_channel(address) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
             reading = [asyncio.create_task(self._read(stub, number, tell)) for number in range(self._load.streams)]

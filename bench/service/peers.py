@@ -90,7 +90,8 @@ class Caller:
     """Client of one server; `base` is its address, with which the requests of all servers are the same."""
 
     def __init__(self, base: str, model: str, extra: dict[str, Any], tokenizer: Any, seed: int) -> None:
-        limits = httpx2.Limits(max_connections=64, max_keepalive_connections=64)
+        # A connection each: llama.cpp closes idle ones without a word.
+        limits = httpx2.Limits(max_connections=64, max_keepalive_connections=0)
         self._http = httpx2.AsyncClient(base_url=base, timeout=CALL_SECONDS, limits=limits)
         self._model = model
         self._extra = extra
@@ -369,9 +370,10 @@ def run(options: argparse.Namespace) -> int:
             print(f"round {number + 1}: {shlex.join(server.command)}", file=sys.stderr)
             try:
                 measured = asyncio.run(_one_round(server, model, options.dtype, number))
-            except Unavailable as error:  # the others are measured all the same
+            except (Unavailable, httpx2.HTTPError) as error:  # the others are measured all the same
                 print(f"{server.name}: {error}", file=sys.stderr)
                 continue
+            print(json.dumps(measured), file=sys.stderr)
             for name, value in measured:
                 samples.setdefault(name, {}).setdefault(server.name, []).append(value)
         if options.stock:

@@ -123,7 +123,7 @@ class ServedTurns:
         )
 
     def measure(self, turn: Turn) -> TurnTimes:
-        """Run a turn to its end. Raises Unavailable where the service refuses or loses it."""
+        """Run a turn to its end. Raises Unavailable if the service refuses or loses it."""
         request = inference_pb2.GenerateRequest(
             tokenized=inference_pb2.TokenizedInput(input_ids=turn.token_ids.tolist()),
             sampling_params=inference_pb2.SamplingParams(max_tokens=turn.max_tokens, ignore_eos=True),
@@ -159,7 +159,7 @@ class ServedTurns:
     def decode_steps(self, at_least: float = 0.0) -> tuple[float, float]:
         """Return (number, seconds) of all steps of the decode ring's first rank, when it tells of `at_least` steps.
 
-        Ranks tell about once a second. Raises Unavailable where so many steps are not told of in time.
+        Ranks tell about once a second. Raises Unavailable if so many steps are not told of in time.
         """
         deadline = time.monotonic() + CONTROL_SECONDS
         while True:
@@ -390,7 +390,7 @@ def _where(row: Row) -> str:
 
 
 def _info(model: str, tokens: Sequence[int], answer: int) -> ModelInfo:
-    """Return the model's sizes. Raises ModelRefused, and ConfigError where it has too few positions."""
+    """Return the model's sizes. Raises ModelRefused, and ConfigError if it has too few positions."""
     info = read_model_info(resolve_model_path(model), "float32", model)
     most = info.max_positions - answer
     if max(tokens) > most:

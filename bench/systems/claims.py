@@ -72,7 +72,7 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """Claim with its figures; `why` explains a miss by a measurement, and is empty where nothing is known."""
+    """Claim with its figures; `why` explains a miss by a measurement, and is empty if nothing is known."""
 
     source: Source
     name: str

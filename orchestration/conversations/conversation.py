@@ -197,7 +197,7 @@ def is_unnamed(conversation_id: str) -> bool:
 
 
 def tenant_of(scoped_id: str) -> str:
-    """Return the tenant of an id of the form `tenant/...`; empty where ids carry no tenant."""
+    """Return the tenant of an id of the form `tenant/...`; empty if ids carry no tenant."""
     tenant, slash, _ = scoped_id.partition("/")
     return tenant if slash else ""
 

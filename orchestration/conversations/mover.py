@@ -111,7 +111,7 @@ class ConversationMover:
         num_tokens: int,
         reason: MoveReason,
     ) -> TakenKv:
-        """Move a conversation that can be moved. Raises CapacityExceeded where the target is full, and ring errors."""
+        """Move a conversation that can be moved. Raises CapacityExceeded if the target is full, and ring errors."""
         self._store.begin_move(conversation)
         try:
             taken = await self._copy(conversation.conversation_id, source, target, num_tokens)

@@ -45,7 +45,7 @@ class KvQuotas:
     """Quotas of tenants, in tokens: the KV of their conversations on rings, and the KV that running turns may need.
 
     A running turn counts instead of its conversation, with its whole prompt and its longest answer, so the quota is
-    never exceeded. A token counts once in each conversation, however many rings store it, and even where a fork shares
+    never exceeded. A token counts once in each conversation, however many rings store it, and even if a fork shares
     it. KV that a ring has evicted counts until it is released or used again.
     """
 
@@ -58,7 +58,7 @@ class KvQuotas:
 
         Return the KV that the caller must release on the rings. Only idle conversations of the tenant lose their KV,
         the least recently used first; their history is computed again when they continue. Raises CapacityExceeded
-        where that is not enough now, InvalidRequest where it never is.
+        if that is not enough now, InvalidRequest if it never is.
         """
         needed, limit = prompt + answer, quota.max_tokens
         if needed > limit:

@@ -211,7 +211,7 @@ class FullRebalancing:
         self._counts = counts
         self._tasks = tasks
         self._work: dict[str, asyncio.Task[None]] = {}
-        # Rings with much room, by their latest announcement. Where all rings are full, as they are in the long run, an
+        # Rings with much room, by their latest announcement. If all rings are full, as they are in the long run, an
         # announcement looks at none of the others.
         self._roomy: dict[str, RegisteredRing] = {}
 

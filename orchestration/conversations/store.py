@@ -146,7 +146,7 @@ class ConversationStore:
     ) -> tuple[Conversation, list[Conversation]]:
         """Begin a turn of a conversation behind those that arrived before. Return as `open` does.
 
-        The wait ends by cancellation too, or by `end_wait`. Raises CapacityExceeded where too many wait already, and
+        The wait ends by cancellation too, or by `end_wait`. Raises CapacityExceeded if too many wait already, and
         the error that `end_wait` was given.
         """
         conversation = self._known.get(conversation_id)
@@ -188,7 +188,7 @@ class ConversationStore:
         return request_id in self._waiters
 
     def end_wait(self, request_id: str, error: RingserveError) -> bool:
-        """End the wait of a request with `error`. Return False where no request of that id waits."""
+        """End the wait of a request with `error`. Return False if no request of that id waits."""
         waiter = self._waiters.get(request_id)
         if waiter is not None:
             waiter.end(error)
@@ -219,7 +219,7 @@ class ConversationStore:
     def begin_fork(self, source: Conversation, new_id: str, num_tokens: int) -> tuple[Conversation, list[Conversation]]:
         """Begin a conversation of the source's first `num_tokens` tokens. Return it, and those dropped to make room.
 
-        Until `end_fork` neither takes a new turn. Raises InvalidRequest where `new_id` exists.
+        Until `end_fork` neither takes a new turn. Raises InvalidRequest if `new_id` exists.
         """
         assert source.tokens is not None, "a conversation without a finished turn has nothing to fork"
         if new_id in self._known:

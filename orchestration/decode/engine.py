@@ -95,7 +95,7 @@ class DecodeEngine:
         """Compute the tokens of a reserved turn's prompt whose KV the ring lacks, and return the turn's first token.
 
         All KV of the turn is on the ring then. The turn's blocks are written until this call or `leave` returns.
-        Raises TurnCancelled where the turn ended before, Unavailable.
+        Raises TurnCancelled if the turn ended before, Unavailable.
         """
         ended = TurnCancelled(f"turn {turn.turn_id} ended before its prompt was computed")
         if turn.is_ending:  # no await follows before the feed knows of the prompt, where `leave` finds it
@@ -142,7 +142,7 @@ class DecodeEngine:
     async def leave(self, turn: DecodeTurn) -> None:
         """Return when the decode loop writes to none of the turn's blocks.
 
-        Raises Unavailable where the ring does not confirm that in time: the loop may still be writing.
+        Raises Unavailable if the ring does not confirm that in time: the loop may still be writing.
         """
         if self._feed is None or not self._ring.is_serving(turn.reservation.incarnation):
             return  # those ranks are dead

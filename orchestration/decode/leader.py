@@ -92,7 +92,7 @@ class DecodeLeader(RingLeader):
             await asyncio.shield(turn.tasks.copying)
             if not request.is_direct:
                 await self._expect(turn)
-        except BaseException as error:  # also where the caller is cancelled: a router that is gone ends no turn
+        except BaseException as error:  # also if the caller is cancelled: a router that is gone ends no turn
             ended = turn.error  # it was aborted meanwhile, or its deadline passed: its end drops the transfer
             await self._turns.refuse(turn)
             if ended is not None and isinstance(error, RingserveError):
@@ -137,7 +137,7 @@ class DecodeLeader(RingLeader):
         )
 
     def _check_direct(self, num_new: int) -> None:
-        """Raise CapacityExceeded where a prompt has more new tokens than the ring computes between two decode steps.
+        """Raise CapacityExceeded if a prompt has more new tokens than the ring computes between two decode steps.
 
         The router knows what the ring retained at an earlier time; some of it may have been evicted since.
         """

@@ -52,7 +52,7 @@ class TurnReader:
         turn.changed.set()
 
     async def next(self) -> TurnEvent:
-        """Return the next event. Raises the error that ended the turn, and Busy where another reads it now."""
+        """Return the next event. Raises the error that ended the turn, and Busy if another reads it now."""
         turn = self.turn
         while True:
             if turn.reader is not self:
@@ -224,7 +224,7 @@ class DecodeTurns:
     async def refuse(self, turn: DecodeTurn) -> None:
         """Undo a failed reservation, whose caller gets the error; no stream reads the turn.
 
-        Where the turn was aborted meanwhile, its end undoes the reservation.
+        If the turn was aborted meanwhile, its end undoes the reservation.
         """
         if turn.tasks.ending is None:
             turn.tasks.ending = self._spawn(self._undo(turn))
@@ -307,7 +307,7 @@ class DecodeTurns:
     async def _tell_router(self, turn: DecodeTurn, outcome: TurnOutcome) -> int:
         """Return how many tokens to retain.
 
-        Where the router does not answer soon, the ring retains what the turn's conversation may use. The next turn of
+        If the router does not answer soon, the ring retains what the turn's conversation may use. The next turn of
         the conversation says how much of it still counts.
         """
         told: asyncio.Future[int] = asyncio.get_running_loop().create_future()

@@ -1,6 +1,6 @@
 """Decisions about KV blocks on a decode ring: turns grow ahead of need; without free blocks the youngest is preempted.
 
-A turn's tables begin with room for its prompt and a headroom, and get another headroom when half of it is used. Where
+A turn's tables begin with room for its prompt and a headroom, and get another headroom when half of it is used. If
 no block is free, the pool first evicts retained conversations. Then turns go through the states STARVED, PREEMPTED and
 RESUMING (`DecodeTurnState`).
 

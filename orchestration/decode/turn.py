@@ -202,7 +202,7 @@ class DecodeTurn:
     `arrival` orders the ring's turns. `prompt_tokens` are those before the answer. `is_prefilled`: the hand-off's first
     token is known. `room` is how many tokens of the sequence have a slot in its block tables.
     `owners` are the ranks that store the decoded tokens after those of `sequence.shards`, in order. `error` has ended
-    the turn; None where it runs or ended well. `num_attempts` also counts the attempts that the router could not begin.
+    the turn; None if it runs or ended well. `num_attempts` also counts the attempts that the router could not begin.
     `opening` are the events before the first token, `end` is the last of all. `reader` is the latest stream that reads
     the turn, which waits for `changed`.
     """
@@ -288,7 +288,7 @@ class DecodeTurn:
     def finish(self, num_tokens: int) -> None:
         """Set the answer to its first `num_tokens` tokens; only the first call counts.
 
-        Raises InvalidRequest where the answer has fewer tokens.
+        Raises InvalidRequest if the answer has fewer tokens.
         """
         answer = self.answer
         if not 1 <= num_tokens <= len(answer.tokens):

@@ -91,7 +91,7 @@ def checksum(*values: object) -> int:
 
 
 def take_lock(directory: Path) -> FileLock:
-    """Make the directory and lock it for this process. Raises ConfigError where another router has it."""
+    """Make the directory and lock it for this process. Raises ConfigError if another router has it."""
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = FileLock(directory / "lock", thread_local=False)

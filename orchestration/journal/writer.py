@@ -35,7 +35,7 @@ class GroupCommit:
         self._thread.start()
 
     def write(self, write: Write) -> asyncio.Future[None]:
-        """Write a record. The future raises Unavailable where that failed; an error that nothing awaits is logged."""
+        """Write a record. The future raises Unavailable if that failed; an error that nothing awaits is logged."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         done.add_done_callback(_log_failure)
         self._waiting.put((write, done))

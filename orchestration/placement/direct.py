@@ -32,7 +32,7 @@ class DirectPlacer:
     ) -> DirectOffer | None:
         """Predict a turn, to be compared with the way over `prefill`.
 
-        Return None where the decode ring may not compute the prompt, or lacks the KV.
+        Return None if the decode ring may not compute the prompt, or lacks the KV.
         """
         ring, retained = decode.registration, turn.retained_on(decode)
         if not self._may(turn) or not retained or turn.num_tokens - retained > ring.max_direct_tokens:

@@ -85,7 +85,7 @@ def spare_role(kv_id: str) -> str:
 class WantedTurn:
     """Turn to be placed. The first `match_tokens` tokens of its prompt agree with KV at the conversation's locations.
 
-    Where the conversation has none, they are those of other histories, whose KV it shares: `shared`, their ids by role.
+    If the conversation has none, they are those of other histories, whose KV it shares: `shared`, their ids by role.
     `algorithm` is the one that it asks for. `refused_direct` names the decode ring that could not compute it after all.
     Turns of one `cache_key` prefer the same rings.
     """
@@ -121,7 +121,7 @@ class WantedTurn:
         return 0 if place is None or place.ring != ring.name else min(self.match_tokens, place.num_tokens)
 
     def shares_on(self, ring: RegisteredRing) -> str:
-        """Return the id of the sequence whose KV it would share on a ring; empty where it shares none."""
+        """Return the id of the sequence whose KV it would share on a ring; empty if it shares none."""
         return self.shared.get(ring.role, "") if self.is_at(ring) else ""
 
     def is_at(self, ring: RegisteredRing) -> bool:
@@ -140,7 +140,7 @@ class Choice:
     `remarks` has what made the choice an exception, one sentence each.
 
     The prompt is computed in `prefill_seconds`, after `wait_seconds`. `is_direct`: the decode ring computes it itself,
-    and `prefill` is the ring that would have. `direct` is the prediction for that way, None where it was not possible.
+    and `prefill` is the ring that would have. `direct` is the prediction for that way, None if it was not possible.
     """
 
     prefill: RegisteredRing

@@ -8,10 +8,10 @@ Affinity is no rule of its own. A ring that retains a conversation's KV needs ne
 the conversation leaves it when that costs less than the ring's queue. A prefill ring that lacks KV pulls it from the
 ring that retains most of it, or computes it again; that is the turn's decode ring or one that the conversation leaves.
 A decode ring gets from the prefill ring what it lacks. So a conversation that goes to another decode ring takes along,
-by way of the prefill ring, what only the old one retained. Where the conversation's decode ring could compute a few new
+by way of the prefill ring, what only the old one retained. If the conversation's decode ring could compute a few new
 tokens itself (`DirectPlacer`), that is compared with the way over a prefill ring, hand-off included.
 
-Where rings are about equal, a turn takes those of the latest turn of its cache key. Pure Python and synchronous.
+If rings are about equal, a turn takes those of the latest turn of its cache key. Pure Python and synchronous.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Cost(NamedTuple):
 class _Option(NamedTuple):
     """Decode ring with the best prefill ring for it, and the offer to do without a prefill ring.
 
-    `handoff` is 0 where there is no `direct` way: all others have it alike.
+    `handoff` is 0 if there is no `direct` way: all others have it alike.
     """
 
     decode: RegisteredRing
@@ -105,8 +105,8 @@ class RingPlacer:
     def choose(self, turn: WantedTurn, refused: Collection[RegisteredRing] = ()) -> Choice:
         """Choose the rings that are predicted to answer first; none of `refused`, which had no room for the turn.
 
-        Raises Unavailable where a kind of ring is missing, InvalidRequest where the turn asks for its decode ring to
-        compute it and that cannot be. Where no ring could ever hold the turn it is a largest one: the caller refuses
+        Raises Unavailable if a kind of ring is missing, InvalidRequest if the turn asks for its decode ring to
+        compute it and that cannot be. If no ring could ever hold the turn it is a largest one: the caller refuses
         turns that are too long.
         """
         prefills = self._prefill_options(turn, refused)
@@ -189,7 +189,7 @@ class RingPlacer:
         return self._keyed.of(turn.cache_key, role) if turn.cache_key else None
 
     def _largest(self, role: str, refused: Collection[RegisteredRing]) -> RegisteredRing:
-        """Return the ring of the largest capacity. Raises Unavailable where there is none."""
+        """Return the ring of the largest capacity. Raises Unavailable if there is none."""
         ready = self._rings.ready(role)
         left = [ring for ring in ready if ring not in refused]
         if not left:

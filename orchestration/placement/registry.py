@@ -401,7 +401,7 @@ class RingRegistry:
         for ring in self.all():
             ring.silent_ticks += 1
             if ring.silent_ticks == LEASE_TICKS + 1:
-                self._lose(ring, f"the leader of ring {ring.name} gives no sign of life")
+                self._lose(ring, f"the leader of ring {ring.name} sends no heartbeat")
                 ended.append(ring)
         return ended
 

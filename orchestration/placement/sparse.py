@@ -33,7 +33,7 @@ class _Option(NamedTuple):
 class SparseChooser:
     """Chooser by measured losses and predicted times. `bound` is for turns that name none.
 
-    `losses` is None where the operator measured none; turns that name a bound are then refused.
+    `losses` is None if the operator measured none; turns that name a bound are then refused.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class SparseChooser:
         return None if bound is None or (bound.name == MAX_LOSS and not bound.limit) else bound
 
     def choose(self, request: TurnRequest, wanted: Callable[[Sparsity | None], WantedTurn]) -> SparsePlan | None:
-        """Return how sparse a turn is; None where it is exact, or nothing is predicted to be sooner.
+        """Return how sparse a turn is; None if it is exact, or nothing is predicted to be sooner.
 
         `wanted` tells the turn with what it may use of its conversation's KV at a sparsity. Raises InvalidRequest,
         which names the bound, where nothing meets it or nothing was measured for such a turn; Unavailable.
@@ -109,7 +109,7 @@ def _least_time(bound: Bound, options: list[_Option]) -> PredictedLoss | None:
 
 
 def _least_loss(bound: Bound, options: list[_Option]) -> PredictedLoss | None:
-    """Return the option of least loss that is in time. Raises InvalidRequest where none is."""
+    """Return the option of least loss that is in time. Raises InvalidRequest if none is."""
     in_time = [each for each in options if each.seconds <= bound.limit]
     if not in_time:
         soonest = min(each.seconds for each in options)

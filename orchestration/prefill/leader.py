@@ -254,7 +254,7 @@ class PrefillLeader(RingLeader):
     async def abort_turn(self, turn_id: str, error: RingserveError) -> None:
         """End a turn; return when no rank uses its blocks. Idempotent.
 
-        Raises DeadlineExceeded where the present step does not end in the step timeout; the ring is then rebuilt.
+        Raises DeadlineExceeded if the present step does not end in the step timeout; the ring is then rebuilt.
         """
         turn = self._turns.get(turn_id)
         if turn is None:

@@ -94,7 +94,7 @@ class PrefillLoop:
         self._wakeup.set()
 
     async def _step(self, step: ScheduledStep, within: int = 0) -> bool:
-        """Compute a step, by itself or within another one; return False where it was not computed to its end."""
+        """Compute a step, by itself or within another one; return False if it was not computed to its end."""
         if any(self._waiting[piece.turn_id][0].is_sparse for piece in step.pieces):
             step = replace(step, algorithm=Algorithm.PASS_KV)  # no other algorithm sends a part of the keys
         form = self._form(step)
@@ -160,7 +160,7 @@ class PrefillLoop:
         return replace(done, seconds=done.seconds - self._seconds_within)
 
     async def _end_on_ranks(self, step: ScheduledStep) -> bool:
-        """End a step that yields before its last layer; return False where it ended by itself before."""
+        """End a step that yields before its last layer; return False if it ended by itself before."""
         timeout = self._ring.settings.step_timeout
         end = PrefillStep(algorithm=step.algorithm, sequences=(), within=step.number)
         answers = await gather_first_error(port.prefill_within(end, timeout) for port in self._ring.ranks)
@@ -212,7 +212,7 @@ class PrefillLoop:
     async def _run_on_ranks(
         self, step: ScheduledStep, prepared: Sequence[PreparedPiece], within: int, form: StepForm
     ) -> _Done | None:
-        """Compute the step; None where the step that it is within ended before. Raises the error of a rank."""
+        """Compute the step; None if the step that it is within ended before. Raises the error of a rank."""
         by_process = zip(*(piece.sequences for piece in prepared), strict=True)
         steps = [
             PrefillStep(

@@ -228,7 +228,7 @@ class PrefillRun:
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """Log probabilities of the prompt's tokens from the second on; empty where the request did not ask."""
+        """Log probabilities of the prompt's tokens from the second on; empty if the request did not ask."""
         assert sorted(self._scores) == list(range(1, len(self._scores) + 1)), "ranks and chunks cover the prompt"
         return tuple(self._scores[position] for position in sorted(self._scores))
 

@@ -170,7 +170,7 @@ class PrefillScheduler:
     # --- schedule, (run,) commit -------------------------------------------------------------------------------------
 
     def next_step(self) -> ScheduledStep | None:
-        """Return the step to compute now, which the caller runs and commits; None where no turn is ready."""
+        """Return the step to compute now, which the caller runs and commits; None if no turn is ready."""
         ready = [item for item in self._items.values() if item.advice]
         if not ready:
             return None
@@ -186,7 +186,7 @@ class PrefillScheduler:
         return self._step(filling, by_age[0], yields=len(ready) == 1 and is_long)
 
     def next_step_within(self, outer: ScheduledStep) -> ScheduledStep | None:
-        """Return a step to compute between two layers of `outer`, a step that yields; None where no turn may overtake.
+        """Return a step to compute between two layers of `outer`, a step that yields; None if no turn may overtake.
 
         Turns of the same or a higher priority with less work than `outer` may overtake, by the two orders and in steps
         of ordinary length. While the oldest turn is in `outer` and its share of all work is due, no turn may.

@@ -12,7 +12,7 @@ from ringserve.workers.protocol.transfers import TransferKey
 class SendKv:
     """Request to send retained KV of `tokens` to a ring whose ranks expect it as `shards` lay it.
 
-    Each rank there is `tp` processes. `turn_id` is of the turn that holds the KV on the source; empty where none does.
+    Each rank there is `tp` processes. `turn_id` is of the turn that holds the KV on the source; empty if none does.
     """
 
     transfer_id: str

@@ -11,9 +11,9 @@ from ringserve.workers.protocol.prefill_steps import Algorithm
 
 
 class PromptMode(StrEnum):
-    """Relation of a prompt to its conversation's earlier tokens; NEW where there are none.
+    """Relation of a prompt to its conversation's earlier tokens; NEW if there are none.
 
-    AUTO is APPEND, or NEW where APPEND would be refused.
+    AUTO is APPEND, or NEW if APPEND would be refused.
     """
 
     AUTO = "auto"
@@ -50,7 +50,7 @@ class LayoutFallback(StrEnum):
 class PlannedChunk:
     """New tokens computed in one step, after all before them. `num_turns` turns shared the step; 0 if only planned.
 
-    `fallback` is the layout that they got for lack of room, None where they have the one of their algorithm.
+    `fallback` is the layout that they got for lack of room, None if they have the one of their algorithm.
     """
 
     tokens: TokenRange
@@ -63,7 +63,7 @@ class PlannedChunk:
 class RingAlternative:
     """Predicted seconds of a turn on one ring of `num_ranks` ranks of `tp` processes.
 
-    They add up from the queue, the pull of cached KV that the ring lacks, and the prefill of the rest. Where the decode
+    They add up from the queue, the pull of cached KV that the ring lacks, and the prefill of the rest. If the decode
     ring could compute the prompt, it is one of the alternatives. Then `handoff_seconds` are those of the new tokens' KV
     from a prefill ring, and `stall_seconds` those by which all turns that decode there wait longer together.
     """
@@ -127,7 +127,7 @@ class TurnPlan:
     `remarks` has exceptions, one sentence each, for example that a ring had no room. `correction` is the learned factor
     in the predictions for `algorithm`. `decode_turns` counts the turns on the decode ring when it was chosen.
 
-    `alternatives` are (algorithm, predicted seconds) of computing every chunk by it. Where only the decode ring retains
+    `alternatives` are (algorithm, predicted seconds) of computing every chunk by it. If only the decode ring retains
     a part, "pull" and "recompute" are there too, each until the prefill has ended. `chunks` are those of an idle ring:
     the prefill leader cuts by what waits, and reports what it did. `ring_alternatives` are the rings compared, the
     fastest few and the chosen one; none where there was no choice.

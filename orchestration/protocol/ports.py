@@ -41,7 +41,7 @@ class RankPort(Protocol):
     async def renew(self, spec: RankSpec, timeout: float) -> RankInfo:
         """Leave the ring, and begin another incarnation of it at the same place with the loaded model.
 
-        Nothing of the old incarnation is written or read after the return. Raises Unavailable where that cannot be.
+        Nothing of the old incarnation is written or read after the return. Raises Unavailable if that cannot be.
         """
 
     async def open_endpoints(self, timeout: float) -> RankEndpoints: ...
@@ -51,7 +51,7 @@ class RankPort(Protocol):
     async def prefill(self, step: PrefillStep, timeout: float) -> PrefillOutput: ...
 
     async def prefill_within(self, step: PrefillStep, timeout: float) -> PrefillOutput | None:
-        """Compute a step between two layers of the one that it is `within`; None where that one ended before.
+        """Compute a step between two layers of the one that it is `within`; None if that one ended before.
 
         All ranks answer None, or none does. At most one such step waits at a time.
         """
@@ -138,7 +138,7 @@ class RouterPort(Protocol):
     async def get_server_info(self) -> ServerInfo: ...
 
     async def find_fault(self) -> str:
-        """Return one sentence on why the service should get no turns; empty where it serves. Asks no ring."""
+        """Return one sentence on why the service should get no turns; empty if it serves. Asks no ring."""
 
 
 class Peers(Protocol):

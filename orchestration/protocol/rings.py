@@ -13,9 +13,9 @@ AWAY = "away"
 LOST = "lost"
 """State that operators see of a ring whose leader cannot be reached."""
 HEARTBEAT_SECONDS = 1.0
-"""Seconds between two signs of life, unless settings say otherwise."""
+"""Seconds between two heartbeats, unless settings say otherwise."""
 LOST_SECONDS = 3.0
-"""Seconds without a sign of life after which its sender counts as lost, unless settings say otherwise."""
+"""Seconds without a heartbeat after which its sender counts as lost, unless settings say otherwise."""
 
 
 class RingState(StrEnum):
@@ -42,7 +42,7 @@ class RingEvent:
     """Event for whatever started a ring: the ring has drained, it is wanted again, or its leader is silent.
 
     A ring that is wanted again starts when the nodes at the addresses `leaving_nodes` are gone. A leader that has not
-    announced its ring for `silent_seconds` is to be replaced; 0 where that is not the event.
+    announced its ring for `silent_seconds` is to be replaced; 0 if that is not the event.
     """
 
     ring: str
@@ -66,7 +66,7 @@ class PrefillScheduling:
 class RingSettings:
     """Settings of a ring of `num_ranks` ranks that share the tokens. Times in seconds.
 
-    Each rank is asked for a sign of life every `watch_interval`, and is lost after `lost_timeout` without one.
+    Each rank is asked for a heartbeat every `watch_interval`, and is lost after `lost_timeout` without one.
 
     At most `kept_fraction` of the ranks' blocks are retained between turns. With `measures_steps` a ring that starts
     computes a few steps, which make its rates more exact and its first turn faster.

@@ -172,7 +172,7 @@ class RetainingRing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillTurn:
-    """Request to prefill a reserved turn. `destination` is the decode ring's reservation, also where it computes.
+    """Request to prefill a reserved turn. `destination` is the decode ring's reservation, also if it computes.
 
     Cached tokens that the ring lacks are pulled from there, or `pulled_from` another ring; tokens that cannot be pulled
     are computed. `chunks` cover tokens [cached_tokens, len(token_ids)) in order. They are advice: the leader cuts by
@@ -282,7 +282,7 @@ TurnEvent = PrefillReport | ScoredEvent | TokensEvent | EndingEvent | FinishedEv
 class TurnOutcome:
     """End of a turn, as the decode leader tells the router. `kv_tokens` and `shards` are those of its ring.
 
-    Where the turn failed for the loss of one of its rings, `lost_role` is that ring's; its gateway may begin it again.
+    If the turn failed for the loss of one of its rings, `lost_role` is that ring's; its gateway may begin it again.
     """
 
     turn_id: str

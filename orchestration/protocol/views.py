@@ -51,7 +51,7 @@ def rank_shards(shards: ShardMap) -> tuple[RankShard, ...]:
 
 
 def ring_fault(status: RingInfo, ranks: Iterable[RankStatus], stuck_seconds: float) -> str:
-    """Return one sentence on why a ring should get no turns; empty where it serves.
+    """Return one sentence on why a ring should get no turns; empty if it serves.
 
     A rank is stuck if it has work and made no step for `stuck_seconds`. A transfer is stuck if it began and got no byte
     for as long.
@@ -69,7 +69,7 @@ def ring_fault(status: RingInfo, ranks: Iterable[RankStatus], stuck_seconds: flo
 
 
 def service_fault(view: ServerInfo) -> str:
-    """Return one sentence on why the service should get no turns; empty where it serves.
+    """Return one sentence on why the service should get no turns; empty if it serves.
 
     It serves if each role has a ring that takes turns, or one that is to return: turns wait for that ring.
     """

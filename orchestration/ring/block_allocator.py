@@ -32,7 +32,7 @@ class BlockAllocator:
     def allocate(self, count: int, after: int | None = None) -> list[int]:
         """Take `count` blocks: from the run that follows block `after`, else from free extents, else from any run.
 
-        The first run that is long enough is taken. Where none is, the blocks come from several runs. More than
+        The first run that is long enough is taken. If none is, the blocks come from several runs. More than
         `num_free` is a bug: AssertionError.
         """
         assert count <= self.num_free, f"asked for {count} blocks of {self.num_free} free"

@@ -161,7 +161,7 @@ class KvPool:
     def hold(self, kv_id: str, holder: str, num_tokens: int) -> SequenceKv:
         """Pin a retained sequence as it is, for a reader of its first `num_tokens` tokens; `settle` releases it.
 
-        Raises NotFound where fewer tokens of it are here, Busy while another holder has it pinned.
+        Raises NotFound if fewer tokens of it are here, Busy while another holder has it pinned.
         """
         sequence = self._sequences.get(kv_id)
         if sequence is None or sequence.shards.num_tokens < num_tokens:
@@ -176,7 +176,7 @@ class KvPool:
     def take_in(self, kv_id: str, holder: str, held: Sequence[int]) -> SequenceKv:
         """Pin a new sequence with room for `held[r]` tokens on each rank r, whose KV comes from another ring.
 
-        It replaces an earlier sequence of the same id and evicts no other. Raises CapacityExceeded where there is no
+        It replaces an earlier sequence of the same id and evicts no other. Raises CapacityExceeded if there is no
         spare room, Busy while the earlier sequence is pinned.
         """
         old = self._sequences.get(kv_id)
@@ -200,7 +200,7 @@ class KvPool:
         """Pin a new sequence that begins with those of another's first `num_tokens` tokens that are here.
 
         It shares the other's full blocks and gets a copy of a block filled in part (`copies`). A retained sequence of
-        the new id is dropped before. Raises Busy where that is pinned, CapacityExceeded where there is no room for the
+        the new id is dropped before. Raises Busy if that is pinned, CapacityExceeded if there is no room for the
         copies; then no sequence of the new id is left.
         """
         old = self._sequences.get(kv_id)
@@ -410,7 +410,7 @@ def _tails_to_evict(
 
     The beginning of a sequence stays as long as its end is enough: later prompts are likelier to share it, and it is of
     no use to them without what precedes it. A block that several sequences hold is free when the last lets it go.
-    They are evicted in parts of at least `part_tokens` tokens. Raises CapacityExceeded where all are not enough.
+    They are evicted in parts of at least `part_tokens` tokens. Raises CapacityExceeded if all are not enough.
     """
     room = [rank.num_free for rank in ranks]
     released: Counter[tuple[int, int]] = Counter()  # holders of (rank, block) that are to be evicted

@@ -191,7 +191,7 @@ class KvMoves:
     async def send(self, request: SendKv) -> SentKv:
         """Send retained tokens of a sequence that no turn uses. A second call during the first joins it.
 
-        Raises NotFound where the tokens are not here, Busy while a turn has them, TransferError, Unavailable.
+        Raises NotFound if the tokens are not here, Busy while a turn has them, TransferError, Unavailable.
         """
         key = request.key
         if key not in self._sends:
@@ -213,7 +213,7 @@ class KvMoves:
     async def take(self, request: TakeKv) -> TakenKv:
         """Fetch a sequence that another ring retains, at most once per attempt.
 
-        A second call joins the first, or returns its outcome. Raises CapacityExceeded where there is no spare room,
+        A second call joins the first, or returns its outcome. Raises CapacityExceeded if there is no spare room,
         Busy while a turn has the sequence here, and the error that stopped the other ring from sending it.
         """
         ring = self._ring

@@ -79,7 +79,7 @@ class RingLeader(ABC):
 
     @property
     def work_rate(self) -> float:
-        """Work units a second in recent steps; 0 where the ring computes no prompts."""
+        """Work units a second in recent steps; 0 if the ring computes no prompts."""
         return 0.0
 
     def preparing_grammar(self, grammar: str) -> asyncio.Task[None]:
@@ -174,7 +174,7 @@ class RingLeader(ABC):
         """Refuse a call of a router of an epoch before the one that this ring is announced to. Raises StaleIncarnation.
 
         Such a router stood still while another took its place, and does not know yet. The epoch that answers the ring's
-        announcements counts, also where it is lower: then the journal is a new one.
+        announcements counts, also if it is lower: then the journal is a new one.
         """
         if epoch < self._epoch:
             raise StaleIncarnation(
@@ -230,7 +230,7 @@ class RingLeader(ABC):
         await self.announce()
 
     async def undrain(self) -> None:
-        """Take turns again. Raises Unavailable where the ring has left. Idempotent."""
+        """Take turns again. Raises Unavailable if the ring has left. Idempotent."""
         if self.is_leaving:
             raise Unavailable(f"ring {self.settings.name} is leaving; retry when it is gone")
         if self._leave_task is not None:

@@ -35,7 +35,7 @@ MAX_RETRY_PAUSE = 30.0
 RENEW_SECONDS = 10.0
 """Seconds that a rank may take to leave its ring, besides the time after which a silent one is lost."""
 SILENT_TICKS = 4
-"""Parts of the time without a sign of life after which a rank is lost."""
+"""Parts of the time without a heartbeat after which a rank is lost."""
 LEAST_PATIENCE_CPU = 15.0
 """Seconds that a step on CPUs may take at least. A process that stands still is noticed by its silence, so this bounds
 steps that hang in a live one: a false alarm on a busy machine would cost a rebuild, and a late one only seconds."""
@@ -272,7 +272,7 @@ class Ring:
             await asyncio.sleep(self.settings.watch_interval)
 
     async def _sign_of_life(self, number: int, rank: RankPort) -> RankStatus:
-        """Ask a rank for its status. Raises Unavailable where it is silent for the lost timeout.
+        """Ask a rank for its status. Raises Unavailable if it is silent for the lost timeout.
 
         The wait is counted in ticks: a leader that stands still itself counts one for all that time. A rank that stops
         has been silent for some of the interval before the question, half of it on average.
@@ -286,7 +286,7 @@ class Ring:
                     return asking.result()
         finally:
             asking.cancel()
-        raise Unavailable(f"rank {number} of ring {settings.name} gave no sign of life for {settings.lost_timeout:g} s")
+        raise Unavailable(f"rank {number} of ring {settings.name} sent no heartbeat for {settings.lost_timeout:g} s")
 
     @property
     def _longest_step(self) -> float:
@@ -330,7 +330,7 @@ class Ring:
             log.warning("ring %s is rebuilt and could not announce itself: %s", self.settings.name, failure)
 
     async def _build_until_ready(self) -> bool:
-        """Rebuild until the ring serves; return False where it was closed meanwhile."""
+        """Rebuild until the ring serves; return False if it was closed meanwhile."""
         pause = self.settings.retry_pause
         try:
             await self._renew()

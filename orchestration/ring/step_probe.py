@@ -45,7 +45,7 @@ LEAST_LATENESS = 0.005
 class StepCorrection:
     """Correction of probed rates: seconds that every step takes in addition, and a factor of its products' seconds.
 
-    `lateness` is that of the ranks, empty where none is late.
+    `lateness` is that of the ranks, empty if none is late.
     """
 
     step_seconds: float
@@ -85,7 +85,7 @@ def lateness_of(steps: Sequence[Sequence[float]], tp: int) -> tuple[float, ...]:
     """Return by how many seconds each rank begins after the first, by the seconds that its processes took in steps.
 
     A rank begins with the last of its `tp` processes. The least of all steps counts: a disturbance makes now one rank
-    late and now another. Empty where no rank is late by LEAST_LATENESS.
+    late and now another. Empty if no rank is late by LEAST_LATENESS.
     """
     by_rank = [[min(step[at : at + tp]) for at in range(0, len(step), tp)] for step in steps]
     lateness = [min(late) for late in zip(*([max(own) - each for each in own] for own in by_rank), strict=True)]

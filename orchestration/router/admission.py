@@ -77,7 +77,7 @@ class PromptWaits:
         return request_id in self._waiting
 
     def end_wait(self, request_id: str, error: RingserveError) -> bool:
-        """End the wait of a request with `error`. Return False where no request of that id waits."""
+        """End the wait of a request with `error`. Return False if no request of that id waits."""
         waiting = self._waiting.get(request_id)
         if waiting is None or waiting.done():
             return False
@@ -100,7 +100,7 @@ class PromptWaits:
         return has_waited
 
     async def _wait(self, request: TurnRequest, awaited: PromptUnderWay, until: float) -> bool:
-        """Wait until a prompt is settled. Return False where it is not in time."""
+        """Wait until a prompt is settled. Return False if it is not in time."""
         waiting = self._waiting[request.request_id] = asyncio.get_running_loop().create_future()
         awaited.waiting.append(waiting)
         log.info("request %s waits for the prompt of %s", request.request_id, awaited.request_id)
@@ -286,7 +286,7 @@ class TurnAdmission:
     def _bounded(
         self, request: TurnRequest, conversation: Conversation, num_tokens: int, choice: Choice
     ) -> TurnRequest:
-        """Bound an open-ended answer by the room after a prompt of `num_tokens`. Where there is none, checks refuse."""
+        """Bound an open-ended answer by the room after a prompt of `num_tokens`. If there is none, checks refuse."""
         room = self._limit(choice)[1] - num_tokens
         if request.kv_quota is not None:
             room = min(room, self._quotas.room_for_answer(request.kv_quota, conversation, num_tokens))
@@ -369,7 +369,7 @@ def resolve_prompt(
     """Return the whole prompt of a turn, and the mode in which it was read. `history` is None for a new conversation.
 
     A prompt of unstated mode follows the history, or begins the conversation: what it holds decides nothing. Raises
-    InvalidRequest for an empty prompt, NotFound where there is nothing to append to.
+    InvalidRequest for an empty prompt, NotFound if there is nothing to append to.
     """
     if len(prompt) == 0:
         raise InvalidRequest("input: the prompt has 0 tokens, at least 1 is needed")

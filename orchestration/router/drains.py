@@ -122,7 +122,7 @@ class RingReturns:
         return request_id in self._waiting
 
     def end_wait(self, request_id: str, error: RingserveError) -> bool:
-        """End the wait of a request with `error`. Return False where no request of that id waits."""
+        """End the wait of a request with `error`. Return False if no request of that id waits."""
         waiting = self._waiting.get(request_id)
         if waiting is None or waiting.done():
             return False
@@ -133,7 +133,7 @@ class RingReturns:
         """Wait while a role has no ring and one is to return. Return whether that was so.
 
         `deadline` is the turn's, on the event loop's clock. Returns at once where every role is served, and where no
-        ring is to return. Raises DeadlineExceeded, CapacityExceeded where too many wait, and the error of `end_wait`.
+        ring is to return. Raises DeadlineExceeded, CapacityExceeded if too many wait, and the error of `end_wait`.
         """
         loop, has_waited = asyncio.get_running_loop(), False
         while (ring := self._awaited()) is not None:
@@ -163,7 +163,7 @@ class RingReturns:
             del self._waiting[request_id]
 
     def _awaited(self) -> _Returning | None:
-        """Return the ring that a new turn waits for; None where no role lacks a ring, or a lacking one stays away."""
+        """Return the ring that a new turn waits for; None if no role lacks a ring, or a lacking one stays away."""
         if not self._rings:
             return None  # the usual case: a thousand rings are not searched for each turn
         missing = [role for role in ROLES if not self._registry.ready(role)]
@@ -203,7 +203,7 @@ class Drains:
         """Take no new turns to a ring, which leaves when its turns have ended and its conversations have moved.
 
         The ring leaves after `seconds` at the latest. Idempotent. Raises NotFound, InvalidRequest, Unavailable; Busy
-        where no other ring of its role takes turns, unless forced.
+        if no other ring of its role takes turns, unless forced.
         """
         _check_seconds(seconds)
         ring = self._require(name)

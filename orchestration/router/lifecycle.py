@@ -85,7 +85,7 @@ class TurnLifecycle:
             raise
 
     async def try_start(self, turn: RunningTurn) -> TurnPlan:
-        """Reserve, plan and start the prefill. Where that fails, the caller ends the turn or tries again."""
+        """Reserve, plan and start the prefill. If that fails, the caller ends the turn or tries again."""
         try:
             await self._reserve_somewhere(turn)
         finally:
@@ -435,7 +435,7 @@ def _reserve_request(turn: RunningTurn) -> Reserve:
 
 
 def _require_resuming(turn: RunningTurn) -> None:
-    """Raise NotFound where the turn has ended meanwhile, or has lost a ring and is begun again under another id."""
+    """Raise NotFound if the turn has ended meanwhile, or has lost a ring and is begun again under another id."""
     if turn.state is not TurnState.RESUMING:
         raise NotFound(f"turn {turn.turn_id} has ended")
 

@@ -374,7 +374,7 @@ class TurnRecovery:
         asyncio.get_running_loop().call_later(seconds, self.given_up.pop, record.turn_id, None)
 
     def _take_back(self, turn_id: str) -> _Pending | None:
-        """Occupy the conversation of a turn that was given up; None where the conversation is no longer as it was."""
+        """Occupy the conversation of a turn that was given up; None if the conversation is no longer as it was."""
         given_up = self.given_up.pop(turn_id)
         record = given_up.record
         known = self._store.known(record.request.conversation_id) or Conversation("")
@@ -391,7 +391,7 @@ class TurnRecovery:
     async def note_late_end(self, turn_id: str) -> None:
         """Adopt a turn that was given up, and has ended well as its decode ring tells now.
 
-        Raises Unavailable where that ring is to tell first what it holds.
+        Raises Unavailable if that ring is to tell first what it holds.
         """
         turn = self._turns.of_turn(turn_id)
         if turn is not None and turn.ending is not None:
@@ -425,7 +425,7 @@ class TurnRecovery:
 
         A turn that lost its gateway alone goes on as it is. A turn that the router does not know any more is admitted
         as a new one, with the answer so far; one that may not have begun is left to the caller, with None. Raises
-        DeadlineExceeded, TurnCancelled where it was aborted, Busy where another request has its id, and the errors of
+        DeadlineExceeded, TurnCancelled if it was aborted, Busy if another request has its id, and the errors of
         admission.
         """
         lost, deadline = request.resume, asyncio.get_running_loop().time() + request.deadline_seconds

@@ -155,8 +155,8 @@ class TurnRegistry:
     async def end(self, outcome: TurnOutcome) -> int:
         """End a turn. Return how many tokens its decode ring should retain. Idempotent.
 
-        The answer is in the journal before; raises Unavailable where it cannot be written, and the turn goes on. A turn
-        that lost a ring ends later, unless its gateway begins it again. Where the prefill ring does not answer within
+        The answer is in the journal before; raises Unavailable if it cannot be written, and the turn goes on. A turn
+        that lost a ring ends later, unless its gateway begins it again. If the prefill ring does not answer within
         END_SECONDS, the end goes on without the caller. The conversation takes its next turn after it.
         """
         turn = self._running.get(outcome.turn_id)
@@ -186,7 +186,7 @@ class TurnRegistry:
         await self._journal.committed(record)
 
     def _goes_on(self, turn: RunningTurn, lost_role: str) -> bool:
-        """Take notice of a loss. Return False where the turn ends by it, since it has not begun."""
+        """Take notice of a loss. Return False if the turn ends by it, since it has not begun."""
         if turn.state is TurnState.RESERVING:
             if turn.recovery.lost_role:  # its next attempt is being begun, and is repeated
                 turn.stop_error = Unavailable(f"ring {turn.decode.name} was lost before the turn went on")
@@ -206,7 +206,7 @@ class TurnRegistry:
         """End an attempt whose prefill failed. The client, who waits on the decode ring's stream, is told there."""
         turn_id = turn.turn_id
         await self._told_decode(turn, error)
-        # Where that ring did not know the turn any more, it has told no end.
+        # If that ring did not know the turn any more, it has told no end.
         await self.end(TurnOutcome(turn_id=turn_id, ok=False, lost_role="prefill" if isinstance(error, LOSSES) else ""))
 
     async def drop(self, turn: RunningTurn, reason: RingserveError) -> None:
@@ -234,7 +234,7 @@ class TurnRegistry:
             log.info("decode ring %s could not be told to drop %s: %s", ring, turn_id, failure)
 
     async def _told_decode(self, turn: RunningTurn, error: RingserveError) -> bool:
-        """Tell the decode ring to end a turn with `error`. Return False where it cannot be told."""
+        """Tell the decode ring to end a turn with `error`. Return False if it cannot be told."""
         ring, turn_id = turn.decode, turn.turn_id
         try:
             port = self._peers.leader("decode", ring.registration.endpoint)

@@ -200,7 +200,7 @@ class Router:
         return turn.as_begun(remembered_tokens=remembered_tokens)
 
     async def _begin_again(self, request: TurnRequest) -> BegunTurn | None:
-        """Let a turn go on; None where it has not begun as far as anybody knows, and is to begin."""
+        """Let a turn go on; None if it has not begun as far as anybody knows, and is to begin."""
         await self._recovery.until_request_settled(request.request_id)
         if self._recovery.is_early:
             await self._recovery.until_rings_told()

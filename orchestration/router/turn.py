@@ -168,7 +168,7 @@ class RunningTurn:
     def give_up_prompt(self) -> None:
         """Let others wait no longer for a prompt that was not computed.
 
-        Where the turn ends well they wait until it has ended: the end of a short answer may be known before its
+        If the turn ends well they wait until it has ended: the end of a short answer may be known before its
         prompt's, and then they share the whole.
         """
         if self.admitted.under_way is not None and self.admitted.under_way.places is None:
@@ -181,7 +181,7 @@ class RunningTurn:
 
     @property
     def prefill(self) -> RegisteredRing | None:
-        """Prefill ring; None where the decode ring computes the prompt."""
+        """Prefill ring; None if the decode ring computes the prompt."""
         return None if self.attempt.choice.is_direct else self.attempt.choice.prefill
 
     @property
@@ -215,7 +215,7 @@ class RunningTurn:
         return self.admitted.wanted.match_tokens
 
     def match_on(self, ring: RegisteredRing) -> int:
-        """Return how many of the matching tokens a ring may reuse: 0 where the ring is not the conversation's own.
+        """Return how many of the matching tokens a ring may reuse: 0 if the ring is not the conversation's own.
 
         Another ring may still hold KV of an earlier state that has been overwritten since. The conversation's own
         prefill ring may hold such KV beyond its location's end, where later turns did without that ring.
@@ -247,7 +247,7 @@ class RunningTurn:
     @property
     def token_ids(self) -> TokenIds:
         """All tokens whose KV the decode ring is to get."""
-        # A prompt of a million tokens is 8 MB: it is copied only where there is something to add.
+        # A prompt of a million tokens is 8 MB: it is copied only if there is something to add.
         prompt, decoded = self.admitted.prompt, self.attempt.decoded
         return np.concatenate([prompt, decoded]) if len(decoded) else prompt
 
@@ -332,7 +332,7 @@ def note_computed(turn: RunningTurn, done: PrefillDone) -> None:
 
 
 def on_decode_ring(turn: RunningTurn, outcome: TurnOutcome) -> KvLocation | None:
-    """Return what a decode ring retains of the conversation; None where it was lost after the last token."""
+    """Return what a decode ring retains of the conversation; None if it was lost after the last token."""
     if not outcome.kv_tokens:
         return None
     assert turn.attempt.on_decode, "a turn that was decoded was reserved before"
@@ -342,7 +342,7 @@ def on_decode_ring(turn: RunningTurn, outcome: TurnOutcome) -> KvLocation | None
 def on_prefill_ring(turn: RunningTurn, done: PrefillDone | None) -> KvLocation | None:
     """Return what a prefill ring retains of the conversation when the turn is over.
 
-    A ring that the turn did without lags behind. Where the turn has changed the history, the ring's KV beyond the
+    A ring that the turn did without lags behind. If the turn has changed the history, the ring's KV beyond the
     common prefix no longer counts.
     """
     if turn.prefill is None:
@@ -379,7 +379,7 @@ class EndedTurns:
             self._retained.popitem(last=False)
 
     def retained(self, turn_id: str) -> int:
-        """Return how many tokens the decode ring retains of a turn; 0 where it is not remembered."""
+        """Return how many tokens the decode ring retains of a turn; 0 if it is not remembered."""
         return self._retained.get(turn_id, 0)
 
     def forget(self, turn_id: str) -> None:

@@ -101,8 +101,8 @@ class LocalRing:
     ) -> None:
         """Start `num_ranks` ranks that share the tokens, each of `tp` workers that share the heads.
 
-        Where the ring `is_staged`, its messages are copied as those of ranks on a GPU are that go through host memory.
-        Where it `is_on_stream`, headers go by a ring of their own, as beside NCCL.
+        If the ring `is_staged`, its messages are copied as those of ranks on a GPU are that go through host memory.
+        If it `is_on_stream`, headers go by a ring of their own, as beside NCCL.
         """
         self.num_ranks = num_ranks
         self.tp = tp

@@ -129,6 +129,6 @@ class InputBuffers:
         self._on_device = torch.zeros_like(memory, device=self._device) if self._is_staged else memory
 
     def _copy(self, on_device: Tensor, on_host: Tensor) -> torch.Event | None:
-        """Start a copy to the device. Return the event behind it; None where it is done."""
+        """Start a copy to the device. Return the event behind it; None if it is done."""
         on_device.copy_(on_host, non_blocking=True)
         return torch.cuda.current_stream(self._device).record_event() if on_device.is_cuda else None

@@ -1,7 +1,7 @@
 """Messages between the ranks of a decode ring: headers and sampled tokens.
 
 A header is one int64[4 + max_batch] (kind, variant, payload bytes, number of tokens, tokens). A payload with
-the encoded change follows only where the batch changes. The fixed size lets followers wait without knowing what comes.
+the encoded change follows only if the batch changes. The fixed size lets followers wait without knowing what comes.
 
 A sampled token is one 64-bit word. With log-probabilities these words follow: rank, log-probability, and (id,
 log-probability) of each top token.

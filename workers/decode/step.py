@@ -120,9 +120,9 @@ class DecodePass:
         self._clock = clock or StepClock()
         self._columns = model.columns(cache.device)
         self._plan: DecodePlan
-        # Route of a pass-Q step; None where every rank computes every row.
+        # Route of a pass-Q step; None if every rank computes every row.
         self._route: PassQRoute | None = None
-        # Indices of the stored rows among the computed ones; None where these are all, and no layer has to pick rows.
+        # Indices of the stored rows among the computed ones; None if these are all, and no layer has to pick rows.
         self._stored: Tensor | None = None
         self._buffers = InputBuffers(cache.device)
         self._inputs: StepInputs
@@ -168,7 +168,7 @@ class DecodePass:
             issued = following
 
     def reason_to_wait(self, variant: str) -> str | None:
-        """Return why the next step is issued after the tokens of this one are read; None where that need not be.
+        """Return why the next step is issued after the tokens of this one are read; None if that need not be.
 
         The same on every rank. Empty on devices that do their work when it is launched: there is nothing to gain.
         """

@@ -138,7 +138,7 @@ class LoadedModel:
         return replace(self, helix=helix)
 
     def columns(self, device: torch.device) -> HelixColumns | None:
-        """Return the columns of attention's outputs that this rank has; None where it has all."""
+        """Return the columns of attention's outputs that this rank has; None if it has all."""
         if not self.is_helix:
             return None
         return HelixColumns(self.share.num_heads, self.share.head_dim, self.helix.rank, self.helix.size, device)
@@ -173,7 +173,7 @@ class LoadedModel:
     def compiled(self, backend: str) -> LoadedModel:
         """Return the model with its layers compiled by a backend of torch; its weights are cut and packed no more.
 
-        Where the compiler fails they stay as they are, and the log has its reason.
+        If the compiler fails they stay as they are, and the log has its reason.
         """
         if self.pieces is not None:
             return self

@@ -78,7 +78,7 @@ class Attend(Protocol):
 class MarkedStep:
     """Step of the traced call: it leaves a mark in the graph where attention is.
 
-    `columns` are those that attention gives each row in helix, 0 where it gives all heads.
+    `columns` are those that attention gives each row in helix, 0 if it gives all heads.
     """
 
     def __init__(self, columns: int) -> None:

@@ -36,7 +36,7 @@ class Compilation:
 
 
 def compilation_of(settings: RankSettings) -> Compilation | None:
-    """Return how ranks compile their model; None where they do not."""
+    """Return how ranks compile their model; None if they do not."""
     return Compilation("inductor", CudaRecorder(torch.device(settings.device))) if settings.compiles else None
 
 
@@ -140,7 +140,7 @@ FP8_CAPABILITY = (8, 9)
 def num_blocks_of(settings: RankSettings, share: ModelInfo) -> int:
     """Return how many blocks of KV fit in the part `kv_memory_fraction` of what the GPU has free now.
 
-    `share` is the model as this rank has it. Staging slots of NIXL are taken off. Raises ConfigError where none fits.
+    `share` is the model as this rank has it. Staging slots of NIXL are taken off. Raises ConfigError if none fits.
     """
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(settings.device)
@@ -194,7 +194,7 @@ def parts_of(
 
 
 def open_agent(spec: RankSpec, device: torch.device) -> PullAgent | None:
-    """Open the NIXL agent of a rank; None where KV goes by sockets. Raises ConfigError, Unavailable."""
+    """Open the NIXL agent of a rank; None if KV goes by sockets. Raises ConfigError, Unavailable."""
     settings = spec.settings
     if not _is_by_nixl(settings):
         return None

@@ -277,7 +277,7 @@ def _least_of_all(transport: RingTransport, own: int, device: torch.device) -> i
 def _overlap(transport: RingTransport, attend: Callable[[], object], num_bytes: int, device: torch.device) -> float:
     """Measure which share of the shorter of two tasks, a message and attention of its length, the other one hides.
 
-    0 where the cores that attend must move the message as well, 1 where other hardware moves it. Every rank sends as
+    0 if the cores that attend must move the message as well, 1 where other hardware moves it. Every rank sends as
     much as the slowest of them can hide.
     """
     common = _least_of_all(transport, max(1, min(num_bytes, MOST_OVERLAP_BYTES)), device)

@@ -83,7 +83,7 @@ class RankWorker:
 
         Transfers of the old incarnation end, and later ones of it are refused. Its blocks are free to be written anew.
         A share of the weights that the ring chose to cut remains one: the new incarnation decodes by helix, too. Raises
-        Unavailable where a thread of the old incarnation does not end.
+        Unavailable if a thread of the old incarnation does not end.
         """
         parts = self.parts
         assert (spec.rank, spec.num_ranks) == (parts.spec.rank, parts.spec.num_ranks), "a place in another ring"
@@ -336,7 +336,7 @@ class RankWorker:
     # --- life --------------------------------------------------------------------------------------------------------
 
     def status(self) -> RankStatus:
-        """Return the progress. Raises Unavailable where this process has to be replaced."""
+        """Return the progress. Raises Unavailable if this process has to be replaced."""
         receiver = self._started.receiver if self._started else None
         counts = self._started.sender.counts if self._started else CarrierCounts()
         if self._started and self._started.agent is not None:

@@ -77,7 +77,7 @@ def test_a_ring_that_falls_silent_and_speaks_again_is_told() -> None:
     registry.register(registration())
     texts = [each.text for each in registry.events.latest()]
     assert texts[1:] == [
-        f"the leader of ring {registration().name} gives no sign of life",
+        f"the leader of ring {registration().name} sends no heartbeat",
         f"ring {registration().name} serves again",
     ]
 

@@ -255,7 +255,7 @@ async def test_a_rank_that_gives_no_sign_of_life_is_lost() -> None:
         await rings.until_told(
             "ready", "lost: ring ring lost a rank and is being rebuilt: rank 1 of ring ring", "ready"
         )
-        assert "gave no sign of life for 0.2 s" in rings.told[1]
+        assert "sent no heartbeat for 0.2 s" in rings.told[1]
 
 
 async def test_a_leader_that_stood_still_itself_takes_no_rank_for_lost() -> None:

@@ -69,9 +69,9 @@ def look(keeper: GatewayKeeper, clock: Clock, seconds: float = 1.0) -> int:
 def test_a_gateway_that_gives_signs_of_life_is_left_alone(keeper: GatewayKeeper, clock: Clock) -> None:
     first = keeper.pid
     for _ in range(8):
-        wait_until(lambda: not keeper._lines.empty(), "a sign of life")
+        wait_until(lambda: not keeper._lines.empty(), "a heartbeat")
         assert look(keeper, clock) == first
-    wait_until(lambda: not keeper._lines.empty(), "a sign of life")
+    wait_until(lambda: not keeper._lines.empty(), "a heartbeat")
     assert look(keeper, clock, 100.0) == first, "it is this process that stood still"
 
 
@@ -84,7 +84,7 @@ def test_a_gateway_that_stands_still_or_died_is_started_again_in_place(
     wait_until(lambda: look(keeper, clock) != first, "another gateway")
     assert keeper.settings.listen == "host:7"
     second = keeper.pid
-    wait_until(lambda: not keeper._lines.empty(), "a sign of life")
+    wait_until(lambda: not keeper._lines.empty(), "a heartbeat")
     assert look(keeper, clock) == second
 
 

@@ -94,7 +94,7 @@ async def test_a_stream_without_a_sign_of_life_is_lost_and_names_its_leader() ->
     leader, peers = Leader(), GrpcPeers(lost_seconds=1.0)
     server, endpoint = await serve(leader, heartbeat=3600.0)
     async with asyncio.timeout(WAIT_SECONDS):
-        with pytest.raises(Unavailable, match=f"decode leader at {endpoint} gave no sign of life for 1 s"):
+        with pytest.raises(Unavailable, match=f"decode leader at {endpoint} sent no heartbeat for 1 s"):
             await anext(peers.leader("decode", endpoint).stream_turn("t"))
         await leader.is_closed.wait()
     await peers.close()

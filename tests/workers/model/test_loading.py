@@ -68,7 +68,7 @@ def test_a_processor_is_known_by_its_flags(tmp_path: Path) -> None:
 
 
 CAN_PACK_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-"""True where this processor has kernels for packed bf16 weights; only there are such weights packed at all."""
+"""True if this processor has kernels for packed bf16 weights; only there are such weights packed at all."""
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 17])

@@ -19,5 +19,5 @@ class Row:
 
 
 def choose_token(logits: Tensor, sampling: SamplingParameters, position: int) -> int | None:
-    """Sample one token from logits[V]; None where they are not finite."""
+    """Sample one token from logits[V]; None if they are not finite."""
     return sample_rows([Row(RowSampler(sampling), position)], logits[None])[0].token_id

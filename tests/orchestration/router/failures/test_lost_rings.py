@@ -1,4 +1,4 @@
-"""A ring that gives no sign of life, or comes back as another incarnation, holds up no turn."""
+"""A ring that sends no heartbeat, or comes back as another incarnation, holds up no turn."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def test_a_turn_that_a_silent_ring_prefills_ends_and_names_the_ring(
         async with asyncio.timeout(WAIT_SECONDS):
             await service.asked.wait()
             await service.silence("prefill-0")
-            with pytest.raises(Unavailable, match="ring prefill-0 gives no sign of life"):
+            with pytest.raises(Unavailable, match="ring prefill-0 sends no heartbeat"):
                 await answering
         await eventually(lambda: service.router.num_running == 0)
 
@@ -89,7 +89,7 @@ async def test_the_turns_of_a_silent_decode_ring_end_and_its_conversations_go_on
         async with asyncio.timeout(WAIT_SECONDS):
             await service.silence("decode-0")
             assert (await service.router.next_return()).ring == "decode-0", "its leader is to be replaced"
-            with pytest.raises(Unavailable, match="ring decode-0 gives no sign of life"):
+            with pytest.raises(Unavailable, match="ring decode-0 sends no heartbeat"):
                 await answering  # this leader lives all the same, and is told
             await eventually(lambda: service.router.num_running == 0)
             answer = await service.answer(service.request(prompt, conversation="c"))

@@ -1,0 +1,80 @@
+"""pydantic-ai: agents with tools and typed answers."""
+
+from __future__ import annotations
+
+import asyncio
+
+from checks import LONG, MODEL, QUESTION, URL, check, expect, pause
+from pydantic import BaseModel
+from pydantic_ai import Agent, NativeOutput
+from pydantic_ai.exceptions import ModelHTTPError
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
+
+model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=f"{URL}/v1", api_key="none"))
+GREEDY = {"temperature": 0.0, "max_tokens": 60}
+agent = Agent(model, model_settings=GREEDY)
+
+
+class City(BaseModel):
+    name: str
+    population: int | None = None
+
+
+def chat() -> None:
+    expect("Paris" in agent.run_sync(QUESTION).output)
+
+
+def stream() -> None:
+    async def run() -> str:
+        async with agent.run_stream(QUESTION) as result:
+            return "".join([piece async for piece in result.stream_text(delta=True)])
+
+    expect("Paris" in asyncio.run(run()))
+
+
+def second_turn() -> None:
+    first = agent.run_sync(QUESTION)
+    expect(agent.run_sync("And of Italy?", message_history=first.all_messages()).output)
+
+
+def tools() -> None:
+    called = []
+    typed = Agent(model, output_type=City, model_settings={"temperature": 0.0, "max_tokens": 200})  # a demanded call
+
+    @typed.tool_plain
+    def look_up(name: str) -> str:
+        """Look a city up."""
+        called.append(name)
+        return "Paris has 2,100,000 inhabitants."
+
+    expect(isinstance(typed.run_sync("Tell me about Paris.").output, City))
+
+
+def structured() -> None:
+    typed = Agent(model, output_type=NativeOutput(City), model_settings={"temperature": 0.0, "max_tokens": 200})
+    expect(isinstance(typed.run_sync("Tell me about Paris.").output, City))
+
+
+def long_prompt() -> None:
+    try:
+        agent.run_sync(LONG)
+    except ModelHTTPError as error:
+        expect("context_length_exceeded" in str(error.body), error.body)
+    else:
+        raise AssertionError("a prompt that is too long was answered")
+
+
+def paused() -> None:
+    chat()
+    pause()
+    chat()
+
+
+check("chat", chat)
+check("stream", stream)
+check("second turn", second_turn)
+check("tools", tools)
+check("structured", structured)
+check("long prompt", long_prompt)
+check("pause", paused)
