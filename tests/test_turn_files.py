@@ -20,15 +20,7 @@ from tests.workers.models import save_model
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = ("services", "orchestration", "workers", "cp_core")
 MAX_FILES = 96
-"""Two more since the router's admission and its reservations, which a reader looks for apart, are two files, and since
-`workers/kv/arrivals.py` holds both ends of the notice that a transfer is over. Three more since prompts share KV by
-their tokens, and since turns are written to a journal through a port of its own. One more since
-`services/gateway/failover.py` says what follows the loss of a ring, one since a request ends with a line in the log.
-Nine more since chain is predicted and laid out beside the other algorithms (four), turns may be approximate (one) or
-held to a grammar (two), calls may take several sequences at once, and a decode step has lasting buffers. Three more
-since KV may lie in staging slots too: frames are cut in a file of their own, and each end of a connection has one. Four
-more since the decode batch, its mailbox and the choice of a variant left two long files, and since moves of KV name
-their transfers themselves."""
+"""Files that an ordinary turn may execute. A reader of its path opens them all, so the number is to fall: to 75."""
 
 
 @contextmanager

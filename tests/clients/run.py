@@ -130,7 +130,8 @@ def ask(command: list[str], url: str) -> dict[str, str]:
         )
     except subprocess.TimeoutExpired:
         return {check: f"no end within {CLIENT_SECONDS:g} s" for check in CHECKS}
-    results = {each["check"]: each["result"] for each in map(json.loads, done.stdout.splitlines()) if "check" in each}
+    told = (json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"check"'))
+    results = {each["check"]: each["result"] for each in told}
     if done.returncode and len(results) < len(CHECKS):
         print(done.stderr[-2000:], file=sys.stderr)
     return {check: results.get(check, "-" if done.returncode == 0 else "the script ended") for check in CHECKS}
@@ -141,7 +142,9 @@ def main() -> int:
     parser.add_argument("--only", default="", help="names of clients, with commas")
     options = parser.parse_args()
     chosen = [each for each in CLIENTS if not options.only or each.name in options.only.split(",")]
-    rows, faults = ["| client | version | " + " | ".join(CHECKS) + " |", "|---" * (len(CHECKS) + 2) + "|"], 0
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    told, _, after = rest.partition(END)
+    rows, faults = {line.split("|")[1].strip(): line for line in told.splitlines()[3:]}, 0
     commands = [(client, *prepare(client, ROOT / ".clients")) for client in chosen]
     with served() as url:
         for client, command, version in commands:
@@ -149,10 +152,9 @@ def main() -> int:
             print(client.name, version, json.dumps(results), flush=True)
             faults += sum(result not in ("yes", "-") for result in results.values())
             shown = [result if result in ("yes", "-") else "**no**" for result in results.values()]
-            rows.append(f"| {client.name} | {version} | {' | '.join(shown)} |")
-    if not options.only:
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text("\n".join([before + BEGIN, *rows, END]) + rest.partition(END)[2])
+            rows[client.name] = f"| {client.name} | {version} | {' | '.join(shown)} |"
+    head = ["| client | version | " + " | ".join(CHECKS) + " |", "|---" * (len(CHECKS) + 2) + "|"]
+    PAGE.write_text("\n".join([before + BEGIN, *head, *rows.values(), END]) + after)
     return 1 if faults else 0
 
 

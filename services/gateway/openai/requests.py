@@ -349,9 +349,10 @@ def _turn(asked: models.TurnRequest, format_name: str, response_format: models.R
 
 
 def _put_format(params: inference_pb2.SamplingParams, name: str, given: models.ResponseFormat) -> None:
-    if given.type == "json_object":
+    # llama.cpp and others take a schema beside json_object, and some clients send it so.
+    if given.type == "json_object" and given.schema_ is None:
         params.json_object = True
-    if given.type == "json_schema":
+    elif given.type != "text":
         within, inner = (f"{name}.json_schema", given.json_schema) if given.json_schema else (name, given)
         params.json_schema = _schema_text(f"{within}.schema", inner.schema_)
         params.lenient_schema = not inner.strict  # OpenAI's default: the schema is a wish

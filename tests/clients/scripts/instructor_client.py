@@ -5,14 +5,14 @@ from __future__ import annotations
 import instructor
 import openai
 from checks import MODEL, URL, check, expect
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 client = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
 asked = [{"role": "user", "content": "Paris is the capital of France."}]
 
 
 class City(BaseModel):
-    name: str
+    name: str = Field(max_length=20)
     is_capital: bool
 
 

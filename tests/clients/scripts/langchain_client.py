@@ -6,7 +6,7 @@ from checks import LONG, MODEL, QUESTION, URL, check, expect, pause
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 model = ChatOpenAI(model=MODEL, base_url=f"{URL}/v1", api_key="none", temperature=0, max_tokens=60, max_retries=0)
 asked = HumanMessage(QUESTION)
@@ -15,7 +15,7 @@ asked = HumanMessage(QUESTION)
 class City(BaseModel):
     """A city."""
 
-    name: str
+    name: str = Field(max_length=20)
     is_capital: bool
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import litellm
 from checks import LONG, MODEL, QUESTION, URL, check, expect, pause
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 asked = [{"role": "user", "content": QUESTION}]
 TOOL = {
@@ -22,7 +22,7 @@ PROVIDERS = ("openai", "hosted_vllm")
 
 
 class City(BaseModel):
-    name: str
+    name: str = Field(max_length=20)
     is_capital: bool
 
 
@@ -63,7 +63,7 @@ def tools() -> None:
 
 
 def structured() -> None:
-    answer = complete("openai", asked, response_format=City, max_tokens=100)
+    answer = complete("openai", asked, response_format=City, max_tokens=200, temperature=0)
     City.model_validate_json(answer.choices[0].message.content)
 
 

@@ -61,9 +61,9 @@ await check("tools", async () => {
   expect((await client.chat.completions.create({ model, messages, tools, max_tokens: 20 })).choices.length);
 });
 await check("structured", async () => {
-  const City = z.object({ name: z.string(), is_capital: z.boolean() });
+  const City = z.object({ name: z.string().max(20), is_capital: z.boolean() });
   const answer = await client.chat.completions.parse({
-    model, messages: asked, response_format: zodResponseFormat(City, "city"), max_tokens: 100,
+    model, messages: asked, response_format: zodResponseFormat(City, "city"), max_tokens: 200, temperature: 0,
   });
   expect(typeof answer.choices[0].message.parsed.name === "string", answer);
 });

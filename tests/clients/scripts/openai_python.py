@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import openai
 from checks import LONG, MODEL, QUESTION, URL, check, expect, pause
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 client = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
 asked = [{"role": "user", "content": QUESTION}]
@@ -22,7 +22,7 @@ TOOL = {
 
 
 class City(BaseModel):
-    name: str
+    name: str = Field(max_length=20)
     is_capital: bool
 
 
@@ -57,7 +57,9 @@ def tools() -> None:
 
 
 def structured() -> None:
-    answer = client.chat.completions.parse(model=MODEL, messages=asked, response_format=City, max_tokens=100)
+    answer = client.chat.completions.parse(
+        model=MODEL, messages=asked, response_format=City, max_tokens=200, temperature=0
+    )
     expect(isinstance(answer.choices[0].message.parsed, City), answer)
 
 

@@ -59,7 +59,7 @@ await check("tools", async () => {
   expect(toolCalls[0].toolName === "add", toolCalls);
 });
 await check("structured", async () => {
-  const schema = z.object({ name: z.string(), is_capital: z.boolean() });
+  const schema = z.object({ name: z.string().max(20), is_capital: z.boolean() });
   const { object } = await generateObject({ ...settings, maxOutputTokens: 200, schema, prompt });
   expect(typeof object.name === "string", object);
 });

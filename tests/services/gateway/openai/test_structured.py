@@ -79,6 +79,16 @@ async def test_vllms_field_holds_chats_and_completions(
     assert (chat.choices[0].finish_reason, text.choices[0].finish_reason) == ("stop", "stop")
 
 
+async def test_a_schema_beside_json_object_holds_as_llama_cpps_clients_send_it(gateway: LocalGateway) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    form: Any = {"type": "json_object", "schema": schema}
+    async with gateway.openai() as client:
+        answer = await client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "Hi"}], response_format=form, max_tokens=60
+        )
+    assert json.loads(answer.choices[0].message.content or "") in ({"a": 1}, {"a": 2})
+
+
 async def test_a_stop_string_ends_a_structured_answer_too(gateway: LocalGateway) -> None:
     async with gateway.openai() as client:
         answer = await client.chat.completions.create(
