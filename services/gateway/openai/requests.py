@@ -15,7 +15,7 @@ from ringserve.cp_core.errors import InvalidRequest, NotFound
 from ringserve.services.gateway.openai import models
 from ringserve.services.gateway.openai.models import quote
 from ringserve.services.gateway.openai.stored import Links, ResponseName, digest
-from ringserve.services.gateway.openai.tools import Offer, read_offer
+from ringserve.services.gateway.openai.tools import Offer, close_schema, read_offer
 from ringserve.services.gateway.requests import RequestReader
 from ringserve.v1 import inference_pb2
 from ringserve.workers.protocol.prefill_steps import TokenIds
@@ -354,7 +354,8 @@ def _put_format(params: inference_pb2.SamplingParams, name: str, given: models.R
         params.json_object = True
     elif given.type != "text":
         within, inner = (f"{name}.json_schema", given.json_schema) if given.json_schema else (name, given)
-        params.json_schema = _schema_text(f"{within}.schema", inner.schema_)
+        schema = inner.schema_ if inner.strict or inner.schema_ is None else close_schema(inner.schema_)
+        params.json_schema = _schema_text(f"{within}.schema", schema)
         params.lenient_schema = not inner.strict  # OpenAI's default: the schema is a wish
 
 

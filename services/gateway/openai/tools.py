@@ -654,9 +654,9 @@ def add_guidance(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def close_objects(schema: Any) -> Any:
-    """Return an argument schema whose objects allow only their listed properties, unless it says otherwise.
+    """Return a schema whose objects allow only their listed properties, unless it says otherwise.
 
-    Small models invent arguments if a schema lets them. The caller leaves combined schemas (`allOf`) as they are.
+    Small models invent properties without end if a schema lets them. `close_schema` leaves out combined schemas.
     Example: `{"properties": {"a": {}}}` gets `"additionalProperties": False`.
     """
     if not isinstance(schema, dict):
@@ -691,7 +691,7 @@ def read_offer(
     functions = [
         Function(
             name=tool.name,
-            schema=(add_guidance if tool.strict else wish)(_arguments(tool.parameters)),
+            schema=(add_guidance if tool.strict else wish)(close_schema(tool.parameters or NO_PARAMETERS)),
             is_strict=bool(tool.strict),
         )
         for tool in tools
@@ -719,8 +719,10 @@ def read_offer(
     )
 
 
-def _arguments(schema: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    if not schema:
-        return NO_PARAMETERS
-    found: Mapping[str, Any] = schema if '"allOf"' in json.dumps(schema) else close_objects(schema)
+def close_schema(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return `close_objects` of a schema; one that is combined of several stays as it is. Raises InvalidRequest."""
+    try:
+        found: Mapping[str, Any] = schema if '"allOf"' in json.dumps(schema) else close_objects(schema)
+    except RecursionError:
+        raise InvalidRequest("schema: a schema of so many levels is not allowed; give one of less than 100") from None
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -26,6 +27,7 @@ from ringserve.services.gateway.openai.tools import (
     Thought,
     add_guidance,
     calls_grammar,
+    close_schema,
     find_call_form,
     find_thoughts,
 )
@@ -239,6 +241,14 @@ def test_special_tokens_are_named_by_their_numbers(grammars: Grammars) -> None:
 )
 def test_the_form_is_that_of_the_chat_template(template: str, form: CallForm | None) -> None:
     assert find_call_form(template) is form
+
+
+def test_a_schema_of_too_many_levels_is_refused_in_a_sentence() -> None:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(100_000):
+        schema = {"items": schema}
+    with pytest.raises(InvalidRequest, match="schema: a schema of so many levels is not allowed"):
+        close_schema(schema)
 
 
 @pytest.mark.parametrize("template", ["", "{{ messages }}"])
