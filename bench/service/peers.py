@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -61,11 +61,10 @@ WORDS = "ring rank river stone cloud paper green light seven night window garden
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Server:
-    """Server that is measured: `command` with {model}, {port} and {dtype}, and what is asked for beside the usual."""
+    """Server that is measured: its `command` has {model}, {port} and {dtype}."""
 
     name: str
     command: Sequence[str]
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -89,12 +88,11 @@ class Times:
 class Caller:
     """Client of one server; `base` is its address, with which the requests of all servers are the same."""
 
-    def __init__(self, base: str, model: str, extra: dict[str, Any], tokenizer: Any, seed: int) -> None:
+    def __init__(self, base: str, model: str, tokenizer: Any, seed: int) -> None:
         # A connection each: llama.cpp closes idle ones without a word.
         limits = httpx2.Limits(max_connections=64, max_keepalive_connections=0)
         self._http = httpx2.AsyncClient(base_url=base, timeout=CALL_SECONDS, limits=limits)
         self._model = model
-        self._extra = extra
         self._tokenizer = tokenizer
         self._random = random.Random(seed)
 
@@ -102,20 +100,17 @@ class Caller:
         self, num_tokens: int, max_tokens: int = ANSWER, seen: Callable[[], None] = lambda: None
     ) -> Times:
         """Complete a new prompt of so many token ids; `seen` is called at each chunk."""
-        ids = self._tokenizer(self._text(num_tokens), add_special_tokens=False)["input_ids"][:num_tokens]
+        ids = self._tokenizer(self.document(num_tokens), add_special_tokens=False)["input_ids"][:num_tokens]
         return await self._stream("/v1/completions", {"prompt": ids, "max_tokens": max_tokens}, seen)
 
     async def chat(self, messages: list[dict[str, str]]) -> Times:
         return await self._stream("/v1/chat/completions", {"messages": messages, "max_tokens": ANSWER}, lambda: None)
 
-    def document(self, num_tokens: int) -> str:
-        """Return a new text of so many tokens."""
-        return self._text(num_tokens)
-
     async def aclose(self) -> None:
         await self._http.aclose()
 
-    def _text(self, num_tokens: int) -> str:
+    def document(self, num_tokens: int) -> str:
+        """Return a new text of so many tokens."""
         begin = " ".join(str(self._random.randrange(10)) for _ in range(20))
         words = [begin, *self._random.choices(WORDS.split(), k=num_tokens)]  # a word is at least a token
         ids = self._tokenizer(" ".join(words), add_special_tokens=False)["input_ids"][:num_tokens]
@@ -129,7 +124,6 @@ class Caller:
             "temperature": 0,
             "ignore_eos": True,
             "stream_options": {"include_usage": True},
-            **self._extra,
             **body,
         }
         chunks, texts, num_tokens = list[float](), list[str](), 0
@@ -203,7 +197,10 @@ async def measure_mixed(caller: Caller) -> AsyncIterator[tuple[str, float]]:
         asyncio.create_task(caller.complete(SHORT, STREAM_ANSWER, lambda number=number: seen(number)))  # type: ignore[misc]
         for number in range(STREAMS)
     ]
-    await begun.wait()
+    waiting = asyncio.create_task(begun.wait())
+    ended, _ = await asyncio.wait({waiting, *running}, return_when=asyncio.FIRST_COMPLETED)
+    for each in ended:
+        each.result()  # a stream that failed before all had begun
     start = time.perf_counter()
     long = asyncio.create_task(caller.complete(LENGTHS[-1], ASIDE_ANSWER))
     shorts = list[float]()
@@ -263,7 +260,7 @@ async def called(server: Server, model: Path, dtype: str, seed: int) -> AsyncIte
             async with httpx2.AsyncClient(base_url=base, timeout=CALL_SECONDS) as http:
                 name = await first_answer(http, process, began, log.name)
             figures = {"start to first answer, s": time.perf_counter() - began, "idle memory, GB": memory_of(process)}
-            caller = Caller(base, name, server.extra, tokenizer, seed)
+            caller = Caller(base, name, tokenizer, seed)
             try:
                 yield caller, figures
                 figures["memory afterwards, GB"] = memory_of(process)
@@ -304,7 +301,10 @@ for length in lengths:
 def measure_stock(model: Path, dtype: str) -> Iterator[tuple[str, float]]:
     """Yield the figures of transformers, in a process of its own without a server."""
     command = [sys.executable, "-c", STOCK, str(model), dtype, json.dumps(LENGTHS), str(ANSWER)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=CALL_SECONDS)
+    try:
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=CALL_SECONDS)
+    except subprocess.SubprocessError as error:
+        raise Unavailable(f"transformers could not be measured: {error}") from None
     for line in done.stdout.splitlines():
         length, ttft, ttit = json.loads(line)
         yield f"TTFT {name_of(length)}, s", ttft
@@ -377,8 +377,11 @@ def run(options: argparse.Namespace) -> int:
             for name, value in measured:
                 samples.setdefault(name, {}).setdefault(server.name, []).append(value)
         if options.stock:
-            for name, value in measure_stock(model, options.dtype):
-                samples.setdefault(name, {}).setdefault("transformers", []).append(value)
+            try:
+                for name, value in measure_stock(model, options.dtype):
+                    samples.setdefault(name, {}).setdefault("transformers", []).append(value)
+            except Unavailable as error:
+                print(error, file=sys.stderr)
     if options.json:
         print(json.dumps({"model": options.model, "dtype": options.dtype, "load": [before, load_now()], "s": samples}))
         return 0

@@ -73,8 +73,9 @@ class TorchCpuFlash:
         batch, num_heads, head_dim = q.shape
         num_kv_heads = runs[0].k.shape[1]
         group = num_heads // num_kv_heads
-        padding = -group % ROW_MULTIPLE if group > 1 else 0
-        q_bkgd = torch.nn.functional.pad(q.float().reshape(batch, 1, num_kv_heads, group, head_dim), (0, 0, 0, padding))
+        q_bkgd = q.float().reshape(batch, 1, num_kv_heads, group, head_dim)
+        if group > 1 and group % ROW_MULTIPLE:
+            q_bkgd = torch.nn.functional.pad(q_bkgd, (0, 0, 0, -group % ROW_MULTIPLE))
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
         is_wide = runs[0].k.dtype == torch.float32
         outs, lses = [], []

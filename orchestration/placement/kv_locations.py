@@ -85,7 +85,7 @@ def spare_role(kv_id: str) -> str:
 class WantedTurn:
     """Turn to be placed. The first `match_tokens` tokens of its prompt agree with KV at the conversation's locations.
 
-    If the conversation has none, they are those of other histories, whose KV it shares: `shared`, their ids by role.
+    If the conversation retains nothing, it shares KV that other histories retain: `shared` has their ids by role.
     `algorithm` is the one that it asks for. `refused_direct` names the decode ring that could not compute it after all.
     Turns of one `cache_key` prefer the same rings.
     """

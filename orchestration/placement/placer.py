@@ -11,7 +11,7 @@ A decode ring gets from the prefill ring what it lacks. So a conversation that g
 by way of the prefill ring, what only the old one retained. If the conversation's decode ring could compute a few new
 tokens itself (`DirectPlacer`), that is compared with the way over a prefill ring, hand-off included.
 
-If rings are about equal, a turn takes those of the latest turn of its cache key. Pure Python and synchronous.
+If rings are about equal, a turn prefers the rings that served its cache key last. Pure Python and synchronous.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Guard of Ray, whose calls are pickles: a process that reaches Ray can run code, so a token guards our own.
 
-Ray's control listens on the machine's own address even if its node is told to be 127.0.0.1.
+Ray's control listens on the machine's own address, even for a node at 127.0.0.1.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import venv
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ CHECKS = ("chat", "stream", "second turn", "tools", "structured", "long prompt",
 """Ordinary uses of a client. "second turn" sends the client's own message object, "pause" waits 20 s between turns."""
 CLIENT_SECONDS = 300.0
 START_SECONDS = 240.0
+INSTALL_SECONDS = 900.0
 BEGIN, END = "<!-- results -->", "<!-- end of results -->"
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\nYou may call functions: {% for tool in tools %}{{ tool | tojson }}{% endfor %}"
@@ -72,13 +72,14 @@ def prepare(client: Client, home: Path) -> tuple[list[str], str]:
         shutil.copy(SCRIPTS / client.script, folder)
         if not (folder / "node_modules").is_dir():
             run = ["npm", "install", "--no-audit", "--no-fund", "--silent", *client.packages]
-            subprocess.run(run, cwd=folder, check=True)
+            subprocess.run(run, cwd=folder, check=True, timeout=INSTALL_SECONDS)
         found = json.loads((folder / "node_modules" / client.packages[0] / "package.json").read_text())
         return ["node", str(folder / client.script)], str(found["version"])
     python = folder / "bin" / "python"
     if not (folder / "ready").is_file():
         venv.create(folder, with_pip=True, clear=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *client.packages], check=True)
+        install = [str(python), "-m", "pip", "install", "--quiet", *client.packages]
+        subprocess.run(install, check=True, timeout=INSTALL_SECONDS)
         (folder / "ready").touch()
     name = client.packages[0].partition("[")[0]
     code = f"from importlib.metadata import version; print(version({name!r}))"
@@ -90,35 +91,23 @@ def prepare(client: Client, home: Path) -> tuple[list[str], str]:
 def served() -> Iterator[str]:
     """Serve the real model, with a chat template that takes tools -> the address of HTTP."""
     ringserve = str(Path(sys.executable).with_name("ringserve"))
-    subprocess.run([ringserve, "import", "builtin:smollm2"], check=True)
+    subprocess.run([ringserve, "import", "builtin:smollm2"], check=True, timeout=INSTALL_SECONDS)
+    name = f"clients-{os.getpid()}"
     with tempfile.TemporaryDirectory(prefix="ringserve-clients-") as folder:
-        model, ready = Path(folder) / "model", Path(folder) / "ready.json"
-        model.mkdir()
+        model = Path(folder)
         for file in resolve_model_path("builtin:smollm2").iterdir():
             (model / file.name).symlink_to(file)
         settings = json.loads((model / "tokenizer_config.json").read_text())
-        for name in ("tokenizer_config.json", "chat_template.jinja"):
-            (model / name).unlink(missing_ok=True)
+        for file_name in ("tokenizer_config.json", "chat_template.jinja"):
+            (model / file_name).unlink(missing_ok=True)
         (model / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
-        command = [ringserve, "serve", str(model), "--served-model-name", MODEL, "--name", f"clients-{os.getpid()}"]
-        command += ["--port", "0", "--set", "gateway.listen=127.0.0.1:0", "--ready-file", str(ready)]
-        with (Path(folder) / "log").open("wb") as log:
-            server = subprocess.Popen(command, stdout=log, stderr=log)
-            try:
-                yield f"http://{_wait_for(ready, server)}"
-            finally:
-                server.terminate()
-                server.wait()
-
-
-def _wait_for(ready: Path, server: subprocess.Popen[bytes]) -> str:
-    deadline = time.monotonic() + START_SECONDS
-    while not ready.is_file():
-        if server.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError("the cluster did not start")
-        time.sleep(0.1)
-    address: str = json.loads(ready.read_text())["http"]
-    return address
+        command = [ringserve, "serve", str(model), "--served-model-name", MODEL, "--name", name, "--detach", "--json"]
+        command += ["--port", "0", "--set", "gateway.listen=127.0.0.1:0"]
+        started = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=START_SECONDS)
+        try:
+            yield f"http://{json.loads(started.stdout)['http']}"
+        finally:
+            subprocess.run([ringserve, "down", "--name", name], check=True, timeout=START_SECONDS)
 
 
 def ask(command: list[str], url: str) -> dict[str, str]:

@@ -90,6 +90,16 @@ class Thinking(models.OpenFields):
     type: Literal["enabled", "adaptive", "disabled"]
 
 
+class OutputFormat(models.OpenFields):
+    type: Literal["json_schema"]
+    schema_: Json = Field(alias="schema")
+
+
+class OutputConfig(models.OpenFields):
+    format: OutputFormat | None = None
+    effort: Text | None = None
+
+
 class Metadata(models.OpenFields):
     user_id: Text | None = None
 
@@ -106,7 +116,8 @@ class CountRequest(models.Fields):
     mcp_servers: models.EmptyList = None
     cache_control: Inert = None
     context_management: Inert = None
-    output_config: Inert = None
+    output_config: OutputConfig | None = None
+    output_format: Annotated[OutputFormat | None, Field(description="Earlier name of output_config.format.")] = None
 
 
 class MessagesRequest(CountRequest):
@@ -170,6 +181,12 @@ def chat_body(asked: CountRequest) -> Json:
             body["parallel_tool_calls"] = False
     if asked.thinking is not None:
         body["chat_template_kwargs"] = {"enable_thinking": asked.thinking.type != "disabled"}
+    output = asked.output_config or OutputConfig()
+    if (form := output.format or asked.output_format) is not None:
+        schema = {"name": "output", "schema": form.schema_, "strict": True}
+        body["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if output.effort is not None:
+        body["reasoning_effort"] = output.effort
     if isinstance(asked, MessagesRequest):
         given = {name: getattr(asked, name) for name in ("max_tokens", "stream", "temperature", "top_p", "top_k")}
         given |= {"stop": asked.stop_sequences or None, "user": asked.metadata.user_id if asked.metadata else None}
@@ -237,13 +254,11 @@ class MessageAnswer:
         held, self._held = self._held, []
         if response.HasField("chunk"):
             self._sent_characters += len(response.chunk.text)
-            return held + self._tell(self._read(response.chunk.text))
+            return held + self._tell(self._reader.push(response.chunk.text))
         self._complete = response.complete
-        rest = self._read(response.complete.text[self._sent_characters :])
-        if self._reader is not None:
-            is_cut = response.complete.finish_reason == inference_pb2.FINISH_REASON_LENGTH
-            rest += self._reader.finish(is_cut=is_cut)
-        events = self._tell(rest)
+        rest = self._reader.push(response.complete.text[self._sent_characters :])
+        is_cut = response.complete.finish_reason == inference_pb2.FINISH_REASON_LENGTH
+        events = self._tell([*rest, *self._reader.finish(is_cut=is_cut)])
         return held + events + self._close()
 
     def last_events(self) -> list[Json]:
@@ -267,7 +282,7 @@ class MessageAnswer:
         reason = STOP_REASONS.get(enum_name(inference_pb2.FinishReason, complete.finish_reason), "end_turn")
         if complete.HasField("matched_stop_str"):
             reason = "stop_sequence"
-        elif reason == "end_turn" and self._reader and self._reader.calls:
+        elif reason == "end_turn" and self._reader.calls:
             reason = "tool_use"
         usage = complete.usage
         return self._message() | {
@@ -299,11 +314,6 @@ class MessageAnswer:
         except ValueError:
             arguments = {}
         return block | {"input": arguments if isinstance(arguments, dict) else {}}
-
-    def _read(self, piece: str) -> list[Said]:
-        if self._reader is not None:
-            return self._reader.push(piece)
-        return [piece] if piece else []
 
     def _tell(self, said: Sequence[Said]) -> list[Json]:
         return [event for each in said for event in self._one(each)]

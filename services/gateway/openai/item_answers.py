@@ -63,13 +63,11 @@ class ItemAnswer:
             ]
         if response.HasField("chunk"):
             self._sent_characters += len(response.chunk.text)
-            return self._make_events(self._read(response.chunk.text))
+            return self._make_events(self._reader.push(response.chunk.text))
         self._complete = response.complete
-        rest = self._read(response.complete.text[self._sent_characters :])
-        if self._reader is not None:
-            is_cut = response.complete.finish_reason == inference_pb2.FINISH_REASON_LENGTH
-            rest += self._reader.finish(is_cut=is_cut)
-        events = self._make_events(rest)
+        rest = self._reader.push(response.complete.text[self._sent_characters :])
+        is_cut = response.complete.finish_reason == inference_pb2.FINISH_REASON_LENGTH
+        events = self._make_events([*rest, *self._reader.finish(is_cut=is_cut)])
         if not any(item["type"] != "reasoning" for item in self._items):
             events += [*self._close(), *self._open_text()]  # an empty answer still has one text item
         return events + self._close()
@@ -124,11 +122,6 @@ class ItemAnswer:
         event = {"type": kind, "sequence_number": self._num_events, **fields}
         self._num_events += 1
         return event
-
-    def _read(self, piece: str) -> list[Said]:
-        if self._reader is not None:
-            return self._reader.push(piece)
-        return [piece] if piece else []
 
     def _make_events(self, said: list[Said]) -> list[Json]:
         return [event for each in said for event in self._one(each)]

@@ -140,7 +140,7 @@ class TurnAnswer:
         """Read thoughts and tool calls from the text as `form` says."""
         self._shape = shape
         self._form = form or AnswerForm()
-        self._readers: dict[int, AnswerReader | None] = {}
+        self._readers: dict[int, AnswerReader] = {}
         self._hides_thoughts = turn.hides_thoughts
         params = turn.request.sampling_params
         self._hides_special = params.skip_special_tokens or not params.HasField("skip_special_tokens")
@@ -218,6 +218,8 @@ class TurnAnswer:
 
     def _reader(self, index: int) -> AnswerReader | None:
         """Return the reader for an answer; None if the answer is all text."""
+        if self._form.is_plain:
+            return None
         if index not in self._readers:
             self._readers[index] = self._form.make_reader()
         return self._readers[index]
@@ -260,7 +262,8 @@ class TurnAnswer:
             scored = self._completes[0].prompt_logprobs  # sorted: only answer 0 has them
             offsets = self._new_offsets()
             logprobs = echoed_logprobs(self._echo, scored, found, self._codec, offsets) if self._has_logprobs else None
-        if isinstance(self._shape, ChatShape) and (reader := self._form.make_reader()):
+        if isinstance(self._shape, ChatShape) and not self._form.is_plain:
+            reader = self._form.make_reader()
             said = self._shown([*reader.push(text), *reader.finish(is_cut=_is_cut(complete))])
             choice = self._shape.read(complete.index, said, reader.calls, logprobs, _reason(complete, reader))
         else:

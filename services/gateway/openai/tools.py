@@ -145,6 +145,7 @@ LLAMA = CallForm(
 
 
 NEVER = re.compile(r"(?!)")
+"""Head of calls whose arguments are no JSON: they are read when they are whole."""
 QWEN = CallForm(
     name="qwen",
     opening="<tool_call>",
@@ -245,9 +246,14 @@ class AnswerForm:
     has_thoughts: bool = False
     begins_in_thoughts: bool = False
 
-    def make_reader(self) -> AnswerReader | None:
-        """Return a reader for one answer; None if the answer is all text."""
-        return AnswerReader(self) if self.calls or self.has_thoughts else None
+    @property
+    def is_plain(self) -> bool:
+        """True if the answer is all text."""
+        return self.calls is None and not self.has_thoughts
+
+    def make_reader(self) -> AnswerReader:
+        """Return a reader for one answer."""
+        return AnswerReader(self)
 
 
 THINK, END_OF_THOUGHTS = "<think>", "</think>"

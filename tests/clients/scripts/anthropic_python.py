@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import anthropic
-from checks import LONG, MODEL, QUESTION, URL, check, expect, pause
+from checks import LONG, MODEL, QUESTION, URL, expect, run
 
 client = anthropic.Anthropic(base_url=URL, api_key="none", max_retries=0)
 asked = [{"role": "user", "content": QUESTION}]
@@ -57,15 +57,4 @@ def long_prompt() -> None:
         raise AssertionError("a prompt that is too long was answered")
 
 
-def paused() -> None:
-    chat()
-    pause()
-    chat()
-
-
-check("chat", chat)
-check("stream", stream)
-check("second turn", second_turn)
-check("tools", tools)
-check("long prompt", long_prompt)
-check("pause", paused)
+run(chat=chat, stream=stream, second_turn=second_turn, tools=tools, long_prompt=long_prompt)

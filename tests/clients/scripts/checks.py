@@ -27,12 +27,16 @@ def check(name: str, run: Callable[[], object]) -> None:
     print(json.dumps({"check": name, "result": result}), flush=True)
 
 
+def run(**uses: Callable[[], object]) -> None:
+    """Check each use under its name, and the chat once more after a pause, as pooled connections meet it."""
+    for name, use in uses.items():
+        check(name.replace("_", " "), use)
+    if "chat" in uses:
+        time.sleep(PAUSE_SECONDS)  # the pause is what is tried
+        check("pause", uses["chat"])
+
+
 def expect(condition: object, what: object = "") -> None:
     """Raise AssertionError unless the condition holds; `assert` would not in an optimized interpreter."""
     if not condition:
         raise AssertionError(f"unexpected: {what!r}")
-
-
-def pause() -> None:
-    """Wait as a user does between two turns: pooled connections must still be open, or be opened again."""
-    time.sleep(PAUSE_SECONDS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import instructor
 import openai
-from checks import MODEL, URL, check, expect
+from checks import MODEL, URL, expect, run
 from pydantic import BaseModel, Field
 
 client = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
@@ -24,5 +24,4 @@ def by(mode: instructor.Mode) -> None:
     expect(isinstance(found, City), found)
 
 
-check("tools", lambda: by(instructor.Mode.TOOLS))
-check("structured", lambda: by(instructor.Mode.JSON_SCHEMA))
+run(tools=lambda: by(instructor.Mode.TOOLS), structured=lambda: by(instructor.Mode.JSON_SCHEMA))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from checks import LONG, MODEL, QUESTION, URL, check, expect, pause
+from checks import LONG, MODEL, QUESTION, URL, expect, run
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
@@ -59,16 +59,4 @@ def long_prompt() -> None:
         raise AssertionError("a prompt that is too long was answered")
 
 
-def paused() -> None:
-    chat()
-    pause()
-    chat()
-
-
-check("chat", chat)
-check("stream", stream)
-check("second turn", second_turn)
-check("tools", tools)
-check("structured", structured)
-check("long prompt", long_prompt)
-check("pause", paused)
+run(chat=chat, stream=stream, second_turn=second_turn, tools=tools, structured=structured, long_prompt=long_prompt)

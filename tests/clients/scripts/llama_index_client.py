@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from checks import LONG, MODEL, QUESTION, URL, check, expect, pause
+from checks import LONG, MODEL, QUESTION, URL, expect, run
 from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
@@ -54,15 +54,4 @@ def long_prompt() -> None:
         raise AssertionError("a prompt that is too long was answered")
 
 
-def paused() -> None:
-    chat()
-    pause()
-    chat()
-
-
-check("chat", chat)
-check("stream", stream)
-check("second turn", second_turn)
-check("tools", tools)
-check("long prompt", long_prompt)
-check("pause", paused)
+run(chat=chat, stream=stream, second_turn=second_turn, tools=tools, long_prompt=long_prompt)

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from checks import MODEL, QUESTION, URL, check, expect, pause
+from checks import MODEL, QUESTION, URL, expect, run
 
 home = tempfile.mkdtemp()
 (Path(home) / "extra-openai-models.yaml").write_text(
@@ -28,13 +28,8 @@ def ask(*words: str) -> str:
     return llm("prompt", "-m", "ring", "-o", "temperature", "0", "-o", "max_tokens", "20", *words)
 
 
-def paused() -> None:
-    ask(QUESTION)
-    pause()
-    expect("Paris" in ask(QUESTION))
-
-
-check("chat", lambda: expect("Paris" in ask("--no-stream", QUESTION)))
-check("stream", lambda: expect("Paris" in ask(QUESTION)))
-check("second turn", lambda: expect(ask("-c", "And of Italy?")))
-check("pause", paused)
+run(
+    chat=lambda: expect("Paris" in ask("--no-stream", QUESTION)),
+    stream=lambda: expect("Paris" in ask(QUESTION)),
+    second_turn=lambda: expect(ask("-c", "And of Italy?")),
+)

@@ -53,12 +53,12 @@ def read(journal: SqliteJournal) -> Histories:
 
 
 def flip(target: Path, place: int) -> None:
-    """Flip a bit of the byte at `place`, another bit of each place."""
+    """Flip a bit of the byte at `place`: all eight in turn, as the steps are odd."""
     with target.open("r+b") as file:
         file.seek(place)
         (byte,) = file.read(1)
         file.seek(place)
-        file.write(bytes([byte ^ 1 << place % 7]))
+        file.write(bytes([byte ^ 1 << place % 8]))
 
 
 def cut(target: Path, length: int) -> None:

@@ -213,8 +213,14 @@ async def test_a_silent_ring_is_lost_once_takes_no_turns_and_serves_when_it_is_a
 async def test_a_call_to_a_ring_fails_when_the_ring_is_lost_and_so_does_a_later_one() -> None:
     rings = RingRegistry()
     ring = registered(rings, "silent")
-    call = ring.guarded(asyncio.Event().wait())
-    await asyncio.sleep(0)
+    begun = asyncio.Event()
+
+    async def wait() -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    call = asyncio.ensure_future(ring.guarded(wait()))
+    await begun.wait()
     lose(rings, "silent")
     with pytest.raises(Unavailable, match="ring silent sends no heartbeat"):
         await call

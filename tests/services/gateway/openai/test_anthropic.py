@@ -131,6 +131,16 @@ async def test_a_tool_loop_of_the_client_whole_and_streamed(hermes: LocalGateway
         assert after.usage.input_tokens + (after.usage.cache_read_input_tokens or 0) == counted.input_tokens
 
 
+@pytest.mark.parametrize("field", ["output_config", "output_format"])
+async def test_an_answer_keeps_to_the_schema_of_its_output(hermes: LocalGateway, field: str) -> None:
+    form = {"type": "json_schema", "schema": PAINT["input_schema"]}
+    body = ASKED | {field: {"format": form, "effort": "low"} if field == "output_config" else form}
+    async with hermes.anthropic() as client:
+        answer = await client.post("/v1/messages", cast_to=dict[str, Any], body=body)
+    (block,) = answer["content"]
+    assert json.loads(block["text"])["colour"] in ("red", "green")
+
+
 REFUSED: dict[str, tuple[dict[str, Any], int, str, str]] = {
     "field": ({"max_tokens": "7"}, 400, "invalid_request_error", "max_tokens: '7' is not allowed"),
     "image": (

@@ -280,7 +280,6 @@ def test_thoughts_are_read_the_same_however_the_text_is_cut(name: str) -> None:
     form, text, thoughts, answer = THOUGHTS[name]
     for length in range(1, len(text) + 2):
         reader = form.make_reader()
-        assert reader is not None
         said = [each for at in range(0, len(text), length) for each in reader.push(text[at : at + length])]
         said += reader.finish()
         assert "".join(each.text for each in said if isinstance(each, Thought)) == thoughts
@@ -289,7 +288,6 @@ def test_thoughts_are_read_the_same_however_the_text_is_cut(name: str) -> None:
 
 def test_calls_after_thoughts_are_calls() -> None:
     reader = AnswerForm(calls=HERMES, has_thoughts=True).make_reader()
-    assert reader is not None
     said = [*reader.push("<think><tool_call></think>\n" + ANSWERS["hermes"][1]), *reader.finish()]
     assert said[0] == Thought("<tool_call>")
     assert [(call.name, call.arguments) for call in reader.calls] == CALLS

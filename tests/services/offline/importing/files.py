@@ -42,7 +42,7 @@ NAMES: Mapping[str, str] = {
 
 
 def tokens() -> list[str]:
-    """Return three control tokens, the bytes, what the merges make, and placeholders up to the vocabulary's size."""
+    """Return three control tokens, the bytes, what the merges make, and unused tokens up to the vocabulary's size."""
     known = [*CONTROL_TOKENS, *_byte_alphabet(), *(merge.replace(" ", "") for merge in MERGES)]
     return known + [f"[PAD{number}]" for number in range(VOCAB_SIZE - len(known))]
 
