@@ -83,9 +83,10 @@ async def test_a_second_turn_of_the_clients_own_answer_finds_the_first_ones_toke
     service = Service(model_path, 2, 3, retain_prompts=True)
     async with LocalGateway(model_path, codec, service=service) as gateway, gateway.anthropic() as client:
         question: list[Any] = [{"role": "user", "content": "What does this say? " + "no " * 40}]
-        first = await client.messages.create(model=MODEL, max_tokens=4, messages=question)
+        greedy = {"temperature": 0.0}
+        first = await client.messages.create(model=MODEL, max_tokens=4, messages=question, extra_body=greedy)
         again = [*question, {"role": "assistant", "content": first.content}, {"role": "user", "content": "And?"}]
-        second = await client.messages.create(model=MODEL, max_tokens=4, messages=again)
+        second = await client.messages.create(model=MODEL, max_tokens=4, messages=again, extra_body=greedy)
         await gateway.wait_idle()
     assert (second.usage.cache_read_input_tokens or 0) >= first.usage.input_tokens - 1
 
@@ -185,7 +186,8 @@ async def test_the_clients_key_is_a_token(model_path: Path, codec: TextCodec, tm
     tokens.write_text(json.dumps({"tenants": tenants}))
     async with LocalGateway(model_path, codec, Authenticator(TokenFile(tokens))) as gateway:
         async with gateway.anthropic(api_key="secret") as client:
-            assert (await client.messages.create(model=MODEL, max_tokens=1, messages=HELLO)).content
+            answer = await client.messages.create(model=MODEL, max_tokens=1, messages=HELLO)
+            assert answer.usage.output_tokens == 1
         async with gateway.anthropic(api_key="wrong") as client:
             with pytest.raises(anthropic.AuthenticationError):
                 await client.messages.create(model=MODEL, max_tokens=1, messages=HELLO)

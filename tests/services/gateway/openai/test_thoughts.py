@@ -87,7 +87,9 @@ async def test_thoughts_are_an_item_of_a_response_and_a_block_of_a_message(think
         answer = await client_of_messages.messages.create(**body, extra_body={"temperature": 0.0})
         async with client_of_messages.messages.stream(**body, extra_body={"temperature": 0.0}) as stream:
             streamed = await stream.get_final_message()
-        off = await client_of_messages.messages.create(**body, thinking={"type": "disabled"})
+        off = await client_of_messages.messages.create(
+            **body, thinking={"type": "disabled"}, extra_body={"temperature": 0.0}
+        )
     for each in (answer, streamed):
         (block,) = each.content
         assert isinstance(block, anthropic.types.ThinkingBlock)
