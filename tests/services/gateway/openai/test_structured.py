@@ -84,7 +84,7 @@ async def test_a_schema_beside_json_object_holds_as_llama_cpps_clients_send_it(g
     form: Any = {"type": "json_object", "schema": schema}
     async with gateway.openai() as client:
         answer = await client.chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": "Hi"}], response_format=form, max_tokens=60
+            model=MODEL, messages=[{"role": "user", "content": "Hi"}], response_format=form, max_tokens=200
         )
     assert json.loads(answer.choices[0].message.content or "") in ({"a": 1}, {"a": 2})
 
@@ -95,7 +95,7 @@ async def test_a_wish_has_no_other_properties_than_it_names(gateway: LocalGatewa
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     async with gateway.openai() as client:
         answers = await client.chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": "Hi"}], response_format=form, max_tokens=60, n=4
+            model=MODEL, messages=[{"role": "user", "content": "Hi"}], response_format=form, max_tokens=200, n=4
         )
     for choice in answers.choices:
         assert json.loads(choice.message.content or "") in ({"a": 1}, {"a": 2})
