@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from ringserve.workers.decode.inputs import InputBuffers
 from ringserve.workers.decode.loop import BATCH_CHANGES
 from ringserve.workers.decode.step import DecodePass
 from ringserve.workers.model.info import read_model_info
-from ringserve.workers.model.layers import Fp8Linear
+from ringserve.workers.model.layers import Fp8Linear, scaled_rows
 from ringserve.workers.protocol.ranks import RankSettings
 from ringserve.workers.rank import worker as rank_worker
 from ringserve.workers.rank.parts import FP8_CAPABILITY, check_quantization
@@ -155,10 +156,12 @@ def test_layers_of_8_bit_floats_multiply_as_those_of_the_host_do_or_the_gpu_is_r
         with pytest.raises(ConfigError, match=r"model\.quantization: 'fp8' needs a GPU of compute capability 8\.9"):
             check_quantization(settings, read_model_info(save_model("llama_gqa", tmp_path)))
         return
-    linear = Linear(256, 128, bias=True, dtype=torch.bfloat16).requires_grad_(False)
+    linear: Any = Linear(256, 128, bias=True, dtype=torch.bfloat16).requires_grad_(False)
     rows = torch.randn(33, 256, dtype=torch.bfloat16)
     Fp8Linear.quantize(linear)
-    expected = linear(rows)
+    quantized, scales = scaled_rows(rows)
+    weight = linear.quantized.double() * linear.scales.double().t()
+    expected = ((quantized.double() * scales) @ weight.t() + linear.bias.double()).bfloat16()
     torch.testing.assert_close(linear.to(GPU)(rows.to(GPU)).cpu(), expected, rtol=2**-7, atol=1e-3)
 
 

@@ -3,9 +3,9 @@
     python -m bench gpu
     python -m bench gpu --only kernels,steps --json
 
-The model has the shape of Llama 3 8B and random weights. Each part runs in a process of its own, and its lines are
-printed when it ends: one that fails says so, and the others go on. `service` and `tokens` need Ray, the others do not.
-With `--device cpu` the same code runs with the sizes of a toy; targets are those of an H100 and mean nothing there.
+The model has the shape of Llama 3 8B and random weights. Each part runs in a process of its own, whose lines are
+printed as they are measured: one that fails says so, and the others go on. `service` and `tokens` need Ray. With
+`--device cpu` the same code runs with the sizes of a toy; targets are those of an H100 and mean nothing there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -36,9 +36,6 @@ CASES = ("tests/gpu_cases.py", "tests/cp_core/attention/triton_cases.py")
 # Limit of a part: weights of 16 GB are written, loaded, and compiled where no disk has their code yet.
 PART_SECONDS = 900.0
 JOIN_SECONDS = 10.0
-
-Answer = list[Line] | str
-"""Lines of a part, or the reason why it has none."""
 
 
 def cases(place: Place) -> Iterator[Line]:
@@ -104,23 +101,31 @@ PARTS: dict[str, Callable[[Place], Iterator[Line]]] = {
 
 
 def run_part(name: str, place: Place, answer: Connection) -> None:
-    """Send a part's lines, or why it failed."""
+    """Send a part's lines one by one, and then why it failed, or ""."""
     try:
-        found: Answer = list(PARTS[name](place))
+        for line in PARTS[name](place):
+            answer.send(line)
     except Exception as error:
-        found = f"{type(error).__name__}: {error}"
-    answer.send(found)
+        answer.send(f"{type(error).__name__}: {error}")
+    else:
+        answer.send("")
 
 
-def run_apart(name: str, place: Place) -> Answer:
-    """Run a part in a process of its own, which gives the GPU's memory back at its end."""
+def run_apart(name: str, place: Place, tell: Callable[[Line], None]) -> str:
+    """Run a part in a process of its own, which gives the GPU's memory back at its end -> why it failed, or ""."""
+    ends = time.monotonic() + PART_SECONDS
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe()
     process = spawn.Process(target=run_part, args=(name, place, there))
     process.start()
     there.close()
     try:
-        return here.recv() if here.poll(PART_SECONDS) else f"it did not end within {PART_SECONDS:g} s"
+        while here.poll(max(0.0, ends - time.monotonic())):
+            told = here.recv()
+            if isinstance(told, str):
+                return told
+            tell(told)
+        return f"it did not end within {PART_SECONDS:g} s"
     except EOFError:
         process.join(JOIN_SECONDS)
         return f"its process ended with status {process.exitcode}"
@@ -133,6 +138,7 @@ def add(commands: Subcommands) -> None:
     parser = commands.add_parser("gpu", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default=",".join(PARTS), help=f"parts, with commas ({','.join(PARTS)})")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a toy, to try the parts")
+    parser.add_argument("--rounds", type=int, help="measurements of each figure (default: 5)")
     parser.add_argument("--json", action="store_true", help="one JSON object for each part")
     parser.set_defaults(run=run)
 
@@ -145,18 +151,26 @@ def run(options: argparse.Namespace) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         print(NO_GPU)
         return 0
+    if options.rounds is not None and options.rounds < 1:
+        raise ConfigError(f"--rounds: {options.rounds} is too few; allowed are 1 or more")
     place, num_failed = GPU if options.device == "cuda" else TOY, 0
+    place = replace(place, rounds=options.rounds or place.rounds)
     if place.is_gpu and not options.json:
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     for name in chosen:
-        began, found = time.perf_counter(), run_apart(name, place)
+        lines: list[Line] = []
+
+        def tell(line: Line, lines: list[Line] = lines) -> None:
+            lines.append(line)
+            if not options.json:
+                print(line, flush=True)
+
+        began, reason = time.perf_counter(), run_apart(name, place, tell)
         seconds = time.perf_counter() - began
-        lines, reason = ([], found) if isinstance(found, str) else (found, "")
         num_failed += bool(reason)
         if options.json:
             told = [asdict(line) | {"verdict": line.verdict} for line in lines]
             print(json.dumps({"part": name, "seconds": seconds, "failed": reason, "lines": told}), flush=True)
             continue
-        print(*lines, sep="\n", end="\n" if lines else "")
         print(f"{name:8} {f'FAILED: {reason}' if reason else 'done'}, {seconds:.0f} s", flush=True)
     return 1 if num_failed else 0

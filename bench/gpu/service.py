@@ -60,9 +60,11 @@ def config_of(place: Place, dtype: str, ranks: int) -> Config:
     rows, longest = max(place.contexts, key=lambda case: case[0] * case[1])
     tokens = max(rows * (longest + SPARE_TOKENS), max(place.prompts) + SPARE_TOKENS)
     gpus_per_rank = 0.5 / ranks if place.is_gpu else 1.0
+    backend = "reference" if place.is_gpu and dtype == "float32" else "auto"
     return config_from(
         {
-            "model": {"dtype": dtype, "device": place.device, "gpus_per_rank": gpus_per_rank},
+            "model": {"dtype": dtype, "device": place.device, "gpus_per_rank": gpus_per_rank}
+            | {"attention_backend": backend},
             "prefill": {"cp": ranks, "chunk_tokens": max(place.prompts)},
             "decode": {"cp": ranks, "max_batch": max(8, *(batch for batch, _ in place.contexts))},
             "kv_cache": {"tokens_per_rank": -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS},

@@ -11,6 +11,7 @@ from ringserve.services.cli.command import command, one_of, option
 from ringserve.services.cli.options import ConfigOptions, DrainSeconds
 from ringserve.services.cluster.state import secret_of
 from ringserve.services.config import DEVICES, LOG_LEVELS, METRIC_NAMES
+from ringserve.services.config.sections import default_dtype
 from ringserve.services.config.tree import check_exposure
 from ringserve.services.gateway.settings import GatewaySettings
 from ringserve.services.telemetry.logs import LOG_FORMATS, levels_by_module
@@ -26,7 +27,7 @@ class GatewayOptions:
     router: str = option("the router, as 'ringserve status' shows it", "HOST:PORT")
     model: str = option("model directory or built-in model", "DIR")
     model_name: str = option("what HTTP clients call it (default: the directory's name)", "NAME", "")
-    dtype: str = option("the rings' dtype", "NAME", "float32")
+    dtype: str = option("the rings' dtype, as model.dtype", "NAME", "auto")
     device: str = one_of("the rings' device", DEVICES, "cpu")
     max_seconds: float = option("longest a turn may take", "N", 600.0)
     log_level: str = one_of("what to log", LOG_LEVELS, "info")
@@ -55,7 +56,7 @@ def gateway(options: GatewayOptions) -> int:
             router=options.router,
             model=options.model,
             model_name=options.model_name or (options.model if options.model.startswith("builtin:") else ""),
-            dtype=options.dtype,
+            dtype=default_dtype(options.device) if options.dtype == "auto" else options.dtype,
             device=options.device,
             max_seconds=options.max_seconds,
             page=config.gateway.page,

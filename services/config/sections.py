@@ -26,7 +26,7 @@ from ringserve.services.telemetry.logs import levels_by_module
 
 KNOWN_KEYS: Final = ConfigDict(extra="forbid", allow_inf_nan=False)
 """Pydantic settings of a section: unknown keys, NaN and infinities are refused."""
-Dtype = Literal["float32", "bfloat16", "float16"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["cpu", "cuda"]
 DEVICES: Final = get_args(Device)
 MetricNames = Literal["", "vllm"]
@@ -76,6 +76,11 @@ MaxWaiting = Annotated[
 Seconds = Annotated[StrictFloat, Field(ge=0.1, le=86_400)]
 
 
+def default_dtype(device: str) -> str:
+    """Return the type that `model.dtype: auto` stands for: attention on GPUs has no fast kernel for float32."""
+    return "bfloat16" if device == "cuda" else "float32"
+
+
 @dataclass(frozen=True, kw_only=True, config=KNOWN_KEYS)
 class ModelConfig:
     """Model of the service, and how ranks run it."""
@@ -87,7 +92,11 @@ class ModelConfig:
         description="Model of all processes.",
         examples=["/models/llama3-8b"],
     )
-    dtype: Dtype = Field(default="float32", description="Type of weights and activations.", examples=["bfloat16"])
+    dtype: Dtype = Field(
+        default="auto",
+        description="Type of weights and activations; auto is float32 on CPUs and bfloat16 on GPUs.",
+        examples=["bfloat16"],
+    )
     device: Device = Field(default="cpu", description="Device of the ranks.", examples=["cuda"])
     gpus_per_rank: StrictFloat = Field(
         default=1.0,
@@ -117,6 +126,13 @@ class ModelConfig:
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.dtype == "auto":  # readers of the configuration meet a type alone
+            object.__setattr__(self, "dtype", default_dtype(self.device))
+        if (self.device, self.dtype, self.attention_backend) == ("cuda", "float32", "auto"):
+            raise ConfigError(
+                "model.dtype: 'float32' has no fast attention kernel on GPUs; allowed with model.device cuda are "
+                "bfloat16 and float16, or model.attention_backend reference"
+            )
         if self.quantization == "fp8" and (self.device, self.dtype) != ("cuda", "bfloat16"):
             raise ConfigError(
                 f"model.quantization: 'fp8' is not allowed with {self.device} and {self.dtype}; "

@@ -46,9 +46,11 @@ class DemoTurn:
 
 def demo_config(model: str, max_positions: int, device: str = "cpu") -> Config:
     """Return the configuration of two rings of two ranks on loopback, on free ports; on "cuda" they share one GPU."""
+    on_gpu = {"device": "cuda", "gpus_per_rank": 0.25, "dtype": "float32", "attention_backend": "reference"}
     return config_from(
         {
-            "model": {"path": model, "device": device, "gpus_per_rank": 0.25 if device == "cuda" else 1.0},
+            # float32, since its tokens are compared with transformers'.
+            "model": {"path": model} | (on_gpu if device == "cuda" else {}),
             "prefill": {"cp": 2, "chunk_tokens": 16384},
             "decode": {"cp": 2, "max_batch": 8},
             "kv_cache": {"tokens_per_rank": min(MAX_RANK_TOKENS, max_positions // 2)},

@@ -138,7 +138,7 @@ def test_the_gateways_arguments_are_those_of_the_command(capsys: pytest.CaptureF
     hosts = "http.hosts=test-ringserve.serving chat.example"
     assert options.http == "0.0.0.0:8000"
     assert options.config.overrides == [hosts, "gateway.insecure=true", "metrics.tenants=20"]
-    assert (options.model, options.dtype, options.max_seconds) == ("builtin:tiny", "float32", 600.0)
+    assert (options.model, options.dtype, options.max_seconds) == ("builtin:tiny", "auto", 600.0)
 
 
 def test_a_guarded_gateway_reads_its_secrets_where_they_are_mounted() -> None:

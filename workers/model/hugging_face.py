@@ -3,16 +3,18 @@
 transformers decorates functions for torch's compiler, which loads the compiler and sympy. It loads torch's sharded
 tensors because torch has them, and it reads the sources of all its models twice. A rank compiles nothing here, has its
 own rings and serves one model, so it starts in half the time without these parts. Later users of transformers in this
-process find it complete, except that it believes torch has no `torch.distributed`.
+process find it complete, except that it believes torch has no `torch.distributed`. Another installed package may import
+the compiler meanwhile, as torchvision does: from there on transformers is imported as it is.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
+from importlib.abc import MetaPathFinder
 from types import ModuleType, SimpleNamespace
 
 import torch
@@ -62,6 +64,17 @@ def _replaced(owner: object, **values: object) -> Iterator[None]:
                 delattr(owner, name)
 
 
+class _CompilerFinder(MetaPathFinder):
+    """Put everything back as soon as the real compiler is imported, which must not meet a stand-in of itself."""
+
+    def __init__(self, replaced: ExitStack) -> None:
+        self._replaced = replaced
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name == "torch._dynamo":
+            self._replaced.close()
+
+
 @contextmanager
 def _without_compiler_and_sharding() -> Iterator[None]:
     """Import transformers as if torch had neither. Only transformers' own decisions remain afterwards."""
@@ -76,16 +89,17 @@ def _without_compiler_and_sharding() -> Iterator[None]:
     vars(models)["__getattr__"] = partial(getattr, transformers)
     sys.modules.setdefault(models.__name__, models)
     sys.modules[INDEXING] = indexing
-    with (
-        # Only the attribute: importing the compiler loads the real one.
-        _replaced(torch, _dynamo=SimpleNamespace(**decorators)),
-        _replaced(torch.compiler, **decorators),
-        _replaced(torch.distributed, is_available=lambda: False),
-        _replaced(import_utils, is_torch_flex_attn_available=lambda: False),
-    ):
+    with ExitStack() as replaced:
+        replaced.callback(sys.modules.pop, INDEXING)
+        replaced.enter_context(_replaced(torch, _dynamo=SimpleNamespace(**decorators)))
+        replaced.enter_context(_replaced(torch.compiler, **decorators))
+        replaced.enter_context(_replaced(torch.distributed, is_available=lambda: False))
+        replaced.enter_context(_replaced(import_utils, is_torch_flex_attn_available=lambda: False))
         assert not import_utils.is_torch_distributed_available()
+        finder = _CompilerFinder(replaced)
+        sys.meta_path.insert(0, finder)
+        replaced.callback(sys.meta_path.remove, finder)
         yield
-    del sys.modules[INDEXING]
 
 
 if "transformers.modeling_utils" not in sys.modules and "torch._dynamo" not in sys.modules:

@@ -61,6 +61,8 @@ def _dataclass_rules(kind: type[Any]) -> tuple[Callable[[Any], Any], Callable[[A
 def _rules(hint: Any) -> tuple[Rule, Rule]:
     """Return how a value of this annotation is written and read."""
     origin, inner = get_origin(hint), get_args(hint)
+    if (aliased := getattr(origin, "__value__", None)) is not None:  # a `type` statement, as NDArray since numpy 2.5
+        return _rules(aliased[inner])
     if is_dataclass(hint) and isinstance(hint, type):
         return _dataclass_rules(hint)
     if origin is UnionType and len(inner) == 2 and NoneType in inner:

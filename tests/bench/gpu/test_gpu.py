@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -177,10 +177,14 @@ def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_part_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: object) -> list[Line]:
+    measured = Line(part="kv", text="kv", value=1.0)
+
+    def fail(_: object) -> Iterator[Line]:
+        yield measured
         raise RuntimeError("CUDA out of memory")
 
     monkeypatch.setitem(gpu.PARTS, "kv", fail)
     here, there = multiprocessing.Pipe()
     gpu.run_part("kv", TOY, there)
+    assert here.recv() == measured, "what was measured before is not lost"
     assert here.recv() == "RuntimeError: CUDA out of memory"

@@ -234,7 +234,7 @@ def test_every_number_has_a_range() -> None:
         ("gateway.insecure", None, "true or false"),
         ("gateway.model_name", 7, "a text, e.g. llama3-8b"),
         ("gateway.metrics", None, "HOST:PORT, or '' for none, e.g. 0.0.0.0:9464"),
-        ("model.dtype", "fp32", "one of float32, bfloat16, float16"),
+        ("model.dtype", "fp32", "one of auto, float32, bfloat16, float16"),
         ("metrics.also_as", "sglang", "one of '', vllm"),
         ("model.path", "", "a Hugging Face model directory, builtin:smollm2, builtin:tiny or builtin:needle, e.g. "),
     ],

@@ -143,8 +143,8 @@ def test_paths_of_secrets_are_absolute_as_other_processes_read_them(monkeypatch:
             "model.quantization: 'fp8' is not allowed with cpu and bfloat16; give model.device cuda and model.dtype",
         ),
         (
-            {"model": GPU | {"quantization": "fp8"}},
-            "model.quantization: 'fp8' is not allowed with cuda and float32",
+            {"model": GPU | {"quantization": "fp8", "dtype": "float16"}},
+            "model.quantization: 'fp8' is not allowed with cuda and float16",
         ),
         (
             {"decode": {"variant": "helix", "tp": 2}},

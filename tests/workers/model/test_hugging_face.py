@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -32,9 +33,37 @@ assert torch.distributed.is_available()
 assert callable(torch._dynamo.reset) and torch.compiler.disable.__module__ == "torch.compiler"
 """
 
+INTERPOLATION = """
+from enum import Enum
+
+class InterpolationMode(Enum):
+    NEAREST, NEAREST_EXACT, BOX, BILINEAR, HAMMING, BICUBIC, LANCZOS = range(7)
+"""
+
 
 def test_a_rank_loads_neither_torchs_compiler_nor_sharded_tensors(model_paths: Mapping[str, Path]) -> None:
     command = [sys.executable, "-c", PROGRAM, str(model_paths["llama_gqa"])]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == "[]\n"
+
+
+def test_a_rank_loads_beside_a_package_that_imports_torchs_compiler(
+    model_paths: Mapping[str, Path], tmp_path: Path
+) -> None:
+    """As torchvision does, which transformers imports where it is installed."""
+    (tmp_path / "torchvision" / "transforms").mkdir(parents=True)
+    (tmp_path / "torchvision" / "__init__.py").write_text(
+        "import torch._dynamo.utils as utils\nutils.dynamo_timed\nio = None\n"
+    )
+    (tmp_path / "torchvision" / "transforms" / "__init__.py").write_text(INTERPOLATION)
+    (tmp_path / "torchvision" / "transforms" / "functional.py").write_text("pil_to_tensor = None\n")
+    (tmp_path / "torchvision-0.28.0.dist-info").mkdir()
+    (tmp_path / "torchvision-0.28.0.dist-info" / "METADATA").write_text("Name: torchvision\nVersion: 0.28.0\n")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    command = [sys.executable, "-c", PROGRAM, str(model_paths["llama_gqa"])]
+    ran = subprocess.run(
+        command, capture_output=True, text=True, timeout=WAIT_SECONDS, env={**os.environ, "PYTHONPATH": path}
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "torch._dynamo" in ran.stdout

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
+import numpy.typing as npt
 import pytest
+from typing_extensions import TypeAliasType, TypeVar
 
 from ringserve.workers.protocol.encoding import Codec
 from ringserve.workers.protocol.prefill_steps import TokenIds
@@ -50,3 +52,16 @@ def test_a_field_without_an_encoding_is_named_before_anything_is_written() -> No
 
     with pytest.raises(TypeError, match="no encoding of dict"):
         Codec(Wrong)
+
+
+def test_an_array_type_may_be_an_alias_by_name_as_numpys_is_since_2_5() -> None:
+    Kind = TypeVar("Kind", bound=np.generic)
+    Array = TypeAliasType("Array", npt.NDArray[Kind], type_params=(Kind,))
+
+    @dataclass(frozen=True)
+    class Holder:
+        tokens: Array[np.int64]
+
+    Holder.__annotations__["tokens"] = Array[np.int64]
+    back = Codec(Holder).decode(Codec(Holder).encode(Holder(np.array([3, 4]))))
+    assert back.tokens.tolist() == [3, 4]
