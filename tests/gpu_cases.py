@@ -162,7 +162,9 @@ def test_layers_of_8_bit_floats_multiply_as_those_of_the_host_do_or_the_gpu_is_r
     quantized, scales = scaled_rows(rows)
     weight = linear.quantized.double() * linear.scales.double().t()
     expected = ((quantized.double() * scales) @ weight.t() + linear.bias.double()).bfloat16()
-    torch.testing.assert_close(linear.to(GPU)(rows.to(GPU)).cpu(), expected, rtol=2**-7, atol=1e-3)
+    # Tensor cores round product and bias to bfloat16 one after the other, so the error is one of the product's size.
+    rounding = 2**-7 * largest(expected.float())
+    torch.testing.assert_close(linear.to(GPU)(rows.to(GPU)).cpu(), expected, rtol=2**-7, atol=rounding)
 
 
 def test_merge_on_the_gpu_is_merge_on_the_host() -> None:

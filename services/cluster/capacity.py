@@ -122,6 +122,14 @@ def check_programs(config: Config, torch_version: str = "", environment: Mapping
         raise ConfigError(f"this machine lacks what the configuration needs: {'; '.join(lacking)}")
 
 
+def carrier_advice(config: Config) -> str:
+    """Return a sentence if KV between GPUs goes by sockets for want of a package; "" otherwise."""
+    modules, remedy = PACKAGES["kv_transfer.carrier", "nixl"]
+    if config.model.device != "cuda" or config.kv_carrier != "auto" or any(map(find_spec, modules)):
+        return ""
+    return f"KV goes between rings by sockets, at a tenth of NIXL's rate or less; {remedy}, or nixl-cu13 for CUDA 13"
+
+
 def ranks_of_gpu(model: ModelConfig) -> int:
     """Return how many processes of ranks Ray puts on one GPU."""
     return int(1.0 / model.gpus_per_rank + 1e-9)

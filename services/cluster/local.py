@@ -22,7 +22,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from ringserve.cp_core.errors import ConfigError, RingserveError, Unavailable
-from ringserve.services.cluster.capacity import check_fits, check_programs, dtype_advice, this_machine
+from ringserve.services.cluster.capacity import carrier_advice, check_fits, check_programs, dtype_advice, this_machine
 from ringserve.services.cluster.gateway import GatewayKeeper
 from ringserve.services.cluster.hosts import LeaderHost, RouterHost
 from ringserve.services.cluster.leaders import RayLeader, RingKeeper, is_node_alive
@@ -119,8 +119,12 @@ class LocalCluster:
         if not config.ray.address:
             check_fits(config, model, this_machine())
             check_programs(config)
-            if advice := dtype_advice(config.model, model, can_multiply=multiplies_bfloat16()):
-                self._progress(advice)
+            for advice in (
+                dtype_advice(config.model, model, can_multiply=multiplies_bfloat16()),
+                carrier_advice(config),
+            ):
+                if advice:
+                    self._progress(advice)
         profile, losses = router_profile(config.router), router_losses(config)
         config.check_files()
         check_installed(config.tracing.endpoint)

@@ -91,7 +91,7 @@ class NixlAgent:
         """Make the agent. `engine` replaces `engine_of`. Raises ConfigError and NIXL's errors."""
         api = load_nixl()
         if device.type == "cuda":
-            torch.cuda.set_device(device)
+            torch.cuda.set_device(device.index or 0)
         self._device = device
         self._agent: Any = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
         self._agent.create_backend("UCX", {"engine_config": engine or engine_of()})

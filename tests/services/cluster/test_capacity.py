@@ -12,7 +12,14 @@ import pytest
 
 from ringserve.cp_core.errors import ConfigError
 from ringserve.services.cluster import capacity, local
-from ringserve.services.cluster.capacity import Machine, check_fits, check_programs, dtype_advice, this_machine
+from ringserve.services.cluster.capacity import (
+    Machine,
+    carrier_advice,
+    check_fits,
+    check_programs,
+    dtype_advice,
+    this_machine,
+)
 from ringserve.services.cluster.local import LocalCluster
 from ringserve.services.config import Config, config_from
 from ringserve.workers.model.builtin import resolve_model_path
@@ -149,6 +156,22 @@ def test_up_says_where_another_dtype_would_be_faster(
 
 def test_a_small_model_gains_too_little_by_bfloat16_to_say_so(model: ModelInfo) -> None:
     assert not dtype_advice(Config().model, model, can_multiply=True)
+
+
+@pytest.mark.parametrize(
+    ("sections", "is_installed", "is_said"),
+    [
+        ({"model": {"device": "cuda"}}, False, True),
+        ({"model": {"device": "cuda"}}, True, False),
+        ({"model": {"device": "cuda"}, "kv_transfer": {"carrier": "sockets"}}, False, False),
+        ({}, False, False),
+    ],
+)
+def test_kv_by_sockets_between_gpus_is_said_where_a_package_would_make_it_fast(
+    sections: Mapping[str, Mapping[str, object]], is_installed: bool, is_said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capacity, "find_spec", lambda _: object() if is_installed else None)
+    assert ("pip install 'ringserve[nixl]'" in carrier_advice(config(**sections))) == is_said
 
 
 def test_the_packed_copy_of_a_head_that_is_the_embedding_needs_memory_on_decode_ranks(model: ModelInfo) -> None:
