@@ -17,7 +17,8 @@ class Progress:
 
     `steps` counts forward passes. `running` is the number of sequences in the current step, or in the batch.
     `decode_variant` served the latest decode step. Every heartbeat of an idle loop resets the time since the last
-    step: a rank that waits for work is not stuck. `waited_steps` counts decode steps of a GPU whose tokens were read
+    step: a rank that waits for work is not stuck. `checked_drafts[i]` and `accepted_drafts[i]` count drafts by their
+    place behind a sequence's newest token. `waited_steps` counts decode steps of a GPU whose tokens were read
     before the next was issued, by the reason.
     """
 
@@ -26,7 +27,16 @@ class Progress:
         self.running = 0
         self.decode_variant = ""
         self.waited_steps: Counter[str] = Counter()
+        self.checked_drafts: list[int] = []
+        self.accepted_drafts: list[int] = []
         self._moved = time.monotonic()
+
+    def checked(self, num_drafts: int, num_accepted: int) -> None:
+        """Count a sequence's drafts in a step, by their places behind its newest token."""
+        for counts, number in ((self.checked_drafts, num_drafts), (self.accepted_drafts, num_accepted)):
+            counts += [0] * (number - len(counts))
+            for place in range(number):
+                counts[place] += 1
 
     def alive(self, running: int) -> None:
         """Note a heartbeat, with `running` sequences."""

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
@@ -32,8 +34,24 @@ from ringserve.cp_core.attention.partial import (
 from ringserve.cp_core.layout.step_plans import DecodePlan, KvRun, PassQRoute, RowIndices, Visit
 from ringserve.cp_core.transport.interface import RingTransport
 
-Shards = Sequence[Sequence[KvRun]] | PagedShards
-"""This rank's shards, one per sequence: runs, attended one by one as views, or pages for a paged backend."""
+
+@dataclass(frozen=True, slots=True)
+class DraftedShards:
+    """This rank's shards of queries of which several may be of one sequence, side by side: its newest tokens.
+
+    `runs[i]` has the whole shard of query i, the same object for all of a sequence. Query i does not see the last
+    `hidden[i]` tokens of it: on the rank that stores the new tokens these are the ones behind it, on others none.
+    """
+
+    runs: Sequence[Sequence[KvRun]]
+    hidden: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.runs)
+
+
+Shards = Sequence[Sequence[KvRun]] | PagedShards | DraftedShards
+"""This rank's shards, one per query: runs, attended one by one as views, or pages for a paged backend."""
 
 
 def sharded_decode(
@@ -145,23 +163,69 @@ def attend_rows(
     if isinstance(shards, PagedShards):
         assert takes_pages(backend, shards.k.shape[1]), f"{backend.name} takes no pages of {shards.k.shape[1]} tokens"
         return [attend_pages(backend, queries, shards.of(rows, indices), scale, indices)]
+    if isinstance(shards, DraftedShards):
+        together = [list(same) for _, same in groupby(range(len(rows)), lambda place: id(shards.runs[rows[place]]))]
+        return [
+            _attend_drafts(
+                queries[places[0] : places[-1] + 1],
+                shards.runs[rows[places[0]]],
+                [shards.hidden[rows[place]] for place in places],
+                backend,
+                scale,
+            )
+            for places in together
+        ]
     runs = [shards[row] for row in rows]
     if rows and attends_rows(backend) and all(len(each) == 1 and len(each[0].k) for each in runs):
         return [backend.attend_rows(queries, [each[0] for each in runs], scale=scale)]
     return [_attend_shard(queries[number : number + 1], each, backend, scale) for number, each in enumerate(runs)]
 
 
-def _attend_shard(q_1hd: torch.Tensor, runs: Sequence[KvRun], backend: AttentionBackend, scale: float) -> Partial:
+def _attend_shard(q_thd: torch.Tensor, runs: Sequence[KvRun], backend: AttentionBackend, scale: float) -> Partial:
     """Return this rank's part. The final merge checks the LSE of a single run, the common case."""
     filled = [run for run in runs if run.k.shape[0]]
     if len(filled) == 1:
-        return backend.partial_attention(q_1hd, filled[0].k, filled[0].v, causal=False, scale=scale)
+        return backend.partial_attention(q_thd, filled[0].k, filled[0].v, causal=False, scale=scale)
     if not filled:
-        return empty_partial(q_1hd)
+        return empty_partial(q_thd)
     merged = Accumulator()
     for run in filled:
-        merged.add(backend.partial_attention(q_1hd, run.k, run.v, causal=False, scale=scale))
+        merged.add(backend.partial_attention(q_thd, run.k, run.v, causal=False, scale=scale))
     return merged.result()
+
+
+def _attend_drafts(
+    q_thd: torch.Tensor, runs: Sequence[KvRun], hidden: Sequence[int], backend: AttentionBackend, scale: float
+) -> Partial:
+    """Return the part of T queries of one sequence, of which query i does not see the last `hidden[i]` tokens.
+
+    Where new tokens lie here they are the last T, and query i sees them up to itself.
+    """
+    if not any(hidden):
+        return _attend_shard(q_thd, runs, backend, scale)
+    num_new = len(hidden)
+    assert list(hidden) == list(range(num_new))[::-1], "new tokens of a sequence lie on one rank"
+    earlier, newest = _split(runs, num_new)
+    merged = Accumulator()
+    if any(len(run.k) for run in earlier):
+        merged.add(_attend_shard(q_thd, earlier, backend, scale))
+    merged.add(backend.partial_attention(q_thd, newest.k, newest.v, causal=True, scale=scale))
+    return merged.result()
+
+
+def _split(runs: Sequence[KvRun], num_last: int) -> tuple[list[KvRun], KvRun]:
+    """Split a shard into the runs before its last tokens, and these as one run: a copy if they lie in several."""
+    earlier, last = list(runs), list[KvRun]()
+    while num_last:
+        run = earlier.pop()
+        count = min(num_last, len(run.k))
+        last.insert(0, KvRun(run.k[len(run.k) - count :], run.v[len(run.v) - count :]))
+        if count < len(run.k):
+            earlier.append(KvRun(run.k[:-count], run.v[:-count]))
+        num_last -= count
+    if len(last) == 1:
+        return earlier, last[0]
+    return earlier, KvRun(torch.cat([run.k for run in last]), torch.cat([run.v for run in last]))
 
 
 def _merged(

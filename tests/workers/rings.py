@@ -98,6 +98,7 @@ class LocalRing:
         device: str = "cpu",
         compile: str = "off",
         is_on_stream: bool = False,
+        drafts: bool = False,
     ) -> None:
         """Start `num_ranks` ranks that share the tokens, each of `tp` workers that share the heads.
 
@@ -138,6 +139,7 @@ class LocalRing:
                     num_blocks=num_blocks,
                     block_tokens=BLOCK_TOKENS,
                     max_batch=max_batch,
+                    drafts=drafts,
                     ring_transport=ring_transport or "auto",
                     decode_variant=decode_variant,
                     attention_backend=attention_backend,
@@ -285,6 +287,7 @@ class LocalRing:
             blocks=conversation.blocks,
             sampling=sampling,
             history=replace(history, num_generated=num_generated),
+            text=np.array([*conversation.tokens, token_id]),
         )
         self.workers[0].submit([command])
         return command

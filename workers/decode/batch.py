@@ -7,7 +7,7 @@ in which slot.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ringserve.cp_core.layout.shards import assign_owners
 from ringserve.cp_core.layout.step_plans import DecodePlan
@@ -20,6 +20,8 @@ from ringserve.workers.sampling.sampler import RowSampler
 @dataclass(slots=True)
 class BatchRow:
     """Running sequence. `token_id` at `position` is its newest token; the next step computes that token's KV.
+
+    The step also computes `drafts`, guesses of the tokens that follow it, and stores all on the rank `owner`.
 
     `held` counts the stored tokens of every rank, `room` the slots in every rank's table. `owner` is the rank that
     stores the newest token, from the step's start on. `blocks` and `runs` are this rank's: its block table, and the
@@ -35,6 +37,7 @@ class BatchRow:
     runs: list[SlotRun]
     sampler: RowSampler
     owner: int = 0
+    drafts: list[int] = field(default_factory=list)
 
     @property
     def next_position(self) -> int:
@@ -43,10 +46,40 @@ class BatchRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Appended:
-    """Rows whose newest token this rank stores, and the slots of those tokens."""
+class StepToken:
+    """Token that a step computes: the newest of a row (`number` 0), or its draft of that number."""
 
-    rows: list[int]
+    row: BatchRow
+    number: int
+
+    @property
+    def token_id(self) -> int:
+        return self.row.drafts[self.number - 1] if self.number else self.row.token_id
+
+    @property
+    def position(self) -> int:
+        return self.row.position + self.number
+
+    @property
+    def next_position(self) -> int:
+        """Position of the token that is sampled from this one's logits."""
+        return self.position + 1
+
+    @property
+    def num_behind(self) -> int:
+        """Drafts of the row behind this token, which it does not see."""
+        return len(self.row.drafts) - self.number
+
+    @property
+    def sampler(self) -> RowSampler:
+        return self.row.sampler
+
+
+@dataclass(frozen=True, slots=True)
+class Appended:
+    """Tokens of the step that this rank stores, and their slots."""
+
+    tokens: list[int]
     slots: list[int]
 
 
@@ -64,8 +97,36 @@ class BatchState:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def advance(self, token_ids: Sequence[int], change: BatchChange) -> None:
-        """Append the tokens sampled from the last step, in the order of its rows, then apply `change`."""
+    @property
+    def tokens(self) -> list[StepToken]:
+        """Tokens of a step: of each row in turn the newest token and the drafts behind it."""
+        return [StepToken(row, number) for row in self.rows for number in range(1 + len(row.drafts))]
+
+    def draft(self, drafts: Sequence[Sequence[int]]) -> None:
+        """Let the next step compute drafts of each row."""
+        for row, tokens in zip(self.rows, drafts, strict=True):
+            row.drafts = list(tokens)
+
+    def settle(self, accepted: Sequence[int]) -> None:
+        """Append so many drafts of each row to its text, and take back the KV of the others."""
+        for row, count in zip(self.rows, accepted, strict=True):
+            num_wrong = len(row.drafts) - count
+            row.held[row.owner] -= num_wrong
+            if row.owner == self._rank:
+                _take_back(row.runs, num_wrong)
+            for token_id in row.drafts[:count]:
+                row.position += 1
+                row.token_id = token_id
+                row.sampler.push(token_id)
+            row.drafts = []
+
+    def advance(self, token_ids: Sequence[int], change: BatchChange, accepted: Sequence[int] = ()) -> None:
+        """Append the tokens sampled from the last step, in the order of its rows, then apply `change`.
+
+        `accepted` counts the drafts before each of those tokens, if the step had any and `settle` does not have them.
+        """
+        if accepted:
+            self.settle(accepted)
         if token_ids:
             self.advance_untold()
             self.tell(token_ids)
@@ -104,25 +165,33 @@ class BatchState:
             row.sampler.push(token_id)
 
     def append(self) -> Appended:
-        """Assign every row's newest token to a rank by `assign_owners`, and take the slots of this rank's."""
+        """Assign every row's new tokens to a rank by `assign_owners`, and take the slots of this rank's.
+
+        One rank stores all of a row: so it alone has to look which of them a draft sees, and samples them in order.
+        Drafts without a slot are dropped.
+        """
         appended = Appended([], [])
         owners = assign_owners([row.held for row in self.rows], [row.room for row in self.rows])
-        for number, (row, owner) in enumerate(zip(self.rows, owners, strict=True)):
+        number = 0
+        for row, owner in zip(self.rows, owners, strict=True):
             row.owner = owner
-            if owner == self._rank:
-                appended.rows.append(number)
-                appended.slots.append(self._take_slot(row))
-            row.held[owner] += 1
+            del row.drafts[row.room[owner] - row.held[owner] - 1 :]
+            for _ in range(1 + len(row.drafts)):
+                if owner == self._rank:
+                    appended.tokens.append(number)
+                    appended.slots.append(self._take_slot(row))
+                row.held[owner] += 1
+                number += 1
         return appended
 
     def plan(self) -> DecodePlan:
-        """Plan the step whose tokens were just appended: the rank that computes each row, and every rank's tokens.
+        """Plan the step whose tokens were just appended: the rank that computes each, and what it sees on every rank.
 
-        The rank that stores a row's new token computes the row, so its KV never travels. Owners rotate over the ranks,
+        The rank that stores a row's new tokens computes them, so their KV never travels. Owners rotate over the ranks,
         and the work rotates with them (arXiv 2411.01783, 3.6). In each step the rows lie evenly over the ranks.
         """
-        owners = tuple(row.owner for row in self.rows)
-        return DecodePlan(self._num_ranks, owners, tuple(tuple(row.held) for row in self.rows))
+        owners = tuple(token.row.owner for token in self.tokens)
+        return DecodePlan(self._num_ranks, owners, tuple(map(_seen, self.tokens)))
 
     def _take_slot(self, row: BatchRow) -> int:
         """Return the slot of this rank's next token of the row, and add it to the row's runs."""
@@ -133,3 +202,20 @@ class BatchState:
         else:
             row.runs.append(SlotRun(slot, slot + 1))
         return slot
+
+
+def _seen(token: StepToken) -> tuple[int, ...]:
+    """Return how many tokens of its row on each rank a token of a step sees, with itself."""
+    held = token.row.held
+    if not token.num_behind:
+        return tuple(held)
+    return tuple(count - token.num_behind * (rank == token.row.owner) for rank, count in enumerate(held))
+
+
+def _take_back(runs: list[SlotRun], num_slots: int) -> None:
+    """Drop the newest slots of a shard. The tokens that come next take them again."""
+    while num_slots:
+        last = runs.pop()
+        if len(last) > num_slots:
+            runs.append(SlotRun(last.start, last.stop - num_slots))
+        num_slots -= min(num_slots, len(last))

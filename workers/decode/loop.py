@@ -1,9 +1,9 @@
 """Decode loop of a ring: rank 0 leads, the other ranks follow its headers.
 
-In each step rank 0 sends a header, all ranks compute the batch, and rank 0 reports the sampled tokens. A header may
-also carry one prompt, which is computed before the batch. So a sequence waits for at most one prompt between two of its
-tokens. While the batch is empty rank 0 sends a heartbeat about once a second: a follower without one knows that its
-leader is gone.
+In each step rank 0 sends a header, all ranks compute the batch, and rank 0 reports the sampled tokens: one of each
+sequence, and one more for each of its drafts that was right. A header may also carry one prompt, which is computed
+before the batch. So a sequence waits for at most one prompt between two of its tokens. While the batch is empty rank 0
+sends a heartbeat about once a second: a follower without one knows that its leader is gone.
 
 A step whose tokens stay on the devices has a second header, once it is issued and before any rank waits for it: all
 follow it by the next step of the same batch, or read it first.
@@ -14,11 +14,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ringserve.views import RingRates
 from ringserve.workers.decode.batch import BatchState
+from ringserve.workers.decode.drafts import DraftCosts, TextDrafter
 from ringserve.workers.decode.mailbox import DecodeMailbox
 from ringserve.workers.decode.messages import (
     HEARTBEAT_SECONDS,
@@ -33,6 +34,7 @@ from ringserve.workers.decode.step import DecodePass, DoneStep
 from ringserve.workers.decode.variants import VariantChoice
 from ringserve.workers.progress import Progress
 from ringserve.workers.protocol.decode_commands import (
+    NO_TEXT,
     AdmitSequence,
     ComputePrompt,
     DecodeCommand,
@@ -59,11 +61,15 @@ class LoopWork:
 
 @dataclass(slots=True)
 class Generation:
-    """State of a running sequence that rank 0 alone has. `room[r]` tokens fit into rank r's table."""
+    """State of a running sequence that rank 0 alone has. `room[r]` tokens fit into rank r's table.
+
+    `drafter` has its text; None if steps check no drafts of it.
+    """
 
     sampling: SamplingParameters
     num_generated: int
     room: list[int]
+    drafter: TextDrafter | None = None
 
     def is_full(self, held: Sequence[int]) -> bool:
         """Return True if the next token has no slot on any rank."""
@@ -87,7 +93,9 @@ class FollowingLoop:
                 self._progress.alive(len(self._batch))
                 continue
             if header.kind is HeaderKind.STEP:
-                self._batch.advance(header.token_ids, header.change)
+                self._batch.advance(header.token_ids, header.change, header.accepted)
+            if header.drafts:
+                self._batch.draft(header.drafts)
             if header.change.prompt is not None:
                 self._work.prompts.run(header.change.prompt)
                 self._progress.stepped(len(self._batch))
@@ -116,7 +124,13 @@ class LeadingLoop:
         progress: Progress,
         choose_variant: VariantChoice,
         mailbox: DecodeMailbox,
+        *,
+        drafts: bool = False,
     ) -> None:
+        """With `drafts` steps check drafts of sequences whose text is known, where that is worth its time."""
+        self._drafts = drafts
+        self._costs = DraftCosts()
+        self._accepted: tuple[int, ...] = ()
         self._channel = channel
         self._work = work
         self._batch = work.batch
@@ -133,24 +147,44 @@ class LeadingLoop:
     def run(self) -> None:
         """Lead steps until the mailbox is closed. Raises Unavailable if the ring breaks."""
         while (header := self._next_header()).kind is not HeaderKind.STOP:
+            if header.kind is HeaderKind.STEP:
+                self._batch.advance(header.token_ids, header.change)
+                self._sampled = self._accepted = ()
+                header = self._drafted(header)
             self._channel.send(header)
             if header.kind is HeaderKind.PROBE:
                 self._mailbox.answer_rates(self._work.probe())
                 self._progress.alive(len(self._batch))
                 continue
-            if header.kind is HeaderKind.STEP:
-                self._batch.advance(header.token_ids, header.change)
-                self._sampled = ()
             if header.change.prompt is not None:
                 self._compute(header.change.prompt)
                 self._progress.stepped(len(self._batch))
             is_followed = partial(self._is_followed, header.variant)
+            began = time.perf_counter()
             for done in self._work.step.run(header.variant, is_followed) if len(self._batch) else ():
+                self._costs.note(len(self._batch), len(done.rows) - len(self._batch), time.perf_counter() - began)
                 self._commit(done)
                 self._progress.decoded(len(self._batch), header.variant)
+                began = time.perf_counter()
             if not len(self._batch):
                 self._progress.alive(running=0)
         self._channel.send(header)
+
+    def _drafted(self, header: Header) -> Header:
+        """Let the next step check drafts. Return the header that says so."""
+        if not self._drafts or not len(self._batch):
+            return header
+        least_share = self._costs.least_share(len(self._batch))
+        drafts = tuple(self._drafts_of(self._generations[row.sequence_id], least_share) for row in self._batch.rows)
+        self._batch.draft(drafts)
+        return replace(header, drafts=drafts) if any(drafts) else header
+
+    def _drafts_of(self, generation: Generation, least_share: float) -> tuple[int, ...]:
+        """Return drafts of a sequence, at most as many as its answer may still have behind the next token."""
+        if generation.drafter is None:
+            return ()
+        left = generation.sampling.max_tokens - generation.num_generated - 1
+        return generation.drafter.propose(min(generation.drafter.limit(least_share), left))
 
     def _next_header(self) -> Header:
         """Take commands and make the next header; wait for commands only while there is nothing to compute."""
@@ -163,7 +197,8 @@ class LeadingLoop:
         change = self._change(commands)
         if is_idle and not change:
             return Header(HeaderKind.IDLE)
-        return Header(HeaderKind.STEP, self._sampled, change, self._choose_variant(*self._load(change)))
+        variant = self._choose_variant(*self._load(change))
+        return Header(HeaderKind.STEP, self._sampled, change, variant, self._accepted)
 
     def _load(self, change: BatchChange) -> tuple[int, int]:
         """Return (sequences, stored tokens) of the next step, after `change`."""
@@ -180,9 +215,11 @@ class LeadingLoop:
         for command in commands:
             name = command.sequence_id
             if isinstance(command, AdmitSequence):
-                joining[name] = command
+                # The text stays here: the other ranks are told the drafts.
+                joining[name] = replace(command, text=NO_TEXT)
                 room = [self._batch.block_tokens * len(blocks) for blocks in command.blocks]
-                self._generations[name] = Generation(command.sampling, command.history.num_generated, room)
+                drafter = TextDrafter(command.text) if self._drafts and len(command.text) else None
+                self._generations[name] = Generation(command.sampling, command.history.num_generated, room, drafter)
             elif isinstance(command, ComputePrompt):
                 self._waiting.append(command)
             elif name not in self._generations:
@@ -288,11 +325,14 @@ class LeadingLoop:
         nothing writes to its blocks any more, and the token of that step is dropped.
         """
         events = []
+        self._settle(done)
         for row, drawn in zip(done.rows, done.sampled, strict=True):
             token_id = drawn.token_id
-            if (generation := self._generations.get(row.sequence_id)) is None:
+            if not drawn.is_reached or (generation := self._generations.get(row.sequence_id)) is None:
                 continue
             generation.num_generated += 1
+            if generation.drafter is not None and token_id is not None:
+                generation.drafter.push(token_id)
             reason = None if token_id is None else _finish_reason(token_id, generation)
             if reason is not None or token_id is None:
                 self._finished.append(row.sequence_id)
@@ -304,19 +344,38 @@ class LeadingLoop:
                     finish_reason=reason,
                     kv_tokens=row.kv_tokens,
                     owner=row.owner,
+                    is_draft=row.is_draft,
                     is_broken=token_id is None,
                     is_outside_grammar=drawn.is_outside_grammar,
                     logprobs=drawn.logprobs,
                 )
             )
-        # A row without a token leaves with the next header, so any number stands for its token.
-        self._sampled = tuple(drawn.token_id or 0 for drawn in done.sampled)
         if not done.is_last:
             self._ended += [event for event in events if event.has_left]
             self._mailbox.post([event for event in events if not event.has_left])
             return
         self._mailbox.post([*self._ended, *events])
         self._ended.clear()
+
+    def _settle(self, done: DoneStep) -> None:
+        """Note the newest token of each row, and take back the KV of drafts that are wrong."""
+        newest: dict[str, int] = {}
+        sampled = dict.fromkeys((row.sequence_id for row in done.rows), 0)
+        for row, drawn in zip(done.rows, done.sampled, strict=True):
+            if drawn.is_reached:
+                # A row without a token leaves with the next header, so any number stands for its token.
+                newest[row.sequence_id] = drawn.token_id or 0
+                sampled[row.sequence_id] += 1
+        self._sampled = tuple(newest.values())
+        if len(done.rows) == len(sampled):
+            return
+        self._accepted = tuple(count - 1 for count in sampled.values())
+        for checked, accepted in zip(self._batch.rows, self._accepted, strict=True):
+            drafter = self._generations[checked.sequence_id].drafter
+            if drafter is not None and checked.drafts:
+                drafter.checked(len(checked.drafts), accepted)
+                self._progress.checked(len(checked.drafts), accepted)
+        self._batch.settle(self._accepted)
 
 
 def _finish_reason(token_id: int, generation: Generation) -> FinishReason | None:

@@ -1,7 +1,9 @@
 """Messages between the ranks of a decode ring: headers and sampled tokens.
 
-A header is one int64[4 + max_batch] (kind, variant, payload bytes, number of tokens, tokens). A payload with
-the encoded change follows only if the batch changes. The fixed size lets followers wait without knowing what comes.
+A header is one int64[6 + w * max_batch]: kind, variant, bytes of the payload, three counts, and what they count: the
+tokens, how many drafts were accepted before each, and the drafts of each row of the next step, with their number. w is
+1, or 3 + max_drafts where a ring drafts. A payload with the encoded change follows only if the batch changes. The fixed
+size lets followers wait without knowing what comes.
 
 A sampled token is one 64-bit word. With log-probabilities these words follow: rank, log-probability, and (id,
 log-probability) of each top token.
@@ -13,6 +15,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import islice
 
 import numpy as np
 import torch
@@ -27,6 +30,7 @@ from ringserve.workers.protocol.decode_commands import (
 from ringserve.workers.protocol.encoding import Codec
 from ringserve.workers.sampling.parameters import (
     NO_TOKEN,
+    NOT_REACHED,
     OUTSIDE_GRAMMAR,
     Sampled,
     TokenLogprobs,
@@ -77,13 +81,16 @@ class HeaderKind(IntEnum):
 class Header:
     """Order for the next step. `token_ids` were sampled from the last step, in the order of its rows.
 
-    `change` turns that batch into the next, which `variant` serves.
+    `accepted` counts the drafts before each of them. `change` turns that batch into the next, which `variant` serves;
+    `drafts` are those of each of its rows. Both are empty if the ring drafts nothing.
     """
 
     kind: HeaderKind
     token_ids: tuple[int, ...] = ()
     change: BatchChange = UNCHANGED
     variant: str = GATHER
+    accepted: tuple[int, ...] = ()
+    drafts: tuple[tuple[int, ...], ...] = ()
 
 
 class HeaderChannel:
@@ -94,16 +101,19 @@ class HeaderChannel:
     Headers are tensors of the host, so that no rank waits for a GPU to know its next step.
     """
 
-    def __init__(self, hops: Sequence[RingTransport], max_batch: int) -> None:
+    def __init__(self, hops: Sequence[RingTransport], max_batch: int, max_drafts: int = 0) -> None:
         self._hops = [hop for hop in hops if hop.size > 1]
-        self._size = 4 + max_batch
+        self._size = 6 + max_batch * (3 + max_drafts if max_drafts else 1)
 
     def send(self, header: Header) -> None:
         """Send a header; for rank 0 only."""
         if not self._hops:
             return
         payload = CHANGES.encode(header.change) if header.change else b""
-        words = [header.kind, VARIANTS.index(header.variant), len(payload), len(header.token_ids), *header.token_ids]
+        words = [header.kind, VARIANTS.index(header.variant), len(payload), len(header.token_ids)]
+        words += [len(header.accepted), len(header.drafts), *header.token_ids, *header.accepted]
+        for drafts in header.drafts:
+            words += [len(drafts), *drafts]
         fixed = torch.tensor(words + [0] * (self._size - len(words)), dtype=torch.int64)
         self._pass(fixed)
         if payload:
@@ -113,13 +123,16 @@ class HeaderChannel:
         """Receive a header; for every other rank. Raises Unavailable if none comes within SILENCE_SECONDS."""
         fixed = torch.empty(self._size, dtype=torch.int64)
         self._pass(fixed, SILENCE_SECONDS)
-        kind, variant, payload_bytes, num_tokens, *words = fixed.tolist()
+        kind, variant, payload_bytes, *counts_and_words = fixed.tolist()
+        (num_tokens, num_accepted, num_drafted), words = counts_and_words[:3], iter(counts_and_words[3:])
+        token_ids, accepted = tuple(islice(words, num_tokens)), tuple(islice(words, num_accepted))
+        drafts = tuple(tuple(islice(words, next(words))) for _ in range(num_drafted))
         change = UNCHANGED
         if payload_bytes:
             payload = torch.empty(payload_bytes, dtype=torch.uint8)
             self._pass(payload, SILENCE_SECONDS)
             change = CHANGES.decode(payload.numpy().tobytes())
-        return Header(HeaderKind(kind), tuple(words[:num_tokens]), change, VARIANTS[variant])
+        return Header(HeaderKind(kind), token_ids, change, VARIANTS[variant], accepted, drafts)
 
     def _pass(self, tensor: torch.Tensor, timeout_seconds: float | None = None) -> None:
         for hop in self._hops:
@@ -150,7 +163,7 @@ def gather_sampled(
     return [read_words(words.tolist(), tops) for words, tops in zip(arrived, num_tops, strict=True)]
 
 
-WITHOUT_TOKEN = {-1: NO_TOKEN, -2: OUTSIDE_GRAMMAR}
+WITHOUT_TOKEN = {-1: NO_TOKEN, -2: OUTSIDE_GRAMMAR, -3: NOT_REACHED}
 """Word that fills a row without a token, and what it stands for."""
 
 
@@ -164,7 +177,8 @@ def write_words(sampled: Iterable[Sampled], num_tops: Iterable[int | None]) -> l
     words: list[int] = []
     for drawn, num_top in zip(sampled, num_tops, strict=True):
         if drawn.token_id is None:
-            words += [-2 if drawn.is_outside_grammar else -1] * num_words(num_top)
+            word = -3 if not drawn.is_reached else -2 if drawn.is_outside_grammar else -1
+            words += [word] * num_words(num_top)
             continue
         words.append(drawn.token_id)
         if (logprobs := drawn.logprobs) is not None:

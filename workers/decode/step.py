@@ -1,8 +1,10 @@
-"""Decode steps of a ring, as one rank runs them over the newest tokens of its batch.
+"""Decode steps of a ring, as one rank runs them over the newest tokens of its batch and the drafts behind them.
 
-`workers.decode.loop` calls it. A step exchanges nothing but attention and the sampled tokens.
+`workers.decode.loop` calls it. A step exchanges nothing but attention and the sampled tokens. Each token of a step is a
+row of its tensors: it sees its sequence up to itself.
 
-Shapes: B sequences (rows), R rows that this rank computes, H query heads, K KV heads, D head dimension.
+Shapes: B tokens of a step (rows), one a sequence if there are no drafts, R rows that this rank computes, H query heads,
+K KV heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ from ringserve.cp_core.attention.paged import PagedShards, takes_pages
 from ringserve.cp_core.attention.partial import AttentionBackend
 from ringserve.cp_core.cost.decode import HELIX
 from ringserve.cp_core.cost.model import PASS_Q
-from ringserve.cp_core.layout.step_plans import DecodePlan, KvRun, PassQRoute
-from ringserve.cp_core.ring.decode import ring_decode, sharded_decode
+from ringserve.cp_core.layout.step_plans import DecodePlan, PassQRoute
+from ringserve.cp_core.ring.decode import DraftedShards, Shards, ring_decode, sharded_decode
 from ringserve.cp_core.ring.helix import helix_decode
 from ringserve.cp_core.transport.interface import RingTransport
-from ringserve.workers.decode.batch import BatchState
+from ringserve.workers.decode.batch import BatchState, StepToken
 from ringserve.workers.decode.graphs import GraphRunner
 from ringserve.workers.decode.inputs import InputBuffers, StepInputs
 from ringserve.workers.decode.messages import LEADER, gather_sampled
@@ -35,14 +37,16 @@ from ringserve.workers.sampling.sampler import (
     are_greedy,
     choose_rows,
     prepare_masks,
+    reached,
+    sample_checked,
     sample_greedy_rows,
-    sample_rows,
 )
 
 # Why a device that works beside its host waited for it: the labels of a metric, beside the variants that wait.
 HOST_MESSAGES = "host_messages"
 TENSOR_PARALLEL = "tensor_parallel"
 SAMPLED_ON_HOST = "sampled_on_host"
+DRAFTS = "drafts"
 
 NO_BLOCKS: list[int] = []
 """Block table of a row of padding."""
@@ -50,11 +54,12 @@ NO_BLOCKS: list[int] = []
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """Row of a step: `kv_tokens` are stored once the step is done, the newest of them on rank `owner`."""
+    """Token of a step: with it `kv_tokens` of its sequence are stored, the newest of them on rank `owner`."""
 
     sequence_id: str
     kv_tokens: int
     owner: int
+    is_draft: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +109,12 @@ class DecodePass:
         runner: GraphRunner | None = None,
         *,
         is_asynchronous: bool | None = None,
+        drafts: bool = False,
     ) -> None:
         """`clock` measures the steps; `control` carries tensors of the host, `transport` itself if None.
 
         `runner` records steps and replays them; without one each is computed as it is. A device that `is_asynchronous`
-        returns from a launch before it has done it; by default GPUs do.
+        returns from a launch before it has done it; by default GPUs do. With `drafts` steps may check drafts of tokens.
         """
         self._model = model
         self._transport = transport
@@ -117,9 +123,12 @@ class DecodePass:
         self._cache = cache
         self._backend = backend
         self._batch = batch
+        self._drafts = drafts
         self._clock = clock or StepClock()
         self._columns = model.columns(cache.device)
         self._plan: DecodePlan
+        # Tokens of the step that has begun: those of each row of the batch side by side.
+        self._tokens: list[StepToken] = []
         # Route of a pass-Q step; None if every rank computes every row.
         self._route: PassQRoute | None = None
         # Indices of the stored rows among the computed ones; None if these are all, and no layer has to pick rows.
@@ -174,6 +183,8 @@ class DecodePass:
         """
         if not self._is_asynchronous:
             return ""
+        if self._drafts:
+            return DRAFTS
         if self._model.tensor.size > 1:
             return TENSOR_PARALLEL
         if self._transport.size > 1 and not self._transport.is_on_stream:
@@ -187,7 +198,10 @@ class DecodePass:
     def _issue(self, variant: str, before: IssuedStep | None = None) -> IssuedStep:
         """Issue a step; with `before`, its newest tokens are those of that step, which the device alone may have."""
         computed = self._begin(variant)
-        rows = tuple(StepRow(row.sequence_id, row.next_position, row.owner) for row in self._batch.rows)
+        rows = tuple(
+            StepRow(token.row.sequence_id, token.next_position, token.row.owner, token.number > 0)
+            for token in self._tokens
+        )
         if self.reason_to_wait(variant) is None:
             tokens = None if before is None else before.tokens
             assert not isinstance(tokens, list), "tokens of a step that is followed unread are on the device"
@@ -220,43 +234,44 @@ class DecodePass:
         return ChosenRows(words)
 
     def _begin(self, variant: str) -> Sequence[int]:
-        """Take slots for the newest tokens, plan the step, fill its inputs. Return the rows that this rank computes."""
-        appended, rows = self._batch.append(), self._batch.rows
+        """Take slots for the new tokens, plan the step, fill its inputs. Return the rows that this rank computes."""
+        appended = self._batch.append()
+        self._tokens = tokens = self._batch.tokens
         self._plan = self._batch.plan()
         is_routed = variant == PASS_Q and self._transport.size > 1
         self._route = PassQRoute(self._plan, self._transport.rank) if is_routed else None
-        computed = range(len(self._batch)) if self._route is None else self._route.own
+        computed = range(len(tokens)) if self._route is None else self._route.own
         if self._samples_alone or self._route is not None:
-            prepare_masks([rows[number] for number in computed])
+            prepare_masks([tokens[number] for number in computed if not tokens[number].number])
         self._num_padding = None
         if self._runner is not None and self._records_whole and self._route is None:
-            self._num_padding = self._runner.num_padding(len(rows))
+            self._num_padding = self._runner.num_padding(len(tokens))
         padding = self._num_padding or 0
         if self._follows_tables:
-            self._stored_tokens = (*(row.held[self._transport.rank] for row in rows), *[0] * padding)
+            self._stored_tokens = (*(held[self._transport.rank] for held in self._plan.held), *[0] * padding)
         else:
-            self._pieces = [self._cache.pieces(row.runs) for row in rows]
+            self._pieces = [self._cache.pieces(row.runs) for row in self._batch.rows]
         places = {row: place for place, row in enumerate(computed)}
-        stored, slots = [places[number] for number in appended.rows], appended.slots
+        stored, slots = [places[number] for number in appended.tokens], appended.slots
         if self._num_padding is not None:
             # All rows are written in every step; what another rank stores, or none, goes where no one reads it.
-            slots_of = dict(zip(appended.rows, appended.slots, strict=True))
-            stored, slots = [], [slots_of.get(row, self._cache.spare_slot) for row in range(len(rows) + padding)]
+            slots_of = dict(zip(appended.tokens, appended.slots, strict=True))
+            stored, slots = [], [slots_of.get(row, self._cache.spare_slot) for row in range(len(tokens) + padding)]
         self._inputs = inputs = self._buffers.fill(
-            [rows[number].token_id for number in computed] + [0] * padding,
-            [rows[number].position for number in computed] + [0] * padding,
+            [tokens[number].token_id for number in computed] + [0] * padding,
+            [tokens[number].position for number in computed] + [0] * padding,
             slots,
             stored,
-            [row.blocks for row in rows] + [NO_BLOCKS] * padding if self._follows_tables else (),
+            [token.row.blocks for token in tokens] + [NO_BLOCKS] * padding if self._follows_tables else (),
             self._stored_tokens,
-            max(max(row.room) for row in rows) // self._cache.block_tokens if self._follows_tables else 0,
+            max(max(row.room) for row in self._batch.rows) // self._cache.block_tokens if self._follows_tables else 0,
         )
-        writes_all = self._num_padding is not None or len(appended.rows) == len(computed)
+        writes_all = self._num_padding is not None or len(appended.tokens) == len(computed)
         self._stored = None if writes_all else inputs.stored
         return computed
 
     def _compute(self, computed: Sequence[int]) -> list[Sampled]:
-        """Compute the step that has begun. Return the token after each row in the first process, [] elsewhere."""
+        """Compute the step that has begun. Return what follows each token in the first process, [] elsewhere."""
         states = self._hidden_states(computed)
         if self._num_padding is not None and self._transport.size > 1:
             # Messages of a recording have no deadline but this one.
@@ -292,14 +307,21 @@ class DecodePass:
         plan = self._plan if self._num_padding is None else None
         return sharded_decode(q, shards, self._transport, self._backend, scale, plan)
 
-    def _shards(self, layer: int) -> PagedShards | list[list[KvRun]]:
+    def _shards(self, layer: int) -> Shards:
         if self._follows_tables:
             inputs = self._inputs
             return PagedShards(*self._cache.pages(layer), inputs.table, self._stored_tokens, inputs.lengths)
-        return [self._cache.gathered(layer, pieces) for pieces in self._pieces]
+        shards = [self._cache.gathered(layer, pieces) for pieces in self._pieces]
+        if len(self._tokens) == len(shards):
+            return shards
+        rank = self._transport.rank
+        return DraftedShards(
+            [runs for runs, row in zip(shards, self._batch.rows, strict=True) for _ in range(1 + len(row.drafts))],
+            [token.num_behind if token.row.owner == rank else 0 for token in self._tokens],
+        )
 
     def _hidden_states(self, computed: Sequence[int]) -> Tensor:
-        """Return [R, hidden_size] of the newest tokens of these rows."""
+        """Return [R, hidden_size] of the tokens of these rows."""
         if not computed:
             return self._model.attend_without_tokens(self)
         inputs = self._inputs
@@ -310,27 +332,26 @@ class DecodePass:
         return self._runner.run_step(inputs, self)[: len(computed)]
 
     def _sample(self, computed: Sequence[int], states: Tensor) -> list[Sampled]:
-        """Sample the token after each of these rows from states[R, hidden_size]; [] where another process samples."""
+        """Sample what follows each of these tokens from states[R, hidden_size]; [] where another process samples."""
         if not computed:
             return []
         logits = self._model.logits(states)
         if not self._model.samples:
             return []
-        return sample_rows([self._batch.rows[number] for number in computed], logits)
+        return sample_checked([self._tokens[number] for number in computed], logits)
 
     def _sample_together(self, states: Tensor) -> list[Sampled]:
         """Sample the token after every row on the first rank, from logits of which each rank has a share."""
-        rows = self._batch.rows
-        if are_greedy(rows):
+        if are_greedy(self._batch.rows):
             largest, tokens = self._model.largest_logits(states)
-            return sample_greedy_rows(largest, tokens) if self._model.samples else []
+            return reached(self._tokens, sample_greedy_rows(largest, tokens)) if self._model.samples else []
         logits = self._model.logits(states)
-        return sample_rows(rows, logits) if self._model.samples else []
+        return sample_checked(self._tokens, logits) if self._model.samples else []
 
     def _gather_in_order(self, sampled: Sequence[Sampled]) -> list[Sampled]:
         """Gather all ranks' tokens on the first rank, in the batch's order; [] elsewhere."""
         rows_of = [self._plan.rows_of(rank) for rank in range(self._transport.size)]
-        tops_of = [[self._batch.rows[row].sampler.sampling.logprobs for row in rows] for rows in rows_of]
+        tops_of = [[self._tokens[row].sampler.sampling.logprobs for row in rows] for rows in rows_of]
         arrived = gather_sampled(sampled, tops_of, self._control)
         if not arrived:
             return []
@@ -339,4 +360,4 @@ class DecodePass:
             for rows, drawn_there in zip(rows_of, arrived, strict=True)
             for row, drawn in zip(rows, drawn_there, strict=True)
         }
-        return [by_row[row] for row in range(len(self._batch))]
+        return [by_row[row] for row in range(len(self._tokens))]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+
+import numpy as np
 
 from ringserve.workers.protocol.prefill_steps import TokenIds
 from ringserve.workers.sampling.parameters import NO_HISTORY, SamplingParameters, TokenHistory, TokenLogprobs
 
+NO_TEXT: TokenIds = np.empty(0, dtype=np.int64)
 ONE_TOKEN = TokenHistory(num_generated=1)
 """History of a turn that has only the prefill ring's token and no parameter that reads history."""
 
@@ -26,7 +29,8 @@ class AdmitSequence:
 
     `token_id` at `position` is the newest token. Its KV is not computed yet. Rank r stores `held[r]` tokens in the
     blocks of its table `blocks[r]`. A sequence without a slot for its next token leaves as starved.
-    `history.num_generated` counts the answer's tokens, including the prefill ring's first token.
+    `history.num_generated` counts the answer's tokens, including the prefill ring's first token. Drafts of next tokens
+    come from `text`, all tokens up to the newest; without it the sequence has none.
     """
 
     sequence_id: str
@@ -36,6 +40,7 @@ class AdmitSequence:
     blocks: tuple[tuple[int, ...], ...]
     sampling: SamplingParameters
     history: TokenHistory = ONE_TOKEN
+    text: TokenIds = field(default_factory=lambda: NO_TEXT, compare=False, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,9 +84,10 @@ DecodeCommand = AdmitSequence | RemoveSequence | GrowSequence | ComputePrompt
 class DecodeEvent:
     """One token of a sequence, its end, or both. `kv_tokens` positions have stored KV after this step.
 
-    `owner` is the rank that stores the KV that a batch step added; None in all other events. `is_starved`: the sequence
-    left because its block tables are full, and may join again. `is_broken`: it left without a token because its logits
-    are not finite, or because its grammar allowed none (`is_outside_grammar`). `prompt_seconds`: the token is the first
+    `owner` is the rank that stores the KV that a batch step added; None in all other events. `is_draft`: the
+    token follows a draft that was right, so it cost no step. `is_starved`: the sequence left because its block tables
+    are full, and may join again. `is_broken`: it left without a token because its logits are not finite, or because its
+    grammar allowed none (`is_outside_grammar`). `prompt_seconds`: the token is the first
     after a prompt, whose step took this time.
     """
 
@@ -90,6 +96,7 @@ class DecodeEvent:
     finish_reason: FinishReason | None
     kv_tokens: int
     owner: int | None = None
+    is_draft: bool = False
     is_starved: bool = False
     is_broken: bool = False
     is_outside_grammar: bool = False

@@ -32,7 +32,8 @@ class RankSettings:
     the kernels of CPUs, once the ring is measured, `packs_head` those of the head as well, as decode steps gain by. On
     "cuda" a process has `gpus_per_rank` of a GPU: with less than 1, several share it. `kv_carrier` moves KV to other
     rings: `sockets`, `nixl` by slots of `kv_slot_bytes`, or `auto`, which is NIXL on "cuda" where it is installed,
-    and sockets to ranks that it does not reach. `compile` is one of COMPILE_POLICIES, `quantization` one of
+    and sockets to ranks that it does not reach. With `drafts` decode steps
+    check guesses of the next tokens. `compile` is one of COMPILE_POLICIES, `quantization` one of
     QUANTIZATIONS. If `fingerprint` is given, a rank refuses to load a model with another one. Two are for comparisons,
     and such ranks hand over no KV: `replicates_kv` allows more processes than KV heads, and with `scatters_rows` each
     process has its share of the rows between attention and MLP.
@@ -55,6 +56,7 @@ class RankSettings:
     listen_host: str = "127.0.0.1"
     tls: PeerTls | None = None
     max_batch: int = 32
+    drafts: bool = False
     decode_variant: str = "auto"
     packs_weights: bool = False
     packs_head: bool = False
@@ -220,6 +222,7 @@ class RankStatus:
     ranks that NIXL was to serve and does not reach.
     `gpu` is None on a CPU. `eager_steps` are decode steps that replayed no recorded one, by reason, where the model is
     to be compiled. `waited_steps` are those of a GPU whose tokens were read before the next was issued, by reason.
+    `checked_drafts` and `accepted_drafts` count drafts by their place behind the newest token; the first rank has them.
     """
 
     steps: int
@@ -240,3 +243,5 @@ class RankStatus:
     gpu: GpuMemory | None = None
     eager_steps: tuple[tuple[str, int], ...] = ()
     waited_steps: tuple[tuple[str, int], ...] = ()
+    checked_drafts: tuple[int, ...] = ()
+    accepted_drafts: tuple[int, ...] = ()

@@ -22,6 +22,7 @@ from ringserve.cp_core.errors import Unavailable
 from ringserve.cp_core.transport.interface import RingTransport
 from ringserve.views import RingRates
 from ringserve.workers.decode.batch import BatchState
+from ringserve.workers.decode.drafts import MAX_DRAFTS
 from ringserve.workers.decode.graphs import GraphRunner
 from ringserve.workers.decode.loop import FollowingLoop, LeadingLoop, LoopWork
 from ringserve.workers.decode.messages import LEADER, HeaderChannel
@@ -268,13 +269,19 @@ class RankWorker:
             if parts.compilation is not None:
                 recorder, agrees = parts.compilation.recorder, partial(is_true_everywhere, transports=[control])
                 self._runner = GraphRunner(parts.model, recorder, parts.cache.device, ring.stats, agrees)
-            step = DecodePass(parts.model, ring, parts.cache, parts.backend, batch, self._clock, control, self._runner)
+            drafts = spec.settings.drafts
+            step = DecodePass(
+                parts.model, ring, parts.cache, parts.backend, batch, self._clock, control, self._runner, drafts=drafts
+            )
             prompts = DecodePrompts(parts.model, ring, parts.cache, parts.backend, self._clock, control)
-            channel = HeaderChannel(self._rings.header_hops, spec.settings.max_batch)
+            channel = HeaderChannel(self._rings.header_hops, spec.settings.max_batch, MAX_DRAFTS if drafts else 0)
             work = LoopWork(batch, step, prompts, partial(self._probe, ring))
             try:
                 if spec.rank == LEADER:
-                    LeadingLoop(channel, work, self._progress, parts.choose_variant, parts.mailbox).run()
+                    lead = LeadingLoop(
+                        channel, work, self._progress, parts.choose_variant, parts.mailbox, drafts=drafts
+                    )
+                    lead.run()
                 else:
                     FollowingLoop(channel, work, self._progress).run()
             except Exception as error:
@@ -360,6 +367,8 @@ class RankWorker:
             gpu=gpu_memory(self._started.cache.device) if self._started else None,
             eager_steps=tuple(sorted(self._runner.eager_steps.items())) if self._runner else (),
             waited_steps=tuple(sorted(self._progress.waited_steps.items())),
+            checked_drafts=tuple(self._progress.checked_drafts),
+            accepted_drafts=tuple(self._progress.accepted_drafts),
         )
 
     def stop(self) -> None:

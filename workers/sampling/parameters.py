@@ -107,14 +107,18 @@ class Sampled:
     """Sampled token, with `logprobs` if requested.
 
     The token is None if the row's logits are not finite, or, with `is_outside_grammar`, if the grammar allows no token.
+    Unless it `is_reached`, it would follow a draft that is wrong: it does not count.
     """
 
     token_id: int | None
     logprobs: TokenLogprobs | None = None
     is_outside_grammar: bool = False
+    is_reached: bool = True
 
 
 NO_TOKEN = Sampled(None)
 """Outcome of a row with non-finite logits."""
 OUTSIDE_GRAMMAR = Sampled(None, is_outside_grammar=True)
 """Outcome of a row whose grammar became too complex, or allows no token of the vocabulary."""
+NOT_REACHED = Sampled(None, is_reached=False)
+"""Outcome of a row behind a draft that is wrong."""

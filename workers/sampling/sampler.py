@@ -39,6 +39,7 @@ from ringserve.workers.sampling.on_device import ChosenRows, choose, words_of
 from ringserve.workers.sampling.parameters import (
     NO_HISTORY,
     NO_TOKEN,
+    NOT_REACHED,
     OUTSIDE_GRAMMAR,
     Sampled,
     SamplingParameters,
@@ -60,6 +61,15 @@ class SampledRow(Protocol):
     def sampler(self) -> RowSampler: ...
     @property
     def next_position(self) -> int: ...
+
+
+class CheckedToken(SampledRow, Protocol):
+    """Token of a step with drafts: the newest of a row, `number` 0, or a draft of it."""
+
+    @property
+    def token_id(self) -> int: ...
+    @property
+    def number(self) -> int: ...
 
 
 def sample_rows(rows: Sequence[SampledRow], logits: Tensor) -> list[Sampled]:
@@ -89,6 +99,42 @@ def sample_rows(rows: Sequence[SampledRow], logits: Tensor) -> list[Sampled]:
         OUTSIDE_GRAMMAR if token is None else Sampled(token, _wanted(row, each, token))
         for row, token, each in zip(rows, tokens, logits, strict=True)
     ]
+
+
+def sample_checked(tokens: Sequence[CheckedToken], logits: Tensor) -> list[Sampled]:
+    """Sample what follows each token of a step from logits[B, V]. A row's drafts stand behind its newest token.
+
+    A draft counts as long as it is what was sampled after the token before it; what follows a wrong one is NOT_REACHED.
+    So the tokens are those of steps without drafts. Samplers that look at the answer have each right draft pushed.
+    """
+    if not any(token.number for token in tokens):
+        return sample_rows(tokens, logits)
+    looking = {id(token.sampler) for token in tokens if token.number and token.sampler.sampling.changes_logits}
+    at_once = [place for place, token in enumerate(tokens) if id(token.sampler) not in looking]
+    sampled = [NOT_REACHED] * len(tokens)
+    drawn = sample_rows([tokens[place] for place in at_once], logits[at_once])
+    for place, each in zip(at_once, drawn, strict=True):
+        sampled[place] = each
+    for place, token in enumerate(tokens):
+        if id(token.sampler) in looking and (not token.number or _is_right(token, sampled[place - 1])):
+            if token.number:
+                token.sampler.push_ahead(token.token_id)
+                prepare_masks([token])
+            (sampled[place],) = sample_rows([token], logits[place : place + 1])
+    return reached(tokens, sampled)
+
+
+def reached(tokens: Sequence[CheckedToken], sampled: list[Sampled]) -> list[Sampled]:
+    """Return `sampled` with NOT_REACHED for all that follows a wrong draft."""
+    for place, token in enumerate(tokens):
+        if token.number and not _is_right(token, sampled[place - 1]):
+            sampled[place] = NOT_REACHED
+    return sampled
+
+
+def _is_right(draft: CheckedToken, before: Sampled) -> bool:
+    """Return True if the draft is what was sampled after the token before it, and does not end the answer."""
+    return before.token_id == draft.token_id and draft.token_id not in draft.sampler.sampling.stop_token_ids
 
 
 def prepare_masks(rows: Sequence[SampledRow]) -> None:
@@ -241,16 +287,26 @@ class RowSampler:
         self.is_drawn = sampling.temperature > 0.0
         self._unseen_prompt = history.prompt_ids
         self._uncounted = list(history.answer_ids)
+        self._num_ahead = 0
         self._in_prompt: npt.NDArray[np.bool_] | None = None  # [V]
         self._counts: npt.NDArray[np.int64] | None = None  # [V]
 
     def push(self, token_id: int) -> None:
-        """Append a token to the answer."""
+        """Append a token to the answer, unless `push_ahead` has."""
+        if self._num_ahead:
+            self._num_ahead -= 1
+            return
         self.num_generated += 1
         if self.sampling.looks_at_answer:
             self._uncounted.append(token_id)
         if self.grammar is not None:
             self.grammar.push(token_id)
+
+    def push_ahead(self, token_id: int) -> None:
+        """Append a token that `push` will bring again."""
+        num_ahead, self._num_ahead = self._num_ahead, 0
+        self.push(token_id)
+        self._num_ahead = num_ahead + 1
 
     def process(self, logits: Logits) -> Logits:
         """Apply bias, penalties and masks. Return a new [V], or `logits` itself if nothing changes.

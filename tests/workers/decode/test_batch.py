@@ -76,8 +76,8 @@ def test_the_owners_of_a_step_are_spread_over_ranks_as_its_plan_says() -> None:
     for step in range(8):
         stored = [batch.append() for batch in batches]
         plans = [batch.plan() for batch in batches]
-        assert [len(each.rows) for each in stored] == [2] * 4
+        assert [len(each.tokens) for each in stored] == [2] * 4
         assert all(plan == plans[0] for plan in plans)
-        assert [plans[0].rows_of(rank) for rank in range(4)] == [each.rows for each in stored]
+        assert [plans[0].rows_of(rank) for rank in range(4)] == [each.tokens for each in stored]
         for batch in batches:
             batch.advance([step] * 8, BatchChange())

@@ -1,0 +1,117 @@
+"""Drafts of next tokens from a sequence's own text, and how many of them a step checks.
+
+A decode step reads all weights once, whatever the number of tokens that it computes. So a step may compute the newest
+token and guesses of those that follow: where a guess is the token that would have been sampled, the step has two tokens
+for one. A guess is what followed the text's last tokens when they occurred before (prompt lookup, as in
+github.com/apoorvumang/prompt-lookup-decoding): answers about a document, edits of code and summaries repeat their
+prompt. Tokens are exact, since every one is sampled from the model's logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+import numpy as np
+import numpy.typing as npt
+
+from ringserve.workers.protocol.prefill_steps import TokenIds
+
+MAX_DRAFTS = 8
+"""Most drafts of a sequence that one step checks."""
+LEAST_MATCH = 2
+"""Newest tokens that must have occurred before."""
+LONGEST_MATCH = 12
+SEARCHED_TOKENS = 1 << 18
+"""Newest tokens of a text that are searched: comparing as many takes 0.1 ms."""
+
+# Share of drafts that are right, before a sequence has any; of how many drafts the share remembers half.
+FIRST_SHARE, MEMORY = 0.7, 0.8
+# Steps without a draft after which a sequence whose drafts were wrong has one more checked.
+PROBE_STEPS = 24
+# Time of one more token in a step over that of a step, before it is measured; weight of a new measurement.
+FIRST_COST, NEW_WEIGHT = 0.08, 0.2
+
+
+class TextDrafter:
+    """Text of one sequence, the share of its drafts that were right lately, and its next drafts."""
+
+    def __init__(self, text: TokenIds) -> None:
+        """Begin with all tokens up to the newest."""
+        kept = text[-SEARCHED_TOKENS:]
+        self._tokens: npt.NDArray[np.int32] = np.empty(2 * len(kept) + 64, np.int32)
+        self._tokens[: len(kept)] = kept
+        self._length = len(kept)
+        self._share = FIRST_SHARE
+        self._steps_without = 0
+
+    def push(self, token_id: int) -> None:
+        """Append a token."""
+        if self._length == len(self._tokens):
+            self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens)])
+        self._tokens[self._length] = token_id
+        self._length += 1
+
+    def checked(self, num_drafts: int, num_accepted: int) -> None:
+        """Note that a step accepted so many of its drafts. The first wrong draft says nothing of those behind it."""
+        for is_right in [True] * num_accepted + [False] * (num_accepted < num_drafts):
+            self._share = MEMORY * self._share + (1.0 - MEMORY) * is_right
+
+    def limit(self, least_share: float) -> int:
+        """Return how many drafts are worth their time: as many as are all right with a chance of `least_share`."""
+        chance, count = self._share, 0
+        while count < MAX_DRAFTS and chance >= least_share:
+            chance *= self._share
+            count += 1
+        self._steps_without = 0 if count else self._steps_without + 1
+        return count or int(self._steps_without % PROBE_STEPS == 0)
+
+    def propose(self, limit: int) -> tuple[int, ...]:
+        """Return at most `limit` tokens that followed the latest occurrence of the most of the newest tokens."""
+        tokens = self._tokens[: self._length]
+        if limit < 1 or len(tokens) <= LEAST_MATCH:
+            return ()
+        # Places behind an earlier occurrence of the newest token, the next-to-newest before it, and so on.
+        places = np.flatnonzero(tokens[:-1] == tokens[-1]) + 1
+        for length in range(2, min(LONGEST_MATCH, len(tokens) - 1) + 1):
+            longer = places[places >= length]
+            longer = longer[tokens[longer - length] == tokens[-length]]
+            if not len(longer):
+                return () if length <= LEAST_MATCH else self._behind(places[-1], limit)
+            places = longer
+        return self._behind(places[-1], limit)
+
+    def _behind(self, place: np.intp, limit: int) -> tuple[int, ...]:
+        return tuple(self._tokens[place : min(place + limit, self._length)].tolist())
+
+
+class DraftCosts:
+    """Measured times of decode steps: what a draft costs beside a step without any, by the size of the batch."""
+
+    def __init__(self) -> None:
+        self._plain: dict[int, float] = {}
+        self._costs: dict[int, float] = defaultdict(lambda: FIRST_COST)
+
+    def note(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
+        """Note the time of a step."""
+        plain = self._plain.get(num_sequences)
+        if not num_drafts:
+            self._plain[num_sequences] = seconds if plain is None else _mean(plain, seconds)
+        elif plain is not None:
+            cost = max(0.0, seconds / plain - 1.0) / num_drafts
+            self._costs[num_sequences] = _mean(self._costs[num_sequences], cost)
+
+    def least_share(self, num_sequences: int) -> float:
+        """Return the chance from which a draft is worth its time.
+
+        A step of B sequences has B tokens, so a draft that takes the share c of its time must have more than c * B. A
+        batch of a size without a measurement drafts nothing.
+        """
+        if num_sequences not in self._plain:
+            return math.inf
+        return self._costs[num_sequences] * num_sequences
+
+
+def _mean(known: float, new: float) -> float:
+    """Return the running mean. A step that had to wait is no measure of its own work: slower ones count less."""
+    return known + (NEW_WEIGHT if new <= known else NEW_WEIGHT / 2) * (new - known)
