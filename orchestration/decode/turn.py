@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+import numpy as np
+
 from ringserve.cp_core.errors import InvalidRequest, RingserveError
 from ringserve.cp_core.layout.shards import ShardMap, appended
 from ringserve.orchestration.protocol.kv import SentKv
@@ -26,7 +28,8 @@ from ringserve.orchestration.protocol.turns import (
     just_ended,
 )
 from ringserve.orchestration.ring.kv_pool import KvPool, SequenceKv
-from ringserve.workers.protocol.decode_commands import AdmitSequence, FinishReason
+from ringserve.workers.protocol.decode_commands import DRAFT_TEXT_TOKENS, AdmitSequence, FinishReason
+from ringserve.workers.protocol.prefill_steps import TokenIds
 from ringserve.workers.protocol.transfers import TransferKey
 from ringserve.workers.sampling.parameters import TokenHistory, TokenLogprobs
 
@@ -318,7 +321,16 @@ class DecodeTurn:
             blocks=tuple(self.sequence.table(rank) for rank in range(shards.num_ranks)),
             sampling=self.request.sampling,
             history=TokenHistory.of(self.request.sampling, self.request.penalized_ids, tokens),
+            text=self._text(),
         )
+
+    def _text(self) -> TokenIds:
+        """Return the newest tokens of prompt and answer; none if the request brought no text."""
+        known = self.request.draft_text
+        if not len(known):
+            return known
+        num_answered = self.request.num_tokens - self.prompt_tokens
+        return np.concatenate([known[: len(known) - num_answered], self.answer.tokens])[-DRAFT_TEXT_TOKENS:]
 
     def note_decoded(self) -> ShardMap:
         """Enter the KV of decoded tokens into the sequence's shards; return the shards of all its KV."""

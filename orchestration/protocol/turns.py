@@ -11,7 +11,7 @@ from ringserve.cp_core.layout.shards import ShardMap
 from ringserve.cp_core.layout.sparsity import Sparsity
 from ringserve.orchestration.protocol.plans import Bound, PlannedChunk, PromptMode, TurnPlan
 from ringserve.views import RingRates
-from ringserve.workers.protocol.decode_commands import FinishReason
+from ringserve.workers.protocol.decode_commands import NO_TEXT, FinishReason
 from ringserve.workers.protocol.prefill_steps import Algorithm, TokenIds
 from ringserve.workers.sampling.parameters import SamplingParameters, TokenLogprobs
 
@@ -113,7 +113,8 @@ class Reserve:
     """Request to pin a turn's KV. `request_id` is for logs, `trace_parent` for traces.
 
     Only the decode ring uses `sampling` and the fields from `source_incarnation` to `is_direct`, and `answer`.
-    `penalized_ids` are the prompt's distinct tokens where a penalty looks at them. `is_direct`: the decode ring
+    `penalized_ids` are the prompt's distinct tokens where a penalty looks at them. `draft_text` has the newest of the
+    `num_tokens`, from which next tokens may be drafted. `is_direct`: the decode ring
     computes what it does not retain, so no KV comes. `shares`: the sequence is new and begins with KV of that one,
     whose blocks it shares. `is_spare`: once retained, its KV is evicted before that of others, as a ring of the other
     role retains it too. The answer goes on after the tokens of `answer`, whose KV but that of the newest is among
@@ -130,6 +131,7 @@ class Reserve:
     source_incarnation: str
     sampling: SamplingParameters
     penalized_ids: tuple[int, ...] = ()
+    draft_text: TokenIds = field(default_factory=lambda: NO_TEXT, compare=False, repr=False)
     priority: int = 0
     request_id: str = ""
     trace_parent: str = ""

@@ -33,6 +33,7 @@ from ringserve.orchestration.protocol.views import MoveReason
 from ringserve.orchestration.router.registry import TurnRegistry
 from ringserve.orchestration.router.turn import RunningTurn, TurnState, note_computed
 from ringserve.orchestration.tasks import TaskSet, begin_joined
+from ringserve.workers.protocol.decode_commands import DRAFT_TEXT_TOKENS
 from ringserve.workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm, TokenIds
 
 log = logging.getLogger(__name__)
@@ -426,6 +427,7 @@ def _reserve_request(turn: RunningTurn) -> Reserve:
         is_direct=prefill is None,
         sampling=sampling,
         penalized_ids=tuple(np.unique(turn.admitted.prompt).tolist()) if sampling.looks_at_prompt else (),
+        draft_text=turn.token_ids[-DRAFT_TEXT_TOKENS:],
         priority=turn.request.priority,
         request_id=turn.request.request_id,
         trace_parent=turn.request.trace_parent,

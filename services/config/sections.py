@@ -239,6 +239,12 @@ class DecodeConfig:
         "weights behind attention (helix, with tp 1); auto takes the one predicted fastest.",
         examples=["gather"],
     )
+    drafts: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="Next tokens are drafted from a sequence's own text, where that pays, and checked by the step of "
+        "the token before them, so that one step may give several; auto does so on CPUs. Tokens are the same.",
+        examples=["off"],
+    )
     headroom_tokens: Whole = Field(
         default=128,
         ge=1,

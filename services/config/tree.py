@@ -86,6 +86,11 @@ class Config:
         return tuple(pools)
 
     @property
+    def drafts(self) -> bool:
+        """True if decode rings draft next tokens. Steps of a GPU are issued ahead instead, before tokens are read."""
+        return self.decode.drafts == "on" or (self.decode.drafts == "auto" and self.model.device == "cpu")
+
+    @property
     def kv_carrier(self) -> str:
         """Carrier of KV between rings: `auto` is sockets if KV has to be encrypted, which NIXL cannot."""
         carrier, internal = self.kv_transfer.carrier, self.internal_tls

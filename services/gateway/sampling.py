@@ -69,6 +69,7 @@ def read_sampling(params: inference_pb2.SamplingParams, model: ModelInfo) -> Sam
         if params.HasField("prompt_logprobs")
         else None,
         ends_by_text=bool(params.stop),
+        max_drafts=params.max_draft_tokens if params.HasField("max_draft_tokens") else None,
     )
 
 

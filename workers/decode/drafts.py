@@ -15,6 +15,7 @@ from collections import defaultdict
 import numpy as np
 import numpy.typing as npt
 
+from ringserve.workers.protocol.decode_commands import DRAFT_TEXT_TOKENS
 from ringserve.workers.protocol.prefill_steps import TokenIds
 
 MAX_DRAFTS = 8
@@ -22,8 +23,6 @@ MAX_DRAFTS = 8
 LEAST_MATCH = 2
 """Newest tokens that must have occurred before."""
 LONGEST_MATCH = 12
-SEARCHED_TOKENS = 1 << 18
-"""Newest tokens of a text that are searched: comparing as many takes 0.1 ms."""
 
 # Share of drafts that are right, before a sequence has any; of how many drafts the share remembers half.
 FIRST_SHARE, MEMORY = 0.7, 0.8
@@ -38,7 +37,7 @@ class TextDrafter:
 
     def __init__(self, text: TokenIds) -> None:
         """Begin with all tokens up to the newest."""
-        kept = text[-SEARCHED_TOKENS:]
+        kept = text[-DRAFT_TEXT_TOKENS:]
         self._tokens: npt.NDArray[np.int32] = np.empty(2 * len(kept) + 64, np.int32)
         self._tokens[: len(kept)] = kept
         self._length = len(kept)

@@ -183,8 +183,10 @@ class LeadingLoop:
         """Return drafts of a sequence, at most as many as its answer may still have behind the next token."""
         if generation.drafter is None:
             return ()
-        left = generation.sampling.max_tokens - generation.num_generated - 1
-        return generation.drafter.propose(min(generation.drafter.limit(least_share), left))
+        sampling = generation.sampling
+        left = sampling.max_tokens - generation.num_generated - 1
+        most = left if sampling.max_drafts is None else min(left, sampling.max_drafts)
+        return generation.drafter.propose(min(generation.drafter.limit(least_share), most))
 
     def _next_header(self) -> Header:
         """Take commands and make the next header; wait for commands only while there is nothing to compute."""

@@ -23,6 +23,7 @@ class SamplingParameters:
     filter. `workers.sampling.sampler` has the formulas and their order. `logprobs` and `prompt_logprobs` are the number
     of top tokens reported besides the chosen token; None means no log-probabilities. With `ends_by_text`, the reader of
     the tokens decides where the answer ends. `grammar` is an llguidance grammar for the answer; empty means none.
+    A step checks at most `max_drafts` drafts of next tokens; None means as many as pay. They change no token.
 
     Example: `SamplingParameters(temperature=0.7, seed=1)` draws the same tokens on any ring.
     """
@@ -43,6 +44,7 @@ class SamplingParameters:
     prompt_logprobs: int | None = None
     ends_by_text: bool = False
     grammar: str = ""
+    max_drafts: int | None = None
 
     @property
     def looks_at_prompt(self) -> bool:

@@ -94,6 +94,7 @@ class Sampling:
     regex: str | None = None
     grammar: str | None = None
     choice: Sequence[str] | None = None
+    max_draft_tokens: int | None = None
 
     def to_message(self) -> inference_pb2.SamplingParams:
         """Return the contract's message. Raises InvalidRequest for a value that the contract's types cannot carry."""

@@ -40,6 +40,7 @@ class ReserveRequest(_message.Message):
     IS_SPARE_FIELD_NUMBER: _builtins.int
     ANSWER_FIELD_NUMBER: _builtins.int
     WAITED_SECONDS_FIELD_NUMBER: _builtins.int
+    DRAFT_TEXT_FIELD_NUMBER: _builtins.int
     turn_id: _builtins.str
     attempt: _builtins.int
     kv_id: _builtins.str
@@ -68,6 +69,8 @@ class ReserveRequest(_message.Message):
     """Decode only: tokens of the answer so far, after which it goes on; `num_tokens` count all of them but the newest."""
     waited_seconds: _builtins.float
     """Prefill only: seconds since the router took the turn. One that lost a ring is as old among turns as it was there."""
+    draft_text: _builtins.bytes
+    """Decode only: the newest of the `num_tokens` tokens, from which next tokens may be drafted."""
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
     def __init__(
@@ -90,10 +93,11 @@ class ReserveRequest(_message.Message):
         is_spare: _builtins.bool = ...,
         answer: _builtins.bytes = ...,
         waited_seconds: _builtins.float = ...,
+        draft_text: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "attempt", b"attempt", "deadline_seconds", b"deadline_seconds", "is_direct", b"is_direct", "is_spare", b"is_spare", "kv_id", b"kv_id", "match_tokens", b"match_tokens", "num_tokens", b"num_tokens", "penalized_ids", b"penalized_ids", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "shares", b"shares", "source_incarnation", b"source_incarnation", "trace_parent", b"trace_parent", "turn_id", b"turn_id", "waited_seconds", b"waited_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "attempt", b"attempt", "deadline_seconds", b"deadline_seconds", "draft_text", b"draft_text", "is_direct", b"is_direct", "is_spare", b"is_spare", "kv_id", b"kv_id", "match_tokens", b"match_tokens", "num_tokens", b"num_tokens", "penalized_ids", b"penalized_ids", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "shares", b"shares", "source_incarnation", b"source_incarnation", "trace_parent", b"trace_parent", "turn_id", b"turn_id", "waited_seconds", b"waited_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -119,6 +123,7 @@ class Sampling(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     ENDS_BY_TEXT_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
+    MAX_DRAFTS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     seed: _builtins.int
     max_tokens: _builtins.int
@@ -135,6 +140,8 @@ class Sampling(_message.Message):
     """The reader of the tokens says where the answer ends, by FinishTurn."""
     grammar: _builtins.str
     """Grammar of llguidance's that holds the answer; empty: none."""
+    max_drafts: _builtins.int
+    """Drafts of next tokens that a step checks at most; unset: as many as are predicted to pay."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -158,17 +165,22 @@ class Sampling(_message.Message):
         prompt_logprobs: _builtins.int | None = ...,
         ends_by_text: _builtins.bool = ...,
         grammar: _builtins.str = ...,
+        max_drafts: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_drafts", b"_max_drafts", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "max_drafts", b"max_drafts", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "ends_by_text", b"ends_by_text", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_drafts", b"_max_drafts", "_prompt_logprobs", b"_prompt_logprobs", "ends_by_text", b"ends_by_text", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_drafts", b"max_drafts", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__max_drafts: _TypeAlias = _typing.Literal["max_drafts"]  # noqa: Y015
+    _WhichOneofArgType__max_drafts: _TypeAlias = _typing.Literal["_max_drafts", b"_max_drafts"]  # noqa: Y015
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_drafts) -> _WhichOneofReturnType__max_drafts | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 

@@ -401,6 +401,7 @@ class SamplingFields(Fields):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: Whole | None = None
+    max_draft_tokens: Whole | None = None
     skip_special_tokens: bool | None = None
 
 

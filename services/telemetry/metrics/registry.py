@@ -92,6 +92,10 @@ RING_NAMES = {
     "ringserve_kv_cache_usage_perc": ("vllm:kv_cache_usage_perc",),
     "ringserve_num_preemptions": ("vllm:num_preemptions",),
     "ringserve_cache_config_info": ("vllm:cache_config_info",),
+    "ringserve_spec_decode_num_drafts": ("vllm:spec_decode_num_drafts",),
+    "ringserve_spec_decode_num_draft_tokens": ("vllm:spec_decode_num_draft_tokens",),
+    "ringserve_spec_decode_num_accepted_tokens": ("vllm:spec_decode_num_accepted_tokens",),
+    "ringserve_spec_decode_num_accepted_tokens_per_pos": ("vllm:spec_decode_num_accepted_tokens_per_pos",),
 }
 
 

@@ -200,6 +200,35 @@ class RingCollector(Collector):
             (*RANK, "reason"),
             waited,
         )
+        drafted = [(rank, each.checked_drafts, each.accepted_drafts) for rank, each in ranks if each.checked_drafts]
+        yield _counter(
+            "spec_decode_num_drafts",
+            "Steps of a sequence that checked drafts of its next tokens.",
+            RANK,
+            [(rank, checked[0]) for rank, checked, _ in drafted],
+        )
+        yield _counter(
+            "spec_decode_num_draft_tokens",
+            "Drafts of next tokens that were checked.",
+            RANK,
+            [(rank, sum(checked)) for rank, checked, _ in drafted],
+        )
+        yield _counter(
+            "spec_decode_num_accepted_tokens",
+            "Drafts of next tokens that were right.",
+            RANK,
+            [(rank, sum(accepted)) for rank, _, accepted in drafted],
+        )
+        yield _counter(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Drafts that were right, by their place behind the newest token.",
+            (*RANK, "position"),
+            [
+                ((*rank, str(place)), float(count))
+                for rank, _, accepted in drafted
+                for place, count in enumerate(accepted)
+            ],
+        )
         yield self._step_times(view.rank_statuses)
         yield _counter(
             "rank_bytes_sent",

@@ -21,10 +21,11 @@ from ringserve.workers.decode.drafts import LONGEST_MATCH, MAX_DRAFTS, DraftCost
 from ringserve.workers.decode.messages import BatchChange
 from ringserve.workers.kv.cache import runs
 from ringserve.workers.sampling.parameters import SamplingParameters, TokenBias
-from tests.workers.decode.test_batch import BLOCK_TOKENS, admission
+from tests.workers.decode.admissions import admission
+from tests.workers.decode.test_batch import BLOCK_TOKENS
 from tests.workers.decode.test_variants import ENDS, PROMPTS, greedy, serve_all
 from tests.workers.models import Oracle
-from tests.workers.rings import LocalRing
+from tests.workers.rings import LocalRing, Turn
 
 Models = Mapping[str, Path]
 Oracles = Mapping[str, Oracle]
@@ -132,7 +133,7 @@ def test_events_count_every_token_with_its_kv_and_owner(
     sampling = SamplingParameters(max_tokens=ENDS["a"])
     with LocalRing(model_paths["llama_gqa"], 3, drafts=True) as ring:
         conversation = ring.open("a", 64)
-        (first,) = ring.prefill([rings_turn(ring, conversation, sampling)]).values()
+        (first,) = ring.prefill([Turn(conversation, PROMPTS["a"], sampling)]).values()
         ring.start_decode()
         ring.admit(conversation, first, sampling)
         (events,) = ring.events_until_finished(["a"]).values()
@@ -154,18 +155,12 @@ def test_a_stop_token_that_was_drafted_ends_the_answer(
     sampling = SamplingParameters(max_tokens=24, stop_token_ids=(stop,))
     with LocalRing(model_paths["llama_gqa"], 2, drafts=True) as ring:
         conversation = ring.open("a", 64)
-        (first,) = ring.prefill([rings_turn(ring, conversation, sampling)]).values()
+        (first,) = ring.prefill([Turn(conversation, PROMPTS["a"], sampling)]).values()
         ring.start_decode()
         ring.admit(conversation, first, sampling)
         (events,) = ring.events_until_finished(["a"]).values()
     assert [first, *(event.token_id for event in events)] == right[: right.index(stop) + 1]
     assert events[-1].finish_reason == "stop"
-
-
-def rings_turn(ring: LocalRing, conversation: object, sampling: SamplingParameters) -> object:
-    from tests.workers.rings import Turn
-
-    return Turn(conversation, PROMPTS["a"], sampling)  # type: ignore[arg-type]
 
 
 @settings(max_examples=60)

@@ -188,7 +188,7 @@ def test_a_recorded_step_is_waited_for_by_a_deadline_before_the_host_samples_its
         compile_ranks(ring)
         conversation = ring.open("a", 64)
         first = ring.prefill([Turn(conversation, random_tokens(9), sampling)])["a"]
-        patch.setattr(decode_step, "sample_rows", sample)
+        patch.setattr(decode_step, "sample_checked", sample)
         patch.setattr(KvCache, "fence", lambda _: object())
         patch.setattr(PointToPointRing, "await_event", wait)
         ring.start_decode()

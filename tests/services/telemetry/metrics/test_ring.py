@@ -54,6 +54,8 @@ def view(state: str = "ready", role: str = "decode") -> RingView:
         step_counts=tuple(counts),
         eager_steps=(("recording", 3),),
         waited_steps=(("sampled_on_host", 4),),
+        checked_drafts=(6,),
+        accepted_drafts=(4,),
     )
     other = RankStatus(
         steps=8, seconds_since_step=0.25, running=1, open_transfers=0, bytes_sent=99, step_counts=tuple(counts)
@@ -194,6 +196,9 @@ async def test_the_names_of_vllm_stand_beside_ours_with_the_same_values() -> Non
     found = await samples(WithVllmNames(collector.collect, RING_NAMES, "llama"))
     assert found["vllm:num_requests_waiting{model_name=llama,ring=decode-1,role=decode}"] == 4
     assert found["ringserve_num_requests_waiting{ring=decode-1,role=decode}"] == 4
+    rank = "{model_name=llama,rank=0,ring=decode-1,role=decode}"
+    assert found[f"vllm:spec_decode_num_draft_tokens_total{rank}"] == 6
+    assert found[f"vllm:spec_decode_num_accepted_tokens_total{rank}"] == 4
     assert len([name for name in found if name.startswith("vllm:")]) == len(RING_NAMES)
 
 
