@@ -88,6 +88,10 @@ COLUMNS = {
     "gigabytes_per_second": Column("GB/s", "{:.2f}"),
     "cpu_seconds_per_gigabyte": Column("CPU s/GB", "{:.2f}"),
     "milliseconds": Column("ms", "{:.3f}"),
+    "without_drafts": Column("without ms", "{:.1f}", 1e3),
+    "with_drafts": Column("with ms", "{:.1f}", 1e3),
+    "drafts_ratio": Column("ratio", "{:.2f}"),
+    "accepted": Column("accepted", "{:.2f}"),
 }
 """Figures that rows may have. A summary takes several columns."""
 UNSHOWN = {"wait_seconds"}

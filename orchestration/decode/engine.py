@@ -176,6 +176,7 @@ class DecodeEngine:
             self._on_lost(turn, _broken(turn, event))
         if event.token_id is not None:
             turn.add_token(event.token_id, event.logprobs)
+            turn.answer.num_drafted += event.is_draft
         if turn.is_ending or self._room is None:
             return
         if event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):

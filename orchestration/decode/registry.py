@@ -368,4 +368,5 @@ def _finished(turn: DecodeTurn, reason: FinishReason) -> FinishedEvent:
         migrated_bytes=turn.times.migrated_bytes,
         migration_seconds=turn.times.migration_seconds,
         handoff_seconds=turn.times.handoff_seconds,
+        accepted_drafts=turn.answer.num_drafted,
     )

@@ -113,12 +113,13 @@ class Answer:
     """Tokens of the answer, which the ring's events append, and its length, which the reader may set.
 
     `logprobs`, where requested, are those of the last tokens: a turn that goes on here begins with tokens of others.
-    `num_finished` is that length; None until the reader sets it. `own_end` is why the ring itself stopped decoding;
-    None while it decodes.
+    `num_drafted` of the tokens followed right drafts. `num_finished` is the length; None until the reader sets it.
+    `own_end` is why the ring itself stopped decoding; None while it decodes.
     """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_drafted: int = 0
     num_finished: int | None = None
     own_end: FinishReason | None = None
 

@@ -269,12 +269,13 @@ class EndingEvent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinishedEvent:
-    """End of the turn, with its KV settled."""
+    """End of the turn, with its KV settled. `accepted_drafts` of its tokens were drafted and right."""
 
     finish_reason: FinishReason
     migrated_bytes: int
     migration_seconds: float
     handoff_seconds: float
+    accepted_drafts: int = 0
 
 
 TurnEvent = PrefillReport | ScoredEvent | TokensEvent | EndingEvent | FinishedEvent

@@ -239,6 +239,7 @@ class TurnStream:
                     prompt_tokens=self._begun.prompt_tokens,
                     cached_tokens=self._plan.cached_tokens,
                     completion_tokens=len(self._tokens),
+                    accepted_draft_tokens=min(event.accepted_drafts, len(self._tokens)),
                 ),
                 plan=plan,
                 ttft_seconds=self.ttft_seconds,

@@ -13,11 +13,15 @@ MAPPER = Mapper()
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Tokens of one turn. `cached_tokens` of the prompt were not computed again."""
+    """Tokens of one turn. `cached_tokens` of the prompt were not computed again.
+
+    `accepted_draft_tokens` of the completion were drafted from the text and right, so they cost no step of their own.
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -753,10 +753,12 @@ class Finished(_message.Message):
     MIGRATED_BYTES_FIELD_NUMBER: _builtins.int
     MIGRATION_SECONDS_FIELD_NUMBER: _builtins.int
     HANDOFF_SECONDS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_DRAFTS_FIELD_NUMBER: _builtins.int
     finish_reason: _builtins.str
     migrated_bytes: _builtins.int
     migration_seconds: _builtins.float
     handoff_seconds: _builtins.float
+    accepted_drafts: _builtins.int
     def __init__(
         self,
         *,
@@ -764,10 +766,11 @@ class Finished(_message.Message):
         migrated_bytes: _builtins.int = ...,
         migration_seconds: _builtins.float = ...,
         handoff_seconds: _builtins.float = ...,
+        accepted_drafts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "handoff_seconds", b"handoff_seconds", "migrated_bytes", b"migrated_bytes", "migration_seconds", b"migration_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_drafts", b"accepted_drafts", "finish_reason", b"finish_reason", "handoff_seconds", b"handoff_seconds", "migrated_bytes", b"migrated_bytes", "migration_seconds", b"migration_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

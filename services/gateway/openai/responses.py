@@ -281,7 +281,8 @@ class TurnAnswer:
         """Return the usage. The prompt counts once, whatever the number of answers."""
         usage = next(complete.usage for complete in self._completes if complete.index == 0)
         completion = sum(complete.usage.completion_tokens for complete in self._completes)
-        return _usage(usage.prompt_tokens, completion, usage.cached_tokens)
+        accepted = sum(complete.usage.accepted_draft_tokens for complete in self._completes)
+        return _usage(usage.prompt_tokens, completion, usage.cached_tokens, accepted)
 
     def _make_head(self, kind: str) -> Json:
         return {"id": f"{self._shape.id_prefix}-{self._start.request_id}", "object": kind, **self._head}
@@ -312,12 +313,13 @@ class TurnAnswer:
         }
 
 
-def _usage(prompt: int, completion: int, cached: int) -> Json:
+def _usage(prompt: int, completion: int, cached: int, accepted: int = 0) -> Json:
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"accepted_prediction_tokens": accepted},
     }
 
 
@@ -552,6 +554,8 @@ def _sum_usages(usages: Sequence[Json]) -> Json:
     """Add up the usage of several prompts."""
     names = ("prompt_tokens", "completion_tokens", "total_tokens")
     cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+    accepted = sum(usage["completion_tokens_details"]["accepted_prediction_tokens"] for usage in usages)
     return {name: sum(usage[name] for usage in usages) for name in names} | {
-        "prompt_tokens_details": {"cached_tokens": cached}
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"accepted_prediction_tokens": accepted},
     }

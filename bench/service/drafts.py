@@ -1,0 +1,217 @@
+"""`python -m bench drafts`: time between tokens with drafts of next tokens beside the same turns without."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from statistics import mean, median
+
+from bench.options import Subcommands
+from bench.report import Report, Row, Target, told_load
+from ringserve.client import Client
+from ringserve.client.requests import Message, Sampling
+from ringserve.client.results import Answer
+from ringserve.cp_core.errors import ConfigError
+from ringserve.services.cluster.local import LocalCluster
+from ringserve.services.config import config_from
+from ringserve.services.gateway.text import TextCodec
+from ringserve.services.offline.demo import FIRST, FOLLOW_UP, FORKED, document
+from ringserve.services.offline.reports import load_now
+from ringserve.services.offline.terminal import console, print_table, progress_bar
+from ringserve.workers.model.builtin import resolve_model_path
+
+HELP = """A cluster for each form of the decode ring. Every answer is asked for twice, without drafts and with them, greedily
+and of the same length; rounds alternate. The workloads: questions about the demo's document that are answered by
+sentences of it (document), a file that is to be copied with small changes (edit), and a story (free)."""
+EXAMPLE = """example:
+  python -m bench drafts
+  python -m bench drafts --forms 1:gather --batches 1 --rounds 5
+"""
+FORMS = "1:gather,2:gather,2:pass_q,2:helix"
+ANSWER = 128
+WAIT_SECONDS = 600.0
+LEGEND = (
+    "without ms, with ms: between tokens, medians of the rounds; ratio: median of the rounds', and their range; "
+    "accepted: drafts that were right in a step of one sequence; same: answers with the same tokens both times"
+)
+DOCUMENT, EDIT, FREE = "document", "edit", "free"
+MOST_RATIO = {DOCUMENT: 0.6, EDIT: 0.45, FREE: 1.03}
+LEAST_ACCEPTED = {DOCUMENT: 1.8, EDIT: 3.0}
+FILE = '''import math
+
+
+class Interval:
+    """Closed interval of numbers."""
+
+    def __init__(self, low: float, high: float) -> None:
+        if math.isnan(low) or math.isnan(high):
+            raise ValueError("an end is not a number")
+        self.low = low
+        self.high = high
+
+    def width(self) -> float:
+        return self.high - self.low
+
+    def contains(self, number: float) -> bool:
+        return self.low <= number <= self.high
+
+    def overlaps(self, other: "Interval") -> bool:
+        return self.low <= other.high and other.low <= self.high
+
+    def join(self, other: "Interval") -> "Interval":
+        return Interval(min(self.low, other.low), max(self.high, other.high))
+'''
+STORIES = ("a lighthouse keeper", "a lost umbrella", "the last train", "a talking cat", "a broken clock")
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Decode ring: its ranks, and how its steps are computed."""
+
+    ranks: int
+    variant: str
+
+
+def prompts(workload: str, text: str, count: int) -> list[str]:
+    """Return so many prompts of a workload. `text` is the demo's document."""
+    questions = [
+        f"{each.text} Answer with the sentence of the log that says it." for each in (FIRST, FOLLOW_UP, FORKED)
+    ]
+    questions.append("Repeat the first three sentences of the log, word by word.")
+    made = {
+        DOCUMENT: [f"{text}\n\n{question}" for question in questions],
+        EDIT: [
+            f"```python\n{FILE}```\nCopy this file, and rename {name} to {name}_of. Answer with the whole file."
+            for name in ("width", "contains", "overlaps", "join")
+        ],
+        FREE: [f"Tell a story about {each}." for each in STORIES],
+    }[workload]
+    return [made[number % len(made)] for number in range(count)]
+
+
+class Service:
+    """Cluster of one form, and a client of it."""
+
+    def __init__(self, model: str, form: Form, max_batch: int) -> None:
+        config = config_from(
+            {
+                "model": {"path": model},
+                "prefill": {"cp": 2},
+                "decode": {"cp": form.ranks, "variant": form.variant, "max_batch": max_batch},
+                "gateway": {"listen": "127.0.0.1:0", "http": "", "metrics": ""},
+                "logs": {"level": "error"},
+            }
+        )
+        self._cluster = LocalCluster(config, lambda _: None)
+        self._cluster.start()
+        self._client = Client(self._cluster.gateway_address)
+
+    def ask(self, texts: Sequence[str], max_drafts: int | None) -> list[Answer]:
+        """Ask all at a time."""
+
+        def one(text: str) -> Answer:
+            sampling = Sampling(temperature=0.0, max_tokens=ANSWER, ignore_eos=True, max_draft_tokens=max_drafts)
+            return self._client.ask([Message(role="user", content=text)], sampling=sampling, timeout=WAIT_SECONDS)
+
+        with ThreadPoolExecutor(len(texts)) as pool:
+            return list(pool.map(one, texts))
+
+    def close(self) -> None:
+        self._client.close()
+        self._cluster.stop()
+
+
+def measure(service: Service, form: Form, workload: str, texts: Sequence[str], num_rounds: int) -> Row:
+    """Measure one batch -> its row: times between tokens without drafts and with them, and what was accepted."""
+    plain, drafted, ratios, accepted = list[float](), list[float](), list[float](), list[float]()
+    same, of = 0, 0
+    service.ask(texts, 0)  # the prompts are cached from here on
+    for _ in range(num_rounds):
+        without, with_drafts = service.ask(texts, 0), service.ask(texts, None)
+        plain.append(mean(each.ttit_seconds for each in without))
+        drafted.append(mean(each.ttit_seconds for each in with_drafts))
+        ratios.append(drafted[-1] / plain[-1])
+        for before, after in zip(without, with_drafts, strict=True):
+            of += 1
+            same += before.token_ids == after.token_ids
+            num_drafted = after.usage.accepted_draft_tokens
+            accepted.append(num_drafted / max(1, after.usage.completion_tokens - 1 - num_drafted))
+    return Row(
+        keys={"workload": workload, "ranks": form.ranks, "variant": form.variant, "batch": len(texts)},
+        figures={
+            "without_drafts": median(plain),
+            "with_drafts": median(drafted),
+            "drafts_ratio": median(ratios),
+            "ratios": f"{min(ratios):.2f} to {max(ratios):.2f}",
+            "accepted": median(accepted),
+            "same": f"{same} of {of}",
+        },
+    )
+
+
+def targets_of(rows: Sequence[Row]) -> Iterator[Target]:
+    """Yield the targets of rows: for the time of each workload, and for what is accepted in a step of one sequence."""
+    for row in rows:
+        name = "{workload}, {ranks} x {variant}, batch {batch}".format(**row.keys)
+        workload = str(row.keys["workload"])
+        yield Target(f"{name}: over without drafts", row.value("drafts_ratio"), MOST_RATIO[workload], is_at_least=False)
+        if workload in LEAST_ACCEPTED:
+            yield Target(f"{name}: accepted a step", row.value("accepted"), LEAST_ACCEPTED[workload], is_at_least=True)
+
+
+def add(kinds: Subcommands) -> None:
+    parser = kinds.add_parser(
+        "drafts",
+        help="time between tokens with drafts of next tokens and without",
+        description=HELP,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("--model", default="builtin:smollm2", help="(default: builtin:smollm2)")
+    parser.add_argument("--forms", default=FORMS, help=f"decode rings, RANKS:VARIANT with commas (default: {FORMS})")
+    parser.add_argument("--batches", default="1,8", help="sequences at a time (default: 1,8)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of each (default: 3)")
+    parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    forms, batches = _forms(options.forms), [_whole("--batches", each) for each in options.batches.split(",")]
+    num_rounds = _whole("--rounds", str(options.rounds))
+    text = document(TextCodec(resolve_model_path(options.model)))
+    before, rows = load_now(), list[Row]()
+    with progress_bar(len(forms) * len(batches) * len(MOST_RATIO)) as tell:
+        for form in forms:
+            service = Service(options.model, form, max(8, *batches))
+            try:
+                for batch in batches:
+                    for workload in MOST_RATIO:
+                        rows.append(measure(service, form, workload, prompts(workload, text, batch), num_rounds))
+                        tell(f"{form.ranks}:{form.variant} {workload} {batch}")
+            finally:
+                service.close()
+    report = Report("drafts", options.model, tuple(rows), tuple(targets_of(rows)), load=(before, load_now()))
+    if options.json:
+        print(report.json())
+    else:
+        print_table(console(), report.table())
+        print(*report.targets, LEGEND, told_load(report.load), sep="\n")
+    return 0
+
+
+def _forms(text: str) -> list[Form]:
+    forms = []
+    for each in text.split(","):
+        ranks, _, variant = each.partition(":")
+        if variant not in ("gather", "pass_q", "helix"):
+            raise ConfigError(f"--forms: {each!r} is not allowed; give RANKS:VARIANT, such as 2:helix")
+        forms.append(Form(_whole("--forms", ranks), variant))
+    return forms
+
+
+def _whole(option: str, text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise ConfigError(f"{option}: {text!r} is not allowed; give whole numbers from 1 on")
+    return int(text)
