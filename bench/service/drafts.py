@@ -22,9 +22,9 @@ from ringserve.services.offline.reports import load_now
 from ringserve.services.offline.terminal import console, print_table, progress_bar
 from ringserve.workers.model.builtin import resolve_model_path
 
-HELP = """A cluster for each form of the decode ring. Every answer is asked for twice, without drafts and with them, greedily
-and of the same length; rounds alternate. The workloads: questions about the demo's document that are answered by
-sentences of it (document), a file that is to be copied with small changes (edit), and a story (free)."""
+HELP = """A cluster for each form of the decode ring. Every answer is asked for twice, without drafts and with them,
+greedily and of the same length; rounds alternate. The workloads: questions about the demo's document that are answered
+by sentences of it (document), a file that is to be copied with small changes (edit), and a story (free)."""
 EXAMPLE = """example:
   python -m bench drafts
   python -m bench drafts --forms 1:gather --batches 1 --rounds 5
@@ -76,9 +76,8 @@ class Form:
 
 def prompts(workload: str, text: str, count: int) -> list[str]:
     """Return so many prompts of a workload. `text` is the demo's document."""
-    questions = [
-        f"{each.text} Answer with the sentence of the log that says it." for each in (FIRST, FOLLOW_UP, FORKED)
-    ]
+    wish = "Answer with the sentence of the log that says it."
+    questions = [f"{each.text} {wish}" for each in (FIRST, FOLLOW_UP, FORKED)]
     questions.append("Repeat the first three sentences of the log, word by word.")
     made = {
         DOCUMENT: [f"{text}\n\n{question}" for question in questions],
@@ -192,7 +191,13 @@ def run(options: argparse.Namespace) -> int:
                         tell(f"{form.ranks}:{form.variant} {workload} {batch}")
             finally:
                 service.close()
-    report = Report("drafts", options.model, tuple(rows), tuple(targets_of(rows)), load=(before, load_now()))
+    report = Report(
+        bench="drafts",
+        settings=options.model,
+        rows=tuple(rows),
+        targets=tuple(targets_of(rows)),
+        load=(before, load_now()),
+    )
     if options.json:
         print(report.json())
     else:

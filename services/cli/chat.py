@@ -258,6 +258,8 @@ def figures(answer: Answer) -> str:
     parts = [f"{answer.ttft_seconds:.1f} s to first token"]
     if usage.completion_tokens > 1:
         parts.append(f"{1000 * answer.ttit_seconds:.0f} ms a token")
+    if usage.accepted_draft_tokens:
+        parts.append(f"{usage.accepted_draft_tokens} drafted")
     parts.append(f"{usage.cached_tokens} of {usage.prompt_tokens} cached")
     if answer.finish_reason == "length":
         parts.append(f"cut after {usage.completion_tokens} tokens")

@@ -184,6 +184,10 @@ def _table(turns: list[DemoTurn]) -> Table:
     table.add_row("measured prefill", *(f"{plan['prefill_seconds']:.3f} s" for plan in plans))
     table.add_row("TTFT", *(f"{turn.answer['ttft_seconds']:.3f} s" for turn in turns))
     table.add_row("TTIT", *(f"{1000 * turn.answer['ttit_seconds']:.1f} ms" for turn in turns))
+    usages = [turn.answer["usage"] for turn in turns]
+    table.add_row(
+        "drafted tokens", *(f"{usage['accepted_draft_tokens']} of {usage['completion_tokens']}" for usage in usages)
+    )
     table.add_row("migrated to decode", *(f"{plan['migrated_bytes'] / 1e6:.2f} MB" for plan in plans))
     table.add_row("pulled from decode", *(f"{plan['pulled_bytes'] / 1e6:.2f} MB" for plan in plans))
     for ring in turns[0].tokens_per_rank:

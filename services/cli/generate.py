@@ -247,7 +247,8 @@ def _plan_rows(answer: Answer) -> Iterator[tuple[str, str]]:
     predicted = format_seconds(plan.predicted_prefill_seconds)
     keys = f", with {plan.sparse.keep:g} of other ranks' keys" if plan.sparse else ""
     yield "algorithm", plan.algorithm + keys
-    answered = f"{answer.usage.completion_tokens} answered ({answer.finish_reason})"
+    drafted = f", {answer.usage.accepted_draft_tokens} of them drafted" if answer.usage.accepted_draft_tokens else ""
+    answered = f"{answer.usage.completion_tokens} answered{drafted} ({answer.finish_reason})"
     yield "tokens", f"{plan.new_tokens} new, {plan.cached_tokens} cached, {answered}"
     yield "rings", f"{plan.prefill_ring} -> {plan.decode_ring}"
     yield "TTFT", format_seconds(answer.ttft_seconds)
