@@ -56,6 +56,7 @@ class TurnRequest:
     rings of the latest one, where they answer about as soon as others. With a `bound` the turn may be sparse; None: as
     the router is set. An answer that `is_open_ended` may go on as far as there is room, which the router decides. The
     first `num_special` tokens were put before a text by the tokenizer, and are left out if it continues a conversation.
+    Next tokens are drafted from `prediction` as well.
     """
 
     request_id: str
@@ -79,6 +80,7 @@ class TurnRequest:
     bound: Bound | None = None
     is_open_ended: bool = False
     num_special: int = 0
+    prediction: TokenIds = field(default_factory=lambda: NO_TEXT, compare=False, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

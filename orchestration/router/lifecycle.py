@@ -427,7 +427,7 @@ def _reserve_request(turn: RunningTurn) -> Reserve:
         is_direct=prefill is None,
         sampling=sampling,
         penalized_ids=tuple(np.unique(turn.admitted.prompt).tolist()) if sampling.looks_at_prompt else (),
-        draft_text=turn.token_ids[-DRAFT_TEXT_TOKENS:],
+        draft_text=np.concatenate([turn.request.prediction, turn.token_ids])[-DRAFT_TEXT_TOKENS:],
         priority=turn.request.priority,
         request_id=turn.request.request_id,
         trace_parent=turn.request.trace_parent,

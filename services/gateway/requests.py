@@ -85,6 +85,7 @@ class RequestReader:
             priority=_priority(request.priority, router.tenant),
             no_cache=request.no_cache,
             cache_key=_cache_key(router.tenant.name, request.cache_key),
+            prediction=self._prediction(request.prediction),
             expected_tokens=_expected_tokens(request),
             algorithm=_algorithm(request.algorithm),
             bound=read_bound(request),
@@ -92,6 +93,10 @@ class RequestReader:
             resume=self._resume(request),
             num_special=self._codec.num_special if request.WhichOneof("input") == "text" else 0,
         )
+
+    def _prediction(self, text: str) -> TokenIds:
+        self._check_length("prediction", len(text))
+        return self._codec.encode(text, adds_special=False)
 
     def _sampling(self, params: inference_pb2.SamplingParams, *, is_chat: bool) -> SamplingParameters:
         sampling = read_sampling(params, self._model)

@@ -122,8 +122,9 @@ class TurnOptions(TypedDict, total=False):
 
     `mode` relates the prompt to its conversation: "auto", "append" or "whole_history". `sampling` may be a dict.
     `timeout` in seconds bounds all attempts together. With `no_cache` the turn shares no KV of earlier prompts, and
-    without a conversation it leaves none for later ones. Requests of one `cache_key` prefer the same rings. With
-    `max_loss` or `max_ttft` the turn may be approximate.
+    without a conversation it leaves none for later ones. Requests of one `cache_key` prefer the same rings. An answer
+    that repeats much of `prediction` comes sooner, with the same tokens. With `max_loss` or `max_ttft` the turn may be
+    approximate.
     """
 
     mode: str
@@ -135,6 +136,7 @@ class TurnOptions(TypedDict, total=False):
     priority: int
     no_cache: bool
     cache_key: str
+    prediction: str
     algorithm: str
     max_loss: float | None
     max_ttft: float | None

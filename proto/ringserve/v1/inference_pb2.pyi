@@ -174,6 +174,7 @@ class GenerateRequest(_message.Message):
     NO_CACHE_FIELD_NUMBER: _builtins.int
     EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
     CACHE_KEY_FIELD_NUMBER: _builtins.int
+    PREDICTION_FIELD_NUMBER: _builtins.int
     ALGORITHM_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     MAX_LOSS_FIELD_NUMBER: _builtins.int
@@ -207,6 +208,10 @@ class GenerateRequest(_message.Message):
     cache_key: _builtins.str
     """Requests of one key prefer the rings of the latest one, where others are predicted to answer about as soon: their
     prompts probably begin alike. Empty: no preference. The tokens are the same.
+    """
+    prediction: _builtins.str
+    """Text that the answer probably repeats, such as a file that is to be changed a little: next tokens are drafted from
+    it, too. No part of the prompt; the tokens are the same.
     """
     algorithm: Global___Algorithm.ValueType
     """Computes every chunk by it, whatever the service's selector would choose. The tokens are the same; what measures
@@ -251,6 +256,7 @@ class GenerateRequest(_message.Message):
         no_cache: _builtins.bool = ...,
         expected_tokens: _builtins.int | None = ...,
         cache_key: _builtins.str = ...,
+        prediction: _builtins.str = ...,
         algorithm: Global___Algorithm.ValueType = ...,
         resume: Global___Resume | None = ...,
         max_loss: _builtins.float | None = ...,
@@ -258,7 +264,7 @@ class GenerateRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "_expected_tokens", b"_expected_tokens", "_max_loss", b"_max_loss", "_max_ttft", b"_max_ttft", "_resume", b"_resume", "chat", b"chat", "conversation_ttl_seconds", b"conversation_ttl_seconds", "expected_tokens", b"expected_tokens", "input", b"input", "max_loss", b"max_loss", "max_ttft", b"max_ttft", "resume", b"resume", "sampling_params", b"sampling_params", "text", b"text", "tokenized", b"tokenized"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "_expected_tokens", b"_expected_tokens", "_max_loss", b"_max_loss", "_max_ttft", b"_max_ttft", "_resume", b"_resume", "algorithm", b"algorithm", "cache_key", b"cache_key", "chat", b"chat", "conversation_id", b"conversation_id", "conversation_ttl_seconds", b"conversation_ttl_seconds", "expected_tokens", b"expected_tokens", "input", b"input", "max_loss", b"max_loss", "max_ttft", b"max_ttft", "model", b"model", "no_cache", b"no_cache", "priority", b"priority", "prompt_mode", b"prompt_mode", "request_id", b"request_id", "resume", b"resume", "sampling_params", b"sampling_params", "text", b"text", "tokenized", b"tokenized", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "_expected_tokens", b"_expected_tokens", "_max_loss", b"_max_loss", "_max_ttft", b"_max_ttft", "_resume", b"_resume", "algorithm", b"algorithm", "cache_key", b"cache_key", "chat", b"chat", "conversation_id", b"conversation_id", "conversation_ttl_seconds", b"conversation_ttl_seconds", "expected_tokens", b"expected_tokens", "input", b"input", "max_loss", b"max_loss", "max_ttft", b"max_ttft", "model", b"model", "no_cache", b"no_cache", "prediction", b"prediction", "priority", b"priority", "prompt_mode", b"prompt_mode", "request_id", b"request_id", "resume", b"resume", "sampling_params", b"sampling_params", "text", b"text", "tokenized", b"tokenized", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__conversation_ttl_seconds: _TypeAlias = _typing.Literal["conversation_ttl_seconds"]  # noqa: Y015
     _WhichOneofArgType__conversation_ttl_seconds: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds"]  # noqa: Y015

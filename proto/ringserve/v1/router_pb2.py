@@ -26,7 +26,7 @@ from ringserve.v1 import rings_pb2 as ringserve_dot_v1_dot_rings__pb2
 from ringserve.v1 import inference_pb2 as ringserve_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19ringserve/v1/router.proto\x12\x0cringserve.v1\x1a\x18ringserve/v1/rings.proto\x1a\x1cringserve/v1/inference.proto\"\x12\n\x10\x46indFaultRequest\"\"\n\x11\x46indFaultResponse\x12\r\n\x05\x66\x61ult\x18\x01 \x01(\t\"\xeb\x04\n\x10\x42\x65ginTurnRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x17\n\x0f\x63onversation_id\x18\x02 \x01(\t\x12-\n\x0bprompt_mode\x18\x03 \x01(\x0e\x32\x18.ringserve.v1.PromptMode\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\x12(\n\x08sampling\x18\x05 \x01(\x0b\x32\x16.ringserve.v1.Sampling\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x06 \x01(\x01\x12\x0c\n\x04wait\x18\x0b \x01(\x08\x12%\n\x18\x63onversation_ttl_seconds\x18\x0c \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x10\n\x08no_cache\x18/ \x01(\x08\x12\x1c\n\x0f\x65xpected_tokens\x18\x30 \x01(\rH\x01\x88\x01\x01\x12\x0f\n\x07\x66ollows\x18\x32 \x01(\t\x12\x11\n\tcache_key\x18\x33 \x01(\t\x12\x11\n\talgorithm\x18\x1e \x01(\t\x12\x14\n\x0ctrace_parent\x18\x1f \x01(\t\x12\'\n\x08kv_quota\x18  \x01(\x0b\x32\x15.ringserve.v1.KvQuota\x12&\n\x06resume\x18! \x01(\x0b\x32\x16.ringserve.v1.LostTurn\x12\x0e\n\x06reader\x18\" \x01(\t\x12\"\n\x05\x62ound\x18= \x01(\x0b\x32\x13.ringserve.v1.Bound\x12\x15\n\ris_open_ended\x18> \x01(\x08\x12\x13\n\x0bnum_special\x18? \x01(\rB\x1b\n\x19_conversation_ttl_secondsB\x12\n\x10_expected_tokens\"$\n\x05\x42ound\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\x01\"8\n\x11\x41\x62ortTurnsRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x0e\n\x06reader\x18\x02 \x01(\t\"Z\n\x08LostTurn\x12\x0f\n\x07turn_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x13\n\x0bis_complete\x18\x04 \x01(\x08\"-\n\x07KvQuota\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nmax_tokens\x18\x02 \x01(\x04\"\x82\x01\n\x10\x42\x65ginForkRequest\x12\x11\n\tsource_id\x18\x01 \x01(\t\x12\x0e\n\x06new_id\x18\x02 \x01(\t\x12\x15\n\x08\x61t_token\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\'\n\x08kv_quota\x18\x04 \x01(\x0b\x32\x15.ringserve.v1.KvQuotaB\x0b\n\t_at_token\"\xe2\x01\n\x11\x42\x65ginTurnResponse\x12\x0f\n\x07turn_id\x18\x01 \x01(\t\x12\x17\n\x0f\x64\x65\x63ode_endpoint\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12 \n\x04plan\x18\x04 \x01(\x0b\x32\x12.ringserve.v1.Plan\x12\x19\n\x11remembered_tokens\x18\x30 \x01(\r\x12\x11\n\tlost_role\x18\x05 \x01(\t\x12(\n\x05\x65nded\x18\x06 \x01(\x0b\x32\x19.ringserve.v1.EndedAnswer\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\".\n\x0b\x45ndedAnswer\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x0c\n\x04seed\x18\x02 \x01(\x04\"\xa6\x01\n\x0e\x45ndTurnRequest\x12\x0f\n\x07turn_id\x18\x01 \x01(\t\x12\n\n\x02ok\x18\x02 \x01(\x08\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x11\n\tkv_tokens\x18\x04 \x01(\r\x12\'\n\x06shards\x18\x05 \x03(\x0b\x32\x17.ringserve.v1.RankShard\x12\x15\n\rfinish_reason\x18\x06 \x01(\t\x12\x11\n\tlost_role\x18\x07 \x01(\t\"(\n\x0f\x45ndTurnResponse\x12\x15\n\rretain_tokens\x18\x01 \x01(\r\"b\n\x11ResumeTurnRequest\x12\x0f\n\x07turn_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x04 \x01(\x01\"\x14\n\x12ResumeTurnResponse\"\xc6\x04\n\x13RegisterRingRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x11\n\tnum_ranks\x18\x05 \x01(\r\x12&\n\x05rates\x18\x06 \x01(\x0b\x32\x17.ringserve.v1.RingRates\x12\x17\n\x0f\x63\x61pacity_tokens\x18\x07 \x01(\x04\x12\x14\n\x0c\x63hunk_tokens\x18\x08 \x01(\r\x12\n\n\x02tp\x18\t \x01(\r\x12\x13\n\x0bstep_budget\x18\x14 \x01(\x01\x12\x18\n\x10min_chunk_tokens\x18\x15 \x01(\r\x12\x14\n\x0cwaiting_work\x18\x1e \x01(\x01\x12\x11\n\twork_rate\x18\x1f \x01(\x01\x12\x18\n\x0b\x66ree_tokens\x18  \x01(\x04H\x00\x88\x01\x01\x12\x14\n\x0cspare_tokens\x18\" \x01(\x04\x12\x15\n\rnum_evictions\x18# \x01(\x04\x12\x11\n\tmax_batch\x18! \x01(\r\x12\x13\n\x0bis_draining\x18\x32 \x01(\x08\x12\x12\n\nis_leaving\x18\x33 \x01(\x08\x12\x19\n\x11max_direct_tokens\x18\x34 \x01(\r\x12\x1a\n\x12max_direct_seconds\x18\x35 \x01(\x01\x12\x15\n\ris_rebuilding\x18\x36 \x01(\x08\x12\r\n\x05\x65poch\x18< \x01(\x04\x12.\n\tinventory\x18= \x01(\x0b\x32\x1b.ringserve.v1.RingInventoryB\x0e\n\x0c_free_tokens\"i\n\rRingInventory\x12/\n\tsequences\x18\x01 \x03(\x0b\x32\x1c.ringserve.v1.SequenceOnRing\x12\'\n\x05turns\x18\x02 \x03(\x0b\x32\x18.ringserve.v1.TurnOnRing\"[\n\x0eSequenceOnRing\x12\r\n\x05kv_id\x18\x01 \x01(\t\x12\x11\n\tlast_turn\x18\x02 \x01(\t\x12\'\n\x06shards\x18\x03 \x03(\x0b\x32\x17.ringserve.v1.RankShard\"{\n\nTurnOnRing\x12\x0f\n\x07turn_id\x18\x01 \x01(\t\x12\r\n\x05kv_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x17\n\x0fretained_tokens\x18\x04 \x01(\r\x12\x10\n\x08is_begun\x18\x05 \x01(\x08\x12\x11\n\tis_sealed\x18\x06 \x01(\x08\"<\n\x14RegisterRingResponse\x12\r\n\x05\x65poch\x18\x33 \x01(\x04\x12\x15\n\rrunning_turns\x18\x32 \x01(\r\"@\n\x10\x44rainRingRequest\x12\x0c\n\x04ring\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\"\x13\n\x11\x44rainRingResponse\"I\n\x12RestartRingRequest\x12\x0c\n\x04ring\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\x14\n\x0cleaving_node\x18\x03 \x01(\t\"\x15\n\x13RestartRingResponse\"\"\n\x12UndrainRingRequest\x12\x0c\n\x04ring\x18\x01 \x01(\t\"\x15\n\x13UndrainRingResponse2\xc1\t\n\rRouterService\x12L\n\tBeginTurn\x12\x1e.ringserve.v1.BeginTurnRequest\x1a\x1f.ringserve.v1.BeginTurnResponse\x12\x46\n\x07\x45ndTurn\x12\x1c.ringserve.v1.EndTurnRequest\x1a\x1d.ringserve.v1.EndTurnResponse\x12O\n\nResumeTurn\x12\x1f.ringserve.v1.ResumeTurnRequest\x1a .ringserve.v1.ResumeTurnResponse\x12J\n\nAbortTurns\x12\x1f.ringserve.v1.AbortTurnsRequest\x1a\x1b.ringserve.v1.AbortResponse\x12^\n\x0fGetConversation\x12$.ringserve.v1.GetConversationRequest\x1a%.ringserve.v1.GetConversationResponse\x12\x64\n\x11ListConversations\x12&.ringserve.v1.ListConversationsRequest\x1a\'.ringserve.v1.ListConversationsResponse\x12Y\n\x10\x46orkConversation\x12\x1e.ringserve.v1.BeginForkRequest\x1a%.ringserve.v1.GetConversationResponse\x12g\n\x12\x44\x65leteConversation\x12\'.ringserve.v1.DeleteConversationRequest\x1a(.ringserve.v1.DeleteConversationResponse\x12U\n\x0cRegisterRing\x12!.ringserve.v1.RegisterRingRequest\x1a\".ringserve.v1.RegisterRingResponse\x12L\n\tDrainRing\x12\x1e.ringserve.v1.DrainRingRequest\x1a\x1f.ringserve.v1.DrainRingResponse\x12R\n\x0bRestartRing\x12 .ringserve.v1.RestartRingRequest\x1a!.ringserve.v1.RestartRingResponse\x12R\n\x0bUndrainRing\x12 .ringserve.v1.UndrainRingRequest\x1a!.ringserve.v1.UndrainRingResponse\x12X\n\rGetServerInfo\x12\".ringserve.v1.GetServerInfoRequest\x1a#.ringserve.v1.GetServerInfoResponse\x12L\n\tFindFault\x12\x1e.ringserve.v1.FindFaultRequest\x1a\x1f.ringserve.v1.FindFaultResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19ringserve/v1/router.proto\x12\x0cringserve.v1\x1a\x18ringserve/v1/rings.proto\x1a\x1cringserve/v1/inference.proto\"\x12\n\x10\x46indFaultRequest\"\"\n\x11\x46indFaultResponse\x12\r\n\x05\x66\x61ult\x18\x01 \x01(\t\"\xff\x04\n\x10\x42\x65ginTurnRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x17\n\x0f\x63onversation_id\x18\x02 \x01(\t\x12-\n\x0bprompt_mode\x18\x03 \x01(\x0e\x32\x18.ringserve.v1.PromptMode\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\x12(\n\x08sampling\x18\x05 \x01(\x0b\x32\x16.ringserve.v1.Sampling\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x06 \x01(\x01\x12\x0c\n\x04wait\x18\x0b \x01(\x08\x12%\n\x18\x63onversation_ttl_seconds\x18\x0c \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x10\n\x08no_cache\x18/ \x01(\x08\x12\x1c\n\x0f\x65xpected_tokens\x18\x30 \x01(\rH\x01\x88\x01\x01\x12\x0f\n\x07\x66ollows\x18\x32 \x01(\t\x12\x11\n\tcache_key\x18\x33 \x01(\t\x12\x12\n\nprediction\x18\x34 \x01(\x0c\x12\x11\n\talgorithm\x18\x1e \x01(\t\x12\x14\n\x0ctrace_parent\x18\x1f \x01(\t\x12\'\n\x08kv_quota\x18  \x01(\x0b\x32\x15.ringserve.v1.KvQuota\x12&\n\x06resume\x18! \x01(\x0b\x32\x16.ringserve.v1.LostTurn\x12\x0e\n\x06reader\x18\" \x01(\t\x12\"\n\x05\x62ound\x18= \x01(\x0b\x32\x13.ringserve.v1.Bound\x12\x15\n\ris_open_ended\x18> \x01(\x08\x12\x13\n\x0bnum_special\x18? \x01(\rB\x1b\n\x19_conversation_ttl_secondsB\x12\n\x10_expected_tokens\"$\n\x05\x42ound\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\x01\"8\n\x11\x41\x62ortTurnsRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x0e\n\x06reader\x18\x02 \x01(\t\"Z\n\x08LostTurn\x12\x0f\n\x07turn_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x13\n\x0bis_complete\x18\x04 \x01(\x08\"-\n\x07KvQuota\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nmax_tokens\x18\x02 \x01(\x04\"\x82\x01\n\x10\x42\x65ginForkRequest\x12\x11\n\tsource_id\x18\x01 \x01(\t\x12\x0e\n\x06new_id\x18\x02 \x01(\t\x12\x15\n\x08\x61t_token\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\'\n\x08kv_quota\x18\x04 \x01(\x0b\x32\x15.ringserve.v1.KvQuotaB\x0b\n\t_at_token\"\xe2\x01\n\x11\x42\x65ginTurnResponse\x12\x0f\n\x07turn_id\x18\x01 \x01(\t\x12\x17\n\x0f\x64\x65\x63ode_endpoint\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12 \n\x04plan\x18\x04 \x01(\x0b\x32\x12.ringserve.v1.Plan\x12\x19\n\x11remembered_tokens\x18\x30 \x01(\r\x12\x11\n\tlost_role\x18\x05 \x01(\t\x12(\n\x05\x65nded\x18\x06 \x01(\x0b\x32\x19.ringserve.v1.EndedAnswer\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\".\n\x0b\x45ndedAnswer\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x0c\n\x04seed\x18\x02 \x01(\x04\"\xa6\x01\n\x0e\x45ndTurnRequest\x12\x0f\n\x07turn_id\x18\x01 \x01(\t\x12\n\n\x02ok\x18\x02 \x01(\x08\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x11\n\tkv_tokens\x18\x04 \x01(\r\x12\'\n\x06shards\x18\x05 \x03(\x0b\x32\x17.ringserve.v1.RankShard\x12\x15\n\rfinish_reason\x18\x06 \x01(\t\x12\x11\n\tlost_role\x18\x07 \x01(\t\"(\n\x0f\x45ndTurnResponse\x12\x15\n\rretain_tokens\x18\x01 \x01(\r\"b\n\x11ResumeTurnRequest\x12\x0f\n\x07turn_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x04 \x01(\x01\"\x14\n\x12ResumeTurnResponse\"\xc6\x04\n\x13RegisterRingRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x11\n\tnum_ranks\x18\x05 \x01(\r\x12&\n\x05rates\x18\x06 \x01(\x0b\x32\x17.ringserve.v1.RingRates\x12\x17\n\x0f\x63\x61pacity_tokens\x18\x07 \x01(\x04\x12\x14\n\x0c\x63hunk_tokens\x18\x08 \x01(\r\x12\n\n\x02tp\x18\t \x01(\r\x12\x13\n\x0bstep_budget\x18\x14 \x01(\x01\x12\x18\n\x10min_chunk_tokens\x18\x15 \x01(\r\x12\x14\n\x0cwaiting_work\x18\x1e \x01(\x01\x12\x11\n\twork_rate\x18\x1f \x01(\x01\x12\x18\n\x0b\x66ree_tokens\x18  \x01(\x04H\x00\x88\x01\x01\x12\x14\n\x0cspare_tokens\x18\" \x01(\x04\x12\x15\n\rnum_evictions\x18# \x01(\x04\x12\x11\n\tmax_batch\x18! \x01(\r\x12\x13\n\x0bis_draining\x18\x32 \x01(\x08\x12\x12\n\nis_leaving\x18\x33 \x01(\x08\x12\x19\n\x11max_direct_tokens\x18\x34 \x01(\r\x12\x1a\n\x12max_direct_seconds\x18\x35 \x01(\x01\x12\x15\n\ris_rebuilding\x18\x36 \x01(\x08\x12\r\n\x05\x65poch\x18< \x01(\x04\x12.\n\tinventory\x18= \x01(\x0b\x32\x1b.ringserve.v1.RingInventoryB\x0e\n\x0c_free_tokens\"i\n\rRingInventory\x12/\n\tsequences\x18\x01 \x03(\x0b\x32\x1c.ringserve.v1.SequenceOnRing\x12\'\n\x05turns\x18\x02 \x03(\x0b\x32\x18.ringserve.v1.TurnOnRing\"[\n\x0eSequenceOnRing\x12\r\n\x05kv_id\x18\x01 \x01(\t\x12\x11\n\tlast_turn\x18\x02 \x01(\t\x12\'\n\x06shards\x18\x03 \x03(\x0b\x32\x17.ringserve.v1.RankShard\"{\n\nTurnOnRing\x12\x0f\n\x07turn_id\x18\x01 \x01(\t\x12\r\n\x05kv_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x17\n\x0fretained_tokens\x18\x04 \x01(\r\x12\x10\n\x08is_begun\x18\x05 \x01(\x08\x12\x11\n\tis_sealed\x18\x06 \x01(\x08\"<\n\x14RegisterRingResponse\x12\r\n\x05\x65poch\x18\x33 \x01(\x04\x12\x15\n\rrunning_turns\x18\x32 \x01(\r\"@\n\x10\x44rainRingRequest\x12\x0c\n\x04ring\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\"\x13\n\x11\x44rainRingResponse\"I\n\x12RestartRingRequest\x12\x0c\n\x04ring\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\x14\n\x0cleaving_node\x18\x03 \x01(\t\"\x15\n\x13RestartRingResponse\"\"\n\x12UndrainRingRequest\x12\x0c\n\x04ring\x18\x01 \x01(\t\"\x15\n\x13UndrainRingResponse2\xc1\t\n\rRouterService\x12L\n\tBeginTurn\x12\x1e.ringserve.v1.BeginTurnRequest\x1a\x1f.ringserve.v1.BeginTurnResponse\x12\x46\n\x07\x45ndTurn\x12\x1c.ringserve.v1.EndTurnRequest\x1a\x1d.ringserve.v1.EndTurnResponse\x12O\n\nResumeTurn\x12\x1f.ringserve.v1.ResumeTurnRequest\x1a .ringserve.v1.ResumeTurnResponse\x12J\n\nAbortTurns\x12\x1f.ringserve.v1.AbortTurnsRequest\x1a\x1b.ringserve.v1.AbortResponse\x12^\n\x0fGetConversation\x12$.ringserve.v1.GetConversationRequest\x1a%.ringserve.v1.GetConversationResponse\x12\x64\n\x11ListConversations\x12&.ringserve.v1.ListConversationsRequest\x1a\'.ringserve.v1.ListConversationsResponse\x12Y\n\x10\x46orkConversation\x12\x1e.ringserve.v1.BeginForkRequest\x1a%.ringserve.v1.GetConversationResponse\x12g\n\x12\x44\x65leteConversation\x12\'.ringserve.v1.DeleteConversationRequest\x1a(.ringserve.v1.DeleteConversationResponse\x12U\n\x0cRegisterRing\x12!.ringserve.v1.RegisterRingRequest\x1a\".ringserve.v1.RegisterRingResponse\x12L\n\tDrainRing\x12\x1e.ringserve.v1.DrainRingRequest\x1a\x1f.ringserve.v1.DrainRingResponse\x12R\n\x0bRestartRing\x12 .ringserve.v1.RestartRingRequest\x1a!.ringserve.v1.RestartRingResponse\x12R\n\x0bUndrainRing\x12 .ringserve.v1.UndrainRingRequest\x1a!.ringserve.v1.UndrainRingResponse\x12X\n\rGetServerInfo\x12\".ringserve.v1.GetServerInfoRequest\x1a#.ringserve.v1.GetServerInfoResponse\x12L\n\tFindFault\x12\x1e.ringserve.v1.FindFaultRequest\x1a\x1f.ringserve.v1.FindFaultResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,51 +38,51 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FINDFAULTRESPONSE']._serialized_start=119
   _globals['_FINDFAULTRESPONSE']._serialized_end=153
   _globals['_BEGINTURNREQUEST']._serialized_start=156
-  _globals['_BEGINTURNREQUEST']._serialized_end=775
-  _globals['_BOUND']._serialized_start=777
-  _globals['_BOUND']._serialized_end=813
-  _globals['_ABORTTURNSREQUEST']._serialized_start=815
-  _globals['_ABORTTURNSREQUEST']._serialized_end=871
-  _globals['_LOSTTURN']._serialized_start=873
-  _globals['_LOSTTURN']._serialized_end=963
-  _globals['_KVQUOTA']._serialized_start=965
-  _globals['_KVQUOTA']._serialized_end=1010
-  _globals['_BEGINFORKREQUEST']._serialized_start=1013
-  _globals['_BEGINFORKREQUEST']._serialized_end=1143
-  _globals['_BEGINTURNRESPONSE']._serialized_start=1146
-  _globals['_BEGINTURNRESPONSE']._serialized_end=1372
-  _globals['_ENDEDANSWER']._serialized_start=1374
-  _globals['_ENDEDANSWER']._serialized_end=1420
-  _globals['_ENDTURNREQUEST']._serialized_start=1423
-  _globals['_ENDTURNREQUEST']._serialized_end=1589
-  _globals['_ENDTURNRESPONSE']._serialized_start=1591
-  _globals['_ENDTURNRESPONSE']._serialized_end=1631
-  _globals['_RESUMETURNREQUEST']._serialized_start=1633
-  _globals['_RESUMETURNREQUEST']._serialized_end=1731
-  _globals['_RESUMETURNRESPONSE']._serialized_start=1733
-  _globals['_RESUMETURNRESPONSE']._serialized_end=1753
-  _globals['_REGISTERRINGREQUEST']._serialized_start=1756
-  _globals['_REGISTERRINGREQUEST']._serialized_end=2338
-  _globals['_RINGINVENTORY']._serialized_start=2340
-  _globals['_RINGINVENTORY']._serialized_end=2445
-  _globals['_SEQUENCEONRING']._serialized_start=2447
-  _globals['_SEQUENCEONRING']._serialized_end=2538
-  _globals['_TURNONRING']._serialized_start=2540
-  _globals['_TURNONRING']._serialized_end=2663
-  _globals['_REGISTERRINGRESPONSE']._serialized_start=2665
-  _globals['_REGISTERRINGRESPONSE']._serialized_end=2725
-  _globals['_DRAINRINGREQUEST']._serialized_start=2727
-  _globals['_DRAINRINGREQUEST']._serialized_end=2791
-  _globals['_DRAINRINGRESPONSE']._serialized_start=2793
-  _globals['_DRAINRINGRESPONSE']._serialized_end=2812
-  _globals['_RESTARTRINGREQUEST']._serialized_start=2814
-  _globals['_RESTARTRINGREQUEST']._serialized_end=2887
-  _globals['_RESTARTRINGRESPONSE']._serialized_start=2889
-  _globals['_RESTARTRINGRESPONSE']._serialized_end=2910
-  _globals['_UNDRAINRINGREQUEST']._serialized_start=2912
-  _globals['_UNDRAINRINGREQUEST']._serialized_end=2946
-  _globals['_UNDRAINRINGRESPONSE']._serialized_start=2948
-  _globals['_UNDRAINRINGRESPONSE']._serialized_end=2969
-  _globals['_ROUTERSERVICE']._serialized_start=2972
-  _globals['_ROUTERSERVICE']._serialized_end=4189
+  _globals['_BEGINTURNREQUEST']._serialized_end=795
+  _globals['_BOUND']._serialized_start=797
+  _globals['_BOUND']._serialized_end=833
+  _globals['_ABORTTURNSREQUEST']._serialized_start=835
+  _globals['_ABORTTURNSREQUEST']._serialized_end=891
+  _globals['_LOSTTURN']._serialized_start=893
+  _globals['_LOSTTURN']._serialized_end=983
+  _globals['_KVQUOTA']._serialized_start=985
+  _globals['_KVQUOTA']._serialized_end=1030
+  _globals['_BEGINFORKREQUEST']._serialized_start=1033
+  _globals['_BEGINFORKREQUEST']._serialized_end=1163
+  _globals['_BEGINTURNRESPONSE']._serialized_start=1166
+  _globals['_BEGINTURNRESPONSE']._serialized_end=1392
+  _globals['_ENDEDANSWER']._serialized_start=1394
+  _globals['_ENDEDANSWER']._serialized_end=1440
+  _globals['_ENDTURNREQUEST']._serialized_start=1443
+  _globals['_ENDTURNREQUEST']._serialized_end=1609
+  _globals['_ENDTURNRESPONSE']._serialized_start=1611
+  _globals['_ENDTURNRESPONSE']._serialized_end=1651
+  _globals['_RESUMETURNREQUEST']._serialized_start=1653
+  _globals['_RESUMETURNREQUEST']._serialized_end=1751
+  _globals['_RESUMETURNRESPONSE']._serialized_start=1753
+  _globals['_RESUMETURNRESPONSE']._serialized_end=1773
+  _globals['_REGISTERRINGREQUEST']._serialized_start=1776
+  _globals['_REGISTERRINGREQUEST']._serialized_end=2358
+  _globals['_RINGINVENTORY']._serialized_start=2360
+  _globals['_RINGINVENTORY']._serialized_end=2465
+  _globals['_SEQUENCEONRING']._serialized_start=2467
+  _globals['_SEQUENCEONRING']._serialized_end=2558
+  _globals['_TURNONRING']._serialized_start=2560
+  _globals['_TURNONRING']._serialized_end=2683
+  _globals['_REGISTERRINGRESPONSE']._serialized_start=2685
+  _globals['_REGISTERRINGRESPONSE']._serialized_end=2745
+  _globals['_DRAINRINGREQUEST']._serialized_start=2747
+  _globals['_DRAINRINGREQUEST']._serialized_end=2811
+  _globals['_DRAINRINGRESPONSE']._serialized_start=2813
+  _globals['_DRAINRINGRESPONSE']._serialized_end=2832
+  _globals['_RESTARTRINGREQUEST']._serialized_start=2834
+  _globals['_RESTARTRINGREQUEST']._serialized_end=2907
+  _globals['_RESTARTRINGRESPONSE']._serialized_start=2909
+  _globals['_RESTARTRINGRESPONSE']._serialized_end=2930
+  _globals['_UNDRAINRINGREQUEST']._serialized_start=2932
+  _globals['_UNDRAINRINGREQUEST']._serialized_end=2966
+  _globals['_UNDRAINRINGRESPONSE']._serialized_start=2968
+  _globals['_UNDRAINRINGRESPONSE']._serialized_end=2989
+  _globals['_ROUTERSERVICE']._serialized_start=2992
+  _globals['_ROUTERSERVICE']._serialized_end=4209
 # @@protoc_insertion_point(module_scope)

@@ -72,6 +72,7 @@ class BeginTurnRequest(_message.Message):
     EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
     FOLLOWS_FIELD_NUMBER: _builtins.int
     CACHE_KEY_FIELD_NUMBER: _builtins.int
+    PREDICTION_FIELD_NUMBER: _builtins.int
     ALGORITHM_FIELD_NUMBER: _builtins.int
     TRACE_PARENT_FIELD_NUMBER: _builtins.int
     KV_QUOTA_FIELD_NUMBER: _builtins.int
@@ -95,6 +96,8 @@ class BeginTurnRequest(_message.Message):
     """Request with the same prompt, which this one waits for and shares."""
     cache_key: _builtins.str
     """Digest of the client's key and its tenant."""
+    prediction: _builtins.bytes
+    """Tokens of a text that the answer probably repeats."""
     algorithm: _builtins.str
     """"pass_kv", "pass_q", "gather_kv", "chain", "sp_ntp", "decode_ring" or empty."""
     trace_parent: _builtins.str
@@ -135,6 +138,7 @@ class BeginTurnRequest(_message.Message):
         expected_tokens: _builtins.int | None = ...,
         follows: _builtins.str = ...,
         cache_key: _builtins.str = ...,
+        prediction: _builtins.bytes = ...,
         algorithm: _builtins.str = ...,
         trace_parent: _builtins.str = ...,
         kv_quota: Global___KvQuota | None = ...,
@@ -146,7 +150,7 @@ class BeginTurnRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "_expected_tokens", b"_expected_tokens", "bound", b"bound", "conversation_ttl_seconds", b"conversation_ttl_seconds", "expected_tokens", b"expected_tokens", "kv_quota", b"kv_quota", "resume", b"resume", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "_expected_tokens", b"_expected_tokens", "algorithm", b"algorithm", "bound", b"bound", "cache_key", b"cache_key", "conversation_id", b"conversation_id", "conversation_ttl_seconds", b"conversation_ttl_seconds", "deadline_seconds", b"deadline_seconds", "expected_tokens", b"expected_tokens", "follows", b"follows", "is_open_ended", b"is_open_ended", "kv_quota", b"kv_quota", "no_cache", b"no_cache", "num_special", b"num_special", "priority", b"priority", "prompt_mode", b"prompt_mode", "reader", b"reader", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "token_ids", b"token_ids", "trace_parent", b"trace_parent", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "_expected_tokens", b"_expected_tokens", "algorithm", b"algorithm", "bound", b"bound", "cache_key", b"cache_key", "conversation_id", b"conversation_id", "conversation_ttl_seconds", b"conversation_ttl_seconds", "deadline_seconds", b"deadline_seconds", "expected_tokens", b"expected_tokens", "follows", b"follows", "is_open_ended", b"is_open_ended", "kv_quota", b"kv_quota", "no_cache", b"no_cache", "num_special", b"num_special", "prediction", b"prediction", "priority", b"priority", "prompt_mode", b"prompt_mode", "reader", b"reader", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "token_ids", b"token_ids", "trace_parent", b"trace_parent", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__conversation_ttl_seconds: _TypeAlias = _typing.Literal["conversation_ttl_seconds"]  # noqa: Y015
     _WhichOneofArgType__conversation_ttl_seconds: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds"]  # noqa: Y015

@@ -375,6 +375,13 @@ class StructuredOutputs(Fields):
     json_object: bool | None = None
 
 
+class Prediction(Fields):
+    """Text that the answer probably repeats."""
+
+    type: Literal["content"]
+    content: Content
+
+
 class StreamOptions(Fields):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -471,7 +478,7 @@ class TextRequest(TurnRequest):
     functions: EmptyList = None
     moderation: Unserved = None
     modalities: Annotated[TextOnly | None, NOT_SERVED] = None
-    prediction: Unserved = None
+    prediction: Annotated[Prediction | None, Field(description="Text that the answer probably repeats.")] = None
     reasoning_effort: Annotated[Text | None, Field(description="For chat templates that know it.")] = None
     store: Off = None
     suffix: Annotated[Literal[""] | None, NOT_SERVED] = None

@@ -47,6 +47,7 @@ def test_every_sampling_parameter_of_the_contract_is_one_of_the_client() -> None
         ({"model": "m"}, inference_pb2.GenerateRequest(model="m")),
         ({"expected_tokens": 0}, inference_pb2.GenerateRequest(expected_tokens=0)),
         ({"no_cache": True, "cache_key": "ada"}, inference_pb2.GenerateRequest(no_cache=True, cache_key="ada")),
+        ({"prediction": "abc"}, inference_pb2.GenerateRequest(prediction="abc")),
         ({"mode": "append"}, inference_pb2.GenerateRequest(prompt_mode=inference_pb2.PROMPT_MODE_APPEND)),
     ],
 )

@@ -69,6 +69,18 @@ def test_ids_and_quota_of_a_turn_are_its_tenants(reader: RequestReader) -> None:
     assert unnamed.conversation_id == ""
 
 
+def test_drafts_have_a_limit_and_a_text_of_their_own(reader: RequestReader) -> None:
+    router = ScopedRouter(None, Tenant(name="acme"))  # type: ignore[arg-type]
+    request = text_request(prediction="abc")
+    request.sampling_params.max_draft_tokens = 0
+    turn = reader.read(request, None, router)
+    assert (turn.prediction.tolist(), turn.sampling.max_drafts) == ([97, 98, 99], 0)
+    unset = reader.read(text_request(), None, router)
+    assert (unset.prediction.tolist(), unset.sampling.max_drafts) == ([], None)
+    with pytest.raises(InvalidRequest, match=r"prediction: \d+ characters are too many"):
+        reader.read(text_request(prediction="x" * 10_000_000), None, router)
+
+
 def test_a_cache_key_is_a_tenants_own_and_its_name_goes_no_further(reader: RequestReader) -> None:
     def key(tenant: str, given: str) -> str:
         router = ScopedRouter(None, Tenant(name=tenant))  # type: ignore[arg-type]

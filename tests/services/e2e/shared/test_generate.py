@@ -37,6 +37,7 @@ def test_generate_prints_one_object_with_all_that_the_contract_names(
     assert answer["token_ids"] == stock.greedy(prompt, 8).token_ids
     assert answer["text"] == codec.decode(answer["token_ids"])
     assert answer["finish_reason"] == "length"
+    assert 0 <= answer["usage"].pop("accepted_draft_tokens") < 8
     assert answer["usage"] == {"prompt_tokens": len(prompt), "cached_tokens": 0, "completion_tokens": 8}
     assert answer["ttft_seconds"] > 0
     assert answer["ttit_seconds"] >= 0, "0 where all tokens came in one message"
@@ -50,6 +51,25 @@ def test_generate_prints_one_object_with_all_that_the_contract_names(
     # Two layers, keys and values, two KV heads of 16 fp32 numbers a token: everything moved, exactly once.
     assert plan["migrated_bytes"] == len(prompt) * 2 * 2 * 2 * 16 * 4
     assert plan["migration_seconds"] > 0
+
+
+def test_a_prediction_of_the_answer_saves_steps_and_changes_no_token(inference: Inference, codec: TextCodec) -> None:
+    """On rings of several ranks, of an answer in letters: the bytes of others are no text."""
+
+    def ask(max_drafts: int | None, prediction: str) -> inference_pb2.GenerateComplete:
+        letters = dict.fromkeys(range(97, 123), 100.0)
+        params = inference_pb2.SamplingParams(max_tokens=48, max_draft_tokens=max_drafts, logit_bias=letters)
+        request = ids(random_tokens(61, seed=23))
+        request.sampling_params.CopyFrom(params)
+        request.prediction = prediction
+        return inference.answer(request)
+
+    plain = ask(0, "")
+    assert plain.usage.accepted_draft_tokens == 0
+    assert codec.encode(plain.text).tolist() == list(plain.output_ids)
+    drafted = ask(None, plain.text)
+    assert list(drafted.output_ids) == list(plain.output_ids)
+    assert drafted.usage.accepted_draft_tokens > 20
 
 
 def test_three_turns_that_send_only_what_is_new_reuse_everything_before(

@@ -79,6 +79,29 @@ async def test_a_prompt_cache_key_or_else_the_user_is_the_cache_key(
     assert refusal(refused, 400).startswith('user: ["ada"] is not allowed; give a string')
 
 
+async def test_a_prediction_is_drafted_from_and_is_no_part_of_the_prompt(
+    gateway: LocalGateway, http: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = list[TurnRequest]()
+    begin_turn = gateway.service.router.begin_turn
+
+    async def begin(request: TurnRequest) -> BegunTurn:
+        begun.append(request)
+        return await begin_turn(request)
+
+    monkeypatch.setattr(gateway.service.router, "begin_turn", begin)
+    asked: dict[str, Any] = {"model": MODEL, "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
+    for content in ("abc", [{"type": "text", "text": "ab"}, {"type": "text", "text": "c"}], None):
+        prediction = None if content is None else {"type": "content", "content": content}
+        answer = await http.post("/v1/chat/completions", json=asked | {"prediction": prediction})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens_details"] == {"accepted_prediction_tokens": 0}
+    assert [request.prediction.tolist() for request in begun] == [[97, 98, 99], [97, 98, 99], []]
+    assert len({len(request.token_ids) for request in begun}) == 1
+    refused = await http.post("/v1/chat/completions", json=asked | {"prediction": {"type": "text", "content": "a"}})
+    assert refusal(refused, 400).startswith("prediction.type: 'text' is not allowed")
+
+
 MALFORMED = {
     "nothing": (b"", "the body is not valid JSON"),
     "half an object": (b'{"model": ', "the body is not valid JSON"),

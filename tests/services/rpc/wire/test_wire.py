@@ -67,7 +67,7 @@ M = TypeVar("M", bound=Message)
 
 SIXTY_FOUR_BITS = {"seed", "pulled_bytes", "migrated_bytes", "capacity_tokens"}
 SIGNED = {"priority"}
-TOKEN_FIELDS = {"token_ids", "penalized_ids", "draft_text", "answer"}
+TOKEN_FIELDS = {"token_ids", "penalized_ids", "draft_text", "prediction", "answer"}
 WORDS = {
     "algorithm": ["", "pass_kv", "chain"],
     "role": ["", "prefill", "decode"],
