@@ -32,6 +32,7 @@ PLACES = {
     "chat": ("chat", "talk on the terminal"),
     "conversations": ("conversations", "list, show, fork and delete conversations"),
     "demo": ("demo", "ask a model about a document and check every token"),
+    "check": ("check", "read a model directory and say how it would be served"),
     "import": ("import_model", "make a model directory of a GGUF file"),
     "plan": ("plan", "size a cluster by prediction"),
     "explain": ("explain", "explain how a turn would be computed"),

@@ -162,6 +162,10 @@ class TextCodec:
         except Exception as error:  # a template is a program and may raise any error
             raise InvalidRequest(f"input.chat: the model's chat template refuses these messages: {error}") from error
 
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._tokenizer.chat_template)
+
     def chat_template(self, tools: Sequence[Mapping[str, Any]]) -> str:
         """Return the chat template's source for these tools; empty if the model has no template."""
         if not self._tokenizer.chat_template:

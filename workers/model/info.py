@@ -189,6 +189,11 @@ def check_fingerprint(path: Path, expected: str) -> None:
         )
 
 
+def tensor_sizes(info: ModelInfo) -> list[int]:
+    """Return the numbers of tensor-parallel ranks of which each gets as many whole KV heads."""
+    return [size for size in range(1, info.num_kv_heads + 1) if info.num_kv_heads % size == 0]
+
+
 def tensor_share(info: ModelInfo, tp: int, key: str = "tp", *, replicates_kv: bool = False) -> ModelInfo:
     """Return the shape of one of `tp` tensor-parallel ranks; `info` itself if tp is 1.
 
@@ -197,8 +202,7 @@ def tensor_share(info: ModelInfo, tp: int, key: str = "tp", *, replicates_kv: bo
     """
     if tp == 1:
         return info
-    heads = info.num_kv_heads
-    sizes = [size for size in range(1, heads + 1) if heads % size == 0]
+    heads, sizes = info.num_kv_heads, tensor_sizes(info)
     if replicates_kv:
         sizes += [size for size in range(2 * heads, info.num_heads + 1, heads) if info.num_heads % size == 0]
     if tp not in sizes:
