@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from statistics import mean, median
+from statistics import median
 
 from bench.options import Subcommands
 from bench.report import Report, Row, Target, told_load
@@ -23,8 +23,9 @@ from ringserve.services.offline.terminal import console, print_table, progress_b
 from ringserve.workers.model.builtin import resolve_model_path
 
 HELP = """A cluster for each form of the decode ring. Every answer is asked for twice, without drafts and with them,
-greedily and of the same length; rounds alternate. The workloads: questions about the demo's document that are answered
-by sentences of it (document), a file that is to be copied with small changes (edit), and a story (free)."""
+greedily and up to its own end; rounds alternate, and each has all prompts of a workload: questions about the demo's
+document that are answered by sentences of it (document), a file that is to be copied with small changes (edit), and
+stories (free)."""
 EXAMPLE = """example:
   python -m bench drafts
   python -m bench drafts --forms 1:gather --batches 1 --rounds 5
@@ -74,12 +75,12 @@ class Form:
     variant: str
 
 
-def prompts(workload: str, text: str, count: int) -> list[str]:
-    """Return so many prompts of a workload. `text` is the demo's document."""
+def prompts(workload: str, text: str) -> list[str]:
+    """Return the prompts of a workload. `text` is the demo's document."""
     wish = "Answer with the sentence of the log that says it."
     questions = [f"{each.text} {wish}" for each in (FIRST, FOLLOW_UP, FORKED)]
     questions.append("Repeat the first three sentences of the log, word by word.")
-    made = {
+    return {
         DOCUMENT: [f"{text}\n\n{question}" for question in questions],
         EDIT: [
             f"```python\n{FILE}```\nCopy this file, and rename {name} to {name}_of. Answer with the whole file."
@@ -87,7 +88,13 @@ def prompts(workload: str, text: str, count: int) -> list[str]:
         ],
         FREE: [f"Tell a story about {each}." for each in STORIES],
     }[workload]
-    return [made[number % len(made)] for number in range(count)]
+
+
+def batches_of(texts: Sequence[str], size: int) -> list[list[str]]:
+    """Return the texts in batches of a size; a larger one has them several times."""
+    if size >= len(texts):
+        return [[texts[number % len(texts)] for number in range(size)]]
+    return [list(texts[start : start + size]) for start in range(0, len(texts), size)]
 
 
 class Service:
@@ -111,7 +118,7 @@ class Service:
         """Ask all at a time."""
 
         def one(text: str) -> Answer:
-            sampling = Sampling(temperature=0.0, max_tokens=ANSWER, ignore_eos=True, max_draft_tokens=max_drafts)
+            sampling = Sampling(temperature=0.0, max_tokens=ANSWER, max_draft_tokens=max_drafts)
             return self._client.ask([Message(role="user", content=text)], sampling=sampling, timeout=WAIT_SECONDS)
 
         with ThreadPoolExecutor(len(texts)) as pool:
@@ -122,23 +129,30 @@ class Service:
         self._cluster.stop()
 
 
-def measure(service: Service, form: Form, workload: str, texts: Sequence[str], num_rounds: int) -> Row:
-    """Measure one batch -> its row: times between tokens without drafts and with them, and what was accepted."""
+def measure(service: Service, form: Form, workload: str, batches: Sequence[Sequence[str]], num_rounds: int) -> Row:
+    """Measure the batches of a workload -> their row: times between tokens without and with drafts, and the accepted.
+
+    Times are of all tokens but the first of each answer, so a long answer counts more than a short one.
+    """
     plain, drafted, ratios, accepted = list[float](), list[float](), list[float](), list[float]()
     same, of = 0, 0
-    service.ask(texts, 0)  # the prompts are cached from here on
+    for texts in batches:
+        service.ask(texts, 0)  # the prompts are cached from here on
     for _ in range(num_rounds):
-        without, with_drafts = service.ask(texts, 0), service.ask(texts, None)
-        plain.append(mean(each.ttit_seconds for each in without))
-        drafted.append(mean(each.ttit_seconds for each in with_drafts))
+        without, with_drafts = list[Answer](), list[Answer]()
+        for texts in batches:
+            without += service.ask(texts, 0)
+            with_drafts += service.ask(texts, None)
+        plain.append(between_tokens(without))
+        drafted.append(between_tokens(with_drafts))
         ratios.append(drafted[-1] / plain[-1])
-        for before, after in zip(without, with_drafts, strict=True):
-            of += 1
-            same += before.token_ids == after.token_ids
-            num_drafted = after.usage.accepted_draft_tokens
-            accepted.append(num_drafted / max(1, after.usage.completion_tokens - 1 - num_drafted))
+        num_drafted = sum(each.usage.accepted_draft_tokens for each in with_drafts)
+        num_steps = sum(each.usage.completion_tokens - 1 for each in with_drafts) - num_drafted
+        accepted.append(num_drafted / max(1, num_steps))
+        of += len(without)
+        same += sum(one.token_ids == other.token_ids for one, other in zip(without, with_drafts, strict=True))
     return Row(
-        keys={"workload": workload, "ranks": form.ranks, "variant": form.variant, "batch": len(texts)},
+        keys={"workload": workload, "ranks": form.ranks, "variant": form.variant, "batch": len(batches[0])},
         figures={
             "without_drafts": median(plain),
             "with_drafts": median(drafted),
@@ -148,6 +162,12 @@ def measure(service: Service, form: Form, workload: str, texts: Sequence[str], n
             "same": f"{same} of {of}",
         },
     )
+
+
+def between_tokens(answers: Sequence[Answer]) -> float:
+    """Return the mean seconds between two tokens of these answers."""
+    gaps = [each.usage.completion_tokens - 1 for each in answers]
+    return sum(each.ttit_seconds * gap for each, gap in zip(answers, gaps, strict=True)) / max(1, sum(gaps))
 
 
 def targets_of(rows: Sequence[Row]) -> Iterator[Target]:
@@ -187,7 +207,8 @@ def run(options: argparse.Namespace) -> int:
             try:
                 for batch in batches:
                     for workload in MOST_RATIO:
-                        rows.append(measure(service, form, workload, prompts(workload, text, batch), num_rounds))
+                        texts = batches_of(prompts(workload, text), batch)
+                        rows.append(measure(service, form, workload, texts, num_rounds))
                         tell(f"{form.ranks}:{form.variant} {workload} {batch}")
             finally:
                 service.close()

@@ -31,6 +31,7 @@ from transformers import AutoTokenizer
 
 from bench.options import Subcommands
 from bench.report import table, told_load
+from bench.service.drafts import EDIT, prompts
 from ringserve.cp_core.errors import ConfigError, Unavailable
 from ringserve.services.offline.reports import load_now
 from ringserve.services.offline.terminal import console, print_table
@@ -46,6 +47,8 @@ examples:
   python -m bench peers --llama llama/bin/llama-server --gguf model-f32.gguf --stock --vllm \\
       "env LD_PRELOAD=vllm/lib/libiomp5.so VLLM_CPU_KVCACHE_SPACE=4 vllm/bin/vllm"
   python -m bench peers --form one=decode.cp=1 --form two=decode.cp=2
+  python -m bench peers --only edits --vllm vllm/bin/vllm --vllm-flags \
+      '--speculative-config {"method":"ngram","num_speculative_tokens":8,"prompt_lookup_max":12}'
 """
 START_SECONDS = 300.0
 CALL_SECONDS = 600.0
@@ -56,6 +59,7 @@ LENGTHS = (512, 2048, 6000)
 CLIENTS, SHORT, CALLS_OF_CLIENT = 8, 256, 4
 STREAMS, STREAM_ANSWER = 4, 600
 ASIDE, ASIDE_ANSWER = 128, 4
+PARTS = ("lone", "edits", "clients", "mixed")
 WORDS = "ring rank river stone cloud paper green light seven night window garden letter morning bridge silver"
 
 
@@ -151,9 +155,17 @@ def name_of(num_tokens: int) -> str:
     return f"{num_tokens:,}"
 
 
-async def measure(caller: Caller) -> AsyncIterator[tuple[str, float]]:
+async def measure(caller: Caller, parts: Sequence[str] = PARTS) -> AsyncIterator[tuple[str, float]]:
     """Yield the figures of one pass, by name: seconds, milliseconds or tokens a second, as the name says."""
     await caller.complete(64, 8)
+    for name, part in zip(PARTS, (measure_lone, measure_edits, measure_clients, measure_mixed), strict=True):
+        if name in parts:
+            async for named in part(caller):
+                yield named
+
+
+async def measure_lone(caller: Caller) -> AsyncIterator[tuple[str, float]]:
+    """Yield the times of one request at a time."""
     for _ in range(3):
         times = await caller.complete(LENGTHS[0])
         yield f"TTFT {name_of(LENGTHS[0])}, s", times.ttft
@@ -165,10 +177,13 @@ async def measure(caller: Caller) -> AsyncIterator[tuple[str, float]]:
         yield f"between tokens after {name_of(length)}, ms", times.ttit * 1e3
         again = [question, {"role": "assistant", "content": times.text}, {"role": "user", "content": "Say it again."}]
         yield f"second turn at {name_of(length)}, TTFT s", (await caller.chat(again)).ttft
-    async for named in measure_clients(caller):
-        yield named
-    async for named in measure_mixed(caller):
-        yield named
+
+
+async def measure_edits(caller: Caller) -> AsyncIterator[tuple[str, float]]:
+    """Yield the time between tokens of answers that repeat much of their prompt."""
+    for text in prompts(EDIT, ""):
+        times = await caller.chat([{"role": "user", "content": text}])
+        yield "between tokens of an edit, ms", times.ttit * 1e3
 
 
 async def measure_clients(caller: Caller) -> AsyncIterator[tuple[str, float]]:
@@ -331,6 +346,9 @@ def add(kinds: Subcommands) -> None:
     parser.add_argument("--vllm", metavar="COMMAND", help="vllm of an environment of its own")
     parser.add_argument("--llama", metavar="COMMAND", help="llama-server of llama.cpp; needs --gguf")
     parser.add_argument("--gguf", metavar="FILE", help="the same weights for llama.cpp")
+    parser.add_argument("--vllm-flags", default="", metavar="FLAGS", help="more flags of `vllm serve`")
+    parser.add_argument("--llama-flags", default="", metavar="FLAGS", help="more flags of llama-server")
+    parser.add_argument("--only", default=",".join(PARTS), help=f"parts, with commas ({','.join(PARTS)})")
     parser.add_argument("--stock", action="store_true", help="transformers too")
     parser.add_argument("--json", action="store_true", help="print all samples as one JSON object")
     parser.set_defaults(run=run)
@@ -348,28 +366,36 @@ def servers_of(options: argparse.Namespace) -> list[Server]:
         servers.append(Server(name=name, command=[ours, *common.split(), *own.split(), *sets]))
     if options.vllm:
         flags = "serve {model} --dtype {dtype} --port {port} --host 127.0.0.1 --max-model-len 8192"
-        servers.append(Server(name="vllm", command=[*shlex.split(options.vllm), *flags.split()]))
+        servers.append(
+            Server(name="vllm", command=[*shlex.split(options.vllm), *flags.split(), *_given(options.vllm_flags)])
+        )
     if options.llama:
         if not options.gguf:
             raise ConfigError("--llama needs --gguf, a file of the same weights")
         cores = len(os.sched_getaffinity(0))
         flags = f"--port {{port}} --host 127.0.0.1 -t {cores} -tb {cores} -c 65536 -np 9"
-        servers.append(
-            Server(name="llama.cpp", command=[*shlex.split(options.llama), "-m", options.gguf, *flags.split()])
-        )
+        command = [*shlex.split(options.llama), "-m", options.gguf, *flags.split(), *_given(options.llama_flags)]
+        servers.append(Server(name="llama.cpp", command=command))
     return servers
+
+
+def _given(flags: str) -> list[str]:
+    """Return flags that are passed as they are."""
+    return [flag.replace("{", "{{").replace("}", "}}") for flag in shlex.split(flags)]
 
 
 def run(options: argparse.Namespace) -> int:
     model = resolve_model_path(options.model)
-    servers = servers_of(options)
+    servers, parts = servers_of(options), options.only.split(",")
+    if unknown := [name for name in parts if name not in PARTS]:
+        raise ConfigError(f"--only: there is no part {unknown[0]!r}; allowed are {', '.join(PARTS)}")
     before = load_now()
     samples: dict[str, dict[str, list[float]]] = {}
     for number in range(options.rounds):
         for server in servers:
             print(f"round {number + 1}: {shlex.join(server.command)}", file=sys.stderr)
             try:
-                measured = asyncio.run(_one_round(server, model, options.dtype, number))
+                measured = asyncio.run(_one_round(server, model, options.dtype, number, parts))
             except (Unavailable, httpx2.HTTPError) as error:  # the others are measured all the same
                 print(f"{server.name}: {error}", file=sys.stderr)
                 continue
@@ -392,9 +418,11 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-async def _one_round(server: Server, model: Path, dtype: str, seed: int) -> list[tuple[str, float]]:
+async def _one_round(
+    server: Server, model: Path, dtype: str, seed: int, parts: Sequence[str]
+) -> list[tuple[str, float]]:
     async with called(server, model, dtype, seed) as (caller, figures):
-        measured = [each async for each in measure(caller)]
+        measured = [each async for each in measure(caller, parts)]
     return [*measured, *figures.items()]
 
 

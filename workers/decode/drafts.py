@@ -10,7 +10,6 @@ prompt. Tokens are exact, since every one is sampled from the model's logits.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +27,8 @@ LONGEST_MATCH = 12
 FIRST_SHARE, MEMORY = 0.7, 0.8
 # Steps without a draft after which a sequence whose drafts were wrong has one more checked.
 PROBE_STEPS = 24
-# Time of one more token in a step over that of a step, before it is measured; weight of a new measurement.
-FIRST_COST, NEW_WEIGHT = 0.08, 0.2
+# Time of a draft over that of a step of one sequence, before it is measured; weight of a new measurement.
+FIRST_COST, NEW_WEIGHT = 0.04, 0.2
 
 
 class TextDrafter:
@@ -85,11 +84,11 @@ class TextDrafter:
 
 
 class DraftCosts:
-    """Measured times of decode steps: what a draft costs beside a step without any, by the size of the batch."""
+    """Measured times of decode steps: of those without drafts by the size of the batch, and what a draft adds."""
 
     def __init__(self) -> None:
         self._plain: dict[int, float] = {}
-        self._costs: dict[int, float] = defaultdict(lambda: FIRST_COST)
+        self._draft: float | None = None
 
     def note(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
         """Note the time of a step."""
@@ -97,18 +96,19 @@ class DraftCosts:
         if not num_drafts:
             self._plain[num_sequences] = seconds if plain is None else _mean(plain, seconds)
         elif plain is not None:
-            cost = max(0.0, seconds / plain - 1.0) / num_drafts
-            self._costs[num_sequences] = _mean(self._costs[num_sequences], cost)
+            added = max(0.0, seconds - plain) / num_drafts
+            self._draft = added if self._draft is None else _mean(self._draft, added)
 
     def least_share(self, num_sequences: int) -> float:
         """Return the chance from which a draft is worth its time.
 
-        A step of B sequences has B tokens, so a draft that takes the share c of its time must have more than c * B. A
-        batch of a size without a measurement drafts nothing.
+        A step of B sequences and t seconds has B tokens, so a draft that adds c seconds must be right with more than
+        B * c / t. Nothing is drafted before a step without drafts has been timed; a batch of another size counts.
         """
-        if num_sequences not in self._plain:
+        if not self._plain:
             return math.inf
-        return self._costs[num_sequences] * num_sequences
+        plain = self._plain[min(self._plain, key=lambda size: abs(size - num_sequences))]
+        return num_sequences * (FIRST_COST if self._draft is None else self._draft / plain)
 
 
 def _mean(known: float, new: float) -> float:

@@ -309,6 +309,7 @@ class TurnAnswer:
             "plan": message_dict(complete.plan),
             "ttft_seconds": complete.ttft_seconds,
             "ttit_seconds": complete.ttit_seconds,
+            "accepted_draft_tokens": complete.usage.accepted_draft_tokens,
             "seed": complete.seed,
         }
 

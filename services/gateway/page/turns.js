@@ -103,7 +103,10 @@ function showTurn(predicted, done) {
   $("reason").textContent =
     `${plan.algorithm} on ${where}: ${count(plan.new_tokens, "new token")}, ` +
     `${plan.cached_tokens.toLocaleString("en")} cached, first token after ${seconds(done.ttft_seconds)}`;
-  const why = [["why", plan.reason], ...(plan.remarks ?? []).map((each) => ["remark", each])];
+  const drafted = done.accepted_draft_tokens
+    ? [["drafted", `${done.accepted_draft_tokens} of ${count(done.token_ids.length, "token")}, without a step of their own`]]
+    : [];
+  const why = [["why", plan.reason], ...drafted, ...(plan.remarks ?? []).map((each) => ["remark", each])];
   $("why").replaceChildren(...why.map(([name, text]) => element("tr", {}, element("th", {}, name), element("td", {}, text))));
   $("plan").hidden = false;
 }

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bench.__main__ import main
-from bench.service.drafts import DOCUMENT, EDIT, FREE, MOST_RATIO, Form, measure, prompts, targets_of
+from bench.service.drafts import DOCUMENT, EDIT, FREE, MOST_RATIO, Form, batches_of, measure, prompts, targets_of
 from ringserve.client.results import Answer, Usage
 
 
@@ -28,7 +28,7 @@ class Fake:
 
 def test_a_row_compares_rounds_with_and_without_drafts() -> None:
     fake: Any = Fake()
-    row = measure(fake, Form(2, "helix"), EDIT, ["a", "b"], 2)
+    row = measure(fake, Form(2, "helix"), EDIT, [["a", "b"]], 2)
     assert fake.asked == [0, 0, None, 0, None]
     assert row.value("drafts_ratio") == pytest.approx(0.5)
     assert row.value("accepted") == pytest.approx(2.0)
@@ -38,16 +38,16 @@ def test_a_row_compares_rounds_with_and_without_drafts() -> None:
         "edit, 2 x helix, batch 2: over without drafts": "MISSED",
         "edit, 2 x helix, batch 2: accepted a step": "MISSED",
     }
-    free = measure(fake, Form(1, "gather"), FREE, ["a"], 1)
+    free = measure(fake, Form(1, "gather"), FREE, [["a"], ["b"]], 1)
     assert [target.verdict for target in targets_of([free])] == ["met"]
 
 
 def test_prompts_of_a_batch_differ_and_come_again_in_larger_ones() -> None:
-    for workload in MOST_RATIO:
-        made = prompts(workload, "The log.", 8)
-        assert len({*made}) >= 4
-        assert prompts(workload, "The log.", 3) == made[:3]
-    assert all("The log." in each for each in prompts(DOCUMENT, "The log.", 2))
+    assert all(len({*prompts(workload, "The log.")}) >= 4 for workload in MOST_RATIO)
+    assert all("The log." in each for each in prompts(DOCUMENT, "The log."))
+    assert batches_of("abcd", 1) == [["a"], ["b"], ["c"], ["d"]]
+    assert batches_of("abcde", 2) == [["a", "b"], ["c", "d"], ["e"]]
+    assert batches_of("abc", 4) == [["a", "b", "c", "a"]]
 
 
 @pytest.mark.parametrize("options", [["--forms", "2:ring"], ["--batches", "0"], ["--rounds", "0"]])

@@ -43,6 +43,7 @@ async def test_one_client_takes_every_figure_of_a_server(path: Path) -> None:
         "TTFT 80, s",
         "between tokens after 60, ms",
         "second turn at 80, TTFT s",
+        "between tokens of an edit, ms",
         "3 clients, tokens/s",
         "3 clients, worst TTFT s",
         "beside a long prompt: longest gap of a stream, s",
@@ -69,7 +70,7 @@ def test_a_server_that_does_not_answer_is_told_with_its_log(
     code = f"import signal; print('no room', flush=True); {then}"
     server = Server(name="broken", command=[sys.executable, "-c", code])
     with pytest.raises(Unavailable, match=r"its log is|the server's log is") as told:
-        asyncio.run(peers._one_round(server, path, "float32", 0))
+        asyncio.run(peers._one_round(server, path, "float32", 0, peers.PARTS))
     log = Path(str(told.value).rpartition(" ")[2])
     assert log.read_text() == "no room\n"
     log.unlink()

@@ -244,8 +244,11 @@ def test_wrong_drafts_end_and_are_tried_again_later() -> None:
 def test_a_draft_must_gain_more_than_it_costs() -> None:
     costs = DraftCosts()
     assert costs.least_share(1) == math.inf, "nothing is known before a step without drafts"
-    costs.note(1, 0, 0.1)
+    costs.note(4, 0, 0.1)
+    assert costs.least_share(1) < costs.least_share(4) < 1.0
     for _ in range(50):
-        costs.note(1, 4, 0.12)
-    assert costs.least_share(1) == pytest.approx(0.05, rel=0.05)
-    assert costs.least_share(4) == math.inf
+        costs.note(4, 4, 0.12)
+    assert costs.least_share(4) == pytest.approx(4 * 0.005 / 0.1, rel=0.05)
+    assert costs.least_share(5) == pytest.approx(5 * 0.005 / 0.1, rel=0.05), "by the nearest size that was timed"
+    costs.note(1, 0, 0.05)
+    assert costs.least_share(1) == pytest.approx(0.005 / 0.05, rel=0.05)
