@@ -69,6 +69,22 @@ class RowAttention(AttentionBackend, Protocol):
         ...
 
 
+class NewestAttention(AttentionBackend, Protocol):
+    """Backend that attends the newest tokens of a sequence over all of its keys in one call."""
+
+    def attend_newest(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -> Partial:
+        """Attend q[T, H, D] over k[S, K, D] and v[S, K, D], whose last T tokens are the queries' own: S >= T >= 1.
+
+        Query t sees keys 0..S - T + t.
+        """
+        ...
+
+
+def attends_newest(backend: AttentionBackend) -> TypeGuard[NewestAttention]:
+    """Return whether the backend attends newest tokens in one call."""
+    return hasattr(backend, "attend_newest")
+
+
 def attends_rows(backend: AttentionBackend) -> TypeGuard[RowAttention]:
     """Return whether the backend attends many single queries in one call."""
     return hasattr(backend, "attend_rows")

@@ -7,6 +7,7 @@ D head dimension.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -41,7 +42,7 @@ class TorchCpuFlash:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
     ) -> Partial:
         """See AttentionBackend."""
-        num_tokens, num_heads, head_dim = q.shape
+        num_tokens, num_heads, _ = q.shape
         num_stored, num_kv_heads, _ = k.shape
         assert not causal or num_tokens == num_stored, f"causal needs T == S, not {num_tokens} and {num_stored}"
         if not num_tokens or not num_stored:
@@ -60,13 +61,23 @@ class TorchCpuFlash:
         )
         if not folded:
             return Partial(out_bhtd[0].transpose(0, 1), lse_bht[0].transpose(0, 1))
+        return _unfold(out_bhtd, lse_bht, num_tokens, num_heads)
+
+    def attend_newest(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -> Partial:
+        """See NewestAttention. The mask is made once for all layers: their sizes are the same."""
+        num_tokens, num_heads, _ = q.shape
+        num_stored, num_kv_heads, _ = k.shape
         group = num_heads // num_kv_heads
-        out_ktgd = out_bhtd.view(num_kv_heads, num_tokens, group, head_dim)
-        lse_ktg = lse_bht.view(num_kv_heads, num_tokens, group)
-        return Partial(
-            out_ktgd.transpose(0, 1).reshape(num_tokens, num_heads, head_dim),
-            lse_ktg.transpose(0, 1).reshape(num_tokens, num_heads),
+        out_bhtd, lse_bht = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            _fold(q.float(), num_kv_heads),
+            k.float().transpose(0, 1).unsqueeze(0),
+            v.float().transpose(0, 1).unsqueeze(0),
+            0.0,
+            False,
+            attn_mask=_newest_mask(num_tokens, num_stored, group),
+            scale=scale,
         )
+        return _unfold(out_bhtd, lse_bht, num_tokens, num_heads)
 
     def attend_rows(self, q: torch.Tensor, runs: Sequence[KvRun], *, scale: float) -> Partial:
         """See RowAttention. Shared work is done once, so a row costs two views and the kernel."""
@@ -97,3 +108,22 @@ def _fold(q_thd: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     num_tokens, num_heads, head_dim = q_thd.shape
     q_tkgd = q_thd.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
     return q_tkgd.transpose(0, 1).reshape(1, num_kv_heads, -1, head_dim)
+
+
+def _unfold(out_bhtd: torch.Tensor, lse_bht: torch.Tensor, num_tokens: int, num_heads: int) -> Partial:
+    """Return the part of folded queries: out [1, K, T * G, D] and lse [1, K, T * G] as [T, H, D] and [T, H]."""
+    num_kv_heads, head_dim = out_bhtd.shape[1], out_bhtd.shape[3]
+    out_ktgd = out_bhtd.view(num_kv_heads, num_tokens, -1, head_dim)
+    lse_ktg = lse_bht.view(num_kv_heads, num_tokens, -1)
+    return Partial(
+        out_ktgd.transpose(0, 1).reshape(num_tokens, num_heads, head_dim),
+        lse_ktg.transpose(0, 1).reshape(num_tokens, num_heads),
+    )
+
+
+@lru_cache(maxsize=64)
+def _newest_mask(num_tokens: int, num_stored: int, group: int) -> torch.Tensor:
+    """Return the mask [1, 1, T * G, S] of folded newest tokens: 0, or -inf for the keys behind each."""
+    mask_ts = torch.zeros(num_tokens, num_stored)
+    mask_ts[:, num_stored - num_tokens :] = torch.full((num_tokens, num_tokens), -torch.inf).triu(1)
+    return mask_ts.repeat_interleave(group, dim=0)[None, None]

@@ -24,6 +24,7 @@ from ringserve.cp_core.attention.partial import (
     AttentionBackend,
     Partial,
     PartialBuffer,
+    attends_newest,
     attends_rows,
     empty_partial,
     finished_out,
@@ -205,6 +206,9 @@ def _attend_drafts(
         return _attend_shard(q_thd, runs, backend, scale)
     num_new = len(hidden)
     assert list(hidden) == list(range(num_new))[::-1], "new tokens of a sequence lie on one rank"
+    filled = [run for run in runs if run.k.shape[0]]
+    if len(filled) == 1 and attends_newest(backend):
+        return backend.attend_newest(q_thd, filled[0].k, filled[0].v, scale=scale)
     earlier, newest = _split(runs, num_new)
     merged = Accumulator()
     if any(len(run.k) for run in earlier):

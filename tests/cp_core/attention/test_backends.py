@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringserve.cp_core.attention.backends import select_backend
-from ringserve.cp_core.attention.partial import AttentionBackend
+from ringserve.cp_core.attention.partial import AttentionBackend, attends_newest
 from ringserve.cp_core.attention.reference import ReferenceAttention
 from ringserve.cp_core.attention.torch_cpu import MAX_FOLDED_TOKENS, TorchCpuFlash
 from ringserve.cp_core.errors import ConfigError
@@ -135,3 +135,21 @@ def test_a_backend_that_does_not_serve_the_device_is_refused_and_nothing_falls_b
         select_backend("torch_cpu_flash", "cuda:0", torch.float32)
     with pytest.raises(ConfigError, match="no fast kernel supports"):
         select_backend("auto", "cuda:0", torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(9, 3), (4, 4), (8, 1)])
+@pytest.mark.parametrize(("num_tokens", "num_stored"), [(1, 1), (3, 3), (5, 40), (9, 700)])
+def test_newest_tokens_see_all_keys_up_to_themselves(
+    num_tokens: int, num_stored: int, num_heads: int, num_kv_heads: int, dtype: torch.dtype
+) -> None:
+    tokens = random_tokens(num_stored, num_heads=num_heads, num_kv_heads=num_kv_heads, dtype=dtype, seed=num_stored)
+    backend = select_backend("torch_cpu_flash", "cpu", dtype)
+    assert attends_newest(backend)
+    q = tokens.q[num_stored - num_tokens :]
+    part = backend.attend_newest(q, tokens.k, tokens.v, scale=0.125)
+    for place in range(num_tokens):
+        seen = num_stored - num_tokens + place + 1
+        right = oracle_partial(q[place : place + 1], tokens.k[:seen], tokens.v[:seen], causal=False, scale=0.125)
+        assert largest(part.out[place : place + 1].double() - right.out) <= 1e-5
+        assert largest(part.lse[place : place + 1].double() - right.lse) <= 1e-5
