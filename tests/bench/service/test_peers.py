@@ -76,10 +76,16 @@ def test_a_server_that_does_not_answer_is_told_with_its_log(
     log.unlink()
 
 
+FLAGS = """--config '{"k":1}'"""
+
+
 def test_the_servers_are_those_that_the_options_name() -> None:
-    asked = argparse.Namespace(form=["one=decode.cp=1,prefill.cp=2"], vllm="env A=1 vllm", llama="", gguf="")
+    asked = argparse.Namespace(
+        form=["one=decode.cp=1,prefill.cp=2"], vllm="env A=1 vllm", llama="", gguf="", vllm_flags=FLAGS
+    )
     ours, vllm = peers.servers_of(asked)
     assert ours.command[-4:] == ["--set", "decode.cp=1", "--set", "prefill.cp=2"]
     assert vllm.command[:4] == ["env", "A=1", "vllm", "serve"]
+    assert [part.format(model="m", port=1, dtype="d") for part in vllm.command[-2:]] == ["--config", '{"k":1}']
     with pytest.raises(ConfigError, match="--llama needs --gguf"):
         peers.servers_of(argparse.Namespace(form=None, vllm="", llama="llama-server", gguf=""))

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ringserve.cp_core.attention.partial import AttentionBackend
+from ringserve.cp_core.attention.reference import ReferenceAttention
 from ringserve.cp_core.attention.torch_cpu import TorchCpuFlash
 from ringserve.cp_core.cost.decode import GATHER, HELIX, VARIANTS
 from ringserve.cp_core.cost.model import PASS_Q
 from ringserve.cp_core.layout.step_plans import DecodePlan, KvRun, PassQRoute
-from ringserve.cp_core.ring.decode import ring_decode, sharded_decode
+from ringserve.cp_core.ring.decode import DraftedShards, ring_decode, sharded_decode
 from ringserve.cp_core.ring.helix import HelixColumns, helix_decode
 from ringserve.cp_core.transport.inprocess import InProcessRing
 from ringserve.cp_core.transport.interface import RingTransport, TransportStats
 from tests.cp_core.layout.decoded import lone_owners
 from tests.cp_core.rings import PoisoningTransport, on_every_rank
-from tests.oracles import Tokens, largest, oracle_causal, random_tokens, relative_difference
+from tests.oracles import Tokens, largest, oracle_causal, oracle_partial, random_tokens, relative_difference
 
 SCALE = 0.125
 
@@ -221,3 +225,31 @@ def test_messages_are_as_long_as_what_is_held_and_no_longer() -> None:
     _, passed = decode_on_threads(PASS_Q, batch, owners, 3)
     # Rank 1's query reaches rank 0 by way of rank 2; rank 0 answers. The other sequence never leaves its rank.
     assert [each.bytes_sent for each in passed] == [part, query, query]
+
+
+@pytest.mark.parametrize("backend", [TorchCpuFlash(), ReferenceAttention()])
+@given(data=st.data())
+@settings(max_examples=25)
+def test_newest_tokens_of_a_sequence_see_what_is_before_each_of_them(
+    backend: AttentionBackend, data: st.DataObject
+) -> None:
+    """Two sequences with several queries, in runs cut anywhere; on a rank without the new tokens all keys are seen."""
+    queries, runs_of, hidden, right = [], list[list[KvRun]](), list[int](), []
+    for seed in range(2):
+        num_new, stores = data.draw(st.integers(1, 6)), data.draw(st.booleans())
+        stored = data.draw(st.integers(num_new if stores else 0, 40))
+        tokens = random_tokens(max(stored, num_new), seed=seed)
+        k, v, q = tokens.k[:stored], tokens.v[:stored], tokens.q[-num_new:]
+        cuts = sorted(data.draw(st.sets(st.integers(0, stored), max_size=4)) | {0, stored})
+        runs = [KvRun(k[start:stop], v[start:stop]) for start, stop in itertools.pairwise(cuts)]
+        for place in range(num_new):
+            behind = num_new - 1 - place if stores else 0
+            seen = stored - behind
+            queries.append(q[place])
+            runs_of.append(runs)
+            hidden.append(behind)
+            right.append(oracle_partial(q[place : place + 1], k[:seen], v[:seen], causal=False, scale=SCALE).out)
+    (transport,) = InProcessRing(1).transports
+    out = sharded_decode(torch.stack(queries), DraftedShards(runs_of, hidden), transport, backend, SCALE)
+    expected = torch.cat(right).nan_to_num(0.0)
+    assert largest(out.double() - expected) <= 1e-5
