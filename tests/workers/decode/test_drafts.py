@@ -91,7 +91,14 @@ def test_any_drafts_give_the_tokens_of_one_process(
 
 
 SAMPLINGS = {
-    "a": SamplingParameters(max_tokens=24, temperature=1.2, seed=3, top_k=20, frequency_penalty=2.0),
+    # Of five tokens, so that each is counted many times.
+    "a": SamplingParameters(
+        max_tokens=24,
+        temperature=1.5,
+        seed=3,
+        frequency_penalty=0.3,
+        logit_bias=tuple(TokenBias(token, 50.0) for token in range(40, 45)),
+    ),
     "b": SamplingParameters(max_tokens=3, temperature=0.7, seed=1, logprobs=2),
     "c": SamplingParameters(max_tokens=12, frequency_penalty=0.8, presence_penalty=0.4, logprobs=1),
     "d": SamplingParameters(max_tokens=19, repetition_penalty=1.3, temperature=1.1, seed=5),
