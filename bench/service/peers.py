@@ -48,7 +48,7 @@ examples:
       "env LD_PRELOAD=vllm/lib/libiomp5.so VLLM_CPU_KVCACHE_SPACE=4 vllm/bin/vllm"
   python -m bench peers --form one=decode.cp=1 --form two=decode.cp=2
   python -m bench peers --only edits --vllm vllm/bin/vllm --vllm-flags \
-      '--speculative-config {"method":"ngram","num_speculative_tokens":8,"prompt_lookup_max":12}'
+      "--speculative-config.method ngram --speculative-config.num_speculative_tokens 8"
 """
 START_SECONDS = 300.0
 CALL_SECONDS = 600.0
