@@ -96,8 +96,8 @@ class DraftCosts:
         if not num_drafts:
             self._plain[num_sequences] = seconds if plain is None else _mean(plain, seconds)
         elif plain is not None:
-            added = max(0.0, seconds - plain) / num_drafts
-            self._draft = added if self._draft is None else _mean(self._draft, added)
+            known = FIRST_COST * plain if self._draft is None else self._draft
+            self._draft = _mean(known, max(0.0, seconds - plain) / num_drafts)
 
     def least_share(self, num_sequences: int) -> float:
         """Return the chance from which a draft is worth its time.
