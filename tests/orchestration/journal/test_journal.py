@@ -68,7 +68,8 @@ async def test_a_turn_that_has_not_ended_is_remembered_as_it_was_begun(tmp_path:
     (known,) = later.turns()
     assert known.request.token_ids.tolist() == [1, 2]
     # Arrays have no single truth value, and Python 3.13 compares dataclasses field by field.
-    without_tokens = {"token_ids": None}
+    assert known.request.prediction.tolist() == []
+    without_tokens = {"token_ids": None, "prediction": None}
     assert dataclasses.asdict(known) | {"request": dataclasses.asdict(known.request) | without_tokens} == (
         dataclasses.asdict(record) | {"request": dataclasses.asdict(record.request) | without_tokens}
     )

@@ -39,7 +39,8 @@ def test_the_printed_object_holds_what_is_promised() -> None:
     printed = json.loads(json.dumps(answer_dict(complete("hi"))))
     assert printed["token_ids"] == [1, 2]
     assert (printed["text"], printed["finish_reason"], printed["conversation_id"]) == ("hi", "length", "c")
-    assert printed["usage"] == {"prompt_tokens": 10, "cached_tokens": 7, "completion_tokens": 2}
+    usage = {"prompt_tokens": 10, "cached_tokens": 7, "completion_tokens": 2, "accepted_draft_tokens": 0}
+    assert printed["usage"] == usage
     assert (printed["ttft_seconds"], printed["ttit_seconds"], printed["seed"]) == (0.25, 0.0125, 2**64 - 1)
     plan = printed["plan"]
     assert (plan["algorithm"], plan["reason"], plan["new_tokens"], plan["cached_tokens"]) == ("pass_q", "because", 3, 7)

@@ -87,6 +87,7 @@ def test_three_turns_that_send_only_what_is_new_reuse_everything_before(
         assert answer["token_ids"] == stock.greedy(prompt, 7).token_ids, f"turn {turn}"
         # The last token of an answer was never fed back: it has no KV yet.
         cached = max(0, len(history) - 1)
+        assert 0 <= answer["usage"].pop("accepted_draft_tokens") < answer["usage"]["completion_tokens"]
         assert answer["usage"] == {
             "prompt_tokens": len(prompt),
             "cached_tokens": cached,
