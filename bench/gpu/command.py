@@ -5,7 +5,7 @@
 
 The model has the shape of Llama 3 8B and random weights. Each part runs in a process of its own, whose lines are
 printed as they are measured: one that fails says so, and the others go on. `service` and `tokens` need Ray. With
-`--device cpu` the same code runs with the sizes of a toy; targets are those of an H100 and mean nothing there.
+`--device cpu` the same code runs on a small model; the targets are of an H100 and do not apply.
 """
 
 from __future__ import annotations

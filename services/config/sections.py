@@ -241,8 +241,8 @@ class DecodeConfig:
     )
     drafts: Literal["auto", "on", "off"] = Field(
         default="auto",
-        description="Next tokens are drafted from a sequence's own text, where that pays, and checked by the step of "
-        "the token before them, so that one step may give several; auto does so on CPUs. Tokens are the same.",
+        description="Decode steps also check guesses of the next tokens, taken from the sequence's text. So a step may "
+        "give several tokens, which are the same as without guesses. auto is on for CPUs and off for GPUs.",
         examples=["off"],
     )
     headroom_tokens: Whole = Field(

@@ -190,8 +190,8 @@ class BatchState:
         The rank that stores a row's new tokens computes them, so their KV never travels. Owners rotate over the ranks,
         and the work rotates with them (arXiv 2411.01783, 3.6). In each step the rows lie evenly over the ranks.
         """
-        owners = tuple(token.row.owner for token in self.tokens)
-        return DecodePlan(self._num_ranks, owners, tuple(map(_seen, self.tokens)))
+        tokens = self.tokens
+        return DecodePlan(self._num_ranks, tuple(token.row.owner for token in tokens), tuple(map(_seen, tokens)))
 
     def _take_slot(self, row: BatchRow) -> int:
         """Return the slot of this rank's next token of the row, and add it to the row's runs."""
