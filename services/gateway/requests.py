@@ -17,7 +17,13 @@ from ringserve.orchestration.protocol.plans import MAX_LOSS, MAX_TTFT, Bound, Pr
 from ringserve.orchestration.protocol.turns import LostTurn, TurnRequest
 from ringserve.services.auth.scoped_router import ScopedRouter
 from ringserve.services.auth.tenants import Tenant
-from ringserve.services.gateway.sampling import check_vocabulary, make_grammar, read_num_completions, read_sampling
+from ringserve.services.gateway.sampling import (
+    check_vocabulary,
+    make_grammar,
+    read_banned,
+    read_num_completions,
+    read_sampling,
+)
 from ringserve.services.gateway.text import TextCodec
 from ringserve.services.rpc.wire.contract import prompt_mode_from
 from ringserve.v1 import inference_pb2
@@ -77,7 +83,7 @@ class RequestReader:
             conversation_id=router.scope(check_identifier("conversation_id", request.conversation_id)),
             kv_quota=router.kv_quota,
             prompt_mode=mode,
-            token_ids=self._prompt(request),
+            token_ids=self.prompt(request),
             sampling=self._sampling(request.sampling_params, is_chat=request.WhichOneof("input") == "chat"),
             deadline_seconds=max(deadline, 0.001),
             conversation_ttl_seconds=_time_to_live(request),
@@ -99,7 +105,7 @@ class RequestReader:
         return self._codec.encode(text, adds_special=False)
 
     def _sampling(self, params: inference_pb2.SamplingParams, *, is_chat: bool) -> SamplingParameters:
-        sampling = read_sampling(params, self._model)
+        sampling = replace(read_sampling(params, self._model), banned=read_banned(params, self._codec))
         if is_chat and not params.ignore_eos:
             stops = {*sampling.stop_token_ids, *self._codec.chat_ends}
             sampling = replace(sampling, stop_token_ids=tuple(sorted(stops)))
@@ -192,13 +198,14 @@ class RequestReader:
             prompt.text = request.text
         elif kind is not None:
             getattr(prompt, kind).CopyFrom(getattr(request, kind))
-        return len(self._prompt(prompt))
+        return len(self.prompt(prompt))
 
     def _check_model(self, name: str) -> None:
         if name and name not in self._names:
             raise NotFound(f"model: there is no model {name!r:.100}; served is {self._names[0]!r}")
 
-    def _prompt(self, request: inference_pb2.GenerateRequest) -> TokenIds:
+    def prompt(self, request: inference_pb2.GenerateRequest) -> TokenIds:
+        """Return the prompt's tokens, at least one. Raises InvalidRequest."""
         kind = request.WhichOneof("input")
         if kind in ("text", "chat"):
             ids = self.tokenize(request)
@@ -207,11 +214,26 @@ class RequestReader:
             ids = np.array(request.tokenized.input_ids, dtype=np.int64)
         else:
             raise InvalidRequest("input: none given; send text, tokenized or chat")
+        if request.HasField("truncate_prompt_tokens"):
+            ids = self._truncate(request, ids)
         if not len(ids):
             raise InvalidRequest(f"input.{kind}: the prompt has 0 tokens, at least 1 is needed")
         # Check texts too: a tokenizer may know tokens without an embedding in the model.
         check_vocabulary(f"input.{kind}", ids, self._model.vocab_size)
         return ids
+
+    def _truncate(self, request: inference_pb2.GenerateRequest, ids: TokenIds) -> TokenIds:
+        kept, most = request.truncate_prompt_tokens, self._model.max_positions - 1
+        if request.conversation_id:
+            raise InvalidRequest(f"truncate_prompt_tokens: {kept} is not allowed with a conversation_id; leave one out")
+        if kept == 0 or not -1 <= kept <= most:
+            raise InvalidRequest(
+                f"truncate_prompt_tokens: {kept} is out of range; allowed are 1 to {most}, and -1 for as many as fit"
+            )
+        if kept == -1:
+            params = request.sampling_params
+            kept = max(self._model.max_positions - (params.max_tokens if params.HasField("max_tokens") else 1), 1)
+        return ids[-kept:]
 
     def _check_length(self, field: str, num_characters: int) -> None:
         """Refuse a text before tokenizing it if it must have more tokens than the model has positions."""

@@ -15,7 +15,7 @@ import numpy as np
 from llguidance import LLMatcher, grammar_from
 
 from ringserve.cp_core.errors import InvalidRequest
-from ringserve.services.gateway.text import REPLACEMENT, StopRule
+from ringserve.services.gateway.text import REPLACEMENT, StopRule, TextCodec
 from ringserve.v1 import inference_pb2
 from ringserve.workers.protocol.prefill_steps import TokenIds
 from ringserve.workers.protocol.ranks import ModelInfo
@@ -35,6 +35,8 @@ MAX_STOP_TOKENS = 256
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 MAX_COMPLETIONS = 16
+MAX_ALLOWED = 4096
+MAX_BAD_WORDS = 256
 
 
 def read_sampling(params: inference_pb2.SamplingParams, model: ModelInfo) -> SamplingParameters:
@@ -69,6 +71,7 @@ def read_sampling(params: inference_pb2.SamplingParams, model: ModelInfo) -> Sam
         if params.HasField("prompt_logprobs")
         else None,
         ends_by_text=bool(params.stop),
+        allowed_ids=_allowed_ids(params, model),
         max_drafts=params.max_draft_tokens if params.HasField("max_draft_tokens") else None,
     )
 
@@ -159,6 +162,27 @@ def _logit_bias(params: inference_pb2.SamplingParams, model: ModelInfo) -> tuple
             )
         biases.append(TokenBias(token_id, _check_range(f"logit_bias[{token_id}]", bias, -MAX_BIAS, MAX_BIAS)))
     return tuple(biases)
+
+
+def _allowed_ids(params: inference_pb2.SamplingParams, model: ModelInfo) -> tuple[int, ...]:
+    _check_range("allowed_token_ids", len(params.allowed_token_ids), 0, MAX_ALLOWED, "tokens")
+    allowed = np.fromiter(params.allowed_token_ids, dtype=np.int64)
+    check_vocabulary("sampling_params.allowed_token_ids", allowed, model.vocab_size)
+    return tuple(sorted(set(allowed.tolist())))
+
+
+def read_banned(params: inference_pb2.SamplingParams, codec: TextCodec) -> tuple[tuple[int, ...], ...]:
+    """Return the token sequences of `bad_words`, at the beginning of a text and after a space. Raises InvalidRequest.
+
+    Example: "cat" bans the tokens of "cat" and of " cat".
+    """
+    _check_range("bad_words", len(params.bad_words), 0, MAX_BAD_WORDS, "texts")
+    banned = set()
+    for place, word in enumerate(params.bad_words):
+        _check_range(f"bad_words[{place}]", len(word), 1, MAX_STOP_LENGTH, "characters")
+        for text in (word.lstrip() or word, " " + word.lstrip()):
+            banned.add(tuple(codec.encode(text, adds_special=False).tolist()))
+    return tuple(sorted(banned - {()}))
 
 
 def _read_num_logprobs(name: str, num_top: int, model: ModelInfo) -> int:

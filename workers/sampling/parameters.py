@@ -23,6 +23,7 @@ class SamplingParameters:
     filter. `workers.sampling.sampler` has the formulas and their order. `logprobs` and `prompt_logprobs` are the number
     of top tokens reported besides the chosen token; None means no log-probabilities. With `ends_by_text`, the reader of
     the tokens decides where the answer ends. `grammar` is an llguidance grammar for the answer; empty means none.
+    Only `allowed_ids` are drawn unless they are empty, and no token that would complete one of the `banned` sequences.
     A step checks at most `max_drafts` drafts of next tokens; None means as many as pay. They change no token.
 
     Example: `SamplingParameters(temperature=0.7, seed=1)` draws the same tokens on any ring.
@@ -45,6 +46,8 @@ class SamplingParameters:
     ends_by_text: bool = False
     grammar: str = ""
     max_drafts: int | None = None
+    allowed_ids: tuple[int, ...] = ()
+    banned: tuple[tuple[int, ...], ...] = ()
 
     @property
     def looks_at_prompt(self) -> bool:
@@ -52,13 +55,21 @@ class SamplingParameters:
 
     @property
     def looks_at_answer(self) -> bool:
-        return self.looks_at_prompt or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        """True if earlier tokens of the answer change the logits."""
+        has_penalty = self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return self.looks_at_prompt or has_penalty or any(len(each) > 1 for each in self.banned)
 
     @property
     def changes_logits(self) -> bool:
         """True if even a greedy choice may differ from the raw logits' choice."""
-        is_masked = bool(self.grammar) or bool(self.min_tokens and self.stop_token_ids)
-        return self.looks_at_answer or bool(self.logit_bias) or is_masked
+        return (
+            self.looks_at_answer or bool(self.logit_bias or (self.min_tokens and self.stop_token_ids)) or self.is_masked
+        )
+
+    @property
+    def is_masked(self) -> bool:
+        """True if a row may have no possible token."""
+        return bool(self.grammar or self.allowed_ids or self.banned)
 
     @property
     def filters(self) -> bool:
@@ -108,7 +119,7 @@ class TokenLogprobs:
 class Sampled:
     """Sampled token, with `logprobs` if requested.
 
-    The token is None if the row's logits are not finite, or, with `is_outside_grammar`, if the grammar allows no token.
+    The token is None if the row's logits are not finite, or, with `is_outside_grammar`, if its masks allow no token.
     Unless it `is_reached`, it would follow a draft that is wrong: it does not count.
     """
 
@@ -121,6 +132,6 @@ class Sampled:
 NO_TOKEN = Sampled(None)
 """Outcome of a row with non-finite logits."""
 OUTSIDE_GRAMMAR = Sampled(None, is_outside_grammar=True)
-"""Outcome of a row whose grammar became too complex, or allows no token of the vocabulary."""
+"""Outcome of a row whose grammar became too complex, or with masks that allow no token of the vocabulary."""
 NOT_REACHED = Sampled(None, is_reached=False)
 """Outcome of a row behind a draft that is wrong."""

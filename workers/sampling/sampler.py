@@ -1,21 +1,23 @@
 """Sampling of a batch's next tokens from the model's logits: processing, filters, draws, log-probabilities.
 
 Logits are processed in fp64. The order is that of transformers' generate (its `SequenceBias`, `RepetitionPenalty`,
-`MinNewTokensLength`, `Temperature`, `TopK`, `TopP` and `MinP` processors), with OpenAI's two penalties after the
-repetition penalty, as in vLLM:
+`MinNewTokensLength`, `NoBadWords`, `Temperature`, `TopK`, `TopP` and `MinP` processors), with OpenAI's two penalties
+after the repetition penalty, as in vLLM:
 
     bias          l += bias(token)
     repetition    l = l / r if l > 0 else l * r      for tokens of prompt and answer
     frequency     l -= f * count                     count of the token in the answer
     presence      l -= p                             for tokens of the answer
     min_tokens    l = -inf                           for stop tokens, while the answer is shorter
+    allowed       l = -inf                           for tokens that are not among allowed_ids, where any are given
+    banned        l = -inf                           for the token that would complete a banned sequence in the answer
     grammar       l = -inf                           for tokens that the answer's grammar does not allow here
     temperature   l /= t
     top_k         l >= the k-th largest l stay       with all equals of the k-th
     top_p         the smallest set of largest l stays whose probability reaches top_p
     min_p         tokens stay with a probability >= min_p * that of the most likely token
 
-A greedy choice takes the largest logit after the first six steps. A draw depends only on (seed, position), so a
+A greedy choice takes the largest logit after the first eight steps. A draw depends only on (seed, position), so a
 sequence gets the same tokens on a ring of any size, in any batch, and after its turn has moved to another ring. Rows
 without special parameters are sampled together: one argmax for greedy rows, one cumulative sum for drawn rows.
 Log-probabilities use the raw logits, as in vLLM.
@@ -202,12 +204,12 @@ def _draw_plain_rows(rows: Sequence[SampledRow], logits: Tensor, tokens: list[in
 
 
 def _choose(row: SampledRow, logits: Tensor) -> int | None:
-    """Choose one row's token from logits[V], or None if its grammar allows none."""
+    """Choose one row's token from logits[V], or None if its masks allow none."""
     sampling = row.sampler.sampling
     if row.sampler.is_drawn and not sampling.changes_logits and 0 < sampling.top_k < len(logits):
         return _draw_among_top(logits.double(), sampling, row.next_position)
     processed = row.sampler.process(logits.double().cpu().numpy())
-    if sampling.grammar and not math.isfinite(processed.max()):
+    if sampling.is_masked and not math.isfinite(processed.max()):
         return None
     if not row.sampler.is_drawn:
         return int(processed.argmax())
@@ -288,6 +290,7 @@ class RowSampler:
         self._unseen_prompt = history.prompt_ids
         self._uncounted = list(history.answer_ids)
         self._num_ahead = 0
+        self._tail = list(history.answer_ids)  # the answer's last tokens, as many as `banned` looks at
         self._in_prompt: npt.NDArray[np.bool_] | None = None  # [V]
         self._counts: npt.NDArray[np.int64] | None = None  # [V]
 
@@ -299,6 +302,7 @@ class RowSampler:
         self.num_generated += 1
         if self.sampling.looks_at_answer:
             self._uncounted.append(token_id)
+            self._tail.append(token_id)
         if self.grammar is not None:
             self.grammar.push(token_id)
 
@@ -323,11 +327,25 @@ class RowSampler:
             self._penalize(logits)
         if self.num_generated < sampling.min_tokens:
             logits[list(sampling.stop_token_ids)] = -np.inf
+        if sampling.allowed_ids:
+            allowed_ids = list(sampling.allowed_ids)
+            kept = logits[allowed_ids]
+            logits[:] = -np.inf
+            logits[allowed_ids] = kept
+        if sampling.banned:
+            self._ban(logits)
         if sampling.grammar:
             assert self.grammar is not None, "a rank that samples has grammars"
             allowed = self.grammar.mask()
             logits[slice(None) if allowed is None else ~allowed] = -np.inf
         return logits
+
+    def _ban(self, logits: Logits) -> None:
+        longest = max(len(each) for each in self.sampling.banned) - 1
+        self._tail = self._tail[len(self._tail) - longest :] if len(self._tail) > longest else self._tail
+        for *before, last in self.sampling.banned:
+            if not before or self._tail[-len(before) :] == before:
+                logits[last] = -np.inf
 
     def _penalize(self, logits: Logits) -> None:
         sampling = self.sampling

@@ -65,8 +65,8 @@ Prompt = str | Sequence[int] | Messages | Message | Mapping[str, Any]
 class Sampling:
     """Sampling parameters; names and meanings are those of the contract's SamplingParams. None: its default.
 
-    A single stop string or stop token may stand alone. `logit_bias` may have token ids as texts, as in JSON. The last
-    five hold the answer to a form, and exclude each other.
+    A single stop string, stop token or bad word may stand alone. `logit_bias` may have token ids as texts, as in JSON.
+    `json_schema`, `json_object`, `regex`, `grammar` and `choice` hold the answer to a form, and exclude each other.
     """
 
     temperature: float | None = None
@@ -95,6 +95,8 @@ class Sampling:
     grammar: str | None = None
     choice: Sequence[str] | None = None
     max_draft_tokens: int | None = None
+    allowed_token_ids: Sequence[int] = ()
+    bad_words: str | Sequence[str] = ()
 
     def to_message(self) -> inference_pb2.SamplingParams:
         """Return the contract's message. Raises InvalidRequest for a value that the contract's types cannot carry."""
@@ -137,6 +139,7 @@ class TurnOptions(TypedDict, total=False):
     no_cache: bool
     cache_key: str
     prediction: str
+    truncate_prompt_tokens: int | None
     algorithm: str
     max_loss: float | None
     max_ttft: float | None

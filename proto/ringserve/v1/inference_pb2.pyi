@@ -175,6 +175,7 @@ class GenerateRequest(_message.Message):
     EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
     CACHE_KEY_FIELD_NUMBER: _builtins.int
     PREDICTION_FIELD_NUMBER: _builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     ALGORITHM_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     MAX_LOSS_FIELD_NUMBER: _builtins.int
@@ -212,6 +213,10 @@ class GenerateRequest(_message.Message):
     prediction: _builtins.str
     """Text that the answer probably repeats, such as a file that is to be changed a little: next tokens are drafted from
     it, too. No part of the prompt; the tokens are the same.
+    """
+    truncate_prompt_tokens: _builtins.int
+    """Last tokens of the prompt to keep; the rest is dropped unread. -1: as many as fit beside `max_tokens`, or beside one
+    token. Unset: a prompt that is too long is refused. Not with a conversation_id.
     """
     algorithm: Global___Algorithm.ValueType
     """Computes every chunk by it, whatever the service's selector would choose. The tokens are the same; what measures
@@ -257,14 +262,15 @@ class GenerateRequest(_message.Message):
         expected_tokens: _builtins.int | None = ...,
         cache_key: _builtins.str = ...,
         prediction: _builtins.str = ...,
+        truncate_prompt_tokens: _builtins.int | None = ...,
         algorithm: Global___Algorithm.ValueType = ...,
         resume: Global___Resume | None = ...,
         max_loss: _builtins.float | None = ...,
         max_ttft: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "_expected_tokens", b"_expected_tokens", "_max_loss", b"_max_loss", "_max_ttft", b"_max_ttft", "_resume", b"_resume", "chat", b"chat", "conversation_ttl_seconds", b"conversation_ttl_seconds", "expected_tokens", b"expected_tokens", "input", b"input", "max_loss", b"max_loss", "max_ttft", b"max_ttft", "resume", b"resume", "sampling_params", b"sampling_params", "text", b"text", "tokenized", b"tokenized"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "_expected_tokens", b"_expected_tokens", "_max_loss", b"_max_loss", "_max_ttft", b"_max_ttft", "_resume", b"_resume", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "conversation_ttl_seconds", b"conversation_ttl_seconds", "expected_tokens", b"expected_tokens", "input", b"input", "max_loss", b"max_loss", "max_ttft", b"max_ttft", "resume", b"resume", "sampling_params", b"sampling_params", "text", b"text", "tokenized", b"tokenized", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "_expected_tokens", b"_expected_tokens", "_max_loss", b"_max_loss", "_max_ttft", b"_max_ttft", "_resume", b"_resume", "algorithm", b"algorithm", "cache_key", b"cache_key", "chat", b"chat", "conversation_id", b"conversation_id", "conversation_ttl_seconds", b"conversation_ttl_seconds", "expected_tokens", b"expected_tokens", "input", b"input", "max_loss", b"max_loss", "max_ttft", b"max_ttft", "model", b"model", "no_cache", b"no_cache", "prediction", b"prediction", "priority", b"priority", "prompt_mode", b"prompt_mode", "request_id", b"request_id", "resume", b"resume", "sampling_params", b"sampling_params", "text", b"text", "tokenized", b"tokenized", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds", "_expected_tokens", b"_expected_tokens", "_max_loss", b"_max_loss", "_max_ttft", b"_max_ttft", "_resume", b"_resume", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "algorithm", b"algorithm", "cache_key", b"cache_key", "chat", b"chat", "conversation_id", b"conversation_id", "conversation_ttl_seconds", b"conversation_ttl_seconds", "expected_tokens", b"expected_tokens", "input", b"input", "max_loss", b"max_loss", "max_ttft", b"max_ttft", "model", b"model", "no_cache", b"no_cache", "prediction", b"prediction", "priority", b"priority", "prompt_mode", b"prompt_mode", "request_id", b"request_id", "resume", b"resume", "sampling_params", b"sampling_params", "text", b"text", "tokenized", b"tokenized", "truncate_prompt_tokens", b"truncate_prompt_tokens", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__conversation_ttl_seconds: _TypeAlias = _typing.Literal["conversation_ttl_seconds"]  # noqa: Y015
     _WhichOneofArgType__conversation_ttl_seconds: _TypeAlias = _typing.Literal["_conversation_ttl_seconds", b"_conversation_ttl_seconds"]  # noqa: Y015
@@ -276,6 +282,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__max_ttft: _TypeAlias = _typing.Literal["_max_ttft", b"_max_ttft"]  # noqa: Y015
     _WhichOneofReturnType__resume: _TypeAlias = _typing.Literal["resume"]  # noqa: Y015
     _WhichOneofArgType__resume: _TypeAlias = _typing.Literal["_resume", b"_resume"]  # noqa: Y015
+    _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]  # noqa: Y015
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["tokenized", "text", "chat"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
     @_typing.overload
@@ -288,6 +296,8 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_ttft) -> _WhichOneofReturnType__max_ttft | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__resume) -> _WhichOneofReturnType__resume | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
 
@@ -433,6 +443,8 @@ class SamplingParams(_message.Message):
     CHOICE_FIELD_NUMBER: _builtins.int
     LENIENT_SCHEMA_FIELD_NUMBER: _builtins.int
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 (the default) is greedy."""
     max_tokens: _builtins.int
@@ -491,6 +503,16 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def choice(self) -> Global___Choices: ...
+    @_builtins.property
+    def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The answer has no other tokens, its stop tokens among them. Empty: all. At most 4,096."""
+
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Texts that the answer does not contain, each also after a space. They are compared as tokens, so the same text by
+        other tokens is possible. At most 256.
+        """
+
     def __init__(
         self,
         *,
@@ -520,10 +542,12 @@ class SamplingParams(_message.Message):
         choice: Global___Choices | None = ...,
         lenient_schema: _builtins.bool = ...,
         max_draft_tokens: _builtins.int | None = ...,
+        allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        bad_words: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_draft_tokens", b"_max_draft_tokens", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_draft_tokens", b"max_draft_tokens", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "n", b"n", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_draft_tokens", b"_max_draft_tokens", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "choice", b"choice", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "json_object", b"json_object", "json_schema", b"json_schema", "lenient_schema", b"lenient_schema", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_draft_tokens", b"max_draft_tokens", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_draft_tokens", b"_max_draft_tokens", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "choice", b"choice", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "json_object", b"json_object", "json_schema", b"json_schema", "lenient_schema", b"lenient_schema", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_draft_tokens", b"max_draft_tokens", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

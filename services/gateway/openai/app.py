@@ -369,13 +369,11 @@ class HttpApi:
         def read(reader: RequestReader, codec: TextCodec) -> list[Echo | None]:
             found: list[Echo | None] = []
             for each in turn.requests:
-                text = each.text
-                if each.WhichOneof("input") == "text":
-                    each.tokenized.input_ids.extend(reader.tokenize(each).tolist())
-                    each.tokenized.SetInParent()
-                else:
-                    text = reader.detokenize(each.tokenized.input_ids, "input.tokenized.input_ids")
-                found.append(Echo(text=text, first=next(iter(each.tokenized.input_ids), 0)))
+                text = "" if each.HasField("truncate_prompt_tokens") else each.text
+                tokens = reader.prompt(each).tolist()
+                each.ClearField("truncate_prompt_tokens")
+                each.tokenized.CopyFrom(inference_pb2.TokenizedInput(input_ids=tokens))
+                found.append(Echo(text=text or reader.detokenize(tokens), first=tokens[0]))
             return found
 
         return await self._service.read_tokens(tenant, read)

@@ -409,6 +409,8 @@ class SamplingFields(Fields):
     ignore_eos: bool | None = None
     min_tokens: Whole | None = None
     max_draft_tokens: Whole | None = None
+    allowed_token_ids: Tokens | None = None
+    bad_words: Texts | None = None
     skip_special_tokens: bool | None = None
 
 
@@ -445,12 +447,9 @@ class TurnRequest(SamplingFields, ContractFields):
     prompt_cache_retention: Inert = None
     service_tier: Inert = None
     # Fields of vLLM and others that would change the answer: they are never ignored.
-    allowed_token_ids: Unserved = None
-    bad_words: EmptyList = None
     images: EmptyList = None
     logits_processors: EmptyList = None
     thinking: Unserved = None
-    truncate_prompt_tokens: Unserved = None
     use_beam_search: Off = None
 
     @property
@@ -469,6 +468,7 @@ class TextRequest(TurnRequest):
     """Fields that chats and completions share. Unserved fields accept only the value that changes nothing."""
 
     n: Whole | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     max_tokens: Whole | None = None
     max_completion_tokens: Whole | None = None
     response_format: ResponseFormat | None = None
@@ -564,6 +564,7 @@ class ResponseRequest(TurnRequest):
     background: Off = None
     include: Inert = None  # asks for more of what no answer here has
     reasoning: Annotated[Json | None, Field(description="`effort` is for chat templates that know it.")] = None
+    truncate_prompt_tokens: Unserved = None
     # Nothing is cut: an input that is too long is refused in both cases.
     truncation: Literal["disabled", "auto"] | None = None
 

@@ -330,8 +330,11 @@ def _turn(asked: models.TurnRequest, format_name: str, response_format: models.R
         cache_key=asked.prompt_cache_key or asked.user or "",
         **{name: value for name, value in known.items() if name in models.ContractFields.model_fields},
     )
-    if isinstance(asked, models.TextRequest) and asked.prediction is not None:
-        request.prediction = _join_text(asked.prediction.content)
+    if isinstance(asked, models.TextRequest):
+        if asked.prediction is not None:
+            request.prediction = _join_text(asked.prediction.content)
+        if asked.truncate_prompt_tokens is not None:
+            request.truncate_prompt_tokens = asked.truncate_prompt_tokens
     if asked.cache_prompt is False:
         request.no_cache = True
     options = asked.stream_options

@@ -156,6 +156,14 @@ async def test_a_turn_waits_alone_while_its_ring_reads_the_tokenizer(
         assert (await structured).token_ids == expected(oracle, prompt)
 
 
+async def test_masks_that_leave_no_token_fail_their_turn_alone(path: Path) -> None:
+    async with Service(path, 1, 2) as service:
+        sampling = SamplingParameters(max_tokens=5, allowed_ids=(97, 98), banned=((98,), (97, 97)))
+        with pytest.raises(InvalidRequest, match="allowed_token_ids: no token can follow the 1 tokens of the answer"):
+            await service.answer(service.request(random_tokens(9), sampling=sampling))
+        assert len((await service.answer(service.request(random_tokens(9), max_tokens=3))).token_ids) == 3
+
+
 async def test_a_grammar_that_becomes_too_complex_fails_its_turn_alone(path: Path) -> None:
     """The gateway cannot foresee it: the first masks of the grammar are small."""
     schema = {"type": "object", "properties": {f"field{number}": {"type": "integer"} for number in range(1500)}}

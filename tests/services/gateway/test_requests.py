@@ -81,6 +81,42 @@ def test_drafts_have_a_limit_and_a_text_of_their_own(reader: RequestReader) -> N
         reader.read(text_request(prediction="x" * 10_000_000), None, router)
 
 
+def test_bad_words_are_banned_at_the_beginning_and_after_a_space(reader: RequestReader) -> None:
+    turn = reader.read(sampled(bad_words=["ab", " c"], allowed_token_ids=[7, 3, 7]), None, NOBODYS)
+    assert turn.sampling.banned == ((32, 97, 98), (32, 99), (97, 98), (99,))
+    assert turn.sampling.allowed_ids == (3, 7)
+
+
+@pytest.mark.parametrize(
+    ("kept", "params", "wanted"),
+    [
+        (3, {}, b"789"),
+        (50, {}, b"0123456789" * 5),
+        (-1, {}, b"0123456789" * 99 + b"012345678"),
+        (-1, {"max_tokens": 998}, b"89"),
+    ],
+)
+def test_a_truncated_prompt_keeps_its_end(
+    reader: RequestReader, kept: int, params: dict[str, Any], wanted: bytes
+) -> None:
+    text = "0123456789" * 200
+    for given in (text_request(text), tokenized(*text.encode())):
+        given.truncate_prompt_tokens = kept
+        given.sampling_params.CopyFrom(inference_pb2.SamplingParams(**params))
+        tokens = bytes(reader.read(given, None, NOBODYS).token_ids.tolist())
+        assert (len(tokens), tokens[-2:]) == (len(wanted), b"89")
+
+
+def test_a_conversation_is_not_truncated(reader: RequestReader) -> None:
+    with pytest.raises(InvalidRequest, match="truncate_prompt_tokens: 3 is not allowed with a conversation_id"):
+        reader.read(text_request(conversation_id="c", truncate_prompt_tokens=3), None, NOBODYS)
+    for kept in (1000, 0, -2):
+        with pytest.raises(
+            InvalidRequest, match=rf"truncate_prompt_tokens: {kept} is out of range; allowed are 1 to 999"
+        ):
+            reader.read(text_request(truncate_prompt_tokens=kept), None, NOBODYS)
+
+
 def test_a_cache_key_is_a_tenants_own_and_its_name_goes_no_further(reader: RequestReader) -> None:
     def key(tenant: str, given: str) -> str:
         router = ScopedRouter(None, Tenant(name=tenant))  # type: ignore[arg-type]

@@ -101,7 +101,14 @@ SAMPLINGS = {
     ),
     "b": SamplingParameters(max_tokens=3, temperature=0.7, seed=1, logprobs=2),
     "c": SamplingParameters(max_tokens=12, frequency_penalty=0.8, presence_penalty=0.4, logprobs=1),
-    "d": SamplingParameters(max_tokens=19, repetition_penalty=1.3, temperature=1.1, seed=5),
+    "d": SamplingParameters(
+        max_tokens=19,
+        repetition_penalty=1.3,
+        temperature=1.1,
+        seed=5,
+        allowed_ids=(3, 5, 9),
+        banned=((3, 5), (5, 9, 9)),
+    ),
     "e": SamplingParameters(max_tokens=2, logit_bias=(TokenBias(7, 4.0),), min_tokens=2, stop_token_ids=(7,)),
 }
 

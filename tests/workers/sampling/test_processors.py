@@ -15,8 +15,10 @@ from transformers import LogitsProcessorList
 from transformers.generation.logits_process import (
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -54,6 +56,10 @@ def samplings(draw: st.DrawFn) -> SamplingParameters:
         min_tokens=maybe(0, st.integers(1, 8)),
         stop_token_ids=tuple(draw(st.lists(tokens, unique=True, max_size=4))),
     )
+
+
+words = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple), min_size=1, max_size=5, unique=True)
+"""Sequences of few tokens, so that answers often contain them."""
 
 
 def processors(sampling: SamplingParameters, num_prompt: int) -> LogitsProcessorList:
@@ -120,12 +126,34 @@ class Row:
         self.next_position = next_position
 
 
-@given(samplings(), st.lists(tokens, max_size=20), st.integers(0, 20), seeds)
+@given(seeds, st.sets(tokens, min_size=1), words, st.lists(st.integers(0, 3), max_size=6))
+def test_masks_are_those_of_transformers(
+    seed: int, allowed: set[int], banned: list[tuple[int, ...]], answer: list[int]
+) -> None:
+    """The prompt is of a token that no sequence has: transformers looks for sequences in the prompt, too."""
+    sampling = SamplingParameters(allowed_ids=tuple(sorted(allowed)), banned=tuple(banned))
+    logits, prompt = random_logits(seed), [VOCAB_SIZE - 1] * 4
+    ids: Any = torch.tensor([prompt + answer])
+    forbidden = sorted(set(range(VOCAB_SIZE)) - allowed)
+    theirs = SuppressTokensLogitsProcessor(forbidden)(ids, _scores(logits)) if forbidden else _scores(logits)
+    theirs = NoBadWordsLogitsProcessor([list(each) for each in banned])(ids, theirs)
+    row = RowSampler(sampling, TokenHistory.of(sampling, prompt, answer[:2]))
+    for token in answer[2:]:
+        row.push(token)
+    np.testing.assert_array_equal(row.process(logits.numpy()), theirs[0].numpy())
+
+
+def test_a_row_whose_masks_allow_nothing_has_no_token() -> None:
+    sampling = SamplingParameters(allowed_ids=(3, 5), banned=((3,), (5,)))
+    assert choose_token(random_logits(1), sampling, 7) is None
+
+
+@given(samplings(), words, st.lists(tokens, max_size=20), st.integers(0, 20), seeds)
 def test_a_row_told_token_by_token_equals_one_told_at_once(
-    sampling: SamplingParameters, answer: list[int], told_before: int, seed: int
+    sampling: SamplingParameters, banned: list[tuple[int, ...]], answer: list[int], told_before: int, seed: int
 ) -> None:
     """Resume a sequence with its tokens so far, before or after its first logits."""
-    sampling = replace(sampling, presence_penalty=0.7, frequency_penalty=-0.3)
+    sampling = replace(sampling, presence_penalty=0.7, frequency_penalty=-0.3, banned=tuple(banned))
     prompt, logits = [3, 3, 5], random_logits(seed).numpy()
     row = RowSampler(sampling, TokenHistory.of(sampling, prompt, answer[:told_before]))
     for token in answer[told_before:]:

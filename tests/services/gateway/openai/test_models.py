@@ -167,8 +167,8 @@ def refusal(model: type[Fields], fields: dict[str, Any]) -> dict[str, Any]:
         (ChatRequest, {"audio": {"voice": "x"}}, "audio", '{"voice": "x"} is not supported; leave it out'),
         (ChatRequest, {"functions": [1]}, "functions", "1 are too many; at most 0 are allowed"),
         (ResponseRequest, {"background": True}, "background", "true is not allowed; give false"),
-        (ChatRequest, {"bad_words": ["x"]}, "bad_words", "1 are too many; at most 0 are allowed"),
-        (ChatRequest, {"truncate_prompt_tokens": 3}, "truncate_prompt_tokens", "3 is not supported; leave it out"),
+        (ChatRequest, {"images": ["x"]}, "images", "1 are too many; at most 0 are allowed"),
+        (ResponseRequest, {"truncate_prompt_tokens": 3}, "truncate_prompt_tokens", "3 is not supported; leave it out"),
         # Too many, too few.
         (CompletionRequest, {"prompt": ["a"] * 129}, "prompt", "129 are too many; at most 128 are allowed"),
         (ResponseRequest, {"input": []}, "input", "[] is not allowed; give a string or a list of at least 1 item"),

@@ -239,7 +239,7 @@ async def test_the_served_model_is_listed_and_no_other_is_there(gateway: LocalGa
 
 
 BAD: dict[str, tuple[dict[str, Any], str, str]] = {
-    "an unserved field": ({"extra_body": {"bad_words": ["x"]}}, "bad_words", "at most 0 are allowed"),
+    "an unserved field": ({"extra_body": {"images": ["x"]}}, "images", "at most 0 are allowed"),
     "temperature": ({"temperature": -1}, "temperature", "temperature: -1.0 is out of range; allowed are 0 to 100"),
     "max_tokens": ({"max_tokens": 0}, "max_tokens", "max_tokens: 0 is out of range"),
     "max_tokens beyond the model": ({"max_tokens": 9000}, "max_tokens", "allowed are 1 to 8192"),

@@ -50,6 +50,27 @@ async def test_penalties_and_biases_change_what_is_drawn(gateway: LocalGateway, 
     assert extra(penalised)["token_ids"].count(7) < 30  # each costs the next one 2, of a lead of about 20
 
 
+async def test_an_answer_has_allowed_tokens_and_no_bad_words(gateway: LocalGateway, oracle: Oracle) -> None:
+    first, second = oracle.greedy(PROMPT, 2)
+    async with gateway.openai() as client:
+        held = await client.completions.create(**ASKED, temperature=1, extra_body={"allowed_token_ids": [97, 98]})
+        free = await client.completions.create(**ASKED, temperature=0, extra_body={"bad_words": [chr(second) + "~"]})
+        bad = chr(first) + chr(second)
+        banned = await client.completions.create(**ASKED, temperature=0, extra_body={"bad_words": [bad]})
+    assert set(extra(held)["token_ids"]) <= {97, 98}
+    assert extra(free)["token_ids"][:2] == [first, second]
+    assert (extra(banned)["token_ids"][0], bad in banned.choices[0].text) == (first, False)
+
+
+async def test_a_truncated_prompt_is_answered_by_its_end(gateway: LocalGateway, oracle: Oracle) -> None:
+    asked = ASKED | {"temperature": 0, "prompt": PROMPT, "extra_body": {"truncate_prompt_tokens": 9}}
+    async with gateway.openai() as client:
+        answer = await client.completions.create(**asked)
+        scored = await client.completions.create(**asked, echo=True, logprobs=0)
+    assert (answer.usage.prompt_tokens, extra(answer)["token_ids"]) == (9, oracle.greedy(PROMPT[-9:], 8))
+    assert len(scored.choices[0].logprobs.tokens) == 9 + 8
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 async def test_a_stop_string_ends_the_answer_before_it(gateway: LocalGateway, stream: bool) -> None:
     """The letter `a` is drawn for ever; the string that ends it is never sent."""
