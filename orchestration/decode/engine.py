@@ -193,8 +193,8 @@ def _broken(turn: DecodeTurn, event: DecodeEvent) -> RingserveError:
         return NotFinite.of_turn(turn.turn_id, event.kv_tokens)
     if not turn.request.sampling.grammar:
         return InvalidRequest(
-            f"allowed_token_ids: no token can follow the {len(turn.answer.tokens)} tokens of the answer; allow more, or "
-            f"leave out bad_words or min_tokens"
+            f"allowed_token_ids: no token can follow the {len(turn.answer.tokens)} tokens of the answer; allow more "
+            f"tokens, or leave out bad_words or min_tokens"
         )
     return InvalidRequest(
         f"structured_outputs: no token can follow the {len(turn.answer.tokens)} tokens of the answer; the grammar has "

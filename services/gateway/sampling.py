@@ -20,7 +20,7 @@ from ringserve.v1 import inference_pb2
 from ringserve.workers.protocol.prefill_steps import TokenIds
 from ringserve.workers.protocol.ranks import ModelInfo
 from ringserve.workers.sampling.grammar import MAX_GRAMMAR_CHARACTERS, Grammars
-from ringserve.workers.sampling.parameters import SamplingParameters, TokenBias
+from ringserve.workers.sampling.parameters import SamplingParameters, TokenBias, TokenSequence
 
 N = TypeVar("N", int, float)
 
@@ -171,7 +171,7 @@ def _allowed_ids(params: inference_pb2.SamplingParams, model: ModelInfo) -> tupl
     return tuple(sorted(set(allowed.tolist())))
 
 
-def read_banned(params: inference_pb2.SamplingParams, codec: TextCodec) -> tuple[tuple[int, ...], ...]:
+def read_banned(params: inference_pb2.SamplingParams, codec: TextCodec) -> tuple[TokenSequence, ...]:
     """Return the token sequences of `bad_words`, at the beginning of a text and after a space. Raises InvalidRequest.
 
     Example: "cat" bans the tokens of "cat" and of " cat".
@@ -182,7 +182,7 @@ def read_banned(params: inference_pb2.SamplingParams, codec: TextCodec) -> tuple
         _check_range(f"bad_words[{place}]", len(word), 1, MAX_STOP_LENGTH, "characters")
         for text in (word.lstrip() or word, " " + word.lstrip()):
             banned.add(tuple(codec.encode(text, adds_special=False).tolist()))
-    return tuple(sorted(banned - {()}))
+    return tuple(TokenSequence(each) for each in sorted(banned - {()}))
 
 
 def _read_num_logprobs(name: str, num_top: int, model: ModelInfo) -> int:

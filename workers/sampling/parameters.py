@@ -14,6 +14,13 @@ class TokenBias:
     bias: float
 
 
+@dataclass(frozen=True, slots=True)
+class TokenSequence:
+    """Tokens that follow each other."""
+
+    token_ids: tuple[int, ...]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParameters:
     """Sampling parameters of a turn. Temperature 0 is greedy; else `seed` draws from softmax(logits / temperature).
@@ -47,7 +54,7 @@ class SamplingParameters:
     grammar: str = ""
     max_drafts: int | None = None
     allowed_ids: tuple[int, ...] = ()
-    banned: tuple[tuple[int, ...], ...] = ()
+    banned: tuple[TokenSequence, ...] = ()
 
     @property
     def looks_at_prompt(self) -> bool:
@@ -57,7 +64,7 @@ class SamplingParameters:
     def looks_at_answer(self) -> bool:
         """True if earlier tokens of the answer change the logits."""
         has_penalty = self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-        return self.looks_at_prompt or has_penalty or any(len(each) > 1 for each in self.banned)
+        return self.looks_at_prompt or has_penalty or any(len(each.token_ids) > 1 for each in self.banned)
 
     @property
     def changes_logits(self) -> bool:

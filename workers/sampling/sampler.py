@@ -341,9 +341,10 @@ class RowSampler:
         return logits
 
     def _ban(self, logits: Logits) -> None:
-        longest = max(len(each) for each in self.sampling.banned) - 1
-        self._tail = self._tail[len(self._tail) - longest :] if len(self._tail) > longest else self._tail
-        for *before, last in self.sampling.banned:
+        longest = max(len(each.token_ids) for each in self.sampling.banned) - 1
+        del self._tail[: max(len(self._tail) - longest, 0)]
+        for each in self.sampling.banned:
+            *before, last = each.token_ids
             if not before or self._tail[-len(before) :] == before:
                 logits[last] = -np.inf
 

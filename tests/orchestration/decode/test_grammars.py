@@ -23,7 +23,7 @@ from ringserve.cp_core.errors import InvalidRequest
 from ringserve.orchestration.protocol.turns import LostTurn, TokensEvent
 from ringserve.workers.model.builtin import END_TOKEN_ID, EOS_TOKEN_ID
 from ringserve.workers.protocol.decode_commands import FinishReason
-from ringserve.workers.sampling.parameters import SamplingParameters, TokenLogprobs
+from ringserve.workers.sampling.parameters import SamplingParameters, TokenLogprobs, TokenSequence
 from tests.orchestration.decode.test_sampling import OpenAiPenalties
 from tests.orchestration.service import Service, is_idle
 from tests.waiting import WAIT_SECONDS, eventually
@@ -158,7 +158,8 @@ async def test_a_turn_waits_alone_while_its_ring_reads_the_tokenizer(
 
 async def test_masks_that_leave_no_token_fail_their_turn_alone(path: Path) -> None:
     async with Service(path, 1, 2) as service:
-        sampling = SamplingParameters(max_tokens=5, allowed_ids=(97, 98), banned=((98,), (97, 97)))
+        banned = TokenSequence((98,)), TokenSequence((97, 97))
+        sampling = SamplingParameters(max_tokens=5, allowed_ids=(97, 98), banned=banned)
         with pytest.raises(InvalidRequest, match="allowed_token_ids: no token can follow the 1 tokens of the answer"):
             await service.answer(service.request(random_tokens(9), sampling=sampling))
         assert len((await service.answer(service.request(random_tokens(9), max_tokens=3))).token_ids) == 3

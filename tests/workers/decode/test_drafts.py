@@ -20,7 +20,7 @@ from ringserve.workers.decode.batch import BatchState
 from ringserve.workers.decode.drafts import LONGEST_MATCH, MAX_DRAFTS, DraftCosts, TextDrafter
 from ringserve.workers.decode.messages import BatchChange
 from ringserve.workers.kv.cache import runs
-from ringserve.workers.sampling.parameters import SamplingParameters, TokenBias
+from ringserve.workers.sampling.parameters import SamplingParameters, TokenBias, TokenSequence
 from tests.workers.decode.admissions import admission
 from tests.workers.decode.test_batch import BLOCK_TOKENS
 from tests.workers.decode.test_variants import ENDS, PROMPTS, greedy, serve_all
@@ -107,7 +107,7 @@ SAMPLINGS = {
         temperature=1.1,
         seed=5,
         allowed_ids=(3, 5, 9),
-        banned=((3, 5), (5, 9, 9)),
+        banned=(TokenSequence((3, 5)), TokenSequence((5, 9, 9))),
     ),
     "e": SamplingParameters(max_tokens=2, logit_bias=(TokenBias(7, 4.0),), min_tokens=2, stop_token_ids=(7,)),
 }

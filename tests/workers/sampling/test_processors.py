@@ -24,7 +24,14 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from ringserve.workers.sampling.parameters import NO_TOKEN, Sampled, SamplingParameters, TokenBias, TokenHistory
+from ringserve.workers.sampling.parameters import (
+    NO_TOKEN,
+    Sampled,
+    SamplingParameters,
+    TokenBias,
+    TokenHistory,
+    TokenSequence,
+)
 from ringserve.workers.sampling.sampler import RowSampler, filtered, sample_greedy_rows, sample_rows
 from tests.workers.sampling.one_row import choose_token
 
@@ -58,8 +65,12 @@ def samplings(draw: st.DrawFn) -> SamplingParameters:
     )
 
 
-words = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple), min_size=1, max_size=5, unique=True)
+words = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1, max_size=5)
 """Sequences of few tokens, so that answers often contain them."""
+
+
+def sequences(banned: list[list[int]]) -> tuple[TokenSequence, ...]:
+    return tuple(TokenSequence(tuple(each)) for each in banned)
 
 
 def processors(sampling: SamplingParameters, num_prompt: int) -> LogitsProcessorList:
@@ -128,15 +139,15 @@ class Row:
 
 @given(seeds, st.sets(tokens, min_size=1), words, st.lists(st.integers(0, 3), max_size=6))
 def test_masks_are_those_of_transformers(
-    seed: int, allowed: set[int], banned: list[tuple[int, ...]], answer: list[int]
+    seed: int, allowed: set[int], banned: list[list[int]], answer: list[int]
 ) -> None:
     """The prompt is of a token that no sequence has: transformers looks for sequences in the prompt, too."""
-    sampling = SamplingParameters(allowed_ids=tuple(sorted(allowed)), banned=tuple(banned))
+    sampling = SamplingParameters(allowed_ids=tuple(sorted(allowed)), banned=sequences(banned))
     logits, prompt = random_logits(seed), [VOCAB_SIZE - 1] * 4
     ids: Any = torch.tensor([prompt + answer])
     forbidden = sorted(set(range(VOCAB_SIZE)) - allowed)
     theirs = SuppressTokensLogitsProcessor(forbidden)(ids, _scores(logits)) if forbidden else _scores(logits)
-    theirs = NoBadWordsLogitsProcessor([list(each) for each in banned])(ids, theirs)
+    theirs = NoBadWordsLogitsProcessor(banned)(ids, theirs)
     row = RowSampler(sampling, TokenHistory.of(sampling, prompt, answer[:2]))
     for token in answer[2:]:
         row.push(token)
@@ -144,16 +155,16 @@ def test_masks_are_those_of_transformers(
 
 
 def test_a_row_whose_masks_allow_nothing_has_no_token() -> None:
-    sampling = SamplingParameters(allowed_ids=(3, 5), banned=((3,), (5,)))
+    sampling = SamplingParameters(allowed_ids=(3, 5), banned=sequences([[3], [5]]))
     assert choose_token(random_logits(1), sampling, 7) is None
 
 
 @given(samplings(), words, st.lists(tokens, max_size=20), st.integers(0, 20), seeds)
 def test_a_row_told_token_by_token_equals_one_told_at_once(
-    sampling: SamplingParameters, banned: list[tuple[int, ...]], answer: list[int], told_before: int, seed: int
+    sampling: SamplingParameters, banned: list[list[int]], answer: list[int], told_before: int, seed: int
 ) -> None:
     """Resume a sequence with its tokens so far, before or after its first logits."""
-    sampling = replace(sampling, presence_penalty=0.7, frequency_penalty=-0.3, banned=tuple(banned))
+    sampling = replace(sampling, presence_penalty=0.7, frequency_penalty=-0.3, banned=sequences(banned))
     prompt, logits = [3, 3, 5], random_logits(seed).numpy()
     row = RowSampler(sampling, TokenHistory.of(sampling, prompt, answer[:told_before]))
     for token in answer[told_before:]:
