@@ -215,8 +215,8 @@ class GenerateRequest(_message.Message):
     it, too. No part of the prompt; the tokens are the same.
     """
     truncate_prompt_tokens: _builtins.int
-    """Last tokens of the prompt to keep; the rest is dropped unread. -1: as many as fit beside `max_tokens`, or beside one
-    token. Unset: a prompt that is too long is refused. Not with a conversation_id.
+    """Last tokens of the prompt to keep; the rest is dropped unread. -1: as many as fit beside `max_tokens`, or beside
+    one token. Unset: a prompt that is too long is refused. Not with a conversation_id.
     """
     algorithm: Global___Algorithm.ValueType
     """Computes every chunk by it, whatever the service's selector would choose. The tokens are the same; what measures
