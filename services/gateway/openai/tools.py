@@ -11,19 +11,32 @@ The chat template tells a model's form, since it shows the model earlier calls i
     qwen       <tool_call> <function=f> <parameter=a> 1 </parameter> </function> </tool_call>: Qwen3-Coder
     glm        <tool_call>f <arg_key>a</arg_key> <arg_value>1</arg_value> </tool_call>: GLM-4.5 and later
     minimax    <minimax:tool_call> <invoke name="f"> <parameter name="a">1</parameter> </invoke> ...: MiniMax-M2
+    seed       qwen's, between <seed:tool_call> and </seed:tool_call>: Seed-OSS
+    lfm        <|tool_call_start|>[f(a=1), g()]<|tool_call_end|>: LFM2
+    olmo       <function_calls> f(a=1) g() </function_calls>, one call a line: Olmo 3
+    python     [f(a=1), g()]: templates for Llama 3.2 and 4 that ask for such calls
+    gemma      <|tool_call>call:f{a:1,b:<|"|>text<|"|>}<tool_call|>: Gemma 4
+    deepseek   a name and JSON between tokens such as <|tool call begin|>, with other bars and spaces: V3, R1
+    granite    <|tool_call|>[{"name": "f", "arguments": {...}}, ...]: Granite 3
+    phi        the same, and <|/tool_call|>: Phi-4-mini
+    nemotron   <TOOLCALL>[{"name": "f", "arguments": {...}}, ...]</TOOLCALL>: Nemotron
+    cohere     <|START_ACTION|>[{"tool_name": "f", "parameters": {...}}, ...]<|END_ACTION|>: Command R7B and later
 
-The last three write values as bare text, which becomes JSON by the schema of the function.
+From qwen on, a call is read when it is whole. qwen, glm, minimax and seed write values as bare text, which becomes JSON
+by the schema of the function.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import secrets
 import string
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from ringserve.cp_core.errors import InvalidRequest
 from ringserve.services.gateway.openai import models
@@ -39,24 +52,103 @@ MAX_HEAD = 512
 _NAME = r'"name"\s*:\s*"(?P<name>(?:[^"\\]|\\.)*)"'
 
 
+Arguments = dict[str, Any] | str
+
+
+class WholeCalls(Protocol):
+    """Reader of calls whose text is complete."""
+
+    def read(self, text: str, schemas: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Arguments]]:
+        """Return (name, arguments) of each call; `schemas` are those of the arguments by name.
+
+        A text that is no call has none, or raises ValueError, SyntaxError, RecursionError or MemoryError.
+        """
+
+
+class JsonCalls:
+    """Calls that are JSON objects, one or a list, with their fields in any order."""
+
+    def read(self, text: str, _: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Arguments]]:
+        found = json.loads(text)
+        calls = []
+        for call in found if isinstance(found, list) else [found]:
+            name = call.get("name", call.get("tool_name")) if isinstance(call, dict) else None
+            given = call.get("arguments", call.get("parameters", {})) if name else None
+            if not isinstance(name, str) or not isinstance(given, dict | str):
+                return []
+            calls.append((name, given))
+        return calls
+
+
+class PythonCalls:
+    """Calls written as Python: `[f(a=1), g()]`, or one a line. Values are literals, of Python or of JSON."""
+
+    def read(self, text: str, _: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Arguments]]:
+        with warnings.catch_warnings():  # about escapes in the model's strings
+            warnings.simplefilter("ignore")
+            lines = ast.parse(text.strip()).body
+        found = [line.value for line in lines if isinstance(line, ast.Expr)]
+        nodes = [node for each in found for node in (each.elts if isinstance(each, ast.List) else [each])]
+        calls = [node for node in nodes if isinstance(node, ast.Call) and not node.args]
+        if len(found) < len(lines) or len(calls) < len(nodes):
+            return []
+        return [
+            (ast.unparse(call.func), {each.arg: _literal(each.value) for each in call.keywords if each.arg})
+            for call in calls
+        ]
+
+
+def _literal(node: ast.expr) -> Any:
+    """Return a Python literal's value; `true`, `false` and `null` are JSON's. Raises ValueError."""
+    if isinstance(node, ast.Name) and node.id in ("true", "false", "null"):
+        return json.loads(node.id)
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_literal(each) for each in node.elts]
+    if isinstance(node, ast.Dict):
+        return {str(_literal(key)): _literal(each) for key, each in zip(node.keys, node.values, strict=True) if key}
+    return ast.literal_eval(node)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Elements:
-    """Elements of calls whose values are bare text: `function` has name and body, `parameter` name and value."""
+    """Calls between signs: `function` has name and body. `read_body` gets a body and its function's schema."""
 
     function: re.Pattern[str]
-    parameter: re.Pattern[str]
+    read_body: Callable[[str, Mapping[str, Any]], Arguments]
 
-    def read(self, text: str, schemas: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-        """Return (name, arguments) of each call in a text. A value is text unless its schema has another type."""
-        calls = []
-        for call in self.function.finditer(text):
-            properties = schemas.get(call["name"], {}).get("properties", {})
-            given = {
-                each["name"]: _typed(each["value"], properties.get(each["name"]))
-                for each in self.parameter.finditer(call["body"])
-            }
-            calls.append((call["name"], given))
-        return calls
+    def read(self, text: str, schemas: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Arguments]]:
+        return [
+            (call["name"], self.read_body(call["body"], schemas.get(call["name"], {})))
+            for call in self.function.finditer(text)
+        ]
+
+
+def _parameters(pattern: str) -> Callable[[str, Mapping[str, Any]], Arguments]:
+    """Return a reader of bodies of parameters with name and value. A value is text unless its schema has another type.
+
+    Example: `_parameters("<(?P<name>.*?)=(?P<value>.*?)>")("<a=1>", {})` is `{"a": "1"}`.
+    """
+    parameter = re.compile(pattern, re.DOTALL)
+
+    def read(body: str, schema: Mapping[str, Any]) -> Arguments:
+        properties = schema.get("properties", {})
+        return {each["name"]: _typed(each["value"], properties.get(each["name"])) for each in parameter.finditer(body)}
+
+    return read
+
+
+def _read_json_body(body: str, _: Mapping[str, Any]) -> Arguments:
+    json.loads(body)
+    return body
+
+
+def _read_gemma_body(body: str, _: Mapping[str, Any]) -> Arguments:
+    """Read JSON whose keys are bare and whose strings stand between signs."""
+    parts = body.split('<|"|>')
+    parts[::2] = [re.sub(r"([{,]\s*)([\w.-]+)\s*:", r'\1"\2":', part) for part in parts[::2]]
+    parts[1::2] = [json.dumps(part) for part in parts[1::2]]
+    found: dict[str, Any] = json.loads("".join(parts))
+    return found
 
 
 def _typed(value: str, schema: Any) -> Any:
@@ -73,10 +165,10 @@ def _typed(value: str, schema: Any) -> Any:
 class CallForm:
     """Form in which a model writes tool calls in text.
 
-    `opening` begins a call, or the whole list if `is_list`; if it is empty, an answer that begins with `{` is a call.
-    `head` matches from the opening to the arguments. A grammar puts `before` before the name, `between` between name
-    and arguments, and `after` after the arguments. `closing` ends a call, and `separator` stands between two calls. If
-    not `is_json`, the name is written without quotes. With `elements` a call is read when it is whole.
+    `opening` begins a call, or the whole list if `is_list`; if it is empty, an answer that begins with one of `begins`
+    is a call. `head` matches from the opening to the arguments. A grammar puts `before` before the name, `between`
+    between name and arguments, and `after` after the arguments. `closing` ends a call, and `separator` stands between
+    two calls. If not `is_json`, the name is written without quotes. `whole` reads calls that `head` does not match.
     """
 
     name: str
@@ -86,11 +178,17 @@ class CallForm:
     between: str = ""
     after: str = ""
     closing: str = ""
-    elements: Elements | None = None
+    whole: WholeCalls = field(default_factory=JsonCalls)
     separator: str = ""
+    begins: tuple[str, ...] = ("{", ";")
     is_list: bool = False
     is_json: bool = True
     max_calls: int = MAX_CALLS
+
+    @property
+    def is_whole(self) -> bool:
+        """True if calls are read when they are whole; then no grammar holds an answer to the form."""
+        return self.head is NEVER
 
     def new_id(self) -> str:
         """Return a new call id. Mistral's templates accept only nine letters and digits."""
@@ -98,6 +196,10 @@ class CallForm:
         if self.opening == "[TOOL_CALLS]":
             return "".join(secrets.choice(letters) for _ in range(9))
         return f"call_{secrets.token_hex(12)}"
+
+
+NEVER = re.compile(r"(?!)")
+"""Head of calls that are read when they are whole."""
 
 
 def _json_head(before: str, arguments: str) -> re.Pattern[str]:
@@ -144,53 +246,84 @@ LLAMA = CallForm(
 )
 
 
-NEVER = re.compile(r"(?!)")
-"""Head of calls whose arguments are no JSON: they are read when they are whole."""
-QWEN = CallForm(
-    name="qwen",
-    opening="<tool_call>",
-    head=NEVER,
-    closing="</tool_call>",
-    elements=Elements(
-        function=re.compile(r"<function=(?P<name>[^>\s]+)>(?P<body>.*?)</function>", re.DOTALL),
-        parameter=re.compile(r"<parameter=(?P<name>[^>\s]+)>\n?(?P<value>.*?)\n?</parameter>", re.DOTALL),
-    ),
+def _whole_form(name: str, opening: str, closing: str, whole: WholeCalls, begins: tuple[str, ...] = ()) -> CallForm:
+    return CallForm(name=name, opening=opening, closing=closing, head=NEVER, whole=whole, begins=begins)
+
+
+_QWEN_CALLS = Elements(
+    function=re.compile(r"<function=(?P<name>[^>\s]+)>(?P<body>.*?)</function>", re.DOTALL),
+    read_body=_parameters(r"<parameter=(?P<name>[^>\s]+)>\n?(?P<value>.*?)\n?</parameter>"),
 )
-GLM = CallForm(
-    name="glm",
-    opening="<tool_call>",
-    head=NEVER,
-    closing="</tool_call>",
-    elements=Elements(
-        function=re.compile(r"\A\s*(?P<name>[\w.:-]+)\s*(?P<body>(?:<arg_key>.*)?)\Z", re.DOTALL),
-        parameter=re.compile(r"<arg_key>(?P<name>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>", re.DOTALL),
-    ),
+_GLM_CALL = Elements(
+    function=re.compile(r"\A\s*(?P<name>[\w.:-]+)\s*(?P<body>(?:<arg_key>.*)?)\Z", re.DOTALL),
+    read_body=_parameters(r"<arg_key>(?P<name>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"),
 )
-MINIMAX = CallForm(
-    name="minimax",
-    opening="<minimax:tool_call>",
-    head=NEVER,
-    closing="</minimax:tool_call>",
-    elements=Elements(
-        function=re.compile(r'<invoke name="(?P<name>[^"]+)">(?P<body>.*?)</invoke>', re.DOTALL),
-        parameter=re.compile(r'<parameter name="(?P<name>[^"]+)">(?P<value>.*?)</parameter>', re.DOTALL),
-    ),
+_MINIMAX_CALLS = Elements(
+    function=re.compile(r'<invoke name="(?P<name>[^"]+)">(?P<body>.*?)</invoke>', re.DOTALL),
+    read_body=_parameters(r'<parameter name="(?P<name>[^"]+)">(?P<value>.*?)</parameter>'),
 )
+_GEMMA_CALL = Elements(
+    function=re.compile(r"\A\s*call:(?P<name>[\w.:-]+)\s*(?P<body>\{.*\})\s*\Z", re.DOTALL),
+    read_body=_read_gemma_body,
+)
+
+
+def _deepseek(sign: str) -> str:
+    """Return a special token of DeepSeek's tokenizers, which have bars and spaces of their own."""
+    return "<|{}|>".format(sign.replace(" ", "\u2581")).replace("|", "\uff5c")
+
+
+_DEEPSEEK_CALLS = (
+    Elements(  # V3 and R1 write `function`, a sign, the name and fenced JSON; V3.1 the name, the sign, JSON
+        function=re.compile(
+            rf"{_deepseek('tool call begin')}(?:function{_deepseek('tool sep')})?(?P<name>[\w.:-]+)\s*"
+            rf"(?:{_deepseek('tool sep')}|```json)\s*(?P<body>\{{.*?\}})\s*(?:```)?\s*{_deepseek('tool call end')}",
+            re.DOTALL,
+        ),
+        read_body=_read_json_body,
+    )
+)
+QWEN = _whole_form("qwen", "<tool_call>", "</tool_call>", _QWEN_CALLS)
+GLM = _whole_form("glm", "<tool_call>", "</tool_call>", _GLM_CALL)
+MINIMAX = _whole_form("minimax", "<minimax:tool_call>", "</minimax:tool_call>", _MINIMAX_CALLS)
+SEED = _whole_form("seed", "<seed:tool_call>", "</seed:tool_call>", _QWEN_CALLS)
+LFM = _whole_form("lfm", "<|tool_call_start|>", "<|tool_call_end|>", PythonCalls())
+OLMO = _whole_form("olmo", "<function_calls>", "</function_calls>", PythonCalls())
+PYTHON = _whole_form("python", "", "", PythonCalls(), begins=("[",))
+GEMMA = _whole_form("gemma", "<|tool_call>", "<tool_call|>", _GEMMA_CALL)
+DEEPSEEK = _whole_form("deepseek", _deepseek("tool calls begin"), _deepseek("tool calls end"), _DEEPSEEK_CALLS)
+GRANITE = _whole_form("granite", "<|tool_call|>", "", JsonCalls())
+PHI = _whole_form("phi", "<|tool_call|>", "<|/tool_call|>", JsonCalls())
+NEMOTRON = _whole_form("nemotron", "<TOOLCALL>", "</TOOLCALL>", JsonCalls())
+COHERE = _whole_form("cohere", "<|START_ACTION|>", "<|END_ACTION|>", JsonCalls())
+SIGNS: Sequence[tuple[tuple[str, ...], CallForm]] = (
+    (("<minimax:tool_call>",), MINIMAX),
+    (("<seed:tool_call>",), SEED),
+    (("<|tool_call_start|>",), LFM),
+    (("<|tool_call>", "call:"), GEMMA),
+    (("<tool_call>", "<function="), QWEN),
+    (("<tool_call>", "<arg_key>"), GLM),
+    (("<tool_call>",), HERMES),
+    (("<function_calls>",), OLMO),
+    (("[TOOL_CALLS]", "[ARGS]"), TEKKEN),
+    (("[TOOL_CALLS]",), MISTRAL),
+    ((_deepseek("tool call begin"),), DEEPSEEK),
+    (("<|START_ACTION|>",), COHERE),
+    (("<TOOLCALL>",), NEMOTRON),
+    (("<|/tool|>",), PHI),
+    (("<|tool_call|>",), GRANITE),
+    (("[func_name1(",), PYTHON),
+    (('"parameters": ', "ipython"), LLAMA),
+    (('"parameters": ', "<|python_tag|>"), LLAMA),
+)
+"""Texts of a chat template, and the form if it has all of them; the first that fits counts."""
 
 
 def find_call_form(template: str) -> CallForm | None:
     """Return the call form of a chat template, None if it is unknown. Raises InvalidRequest if it takes no tools."""
     if "tools" not in template:
         raise InvalidRequest("tools: the chat template of this model takes no tools; leave them out")
-    if "<minimax:tool_call>" in template:
-        return MINIMAX
-    if "<tool_call>" in template:
-        return QWEN if "<function=" in template else GLM if "<arg_key>" in template else HERMES
-    if "[TOOL_CALLS]" in template:
-        return TEKKEN if "[ARGS]" in template else MISTRAL
-    if '"parameters": ' in template and ("ipython" in template or "<|python_tag|>" in template):
-        return LLAMA
-    return None
+    return next((form for signs, form in SIGNS if all(sign in template for sign in signs)), None)
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -401,7 +534,7 @@ class CallReader:
         start = self._held.lstrip().removeprefix("<|python_tag|>").lstrip()
         if not self._held or (not self._has_text and not start) or "<|python_tag|>".startswith(start):
             return None
-        if not self._has_text and start.startswith(("{", ";")):
+        if not self._has_text and start.startswith(self._form.begins):
             self._opened, self._state = "", self._read_head
             return []
         text, self._held = self._held, ""
@@ -419,7 +552,7 @@ class CallReader:
             body, self._held = self._held[:closed], self._held[closed + len(closing) :]
             self._state = self._read_text
             return self._whole_call(body) or self._as_text(self._opened + body + closing)
-        if len(self._held) <= MAX_HEAD or closing:
+        if len(self._held) <= MAX_HEAD or closing or self._form.is_whole:
             return None
         text, self._held = self._opened + self._held, ""
         self._state = self._read_text
@@ -465,19 +598,13 @@ class CallReader:
 
     def _whole_call(self, body: str) -> list[Said]:
         """Return the parts of a call whose text is complete, or of several; [] if the text is not a call."""
-        if self._form.elements is not None:
-            found_calls = self._form.elements.read(body, self._schemas)
-            return [said for name, given in found_calls for said in self._say_call(name, given)]
         try:
-            found = json.loads(body)
-        except (ValueError, RecursionError):
+            found = self._form.whole.read(body, self._schemas)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
             return []
-        arguments = found.get("arguments", found.get("parameters", {})) if isinstance(found, dict) else None
-        if not isinstance(arguments, dict | str) or not isinstance(found.get("name"), str):
-            return []
-        return self._say_call(found["name"], arguments)
+        return [said for name, given in found for said in self._say_call(name, given)]
 
-    def _say_call(self, name: str, arguments: dict[str, Any] | str) -> list[Said]:
+    def _say_call(self, name: str, arguments: Arguments) -> list[Said]:
         start = self._begin_call(name)
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         self.calls[-1].arguments = text

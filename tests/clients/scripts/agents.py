@@ -100,6 +100,7 @@ AGENTS = {
 agent, folder = AGENTS[sys.argv[1]], Path(sys.argv[2])
 ENVIRONMENT = os.environ | {
     "HOME": str(HOME),
+    "PWD": str(WORK),
     "CODEX_HOME": str(HOME / ".codex"),
     "XDG_CONFIG_HOME": str(HOME / ".config"),
     "ANTHROPIC_BASE_URL": URL,

