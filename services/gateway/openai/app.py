@@ -26,7 +26,7 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
 from ringserve.channels import MAX_MESSAGE_BYTES
-from ringserve.cp_core.errors import NotFound, RingserveError
+from ringserve.cp_core.errors import InvalidRequest, NotFound, RingserveError
 from ringserve.orchestration.tasks import fan_in
 from ringserve.services.auth.authenticator import Authenticator
 from ringserve.services.auth.tenants import Tenant
@@ -64,7 +64,7 @@ from ringserve.services.gateway.openai.server import (
     cancel_on_hang_up,
     read_certificate,
 )
-from ringserve.services.gateway.openai.stored import LinkedTurn, ResponseName, make_not_held_error
+from ringserve.services.gateway.openai.stored import KeptAnswers, LinkedTurn, ResponseName, make_not_held_error
 from ringserve.services.gateway.openai.tools import END_OF_THOUGHTS, AnswerForm, find_call_form, find_thoughts
 from ringserve.services.gateway.page.page import ServiceViews, ViewedService, page_routes
 from ringserve.services.gateway.requests import RequestReader, check_identifier
@@ -142,6 +142,7 @@ class HttpApi:
         )
         self._created = int(time.time())
         self._plain_form: AnswerForm | None = None
+        self._kept = KeptAnswers()
         self._has_told_unread = False
         self._views = ServiceViews(service, model_name, model, self._authenticator, self._caller)
         self._has_page = has_page
@@ -171,6 +172,7 @@ class HttpApi:
             post("/v1/chat/completions", self._chat, "Answer a chat.", models.ChatRequest),
             post("/v1/completions", self._completion, "Continue a text or tokens.", models.CompletionRequest),
             post("/v1/responses", self._respond, "Answer with items.", models.ResponseRequest),
+            get("/v1/responses/{name}", self._kept_response, "Show an answer with items again."),
             delete("/v1/responses/{name}", self._forget_response, "Delete the conversation of a response."),
             post(
                 anthropic.PREFIX,
@@ -254,7 +256,8 @@ class HttpApi:
             asked.prompt_mode = inference_pb2.PROMPT_MODE_APPEND
 
         linked = LinkedTurn(links, self._service.router_for(tenant), asked, fill)
-        answer = ItemAnswer(given, self._model_name, form, lambda: linked.response_id)
+        keep = partial(self._kept.keep, tenant.name)
+        answer = ItemAnswer(given, self._model_name, form, lambda: linked.response_id, keep)
         trace_parent = request.headers.get("traceparent", "")
         responses = linked.responses(lambda: self._service.generate(asked, tenant, None, trace_parent))
         return await self._send_answer(request, turn, fan_in([aclosing(responses)]), answer)
@@ -450,21 +453,33 @@ class HttpApi:
         view = await router.get_conversation(check_identifier("conversation_id", request.path_params["name"]))
         return JSONResponse(conversation_json(view))
 
+    async def _kept_response(self, request: Request) -> Response:
+        tenant, name = self._caller(request), _response_name(request)
+        if request.query_params.get("stream", "false") == "true":
+            raise InvalidRequest("stream: an answer that is kept is whole; leave it out")
+        body = await self._kept.fetch(tenant.name, name, self._service.router_for(tenant))
+        return Response(body, media_type="application/json")
+
     async def _forget_response(self, request: Request) -> Response:
-        router, response_id = self._service.router_for(self._caller(request)), request.path_params["name"]
-        name = ResponseName.read(response_id)
-        assert name is not None, "a route's name is not empty"
+        router, name = self._service.router_for(self._caller(request)), _response_name(request)
         try:
             await router.delete_conversation(name.conversation)
         except NotFound:
-            raise make_not_held_error(response_id) from None
-        return JSONResponse({"id": response_id, "object": "response.deleted", "deleted": True})
+            raise make_not_held_error(name.response_id) from None
+        return JSONResponse({"id": name.response_id, "object": "response.deleted", "deleted": True})
 
     async def _forget(self, request: Request) -> Response:
         router = self._service.router_for(self._caller(request))
         name = check_identifier("conversation_id", request.path_params["name"])
         await router.delete_conversation(name)
         return JSONResponse({"id": name, "object": "conversation.deleted", "deleted": True})
+
+
+def _response_name(request: Request) -> ResponseName:
+    """Return the response that a path names. Raises NotFound for an id that cannot name one."""
+    name = ResponseName.read(request.path_params["name"])
+    assert name is not None, "a route's name is not empty"
+    return name
 
 
 def _find_plain_form(codec: TextCodec) -> AnswerForm:

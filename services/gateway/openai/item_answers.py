@@ -32,9 +32,18 @@ class ItemAnswer:
     """Answer to one Responses API request: an item for each text and each call."""
 
     def __init__(
-        self, body: Mapping[str, Any], model_name: str, form: AnswerForm, response_id: Callable[[], str] = str
+        self,
+        body: Mapping[str, Any],
+        model_name: str,
+        form: AnswerForm,
+        response_id: Callable[[], str] = str,
+        keep: Callable[[Json], None] = lambda _: None,
     ) -> None:
-        """Read thoughts and tool calls as `form` says. `response_id` returns "" for an unstored response."""
+        """Read thoughts and tool calls as `form` says. `response_id` returns "" for an unstored response.
+
+        `keep` gets the whole response.
+        """
+        self._keep = keep
         self._response_id = response_id
         self._previous = body.get("previous_response_id") or None
         self._model_name = model_name
@@ -100,7 +109,10 @@ class ItemAnswer:
             "completed_at": time.time(),
             "ringserve": {"plan": message_dict(complete.plan), "token_ids": list(complete.output_ids)},
         }
-        return found | ({"incomplete_details": {"reason": "max_output_tokens"}} if is_cut else {})
+        if is_cut:
+            found["incomplete_details"] = {"reason": "max_output_tokens"}
+        self._keep(found)
+        return found
 
     def _response(self, status: str) -> Json:
         return {

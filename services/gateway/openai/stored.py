@@ -3,19 +3,24 @@
     resp_<conversation>_<turn>
 
 A request that follows a conversation's latest response becomes its next turn; a request that follows an earlier
-response begins a fork. Gateways store nothing: the router has the tokens, so any gateway can serve the next request.
+response begins a fork. The router has the tokens, so any gateway can serve the next request. The answer itself can be
+fetched again from the gateway that gave it, as long as that one has room for it.
+
 The model read the first request's instructions and tools. The conversation's name holds digests of both, and requests
 with different ones are refused.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
 from ringserve.cp_core.errors import Busy, ConversationLost, InvalidRequest, NotFound, RingserveError
 from ringserve.services.auth.scoped_router import ScopedRouter
@@ -28,6 +33,9 @@ ID = re.compile(
 NO_DIGEST = "0" * 8
 UNSTORED_SECONDS = 3600.0
 """Time to live of a fork for an unstored response, in case its gateway dies before deleting it."""
+
+MAX_KEPT_BYTES = 32 << 20
+"""Room of a gateway for answers that clients may fetch again, as JSON."""
 
 Responses = AsyncIterator[inference_pb2.GenerateResponse]
 
@@ -92,6 +100,43 @@ class Links:
                     f"{name}: differ from the {name} that the conversation of previous_response_id began with; repeat "
                     f"them, or send the history in input"
                 )
+
+
+class KeptAnswers:
+    """Answers of one gateway by tenant and response id; the oldest make room for new ones."""
+
+    def __init__(self, max_bytes: int = MAX_KEPT_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._answers: OrderedDict[tuple[str, str], bytes] = OrderedDict()
+
+    def keep(self, tenant: str, answer: Mapping[str, Any]) -> None:
+        """Keep a stored answer, unless it is larger than the whole room."""
+        if not answer["store"]:
+            return
+        body = json.dumps(answer).encode()
+        if len(body) > self._max_bytes:
+            return
+        self._answers[tenant, answer["id"]] = body
+        self._num_bytes += len(body)
+        while self._num_bytes > self._max_bytes:
+            self._num_bytes -= len(self._answers.popitem(last=False)[1])
+
+    async def fetch(self, tenant: str, name: ResponseName, router: ScopedRouter) -> bytes:
+        """Return an answer as JSON. Raises NotFound if it, or its conversation, is no longer held."""
+        try:
+            view = await router.get_conversation(name.conversation)
+        except NotFound as error:
+            raise make_not_held_error(name.response_id) from error
+        body = self._answers.get((tenant, name.response_id))
+        if view.num_turns < name.turn:
+            raise make_not_held_error(name.response_id)
+        if body is None:
+            raise NotFound(
+                f"response {name.response_id!r} can be followed, but its answer is no longer kept; use "
+                f"previous_response_id, or ask the gateway that gave it sooner"
+            )
+        return body
 
 
 Fill = Callable[[int], Awaitable[None]]

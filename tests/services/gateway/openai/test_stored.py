@@ -11,6 +11,9 @@ from typing import Any
 import openai
 import pytest
 
+from ringserve.cp_core.errors import NotFound
+from ringserve.services.auth.tenants import ANYBODY
+from ringserve.services.gateway.openai.stored import KeptAnswers, ResponseName
 from ringserve.services.gateway.text import TextCodec
 from ringserve.workers.model.builtin import END_TOKEN_ID
 from tests.services.gateway.openai.test_responses import TOOLS
@@ -101,6 +104,45 @@ async def test_a_deleted_response_is_not_held_any_more(gateway: LocalGateway) ->
             await client.responses.create(**ASKED, input="And?", previous_response_id=first.id)
         with pytest.raises(openai.NotFoundError):
             await client.responses.delete(first.id)
+
+
+async def test_an_answer_is_fetched_again_as_it_was_until_it_is_deleted(gateway: LocalGateway) -> None:
+    choice: Any = {"type": "function", "name": "paint"}
+    async with gateway.openai() as client:
+        first = await client.responses.create(**ASKED, input="Hi", metadata={"for": "me"})
+        called = await client.responses.create(
+            model=MODEL, tools=TOOLS, input="Paint it.", tool_choice=choice, max_output_tokens=300
+        )
+        async with client.responses.stream(**ASKED, input="And?", previous_response_id=first.id) as stream:
+            (streamed,) = [event.response async for event in stream if event.type == "response.incomplete"]
+        for answer in (first, called, streamed):
+            assert (await client.responses.retrieve(answer.id)).to_dict() == answer.to_dict()
+        unstored = await client.responses.create(**ASKED, input="Hi", store=False)
+        for response_id in (unstored.id, first.id.removesuffix("1") + "9"):
+            with pytest.raises(openai.NotFoundError, match="is not held, or no longer"):
+                await client.responses.retrieve(response_id)
+        with pytest.raises(openai.BadRequestError, match="stream: an answer that is kept is whole"):
+            await client.get(f"/responses/{first.id}?stream=true", cast_to=object)
+        await client.responses.delete(first.id)
+        with pytest.raises(openai.NotFoundError, match="is not held, or no longer"):
+            await client.responses.retrieve(first.id)
+
+
+async def test_the_oldest_answers_make_room_for_new_ones_and_tenants_see_their_own(gateway: LocalGateway) -> None:
+    router = gateway.servicer.router_for(ANYBODY)
+    async with gateway.openai() as client:
+        held = [(await client.responses.create(**ASKED, input=text)).id for text in "abcd"]
+    names = [name for each in held if (name := ResponseName.read(each))]
+    size = len(json.dumps({"id": held[0], "store": True}))
+    kept = KeptAnswers(3 * size)
+    for each in held:
+        kept.keep("a", {"id": each, "store": True})
+    kept.keep("a", {"id": "large", "store": True, "text": "x" * 4 * size})
+    for name in names[1:]:
+        assert json.loads(await kept.fetch("a", name, router))["id"] == name.response_id
+    for tenant, name in (("a", names[0]), ("b", names[1])):
+        with pytest.raises(NotFound, match="can be followed, but its answer is no longer kept"):
+            await kept.fetch(tenant, name, router)
 
 
 async def test_an_answer_that_did_not_end_is_followed_by_none(gateway: LocalGateway) -> None:
