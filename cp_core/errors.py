@@ -3,7 +3,8 @@
 RingserveError
 ├── the client errors, drawn in `ringserve.errors`
 ├── Unavailable
-│   └── StaleIncarnation  a message belongs to an earlier incarnation of a ring
+│   ├── StaleIncarnation  a message belongs to an earlier incarnation of a ring
+│   └── DiskFull          a directory that is written to has no space left
 ├── TransferError         a KV transfer broke a rule: unknown, stale, overlapping, incomplete
 ├── ReshardError          a reshard plan would not deliver every token, layer and head exactly once
 └── ModelRefused          the model cannot be loaded, or needs something that the core lacks
@@ -41,6 +42,7 @@ __all__ = [
     "ContextTooLong",
     "ConversationLost",
     "DeadlineExceeded",
+    "DiskFull",
     "Forbidden",
     "InvalidRequest",
     "ModelRefused",
@@ -61,6 +63,10 @@ __all__ = [
 
 class StaleIncarnation(Unavailable):
     """Message to or from an earlier incarnation of a ring."""
+
+
+class DiskFull(Unavailable):
+    """A directory that is written to has no space left: what failed works again once there is some."""
 
 
 class TransferError(RingserveError):

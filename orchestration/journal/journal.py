@@ -13,14 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock
 
-from ringserve.cp_core.errors import ConfigError, ConversationLost
+from ringserve.cp_core.errors import ConfigError, ConversationLost, DiskFull
 from ringserve.cp_core.layout.sparsity import Sparsity
 from ringserve.orchestration.journal.schema import (
     TOKEN_BYTES,
     Mark,
     connect,
     journal_path,
+    lacks_space,
     make_sum,
     open_journal,
     take_lock,
@@ -48,12 +50,13 @@ class SqliteJournal:
     def __init__(self, directory: Path, fingerprint: str = "") -> None:
         """Lock the directory and begin an epoch in the journal of the model with this fingerprint.
 
-        Raises ConfigError if the journal cannot be used.
+        Raises DiskFull, and ConfigError if the journal cannot be used.
         """
-        self._lock = take_lock(directory)
         path = journal_path(directory, fingerprint)
         mark: Mark | None = None
+        lock: FileLock | None = None
         try:
+            lock = take_lock(directory)
             mark = Mark(path)
             database = open_journal(path, mark)
             # A leader must never see an epoch twice, not even after a power cut.
@@ -71,10 +74,14 @@ class SqliteJournal:
         except BaseException as error:
             if mark is not None:
                 mark.close()
-            self._lock.release()
+            if lock is not None:
+                lock.release()
+            if lacks_space(directory, error):
+                raise DiskFull(f"router.journal: the disk of {directory} is full") from error
             if isinstance(error, OSError):
                 raise ConfigError(f"router.journal: {directory} cannot be written: {error.strerror}") from error
             raise
+        self._lock = lock
         self._mark = mark
         self._writer = GroupCommit(database, mark)
 

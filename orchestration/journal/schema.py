@@ -11,6 +11,7 @@ damaged log in silence, so the number of transactions is also in a file of its o
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sqlite3
@@ -20,6 +21,7 @@ import zlib
 from collections.abc import Mapping
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from shutil import disk_usage
 from typing import Final
 
 from filelock import FileLock, Timeout
@@ -31,6 +33,9 @@ log = logging.getLogger(__name__)
 TOKEN_BYTES = 4
 LOCK_SECONDS = 5.0
 """Seconds to wait for a router that has just been killed to release the journal."""
+
+NEEDED_BYTES = 128 << 10
+"""Free space below which an error of SQLite is one of a full disk: its shared memory and log need about as much."""
 
 VERSION = 5
 """Version of the tables and of the records in them; a journal of any other is refused."""
@@ -111,6 +116,21 @@ def journal_path(directory: Path, fingerprint: str) -> Path:
     Example: `journal-12a7db946949a525.sqlite`.
     """
     return directory / ("-".join(filter(None, ("journal", fingerprint))) + ".sqlite")
+
+
+def lacks_space(directory: Path, error: BaseException | None) -> bool:
+    """Return whether an error, or what caused it, means that the disk of a directory is full.
+
+    SQLite has several codes for it, one for each file that it extends.
+    """
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if isinstance(error, sqlite3.Error):
+            is_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+            return is_full or disk_usage(directory).free < NEEDED_BYTES
+        error = error.__cause__
+    return False
 
 
 class Mark:

@@ -65,19 +65,25 @@ class Hosted(Protocol):
 
 
 class HostActor:
-    """Async actor around one composed object."""
+    """Async actor around one composed object. `start` builds it: Ray hands on a constructor's error as text alone."""
+
+    _hosted: Hosted
 
     def __init__(self, compose: Callable[[], Hosted]) -> None:
-        self._hosted = compose()
+        self._compose = compose
+        self._is_composed = asyncio.Event()
 
     async def start(self) -> str:
+        self._hosted = self._compose()
+        self._is_composed.set()
         return await self._hosted.start()
 
     async def measure(self) -> None:
         await self._hosted.measure()
 
     async def stop(self) -> None:
-        await self._hosted.stop()
+        if self._is_composed.is_set():
+            await self._hosted.stop()
 
     async def pid(self) -> int:
         """Return the process id, by which the starter ends a process that stands still."""
@@ -85,6 +91,7 @@ class HostActor:
 
     async def wait_event(self) -> RingEvent:
         """Return the next event of the hosted object. The call also fails when this actor dies."""
+        await self._is_composed.wait()
         return await self._hosted.wait_event()
 
 

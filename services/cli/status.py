@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ringserve.client import RingInfo, ServerInfo
-from ringserve.cp_core.errors import ConfigError, NotFound
+from ringserve.cp_core.errors import ConfigError, NotFound, Unavailable
 from ringserve.services.cli.command import argument, command, flag, option
 from ringserve.services.cli.options import JsonFlag, TargetOptions
 from ringserve.services.cluster.state import OR_TARGET, ClusterStage, ClusterState, require_state, starting_line
@@ -47,8 +47,12 @@ def status(options: StatusOptions) -> int:
         state = require_state(options.gateway.name, OR_TARGET)
         if state.stage is ClusterStage.STARTING:
             return _show_starting(state, as_json=options.json)
-    with options.gateway.client() as client:
-        info = client.server_info()
+    try:
+        with options.gateway.client() as client:
+            info = client.server_info()
+    except Unavailable as error:
+        reason = "" if options.gateway.target else require_state(options.gateway.name).reason
+        raise Unavailable(f"{error}; {reason}" if reason else str(error)) from error
     if options.json:
         print(json.dumps(asdict(info)))
     else:

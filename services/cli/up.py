@@ -219,6 +219,7 @@ def _serve(options: UpOptions, config: Config) -> int:
         with_gateway=not options.no_gateway,
         drain_seconds=options.drain_seconds,
         journal=journal_directory(config, options.name),
+        note_trouble=record.trouble,
     )
     try:
         record.begin()
@@ -296,14 +297,25 @@ class _Record:
         )
         return self._state
 
+    def trouble(self, reason: str) -> None:
+        """Note why a cluster does not serve, or that it does again."""
+        self._note_if_possible(replace(self._state, reason=reason))
+
     def failed(self, error: Exception) -> None:
         """Note why a cluster that served has ended; a start that failed has told its reason."""
         if self._state.stage is ClusterStage.READY:
-            self._note(replace(self._state, stage=ClusterStage.ENDED, reason=str(error) or type(error).__name__))
+            reason = str(error) or type(error).__name__
+            self._note_if_possible(replace(self._state, stage=ClusterStage.ENDED, reason=reason))
 
     def end(self) -> None:
         if self._state.stage is not ClusterStage.ENDED:
             remove_state_of(self._state.name, self._state.pid)
+
+    def _note_if_possible(self, state: ClusterState) -> None:
+        try:
+            self._note(state)
+        except ConfigError as error:
+            print("ringserve:", error, file=sys.stderr, flush=True)
 
     def _note(self, state: ClusterState) -> None:
         self._state = state

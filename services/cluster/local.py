@@ -75,10 +75,13 @@ class LocalCluster:
         with_gateway: bool = True,
         drain_seconds: float = 0.0,
         journal: str = "",
+        note_trouble: Callable[[str], None] = lambda reason: None,
     ) -> None:
+        """`note_trouble` gets the reason why a cluster that has started does not serve, and "" when it does again."""
         self._config = config
         self._journal = journal
         self._progress = progress
+        self._note_trouble = note_trouble
         self._with_gateway = with_gateway
         self._drain_seconds = drain_seconds
         self._stopped = stopped or threading.Event()
@@ -296,10 +299,14 @@ class LocalCluster:
     def watch(self) -> None:
         """Restart a router, leader or gateway that died, until stopped. Raises Unavailable, ConfigError."""
         assert self._router is not None, "the cluster has started"
+        trouble = ""
         while not self._stopped.wait(POLL_SECONDS):
             if ended := find_ended(self._own_ray):
                 raise Unavailable(f"Ray's {ended} has ended, and all rings with it")
             event = self._router.look()
+            if self._router.trouble != trouble:
+                trouble = self._router.trouble
+                self._note_trouble(trouble)
             if event is not None:
                 self._rings.want(event)
             self._rings.look()

@@ -1,6 +1,8 @@
 """Router of a cluster: started again in place, at the same port, when it dies or stands still.
 
 starts ──serves──> runs ──dies, or is silent: killed──> starts      at most len(RESTART_WAITS) failed starts in a row
+
+A start that fails since the journal's disk is full is no such failure: it is repeated until there is space again.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Protocol
 import ray
 from ray.exceptions import RayError
 
-from ringserve.cp_core.errors import Unavailable
+from ringserve.cp_core.errors import DiskFull, Unavailable
 from ringserve.orchestration.protocol.rings import RingEvent
 from ringserve.orchestration.ring.actors import host as host_actor
 from ringserve.services.cluster.hosts import RouterHost
@@ -28,6 +30,8 @@ log = logging.getLogger(__name__)
 ROUTER_NAME = "router"
 RESTART_WAITS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds before each attempt to start a router again, after the last one that served."""
+DISK_WAIT_SECONDS = 5.0
+"""Seconds between two starts while the journal's disk is full."""
 PROBE_SECONDS = 0.25
 """Seconds between two questions whether the router answers."""
 MAX_TICK_SECONDS = 1.0
@@ -38,7 +42,7 @@ class RouterProcess(Protocol):
     """Process of one router."""
 
     def endpoint(self) -> str | None:
-        """Return where it serves, or None while it starts. Raises Unavailable if it cannot."""
+        """Return where it serves, or None while it starts. Raises Unavailable if it cannot, DiskFull if only now."""
 
     def event(self) -> RingEvent | None:
         """Return the next thing to do for a ring, if there is one. Raises Unavailable if the process has died."""
@@ -65,6 +69,8 @@ class RayRouter:
         try:
             endpoint: str = ray.get(self.serves)
         except RayError as error:
+            if isinstance(cause := getattr(error, "cause", None), DiskFull):
+                raise cause from None
             raise Unavailable(f"the router could not start: {getattr(error, 'cause', None) or error}") from error
         return endpoint
 
@@ -116,6 +122,8 @@ class RouterKeeper:
         self._serves = False
         self._probed_at = self._start_at = clock()
         self._silence = 0.0
+        self.trouble = ""
+        """Why the router does not serve, if that is nothing that a restart mends."""
         self.process: RouterProcess | None = None
         self._start()
 
@@ -149,10 +157,13 @@ class RouterKeeper:
             if not self._serves:
                 if self.process.endpoint() is not None:
                     log.warning("the router serves again")
+                    self.trouble = ""
                     self._note_serving()
                 return None
             self._probe(now)
             return self.process.event()
+        except DiskFull as error:
+            self._await_space(str(error), now)
         except Unavailable as error:
             self._end(str(error), now)
         return None
@@ -167,6 +178,14 @@ class RouterKeeper:
             self._silence, self._num_failed = 0.0, 0
         elif self._silence > self._silent_seconds - PROBE_SECONDS:  # silent since the latest answer, or longer
             raise Unavailable(f"the router has not answered for {self._silence:.0f} s")
+
+    def _await_space(self, why: str, now: float) -> None:
+        if self.process is not None:
+            self.process.kill()
+        self.process, self._start_at = None, now + DISK_WAIT_SECONDS
+        if not self.trouble:
+            self.trouble = f"{why}; the router starts again once there is space"
+            log.error("%s", self.trouble)
 
     def _end(self, why: str, now: float) -> None:
         """End the process and have another started after a while. Raises Unavailable after too many failures."""

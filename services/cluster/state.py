@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -44,8 +45,9 @@ class ClusterState:
     """Cluster of a `ringserve up`. `pid` and `started` (seconds after boot) together identify the process.
 
     `rings_serving` of `num_rings` rings serve; `progress` are the lines that its start has told so far. `log` is the
-    file of a detached cluster's output. `reason` says why a cluster ended by itself. A cluster that is told to end lets
-    its turns go on for `drain_seconds`. `secret` is that of its processes: the file is its owner's alone.
+    file of a detached cluster's output. `reason` says why a cluster ended by itself, or does not serve now. A cluster
+    that is told to end lets its turns go on for `drain_seconds`. `secret` is that of its processes: the file is its
+    owner's alone.
     """
 
     name: str
@@ -173,9 +175,25 @@ def _try_create(state: ClusterState) -> bool:
 def write_state(state: ClusterState) -> None:
     """Replace the state file of a cluster. Raises ConfigError if impossible."""
     path = _path(state.name)
-    draft = _write_draft(state)
+    try:
+        draft = _write_draft(state)
+    except ConfigError as error:
+        if not (isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOSPC, errno.EDQUOT)):
+            raise
+        _overwrite(path, state)
+        return
     try:
         draft.replace(path)
+    except OSError as error:
+        raise _refusal(path, "written", error) from error
+
+
+def _overwrite(path: Path, state: ClusterState) -> None:
+    """Write a state into the block that its file has: a full disk has no other. Raises ConfigError."""
+    try:
+        with path.open("r+b") as file:
+            file.write(json.dumps(asdict(state)).encode())
+            file.truncate()
     except OSError as error:
         raise _refusal(path, "written", error) from error
 
@@ -188,6 +206,8 @@ def _write_draft(state: ClusterState) -> Path:
         draft.touch(mode=0o600)
         draft.write_text(json.dumps(asdict(state)), encoding="utf-8")
     except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
         raise _refusal(path, "written", error) from error
     return draft
 

@@ -47,6 +47,7 @@ CODES: dict[type[RingserveError], grpc.StatusCode] = {
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.TurnCancelled: grpc.StatusCode.CANCELLED,
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.DiskFull: grpc.StatusCode.UNAVAILABLE,
     errors.Stopping: grpc.StatusCode.UNAVAILABLE,
     errors.NotBegun: grpc.StatusCode.UNAVAILABLE,
     errors.StaleIncarnation: grpc.StatusCode.UNAVAILABLE,

@@ -31,7 +31,9 @@ def post(path: str, body: dict[str, Any], token: str = "") -> bytes:
 
 
 def complete(messages: list[dict[str, Any]], *, stream: bool = False) -> bytes:
-    return post("/api/chat/completions", {"model": MODEL, "messages": messages, "stream": stream}, token)
+    return post(
+        "/api/chat/completions", {"model": MODEL, "messages": messages, "stream": stream, "temperature": 0}, token
+    )
 
 
 def message() -> dict[str, Any]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ringserve.cp_core.errors import Unavailable
+from ringserve.cp_core.errors import DiskFull, Unavailable
 from ringserve.orchestration.protocol.rings import RingEvent
 from ringserve.services.cluster.hosts import RouterHost
-from ringserve.services.cluster.router import PROBE_SECONDS, RESTART_WAITS, RouterKeeper
+from ringserve.services.cluster.router import DISK_WAIT_SECONDS, PROBE_SECONDS, RESTART_WAITS, RouterKeeper
 from ringserve.services.config import config_from
 from ringserve.workers.model.builtin import resolve_model_path
 from ringserve.workers.model.info import read_model_info
@@ -23,6 +23,7 @@ class Process:
         self.served: str | None = None
         self.failure = ""
         self.is_silent = False
+        self.is_disk_full = False
         self.kills = 0
         self.events: list[RingEvent] = []
 
@@ -41,6 +42,8 @@ class Process:
         self.kills += 1
 
     def _check(self) -> None:
+        if self.is_disk_full:
+            raise DiskFull("the disk is full")
         if self.failure:
             raise Unavailable(self.failure)
 
@@ -125,3 +128,21 @@ def test_failures_long_ago_do_not_count() -> None:
         keeping.made[-1].served = "10.0.0.7:4711"
         keeping.look()
         keeping.look(PROBE_SECONDS)
+
+
+def test_a_full_disk_is_waited_for_without_end_and_told_once() -> None:
+    keeping = Keeping()
+    keeping.made[0].failure = "the router died"
+    keeping.look()
+    for _ in range(3 * len(RESTART_WAITS)):
+        num_made = len(keeping.made)
+        keeping.look(DISK_WAIT_SECONDS)
+        assert len(keeping.made) == num_made + 1
+        keeping.made[-1].is_disk_full = True
+        keeping.look()
+        assert keeping.made[-1].kills == 1
+        assert keeping.keeper.trouble == "the disk is full; the router starts again once there is space"
+    keeping.look(DISK_WAIT_SECONDS)
+    keeping.made[-1].served = "10.0.0.7:4711"
+    keeping.look()
+    assert keeping.keeper.trouble == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import subprocess
 import sys
@@ -251,6 +252,24 @@ def test_a_file_that_cannot_be_used_is_named_with_the_reason(directory: Path) ->
             act("default")
     with pytest.raises(ConfigError, match=r"RINGSERVE_STATE: .*default.json cannot be written: "):
         write_state(state_of(psutil.Process()))
+
+
+def test_a_full_disk_keeps_no_reason_from_the_file(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = state_of(psutil.Process())
+    write_state(state)
+    write_text = Path.write_text
+
+    def fail(path: Path, *arguments: Any, **options: Any) -> int:
+        write_text(path, "{")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    for reason in ("the disk is full, and this is a long reason", "short"):
+        write_state(dataclasses.replace(state, reason=reason))
+        found = read_record(state.name)
+        assert found is not None
+        assert found.reason == reason
+        assert [path.name for path in directory.iterdir()] == [f"{state.name}.json"]
 
 
 def test_a_file_that_vanishes_before_it_is_read_or_removed_is_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

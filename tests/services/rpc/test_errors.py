@@ -49,6 +49,7 @@ EXPECTED = {
     "Stopping": grpc.StatusCode.UNAVAILABLE,
     "NotBegun": grpc.StatusCode.UNAVAILABLE,
     "StaleIncarnation": grpc.StatusCode.UNAVAILABLE,
+    "DiskFull": grpc.StatusCode.UNAVAILABLE,
     "TransferError": grpc.StatusCode.UNAVAILABLE,
     "NotFinite": grpc.StatusCode.INTERNAL,
     "ReshardError": grpc.StatusCode.INTERNAL,
