@@ -28,6 +28,7 @@ from ringserve.services.cluster.state import (
     ClusterStage,
     ClusterState,
     claim_name,
+    clear_abandoned,
     end_cluster,
     read_record,
     remove_state,
@@ -191,10 +192,12 @@ def down(options: DownOptions) -> int:
         state = require_state(options.name)
     except NotFound:
         remove_state(options.name)  # of a cluster that ended by itself, as the error tells
+        clear_abandoned()
         raise
     seconds = STOP_SECONDS + state.drain_seconds if options.timeout is None else options.timeout
     killed = end_cluster(state, seconds)
     remove_state(options.name)
+    clear_abandoned()  # if its processes had to be killed
     if options.json:
         print(json.dumps({"name": options.name, "pid": state.pid, "killed": killed}))
     else:

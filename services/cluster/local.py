@@ -9,7 +9,6 @@ import asyncio
 import logging
 import shutil
 import socket
-import tempfile
 import threading
 import time
 import uuid
@@ -38,6 +37,7 @@ from ringserve.services.cluster.ray_guard import (
     tame_output,
 )
 from ringserve.services.cluster.router import RayRouter, RouterKeeper
+from ringserve.services.cluster.state import clear_abandoned, make_directory
 from ringserve.services.cluster.stopping import check_stop, keeping_handlers, run_until_set
 from ringserve.services.config import Config
 from ringserve.services.config.files import router_losses, router_profile
@@ -89,8 +89,7 @@ class LocalCluster:
         self._namespace = f"ringserve-{uuid.uuid4().hex[:8]}"
         # Other children of this process, such as the resource tracker of multiprocessing, are not ended with Ray.
         self._own_ray: list[psutil.Process] = []
-        # Only this user may enter it. Ray opens the folder that it is given itself to everybody, its sockets too.
-        self._temp = Path(tempfile.mkdtemp(prefix="ringserve-"))
+        self._temp = make_directory()
         self._rings = RingKeeper(RayLeader, is_node_alive)
         self._router: RouterKeeper | None = None
         self._gateway: GatewayKeeper | None = None
@@ -193,6 +192,7 @@ class LocalCluster:
             self._result(leader.actor.measure.remote())
 
     def _start_ray(self) -> None:
+        clear_abandoned()
         needed = sum(pool.num_threads for pool in self._config.pools)
         deadline = time.monotonic() + self._config.timeouts.start
         while True:

@@ -6,6 +6,8 @@ import contextlib
 import errno
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
@@ -20,6 +22,9 @@ GRACE_SECONDS = 2.0
 """Seconds for processes that outlive the one of `ringserve up` to end by themselves."""
 KILL_SECONDS = 10.0
 """Seconds for killed processes to disappear."""
+DIRECTORY_PREFIX = "ringserve-"
+OWNER_FILE = "owner"
+"""File in a Ray's directory: the pid of its starter, and when that began, in seconds after boot."""
 OR_TARGET = " or give --target HOST:PORT"
 GONE = (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError)
 """Errors about a process that has ended. psutil passes on the last two where it ends between two of its reads."""
@@ -110,6 +115,36 @@ def end_cluster(state: ClusterState, seconds: float) -> bool:
     if left:
         raise Unavailable(f"{len(left)} processes of cluster {state.name!r} could not be ended")
     return bool(alive)
+
+
+def make_directory() -> Path:
+    """Make a directory for a Ray that this process starts. `clear_abandoned` finds it if nothing else removes it.
+
+    Only this user may enter it: Ray opens the folder that it is given itself to everybody, its sockets too.
+    """
+    directory = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
+    own = os.getpid()
+    (directory / OWNER_FILE).write_text(f"{own} {started_after_boot(own)}")
+    return directory
+
+
+def clear_abandoned() -> None:
+    """End what is left of Rays whose starter was killed, and remove their directories.
+
+    Ray's agents rename themselves and outlive it by minutes with 80 MB each. They are known by the logs they write.
+    """
+    for owner in Path(tempfile.gettempdir()).glob(f"{DIRECTORY_PREFIX}*/{OWNER_FILE}"):
+        try:
+            pid, started = owner.read_text().split()
+            if find_process(int(pid), float(started)) is not None:
+                continue
+        except (OSError, ValueError):  # of another user, or just being made or removed
+            continue
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.AccessDenied, *GONE):
+                if any(file.path.startswith(f"{owner.parent}/") for file in process.open_files()):
+                    process.kill()
+        shutil.rmtree(owner.parent, ignore_errors=True)
 
 
 def _unless_gone(act: Callable[[], object]) -> None:

@@ -5,8 +5,10 @@ The model has a script (`tests/clients/scripted.py`), since no model that this m
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,6 +22,7 @@ ASKED = "Copy note.txt to copy.txt."
 DONE = "The copy is made."
 AGENT_SECONDS = 120.0
 HOME = Path(tempfile.mkdtemp(prefix="ringserve-agent-"))
+atexit.register(shutil.rmtree, HOME, ignore_errors=True)
 WORK = HOME / "work"
 
 

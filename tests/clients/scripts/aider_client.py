@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -13,6 +15,7 @@ from checks import MODEL, URL, expect, run
 
 DONE = "The copy is made."
 WORK = Path(tempfile.mkdtemp(prefix="ringserve-aider-"))
+atexit.register(shutil.rmtree, WORK, ignore_errors=True)
 ARGUMENTS = ["--model", f"openai/{MODEL}", "--no-show-model-warnings", "--no-check-update", "--analytics-disable"]
 ARGUMENTS += ["--no-git", "--yes-always", "--no-pretty", "--message", "What does note.txt say?", "note.txt"]
 

@@ -5,11 +5,13 @@ It prints one line of JSON: mean seconds to the first token and between tokens, 
 
 from __future__ import annotations
 
+import atexit
 import functools
 import http.server
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,6 +26,7 @@ from checks import MODEL, URL
 PROMPT, ANSWER, REQUESTS = 512, 32, 10
 TOKENIZER = os.environ["RINGSERVE_TOKENIZER"]
 FOLDER = Path(tempfile.mkdtemp(prefix="ringserve-load-"))
+atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 MEASURED = ("time_to_first_token_seconds", "inter_token_latency_seconds")
 Means = tuple[float, float]
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,10 @@ from ringserve.services.cluster.state import (
     ClusterStage,
     ClusterState,
     claim_name,
+    clear_abandoned,
     end_cluster,
     find_process,
+    make_directory,
     read_record,
     read_state,
     remove_state,
@@ -232,6 +236,28 @@ def test_what_outlives_the_process_of_a_cluster_is_killed(monkeypatch: pytest.Mo
         (left,) = process.children()
         assert end_cluster(state_of(process), 30.0) is False
         assert not left.is_running()
+
+
+def test_what_a_killed_starter_of_a_ray_left_is_ended_and_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, child: subprocess.Popen[bytes]
+) -> None:
+    """Of processes that write into its directory alone, and once the starter has ended."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own = make_directory()
+    (tmp_path / "ringserve-another").mkdir()
+    code = "import os, sys; from ringserve.services.cluster.state import make_directory; print(make_directory())"
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    starter = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    left = Path(starter.stdout.strip())
+    with (left / "agent.log").open("w") as log:
+        agent = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stdout=log)
+    clear_abandoned()
+    agent.communicate(timeout=WAIT_SECONDS)
+    assert agent.returncode == -signal.SIGKILL
+    assert child.poll() is None
+    assert not left.exists()
+    assert own.stat().st_mode & 0o777 == 0o700
+    assert sorted(tmp_path.iterdir()) == sorted([own, tmp_path / "ringserve-another"])
 
 
 def test_a_process_of_another_user_is_named(child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
