@@ -196,12 +196,6 @@ def is_unnamed(conversation_id: str) -> bool:
     return UNNAMED in conversation_id
 
 
-def tenant_of(scoped_id: str) -> str:
-    """Return the tenant of an id of the form `tenant/...`; empty if ids carry no tenant."""
-    tenant, slash, _ = scoped_id.partition("/")
-    return tenant if slash else ""
-
-
 def common_prefix(left: TokenIds, right: TokenIds) -> int:
     """Return how many leading tokens of both agree."""
     shorter = min(len(left), len(right))

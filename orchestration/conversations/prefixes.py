@@ -26,10 +26,11 @@ from itertools import islice
 
 import numpy as np
 
-from ringserve.orchestration.conversations.conversation import UNNAMED, Conversation, common_prefix, tenant_of
+from ringserve.orchestration.conversations.conversation import UNNAMED, Conversation, common_prefix
 from ringserve.orchestration.conversations.store import ConversationStore
 from ringserve.orchestration.placement.kv_locations import Choice, KvLocation, KvLocations, WantedTurn
 from ringserve.orchestration.placement.registry import RingRegistry
+from ringserve.orchestration.protocol.turns import tenant_of
 from ringserve.workers.protocol.prefill_steps import TokenIds
 
 MIN_SHARED = 16

@@ -17,10 +17,10 @@ from ringserve.orchestration.conversations.conversation import (
     PlacedConversations,
     Waiter,
     is_unnamed,
-    tenant_of,
 )
 from ringserve.orchestration.placement.kv_locations import KvLocations
 from ringserve.orchestration.protocol.journal import JournalPort, NoJournal, StoredConversation
+from ringserve.orchestration.protocol.turns import tenant_of
 from ringserve.workers.protocol.prefill_steps import TokenIds
 
 MAX_GONE = 10_000

@@ -29,6 +29,7 @@ from ringserve.orchestration.protocol.turns import (
 )
 from ringserve.orchestration.ring.kv_transfers import copy_blocks, expect, send
 from ringserve.orchestration.ring.leader import Announce, RingLeader
+from ringserve.orchestration.ring.shares import check_turns
 from ringserve.orchestration.tasks import begin_joined, gather_first_error
 from ringserve.views import RingInfo
 from ringserve.workers.protocol.decode_commands import FinishReason
@@ -78,11 +79,8 @@ class DecodeLeader(RingLeader):
         self.ring.require_ready()
         self._engine.require_started()
         limit = self.settings.ranks.max_batch + self.settings.max_waiting
-        if len(self._turns) >= limit:
-            raise CapacityExceeded(
-                f"decode ring {self.settings.name}: {len(self._turns)} turns are under way and at most {limit} are "
-                f"allowed; retry later"
-            )
+        requests = (turn.request for turn in self._turns)
+        check_turns(f"decode ring {self.settings.name}", request.tenant, requests, limit)
         turn = self._pin(request)
         self._turns.add(turn)
         self._turns.watch(turn)  # before the first await: whatever becomes of the caller, the blocks are released

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from ringserve.cp_core.errors import (
     LOSSES,
@@ -125,6 +125,9 @@ class DecodeTurns:
         self._turns: dict[str, DecodeTurn] = {}
         self._ended: dict[str, DecodeTurn] = {}
         self._untold: dict[str, DecodeTurn] = {}
+
+    def __iter__(self) -> Iterator[DecodeTurn]:
+        return iter(self._turns.values())
 
     def __len__(self) -> int:
         return len(self._turns)

@@ -35,6 +35,7 @@ from ringserve.orchestration.protocol.turns import (
 )
 from ringserve.orchestration.ring.kv_pool import KvPool, SequenceKv
 from ringserve.orchestration.ring.leader import Announce, RingLeader
+from ringserve.orchestration.ring.shares import check_turns
 from ringserve.orchestration.tasks import begin_joined
 from ringserve.views import RingInfo
 
@@ -149,14 +150,16 @@ class PrefillLeader(RingLeader):
         self.ring.require_ready()
         loop = self.loop
         assert loop is not None, "a ring that serves has a loop"
-        self._check_turns(loop.scheduler)
+        self._check_turns(loop.scheduler, request.tenant)
         pool = self.ring.pool
         sequence = pool.pin(request.kv_id, request.turn_id, request.match_tokens, shares=request.shares)
         retained = sequence.shards.num_tokens
         try:
             new = TokenRange(retained, request.num_tokens)  # at most: tokens on the decode ring are pulled
             began = time.monotonic() - request.waited_seconds
-            loop.scheduler.reserve(request.turn_id, tokens=new, priority=request.priority, now=began)
+            loop.scheduler.reserve(
+                request.turn_id, tokens=new, priority=request.priority, now=began, tenant=request.tenant
+            )
             pool.make_room(sequence, worst_case_held(sequence.shards.held, len(new)))
         except CapacityExceeded:
             loop.scheduler.remove(request.turn_id)
@@ -240,16 +243,14 @@ class PrefillLeader(RingLeader):
             name, now = self.settings.name, time.monotonic()
             self.tracer.record(request.trace_parent, run.times.spans(name, request.attempt, turn.reserved_at, now))
 
-    def _check_turns(self, scheduler: PrefillScheduler) -> None:
+    def _check_turns(self, scheduler: PrefillScheduler, tenant: str) -> None:
         """Raise CapacityExceeded at the limit of turns; a turn counts until it is settled, as its KV is pinned."""
-        limit, count = self.settings.max_waiting, len(self._turns)
-        if count >= limit:
-            seconds = scheduler.seconds_for(scheduler.load / count)
-            raise CapacityExceeded(
-                f"prefill ring {self.settings.name}: {count} turns are under way and at most {limit} are allowed; "
-                f"retry later",
-                retry_after_seconds=seconds,
-            )
+        name, requests = f"prefill ring {self.settings.name}", (turn.request for turn in self._turns.values())
+        try:
+            check_turns(name, tenant, requests, self.settings.max_waiting)
+        except CapacityExceeded as error:
+            seconds = scheduler.seconds_for(scheduler.load / len(self._turns))
+            raise CapacityExceeded(str(error), retry_after_seconds=seconds) from None
 
     async def abort_turn(self, turn_id: str, error: RingserveError) -> None:
         """End a turn; return when no rank uses its blocks. Idempotent.

@@ -4,8 +4,10 @@ reserved ──ready──> waiting ──next_step──> in a step ──commi
     └──────────────────┴────────── remove ──────┴──────────────────┘
 
 Two orders share the ring. *By length* takes the highest priority first, and of equals the turn that is finished first:
-a step holds as many whole prompts as fit, and a prompt that is longer than a step has steps of its own. *By age* takes
-the earliest turn first, where a level of priority counts like `ageing_seconds` of waiting.
+a step holds as many whole prompts as fit, and a prompt that is longer than a step has steps of its own. A turn counts
+with all shorter ones of its tenant and with what that one has got: beside forty equal prompts of another tenant, a
+lone one is second. *By age* takes the earliest turn first, where a level of priority counts like `ageing_seconds` of
+waiting.
 
 The oldest turns get `AGE_SHARE` of all work. A step in which that share is overdue begins with them and fills the rest
 by length. So a short prompt waits for shorter prompts alone, however long the others are. The oldest turn advances
@@ -26,6 +28,7 @@ from ringserve.cp_core.errors import CapacityExceeded
 from ringserve.cp_core.layout.shards import TokenRange
 from ringserve.orchestration.protocol.plans import PlannedChunk
 from ringserve.orchestration.protocol.rings import PrefillScheduling
+from ringserve.orchestration.ring.shares import exceeds_share
 from ringserve.workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
 
 AGE_SHARE = 0.25
@@ -67,6 +70,7 @@ class _Item:
     stop: int
     priority: int
     arrived: float
+    tenant: str
     advice: tuple[PlannedChunk, ...] = ()
 
     @property
@@ -108,6 +112,9 @@ class PrefillScheduler:
         self._num_steps = 0
         # Work units that the oldest turns lack of their share; negative: their excess, at most that of their last step.
         self._debt = 0.0
+        # Work units that each tenant has got, at least those of the one with the fewest as it came. Source: start-time
+        # fair queueing (Goyal, Vin, Cheng 1996).
+        self._served: dict[str, float] = {}
 
     def limit_steps(self, limits: StepLimits, lone_limits: StepLimits | None = None) -> None:
         """Limit the steps from the next one on, those of a lone turn as all where `lone_limits` is None."""
@@ -116,11 +123,11 @@ class PrefillScheduler:
 
     # --- the queue ---------------------------------------------------------------------------------------------------
 
-    def reserve(self, turn_id: str, *, tokens: TokenRange, priority: int, now: float) -> None:
+    def reserve(self, turn_id: str, *, tokens: TokenRange, priority: int, now: float, tenant: str = "") -> None:
         """Enter a turn that computes at most `tokens`; it does not compute before `ready`.
 
-        Raises CapacityExceeded, with the time to retry, where the queue would exceed its limit of work. An empty queue
-        takes a turn of any length, which would never find more room.
+        Raises CapacityExceeded, with the time to retry, if the queue would exceed its limit of work, or the tenant its
+        share of it. An empty queue takes a turn of any length, which would never find more room.
         """
         asked, load = self._work.work(len(tokens), tokens.start), self.load
         limit = self._scheduling.max_queue_work
@@ -131,7 +138,25 @@ class PrefillScheduler:
                 f"most {limit:.0f} are allowed; retry in {seconds:.1f} s",
                 retry_after_seconds=seconds,
             )
-        self._items[turn_id] = _Item(turn_id, tokens.start, tokens.stop, priority, now)
+        mine = self._load(item for item in self._items.values() if item.tenant == tenant) if tenant else 0.0
+        if exceeds_share(mine, asked, load, limit):
+            seconds = self.seconds_for(asked)
+            raise CapacityExceeded(
+                f"prefill ring {self._name}: {mine:.0f} work units of tenant {tenant!r} are waiting, the prompt adds "
+                f"{asked:.0f}, and other tenants keep a share of {limit:.0f}; retry in {seconds:.1f} s",
+                retry_after_seconds=seconds,
+            )
+        self._welcome(tenant)
+        self._items[turn_id] = _Item(turn_id, tokens.start, tokens.stop, priority, now, tenant)
+
+    def _welcome(self, tenant: str) -> None:
+        """Let a tenant without turns begin beside those with the fewest work units: it saves none for later."""
+        if not self._items:
+            self._served.clear()
+        present = {item.tenant for item in self._items.values()}
+        if tenant not in present:
+            least = min((self._served.get(each, 0.0) for each in present), default=0.0)
+            self._served[tenant] = max(self._served.get(tenant, 0.0), least)
 
     def ready(self, turn_id: str, chunks: Sequence[PlannedChunk]) -> None:
         """Let the turn compute the tokens of `chunks`, whose algorithms are advice; the scheduler cuts them anew."""
@@ -146,7 +171,10 @@ class PrefillScheduler:
     @property
     def load(self) -> float:
         """Work units of all turns that are reserved, waiting or computing."""
-        return sum(self._work.work(item.num_left, item.position) for item in self._items.values())
+        return self._load(self._items.values())
+
+    def _load(self, items: Iterable[_Item]) -> float:
+        return sum(self._work.work(item.num_left, item.position) for item in items)
 
     @property
     def num_waiting(self) -> int:
@@ -174,7 +202,7 @@ class PrefillScheduler:
         ready = [item for item in self._items.values() if item.advice]
         if not ready:
             return None
-        by_age, by_length = sorted(ready, key=self._by_age), sorted(ready, key=self._by_length)
+        by_age, by_length = sorted(ready, key=self._by_age), self._by_length(ready)
         if len(ready) == 1:
             filling = _Filling(self._work, self.lone_limits)
             filling.add_at_least(ready[0])
@@ -207,7 +235,7 @@ class PrefillScheduler:
         oldest = min(items, key=self._by_age)
         if self._debt > 0 and oldest.turn_id in inside:
             return None
-        filling = self._fill(sorted(ready, key=self._by_age), sorted(ready, key=self._by_length))
+        filling = self._fill(sorted(ready, key=self._by_age), self._by_length(ready))
         return self._step(filling, oldest)
 
     def _step(self, filling: _Filling, oldest: _Item, *, yields: bool = False) -> ScheduledStep:
@@ -248,8 +276,15 @@ class PrefillScheduler:
     def _by_age(self, item: _Item) -> tuple[float, str]:
         return item.arrived - item.priority * self._scheduling.ageing_seconds, item.turn_id
 
-    def _by_length(self, item: _Item) -> tuple[int, float, float, str]:
-        return -item.priority, self._work.work(item.num_left, item.position), item.arrived, item.turn_id
+    def _by_length(self, items: Iterable[_Item]) -> list[_Item]:
+        """Order turns by what their tenant has got at their end, the least first; a lone tenant's by their own work."""
+        work = {item: self._work.work(item.num_left, item.position) for item in items}
+        up_to: dict[_Item, float] = {}
+        totals: dict[tuple[str, int], float] = {}
+        for item in sorted(work, key=lambda item: (work[item], item.arrived, item.turn_id)):
+            level = (item.tenant, item.priority)
+            up_to[item] = totals[level] = totals.get(level, self._served[item.tenant]) + work[item]
+        return sorted(work, key=lambda item: (-item.priority, up_to[item], work[item], item.arrived, item.turn_id))
 
     def _fill(self, by_age: Sequence[_Item], by_length: Sequence[_Item]) -> _Filling:
         """Choose the turns of the next step, and the number of tokens of each."""
@@ -264,6 +299,8 @@ class PrefillScheduler:
 
     def _count(self, filling: _Filling, oldest: _Item) -> None:
         """Update the debt to the oldest turns with their work and that of others in a step."""
+        for item, units in filling.work.items():
+            self._served[item.tenant] += units
         paid = sum(units for item, units in filling.work.items() if item is oldest or item in filling.by_age)
         others = sum(filling.work.values()) - paid
         lead = (1 - AGE_SHARE) * paid

@@ -110,6 +110,12 @@ class BegunTurn:
     max_tokens: int = 0
 
 
+def tenant_of(scoped_id: str) -> str:
+    """Return the tenant of an id of the form `tenant/...`; empty if ids carry no tenant."""
+    tenant, slash, _ = scoped_id.partition("/")
+    return tenant if slash else ""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reserve:
     """Request to pin a turn's KV. `request_id` is for logs, `trace_parent` for traces.
@@ -147,6 +153,11 @@ class Reserve:
     def log_fields(self) -> dict[str, str]:
         """Fields for the `extra` of a log line about this turn."""
         return {"request_id": self.request_id, "turn_id": self.turn_id}
+
+    @property
+    def tenant(self) -> str:
+        """Tenant of the turn; empty if the service has none."""
+        return tenant_of(self.request_id)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

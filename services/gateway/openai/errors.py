@@ -101,11 +101,8 @@ def make_route_error(status: int, method: str, path: str, allowed: Sequence[str]
     shown, parts = path[:200], path.removeprefix("/v1").strip("/").split("/")
     if parts[0] in _OTHERS:
         words = f"{shown} is not served: this service answers chats, completions and responses"
-    elif parts[0] == "responses" and len(parts) > 1:
-        words = (
-            "a response cannot be fetched again, only followed (previous_response_id), because the service stores "
-            "tokens only; keep the answer"
-        )
+    elif parts[0] == "responses" and parts[-1] == "input_items":
+        words = f"{shown} is not served: the service keeps a response, not what it was asked"
     elif status == 405:
         words = f"{shown} does not serve the method {method[:20]}; use {' or '.join(allowed)}"
     else:

@@ -89,13 +89,10 @@ class ChatShape:
 
 
 class CompletionShape:
-    """Shape of text completions; the methods mirror `ChatShape`."""
+    """Shape of text completions; the methods mirror `ChatShape`. Nothing opens an answer: clients time every event."""
 
     stream_object = whole_object = "text_completion"
     id_prefix = "cmpl"
-
-    def opening(self, index: int) -> Json:
-        return self.whole(index, "", None, None)
 
     def piece(self, index: int, text: str, logprobs: Json | None) -> Json:
         return self.whole(index, text, logprobs, None)
@@ -156,32 +153,30 @@ class TurnAnswer:
         self._start = inference_pb2.GenerateStart()
         self._sent_characters: Counter[int] = Counter()
         self._completes: list[inference_pb2.GenerateComplete] = []
-        self._held: list[Json] = []
+        self._is_begun = False
 
     def events(self, response: inference_pb2.GenerateResponse) -> list[Json]:
         """Return the stream events for one response.
 
-        The opening events wait for the first token, as in vLLM: clients measure TTFT by the first event.
+        The opening events wait for the first token, as in vLLM: clients measure TTFT by the first event. The first
+        event has the plan.
         """
         if response.HasField("start"):
-            self._held = self._openings(response.start)
+            self._start = response.start
             return []
-        held, self._held = self._held, []
-        return held + self._events(response)
+        events = self._events(response)
+        if self._is_begun or not events:
+            return events
+        self._is_begun = True
+        first, *others = self._openings() + events
+        return [{"ringserve": self._opening_extra()} | first, *others]
 
-    def _openings(self, start: inference_pb2.GenerateStart) -> list[Json]:
-        """Return one opening event per answer, the first with the plan, then the prompt if it is echoed."""
-        self._start = start
-        extra: Json = {"ringserve": self._opening_extra()}
-        openings = [
-            self._event(self._shape.opening(index)) | (extra if index == 0 else {})
-            for index in range(self._num_answers)
-        ]
-        if self._echo is not None:
-            openings += [
-                self._event(self._shape.piece(index, self._echo.text, None)) for index in range(self._num_answers)
-            ]
-        return openings
+    def _openings(self) -> list[Json]:
+        """Return one opening event per answer of a chat, then the prompt if it is echoed."""
+        shape, indices = self._shape, range(self._num_answers)
+        openings = [self._event(shape.opening(index)) for index in indices] if isinstance(shape, ChatShape) else []
+        echo = self._echo
+        return openings + ([self._event(shape.piece(index, echo.text, None)) for index in indices] if echo else [])
 
     def _events(self, response: inference_pb2.GenerateResponse) -> list[Json]:
         if response.HasField("chunk"):

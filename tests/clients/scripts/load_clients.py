@@ -34,7 +34,9 @@ Means = tuple[float, float]
 def call(program: str, *arguments: object) -> None:
     """Run a program of this environment."""
     command = [str(Path(sys.executable).with_name(program)), *map(str, arguments)]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_TARGET_DEVICE": "cpu", "HOME": str(FOLDER)}
+    environment = os.environ | {"HOME": str(FOLDER)}
+    if program != "aiperf":  # which looks for folders among what it downloaded, offline
+        environment["HF_HUB_OFFLINE"] = "1"
     done = subprocess.run(
         command, cwd=FOLDER, env=environment, capture_output=True, text=True, timeout=280, check=False
     )
@@ -56,12 +58,24 @@ def llama_benchy() -> Means:
         threading.Thread(target=books.serve_forever, daemon=True).start()
         book = f"http://127.0.0.1:{books.server_port}/book.txt"
         lengths = ("--pp", PROMPT, "--tg", ANSWER, "--exact-tg", "--runs", REQUESTS)
-        quiet = ("--no-cache", "--no-warmup", "--skip-coherence", "--latency-mode", "none", "--book-url", book)
+        quiet = ("--no-cache", "--no-warmup", "--no-adapt-prompt", "--skip-coherence", "--latency-mode", "none")
         served = ("--base-url", f"{URL}/v1", "--model", MODEL, "--tokenizer", TOKENIZER)
-        call("llama-benchy", *served, *lengths, *quiet, "--format", "json", "--save-result", "benchy.json")
+        call(
+            "llama-benchy",
+            *served,
+            *lengths,
+            *quiet,
+            "--book-url",
+            book,
+            "--format",
+            "json",
+            "--save-result",
+            "benchy.json",
+        )
         books.shutdown()
     (found,) = read("benchy.json")["benchmarks"]
-    return found["e2e_ttft"]["mean"] / 1000, 1 / found["tg_throughput"]["mean"]
+    rates = found["tg_throughput"]["values"]
+    return found["e2e_ttft"]["mean"] / 1000, sum(1 / rate for rate in rates) / len(rates)
 
 
 def aiperf() -> Means:
@@ -89,7 +103,16 @@ def guidellm() -> Means:
 def vllm_bench_serve() -> Means:
     served = ("--base-url", URL, "--model", MODEL, "--tokenizer", TOKENIZER, "--dataset-name", "random")
     lengths = ("--random-input-len", PROMPT, "--random-output-len", ANSWER, "--num-prompts", REQUESTS)
-    load = ("--max-concurrency", 1, "--ignore-eos", "--save-result", "--result-filename", "vllm.json")
+    load = (
+        "--max-concurrency",
+        1,
+        "--ignore-eos",
+        "--ready-check-timeout-sec",
+        0,
+        "--save-result",
+        "--result-filename",
+        "vllm.json",
+    )
     call("vllm", "bench", "serve", "--backend", "openai", *served, *lengths, *load, "--result-dir", FOLDER)
     found = read("vllm.json")
     return found["mean_ttft_ms"] / 1000, found["mean_itl_ms"] / 1000
@@ -108,9 +131,11 @@ def counters() -> Sequence[tuple[float, float]]:
     text = urllib.request.urlopen(f"{URL}/metrics", timeout=30).read().decode()
     found = []
     for name in MEASURED:
-        pattern = rf"^ringserve_{name}_{{}}(?:{{{{[^}}]*}}}})? (\S+)$"
-        total, count = (re.findall(pattern.format(part), text, re.MULTILINE) for part in ("sum", "count"))
-        found.append((sum(map(float, total)), sum(map(float, count))))
+        total, count = (
+            sum(map(float, re.findall(rf"^ringserve_{name}_{part}(?:{{.*}})? (\S+)$", text, re.MULTILINE)))
+            for part in ("sum", "count")
+        )
+        found.append((total, count))
     return found
 
 

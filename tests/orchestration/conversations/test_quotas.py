@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringserve.cp_core.errors import CapacityExceeded, InvalidRequest, NotFound
-from ringserve.orchestration.conversations.conversation import tenant_of
 from ringserve.orchestration.conversations.store import ConversationStore
 from ringserve.orchestration.protocol.plans import PromptMode
-from ringserve.orchestration.protocol.turns import KvQuota, TurnRequest
+from ringserve.orchestration.protocol.turns import KvQuota, TurnRequest, tenant_of
 from tests.orchestration.conversations.test_store import Clock
 from tests.orchestration.service import Service
 from tests.waiting import eventually

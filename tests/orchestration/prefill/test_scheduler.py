@@ -33,6 +33,7 @@ class Prompt:
     cached: int = 0
     priority: int = 0
     algorithm: Algorithm = Algorithm.PASS_KV
+    tenant: str = ""
 
     @property
     def tokens(self) -> TokenRange:
@@ -54,7 +55,7 @@ class Simulation:
 
     def add(self, name: str, prompt: Prompt) -> None:
         self.arrived[name] = self.now
-        self.scheduler.reserve(name, tokens=prompt.tokens, priority=prompt.priority, now=self.now)
+        self.scheduler.reserve(name, tokens=prompt.tokens, priority=prompt.priority, now=self.now, tenant=prompt.tenant)
         self.scheduler.ready(name, [PlannedChunk(tokens=prompt.tokens, algorithm=prompt.algorithm)])
 
     def step(self) -> ScheduledStep | None:
@@ -312,6 +313,59 @@ def test_an_empty_queue_takes_a_prompt_of_any_length() -> None:
     with pytest.raises(CapacityExceeded) as refused:
         ring.scheduler.reserve("b", tokens=TokenRange(0, 20_000), priority=0, now=0.0)
     assert refused.value.retry_after_seconds == pytest.approx(ring.scheduler.load / RATE), "until the queue is empty"
+
+
+def test_a_tenant_keeps_three_quarters_of_the_queue_at_most_and_others_find_room() -> None:
+    asked = WORK.work(1000, 0)
+    ring = Simulation(PrefillScheduling(max_queue_work=16.5 * asked))
+
+    def fill(tenant: str) -> int:
+        for number in range(100):
+            try:
+                ring.add(f"{tenant}-{number}", Prompt(new=1000, tenant=tenant))
+            except CapacityExceeded:
+                return number
+        raise AssertionError("the queue has a limit")
+
+    assert fill("flood") == 12
+    with pytest.raises(
+        CapacityExceeded, match=r"work units of tenant 'flood' are waiting, .* other tenants keep a share"
+    ):
+        ring.add("flood", Prompt(new=1000, tenant="flood"))
+    assert fill("another") == 3
+    assert fill("third") == 1, "a tenant's first turn needs room alone"
+
+
+def test_without_tenants_the_whole_queue_is_everybodys() -> None:
+    asked = WORK.work(1000, 0)
+    ring = Simulation(PrefillScheduling(max_queue_work=16.5 * asked))
+    ring.scheduler.reserve("0", tokens=TokenRange(0, 1000), priority=0, now=0.0)
+    for number in range(1, 16):
+        ring.add(str(number), Prompt(new=1000))
+    with pytest.raises(CapacityExceeded, match="work units are waiting"):
+        ring.add("16", Prompt(new=1000))
+
+
+@pytest.mark.parametrize("length", [100, 1000])
+def test_a_lone_turn_of_a_tenant_is_second_beside_forty_of_another(length: int) -> None:
+    ring = Simulation(PrefillScheduling())
+    flood = [Prompt(new=1000, tenant="flood") for _ in range(40)]
+    ring.run([*flood, Prompt(new=length, tenant="another")])
+    before = {name for step in ring.steps[: ring.steps_of("40")[-1]] for name in names(step)}
+    assert len(before - {"40"}) <= 2  # the shortest of the flood, and its oldest
+
+
+def test_two_tenants_advance_alike_whatever_they_ask_for() -> None:
+    ring = Simulation(PrefillScheduling())
+    short = [Prompt(new=200, tenant="short") for _ in range(50)]
+    ring.run([*short, *(Prompt(new=2000, tenant="long") for _ in range(5))])
+    got = {True: 0.0, False: 0.0}
+    for step in ring.steps:
+        for piece in step.pieces:
+            got[int(piece.turn_id) < len(short)] += WORK.work(len(piece.tokens), piece.tokens.start)
+        if str(len(short) - 1) in names(step):
+            break
+    assert got[False] == pytest.approx(got[True], rel=0.5)  # a prompt is not divided as finely as work
 
 
 def test_the_rate_is_that_of_the_latest_steps() -> None:

@@ -376,9 +376,8 @@ async def test_paths_of_other_services_are_refused_in_one_sentence(http: httpx2.
     others = "is not served: this service answers chats, completions and responses"
     for path in ("/v1/embeddings", "/v1/audio/speech", "/rerank"):
         assert refusal(await http.post(path, json={"model": MODEL, "input": "Once"}), 404) == f"{path} {others}"
-    told = "a response cannot be fetched again, only followed (previous_response_id), because the service stores "
-    for path, status in (("/v1/responses/resp_1", 405), ("/v1/responses/resp_1/input_items", 404)):
-        assert refusal(await http.get(path), status) == f"{told}tokens only; keep the answer"
+    told = "/v1/responses/resp_1/input_items is not served: the service keeps a response, not what it was asked"
+    assert refusal(await http.get("/v1/responses/resp_1/input_items"), 404) == told
 
 
 async def test_an_error_of_our_own_shows_nothing_of_its_inside(
