@@ -29,7 +29,7 @@ from ringserve.orchestration.protocol.turns import (
 )
 from ringserve.orchestration.ring.kv_transfers import copy_blocks, expect, send
 from ringserve.orchestration.ring.leader import Announce, RingLeader
-from ringserve.orchestration.ring.shares import check_turns
+from ringserve.orchestration.ring.shares import TenantShares
 from ringserve.orchestration.tasks import begin_joined, gather_first_error
 from ringserve.views import RingInfo
 from ringserve.workers.protocol.decode_commands import FinishReason
@@ -53,6 +53,7 @@ class DecodeLeader(RingLeader):
     ) -> None:
         super().__init__(settings, factory, peers, announce)
         self._engine = DecodeEngine(self.ring, router, self.spawn, self._on_last_token, self._on_lost)
+        self._shares = TenantShares(f"decode ring {self.settings.name}")
         self._turns = DecodeTurns(self.ring, self._engine, router, self.spawn, self._trace)
         self._arrivals = itertools.count()
 
@@ -78,9 +79,12 @@ class DecodeLeader(RingLeader):
             raise TurnCancelled(f"turn {request.turn_id} has ended on decode ring {self.settings.name}")
         self.ring.require_ready()
         self._engine.require_started()
-        limit = self.settings.ranks.max_batch + self.settings.max_waiting
-        requests = (turn.request for turn in self._turns)
-        check_turns(f"decode ring {self.settings.name}", request.tenant, requests, limit)
+        self._shares.check_turns(
+            request,
+            (turn.request for turn in self._turns),
+            max_turns=self.settings.ranks.max_batch + self.settings.max_waiting,
+            kv_tokens=self.ring.pool.capacity_tokens,
+        )
         turn = self._pin(request)
         self._turns.add(turn)
         self._turns.watch(turn)  # before the first await: whatever becomes of the caller, the blocks are released

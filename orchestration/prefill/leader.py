@@ -35,7 +35,7 @@ from ringserve.orchestration.protocol.turns import (
 )
 from ringserve.orchestration.ring.kv_pool import KvPool, SequenceKv
 from ringserve.orchestration.ring.leader import Announce, RingLeader
-from ringserve.orchestration.ring.shares import check_turns
+from ringserve.orchestration.ring.shares import TenantShares
 from ringserve.orchestration.tasks import begin_joined
 from ringserve.views import RingInfo
 
@@ -88,6 +88,7 @@ class PrefillLeader(RingLeader):
         super().__init__(settings, factory, peers, announce)
         self._peers = peers
         self._turns: dict[str, _Turn] = {}
+        self._shares = TenantShares(f"prefill ring {settings.name}")
         self.loop: PrefillLoop | None = None
 
     async def on_ready(self) -> None:
@@ -101,6 +102,7 @@ class PrefillLeader(RingLeader):
             settings.prefill_scheduling,
             rate=self._rate(work),
             lone_limits=self._lone_limits(work),
+            shares=self._shares,
         )
         self.loop = PrefillLoop(ring, scheduler, self.layout_fallbacks)
         self.spawn(self.loop.run())
@@ -150,7 +152,7 @@ class PrefillLeader(RingLeader):
         self.ring.require_ready()
         loop = self.loop
         assert loop is not None, "a ring that serves has a loop"
-        self._check_turns(loop.scheduler, request.tenant)
+        self._check_turns(loop.scheduler, request)
         pool = self.ring.pool
         sequence = pool.pin(request.kv_id, request.turn_id, request.match_tokens, shares=request.shares)
         retained = sequence.shards.num_tokens
@@ -243,14 +245,15 @@ class PrefillLeader(RingLeader):
             name, now = self.settings.name, time.monotonic()
             self.tracer.record(request.trace_parent, run.times.spans(name, request.attempt, turn.reserved_at, now))
 
-    def _check_turns(self, scheduler: PrefillScheduler, tenant: str) -> None:
+    def _check_turns(self, scheduler: PrefillScheduler, request: Reserve) -> None:
         """Raise CapacityExceeded at the limit of turns; a turn counts until it is settled, as its KV is pinned."""
-        name, requests = f"prefill ring {self.settings.name}", (turn.request for turn in self._turns.values())
-        try:
-            check_turns(name, tenant, requests, self.settings.max_waiting)
-        except CapacityExceeded as error:
-            seconds = scheduler.seconds_for(scheduler.load / len(self._turns))
-            raise CapacityExceeded(str(error), retry_after_seconds=seconds) from None
+        self._shares.check_turns(
+            request,
+            (turn.request for turn in self._turns.values()),
+            max_turns=self.settings.max_waiting,
+            kv_tokens=self.ring.pool.capacity_tokens,
+            retry=scheduler.seconds_for(scheduler.load / max(1, len(self._turns))),
+        )
 
     async def abort_turn(self, turn_id: str, error: RingserveError) -> None:
         """End a turn; return when no rank uses its blocks. Idempotent.

@@ -28,7 +28,7 @@ from ringserve.cp_core.errors import CapacityExceeded
 from ringserve.cp_core.layout.shards import TokenRange
 from ringserve.orchestration.protocol.plans import PlannedChunk
 from ringserve.orchestration.protocol.rings import PrefillScheduling
-from ringserve.orchestration.ring.shares import exceeds_share
+from ringserve.orchestration.ring.shares import TenantShares
 from ringserve.workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
 
 AGE_SHARE = 0.25
@@ -88,7 +88,8 @@ class PrefillScheduler:
     """Queue of one incarnation of a ring. `rate`, in work units a second, is a guess until a step has been measured.
 
     `lone_limits` are those of a step of the only turn that is ready; None: the same as of other steps. Such a step may
-    be as long as its layers are short, since it yields to shorter turns between two layers.
+    be as long as its layers are short, since it yields to shorter turns between two layers. `shares` bounds the work of
+    each tenant.
     """
 
     def __init__(
@@ -100,7 +101,9 @@ class PrefillScheduler:
         *,
         rate: float,
         lone_limits: StepLimits | None = None,
+        shares: TenantShares | None = None,
     ) -> None:
+        self._shares = shares
         self.limit_steps(limits, lone_limits)
         self._name = name
         self._work = work
@@ -138,14 +141,10 @@ class PrefillScheduler:
                 f"most {limit:.0f} are allowed; retry in {seconds:.1f} s",
                 retry_after_seconds=seconds,
             )
-        mine = self._load(item for item in self._items.values() if item.tenant == tenant) if tenant else 0.0
-        if exceeds_share(mine, asked, load, limit):
-            seconds = self.seconds_for(asked)
-            raise CapacityExceeded(
-                f"prefill ring {self._name}: {mine:.0f} work units of tenant {tenant!r} are waiting, the prompt adds "
-                f"{asked:.0f}, and other tenants keep a share of {limit:.0f}; retry in {seconds:.1f} s",
-                retry_after_seconds=seconds,
-            )
+        if self._shares is not None:
+            mine = self._load(item for item in self._items.values() if item.tenant == tenant)
+            retry = self.seconds_for(asked)
+            self._shares.check("work units", tenant, mine=mine, asked=asked, total=load, limit=limit, retry=retry)
         self._welcome(tenant)
         self._items[turn_id] = _Item(turn_id, tokens.start, tokens.stop, priority, now, tenant)
 

@@ -17,6 +17,7 @@ from ringserve.cp_core.layout.shards import TokenRange
 from ringserve.orchestration.prefill.scheduler import AGE_SHARE, PrefillScheduler, ScheduledStep
 from ringserve.orchestration.protocol.plans import PlannedChunk
 from ringserve.orchestration.protocol.rings import PrefillScheduling
+from ringserve.orchestration.ring.shares import TenantShares
 from ringserve.workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
 
 WORK = WorkModel(pairs_per_token=240.0, flops_per_unit=1.0)
@@ -48,7 +49,8 @@ class Simulation:
     ) -> None:
         limits = StepLimits.of(WORK, step_budget=budget, chunk_tokens=chunk_tokens, min_chunk_tokens=min_chunk)
         self.limits = limits
-        self.scheduler = PrefillScheduler("ring", WORK, limits, scheduling, rate=RATE)
+        self.shares = TenantShares("prefill ring ring")
+        self.scheduler = PrefillScheduler("ring", WORK, limits, scheduling, rate=RATE, shares=self.shares)
         self.now = 0.0
         self.steps: list[ScheduledStep] = []
         self.arrived: dict[str, float] = {}
@@ -327,23 +329,24 @@ def test_a_tenant_keeps_three_quarters_of_the_queue_at_most_and_others_find_room
                 return number
         raise AssertionError("the queue has a limit")
 
+    for tenant in ("flood", "another", "third"):
+        ring.shares.note(tenant)
     assert fill("flood") == 12
-    with pytest.raises(
-        CapacityExceeded, match=r"work units of tenant 'flood' are waiting, .* other tenants keep a share"
-    ):
+    told = r"prefill ring ring: tenant 'flood' has \d+ work units under way, .* is left to other tenants; retry later"
+    with pytest.raises(CapacityExceeded, match=told):
         ring.add("flood", Prompt(new=1000, tenant="flood"))
     assert fill("another") == 3
     assert fill("third") == 1, "a tenant's first turn needs room alone"
 
 
-def test_without_tenants_the_whole_queue_is_everybodys() -> None:
-    asked = WORK.work(1000, 0)
-    ring = Simulation(PrefillScheduling(max_queue_work=16.5 * asked))
-    ring.scheduler.reserve("0", tokens=TokenRange(0, 1000), priority=0, now=0.0)
-    for number in range(1, 16):
-        ring.add(str(number), Prompt(new=1000))
+@pytest.mark.parametrize("tenant", ["", "lone"])
+def test_without_other_tenants_the_whole_queue_is_everybodys(tenant: str) -> None:
+    ring = Simulation(PrefillScheduling(max_queue_work=16.5 * WORK.work(1000, 0)))
+    ring.shares.note(tenant)
+    for number in range(16):
+        ring.add(str(number), Prompt(new=1000, tenant=tenant))
     with pytest.raises(CapacityExceeded, match="work units are waiting"):
-        ring.add("16", Prompt(new=1000))
+        ring.add("16", Prompt(new=1000, tenant=tenant))
 
 
 @pytest.mark.parametrize("length", [100, 1000])
