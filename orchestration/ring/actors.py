@@ -44,6 +44,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+KERNEL_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+CACHED_KERNELS = 128
+"""Kernels that torch and oneDNN keep each, by the shape of a matrix product. A layer has about seven shapes for each
+number of rows. Their own 1,024 take a gigabyte after some hundred prompts; to make a kernel again takes about 1 ms."""
 START_NICENESS = 5
 """Addition to a rank's nice value while it imports: the imports get a third of what each process that computes gets."""
 
@@ -138,6 +142,8 @@ class RankActor:
 
 
 def _make_worker() -> RankWorker:
+    for name in KERNEL_CACHES:
+        os.environ.setdefault(name, str(CACHED_KERNELS))
     # The import is here because leaders import this file and must stay free of torch. Garbage collections during it
     # would find nothing and take a sixth of its time; the frozen modules speed up later collections.
     gc.disable()

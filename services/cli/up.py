@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -49,6 +51,9 @@ if TYPE_CHECKING:
 
 STOP_SECONDS = 60.0
 """Seconds for a cluster to end in, beyond those for its turns."""
+MAX_LOG_BYTES = 64 << 20
+LOG_SECONDS = 10.0
+"""Seconds between two looks at the size of the log."""
 TOLD_TO_END = (0, -signal.SIGTERM, -signal.SIGINT)
 """Exit statuses of a cluster that a signal or `ringserve down` has ended while it started."""
 ALIASES: Mapping[str, tuple[str, ...]] = {
@@ -224,6 +229,9 @@ def _serve(options: UpOptions, config: Config) -> int:
         journal=journal_directory(config, options.name),
         note_trouble=record.trouble,
     )
+    if options.detached_log:
+        log = (Path(options.detached_log), signals.requested)
+        threading.Thread(target=_bound_log, args=log, name="log", daemon=True).start()
     try:
         record.begin()
         cluster.start()
@@ -392,13 +400,24 @@ def _start_detached(command: list[str], log_path: Path) -> subprocess.Popen[byte
     """Start a command whose output goes to a file. Raises ConfigError."""
     try:
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        log = log_path.open("wb")
+        log_path.write_bytes(b"")
+        log = log_path.open("ab")  # so that the file may be cut while processes write to it: see `_bound_log`
     except OSError as error:
         raise ConfigError(f"RINGSERVE_STATE: {log_path} cannot be written: {error.strerror}") from error
     with log:
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
+
+
+def _bound_log(log_path: Path, stopped: threading.Event) -> None:
+    """Keep the log of a detached cluster below a limit, and what came before in one older file beside it."""
+    while not stopped.wait(LOG_SECONDS):
+        with suppress(OSError):
+            if log_path.stat().st_size > MAX_LOG_BYTES:
+                with suppress(OSError):  # on a full disk the older file is lost
+                    shutil.copyfile(log_path, log_path.with_suffix(".log.1"))
+                os.truncate(log_path, 0)
 
 
 def _await_ready(process: subprocess.Popen[bytes], name: str, seconds: float, log_path: Path) -> ClusterState:

@@ -32,6 +32,15 @@ OBJECT_STORE_BYTES = 80 * 1024 * 1024
 PROBE_SECONDS = 10.0
 END_SECONDS = 8.0
 AUTH_PREFIX = "RAY_AUTH_"
+RAY_DEFAULTS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Each step of a rank is a task of Ray. Its control keeps records of 100,000 of them, 200 MB, that nobody reads.
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_enable_metrics_collection": "false",
+    "RAY_ROTATION_MAX_BYTES": str(16 << 20),
+    "RAY_ROTATION_BACKUP_COUNT": "1",
+}
+"""Variables of an own Ray, unless the user has set them. A log of each process is kept up to twice the bytes."""
 VITAL = ("raylet", "gcs_server")
 """Processes of Ray without which no actor lives."""
 OWN_SOURCES = ("raylet", "autoscaler")
@@ -60,7 +69,8 @@ def start_own_ray(num_cpus: int, namespace: str, directory: Path) -> list[psutil
     _make_token()
     os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
     tame_output()
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    for name, value in RAY_DEFAULTS.items():
+        os.environ.setdefault(name, value)
     others = set(psutil.Process().children())
     try:
         with keeping_handlers():
