@@ -12,13 +12,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from bench.chaos.faults import Processes
 from bench.chaos.nodes import Nodes, WorkerNode
 from ringserve.cp_core.errors import Unavailable
 
+COMMAND = (sys.executable, "-P", "-m", "ringserve.services.cli.main")
 START_SECONDS = 400.0
 STOP_SECONDS = 60.0
 POLL_SECONDS = 0.2
@@ -27,16 +28,30 @@ POLL_SECONDS = 0.2
 class OwnCluster:
     """Cluster of one `ringserve up`: `start`, then `stop`, which leaves nothing running. Its log is `log`."""
 
-    def __init__(self, settings: Sequence[str], directory: Path, number: int, nodes: Nodes | None = None) -> None:
-        """Take the options of `up`, a directory for its files that no other cluster has, and the nodes to join."""
+    def __init__(
+        self,
+        settings: Sequence[str],
+        directory: Path,
+        number: int,
+        nodes: Nodes | None = None,
+        *,
+        prefix: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """Take the options of `up`, a directory for its files that no other cluster has, and the nodes to join.
+
+        `prefix` stands before the command, which has these environment `variables` besides.
+        """
         self._settings = settings
+        self._prefix = prefix
+        self._variables = variables or {}
         self._ready = directory / f"ready-{number}.json"
         self.log = directory / f"up-{number}.log"
-        self._state = directory / f"state-{number}"
+        self.state = directory / f"state-{number}"
         self._nodes = nodes
         self._up: subprocess.Popen[bytes] | None = None
         self.processes = Processes()
-        self.gateway = ""
+        self.gateway = self.http = ""
 
     @property
     def worker(self) -> WorkerNode | None:
@@ -45,9 +60,9 @@ class OwnCluster:
 
     async def start(self, progress: Callable[[str], None]) -> None:
         """Start the cluster and return when it serves. Raises Unavailable."""
-        command = [sys.executable, "-P", "-m", "ringserve.services.cli.main", "up", "--name", "chaos"]
-        command += ["--ready-file", str(self._ready), *self._settings]
-        environment = os.environ | {"RINGSERVE_STATE": str(self._state)}
+        self._ready.unlink(missing_ok=True)
+        command = [*self._prefix, *COMMAND, "up", "--name", "chaos", "--ready-file", str(self._ready), *self._settings]
+        environment = self._environment
         if self._nodes is not None:
             progress("starting two nodes of a Ray cluster")
             await asyncio.to_thread(self._nodes.start, self.processes)
@@ -70,7 +85,8 @@ class OwnCluster:
             if self.has_ended or time.monotonic() > deadline:
                 raise Unavailable(f"the cluster did not start: {self.last_line()}")
             await asyncio.sleep(POLL_SECONDS)
-        self.gateway = json.loads(self._ready.read_text())["gateway"]
+        ready = json.loads(self._ready.read_text())
+        self.gateway, self.http = ready["gateway"], ready["http"]
         await asyncio.to_thread(self.processes.look)
 
     @property
@@ -78,9 +94,22 @@ class OwnCluster:
         """True if `ringserve up` has ended by itself."""
         return self._up is not None and self._up.poll() is not None
 
+    @property
+    def _environment(self) -> dict[str, str]:
+        return {**os.environ, "RINGSERVE_STATE": str(self.state), **self._variables}
+
+    async def run_command(self, *words: str) -> None:
+        """Run another command of `ringserve` on the cluster, and wait for it."""
+        process = await asyncio.create_subprocess_exec(*COMMAND, *words, env=self._environment)
+        await asyncio.wait_for(process.wait(), STOP_SECONDS)
+
+    def text(self) -> str:
+        """Return the log."""
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
     def last_line(self) -> str:
         """Return the last line of the log."""
-        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        lines = self.text().strip().splitlines()
         return lines[-1] if lines else "it said nothing"
 
     def stop(self) -> None:

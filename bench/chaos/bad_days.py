@@ -1,0 +1,376 @@
+"""`python -m bench bad-days`: faults of a machine and of its users, each on a cluster of its own.
+
+Every scenario says what was seen, and whether that is what the documents promise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import httpx2
+import psutil
+
+from bench.chaos.cluster import OwnCluster
+from bench.options import Subcommands
+from ringserve.cp_core.errors import ConfigError, Unavailable
+from ringserve.services.cluster.state import DIRECTORY_PREFIX, GONE
+from ringserve.services.offline.terminal import console, listing, print_table
+
+HELP = """Kills a process of Ray itself, fills the disk, feeds the gateway 24 MB, opens 700 silent connections, reads
+answers slowly, takes memory from a rank, kills the starter, and starts and stops clusters again and again."""
+EXAMPLE = """example:
+  python -m bench bad-days
+  python -m bench bad-days --only full-disk --only ray-agent
+  python -m bench bad-days --only up-and-down --loops 30
+"""
+SETTINGS = ("gateway.listen=127.0.0.1:0", "gateway.http=127.0.0.1:0", "gateway.metrics=", "prefill.cp=2", "decode.cp=2")
+LOOPS = 5
+WAIT_SECONDS = 60.0
+POLL_SECONDS = 0.1
+MAX_GAP_SECONDS = 3.0
+"""Longest gap of a stream that has nothing to do with a fault."""
+DISK_BYTES = 4 << 20
+NUM_SILENT = 700
+MAX_FILES = 256
+SILENT_SECONDS = 40.0
+"""Time after which a connection without a request is closed."""
+LONG_ANSWER = 400
+RANK_BYTES = 24 << 20
+"""Memory that a rank may take beyond what it has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What was seen, and whether it is what is promised."""
+
+    held: bool
+    seen: str
+
+
+class BadDay:
+    """Cluster of one scenario, and a client of its HTTP."""
+
+    def __init__(self, cluster: OwnCluster, folder: Path, loops: int) -> None:
+        self.cluster = cluster
+        self.folder = folder
+        self.loops = loops
+        self.http = httpx2.AsyncClient(timeout=WAIT_SECONDS)
+
+    async def start(self) -> None:
+        await self.cluster.start(lambda line: None)
+        self.http.base_url = f"http://{self.cluster.http}"
+
+    def pid(self, name: str) -> int:
+        self.cluster.processes.look()
+        return self.cluster.processes.pid_of(name)
+
+    async def ask(self, conversation: str, prompt: str = "Once upon a time", tokens: int = 12) -> httpx2.Response:
+        body = {"model": "builtin:tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        return await self.http.post("/v1/completions", json=body | {"conversation_id": conversation})
+
+    @asynccontextmanager
+    async def streaming(self) -> AsyncIterator[list[float]]:
+        """Read long streams one after the other meanwhile -> times of their events. Raises what ends a stream early."""
+        times: list[float] = []
+
+        async def read() -> None:
+            while True:
+                body = {"model": "builtin:tiny", "prompt": "Once", "max_tokens": LONG_ANSWER, "stream": True}
+                async with self.http.stream("POST", "/v1/completions", json=body | {"ignore_eos": True}) as answer:
+                    async for line in answer.aiter_lines():
+                        if line.startswith("data: {"):
+                            if "error" in json.loads(line[6:]):
+                                raise Unavailable(f"a stream ended: {line}")
+                            times.append(time.monotonic())
+
+        reading = asyncio.create_task(read())
+        try:
+            await until(lambda: len(times) > 10 or reading.done())
+            yield times
+        finally:
+            reading.cancel()
+            with suppress(asyncio.CancelledError):
+                await reading
+
+    async def close(self) -> None:
+        await self.http.aclose()
+        self.cluster.stop()
+
+
+def longest(times: Sequence[float]) -> float:
+    """Return the longest gap between two times, in seconds."""
+    return max((after - before for before, after in pairwise(times)), default=0.0)
+
+
+async def until(is_done: Callable[[], bool], seconds: float = WAIT_SECONDS) -> bool:
+    """Wait for a condition that other processes meet; return whether it was met in time."""
+    deadline = time.monotonic() + seconds
+    while not is_done():
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(POLL_SECONDS)
+    return True
+
+
+async def ray_agent(day: BadDay) -> Verdict:
+    """Kill an agent of Ray, with which Ray ends: the cluster ends too and says why, so a supervisor starts it again."""
+    await day.start()
+    agent = next(each for each in below(day) if "Agent" in title(each))
+    agent.kill()
+    has_ended = await until(lambda: day.cluster.has_ended)
+    reason = day.cluster.last_line()
+    return Verdict(held=has_ended and "has ended" in reason, seen=reason if has_ended else "it goes on without serving")
+
+
+async def full_disk(day: BadDay) -> Verdict:
+    """Fill the disk and kill the router: it is started until there is space, and nothing is forgotten."""
+    await day.start()
+    (await day.ask("c")).raise_for_status()
+    gateway, router = day.pid("gateway"), day.pid("router")
+    filler = Path(f"/proc/{gateway}/root{day.cluster.state}/filler")
+    with suppress(OSError), filler.open("wb") as file:
+        while True:
+            file.write(b"x" * 4096)
+            file.flush()
+    refused = await day.ask("d")
+    os.kill(router, signal.SIGKILL)
+    await until(lambda: "the disk of" in day.cluster.text() and "is full" in day.cluster.text())
+    waited = time.monotonic()
+    await asyncio.sleep(30)  # longer than the restarts that a router has for other failures
+    is_there = not day.cluster.has_ended and day.pid("gateway") == gateway
+    filler.unlink()
+    freed = time.monotonic()
+    while (answer := await day.ask("c")).status_code != 200 and time.monotonic() - freed < WAIT_SECONDS:
+        await asyncio.sleep(0.5)
+    cached = answer.json().get("usage", {}).get("prompt_tokens_details", {}).get("cached_tokens", 0)
+    return Verdict(
+        held=refused.status_code == 503 and is_there and answer.status_code == 200 and cached > 0,
+        seen=f"refused {refused.status_code}; full for {freed - waited:.0f} s; then served after "
+        f"{time.monotonic() - freed:.1f} s, {cached} tokens cached",
+    )
+
+
+async def large_bodies(day: BadDay) -> Verdict:
+    """Send bodies that take long to parse: they are refused, and no other stream stands still."""
+    await day.start()
+    gateway = day.pid("gateway")
+    bodies = (
+        b'{"model":"builtin:tiny","prompt":[' + b"[[]]," * 5_000_000 + b"[]]}",
+        b'{"model":"builtin:tiny","prompt":[' + b"[]," * 8_000_000 + b"[]]}",
+        b'{"model":"builtin:tiny","prompt":[' + b"1," * 12_000_000 + b"1]}",
+        b'{"model":"builtin:tiny","messages":[' + b'{"role":[{}]},' * 1_700_000 + b"{}]}",
+    )
+    async with day.streaming() as times:
+        headers = {"content-type": "application/json"}
+        answers = [await day.http.post("/v1/completions", content=each, headers=headers) for each in bodies]
+        codes = [answer.status_code for answer in answers]
+        gap = longest(times)
+    held = gap < MAX_GAP_SECONDS and all(code in (400, 413) for code in codes) and day.pid("gateway") == gateway
+    return Verdict(held=held, seen=f"refused {codes}; longest gap of a stream meanwhile {gap:.2f} s")
+
+
+async def silent_connections(day: BadDay) -> Verdict:
+    """Open more silent connections than descriptors: streams go on, probes answer, and the silent ones are closed."""
+    await day.start()
+    gateway = day.pid("gateway")
+    psutil.Process(gateway).rlimit(psutil.RLIMIT_NOFILE, (MAX_FILES, MAX_FILES))
+    host, _, port = day.cluster.http.rpartition(":")
+    log_before = len(day.cluster.text())
+    with ExitStack() as stack:
+        async with day.streaming() as times:
+            silent = []
+            for _ in range(NUM_SILENT):
+                with suppress(OSError):
+                    silent.append(stack.enter_context(socket.create_connection((host, int(port)), 1.0)))
+            closed = await until(lambda: all(is_closed(each) for each in silent), SILENT_SECONDS)
+            gap = longest(times)
+        answer = await day.http.get("/health")
+    logged = len(day.cluster.text()) - log_before
+    held = closed and answer.status_code == 200 and gap < MAX_GAP_SECONDS and logged < 20_000
+    how_many = "all" if closed else "not all"
+    seen = f"{len(silent)} connections, {how_many} closed; longest gap {gap:.2f} s; {logged} bytes logged"
+    return Verdict(held=held and day.pid("gateway") == gateway, seen=seen)
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Return whether the peer has closed a connection."""
+    connection.setblocking(False)
+    try:
+        return not connection.recv(1024)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+async def slow_readers(day: BadDay) -> Verdict:
+    """Read nothing of long answers: others wait for nothing, and the gateway's memory is bounded."""
+    await day.start()
+    host, _, port = day.cluster.http.rpartition(":")
+    body = json.dumps(
+        {"model": "builtin:tiny", "prompt": "x", "max_tokens": 1500, "stream": True, "ignore_eos": True, "logprobs": 5}
+    ).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += b"Content-Length: %d\r\n\r\n" % len(body)
+    before = psutil.Process(day.pid("gateway")).memory_info().rss
+    with ExitStack() as stack:
+        for _ in range(8):
+            reader = stack.enter_context(socket.socket())
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            reader.connect((host, int(port)))
+            reader.sendall(head + body)
+        began = time.monotonic()
+        answer = await day.ask("short", tokens=4)
+        seconds = time.monotonic() - began
+        grown = psutil.Process(day.pid("gateway")).memory_info().rss - before
+    held = answer.status_code == 200 and seconds < 10 and grown < 64 << 20
+    return Verdict(
+        held=held, seen=f"a short turn beside them took {seconds:.2f} s; the gateway grew by {grown / 1e6:.0f} MB"
+    )
+
+
+async def rank_memory(day: BadDay) -> Verdict:
+    """Give a rank no more memory: its turn fails or it recovers, the service goes on, and answers are the same."""
+    await day.start()
+    expected = (await day.ask("", tokens=8)).json()["choices"][0]["text"]
+    rank = psutil.Process(day.pid("prefill-0 rank 0"))
+    limit = rank.memory_info().vms + RANK_BYTES
+    rank.rlimit(psutil.RLIMIT_AS, (limit, limit))
+    codes = [(await day.ask("", prompt="word " * 1500, tokens=4)).status_code for _ in range(3)]
+    await until(lambda: day.pid("prefill-0 rank 0") > 0)
+    answer = await day.ask("", tokens=8)
+    same = answer.status_code == 200 and answer.json()["choices"][0]["text"] == expected
+    replaced = "replaced" if day.pid("prefill-0 rank 0") != rank.pid else "the same process"
+    return Verdict(
+        held=same, seen=f"long prompts: {codes}; rank: {replaced}; then {'the same answer' if same else answer.text}"
+    )
+
+
+async def killed_starter(day: BadDay) -> Verdict:
+    """Kill `ringserve up`: what it leaves is gone once `down` or the next `up` has run."""
+    await day.start()
+    family = below(day)
+    psutil.Process(day.cluster.processes.roots[0]).kill()
+    await until(lambda: day.cluster.has_ended)
+    await day.cluster.run_command("down", "--name", "chaos")
+    gone, alive = await asyncio.to_thread(psutil.wait_procs, family, 20.0)
+    left = own_directories(day)
+    return Verdict(
+        held=not alive and not left, seen=f"{len(gone)} processes gone, {len(alive)} left, {len(left)} directories"
+    )
+
+
+async def up_and_down(day: BadDay) -> Verdict:
+    """Start and stop clusters: each leaves nothing, no process, shared memory or directory."""
+    shared = set(os.listdir("/dev/shm"))
+    left: list[str] = []
+    for number in range(day.loops):
+        await day.start()
+        family = below(day)
+        (await day.ask(f"c{number}")).raise_for_status()
+        await asyncio.to_thread(day.cluster.stop)
+        _, alive = await asyncio.to_thread(psutil.wait_procs, family, 10.0)
+        left += [*map(title, alive), *own_directories(day), *sorted(set(os.listdir("/dev/shm")) - shared)]
+    return Verdict(held=not left, seen=f"{day.loops} times; left: {', '.join(left) or 'nothing'}")
+
+
+def below(day: BadDay) -> list[psutil.Process]:
+    """Return all processes below `ringserve up`."""
+    return [each for root in day.cluster.processes.roots for each in _children(root)]
+
+
+def _children(root: int) -> Iterable[psutil.Process]:
+    with suppress(*GONE):
+        return psutil.Process(root).children(recursive=True)
+    return ()
+
+
+def title(process: psutil.Process) -> str:
+    with suppress(*GONE):
+        return " ".join(process.cmdline())[:60]
+    return ""
+
+
+def own_directories(day: BadDay) -> list[str]:
+    """Return directories of Ray in the temporary directory of the scenario."""
+    return [path.name for path in (day.folder / "t").glob(f"{DIRECTORY_PREFIX}*")]
+
+
+SCENARIOS: Mapping[str, Callable[[BadDay], Awaitable[Verdict]]] = {
+    "ray-agent": ray_agent,
+    "full-disk": full_disk,
+    "large-bodies": large_bodies,
+    "silent-connections": silent_connections,
+    "slow-readers": slow_readers,
+    "rank-memory": rank_memory,
+    "killed-starter": killed_starter,
+    "up-and-down": up_and_down,
+}
+
+
+def add(commands: Subcommands) -> None:
+    parser = commands.add_parser(
+        "bad-days",
+        help="a full disk, hostile clients, killed helpers of Ray",
+        description=HELP,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--only", action="append", default=[], choices=SCENARIOS, help="run this one; repeatable")
+    parser.add_argument("--rounds", type=int, default=1, help="how often to run all (default: %(default)s)")
+    parser.add_argument("--loops", type=int, default=LOOPS, help="clusters of up-and-down (default: %(default)s)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the scenarios and print a table. Return 1 if one did not hold."""
+    table, held = listing("scenario", "held", "seconds", "seen"), True
+    for _ in range(options.rounds):
+        for name in options.only or SCENARIOS:
+            began = time.monotonic()
+            verdict = asyncio.run(_run(name, options.loops))
+            held = held and verdict.held
+            row = (name, "yes" if verdict.held else "NO", f"{time.monotonic() - began:.0f}", verdict.seen)
+            print(*row, sep="  ", file=sys.stderr, flush=True)
+            table.add_row(*row)
+    print_table(console(), table)
+    return 0 if held else 1
+
+
+async def _run(name: str, loops: int) -> Verdict:
+    with tempfile.TemporaryDirectory(prefix="b") as folder:
+        path = Path(folder)
+        (path / "t").mkdir()
+        prefix = _small_disk(path / "state-1") if name == "full-disk" else ()
+        settings = [word for setting in SETTINGS for word in ("--set", setting)]
+        cluster = OwnCluster(settings, path, 1, prefix=prefix, variables={"TMPDIR": str(path / "t")})
+        day = BadDay(cluster, path, loops)
+        try:
+            return await SCENARIOS[name](day)
+        except (httpx2.HTTPError, Unavailable, psutil.Error, KeyError, StopIteration) as error:
+            return Verdict(held=False, seen=f"{type(error).__name__}: {error}")
+        finally:
+            await day.close()
+
+
+def _small_disk(directory: Path) -> Sequence[str]:
+    """Return the prefix of a command that sees a small disk of its own at a directory. Raises ConfigError."""
+    directory.mkdir()
+    if sys.platform != "linux":
+        raise ConfigError("--only: full-disk needs Linux")
+    user = () if os.geteuid() == 0 else ("--user", "--map-root-user")
+    mount = f'mount -t tmpfs -o size={DISK_BYTES} none "$0" && exec "$@"'
+    return ("unshare", *user, "--mount", "sh", "-c", mount, str(directory))
