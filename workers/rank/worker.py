@@ -43,6 +43,7 @@ from ringserve.workers.protocol.prefill_steps import PrefillOutput, PrefillStep
 from ringserve.workers.protocol.ranks import GpuMemory, RankEndpoints, RankInfo, RankSpec, RankStatus, RingSpec
 from ringserve.workers.protocol.transfers import BlockPair, KvEnds, KvExpect, KvSend, TransferKey, TransferReport
 from ringserve.workers.rank.joining import RankRings, RingJoining
+from ringserve.workers.rank.memory import FreedMemory
 from ringserve.workers.rank.parts import RankParts, load_parts, parts_of
 from ringserve.workers.rank.probe import probe_decode_rates, probe_rates
 from ringserve.workers.sampling.sampler import sample_rows
@@ -61,6 +62,7 @@ class RankWorker:
         self._clock = StepClock()
         self._computing = threading.Lock()
         self._inbox = StepInbox()
+        self._freed = FreedMemory()
         self._started: RankParts | None = None
         self._rings: RankRings | None = None
         self._runner: GraphRunner | None = None
@@ -180,6 +182,7 @@ class RankWorker:
 
         Raises Unavailable if the ring breaks, TransferError if a transfer cannot begin.
         """
+        self._freed.give_back()
         self._begin_sends(step)
         with self._compute() as ring, self._inbox.serving(step):
             before_layer = partial(self._yield, step, ring) if step.yields else None

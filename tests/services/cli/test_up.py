@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -324,3 +325,28 @@ def test_the_process_of_a_detached_cluster_gets_every_option() -> None:
     options = parse(["up", "--detach", "--detached-log", "/tmp/x.log", *words]).options
     again = parse(up._detached_command(options)[4:]).options
     assert again == replace(options, detach=False)
+
+
+def test_a_log_is_cut_at_its_limit_and_what_came_before_is_kept_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(up, "MAX_LOG_BYTES", 100)
+    monkeypatch.setattr(up, "LOG_SECONDS", 0.01)
+    log, stopped = tmp_path / "x.log", threading.Event()
+    process = up._start_detached(["sh", "-c", "echo first; read line; echo last"], log)
+    process.wait(WAIT_SECONDS)
+    with log.open("ab") as writer:  # as a process of the cluster has it
+        cutting = threading.Thread(target=up._bound_log, args=(log, stopped))
+        cutting.start()
+        for number in range(3):
+            writer.write(b"%d" % number * 200)
+            writer.flush()
+            deadline = time.monotonic() + WAIT_SECONDS
+            while log.stat().st_size and time.monotonic() < deadline:
+                stopped.wait(up.LOG_SECONDS)
+        writer.write(b"after")
+        writer.flush()
+        stopped.set()
+        cutting.join(WAIT_SECONDS)
+    assert log.read_bytes() == b"after"
+    assert log.with_suffix(".log.1").read_bytes() == b"2" * 200
