@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ringserve.cp_core.errors import RingserveError
+from ringserve.cp_core.errors import ConversationLost, RingserveError
 from ringserve.cp_core.layout.sparsity import Sparsity
 from ringserve.orchestration.placement.kv_locations import KvLocation, KvLocations
 from ringserve.orchestration.protocol.views import rank_shards
@@ -79,6 +79,13 @@ class Conversation:
     @tokens.setter
     def tokens(self, tokens: TokenIds) -> None:
         self._tokens, self.read, self.num_tokens = tokens, None, len(tokens)
+
+    def try_tokens(self) -> TokenIds | None:
+        """Return `tokens`, or None if they are damaged in the journal: other conversations share nothing of them."""
+        try:
+            return self.tokens
+        except ConversationLost:
+            return None
 
     @property
     def places(self) -> KvLocations:

@@ -249,9 +249,9 @@ class PromptPrefixes:
     def _note(self, conversation: Conversation) -> None:
         if conversation.sparsity is not None:  # no other history shares approximate KV
             self._forget(conversation)
-        elif conversation.conversation_id and conversation.tokens is not None:
+        elif conversation.conversation_id and (tokens := conversation.try_tokens()) is not None:
             index = self._histories.setdefault(self._scope(conversation.conversation_id), PrefixIndex())
-            index.put(conversation.conversation_id, conversation.tokens)
+            index.put(conversation.conversation_id, tokens)
 
     def _forget(self, conversation: Conversation) -> None:
         scope = self._scope(conversation.conversation_id)
@@ -305,7 +305,7 @@ class PromptPrefixes:
             most = max(most, shared)
             if most - shared >= self._min_shared:
                 break
-            if conversation.tokens is None or len(conversation.tokens) > shared:
+            if (tokens := conversation.try_tokens()) is None or len(tokens) > shared:
                 continue
             is_own = tenant_of(conversation.conversation_id) == tenant
             if is_own and conversation.is_unnamed and conversation.is_idle and shared < len(prompt):
@@ -375,7 +375,7 @@ class PromptPrefixes:
         length, running, history = len(beginning), self._running.get(kv_id), self._store.known(kv_id)
         if running is not None and common_prefix(running.tokens, beginning) == length:
             return True
-        tokens = None if history is None or self._num_agreeing(history) < length else history.tokens
+        tokens = None if history is None or self._num_agreeing(history) < length else history.try_tokens()
         return tokens is not None and common_prefix(tokens, beginning) == length
 
     def matches(self, request_id: str, prompt: TokenIds) -> Iterator[tuple[Conversation, int]]:

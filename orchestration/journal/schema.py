@@ -222,6 +222,8 @@ def _open(path: Path, mark: Mark) -> sqlite3.Connection:
 def _set_aside(path: Path, mark: Mark, why: str) -> None:
     """Keep a damaged journal under another name. The new one has no transactions yet."""
     name = f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}"
+    while path.with_name(name).exists():  # another one of the same second
+        name += "-again"
     for suffix in ("", "-wal"):
         with suppress(FileNotFoundError):
             path.with_name(path.name + suffix).rename(path.with_name(name + suffix))

@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringserve.cp_core.errors import Busy, CapacityExceeded, NotFound, TurnCancelled, Unavailable
+from ringserve.cp_core.errors import Busy, CapacityExceeded, ConversationLost, NotFound, TurnCancelled, Unavailable
 from ringserve.cp_core.layout.shards import ShardMap, TokenRange, spread
 from ringserve.orchestration.conversations.conversation import Conversation
 from ringserve.orchestration.conversations.store import MAX_GONE, ConversationStore
 from ringserve.orchestration.placement.kv_locations import KvLocation
 from ringserve.orchestration.protocol.journal import NoJournal
 from ringserve.orchestration.protocol.views import rank_shards
+from ringserve.workers.protocol.prefill_steps import TokenIds
 from tests.waiting import eventually
 
 
@@ -423,3 +424,17 @@ def test_a_tenant_whose_conversations_are_all_in_use_lets_others_make_room() -> 
     _, dropped = store.open("c/1", "three")
     assert [old.conversation_id for old in dropped] == ["b/1"]
     assert store.open("c/2", "four")[1] == [], "all are in use"
+
+
+def test_damaged_tokens_are_an_error_for_their_own_turns_alone() -> None:
+    def read() -> TokenIds:
+        raise ConversationLost("the tokens of 'c' are damaged in the journal")
+
+    damaged = Conversation("c", num_tokens=5, read=read)
+    assert damaged.try_tokens() is None
+    with pytest.raises(ConversationLost, match="are damaged"):
+        _ = damaged.tokens
+    whole = Conversation("d", num_tokens=3, read=lambda: np.arange(3))
+    found = whole.try_tokens()
+    assert found is not None
+    assert found.tolist() == [0, 1, 2]

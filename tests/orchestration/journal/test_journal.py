@@ -2,6 +2,7 @@ import asyncio
 import dataclasses
 import multiprocessing
 import sqlite3
+import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -206,6 +207,15 @@ def test_a_file_that_is_no_journal_is_kept_aside(tmp_path: Path, caplog: pytest.
     assert f"is damaged (file is not a database); what is left of its 0 transactions is kept as {kept.name}" in (
         caplog.text
     )
+
+
+def test_every_damaged_file_is_kept_also_of_one_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "strftime", lambda form: "20260101-000000")
+    contents = ["no database at all" * 10, "nor is this one" * 10, "nor this" * 20]
+    for content in contents:
+        (tmp_path / FILE).write_text(content)
+        SqliteJournal(tmp_path).close()
+    assert sorted(path.read_text() for path in tmp_path.glob("*.damaged-*")) == sorted(contents)
 
 
 async def test_a_journal_remembers_which_turns_and_conversations_are_approximate(tmp_path: Path) -> None:
