@@ -114,7 +114,7 @@ def bench(options: BenchOptions) -> int:
         shares = _expected(options, target) if options.divide else ()
     report = summarize(outcomes, bounds, _settings(options), (before, load_now()))
     if options.divide:
-        report = replace(report, notes=_cached_lines(options, report, outcomes, *shares))
+        report = replace(report, notes=(*report.notes, *_cached_lines(options, report, outcomes, *shares)))
     if options.plot is not None:
         write_load_plot(report, outcomes, options.plot)
     if options.json:

@@ -133,7 +133,7 @@ class Outcome:
     """Outcome of one request. Seconds; `sent` and `ended` from the start of the run, `gaps` between tokens.
 
     `cached_tokens` of the prompt were not computed. `prefill` are the seconds of the prefill, predicted and measured.
-    `status` is "ok", or the gRPC status code's name in lower case.
+    `status` is "ok", or the gRPC status code's name in lower case, of which `reason` is the service's sentence.
     """
 
     arrival: Arrival
@@ -144,6 +144,7 @@ class Outcome:
     gaps: list[float] = field(default_factory=list)
     num_tokens: int = 0
     status: str = ""
+    reason: str = ""
     cached_tokens: int = 0
     prefill: tuple[float, float] = (0.0, 0.0)
     prompt: Sequence[int] = ()
@@ -227,5 +228,5 @@ async def _serve(
             previous = now
         outcome.status = OK
     except grpc.aio.AioRpcError as failure:
-        outcome.status = failure.code().name.lower()
+        outcome.status, outcome.reason = failure.code().name.lower(), failure.details() or ""
     outcome.ended = time.perf_counter() - started

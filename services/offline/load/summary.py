@@ -108,6 +108,11 @@ def summarize(
         completion_tokens_per_second=sum(outcome.num_tokens for outcome in outcomes) / seconds,
         bounds=bounds,
         kinds=tuple(_summary(name, of_kind, bounds) for name, of_kind in by_kind.items()),
+        notes=tuple(
+            f"{status}, for example: {reason}"
+            for status, reason in sorted({each.status: each.reason for each in reversed(outcomes)}.items())
+            if reason
+        ),
         load=load,
         predictions=PredictionErrors.of(outcomes),
         cached_share=sum(each.cached_tokens for each in done) / max(1, num_prompt),

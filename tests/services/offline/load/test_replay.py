@@ -99,7 +99,7 @@ async def test_requests_do_not_wait_for_each_other_and_failures_are_counted() ->
 async def test_a_request_past_its_deadline_is_counted_as_such() -> None:
     async with serving() as (_, target):
         (outcome,) = await replay(target, [arrival(7)], 0.05, 0)
-    assert (outcome.status, outcome.ttft) == ("deadline_exceeded", None)
+    assert (outcome.status, outcome.ttft, outcome.reason) == ("deadline_exceeded", None, "Deadline Exceeded")
 
 
 def outcome(kind: str, ttft: float | None, gaps: list[float], sent: float, ended: float, status: str = "ok") -> Outcome:
@@ -113,7 +113,9 @@ def test_summaries_are_by_kind_and_of_all() -> None:
         outcome("long", None, [], 2.0, 4.0, "unavailable"),
         outcome("long", 1.0, [], 2.0, 6.0),
     ]
+    outcomes[2].reason = "no decode ring is ready"
     report = summarize(outcomes, Bounds(ttft=1.0, ttit=0.15), "test")
+    assert report.notes == ("unavailable, for example: no decode ring is ready",)
     assert [(each.kind, each.requests, each.statuses) for each in report.kinds] == [
         ("long", 2, {"unavailable": 1, "ok": 1}),
         ("short", 2, {"ok": 2}),
