@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 import socket
 import threading
 import time
@@ -37,7 +36,7 @@ from ringserve.services.cluster.ray_guard import (
     tame_output,
 )
 from ringserve.services.cluster.router import RayRouter, RouterKeeper
-from ringserve.services.cluster.state import clear_abandoned, make_directory
+from ringserve.services.cluster.state import RayDirectory, clear_abandoned
 from ringserve.services.cluster.stopping import check_stop, keeping_handlers, run_until_set
 from ringserve.services.config import Config
 from ringserve.services.config.files import router_losses, router_profile
@@ -89,7 +88,7 @@ class LocalCluster:
         self._namespace = f"ringserve-{uuid.uuid4().hex[:8]}"
         # Other children of this process, such as the resource tracker of multiprocessing, are not ended with Ray.
         self._own_ray: list[psutil.Process] = []
-        self._temp = make_directory()
+        self._directory = RayDirectory()
         self._rings = RingKeeper(RayLeader, is_node_alive)
         self._router: RouterKeeper | None = None
         self._gateway: GatewayKeeper | None = None
@@ -198,7 +197,7 @@ class LocalCluster:
         while True:
             began = time.monotonic()
             try:
-                self._own_ray = start_own_ray(max(1, needed), self._namespace, self._temp / "r")
+                self._own_ray = start_own_ray(max(1, needed), self._namespace, self._directory.path / "r")
                 return
             except Unavailable as error:
                 now = time.monotonic()
@@ -342,7 +341,7 @@ class LocalCluster:
             except OSError as error:  # its processes end by themselves meanwhile, and their files with them
                 log.warning("Ray ended with an error: %s", reason_of(error))
             end_left_behind(own)
-        shutil.rmtree(self._temp, ignore_errors=True)
+        self._directory.remove()
 
     def _stop_actors(self) -> None:
         stops = [leader.actor.stop.remote() for leader in self._rings.leaders]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -24,7 +25,7 @@ KILL_SECONDS = 10.0
 """Seconds for killed processes to disappear."""
 DIRECTORY_PREFIX = "ringserve-"
 OWNER_FILE = "owner"
-"""File in a Ray's directory: the pid of its starter, and when that began, in seconds after boot."""
+"""File in a Ray's directory that its starter locks."""
 OR_TARGET = " or give --target HOST:PORT"
 GONE = (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError)
 """Errors about a process that has ended. psutil passes on the last two where it ends between two of its reads."""
@@ -117,15 +118,26 @@ def end_cluster(state: ClusterState, seconds: float) -> bool:
     return bool(alive)
 
 
-def make_directory() -> Path:
-    """Make a directory for a Ray that this process starts. `clear_abandoned` finds it if nothing else removes it.
+class RayDirectory:
+    """Directory at `path` for a Ray that this process starts. If nothing removes it, `clear_abandoned` does.
 
-    Only this user may enter it: Ray opens the folder that it is given itself to everybody, its sockets too.
+    Only this user may enter it: Ray opens the folder that it is given itself to everybody, its sockets too. The owner's
+    lock says that the starter lives, also to one that sees other processes, in a container with the same directory.
     """
-    directory = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
-    own = os.getpid()
-    (directory / OWNER_FILE).write_text(f"{own} {started_after_boot(own)}")
-    return directory
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
+        draft = self.path / f"{OWNER_FILE}.tmp"
+        self._lock = os.open(draft, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        draft.rename(self.path / OWNER_FILE)
+
+    def remove(self) -> None:
+        """Remove the directory. Idempotent."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
 
 def clear_abandoned() -> None:
@@ -135,10 +147,9 @@ def clear_abandoned() -> None:
     """
     for owner in Path(tempfile.gettempdir()).glob(f"{DIRECTORY_PREFIX}*/{OWNER_FILE}"):
         try:
-            pid, started = owner.read_text().split()
-            if find_process(int(pid), float(started)) is not None:
-                continue
-        except (OSError, ValueError):  # of another user, or just being made or removed
+            with owner.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # the starter lives, it is another user's, or it is just being removed
             continue
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.AccessDenied, *GONE):

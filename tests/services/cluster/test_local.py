@@ -97,7 +97,7 @@ def test_files_of_ray_that_vanish_while_it_is_stopped_do_not_stop_the_end(
     monkeypatch.setattr(local, "ray", SimpleNamespace(is_initialized=lambda: True, shutdown=vanish))
     monkeypatch.setattr(local, "end_left_behind", lambda processes: None)
     cluster.stop()
-    assert not cluster._temp.exists()
+    assert not cluster._directory.path.exists()
     assert "Ray ended with an error: [Errno 2] No such file or directory" in caplog.text
 
 

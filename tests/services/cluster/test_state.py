@@ -21,11 +21,11 @@ from ringserve.services.cluster import state as cluster_state
 from ringserve.services.cluster.state import (
     ClusterStage,
     ClusterState,
+    RayDirectory,
     claim_name,
     clear_abandoned,
     end_cluster,
     find_process,
-    make_directory,
     read_record,
     read_state,
     remove_state,
@@ -243,9 +243,9 @@ def test_what_a_killed_starter_of_a_ray_left_is_ended_and_removed(
 ) -> None:
     """Of processes that write into its directory alone, and once the starter has ended."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    own = make_directory()
+    own = RayDirectory()
     (tmp_path / "ringserve-another").mkdir()
-    code = "import os, sys; from ringserve.services.cluster.state import make_directory; print(make_directory())"
+    code = "from ringserve.services.cluster.state import RayDirectory; print(RayDirectory().path)"
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     starter = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     left = Path(starter.stdout.strip())
@@ -256,8 +256,11 @@ def test_what_a_killed_starter_of_a_ray_left_is_ended_and_removed(
     assert agent.returncode == -signal.SIGKILL
     assert child.poll() is None
     assert not left.exists()
-    assert own.stat().st_mode & 0o777 == 0o700
-    assert sorted(tmp_path.iterdir()) == sorted([own, tmp_path / "ringserve-another"])
+    assert own.path.stat().st_mode & 0o777 == 0o700
+    assert sorted(tmp_path.iterdir()) == sorted([own.path, tmp_path / "ringserve-another"])
+    own.remove()
+    own.remove()
+    assert not own.path.exists()
 
 
 def test_a_process_of_another_user_is_named(child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
