@@ -160,7 +160,12 @@ class PrefillLeader(RingLeader):
             new = TokenRange(retained, request.num_tokens)  # at most: tokens on the decode ring are pulled
             began = time.monotonic() - request.waited_seconds
             loop.scheduler.reserve(
-                request.turn_id, tokens=new, priority=request.priority, now=began, tenant=request.tenant
+                request.turn_id,
+                tokens=new,
+                priority=request.priority,
+                now=began,
+                tenant=request.tenant,
+                has_begun=request.has_begun,
             )
             pool.make_room(sequence, worst_case_held(sequence.shards.held, len(new)))
         except CapacityExceeded:

@@ -126,11 +126,21 @@ class PrefillScheduler:
 
     # --- the queue ---------------------------------------------------------------------------------------------------
 
-    def reserve(self, turn_id: str, *, tokens: TokenRange, priority: int, now: float, tenant: str = "") -> None:
+    def reserve(
+        self,
+        turn_id: str,
+        *,
+        tokens: TokenRange,
+        priority: int,
+        now: float,
+        tenant: str = "",
+        has_begun: bool = False,
+    ) -> None:
         """Enter a turn that computes at most `tokens`; it does not compute before `ready`.
 
         Raises CapacityExceeded, with the time to retry, if the queue would exceed its limit of work, or the tenant its
-        share of it. An empty queue takes a turn of any length, which would never find more room.
+        share of it, which is nothing to a turn that `has_begun` on another ring. An empty queue takes a turn of any
+        length, which would never find more room.
         """
         asked, load = self._work.work(len(tokens), tokens.start), self.load
         limit = self._scheduling.max_queue_work
@@ -141,7 +151,7 @@ class PrefillScheduler:
                 f"most {limit:.0f} are allowed; retry in {seconds:.1f} s",
                 retry_after_seconds=seconds,
             )
-        if self._shares is not None:
+        if self._shares is not None and not has_begun:
             mine = self._load(item for item in self._items.values() if item.tenant == tenant)
             retry = self.seconds_for(asked)
             self._shares.check("work units", tenant, mine=mine, asked=asked, total=load, limit=limit, retry=retry)

@@ -159,6 +159,11 @@ class Reserve:
         """Tenant of the turn; empty if the service has none."""
         return tenant_of(self.request_id)
 
+    @property
+    def has_begun(self) -> bool:
+        """True if the turn has been on a decode ring before, which was lost or preempted it."""
+        return self.attempt > 1 or bool(self.answer)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reservation:

@@ -60,7 +60,7 @@ class TenantShares:
     def check_turns(
         self, request: Reserve, others: Iterable[Reserve], *, max_turns: int, kv_tokens: int, retry: float | None = None
     ) -> None:
-        """Check that a turn may join the ring's turns. Raises CapacityExceeded."""
+        """Check that a turn may join the ring's turns. One that has begun needs no share. Raises CapacityExceeded."""
         tenant, turns = request.tenant, list(others)
         self.note(tenant)
         if len(turns) >= max_turns:
@@ -68,6 +68,8 @@ class TenantShares:
                 f"{self._ring}: {len(turns)} turns are under way and at most {max_turns} are allowed; retry later",
                 retry_after_seconds=retry,
             )
+        if request.has_begun:
+            return
         own = [turn.num_tokens for turn in turns if turn.tenant == tenant]
         total = sum(turn.num_tokens for turn in turns)
         self.check("turns", tenant, mine=len(own), asked=1, total=len(turns), limit=max_turns, retry=retry)
