@@ -29,7 +29,6 @@ from ringserve.orchestration.protocol.turns import (
 )
 from ringserve.orchestration.ring.kv_transfers import copy_blocks, expect, send
 from ringserve.orchestration.ring.leader import Announce, RingLeader
-from ringserve.orchestration.ring.shares import TenantShares
 from ringserve.orchestration.tasks import begin_joined, gather_first_error
 from ringserve.views import RingInfo
 from ringserve.workers.protocol.decode_commands import FinishReason
@@ -53,7 +52,6 @@ class DecodeLeader(RingLeader):
     ) -> None:
         super().__init__(settings, factory, peers, announce)
         self._engine = DecodeEngine(self.ring, router, self.spawn, self._on_last_token, self._on_lost)
-        self._shares = TenantShares(f"decode ring {self.settings.name}")
         self._turns = DecodeTurns(self.ring, self._engine, router, self.spawn, self._trace)
         self._arrivals = itertools.count()
 
@@ -79,7 +77,7 @@ class DecodeLeader(RingLeader):
             raise TurnCancelled(f"turn {request.turn_id} has ended on decode ring {self.settings.name}")
         self.ring.require_ready()
         self._engine.require_started()
-        self._shares.check_turns(
+        self.shares.check_turns(
             request,
             (turn.request for turn in self._turns),
             max_turns=self.settings.ranks.max_batch + self.settings.max_waiting,

@@ -35,7 +35,6 @@ from ringserve.orchestration.protocol.turns import (
 )
 from ringserve.orchestration.ring.kv_pool import KvPool, SequenceKv
 from ringserve.orchestration.ring.leader import Announce, RingLeader
-from ringserve.orchestration.ring.shares import TenantShares
 from ringserve.orchestration.tasks import begin_joined
 from ringserve.views import RingInfo
 
@@ -88,7 +87,6 @@ class PrefillLeader(RingLeader):
         super().__init__(settings, factory, peers, announce)
         self._peers = peers
         self._turns: dict[str, _Turn] = {}
-        self._shares = TenantShares(f"prefill ring {settings.name}")
         self.loop: PrefillLoop | None = None
 
     async def on_ready(self) -> None:
@@ -102,7 +100,7 @@ class PrefillLeader(RingLeader):
             settings.prefill_scheduling,
             rate=self._rate(work),
             lone_limits=self._lone_limits(work),
-            shares=self._shares,
+            shares=self.shares,
         )
         self.loop = PrefillLoop(ring, scheduler, self.layout_fallbacks)
         self.spawn(self.loop.run())
@@ -252,7 +250,7 @@ class PrefillLeader(RingLeader):
 
     def _check_turns(self, scheduler: PrefillScheduler, request: Reserve) -> None:
         """Raise CapacityExceeded at the limit of turns; a turn counts until it is settled, as its KV is pinned."""
-        self._shares.check_turns(
+        self.shares.check_turns(
             request,
             (turn.request for turn in self._turns.values()),
             max_turns=self.settings.max_waiting,

@@ -22,14 +22,17 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ringserve.cp_core.cost.work import StepLimits, WorkModel
 from ringserve.cp_core.errors import CapacityExceeded
 from ringserve.cp_core.layout.shards import TokenRange
 from ringserve.orchestration.protocol.plans import PlannedChunk
 from ringserve.orchestration.protocol.rings import PrefillScheduling
-from ringserve.orchestration.ring.shares import TenantShares
 from ringserve.workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
+
+if TYPE_CHECKING:
+    from ringserve.orchestration.ring.leader import TenantShares
 
 AGE_SHARE = 0.25
 """Share of all work that the oldest turns get."""

@@ -8,6 +8,7 @@ T this rank's tokens.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +44,6 @@ from ringserve.workers.protocol.prefill_steps import PrefillOutput, PrefillStep
 from ringserve.workers.protocol.ranks import GpuMemory, RankEndpoints, RankInfo, RankSpec, RankStatus, RingSpec
 from ringserve.workers.protocol.transfers import BlockPair, KvEnds, KvExpect, KvSend, TransferKey, TransferReport
 from ringserve.workers.rank.joining import RankRings, RingJoining
-from ringserve.workers.rank.memory import FreedMemory
 from ringserve.workers.rank.parts import RankParts, load_parts, parts_of
 from ringserve.workers.rank.probe import probe_decode_rates, probe_rates
 from ringserve.workers.sampling.sampler import sample_rows
@@ -51,7 +51,31 @@ from ringserve.workers.sampling.sampler import sample_rows
 # A decode loop sends its last header within a heartbeat of its stop; after this time it is ended from outside.
 STOP_SECONDS = 3.0
 
+TRIM_SECONDS = 10.0
+"""Least time between two trims of the allocator, each of which takes 10 to 50 ms."""
 BeforeLayer = Callable[[], None] | None
+
+
+def find_trim() -> Callable[[int], int] | None:
+    """Return glibc's `malloc_trim`; None if the C library has none."""
+    trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return trim
+
+
+class FreedMemory:
+    """Memory that the allocator keeps between what is in use: prompts of many lengths leave much of it."""
+
+    def __init__(self, trim: Callable[[int], int] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._trim = trim or find_trim()
+        self._clock = clock
+        self._trimmed_at = clock()
+
+    def give_back(self) -> None:
+        """Give whole pages back, unless that was done a short while ago."""
+        now = self._clock()
+        if self._trim is not None and now - self._trimmed_at >= TRIM_SECONDS:
+            self._trim(0)
+            self._trimmed_at = self._clock()
 
 
 class RankWorker:

@@ -17,7 +17,7 @@ from ringserve.cp_core.layout.shards import TokenRange
 from ringserve.orchestration.prefill.scheduler import AGE_SHARE, PrefillScheduler, ScheduledStep
 from ringserve.orchestration.protocol.plans import PlannedChunk
 from ringserve.orchestration.protocol.rings import PrefillScheduling
-from ringserve.orchestration.ring.shares import TenantShares
+from ringserve.orchestration.ring.leader import TenantShares
 from ringserve.workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
 
 WORK = WorkModel(pairs_per_token=240.0, flops_per_unit=1.0)

@@ -7,7 +7,7 @@ import sys
 import psutil
 import pytest
 
-from ringserve.workers.rank.memory import TRIM_SECONDS, FreedMemory, find_trim
+from ringserve.workers.rank.worker import TRIM_SECONDS, FreedMemory, find_trim
 
 
 def test_memory_is_given_back_at_most_once_in_a_while() -> None:
