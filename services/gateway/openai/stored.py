@@ -117,8 +117,8 @@ class KeptAnswers:
         body = json.dumps(answer).encode()
         if len(body) > self._max_bytes:
             return
+        self._num_bytes += len(body) - len(self._answers.pop((tenant, answer["id"]), b""))
         self._answers[tenant, answer["id"]] = body
-        self._num_bytes += len(body)
         while self._num_bytes > self._max_bytes:
             self._num_bytes -= len(self._answers.popitem(last=False)[1])
 

@@ -135,7 +135,7 @@ async def test_the_oldest_answers_make_room_for_new_ones_and_tenants_see_their_o
     names = [name for each in held if (name := ResponseName.read(each))]
     size = len(json.dumps({"id": held[0], "store": True}))
     kept = KeptAnswers(3 * size)
-    for each in held:
+    for each in (*held, held[-1]):
         kept.keep("a", {"id": each, "store": True})
     kept.keep("a", {"id": "large", "store": True, "text": "x" * 4 * size})
     for name in names[1:]:
