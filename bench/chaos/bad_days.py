@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import json
 import os
 import signal
@@ -29,8 +30,9 @@ from ringserve.cp_core.errors import ConfigError, Unavailable
 from ringserve.services.cluster.state import DIRECTORY_PREFIX, GONE
 from ringserve.services.offline.terminal import console, listing, print_table
 
-HELP = """Kills a process of Ray itself, fills the disk, feeds the gateway 24 MB, opens 700 silent connections, reads
-answers slowly, takes memory from a rank, kills the starter, and starts and stops clusters again and again."""
+HELP = """Kills a process of Ray itself, fills the disk, feeds the gateway 24 MB, opens 700 silent connections, floods
+it as one tenant, reads answers slowly, takes memory from a rank, kills the starter, and starts and stops clusters again
+and again."""
 EXAMPLE = """example:
   python -m bench bad-days
   python -m bench bad-days --only full-disk --only ray-agent
@@ -48,6 +50,9 @@ MAX_FILES = 256
 SILENT_SECONDS = 40.0
 """Time after which a connection without a request is closed."""
 LONG_ANSWER = 400
+NUM_FLOOD, FLOOD_TOKENS, FLOOD_SECONDS = 40, 6000, 30.0
+TOKENS = {"flood": f"rs-{'f' * 43}", "other": f"rs-{'o' * 43}"}
+"""Tokens of the flood's tenant and of another one; they open a cluster of the scenario alone."""
 RANK_BYTES = 24 << 20
 """Memory that a rank may take beyond what it has."""
 
@@ -216,6 +221,32 @@ def is_closed(connection: socket.socket) -> bool:
         return True
 
 
+async def tenant_flood(day: BadDay) -> Verdict:
+    """Send forty long prompts as one tenant: another tenant's short and long turn are not refused."""
+    await day.start()
+    headers = {name: {"authorization": f"Bearer {token}"} for name, token in TOKENS.items()}
+
+    async def ask(tenant: str, tokens: int) -> tuple[int, float, float]:
+        began = time.monotonic()
+        prompt = [100 + (place * 7 + len(waiting)) % 150 for place in range(tokens)]
+        body = {"model": "builtin:tiny", "prompt": prompt, "max_tokens": 4, "ignore_eos": True}
+        answer = await day.http.post("/v1/completions", json=body, headers=headers[tenant])
+        return answer.status_code, began, time.monotonic()
+
+    waiting: list[asyncio.Task[tuple[int, float, float]]] = []
+    await ask("other", 8)  # so that the rings know of it
+    waiting += [asyncio.create_task(ask("flood", FLOOD_TOKENS)) for _ in range(NUM_FLOOD)]
+    await until(lambda: any(task.done() for task in waiting), FLOOD_SECONDS)
+    short, long = await asyncio.gather(ask("other", 32), ask("other", FLOOD_TOKENS))
+    ends = [ended for code, _, ended in await asyncio.gather(*waiting) if code == 200]
+    before = sum(ended < long[2] for ended in ends)
+    seen = (
+        f"short {short[0]} after {short[2] - short[1]:.2f} s, long {long[0]} after {long[2] - long[1]:.2f} s and "
+        f"{before} of the flood's {len(ends)} that were served; {NUM_FLOOD - len(ends)} were refused"
+    )
+    return Verdict(held=short[0] == long[0] == 200, seen=seen)
+
+
 async def slow_readers(day: BadDay) -> Verdict:
     """Read nothing of long answers: others wait for nothing, and the gateway's memory is bounded."""
     await day.start()
@@ -314,6 +345,7 @@ SCENARIOS: Mapping[str, Callable[[BadDay], Awaitable[Verdict]]] = {
     "full-disk": full_disk,
     "large-bodies": large_bodies,
     "silent-connections": silent_connections,
+    "tenant-flood": tenant_flood,
     "slow-readers": slow_readers,
     "rank-memory": rank_memory,
     "killed-starter": killed_starter,
@@ -355,7 +387,8 @@ async def _run(name: str, loops: int) -> Verdict:
         path = Path(folder)
         (path / "t").mkdir()
         prefix = _small_disk(path / "state-1") if name == "full-disk" else ()
-        settings = [word for setting in SETTINGS for word in ("--set", setting)]
+        extra = _tenants(path / "tokens.json") if name == "tenant-flood" else ()
+        settings = [word for setting in (*SETTINGS, *extra) for word in ("--set", setting)]
         cluster = OwnCluster(settings, path, 1, prefix=prefix, variables={"TMPDIR": str(path / "t")})
         day = BadDay(cluster, path, loops)
         try:
@@ -364,6 +397,13 @@ async def _run(name: str, loops: int) -> Verdict:
             return Verdict(held=False, seen=f"{type(error).__name__}: {error}")
         finally:
             await day.close()
+
+
+def _tenants(path: Path) -> Sequence[str]:
+    """Write the file of tenants, JSON being YAML too -> the setting that names it."""
+    hashes = {name: hashlib.sha256(token.encode()).hexdigest() for name, token in TOKENS.items()}
+    path.write_text(json.dumps({"tenants": [{"name": n, "tokens": [{"sha256": h}]} for n, h in hashes.items()]}))
+    return (f"auth.tokens={path}",)
 
 
 def _small_disk(directory: Path) -> Sequence[str]:

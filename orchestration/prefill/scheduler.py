@@ -4,10 +4,10 @@ reserved ──ready──> waiting ──next_step──> in a step ──commi
     └──────────────────┴────────── remove ──────┴──────────────────┘
 
 Two orders share the ring. *By length* takes the highest priority first, and of equals the turn that is finished first:
-a step holds as many whole prompts as fit, and a prompt that is longer than a step has steps of its own. A turn counts
-with all shorter ones of its tenant and with what that one has got: beside forty equal prompts of another tenant, a
-lone one is second. *By age* takes the earliest turn first, where a level of priority counts like `ageing_seconds` of
-waiting.
+a step holds as many whole prompts as fit, and a prompt that is longer than a step has steps of its own. Tenants
+share the steps by work: the order counts a tenant's shorter turns and the work already computed for that tenant, so a
+lone prompt comes second beside forty equal prompts of another tenant. *By age* takes the earliest turn first, where a
+level of priority counts like `ageing_seconds` of waiting.
 
 The oldest turns get `AGE_SHARE` of all work. A step in which that share is overdue begins with them and fills the rest
 by length. So a short prompt waits for shorter prompts alone, however long the others are. The oldest turn advances
@@ -118,8 +118,8 @@ class PrefillScheduler:
         self._num_steps = 0
         # Work units that the oldest turns lack of their share; negative: their excess, at most that of their last step.
         self._debt = 0.0
-        # Work units that each tenant has got, at least those of the one with the fewest as it came. Source: start-time
-        # fair queueing (Goyal, Vin, Cheng 1996).
+        # Work units computed for each tenant. One that arrives starts at the lowest count of the tenants that wait.
+        # Source: start-time fair queueing (Goyal, Vin, Cheng 1996).
         self._served: dict[str, float] = {}
 
     def limit_steps(self, limits: StepLimits, lone_limits: StepLimits | None = None) -> None:
@@ -162,7 +162,7 @@ class PrefillScheduler:
         self._items[turn_id] = _Item(turn_id, tokens.start, tokens.stop, priority, now, tenant)
 
     def _welcome(self, tenant: str) -> None:
-        """Let a tenant without turns begin beside those with the fewest work units: it saves none for later."""
+        """Raise a tenant that arrives to the lowest count of those that wait: idle time earns no lead."""
         if not self._items:
             self._served.clear()
         present = {item.tenant for item in self._items.values()}
@@ -289,7 +289,7 @@ class PrefillScheduler:
         return item.arrived - item.priority * self._scheduling.ageing_seconds, item.turn_id
 
     def _by_length(self, items: Iterable[_Item]) -> list[_Item]:
-        """Order turns by what their tenant has got at their end, the least first; a lone tenant's by their own work."""
+        """Order turns by their tenant's computed work once they end, lowest first. A lone tenant's go by their own."""
         work = {item: self._work.work(item.num_left, item.position) for item in items}
         up_to: dict[_Item, float] = {}
         totals: dict[tuple[str, int], float] = {}

@@ -2,7 +2,7 @@
 
 starts ──serves──> runs ──dies, or is silent: killed──> starts      at most len(RESTART_WAITS) failed starts in a row
 
-A start that fails since the journal's disk is full is no such failure: it is repeated until there is space again.
+If the journal's disk is full, starts repeat without limit until there is space.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ class RouterProcess(Protocol):
     """Process of one router."""
 
     def endpoint(self) -> str | None:
-        """Return where it serves, or None while it starts. Raises Unavailable if it cannot, DiskFull if only now."""
+        """Return where it serves, or None while it starts.
+
+        Raises DiskFull if the journal's disk is full, and Unavailable if the router cannot start for another reason.
+        """
 
     def event(self) -> RingEvent | None:
         """Return the next thing to do for a ring, if there is one. Raises Unavailable if the process has died."""
@@ -123,7 +126,7 @@ class RouterKeeper:
         self._probed_at = self._start_at = clock()
         self._silence = 0.0
         self.trouble = ""
-        """Why the router does not serve, if that is nothing that a restart mends."""
+        """Why the router cannot serve until somebody acts, such as a full disk; empty otherwise."""
         self.process: RouterProcess | None = None
         self._start()
 

@@ -51,9 +51,9 @@ class ClusterState:
     """Cluster of a `ringserve up`. `pid` and `started` (seconds after boot) together identify the process.
 
     `rings_serving` of `num_rings` rings serve; `progress` are the lines that its start has told so far. `log` is the
-    file of a detached cluster's output. `reason` says why a cluster ended by itself, or does not serve now. A cluster
-    that is told to end lets its turns go on for `drain_seconds`. `secret` is that of its processes: the file is its
-    owner's alone.
+    file of a detached cluster's output. `reason` says why a cluster ended by itself, or does not serve now. Turns that
+    run when the cluster is told to end get `drain_seconds` to finish. Its processes know each other by `secret`, so
+    only the owner may read the file.
     """
 
     name: str
@@ -143,7 +143,8 @@ class RayDirectory:
 def clear_abandoned() -> None:
     """End what is left of Rays whose starter was killed, and remove their directories.
 
-    Ray's agents rename themselves and outlive it by minutes with 80 MB each. They are known by the logs they write.
+    Ray's agents rename themselves and outlive it by minutes with 80 MB each. They are known by the logs they write; a
+    process that only reads there, such as `less`, goes on.
     """
     for owner in Path(tempfile.gettempdir()).glob(f"{DIRECTORY_PREFIX}*/{OWNER_FILE}"):
         try:
@@ -153,7 +154,7 @@ def clear_abandoned() -> None:
             continue
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.AccessDenied, *GONE):
-                if any(file.path.startswith(f"{owner.parent}/") for file in process.open_files()):
+                if any(file.mode != "r" and file.path.startswith(f"{owner.parent}/") for file in process.open_files()):
                     process.kill()
         shutil.rmtree(owner.parent, ignore_errors=True)
 

@@ -59,7 +59,7 @@ class WholeCalls(Protocol):
     """Reader of calls whose text is complete."""
 
     def read(self, text: str, schemas: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Arguments]]:
-        """Return (name, arguments) of each call; `schemas` are those of the arguments by name.
+        """Return (name, arguments) of each call. `schemas` maps a function's name to the schema of its arguments.
 
         A text that is no call has none, or raises ValueError, SyntaxError, RecursionError or MemoryError.
         """

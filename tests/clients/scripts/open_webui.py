@@ -75,7 +75,7 @@ with tempfile.TemporaryDirectory(prefix="ringserve-webui-") as data:
                 break
             except (urllib.error.URLError, OSError):
                 expect(time.monotonic() < deadline and server.poll() is None, "the server did not start")
-                time.sleep(0.5)
+                time.sleep(0.5)  # another program's server: nothing tells when it listens
         account = {"name": "a", "email": "a@example.com", "password": "a-Password-1"}
         token = json.loads(post("/api/v1/auths/signup", account))["token"]
         run(chat=chat, stream=stream, second_turn=second_turn)

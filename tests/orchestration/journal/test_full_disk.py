@@ -1,4 +1,4 @@
-"""A full disk is told from a damaged journal, and costs nothing that was acknowledged."""
+"""A full disk is reported as full, not as damage, and loses no acknowledged record."""
 
 from __future__ import annotations
 

@@ -251,7 +251,11 @@ def test_what_a_killed_starter_of_a_ray_left_is_ended_and_removed(
     left = Path(starter.stdout.strip())
     with (left / "agent.log").open("w") as log:
         agent = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stdout=log)
+    with (left / "agent.log").open() as log:
+        reader = subprocess.Popen(["sleep", "600"], stdin=log)
     clear_abandoned()
+    reader.terminate()
+    assert reader.wait(WAIT_SECONDS) == -signal.SIGTERM, "it was killed before"
     agent.communicate(timeout=WAIT_SECONDS)
     assert agent.returncode == -signal.SIGKILL
     assert child.poll() is None
