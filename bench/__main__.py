@@ -26,6 +26,7 @@ COMMANDS = {
     "papers": ("bench.papers.command", "published times of arXiv 2411.01783 beside predictions"),
     "needle": ("bench.needle.command", "find a code among up to a million tokens"),
     "bad-days": ("bench.chaos.bad_days", "a full disk, hostile clients, killed helpers of Ray"),
+    "promises": ("bench.chaos.promises", "what the documents promise, tried sentence by sentence"),
     "soak": ("bench.service.soak", "memory of all processes under mixed load"),
     "chaos": ("bench.chaos.command", "break processes under load and check what clients see"),
     "gpu": ("bench.gpu.command", "all figures of one GPU beside their targets"),

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import psutil
@@ -48,6 +49,8 @@ KERNEL_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 CACHED_KERNELS = 128
 """Kernels that torch and oneDNN keep each, by the shape of a matrix product. A layer has about seven shapes for each
 number of rows. Their own 1,024 take a gigabyte after some hundred prompts; to make a kernel again takes about 1 ms."""
+RANK_NICENESS = 15
+"""Nice value of a rank, which is Ray's own for all its workers: router and leaders come before what computes."""
 START_NICENESS = 5
 """Addition to a rank's nice value while it imports: the imports get a third of what each process that computes gets."""
 
@@ -106,6 +109,7 @@ class RankActor:
     """
 
     def __init__(self) -> None:
+        give_way()
         self._worker = beside_others(_make_worker)
 
     @ray.method(concurrency_group="control")
@@ -152,6 +156,15 @@ def _make_worker() -> RankWorker:
     gc.freeze()
     gc.enable()
     return RankWorker()
+
+
+def give_way() -> None:
+    """Give all threads of this process the nice value of a rank, and those that they begin."""
+    tasks = Path("/proc/self/task")
+    for thread in (int(each.name) for each in tasks.iterdir()) if tasks.exists() else (0,):
+        with suppress(ProcessLookupError):
+            niceness = os.getpriority(os.PRIO_PROCESS, thread)
+            os.setpriority(os.PRIO_PROCESS, thread, max(niceness, RANK_NICENESS))
 
 
 def beside_others(work: Callable[[], T]) -> T:

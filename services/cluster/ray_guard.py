@@ -37,6 +37,8 @@ RAY_DEFAULTS = {
     # Each step of a rank is a task of Ray. Its control keeps records of 100,000 of them, 200 MB, that nobody reads.
     "RAY_task_events_report_interval_ms": "0",
     "RAY_enable_metrics_collection": "false",
+    # Ray starts all its workers at 15, so that a router had to wait for ranks that compute. Ranks go there themselves.
+    "RAY_worker_niceness": "0",
     "RAY_ROTATION_MAX_BYTES": str(16 << 20),
     "RAY_ROTATION_BACKUP_COUNT": "1",
 }

@@ -331,7 +331,7 @@ def test_traces_of_gateways_and_rings_go_to_one_collector() -> None:
 
 
 def test_autoscaling_leaves_the_number_of_gateways_to_the_autoscaler() -> None:
-    assert only(render(), "Deployment", "-gateway")["spec"]["replicas"] == 1
+    assert only(render(), "Deployment", "-gateway")["spec"]["replicas"] == 2
     scaled = render({"gateway": {"autoscaling": {"enabled": True, "maxReplicas": 9}}})
     assert "replicas" not in only(scaled, "Deployment", "-gateway")["spec"]
     autoscaler = only(scaled, "HorizontalPodAutoscaler", "-gateway")["spec"]

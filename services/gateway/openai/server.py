@@ -17,7 +17,7 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, MutableSet
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, MutableSet, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 from weakref import WeakSet
@@ -41,6 +41,8 @@ HEADER_SECONDS = 30
 """Seconds for a request's headers, as many as slow mobile networks need; other servers take 10 to 60."""
 TELL_SECONDS = 60.0
 """Seconds between two log lines about refused connections."""
+FREE_SHARES = 3.0
+"""An address may hold at most this many times the connections that are left: alone, three quarters of the limit."""
 MAX_REFUSALS = 100
 """Connections that are refused in a row before the loop turns again."""
 IDLE_SECONDS = 75
@@ -102,17 +104,27 @@ def count_connections() -> int:
 
 
 class _Connection(socket.socket):
-    """Accepted connection, which counts in `among` until it is closed."""
+    """Accepted connection, which counts in each of `among` until it is closed."""
 
-    among: MutableSet[socket.socket]
+    among: Sequence[MutableSet[socket.socket]]
 
     def close(self) -> None:
-        self.among.discard(self)
+        for connections in self.among:
+            connections.discard(self)
         super().close()
+
+
+def _network(host: str) -> str:
+    """Return whose connections those of an address are: a customer of IPv6 has at least a /64 of addresses."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    return host if address.version == 4 else str(ipaddress.ip_network((address, 64), strict=False))
 
 
 class _Listener(socket.socket):
     """Listening socket that closes connections beyond a limit as it accepts them, before any TLS handshake.
+
+    One address, or network of IPv6, may hold three quarters of them, so that others always find a place. A proxy, which
+    is one address for all its clients, hardly notices that.
 
     Without a free descriptor asyncio logs a traceback for each place in the backlog, thousands a second. Here a spare
     descriptor is given up to accept a connection, which is closed at once.
@@ -122,6 +134,7 @@ class _Listener(socket.socket):
         super().__init__(family)
         self._limit = count_connections()
         self._connections: MutableSet[socket.socket] = WeakSet()
+        self._by_network: dict[str, MutableSet[socket.socket]] = {}
         self._spare: int | None = os.open(os.devnull, os.O_RDONLY)
         self._told_at = -math.inf
 
@@ -136,14 +149,24 @@ class _Listener(socket.socket):
                 self._tell("no file descriptor is free")
                 self._refuse_by_spare()
                 continue
-            if len(self._connections) < self._limit:
+            network = _network(address[0])
+            left, mine = self._limit - len(self._connections), self._of(network)
+            if left and (not mine or len(mine) + 1 <= FREE_SHARES * (left - 1)):
                 connection = _Connection(self.family, self.type, self.proto, fileno=accepted.detach())
-                connection.among = self._connections
-                self._connections.add(connection)
+                connection.among = (self._connections, mine)
+                for connections in connection.among:
+                    connections.add(connection)
                 return connection, address
             accepted.close()
-            self._tell(f"{self._limit} HTTP connections are open, as many as are allowed")
+            whose = f", {len(mine)} of them by {network}" if left else ""
+            self._tell(f"{len(self._connections)} of {self._limit} HTTP connections are open{whose}")
         raise BlockingIOError
+
+    def _of(self, network: str) -> MutableSet[socket.socket]:
+        """Return the connections of a network. Networks without any are forgotten now and then."""
+        if len(self._by_network) > 2 * len(self._connections) + MAX_REFUSALS:
+            self._by_network = {name: those for name, those in self._by_network.items() if those}
+        return self._by_network.setdefault(network, WeakSet())
 
     def close(self) -> None:
         """Stop listening. Accepted connections stay open."""

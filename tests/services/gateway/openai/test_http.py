@@ -246,7 +246,7 @@ async def test_a_request_whose_headers_have_come_has_its_time(
 async def test_connections_beyond_the_limit_are_closed_and_told_once(
     gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(server, "count_connections", lambda: 2)
+    monkeypatch.setattr(server, "count_connections", lambda: 3)
     limited = HttpServer(app.HttpApi(gateway.servicer, MODEL, gateway.service.model).app)
     address = await limited.start("127.0.0.1:0")
     async with asyncio.timeout(WAIT_SECONDS):
@@ -268,8 +268,47 @@ async def test_connections_beyond_the_limit_are_closed_and_told_once(
     pairs[1][1].close()
     await limited.stop(1.0)
     assert [record.message for record in caplog.records if "connections" in record.message] == [
-        "2 HTTP connections are open, as many as are allowed; new connections are closed"
+        "2 of 3 HTTP connections are open, 2 of them by 127.0.0.1; new connections are closed"
     ]
+
+
+async def test_an_address_never_takes_the_last_connections_of_others(
+    gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server, "count_connections", lambda: 8)
+    limited = HttpServer(app.HttpApi(gateway.servicer, MODEL, gateway.service.model).app)
+    host, _, port = (await limited.start("127.0.0.1:0")).rpartition(":")
+    writers = []
+
+    async def is_served(source: str) -> bool:
+        reader, writer = await asyncio.open_connection(host, int(port), local_addr=(source, 0))
+        writers.append(writer)
+        with contextlib.suppress(ConnectionError):
+            writer.write(WHOLE)
+            return b"200" in await reader.readline()
+        return False
+
+    async with asyncio.timeout(WAIT_SECONDS):
+        assert [await is_served("127.0.0.1") for _ in range(8)] == [True] * 6 + [False] * 2
+        assert await is_served("127.0.0.2")
+        assert not await is_served("127.0.0.2"), "one place is left, for a third"
+        assert await is_served("127.0.0.3")
+        assert not await is_served("127.0.0.4")
+        writers[0].close()
+        while not await is_served("127.0.0.4"):  # the server sees the end of that connection soon
+            pass
+    for writer in writers:
+        writer.close()
+    await limited.stop(1.0)
+    told = "6 of 8 HTTP connections are open, 6 of them by 127.0.0.1; new connections are closed"
+    assert [record.message for record in caplog.records if "connections" in record.message] == [told]
+
+
+def test_a_network_of_ipv6_counts_as_one_address() -> None:
+    assert server._network("2001:db8::1") == server._network("2001:db8::ffff:2") == "2001:db8::/64"
+    assert server._network("2001:db8:0:1::1") != server._network("2001:db8::1")
+    assert server._network("fe80::1%eth0") == "fe80::/64"
+    assert server._network("192.0.2.1") == "192.0.2.1"
 
 
 NO_DESCRIPTOR = """
@@ -336,7 +375,7 @@ async def test_a_server_without_a_free_descriptor_closes_connections_and_tells_i
 async def test_connections_in_their_tls_handshake_count(
     gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch, authority: Authority
 ) -> None:
-    monkeypatch.setattr(server, "count_connections", lambda: 2)
+    monkeypatch.setattr(server, "count_connections", lambda: 3)
     signed = authority.sign("gateway")
     context = ServerTls(cert=str(signed.cert), key=str(signed.key)).http_context()
     limited = HttpServer(app.HttpApi(gateway.servicer, MODEL, gateway.service.model).app, context)
