@@ -26,13 +26,15 @@ import psutil
 
 from bench.chaos.cluster import OwnCluster
 from bench.options import Subcommands
-from ringserve.cp_core.errors import ConfigError, Unavailable
+from ringserve.client import Sampling
+from ringserve.client.async_client import AsyncClient
+from ringserve.cp_core.errors import ConfigError, RingserveError, Unavailable
 from ringserve.services.cluster.state import DIRECTORY_PREFIX, GONE
 from ringserve.services.offline.terminal import console, listing, print_table
 
 HELP = """Kills a process of Ray itself, fills the disk, feeds the gateway 24 MB, opens 700 silent connections, floods
-it as one tenant, reads answers slowly, takes memory from a rank, kills the starter, and starts and stops clusters again
-and again."""
+it as one tenant, reads answers slowly, takes memory from a rank, kills several processes at once, sets the clock, kills
+the starter, and starts and stops clusters again and again."""
 EXAMPLE = """example:
   python -m bench bad-days
   python -m bench bad-days --only full-disk --only ray-agent
@@ -57,6 +59,24 @@ QUEUE_SECONDS = 300.0
 """Time in which the whole flood is served."""
 TOKENS = {"flood": f"rs-{'f' * 43}", "other": f"rs-{'o' * 43}"}
 """Tokens of the flood's tenant and of another one; they open a cluster of the scenario alone."""
+DOUBLE_KILLS = (
+    ("router", "decode-0 rank 0"),
+    ("prefill-0 rank 0", "prefill-0 rank 1", "decode-0 rank 0", "decode-0 rank 1"),
+    ("router", "decode-0 leader"),
+    ("router", "prefill-0 leader", "decode-0 leader"),
+    ("gateway", "router"),
+)
+CLOCK = """import time
+_now = time.time
+def _set():
+    with open({path!r}) as file:
+        return _now() + 86400 * float(file.read() or 0)
+time.time = _set
+"""
+"""Module that moves the time of day of each Python process of a cluster by the days in a file.
+
+libfaketime 0.9.10 was tried: neither Python's `sleep` nor Ray's gcs_server works below it.
+"""
 RANK_BYTES = 24 << 20
 """Memory that a rank may take beyond what it has."""
 
@@ -293,6 +313,55 @@ async def rank_memory(day: BadDay) -> Verdict:
     )
 
 
+async def double_kills(day: BadDay) -> Verdict:
+    """Kill several processes at once under a stream: the client reads the tokens that it would have read."""
+    await day.start()
+    seen, held = [], True
+    sampling = Sampling(temperature=0.0, max_tokens=LONG_ANSWER, ignore_eos=True)
+    async with AsyncClient(day.cluster.gateway) as client:
+
+        async def read(tokens: list[int]) -> float:
+            times = []
+            async with client.stream(list(range(100, 140)), sampling=sampling, timeout=WAIT_SECONDS) as pieces:
+                async for piece in pieces:
+                    times.append(time.monotonic())
+                    tokens += piece.token_ids
+            return longest(times)
+
+        expected: list[int] = []
+        await read(expected)
+        for names in DOUBLE_KILLS:
+            tokens: list[int] = []
+            reading = asyncio.create_task(read(tokens))
+            await until(lambda tokens=tokens: len(tokens) > 10)  # type: ignore[misc]
+            for pid in [day.pid(name) for name in names]:
+                os.kill(pid, signal.SIGKILL)
+            gap = await reading
+            held = held and tokens == expected
+            seen.append(f"{' + '.join(names)}: {'same' if tokens == expected else 'OTHER'} tokens, gap {gap:.1f} s")
+            await until(lambda: all(day.pid(each) for kill in DOUBLE_KILLS for each in kill))
+    return Verdict(held=held, seen="; ".join(seen))
+
+
+async def clock_jumps(day: BadDay) -> Verdict:
+    """Set the clock a day ahead, two back and right again under a stream, and kill the router: nobody notices."""
+    await day.start()
+    (await day.ask("c")).raise_for_status()
+    cached, gaps, offsets = [], [], []
+    for days in (1, -1, 0):
+        async with day.streaming() as times:
+            (day.folder / "clock").write_text(str(days))
+            os.kill(day.pid("router"), signal.SIGKILL)
+            answer = (await day.ask("c")).raise_for_status().json()
+            gaps.append(longest(times))
+        cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+        offsets.append(round((answer["created"] - time.time()) / 86_400))
+    return Verdict(
+        held=offsets == [1, -1, 0] and min(cached) > 0 and max(gaps) < MAX_GAP_SECONDS,
+        seen=f"clock of the gateway {offsets} days off; tokens cached {cached}; longest gap {max(gaps):.2f} s",
+    )
+
+
 async def killed_starter(day: BadDay) -> Verdict:
     """Kill `ringserve up`: what it leaves is gone once `down` or the next `up` has run."""
     await day.start()
@@ -351,6 +420,8 @@ SCENARIOS: Mapping[str, Callable[[BadDay], Awaitable[Verdict]]] = {
     "tenant-flood": tenant_flood,
     "slow-readers": slow_readers,
     "rank-memory": rank_memory,
+    "double-kills": double_kills,
+    "clock-jumps": clock_jumps,
     "killed-starter": killed_starter,
     "up-and-down": up_and_down,
 }
@@ -392,11 +463,12 @@ async def _run(name: str, loops: int) -> Verdict:
         prefix = _small_disk(path / "state-1") if name == "full-disk" else ()
         extra = _tenants(path / "tokens.json") if name == "tenant-flood" else ()
         settings = [word for setting in (*SETTINGS, *extra) for word in ("--set", setting)]
-        cluster = OwnCluster(settings, path, 1, prefix=prefix, variables={"TMPDIR": str(path / "t")})
+        variables = {"TMPDIR": str(path / "t")} | (_set_clock(path) if name == "clock-jumps" else {})
+        cluster = OwnCluster(settings, path, 1, prefix=prefix, variables=variables)
         day = BadDay(cluster, path, loops)
         try:
             return await SCENARIOS[name](day)
-        except (httpx2.HTTPError, Unavailable, psutil.Error, KeyError, StopIteration) as error:
+        except (httpx2.HTTPError, RingserveError, psutil.Error, KeyError, StopIteration) as error:
             return Verdict(held=False, seen=f"{type(error).__name__}: {error}")
         finally:
             await day.close()
@@ -407,6 +479,13 @@ def _tenants(path: Path) -> Sequence[str]:
     hashes = {name: hashlib.sha256(token.encode()).hexdigest() for name, token in TOKENS.items()}
     path.write_text(json.dumps({"tenants": [{"name": n, "tokens": [{"sha256": h}]} for n, h in hashes.items()]}))
     return (f"auth.tokens={path}",)
+
+
+def _set_clock(folder: Path) -> dict[str, str]:
+    """Return variables by which the file `clock` in a folder sets the clock of Python processes."""
+    (folder / "clock").write_text("0")
+    (folder / "sitecustomize.py").write_text(CLOCK.format(path=str(folder / "clock")))
+    return {"PYTHONPATH": os.pathsep.join((str(folder), *os.environ.get("PYTHONPATH", "").split(os.pathsep)))}
 
 
 def _small_disk(directory: Path) -> Sequence[str]:

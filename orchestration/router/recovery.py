@@ -332,8 +332,7 @@ class TurnRecovery:
         self, pending: _Pending, prefill: RegisteredRing | None, decode: RegisteredRing, on_decode: TurnOnRing
     ) -> RunningTurn:
         record, conversation = pending.record, pending.conversation
-        left = record.begun_at + record.request.deadline_seconds - time.time()
-        request = replace(record.request, deadline_seconds=max(LEAST_SECONDS, left))
+        request = replace(record.request, deadline_seconds=max(LEAST_SECONDS, seconds_left(record)))
         prompt = request.token_ids
         if record.base_tokens:
             assert conversation.tokens is not None, "its turn continued it"
@@ -370,8 +369,7 @@ class TurnRecovery:
     def _give_up(self, record: BegunRecord, conversation: Conversation) -> None:
         """Remember a turn that has failed for want of news, as long as its decode ring may tell of it."""
         self.given_up[record.turn_id] = _GivenUp(record, conversation.num_tokens, conversation.last_turn)
-        seconds = max(0.0, record.begun_at + record.request.deadline_seconds - time.time()) + LEASE_SECONDS
-        asyncio.get_running_loop().call_later(seconds, self.given_up.pop, record.turn_id, None)
+        asyncio.get_running_loop().call_later(seconds_left(record) + LEASE_SECONDS, self.given_up.pop, record.turn_id, None)
 
     def _take_back(self, turn_id: str) -> _Pending | None:
         """Occupy the conversation of a turn that was given up; None if the conversation is no longer as it was."""
@@ -612,6 +610,15 @@ class TurnRecovery:
         turn.recovery.emitted, turn.stop_error = lost.token_ids, None
         attempt = Attempt(wanted, choice, self._placer.place(wanted, choice), decoded=decoded)
         self._turns.begin_again(turn, attempt)
+
+
+def seconds_left(record: BegunRecord) -> float:
+    """Return the seconds that a turn has left, by the clock of the machine: the router that began it is gone.
+
+    If the clock was set since then, that is all its time. The gateway ends the turn at the deadline of its client.
+    """
+    seconds, passed = record.request.deadline_seconds, time.time() - record.begun_at
+    return seconds - passed if 0 <= passed < seconds else seconds
 
 
 def _reservation(ring: RegisteredRing, turn: TurnOnRing) -> Reservation:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Mapping
 from contextlib import aclosing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from ringserve.orchestration.protocol.turns import BegunTurn, FinishedEvent, Tok
 from ringserve.orchestration.router import recovery
 from ringserve.orchestration.router.turn import RunningTurn
 from ringserve.workers.protocol.prefill_steps import Algorithm
+from tests.orchestration.journal import records
 from tests.orchestration.service import Service
 from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens
@@ -56,6 +58,17 @@ async def announce(service: Service) -> None:
     """Let every ring announce itself, as it does at intervals."""
     for leader in service.peers.leaders.values():
         await leader.announce()
+
+
+@pytest.mark.parametrize(
+    ("passed", "left"), [(0.0, 60.0), (20.0, 40.0), (59.0, 1.0), (86_400.0, 60.0), (-86_400.0, 60.0)]
+)
+def test_a_clock_that_was_set_meanwhile_neither_ends_a_turn_nor_prolongs_it(
+    passed: float, left: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = records.begun("t", "c", [1])
+    monkeypatch.setattr(recovery, "time", SimpleNamespace(time=lambda: record.begun_at + passed))
+    assert recovery.seconds_left(record) == left
 
 
 async def test_a_stream_does_not_notice_the_death_of_the_router(
