@@ -3,11 +3,14 @@
 #   docker build --target cpu  -t registry.example/ringserve:0.1.0-cpu .
 #   docker build --target cuda -t registry.example/ringserve:0.1.0-cuda .
 # --build-arg REVISION=$(git rev-parse HEAD) labels the image with its commit. Downloads stay in the builder's cache.
+# Behind a mirror: --build-arg PIP_INDEX_URL=https://mirror.example/simple, and TORCH_CPU_INDEX for torch's CPU build.
 # CUDA's libraries come with torch; a node needs the driver and NVIDIA's container runtime.
 
 # BASE may name an image by its digest: --build-arg BASE=python@sha256:...
 ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE} AS base
+ARG PIP_INDEX_URL=https://pypi.org/simple
+ARG TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \
@@ -19,7 +22,7 @@ FROM base AS build-cpu
 RUN python -m venv /venv
 WORKDIR /src
 COPY constraints.txt ./
-RUN --mount=type=cache,target=/root/.cache/pip pip install "$(grep '^torch==' constraints.txt)" -c constraints.txt --extra-index-url https://download.pytorch.org/whl/cpu
+RUN --mount=type=cache,target=/root/.cache/pip pip install "$(grep '^torch==' constraints.txt)" -c constraints.txt --extra-index-url "$TORCH_CPU_INDEX"
 
 FROM base AS build-cuda
 RUN python -m venv /venv

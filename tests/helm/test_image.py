@@ -47,7 +47,7 @@ def test_all_packages_of_the_project_are_copied_and_installed_with_the_pinned_ve
     installs = [line for name in ("build", "install") for line in stage(f"{name}-{device}") if "pip install" in line]
     assert len(installs) == 2
     assert all("-c constraints.txt" in line for line in installs)
-    assert ("whl/cpu" in installs[0]) == (device == "cpu")
+    assert ("$TORCH_CPU_INDEX" in installs[0]) == (device == "cpu")
 
 
 def test_the_image_for_gpus_has_their_kernels_nixl_and_a_compiler_and_the_other_has_none() -> None:
@@ -64,6 +64,16 @@ def test_the_image_for_gpus_has_their_kernels_nixl_and_a_compiler_and_the_other_
     pins = (ROOT / "constraints.txt").read_text()
     versions = {pin.partition("==")[2] for pin in pins.splitlines() if pin.startswith("nixl-cu")}
     assert len(versions) == 1, "both versions of CUDA have the same NIXL"
+
+
+def test_an_image_is_built_from_a_mirror_too() -> None:
+    """An argument of a stage is one of all stages that begin with it. No address of an index stands anywhere else."""
+    defaults = dict(line.removeprefix("ARG ").split("=", 1) for line in stage("base") if line.startswith("ARG "))
+    assert defaults.keys() == {"PIP_INDEX_URL", "TORCH_CPU_INDEX"}
+    outside = [line for line in LINES if "https://" in line and not line.startswith(("#", "ARG ", "LABEL "))]
+    assert not outside
+    for device in ("cpu", "cuda"):
+        assert f"FROM base AS build-{device}" in stage(f"build-{device}")
 
 
 def test_what_is_copied_is_let_into_the_build() -> None:
