@@ -369,7 +369,8 @@ class TurnRecovery:
     def _give_up(self, record: BegunRecord, conversation: Conversation) -> None:
         """Remember a turn that has failed for want of news, as long as its decode ring may tell of it."""
         self.given_up[record.turn_id] = _GivenUp(record, conversation.num_tokens, conversation.last_turn)
-        asyncio.get_running_loop().call_later(seconds_left(record) + LEASE_SECONDS, self.given_up.pop, record.turn_id, None)
+        seconds = seconds_left(record) + LEASE_SECONDS
+        asyncio.get_running_loop().call_later(seconds, self.given_up.pop, record.turn_id, None)
 
     def _take_back(self, turn_id: str) -> _Pending | None:
         """Occupy the conversation of a turn that was given up; None if the conversation is no longer as it was."""
