@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -102,6 +103,30 @@ async def test_a_rank_that_stands_still_is_ended_at_once_on_this_node_and_by_ray
         assert process.wait(WAIT_SECONDS) == -signal.SIGKILL
         await rank.kill()  # there is nobody of that id, or somebody else
     assert told == [actor, actor], "Ray frees the place"
+
+
+GIVES_WAY = """
+import os, sys, threading
+from ringserve.orchestration.ring import actors
+
+end = threading.Event()
+waiting = threading.Thread(target=end.wait)
+waiting.start()
+actors.give_way()
+later = threading.Thread(target=lambda: print(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+later.start()
+later.join()
+print(*(os.getpriority(os.PRIO_PROCESS, int(each)) for each in os.listdir("/proc/self/task")))
+end.set()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a priority for each thread")
+def test_all_threads_of_a_rank_leave_processors_to_router_and_leaders() -> None:
+    found = subprocess.run([sys.executable, "-c", GIVES_WAY], capture_output=True, text=True, check=True).stdout.split()
+    least = max(actors.RANK_NICENESS, os.getpriority(os.PRIO_PROCESS, 0))
+    assert len(found) >= 3
+    assert {int(each) for each in found} == {least}
 
 
 def test_what_is_done_beside_others_leaves_the_caller_its_priority_and_raises_its_errors() -> None:

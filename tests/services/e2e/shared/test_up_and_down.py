@@ -13,6 +13,7 @@ import grpc
 import psutil
 import pytest
 
+from ringserve.orchestration.ring.actors import RANK_NICENESS
 from tests.services.e2e.cluster import Cluster, Inference, Ringserve, ids, options_of, wait_until
 from tests.services.e2e.terminal import Foreground, started
 from tests.waiting import START_SECONDS
@@ -94,11 +95,18 @@ def test_a_second_cluster_of_the_same_name_is_refused(cluster: Cluster) -> None:
 
 def test_processes_show_what_they_are(cluster: Cluster) -> None:
     """Ray appends the method that an actor runs to its title."""
-    titles = [" ".join(each.cmdline()) for each in psutil.Process(cluster.pid).children(recursive=True)]
-    actors = {title.strip().removeprefix("ray::").partition(".")[0] for title in titles if title.startswith("ray::")}
+    titles = {" ".join(each.cmdline()): each for each in psutil.Process(cluster.pid).children(recursive=True)}
+    actors = {
+        title.strip().removeprefix("ray::").partition(".")[0]: each
+        for title, each in titles.items()
+        if title.startswith("ray::")
+    }
     ranks = {f"{role}-0 rank {number}" for role in ("prefill", "decode") for number in range(2)}
-    assert {"router", "prefill-0 leader", "decode-0 leader", *ranks} <= actors
+    assert {"router", "prefill-0 leader", "decode-0 leader", *ranks} <= actors.keys()
     assert not {title for title in actors if "Actor" in title}
+    own = psutil.Process(cluster.pid).nice()
+    assert {actors[name].nice() for name in ("router", "prefill-0 leader", "decode-0 leader")} == {own}
+    assert {actors[name].nice() for name in ranks} == {max(own, RANK_NICENESS)}, "router and leaders come first"
 
 
 @pytest.mark.parametrize("command", [["down"], ["status"], ["generate", "--prompt", "hello"], ["chat"]])
