@@ -117,7 +117,10 @@ class _Connection(socket.socket):
 def _network(host: str) -> str:
     """Return whose connections those of an address are: a customer of IPv6 has at least a /64 of addresses."""
     address = ipaddress.ip_address(host.partition("%")[0])
-    return host if address.version == 4 else str(ipaddress.ip_network((address, 64), strict=False))
+    if address.version == 4:
+        return host
+    mapped = address.ipv4_mapped  # as a socket that listens on both shows them
+    return str(mapped or ipaddress.ip_network((address, 64), strict=False))
 
 
 class _Listener(socket.socket):

@@ -308,7 +308,7 @@ def test_a_network_of_ipv6_counts_as_one_address() -> None:
     assert server._network("2001:db8::1") == server._network("2001:db8::ffff:2") == "2001:db8::/64"
     assert server._network("2001:db8:0:1::1") != server._network("2001:db8::1")
     assert server._network("fe80::1%eth0") == "fe80::/64"
-    assert server._network("192.0.2.1") == "192.0.2.1"
+    assert server._network("192.0.2.1") == server._network("::ffff:192.0.2.1") == "192.0.2.1"
 
 
 NO_DESCRIPTOR = """
