@@ -106,8 +106,17 @@ class BadDay:
         self.http.base_url = f"http://{self.cluster.http}"
 
     def pid(self, name: str) -> int:
+        """Return the id of the process of a name; 0 if none runs."""
         self.cluster.processes.look()
         return self.cluster.processes.pid_of(name)
+
+    def kill(self, *names: str) -> None:
+        """Kill the processes of some names at once. Raises Unavailable, having killed none, if one does not run."""
+        pids = [self.pid(name) for name in names]
+        if not all(pids):
+            raise Unavailable(f"not all of these run: {', '.join(names)}")
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
 
     async def ask(self, conversation: str, prompt: str = "Once upon a time", tokens: int = 12) -> httpx2.Response:
         body = {"model": "builtin:tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
@@ -171,14 +180,14 @@ async def full_disk(day: BadDay) -> Verdict:
     """Fill the disk and kill the router: it is started until there is space, and nothing is forgotten."""
     await day.start()
     (await day.ask("c")).raise_for_status()
-    gateway, router = day.pid("gateway"), day.pid("router")
+    gateway = day.pid("gateway")
     filler = Path(f"/proc/{gateway}/root{day.cluster.state}/filler")
     with suppress(OSError), filler.open("wb") as file:
         while True:
             file.write(b"x" * 4096)
             file.flush()
     refused = await day.ask("d")
-    os.kill(router, signal.SIGKILL)
+    day.kill("router")
     await until(lambda: "the disk of" in day.cluster.text() and "is full" in day.cluster.text())
     waited = time.monotonic()
     await asyncio.sleep(30)  # longer than the restarts that a router has for other failures
@@ -337,8 +346,7 @@ async def double_kills(day: BadDay) -> Verdict:
             tokens: list[int] = []
             reading = asyncio.create_task(read(tokens))
             await until(lambda tokens=tokens: len(tokens) > 10)  # type: ignore[misc]
-            for pid in [day.pid(name) for name in names]:
-                os.kill(pid, signal.SIGKILL)
+            day.kill(*names)
             gap = await reading
             held = held and tokens == expected
             seen.append(f"{' + '.join(names)}: {'same' if tokens == expected else 'OTHER'} tokens, gap {gap:.1f} s")
@@ -354,7 +362,7 @@ async def clock_jumps(day: BadDay) -> Verdict:
     for days in (1, -1, 0):
         async with day.streaming() as times:
             (day.folder / "clock").write_text(str(days))
-            os.kill(day.pid("router"), signal.SIGKILL)
+            day.kill("router")
             response = await day.ask("c")
             if response.status_code != 200:
                 raise Unavailable(response.text)
@@ -491,7 +499,7 @@ def _set_clock(folder: Path) -> dict[str, str]:
     """Return variables by which the file `clock` in a folder sets the clock of Python processes."""
     (folder / "clock").write_text("0")
     (folder / "sitecustomize.py").write_text(CLOCK.format(path=str(folder / "clock")))
-    return {"PYTHONPATH": os.pathsep.join((str(folder), *os.environ.get("PYTHONPATH", "").split(os.pathsep)))}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))}
 
 
 def _small_disk(directory: Path) -> Sequence[str]:

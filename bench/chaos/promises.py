@@ -108,12 +108,12 @@ def add(commands: Subcommands) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the tests and print every sentence. Return 1 if a sentence did not hold."""
     promises = read_promises(ROOT / "docs", ROOT / "tests")
-    failed = None if options.list else _run_tests({test for promise in promises for test in promise.tests})
+    outcomes = None if options.list else _run_tests({test for promise in promises for test in promise.tests})
     broken = False
     for promise in promises:
         held = "not tried" if promise.why_not else "by bad-days" if not promise.tests else "by tests"
-        if failed is not None and promise.tests:
-            held = "BROKEN" if _covers(failed, promise.tests) else "held"
+        if outcomes is not None and promise.tests:
+            held = judge(promise.tests, outcomes)
         broken = broken or held == "BROKEN"
         print(f"{held:12}{promise.document}: {promise.sentence}")
         by = [*promise.tests, *(SCENARIO + each for each in promise.scenarios)]
@@ -125,17 +125,25 @@ def run(options: argparse.Namespace) -> int:
     return 1 if broken else 0
 
 
-def _covers(failed: Collection[str], tests: Iterable[str]) -> bool:
-    return any(failure.startswith(test) for failure in failed for test in tests)
+def judge(tests: Iterable[str], outcomes: Mapping[str, bool]) -> str:
+    """Return "held" if cases of each test ran and all passed, "BROKEN" if one failed, and "not run" otherwise.
+
+    Example: for the test `a.py::test_b`, the case `a.py::test_b[1]` counts and `a.py::test_bc` does not.
+    """
+    ran = [[outcomes[case] for case in outcomes if re.match(rf"{re.escape(test)}(\W|$)", case)] for test in tests]
+    if not all(all(each) for each in ran):
+        return "BROKEN"
+    return "held" if all(ran) else "not run"
 
 
-def _run_tests(tests: Collection[str]) -> Sequence[str]:
-    """Run tests -> the ids of those that failed. Raises ConfigError if pytest could not run them."""
+def _run_tests(tests: Collection[str]) -> dict[str, bool]:
+    """Run tests -> whether each case that ran has passed, by its id. Raises ConfigError if pytest could not run."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = (sys.executable, "-m", "pytest", "-q", "-o", "junit_family=xunit1", f"--junitxml={report}")
         ended = subprocess.run([*command, *sorted(tests)], cwd=ROOT, timeout=SECONDS, check=False, stdout=sys.stderr)
         if ended.returncode not in (0, 1):
             raise ConfigError(f"pytest ended with {ended.returncode}")
-        cases = ElementTree.parse(report).iter("testcase")
-        return [f"{case.get('file')}::{case.get('name')}" for case in cases if len(case) and case[0].tag != "skipped"]
+        cases = [case for case in ElementTree.parse(report).iter("testcase") if case.find("skipped") is None]
+        failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+        return {f"{case.get('file')}::{case.get('name')}": case not in failed for case in cases}

@@ -15,6 +15,8 @@ from ringserve.workers.protocol.decode_commands import NO_TEXT, FinishReason
 from ringserve.workers.protocol.prefill_steps import Algorithm, TokenIds
 from ringserve.workers.sampling.parameters import SamplingParameters, TokenLogprobs
 
+FREE_SHARES = 3.0
+"""One tenant may take at most this many times what is left then. One flood fills three quarters, two 6/7."""
 MAX_PRIORITY = 100  # of a turn; its negative is the lowest
 
 
@@ -108,6 +110,16 @@ class BegunTurn:
     lost_role: str = ""
     ended: EndedAnswer | None = None
     max_tokens: int = 0
+
+
+def exceeds_share(mine: float, asked: float, total: float, limit: float) -> bool:
+    """Return whether one who has `mine` of the `total` may not add `asked`, since others need room.
+
+    It holds for the work and KV of tenants, and for the connections of addresses. One who has nothing is within it.
+    Source: dynamic queue thresholds (Choudhury, Hahne 1998).
+    Example: with 70 of 70 in a queue of 100, 10 more exceed the share, and as many of somebody else do not.
+    """
+    return mine > 0 and mine + asked > FREE_SHARES * (limit - total - asked)
 
 
 def tenant_of(scoped_id: str) -> str:

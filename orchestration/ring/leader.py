@@ -17,7 +17,7 @@ from ringserve.orchestration.protocol.inventory import KnownEpoch, Registered, R
 from ringserve.orchestration.protocol.kv import ForkedKv, ForkKv, RetainedKv, SendKv, SentKv, TakeKv, TakenKv
 from ringserve.orchestration.protocol.ports import Peers, RankFactory
 from ringserve.orchestration.protocol.rings import RingSettings, RingState
-from ringserve.orchestration.protocol.turns import NoTracer, Reserve, RingRegistration, Tracer
+from ringserve.orchestration.protocol.turns import NoTracer, Reserve, RingRegistration, Tracer, exceeds_share
 from ringserve.orchestration.ring.kv_transfers import KvMoves, copy_blocks
 from ringserve.orchestration.ring.life import Ring
 from ringserve.orchestration.tasks import TaskSet, gather_first_error
@@ -30,21 +30,10 @@ RETRY_SECONDS = 0.25
 """Seconds between announcements while the router does not hear them: one that has started again waits for the rings."""
 GRAMMAR_SECONDS = 60.0
 """Seconds for the ranks to compile a grammar before a step that needs it."""
-FREE_SHARES = 3.0
-"""A tenant's turns may take at most this many times what is left then. One flood fills three quarters, two 6/7."""
 PRESENT_SECONDS = 600.0
 """Time after a tenant's latest turn for which others leave room for the next."""
 Announce = Callable[[RingRegistration, KnownEpoch], Awaitable[Registered]]
 """Announcement of a ring to the router."""
-
-
-def exceeds_share(mine: float, asked: float, total: float, limit: float) -> bool:
-    """Return whether a tenant that has `mine` of the `total` may not add `asked`, since others need room.
-
-    A tenant with nothing is within its share. Source: dynamic queue thresholds (Choudhury, Hahne 1998).
-    Example: with 70 of 70 in a queue of 100, 10 more exceed the share, and as many of another tenant do not.
-    """
-    return mine > 0 and mine + asked > FREE_SHARES * (limit - total - asked)
 
 
 class TenantShares:

@@ -42,7 +42,7 @@ class RouterProcess(Protocol):
     """Process of one router."""
 
     def endpoint(self) -> str | None:
-        """Return where it serves, or None while it starts.
+        """Return its address HOST:PORT, or None while it starts.
 
         Raises DiskFull if the journal's disk is full, and Unavailable if the router cannot start for another reason.
         """

@@ -51,9 +51,9 @@ class ClusterState:
     """Cluster of a `ringserve up`. `pid` and `started` (seconds after boot) together identify the process.
 
     `rings_serving` of `num_rings` rings serve; `progress` are the lines that its start has told so far. `log` is the
-    file of a detached cluster's output. `reason` says why a cluster ended by itself, or does not serve now. Turns that
-    run when the cluster is told to end get `drain_seconds` to finish. Its processes know each other by `secret`, so
-    only the owner may read the file.
+    file of a detached cluster's output. `reason` says why a cluster ended by itself, or does not serve now. A cluster
+    that is told to end gives its running turns `drain_seconds`. The file holds the `secret` of the cluster's processes,
+    so only its owner may read it.
     """
 
     name: str

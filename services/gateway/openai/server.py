@@ -30,6 +30,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ringserve.cp_core.errors import ConfigError
+from ringserve.orchestration.protocol.turns import exceeds_share
 from ringserve.services.auth.authenticator import Certificate, read_ssl_certificate
 from ringserve.services.gateway.openai.errors import BadHttpRequest, error_body
 from ringserve.services.gateway.openai.models import quote
@@ -41,8 +42,6 @@ HEADER_SECONDS = 30
 """Seconds for a request's headers, as many as slow mobile networks need; other servers take 10 to 60."""
 TELL_SECONDS = 60.0
 """Seconds between two log lines about refused connections."""
-FREE_SHARES = 3.0
-"""An address may hold at most this many times the connections that are left: alone, three quarters of the limit."""
 MAX_REFUSALS = 100
 """Connections that are refused in a row before the loop turns again."""
 IDLE_SECONDS = 75
@@ -115,7 +114,10 @@ class _Connection(socket.socket):
 
 
 def _network(host: str) -> str:
-    """Return whose connections those of an address are: a customer of IPv6 has at least a /64 of addresses."""
+    """Return an IPv4 address, or the /64 network of an IPv6 address: one customer has at least that many addresses.
+
+    Example: 2001:db8::1 and 2001:db8::2 are both of 2001:db8::/64.
+    """
     address = ipaddress.ip_address(host.partition("%")[0])
     if address.version == 4:
         return host
@@ -153,16 +155,16 @@ class _Listener(socket.socket):
                 self._refuse_by_spare()
                 continue
             network = _network(address[0])
-            left, mine = self._limit - len(self._connections), self._of(network)
-            if left and (not mine or len(mine) + 1 <= FREE_SHARES * (left - 1)):
+            mine, total = self._of(network), len(self._connections)
+            if total < self._limit and not exceeds_share(len(mine), 1, total, self._limit):
                 connection = _Connection(self.family, self.type, self.proto, fileno=accepted.detach())
                 connection.among = (self._connections, mine)
                 for connections in connection.among:
                     connections.add(connection)
                 return connection, address
             accepted.close()
-            whose = f", {len(mine)} of them by {network}" if left else ""
-            self._tell(f"{len(self._connections)} of {self._limit} HTTP connections are open{whose}")
+            whose = f", {len(mine)} of them by {network}" if total < self._limit else ""
+            self._tell(f"{total} of {self._limit} HTTP connections are open{whose}")
         raise BlockingIOError
 
     def _of(self, network: str) -> MutableSet[socket.socket]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.chaos.bad_days import SCENARIOS
-from bench.chaos.promises import ROOT, read_promises, read_sentences
+from bench.chaos.promises import ROOT, judge, read_promises, read_sentences
 from ringserve.cp_core.errors import ConfigError
 
 DOCUMENTS = ("securing.md", "limits.md")
@@ -40,6 +40,20 @@ def test_a_sentence_that_left_the_document_and_a_test_that_is_gone_are_named(tmp
     (tmp_path / "limits.md").write_text("")
     with pytest.raises(ConfigError, match=r"docs/limits.md: no sentence starts with 'Models: the families'"):
         read_promises(tmp_path, ROOT / "tests")
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "judged"),
+    [
+        ({"a.py::test_b[1]": True, "a.py::test_b[2]": True, "a.py::test_bc": False}, "held"),
+        ({"a.py::test_b[1]": True, "a.py::test_b[2]": False}, "BROKEN"),
+        ({"a.py::test_bc": True}, "not run"),
+    ],
+)
+def test_a_promise_holds_if_its_tests_ran_and_passed(outcomes: dict[str, bool], judged: str) -> None:
+    assert judge(["a.py::test_b"], outcomes) == judged
+    assert judge(["a.py"], outcomes) == ("BROKEN" if False in outcomes.values() else "held")
+    assert judge(["a.py::test_b", "c.py"], outcomes | {"c.py::test_d": True}) == judged
 
 
 def test_sentences_are_whole_and_have_neither_links_nor_code() -> None:

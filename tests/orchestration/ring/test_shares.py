@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringserve.cp_core.errors import CapacityExceeded
-from ringserve.orchestration.protocol.turns import Reserve
-from ringserve.orchestration.ring.leader import PRESENT_SECONDS, TenantShares, exceeds_share
+from ringserve.orchestration.protocol.turns import Reserve, exceeds_share
+from ringserve.orchestration.ring.leader import PRESENT_SECONDS, TenantShares
 from ringserve.workers.sampling.parameters import SamplingParameters
 
 
