@@ -73,6 +73,12 @@ class RankPort(Protocol):
     async def run_decode(self) -> None:
         """Run until the rank stops or fails; the ring's watchdog bounds it, not a deadline."""
 
+    async def remember(self, note: object, timeout: float) -> None:
+        """Keep something for the leader that takes this rank over."""
+
+    async def recall(self, timeout: float) -> object:
+        """Return what a leader had this rank keep; None if nothing."""
+
     async def kill(self) -> None:
         """End the rank's process for good. Never raises."""
 
@@ -81,6 +87,9 @@ class RankFactory(Protocol):
     """Makes the ranks of one ring, all or none, and frees what they held. Each tensor parallel process is one."""
 
     async def create(self, num_ranks: int, timeout: float) -> Sequence[RankPort]: ...
+
+    async def adopt(self, num_ranks: int) -> Sequence[RankPort]:
+        """Return the ranks of this ring that a dead leader left, to be renewed; empty if there are none."""
 
     async def replace(self, lost: Sequence[int], timeout: float) -> Sequence[RankPort]:
         """Kill the lost ranks of the present ring and make others in their places. Return all ranks of the ring.

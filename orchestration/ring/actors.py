@@ -1,7 +1,8 @@
 """Ray actors: the only place where plain classes become actors.
 
 `RankActor` hosts a rank. `HostActor` hosts an object that `services` composes: a leader or the router, with its gRPC
-server. Ranks belong to the leader that made them and die with it.
+server. Ranks outlive the leader that made them: the next one takes them over with the models that they have loaded. If
+none comes, they end by themselves.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import asyncio
 import gc
 import os
 import threading
+import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -22,8 +24,10 @@ import psutil
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util import list_named_actors
 from ray.util.placement_group import (
     PlacementGroup,
+    get_current_placement_group,
     get_placement_group,
     placement_group,
     placement_group_table,
@@ -31,13 +35,20 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from ringserve.cp_core.errors import RingserveError, Unavailable
+from ringserve.cp_core.errors import RingserveError, StaleIncarnation, Unavailable
 from ringserve.orchestration.protocol.rings import RingEvent
 from ringserve.views import RingRates
 from ringserve.workers.kv.arrivals import Arrivals
 from ringserve.workers.protocol.decode_commands import DecodeCommand, DecodeEvents
 from ringserve.workers.protocol.prefill_steps import PrefillOutput, PrefillStep
-from ringserve.workers.protocol.ranks import RankEndpoints, RankInfo, RankSpec, RankStatus, RingSpec
+from ringserve.workers.protocol.ranks import (
+    RankEndpoints,
+    RankInfo,
+    RankSettings,
+    RankSpec,
+    RankStatus,
+    RingSpec,
+)
 from ringserve.workers.protocol.transfers import BlockPair, KvEnds, KvExpect, KvSend, TransferKey, TransferReport
 
 if TYPE_CHECKING:
@@ -51,6 +62,8 @@ CACHED_KERNELS = 128
 number of rows. Their own 1,024 take a gigabyte after some hundred prompts; to make a kernel again takes about 1 ms."""
 RANK_NICENESS = 15
 """Nice value of a rank, which is Ray's own for all its workers: router and leaders come before what computes."""
+LEASE_SECONDS = 60.0
+"""Seconds without a call of a leader after which a rank ends: long enough for another leader to start."""
 START_NICENESS = 5
 """Addition to a rank's nice value while it imports: the imports get a third of what each process that computes gets."""
 
@@ -102,26 +115,67 @@ class HostActor:
         return await self._hosted.wait_event()
 
 
+class Lease:
+    """Time since a leader last asked something of a rank. A call that runs counts as asked now."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds = seconds
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._num_running = 0
+        self._asked_at = clock()
+
+    @contextmanager
+    def asked(self) -> Iterator[None]:
+        with self._lock:
+            self._num_running += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_running -= 1
+                self._asked_at = self._clock()
+
+    def is_over(self) -> bool:
+        with self._lock:
+            return not self._num_running and self._clock() - self._asked_at > self._seconds
+
+
 class RankActor:
     """One rank. One thread computes; transfers wait in threads of their own; control calls always get an answer.
 
-    A thread of its own tells the leader that the rank lives, whatever the other threads wait for.
+    A thread of its own tells the leader that the rank lives, whatever the other threads wait for. Calls name the
+    incarnation that they are meant for: what a leader asked before it died may arrive after another has taken over.
     """
 
     def __init__(self) -> None:
         give_way()
         self._worker = beside_others(_make_worker)
+        self._incarnation = ""
+        self._settings: RankSettings | None = None  # as a leader named them
+        self._note: object = None
+        self._lease = Lease(LEASE_SECONDS)
+        threading.Thread(target=self._end_unasked, name="ringserve-lease", daemon=True).start()
 
     @ray.method(concurrency_group="control")
     def start(self, spec: RankSpec) -> RankInfo:
         """Start the rank, which listens at its node's address unless the settings name another."""
-        listen_host = spec.settings.listen_host or ray.util.get_node_ip_address()
-        return self._worker.start(replace(spec, settings=replace(spec.settings, listen_host=listen_host)))
+        with self._lease.asked():
+            self._incarnation, self._settings = spec.incarnation, spec.settings
+            listen_host = spec.settings.listen_host or ray.util.get_node_ip_address()
+            return self._worker.start(replace(spec, settings=replace(spec.settings, listen_host=listen_host)))
 
     @ray.method(concurrency_group="control")
     def renew(self, spec: RankSpec) -> RankInfo:
-        """Begin another incarnation, at the address of before."""
-        return self._worker.renew(replace(spec, settings=self._worker.parts.spec.settings))
+        """Begin another incarnation, at the address of before.
+
+        Raises Unavailable if the rank has not started, or with other settings than the leader has.
+        """
+        with self._lease.asked():
+            if self._settings not in (spec.settings, spec.with_helix().settings):
+                raise Unavailable(f"rank {spec.rank} of ring {spec.ring} was started with other settings")
+            self._incarnation = spec.incarnation
+            return self._worker.renew(replace(spec, settings=self._worker.parts.spec.settings))
 
     @ray.method(concurrency_group="watch")
     def home(self) -> tuple[str, int]:
@@ -130,19 +184,51 @@ class RankActor:
 
     @ray.method(concurrency_group="watch")
     def status(self) -> RankStatus:
-        return self._worker.status()
-
-    @ray.method(concurrency_group="compute")
-    def compute(self, method: str, *arguments: Any) -> Any:
-        return getattr(self._worker, method)(*arguments)
-
-    @ray.method(concurrency_group="transfer")
-    def transfer(self, method: str, *arguments: Any) -> Any:
-        return getattr(self._worker, method)(*arguments)
+        with self._lease.asked():
+            return self._worker.status()
 
     @ray.method(concurrency_group="control")
-    def control(self, method: str, *arguments: Any) -> Any:
-        return getattr(self._worker, method)(*arguments)
+    def remember(self, note: object) -> None:
+        """Keep something for the leader that takes this rank over."""
+        self._note = note
+
+    @ray.method(concurrency_group="control")
+    def recall(self) -> object:
+        """Return what a leader had this rank keep; None if nothing."""
+        return self._note
+
+    @ray.method(concurrency_group="compute")
+    def compute(self, incarnation: str, method: str, *arguments: Any) -> Any:
+        if method != "run_decode":  # which runs for as long as the ring does, whether or not there is a leader
+            return self._call(incarnation, method, *arguments)
+        self._check(incarnation, method)
+        return self._worker.run_decode()
+
+    @ray.method(concurrency_group="transfer")
+    def transfer(self, incarnation: str, method: str, *arguments: Any) -> Any:
+        return self._call(incarnation, method, *arguments)
+
+    @ray.method(concurrency_group="control")
+    def control(self, incarnation: str, method: str, *arguments: Any) -> Any:
+        return self._call(incarnation, method, *arguments)
+
+    def _call(self, incarnation: str, method: str, *arguments: Any) -> Any:
+        with self._lease.asked():
+            self._check(incarnation, method)
+            return getattr(self._worker, method)(*arguments)
+
+    def _check(self, incarnation: str, method: str) -> None:
+        if incarnation != self._incarnation:
+            raise StaleIncarnation(f"{method} was asked of {incarnation}, and this rank is one of {self._incarnation}")
+
+    def _end_unasked(self) -> None:
+        """End this process, and free the ring's places, once no leader has asked for anything for too long."""
+        while not self._lease.is_over():
+            time.sleep(LEASE_SECONDS / 10)
+        with suppress(RayError):
+            if (places := get_current_placement_group()) is not None:
+                remove_placement_group(places)
+        os._exit(1)
 
 
 def _make_worker() -> RankWorker:
@@ -200,10 +286,12 @@ class RayRank:
         self._name = name
         self._actor = actor
         self._process: psutil.Process | None = None  # where it is on this node
+        self._incarnation = ""
         self._arrivals = Arrivals(self._poll_kv)
 
     async def _call(self, lane: str, method: str, timeout: float | None, *arguments: Any) -> Any:
-        return await self._answer(getattr(self._actor, lane).remote(method, *arguments), method, timeout)
+        call = getattr(self._actor, lane).remote(self._incarnation, method, *arguments)
+        return await self._answer(call, method, timeout)
 
     async def _answer(self, reference: ray.ObjectRef[Any], method: str, timeout: float | None) -> Any:
         try:
@@ -220,16 +308,27 @@ class RayRank:
             raise Unavailable(f"{self._name} died") from error
 
     async def start(self, spec: RankSpec, timeout: float) -> RankInfo:
-        actor: Any = self._actor  # for Ray's stubs, a method of a class that they do not know never returns
-        info: RankInfo = await self._answer(actor.start.remote(spec), "start", timeout)
-        node, pid = await self._answer(actor.home.remote(), "home", timeout)
-        if node == ray.get_runtime_context().get_node_id():
-            with suppress(psutil.NoSuchProcess):
-                self._process = psutil.Process(pid)
-        return info
+        return await self._begin("start", spec, timeout)
 
     async def renew(self, spec: RankSpec, timeout: float) -> RankInfo:
-        return await self._answer(self._actor.renew.remote(spec), "renew", timeout)
+        return await self._begin("renew", spec, timeout)
+
+    async def _begin(self, method: str, spec: RankSpec, timeout: float) -> RankInfo:
+        actor: Any = self._actor  # for Ray's stubs, a method of a class that they do not know never returns
+        self._incarnation = spec.incarnation
+        info: RankInfo = await self._answer(getattr(actor, method).remote(spec), method, timeout)
+        if self._process is None:
+            node, pid = await self._answer(actor.home.remote(), "home", timeout)
+            if node == ray.get_runtime_context().get_node_id():
+                with suppress(psutil.NoSuchProcess):
+                    self._process = psutil.Process(pid)
+        return info
+
+    async def remember(self, note: object, timeout: float) -> None:
+        await self._answer(self._actor.remember.remote(note), "remember", timeout)
+
+    async def recall(self, timeout: float) -> object:
+        return await self._answer(self._actor.recall.remote(), "recall", timeout)
 
     async def open_endpoints(self, timeout: float) -> RankEndpoints:
         return await self._call("control", "open_endpoints", timeout)
@@ -313,7 +412,8 @@ class RayRank:
 class RayRanks:
     """`RankFactory` that puts a ring's processes into one placement group, each with `resources` (e.g. {"CPU": 1}).
 
-    The `tp` processes that share the heads of the same tokens are on one host: they sum twice a layer.
+    The `tp` processes that share the heads of the same tokens are on one host: they sum twice a layer. Group and
+    processes outlive their maker, by names that begin with the ring's: RING.HEX, and RING.HEX/RANK/COUNT.
     """
 
     def __init__(self, name: str, resources: dict[str, float], tp: int = 1, strategy: str = "PACK") -> None:
@@ -322,22 +422,23 @@ class RayRanks:
         self._tp = tp
         self._strategy = strategy
         self._ring: PlacementGroup | None = None
+        self._group = ""
+        self._num_made = 0
         self._ranks: list[RayRank] = []
 
     async def create(self, num_ranks: int, timeout: float) -> Sequence[RayRank]:
         """Make the actors of all ranks. Raises Unavailable when the cluster has no room for the whole ring."""
-        self._remove_leftovers()
-        name = f"{self._name}.{uuid.uuid4().hex}"
-        bundle = {name: self._tp * amount for name, amount in self._resources.items()}
-        bundles = [bundle] * (num_ranks // self._tp)
-        ring = self._ring = placement_group(bundles, strategy=self._strategy, name=name)
+        free_places(self._name)
+        group = self._group = f"{self._name}.{uuid.uuid4().hex}"
+        bundles = self._bundles(num_ranks)
+        ring = self._ring = placement_group(bundles, strategy=self._strategy, name=group, lifetime="detached")
         try:
             async with asyncio.timeout(timeout):
                 await asyncio.wrap_future(ring.ready().future())
         except TimeoutError:
             await self.close()
             raise Unavailable(
-                f"ring {self._name} needs {len(bundles)} places of {bundle} in the Ray cluster; "
+                f"ring {self._name} needs {len(bundles)} places of {bundles[0]} in the Ray cluster; "
                 f"there was no room within {timeout:.0f} s"
             ) from None
         except RayError as error:
@@ -345,6 +446,21 @@ class RayRanks:
             raise Unavailable(f"the placement group of ring {self._name} failed: {error}") from error
         self._ranks = [self._rank(ring, index) for index in range(num_ranks)]
         return self._ranks
+
+    async def adopt(self, num_ranks: int) -> Sequence[RayRank]:
+        """Return the ranks of this ring that a dead leader left; empty if they do not fill its places."""
+        for group, ring in own_places(self._name).items():
+            counts = dict(sorted(_place_of(name) for name in list_named_actors() if name.startswith(f"{group}/")))
+            if ring.bundle_specs != self._bundles(num_ranks) or counts.keys() != set(range(num_ranks)):
+                continue
+            try:
+                actors = [ray.get_actor(f"{group}/{index}/{counts[index]}") for index in range(num_ranks)]
+            except ValueError:  # one has ended meanwhile
+                continue
+            self._ring, self._group, self._num_made = ring, group, max(counts.values())
+            self._ranks = [self._port(index, actor) for index, actor in enumerate(actors)]
+            return list(self._ranks)
+        return ()
 
     async def replace(self, lost: Sequence[int], timeout: float) -> Sequence[RayRank]:
         """Kill lost ranks, and make others in their places. Ray starts each when its place is free."""
@@ -354,36 +470,56 @@ class RayRanks:
             self._ranks[index] = self._rank(self._ring, index)
         return list(self._ranks)
 
-    def _remove_leftovers(self) -> None:
-        """Free the places of a dead leader of this ring, which Ray holds for as long as the cluster lives.
+    def _bundles(self, num_ranks: int) -> list[dict[str, float]]:
+        return [{name: self._tp * amount for name, amount in self._resources.items()}] * (num_ranks // self._tp)
 
-        The table lists all namespaces. A ring of the same name in another namespace belongs to another deployment.
-        """
-        for ring in placement_group_table().values():
-            if not ring["name"].startswith(f"{self._name}.") or ring["state"] == "REMOVED":
-                continue
-            try:
-                own = get_placement_group(ring["name"])
-            except ValueError:  # not in this namespace, or removed meanwhile
-                continue
-            remove_placement_group(own)
+    def _port(self, index: int, actor: ActorHandle[Any]) -> RayRank:
+        return RayRank(f"rank {index} of ring {self._name}", actor)
 
     def _rank(self, ring: PlacementGroup, index: int) -> RayRank:
         bundle = index // self._tp
         place = PlacementGroupSchedulingStrategy(placement_group=ring, placement_group_bundle_index=bundle)
         lanes = {"compute": 1, "transfer": 64, "control": 16, "watch": 1}
+        self._num_made += 1
         actor = _remote(RankActor, f"{self._name} rank {index}", concurrency_groups=lanes).options(
+            name=f"{self._group}/{index}/{self._num_made}",
+            lifetime="detached",
             num_cpus=self._resources.get("CPU", 0),
             num_gpus=self._resources.get("GPU", 0),
             scheduling_strategy=place,
         )
-        return RayRank(f"rank {index} of ring {self._name}", actor.remote())
+        return self._port(index, actor.remote())
 
     async def close(self) -> None:
         """Free the places of the ranks. Idempotent."""
         if self._ring is not None:
             remove_placement_group(self._ring)
             self._ring = None
+
+
+def _place_of(name: str) -> tuple[int, int]:
+    """Return a rank's number, and its actor's among all that were made, by the actor's name."""
+    index, count = name.split("/")[1:]
+    return int(index), int(count)
+
+
+def own_places(ring: str) -> dict[str, PlacementGroup]:
+    """Return the placement groups that leaders of a ring have left, by name.
+
+    Ray's table lists all namespaces. A ring of the same name in another namespace belongs to another deployment.
+    """
+    found = {}
+    for each in placement_group_table().values():
+        if each["name"].startswith(f"{ring}.") and each["state"] != "REMOVED":
+            with suppress(ValueError):  # not in this namespace, or removed meanwhile
+                found[each["name"]] = get_placement_group(each["name"])
+    return found
+
+
+def free_places(ring: str) -> None:
+    """End the ranks that leaders of a ring have left, and free their places."""
+    for places in own_places(ring).values():
+        remove_placement_group(places)
 
 
 def host(name: str, title: str, compose: Callable[[], Hosted]) -> Any:

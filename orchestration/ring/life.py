@@ -6,6 +6,9 @@ When one rank fails, the other ranks hold shards of sequences that can no longer
 that never ends. So all leave the ring, and begin a new one with the models that they have loaded; only lost ranks are
 killed and made anew. A rank that cannot leave in time is lost as well, and where that does not help, all are made anew.
 The ring gets a new *incarnation*, which makes every message of the old one stale.
+
+A leader that starts takes over the ranks of one that died in the same way, and what it had measured of them: they need
+not load the model again while other rings compute the lost turns.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ringserve.cp_core.cost.decode import GATHER
 from ringserve.cp_core.errors import RingserveError, Unavailable
@@ -58,6 +61,14 @@ def rates_of_ring(rates: Sequence[RingRates], tp: int) -> RingRates:
     if max(each.gemm_flops for each in ranks) <= UNLIKE * slowest.gemm_flops:
         return rates[0]
     return replace(slowest, speeds=tuple(each.gemm_flops / slowest.gemm_flops for each in ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a leader has measured of a ring. The first rank keeps it: later the machine may be busy."""
+
+    rates: RingRates
+    correction: StepCorrection | None
 
 
 class Ring:
@@ -128,16 +139,39 @@ class Ring:
             raise Unavailable(f"ring {self.settings.name} was rebuilt during the turn; retry")
 
     async def start(self) -> None:
-        """Make the ranks and wait until they serve.
+        """Take over the ranks that a dead leader left, or make them; wait until they serve.
 
         Raises the error that stopped a rank from starting, e.g. ModelRefused, after closing the ring.
         """
         try:
-            await self._build()
+            if not await self._take_over():
+                await self._build()
             await self._on_ready()
         except BaseException:
             await self.close()
             raise
+
+    async def _take_over(self) -> bool:
+        """Form a ring with the ranks that a dead leader left. Return whether there are any that can."""
+        settings = self.settings
+        self.ranks = await self._factory.adopt(settings.num_processes)
+        if not self.ranks:
+            return False
+        started = time.monotonic()
+        try:
+            measured = await self.ranks[0].recall(settings.control_timeout)
+            if not isinstance(measured, Measured):
+                raise Unavailable("it had not served")
+            self._correction = measured.correction
+            await self._renew(measured.rates)
+        except RingserveError as failure:
+            log.warning("ring %s is made anew, and not taken over: %s", settings.name, failure)
+            await gather_all(rank.kill() for rank in self.ranks)
+            await self._factory.close()
+            self._correction = None
+            return False
+        log.info("ring %s was taken over in %.1f s", settings.name, time.monotonic() - started)
+        return True
 
     async def _build(self) -> None:
         """Make all ranks, and let them form a ring."""
@@ -147,8 +181,11 @@ class Ring:
         infos = await gather_first_error(rank.start(spec, settings.start_timeout) for rank, spec in starts)
         await self._join(ranks, infos, specs[0].incarnation)
 
-    async def _renew(self) -> None:
-        """Let the ranks that live form a new ring with others in the places of lost ones. Raises Unavailable."""
+    async def _renew(self, rates: RingRates | None = None) -> None:
+        """Let the ranks that live form a new ring with others in the places of lost ones. Raises Unavailable.
+
+        `rates` are those of the ring if no rank is lost; otherwise, and by default, they are measured.
+        """
         settings, specs = self.settings, self._specs()
 
         async def renewed(rank: RankPort, spec: RankSpec) -> RankInfo | None:
@@ -172,15 +209,17 @@ class Ring:
         made = await gather_first_error(ranks[number].start(places[number], settings.start_timeout) for number in lost)
         by_number = dict(zip(lost, made, strict=True))
         infos = [info or by_number[number] for number, info in enumerate(kept)]
-        await self._join(ranks, infos, specs[0].incarnation)
+        await self._join(ranks, infos, specs[0].incarnation, None if lost else rates)
 
     def _specs(self) -> list[RankSpec]:
         """Return the places of a new incarnation."""
         incarnation = f"{self.settings.name}-{uuid.uuid4().hex[:12]}"
         return [self._spec(rank, incarnation) for rank in range(self.settings.num_processes)]
 
-    async def _join(self, ranks: Sequence[RankPort], infos: list[RankInfo], incarnation: str) -> None:
-        """Connect started ranks, measure them, and serve."""
+    async def _join(
+        self, ranks: Sequence[RankPort], infos: list[RankInfo], incarnation: str, known: RingRates | None = None
+    ) -> None:
+        """Connect started ranks, measure them, and serve. `known` rates count instead of the measured ones."""
         settings = self.settings
         endpoints = await gather_first_error(rank.open_endpoints(settings.control_timeout) for rank in ranks)
         rendezvous = RingSpec(
@@ -190,15 +229,17 @@ class Ring:
             timeout_seconds=settings.stuck_timeout,
         )
         await gather_first_error(rank.join(rendezvous, settings.start_timeout) for rank in ranks)
-        rates = await gather_first_error(rank.probe(settings.start_timeout) for rank in ranks)
-        common = rates_of_ring(rates, settings.ranks.tp)
+        probed = await gather_first_error(rank.probe(settings.start_timeout) for rank in ranks)
+        common = rates_of_ring(probed, settings.ranks.tp)
         sized = self._sized(infos)
         if settings.measures_steps and self._correction is None:
             self._correction = await measure_steps(ranks, sized, infos[0].model, common)
+        rates = known or self._corrected(common)
+        await self._have_kept(ranks[0], rates)
         if self.state is RingState.CLOSED:
             raise Unavailable(f"ring {settings.name} was closed while it started")
         self.ranks, self.infos, self.incarnation = ranks, infos, incarnation
-        self.rates = self._corrected(common)
+        self.rates = rates
         self.rank_statuses.clear()
         self._gone.clear()
         self.pool = KvPool(
@@ -227,6 +268,10 @@ class Ring:
         if settings.measures_steps and not self.pool.inventory():
             self._correction = await measure_steps(self.ranks, self._sized(self.infos), self.model, common)
         self.rates = self._corrected(common)
+        await self._have_kept(self.ranks[0], self.rates)
+
+    async def _have_kept(self, rank: RankPort, rates: RingRates) -> None:
+        await rank.remember(Measured(rates, self._correction), self.settings.control_timeout)
 
     def _sized(self, infos: Sequence[RankInfo]) -> RingSettings:
         """Return the settings with the blocks that every rank has: free memory may have decided their number."""
@@ -241,6 +286,7 @@ class Ring:
         """Measure the rates of a ring whose ranks run their decode loop."""
         self.require_ready()
         self.rates = self._corrected(await self.ranks[0].probe_between_steps(self.settings.start_timeout))
+        await self._have_kept(self.ranks[0], self.rates)
 
     def _spec(self, rank: int, incarnation: str) -> RankSpec:
         settings = self.settings

@@ -18,6 +18,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from ringserve.orchestration.protocol.rings import RingEvent
+from ringserve.orchestration.ring.actors import free_places
 from ringserve.orchestration.ring.actors import host as host_actor
 from ringserve.services.cluster.hosts import LeaderHost
 
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 RESTART_SECONDS = 1.0
 """Seconds between two starts of one leader at least: a leader that cannot start must not occupy the machine."""
 STOP_SECONDS = 10.0
+START_STAGES = 5
+"""Stages of a ring's start, each of which may take the start timeout: places, models, ring, rates, steps."""
 NODE_SECONDS = 300.0
 """Seconds for a leaving node to go before its rings start elsewhere."""
 
@@ -38,6 +41,9 @@ class Leader(Protocol):
 
     def has_left(self) -> bool:
         """Return whether the ring has drained."""
+
+    def is_starting(self) -> bool:
+        """Return whether the ring has not served yet, nor failed to."""
 
     def failure(self) -> str:
         """Return why the leader has to be started again, or nothing."""
@@ -65,8 +71,9 @@ class RayLeader:
     def failure(self) -> str:
         if is_done(self._leaves) and not self.has_left():
             return "died"
-        if not is_done(self.serves):
-            return ""
+        if self.is_starting():
+            limit = START_STAGES * self.host.config.timeouts.start
+            return f"has not started its ring in {limit:.0f} s" if time.monotonic() - self.started_at > limit else ""
         try:
             ray.get(self.serves)
         except RayTaskError as error:
@@ -75,13 +82,17 @@ class RayLeader:
             return "died"
         return ""
 
+    def is_starting(self) -> bool:
+        return not is_done(self.serves)
+
     def end(self) -> None:
         if not ray.wait([self.actor.stop.remote()], timeout=STOP_SECONDS)[0]:
             log.warning("the leader of ring %s did not stop in time and is ended", self.host.name)
         self.kill()
+        free_places(self.host.name)
 
     def kill(self) -> None:
-        """End the process, also one that stands still and hears nothing of Ray. Its ranks end with it."""
+        """End the process, also one that stands still and hears nothing of Ray. Its ranks wait for another leader."""
         if is_done(self._pid) and not _has_failed(self._pid):
             with suppress(ProcessLookupError):
                 os.kill(ray.get(self._pid), signal.SIGKILL)  # on this node: see `host_actor`
@@ -144,9 +155,14 @@ class RingKeeper(Generic[L]):
             self._wanted[event.ring] = event
 
     def _replace_silent(self, event: RingEvent) -> None:
-        """Kill a leader that stands still, and start another. A leader that started since has not been silent."""
+        """Kill a leader that stands still, and start another.
+
+        One that starts has not announced its ring, and one that started since has not been silent: its predecessor was.
+        """
         leader = self._leaders.get(event.ring)
-        if leader is not None and leader.started_at < self._clock() - event.silent_seconds:
+        if leader is None or leader.is_starting():
+            return
+        if leader.started_at < self._clock() - event.silent_seconds:
             log.warning("the leader of ring %s sends no heartbeat; it is killed and started again", event.ring)
             leader.kill()
             self.make(leader.host)

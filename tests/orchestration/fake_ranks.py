@@ -47,6 +47,7 @@ class FakeRank:
         self.is_killed = False
         self.renews = False
         self.is_helix = False
+        self.note: object = None
         self.seconds_since_step = 0.0
         self.running = 0
         self.decode_variant = ""
@@ -176,6 +177,14 @@ class FakeRank:
         await self._failed.wait()
         self._check()
 
+    async def remember(self, note: object, timeout: float) -> None:
+        self._check()
+        self.note = note
+
+    async def recall(self, timeout: float) -> object:
+        self._check()
+        return self.note
+
     async def kill(self) -> None:
         self.is_killed = True
 
@@ -204,6 +213,9 @@ class FakeRanks:
         self.rings.append([FakeRank(first + rank, None if rank else error) for rank in range(num_ranks)])
         self.num_open = num_ranks
         return self.latest
+
+    async def adopt(self, num_ranks: int) -> Sequence[FakeRank]:
+        return self.latest if self.num_open == num_ranks else []
 
     async def replace(self, lost: Sequence[int], timeout: float) -> Sequence[FakeRank]:
         ranks = list(self.latest)

@@ -66,6 +66,7 @@ class ThreadRank:
         self._compute = ThreadPoolExecutor(1, f"rank-{rank}")
         self._others = ThreadPoolExecutor(32, f"rank-{rank}-calls")
         self._is_dead = False
+        self._note: object = None
         self._arrivals = Arrivals(self._poll_kv)
 
     async def _run(self, pool: ThreadPoolExecutor, timeout: float | None, call: Callable[[], T]) -> T:
@@ -156,6 +157,12 @@ class ThreadRank:
     async def status(self, timeout: float) -> RankStatus:
         return await self._run(self._others, timeout, self.worker.status)
 
+    async def remember(self, note: object, timeout: float) -> None:
+        self._note = note
+
+    async def recall(self, timeout: float) -> object:
+        return self._note
+
     async def kill(self) -> None:
         if not self._is_dead:
             self._is_dead = True
@@ -179,6 +186,10 @@ class ThreadRanks:
         self.made = [ThreadRank(rendezvous, rank, self._poisoned, self._rates) for rank in range(num_ranks)]
         return list(self.made)
 
+    async def adopt(self, num_ranks: int) -> Sequence[ThreadRank]:
+        """Return the ranks of the latest ring, unless it was closed."""
+        return list(self.made)
+
     async def replace(self, lost: Sequence[int], timeout: float) -> Sequence[ThreadRank]:
         """Kill lost ranks, make others in their places, and let all meet anew."""
         rendezvous = ThreadRendezvous(len(self.made), self._ring_timeout)
@@ -191,3 +202,4 @@ class ThreadRanks:
 
     async def close(self) -> None:
         await asyncio.gather(*(rank.kill() for rank in self.made))
+        self.made = []

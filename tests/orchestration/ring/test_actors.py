@@ -14,8 +14,10 @@ from typing import Any, cast
 import pytest
 import ray
 
+from ringserve.cp_core.errors import StaleIncarnation, Unavailable
 from ringserve.orchestration.ring import actors
 from ringserve.orchestration.ring.actors import RayRank, RayRanks
+from ringserve.workers.protocol.ranks import RankSettings, RankSpec
 from tests.waiting import WAIT_SECONDS
 
 
@@ -39,7 +41,7 @@ def test_places_of_a_dead_leader_are_freed_and_those_of_another_deployment_are_l
     monkeypatch.setattr(actors, "placement_group_table", lambda: table)
     monkeypatch.setattr(actors, "get_placement_group", find)
     monkeypatch.setattr(actors, "remove_placement_group", removed.append)
-    RayRanks("decode-0", {"CPU": 1})._remove_leftovers()
+    actors.free_places("decode-0")
     assert removed == ["decode-0.own"]
 
 
@@ -50,7 +52,8 @@ async def test_the_processes_that_share_heads_are_on_one_host(
     asked: list[dict[str, float]] = []
     taken: list[int] = []
 
-    def make(bundles: list[dict[str, float]], strategy: str, name: str) -> Any:
+    def make(bundles: list[dict[str, float]], strategy: str, name: str, lifetime: str) -> Any:
+        assert lifetime == "detached"
         asked.extend(bundles)
         ready: Future[None] = Future()
         ready.set_result(None)
@@ -73,7 +76,7 @@ class _Actor:
     """Actor of a rank whose process has this id on a node."""
 
     def __init__(self, node: str, pid: int) -> None:
-        self.start = SimpleNamespace(remote=lambda spec: _done(SimpleNamespace(rank=0)))
+        self.start = self.renew = SimpleNamespace(remote=lambda spec: _done(SimpleNamespace(rank=0)))
         self.home = SimpleNamespace(remote=lambda: _done((node, pid)))
 
 
@@ -83,19 +86,20 @@ def _done(value: object) -> Any:
     return SimpleNamespace(future=lambda: future)
 
 
+@pytest.mark.parametrize("method", ["start", "renew"])
 @pytest.mark.parametrize(("node", "is_ended"), [("here", True), ("elsewhere", False)])
 async def test_a_rank_that_stands_still_is_ended_at_once_on_this_node_and_by_ray_on_others(
-    node: str, is_ended: bool, monkeypatch: pytest.MonkeyPatch
+    node: str, is_ended: bool, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[object] = []
     context = SimpleNamespace(get_node_id=lambda: "here")
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     monkeypatch.setattr(ray, "kill", lambda actor, no_restart: told.append(actor))
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
-        os.kill(process.pid, signal.SIGSTOP)
         actor = _Actor(node, process.pid)
         rank = RayRank("rank 0", cast(Any, actor))
-        await rank.start(cast(Any, None), 5.0)
+        await getattr(rank, method)(_spec("first"), 5.0)
+        os.kill(process.pid, signal.SIGSTOP)
         await rank.kill()
         if not is_ended:
             assert process.poll() is None
@@ -103,6 +107,112 @@ async def test_a_rank_that_stands_still_is_ended_at_once_on_this_node_and_by_ray
         assert process.wait(WAIT_SECONDS) == -signal.SIGKILL
         await rank.kill()  # there is nobody of that id, or somebody else
     assert told == [actor, actor], "Ray frees the place"
+
+
+def _spec(incarnation: str, **settings: Any) -> RankSpec:
+    asked = RankSettings(model_path="model", num_blocks=4, listen_host="127.0.0.1", **settings)
+    return RankSpec(ring="ring", rank=0, num_ranks=1, incarnation=incarnation, settings=asked)
+
+
+class _Worker:
+    """Worker of a rank that notes what is asked of it."""
+
+    def __init__(self) -> None:
+        self.asked: list[object] = []
+
+    @property
+    def parts(self) -> Any:
+        return SimpleNamespace(spec=self.asked[0])
+
+    def start(self, spec: RankSpec) -> None:
+        self.asked.append(spec)
+
+    def renew(self, spec: RankSpec) -> None:
+        self.asked.append(spec)
+
+    def submit(self, commands: str) -> None:
+        self.asked.append(commands)
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> _Worker:
+    worker = _Worker()
+    monkeypatch.setattr(actors, "give_way", lambda: None)
+    monkeypatch.setattr(actors, "LEASE_SECONDS", 1e6)
+    monkeypatch.setattr(actors, "_make_worker", lambda: worker)
+    return worker
+
+
+def _actor() -> Any:
+    return actors.RankActor()
+
+
+@pytest.mark.parametrize("lane", ["compute", "transfer", "control"])
+def test_what_a_dead_leader_asked_reaches_no_rank_that_another_has_taken_over(worker: _Worker, lane: str) -> None:
+    actor = _actor()
+    actor.start(_spec("first"))
+    getattr(actor, lane)("first", "submit", "of the first")
+    actor.renew(_spec("second"))
+    with pytest.raises(StaleIncarnation, match="submit was asked of first, and this rank is one of second"):
+        getattr(actor, lane)("first", "submit", "late")
+    getattr(actor, lane)("second", "submit", "of the second")
+    assert [each for each in worker.asked if isinstance(each, str)] == ["of the first", "of the second"]
+
+
+def test_a_rank_is_taken_over_only_with_the_settings_that_it_was_started_with(worker: _Worker) -> None:
+    actor = _actor()
+    with pytest.raises(Unavailable, match="other settings"):
+        actor.renew(_spec("early"))
+    actor.start(_spec("first", decode_variant="auto"))
+    for other in (_spec("other", decode_variant="auto", num_threads=7), _spec("other", fingerprint="another model")):
+        with pytest.raises(Unavailable, match="rank 0 of ring ring was started with other settings"):
+            actor.renew(other)
+    actor.renew(_spec("second", decode_variant="auto"))
+    assert len(worker.asked) == 2
+
+
+def test_a_rank_that_was_made_for_a_ring_of_helix_is_taken_over_as_the_others_are(worker: _Worker) -> None:
+    actor = _actor()
+    actor.start(_spec("first", decode_variant="auto").with_helix())
+    actor.renew(_spec("second", decode_variant="auto"))
+    assert len(worker.asked) == 2
+
+
+def test_a_lease_is_over_when_nobody_has_asked_for_so_long_and_nothing_runs() -> None:
+    now = 0.0
+    lease = actors.Lease(60.0, lambda: now)
+    now = 50.0
+    with lease.asked():
+        now = 500.0
+        assert not lease.is_over(), "a model may load for long"
+    now = 560.0
+    assert not lease.is_over()
+    now = 560.1
+    assert lease.is_over()
+    with pytest.raises(ZeroDivisionError), lease.asked():
+        _ = 1 // 0
+    assert not lease.is_over()
+
+
+ENDS_UNASKED = """
+import threading
+from types import SimpleNamespace
+from ringserve.orchestration.ring import actors
+
+actors.LEASE_SECONDS = 0.2
+actors._make_worker = object
+actors.get_current_placement_group = lambda: "places"
+actors.remove_placement_group = lambda places: print("free:", places, flush=True)
+actors.RankActor()
+threading.Event().wait(60)
+"""
+
+
+def test_a_rank_that_no_leader_asks_for_anything_ends_and_frees_its_places() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDS_UNASKED], capture_output=True, text=True, check=False, timeout=WAIT_SECONDS
+    )
+    assert (ended.returncode, ended.stdout) == (1, "free: places\n"), ended.stderr
 
 
 GIVES_WAY = """

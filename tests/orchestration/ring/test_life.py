@@ -14,7 +14,7 @@ from ringserve.cp_core.cost.decode import HELIX
 from ringserve.cp_core.errors import ModelRefused, RingserveError, Unavailable
 from ringserve.orchestration.protocol.rings import RingSettings, RingState
 from ringserve.orchestration.ring import life
-from ringserve.orchestration.ring.life import Ring
+from ringserve.orchestration.ring.life import Measured, Ring
 from ringserve.workers.protocol.ranks import RankInfo, RankSettings, RankSpec, RankStatus
 from tests.orchestration.fake_ranks import RATES, FakeRanks
 from tests.waiting import WAIT_SECONDS, eventually
@@ -25,8 +25,8 @@ DEAD = Unavailable("rank 1 died")
 class Rings:
     """Ring of fake ranks, and its calls of its leader."""
 
-    def __init__(self, role: str = "prefill", num_ranks: int = 3, tp: int = 1) -> None:
-        self.ranks = FakeRanks()
+    def __init__(self, role: str = "prefill", num_ranks: int = 3, tp: int = 1, ranks: FakeRanks | None = None) -> None:
+        self.ranks = ranks or FakeRanks()
         self.told: list[str] = []
         self.ready_error: RingserveError | None = None
         self.gate = asyncio.Event()
@@ -172,6 +172,58 @@ async def test_a_ring_closed_while_it_starts_does_not_come_up() -> None:
     await asyncio.gather(*closing)
     assert rings.ring.state is RingState.CLOSED
     assert rings.ranks.num_open == 0
+
+
+# --- a leader's successor --------------------------------------------------------------------------------------------
+
+
+async def test_a_leader_takes_over_the_ranks_of_a_dead_one_and_what_it_had_measured() -> None:
+    async with started() as dead:
+        before, first = list(dead.ranks.latest), dead.ring.incarnation
+        measured = replace(RATES, gemm_flops=7e9)
+        await before[0].remember(Measured(measured, None), 1.0)
+        for rank in before:
+            rank.renews = True
+        successor = Rings(ranks=dead.ranks)
+        await successor.ring.start()
+        assert successor.told == ["ready"]
+        assert successor.ring.ranks == before
+        assert {rank.specs[-1].incarnation for rank in before} == {successor.ring.incarnation} != {first}
+        assert successor.ring.rates == measured, "the machine may be busy now"
+        await successor.ring.close()
+
+
+@pytest.mark.parametrize(("silent", "made_anew"), [((2,), [2]), ((0, 1, 2), [0, 1, 2])])
+async def test_ranks_that_cannot_be_taken_over_are_made_anew_and_measured(
+    silent: tuple[int, ...], made_anew: list[int]
+) -> None:
+    async with started() as dead:
+        before = list(dead.ranks.latest)
+        await before[0].remember(Measured(replace(RATES, gemm_flops=7e9), None), 1.0)
+        for rank in before:
+            rank.renews = rank.number not in silent
+        successor = Rings(ranks=dead.ranks)
+        await successor.ring.start()
+        after = dead.ranks.latest
+        assert [number for number in range(3) if after[number] is not before[number]] == made_anew
+        assert [rank.number for rank in before if rank.is_killed] == made_anew
+        assert successor.ring.ranks == after
+        assert successor.ring.rates == RATES
+        assert after[0].note == Measured(RATES, None), "for the next one"
+        await successor.ring.close()
+
+
+async def test_ranks_of_a_leader_that_never_served_are_made_anew() -> None:
+    async with started() as dead:
+        before = list(dead.ranks.latest)
+        before[0].note = None
+        for rank in before:
+            rank.renews = True
+        successor = Rings(ranks=dead.ranks)
+        await successor.ring.start()
+        assert all(rank.is_killed for rank in before)
+        assert successor.ring.state is RingState.READY
+        await successor.ring.close()
 
 
 # --- loss ------------------------------------------------------------------------------------------------------------

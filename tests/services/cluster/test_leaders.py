@@ -19,10 +19,14 @@ class FakeLeader:
     started_at: float
     left: bool = False
     reason: str = ""
+    starting: bool = False
     ends: list[str] = field(default_factory=list)
 
     def has_left(self) -> bool:
         return self.left
+
+    def is_starting(self) -> bool:
+        return self.starting
 
     def failure(self) -> str:
         return self.reason
@@ -145,3 +149,15 @@ def test_a_leader_that_started_after_its_predecessor_fell_silent_is_left_alone(m
     machine.keeper.want(RingEvent(ring="other", silent_seconds=4.0))
     assert machine.look() == 2
     assert machine.made[1].ends == []
+
+
+def test_a_leader_that_starts_is_not_taken_for_its_predecessor_that_fell_silent(machine: Machine) -> None:
+    machine.made[0].reason = "died"
+    assert machine.look() == 2
+    machine.made[1].starting = True
+    machine.now += 5.0
+    machine.keeper.want(RingEvent(ring="decode-0", silent_seconds=4.0))
+    assert machine.look() == 2, "the lost one was last heard before this one began"
+    machine.made[1].starting = False
+    machine.keeper.want(RingEvent(ring="decode-0", silent_seconds=4.0))
+    assert machine.look() == 3
