@@ -219,7 +219,7 @@ class Ring:
     async def _join(
         self, ranks: Sequence[RankPort], infos: list[RankInfo], incarnation: str, known: RingRates | None = None
     ) -> None:
-        """Connect started ranks, measure them, and serve. `known` rates count instead of the measured ones."""
+        """Connect started ranks, measure them unless their rates are known, and serve."""
         settings = self.settings
         endpoints = await gather_first_error(rank.open_endpoints(settings.control_timeout) for rank in ranks)
         rendezvous = RingSpec(
@@ -229,11 +229,12 @@ class Ring:
             timeout_seconds=settings.stuck_timeout,
         )
         await gather_first_error(rank.join(rendezvous, settings.start_timeout) for rank in ranks)
-        probed = await gather_first_error(rank.probe(settings.start_timeout) for rank in ranks)
-        common = rates_of_ring(probed, settings.ranks.tp)
         sized = self._sized(infos)
-        if settings.measures_steps and self._correction is None:
-            self._correction = await measure_steps(ranks, sized, infos[0].model, common)
+        if known is None:
+            probed = await gather_first_error(rank.probe(settings.start_timeout) for rank in ranks)
+            common = rates_of_ring(probed, settings.ranks.tp)
+            if settings.measures_steps and self._correction is None:
+                self._correction = await measure_steps(ranks, sized, infos[0].model, common)
         rates = known or self._corrected(common)
         await self._have_kept(ranks[0], rates)
         if self.state is RingState.CLOSED:

@@ -48,6 +48,7 @@ class FakeRank:
         self.renews = False
         self.is_helix = False
         self.note: object = None
+        self.num_probes = 0
         self.seconds_since_step = 0.0
         self.running = 0
         self.decode_variant = ""
@@ -109,6 +110,7 @@ class FakeRank:
         self.rendezvous = ring
 
     async def probe(self, timeout: float) -> RingRates:
+        self.num_probes += 1
         return RATES
 
     async def probe_between_steps(self, timeout: float) -> RingRates:

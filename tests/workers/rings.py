@@ -164,17 +164,24 @@ class LocalRing:
         if packs_weights:
             self.together(lambda worker, _: worker.probe())
 
-    def rebuild(self, lost: int) -> None:
-        """Form the ring anew with another rank in the place of a lost one, as a leader does."""
-        place = self.workers[lost].parts.spec
-        self.workers[lost].stop()
+    def rebuild(self, lost: int | None) -> None:
+        """Form the ring anew as a leader does, with another rank in the place of a lost one.
+
+        None: the leader was lost. All ranks stay, and what they had measured.
+        """
+        place = self.workers[lost or 0].parts.spec
+        if lost is not None:
+            self.workers[lost].stop()
         kept = [worker.renew(worker.parts.spec) for rank, worker in enumerate(self.workers) if rank != lost]
-        self.workers[lost] = RankWorker()
-        self.workers[lost].start(place.with_helix() if any(info.is_helix for info in kept) else place, poisoned=True)
+        if lost is not None:
+            place = place.with_helix() if any(info.is_helix for info in kept) else place
+            self.workers[lost] = RankWorker()
+            self.workers[lost].start(place, poisoned=True)
         self.transports = list(InProcessRing(self.num_ranks, timeout_seconds=WAIT_SECONDS).transports)
         for worker, transport in zip(self.workers, self.transports, strict=True):
             worker.attach(transport)
-        self.together(lambda worker, _: worker.probe())
+        if lost is not None:
+            self.together(lambda worker, _: worker.probe())
         self._cursor = 0
 
     def __enter__(self) -> LocalRing:

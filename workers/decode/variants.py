@@ -36,7 +36,7 @@ class DecodeChoice:
         self._num_ranks = num_ranks
         self.follow(policy)
         self._shape = shape
-        self._rates: DecodeRates | None = None
+        self.rates: DecodeRates | None = None
 
     def follow(self, policy: str) -> None:
         """Choose by this policy from the next step on.
@@ -50,12 +50,12 @@ class DecodeChoice:
             raise ConfigError(f"decode.variant: {policy!r} is not allowed on a ring that started with other weights")
         self._policy = policy
 
-    def measured(self, rates: DecodeRates) -> None:
+    def measured(self, rates: DecodeRates | None) -> None:
         """Use these rates from now on; before them, "auto" means gather."""
-        self._rates = rates
+        self.rates = rates
 
     def __call__(self, num_sequences: int, stored_tokens: int) -> str:
-        return choose_variant(self._policy, self._load(num_sequences, stored_tokens), self._shape, self._rates)
+        return choose_variant(self._policy, self._load(num_sequences, stored_tokens), self._shape, self.rates)
 
     def share_weights(self, model: LoadedModel, ring: RingTransport) -> LoadedModel:
         """Return the model with this rank's share of its weights, if helix is chosen; collective, once rates are known.
@@ -64,9 +64,9 @@ class DecodeChoice:
         With tensor parallelism nothing is chosen. Ranks that outlive their ring have packed weights, which stay whole.
         Raises ModelRefused, Unavailable.
         """
-        if self._policy != "auto" or self.reason or ring.size == 1 or model.tensor.size > 1 or self._rates is None:
+        if self._policy != "auto" or self.reason or ring.size == 1 or model.tensor.size > 1 or self.rates is None:
             return model
-        choice = choose_at_start(self._shape, self._rates, ring.size)
+        choice = choose_at_start(self._shape, self.rates, ring.size)
         self.reason = choice.reason
         own = torch.tensor([choice.is_helix, model.can_be_cut], dtype=torch.int64, device=model.model.device)
         words = [torch.empty_like(own) for _ in range(ring.size)]
@@ -80,11 +80,11 @@ class DecodeChoice:
 
     def predicted(self, num_sequences: int, stored_tokens: int) -> list[tuple[str, float]]:
         """Return (variant, predicted seconds of a step) for every variant; nothing before rates are measured."""
-        if self._rates is None:
+        if self.rates is None:
             return []
         load = self._load(num_sequences, stored_tokens)
         return [
-            (variant, predict_step(variant, load, self._shape, self._rates).total_seconds) for variant in STEP_VARIANTS
+            (variant, predict_step(variant, load, self._shape, self.rates).total_seconds) for variant in STEP_VARIANTS
         ]
 
     def _load(self, num_sequences: int, stored_tokens: int) -> DecodeLoad:

@@ -128,6 +128,7 @@ class RankWorker:
         self._rings = self._runner = None
         self._progress, self._clock, self._inbox = Progress(), StepClock(), StepInbox()
         self._started = parts_of(spec, RingJoining(spec), parts.model, parts.backend, parts.cache, parts.compilation)
+        self.parts.choose_variant.measured(parts.choose_variant.rates)  # until the ring is probed, if it is
         return self._started.info
 
     def open_endpoints(self) -> RankEndpoints:

@@ -190,6 +190,7 @@ async def test_a_leader_takes_over_the_ranks_of_a_dead_one_and_what_it_had_measu
         assert successor.ring.ranks == before
         assert {rank.specs[-1].incarnation for rank in before} == {successor.ring.incarnation} != {first}
         assert successor.ring.rates == measured, "the machine may be busy now"
+        assert [rank.num_probes for rank in before] == [1, 1, 1], "which takes what others compute with"
         await successor.ring.close()
 
 

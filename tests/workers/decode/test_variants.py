@@ -321,6 +321,31 @@ def test_a_ring_that_shares_its_weights_is_formed_anew_with_the_shares_of_those_
     assert variants == {HELIX}
 
 
+@pytest.mark.parametrize("is_helix", [False, True])
+def test_a_ring_that_lost_its_leader_decodes_as_before_without_being_measured_again(
+    is_helix: bool, model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_parts, "load_model", load_model)
+    monkeypatch.setattr(CHOOSE_AT_START, lambda *_: StartChoice(is_helix=is_helix, reason="as it is faster"))
+    prompt, sampling = random_tokens(21), SamplingParameters(max_tokens=8)
+    with LocalRing(model_paths["llama_gqa"], 3, packs_weights=True) as ring:
+        before = [(worker.parts.model.model, worker.parts.choose_variant.rates) for worker in ring.workers]
+        lost, endless = ring.open("lost", 200), SamplingParameters(max_tokens=100)
+        begun = ring.prefill([Turn(lost, random_tokens(30), endless)])["lost"]
+        ring.start_decode()
+        ring.admit(lost, begun, endless)
+        ring.next_events()
+        ring.rebuild(lost=None)
+        conversation = ring.open("a", 64)
+        first = ring.prefill([Turn(conversation, prompt, sampling)])["a"]
+        ring.start_decode()
+        decoded = [first, *ring.decode(conversation, first, sampling)]
+        after = [(worker.parts.model.model, worker.parts.choose_variant.rates) for worker in ring.workers]
+    assert after == before
+    assert all(rates is not None for _, rates in after)
+    assert decoded == oracles["llama_gqa"].greedy(prompt, 8)
+
+
 def test_a_ring_with_a_rank_that_outlived_another_one_decodes_with_whole_weights(
     model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,7 +367,7 @@ def test_a_ring_with_a_rank_that_outlived_another_one_decodes_with_whole_weights
 def test_probing_lets_auto_choose_by_what_was_measured(model_paths: Models) -> None:
     with LocalRing(model_paths["llama_gqa"], 2) as ring:
         ring.together(lambda worker, _: worker.probe())
-        assert all(worker.parts.choose_variant._rates is not None for worker in ring.workers)
+        assert all(worker.parts.choose_variant.rates is not None for worker in ring.workers)
         choice = ring.workers[0].parts.choose_variant
         for batch in (1, 64):
             seconds = dict(choice.predicted(batch, 100 * batch))

@@ -96,7 +96,7 @@ def test_the_choice_of_variant_reckons_with_the_share_of_a_process(model_paths: 
         for worker in ring.workers:
             assert worker.parts.choose_variant._shape == tensor_share(ring.infos[0].model, 2).shape
             assert worker.parts.choose_variant._num_ranks == 2
-            assert worker.parts.choose_variant._rates is not None
+            assert worker.parts.choose_variant.rates is not None
 
 
 def test_four_tensor_parallel_ranks_share_four_heads(
