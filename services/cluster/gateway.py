@@ -68,12 +68,14 @@ class GatewayKeeper:
 
     def start(self) -> None:
         """Start the process."""
-        # A session of its own: Ctrl-C reaches this process alone, which then ends the gateway in order.
+        # A process group of its own: Ctrl-C reaches this process alone, which then ends the gateway in order. Not a
+        # session: Linux shares processors out among sessions first, and a nice value counts within one alone. Beside
+        # ranks of another session, which all have 15, a gateway would get half of a core.
         self._process = process = subprocess.Popen(
             self._command(self.settings),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,
+            process_group=0,
             env=without_ray_token(os.environ),
         )
         lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()

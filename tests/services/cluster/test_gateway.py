@@ -75,6 +75,11 @@ def test_a_gateway_that_gives_signs_of_life_is_left_alone(keeper: GatewayKeeper,
     assert look(keeper, clock, 100.0) == first, "it is this process that stood still"
 
 
+def test_ctrl_c_does_not_reach_a_gateway_and_its_nice_value_counts_beside_ranks(keeper: GatewayKeeper) -> None:
+    assert os.getpgid(keeper.pid) == keeper.pid != os.getpgid(0)
+    assert os.getsid(keeper.pid) == os.getsid(0), "Linux shares processors out among sessions before nice values count"
+
+
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_gateway_that_stands_still_or_died_is_started_again_in_place(
     keeper: GatewayKeeper, clock: Clock, number: signal.Signals
