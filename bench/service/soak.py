@@ -26,7 +26,7 @@ from ringserve.services.offline.terminal import console, listing, print_table
 
 HELP = """Several clients ask at once: lone prompts of all lengths, conversations, forks, structured answers, and
 streams that are cut. The resident memory of each process is read all the while; what it grows by after the warm-up is
-reported. The KV cache is small, since it becomes resident as it fills."""
+reported. KV cache and conversations that are remembered are few, since both become resident as they fill."""
 EXAMPLE = """example:
   python -m bench soak --minutes 10
   python -m bench soak --minutes 60 --clients 8 --set model.path=builtin:smollm2
@@ -40,7 +40,13 @@ WINDOW = 0.1
 """Share of the time over which memory is averaged, after the warm-up and at the end."""
 MAX_GROWTH = 0.02
 CALL_SECONDS = 120.0
-SETTINGS = ("gateway.listen=127.0.0.1:0", "gateway.http=", "gateway.metrics=", "kv_cache.tokens_per_rank=6144")
+SETTINGS = (
+    "gateway.listen=127.0.0.1:0",
+    "gateway.http=",
+    "gateway.metrics=",
+    "kv_cache.tokens_per_rank=6144",
+    "router.max_conversations=64",
+)
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 

@@ -51,12 +51,16 @@ VARIANT_CHANGES = "variant_changes"
 
 @dataclass(frozen=True, slots=True)
 class LoopWork:
-    """Work that every rank of a loop does in the same order: decode steps, prompts and measurements of the ring."""
+    """Work that every rank of a loop does in the same order: decode steps, prompts and measurements of the ring.
+
+    `rest` is called by each rank for itself while it has no sequence.
+    """
 
     batch: BatchState
     step: DecodePass
     prompts: DecodePrompts
     probe: Callable[[], RingRates]
+    rest: Callable[[], None]
 
 
 @dataclass(slots=True)
@@ -104,6 +108,7 @@ class FollowingLoop:
                 self._progress.decoded(len(self._batch), header.variant)
             if not len(self._batch):
                 self._progress.alive(running=0)
+                self._work.rest()
 
     def _is_followed(self, variant: str) -> bool:
         """Return what the first rank says of the step under way, once tables have grown with its own."""
@@ -168,6 +173,7 @@ class LeadingLoop:
                 began = time.perf_counter()
             if not len(self._batch):
                 self._progress.alive(running=0)
+                self._work.rest()
         self._channel.send(header)
 
     def _drafted(self, header: Header) -> Header:

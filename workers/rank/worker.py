@@ -63,19 +63,20 @@ def find_trim() -> Callable[[int], int] | None:
 
 
 class FreedMemory:
-    """Memory that the allocator keeps between what is in use: prompts of many lengths leave much of it."""
+    """Memory that the allocator keeps between what is in use: work of many sizes leaves much of it."""
 
     def __init__(self, trim: Callable[[int], int] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._trim = trim or find_trim()
         self._clock = clock
         self._trimmed_at = clock()
+        self._num_steps = 0
 
-    def give_back(self) -> None:
-        """Give whole pages back, unless that was done a short while ago."""
+    def give_back(self, num_steps: int) -> None:
+        """Give whole pages back, unless that was done a short while ago or the process has computed no step since."""
         now = self._clock()
-        if self._trim is not None and now - self._trimmed_at >= TRIM_SECONDS:
+        if self._trim is not None and num_steps != self._num_steps and now - self._trimmed_at >= TRIM_SECONDS:
             self._trim(0)
-            self._trimmed_at = self._clock()
+            self._trimmed_at, self._num_steps = self._clock(), num_steps
 
 
 class RankWorker:
@@ -207,13 +208,16 @@ class RankWorker:
 
         Raises Unavailable if the ring breaks, TransferError if a transfer cannot begin.
         """
-        self._freed.give_back()
+        self._give_back()
         self._begin_sends(step)
         with self._compute() as ring, self._inbox.serving(step):
             before_layer = partial(self._yield, step, ring) if step.yields else None
             with self._clock.step(), suppress(StepEnded):
                 return self._prefill(step, ring, before_layer)
             return PrefillOutput()
+
+    def _give_back(self) -> None:
+        self._freed.give_back(self._progress.steps)
 
     def prefill_within(self, step: PrefillStep, timeout: float) -> PrefillOutput | None:
         """Wait until the compute thread has computed a step between two layers of the step that it is within.
@@ -303,7 +307,7 @@ class RankWorker:
             )
             prompts = DecodePrompts(parts.model, ring, parts.cache, parts.backend, self._clock, control)
             channel = HeaderChannel(self._rings.header_hops, spec.settings.max_batch, MAX_DRAFTS if drafts else 0)
-            work = LoopWork(batch, step, prompts, partial(self._probe, ring))
+            work = LoopWork(batch, step, prompts, partial(self._probe, ring), self._give_back)
             try:
                 if spec.rank == LEADER:
                     lead = LeadingLoop(
