@@ -198,7 +198,8 @@ class RingPlacer:
                 raise Unavailable(
                     f"no {role} ring is ready: an operator drained {', '.join(drained)}; retry when one is back"
                 )
-            raise Unavailable(f"no {'other ' if ready else ''}{role} ring is ready; retry in a few seconds")
+            why = "".join(f"; ring {name} cannot be rebuilt: {failure}" for name, failure in self._rings.failures(role))
+            raise Unavailable(f"no {'other ' if ready else ''}{role} ring is ready{why}; retry in a few seconds")
         return max(left, key=lambda ring: ring.registration.capacity_tokens)
 
     # --- what they cost ----------------------------------------------------------------------------------------------

@@ -435,6 +435,11 @@ class RingRegistry:
         drains = all(registration.is_draining for registration in present)
         return sorted(registration.name for registration in (*present, *left)) if drains else []
 
+    def failures(self, role: str) -> list[tuple[str, str]]:
+        """Return (name, reason) of a role's rings that could not be rebuilt so far."""
+        present = (ring.registration for ring in self._rings[role].values())
+        return sorted((each.name, each.failure) for each in present if each.is_rebuilding and each.failure)
+
     def state_of(self, name: str) -> RingStanding:
         """Return how a ring stands with the router. After a router's restart, a ring that left before is starting."""
         ring = self.find(name)

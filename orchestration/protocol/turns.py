@@ -333,7 +333,8 @@ class RingRegistration:
 
     `num_ranks` ranks share the tokens, and each is `tp` processes that share the heads. `chunk_tokens` is the most that
     one of its prefill steps may compute, `step_budget` its most work units (0: those of `chunk_tokens` tokens). A ring
-    that `is_draining` takes no new turns; one that `is_leaving` is gone when this is read; `is_rebuilding` ones failed.
+    that `is_draining` takes no new turns; one that `is_leaving` is gone when this is read; one that `is_rebuilding`
+    failed, and `failure` says why the latest attempt to rebuild it did (empty: none has).
 
     A decode ring computes up to `max_direct_tokens` tokens of a prompt itself (0: none), where a step of them is
     predicted to take no longer than `max_direct_seconds`. It takes `max_batch` turns into one batch (0: not known).
@@ -366,6 +367,7 @@ class RingRegistration:
     is_draining: bool = False
     is_leaving: bool = False
     is_rebuilding: bool = False
+    failure: str = ""
 
     @property
     def doing(self) -> str:

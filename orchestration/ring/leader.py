@@ -219,6 +219,7 @@ class RingLeader(ABC):
             is_draining=self.is_draining,
             is_leaving=self.is_leaving,
             is_rebuilding=ring.state is RingState.REBUILDING,
+            failure=ring.failure,
         )
         answer = await self._announce(registration, KnownEpoch(epoch=self._epoch))
         if answer.epoch != self._epoch:

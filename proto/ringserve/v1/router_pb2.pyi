@@ -506,6 +506,7 @@ class RegisterRingRequest(_message.Message):
     MAX_DIRECT_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_DIRECT_SECONDS_FIELD_NUMBER: _builtins.int
     IS_REBUILDING_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     INVENTORY_FIELD_NUMBER: _builtins.int
     role: _builtins.str
@@ -541,6 +542,8 @@ class RegisterRingRequest(_message.Message):
     max_direct_seconds: _builtins.float
     is_rebuilding: _builtins.bool
     """The leader lives, and makes its ring anew: the turns of this incarnation are lost."""
+    failure: _builtins.str
+    """Why the latest attempt to make it anew failed; empty if none has."""
     epoch: _builtins.int
     """Epoch of the router that the ring has told its inventory, or tells it now."""
     @_builtins.property
@@ -572,12 +575,13 @@ class RegisterRingRequest(_message.Message):
         max_direct_tokens: _builtins.int = ...,
         max_direct_seconds: _builtins.float = ...,
         is_rebuilding: _builtins.bool = ...,
+        failure: _builtins.str = ...,
         epoch: _builtins.int = ...,
         inventory: Global___RingInventory | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens", "free_tokens", b"free_tokens", "inventory", b"inventory", "rates", b"rates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens", "capacity_tokens", b"capacity_tokens", "chunk_tokens", b"chunk_tokens", "endpoint", b"endpoint", "epoch", b"epoch", "free_tokens", b"free_tokens", "incarnation", b"incarnation", "inventory", b"inventory", "is_draining", b"is_draining", "is_leaving", b"is_leaving", "is_rebuilding", b"is_rebuilding", "max_batch", b"max_batch", "max_direct_seconds", b"max_direct_seconds", "max_direct_tokens", b"max_direct_tokens", "min_chunk_tokens", b"min_chunk_tokens", "name", b"name", "num_evictions", b"num_evictions", "num_ranks", b"num_ranks", "rates", b"rates", "role", b"role", "spare_tokens", b"spare_tokens", "step_budget", b"step_budget", "tp", b"tp", "waiting_work", b"waiting_work", "work_rate", b"work_rate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens", "capacity_tokens", b"capacity_tokens", "chunk_tokens", b"chunk_tokens", "endpoint", b"endpoint", "epoch", b"epoch", "failure", b"failure", "free_tokens", b"free_tokens", "incarnation", b"incarnation", "inventory", b"inventory", "is_draining", b"is_draining", "is_leaving", b"is_leaving", "is_rebuilding", b"is_rebuilding", "max_batch", b"max_batch", "max_direct_seconds", b"max_direct_seconds", "max_direct_tokens", b"max_direct_tokens", "min_chunk_tokens", b"min_chunk_tokens", "name", b"name", "num_evictions", b"num_evictions", "num_ranks", b"num_ranks", "rates", b"rates", "role", b"role", "spare_tokens", b"spare_tokens", "step_budget", b"step_budget", "tp", b"tp", "waiting_work", b"waiting_work", "work_rate", b"work_rate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__free_tokens: _TypeAlias = _typing.Literal["free_tokens"]  # noqa: Y015
     _WhichOneofArgType__free_tokens: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens"]  # noqa: Y015

@@ -87,6 +87,17 @@ def test_no_ring_is_an_error_that_says_which_kind_is_missing(prefills: int, deco
         cluster(prefills, decodes).placer.choose(new_turn())
 
 
+def test_a_ring_that_cannot_be_rebuilt_is_named_with_the_reason_until_it_is() -> None:
+    made = cluster(1, 2)
+    for name, failure in (("d0", "model m has changed since the service began"), ("d1", "")):
+        made.add("decode", name, is_rebuilding=True, failure=failure)
+    why = "no decode ring is ready; ring d0 cannot be rebuilt: model m has changed since the service began; retry in"
+    with pytest.raises(Unavailable, match=why):
+        made.placer.choose(new_turn())
+    made.add("decode", "d0")
+    assert names(made.placer.choose(new_turn())) == ("p0", "d0")
+
+
 def test_turns_of_a_quiet_cluster_go_to_every_ring_in_turn() -> None:
     made = cluster(3, 3)
     seen = []
