@@ -60,6 +60,9 @@ KERNEL_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 CACHED_KERNELS = 128
 """Kernels that torch and oneDNN keep each, by the shape of a matrix product. A layer has about seven shapes for each
 number of rows. Their own 1,024 take a gigabyte after some hundred prompts; to make a kernel again takes about 1 ms."""
+WAIT_POLICY = "OMP_WAIT_POLICY"
+"""Of OpenMP's threads. By default one that waits for another spins, which keeps that other from a core that both need:
+ranks have more threads than the machine has cores."""
 RANK_NICENESS = 15
 """Nice value of a rank, which is Ray's own for all its workers: router and leaders come before what computes."""
 LEASE_SECONDS = 60.0
@@ -234,6 +237,7 @@ class RankActor:
 def _make_worker() -> RankWorker:
     for name in KERNEL_CACHES:
         os.environ.setdefault(name, str(CACHED_KERNELS))
+    os.environ.setdefault(WAIT_POLICY, "passive")
     # The import is here because leaders import this file and must stay free of torch. Garbage collections during it
     # would find nothing and take a sixth of its time; the frozen modules speed up later collections.
     gc.disable()
