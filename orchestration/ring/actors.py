@@ -183,7 +183,8 @@ class RankActor:
     @ray.method(concurrency_group="watch")
     def home(self) -> tuple[str, int]:
         """Return the id of this process's node, and its own there."""
-        return ray.get_runtime_context().get_node_id(), os.getpid()
+        with self._lease.asked():
+            return ray.get_runtime_context().get_node_id(), os.getpid()
 
     @ray.method(concurrency_group="watch")
     def status(self) -> RankStatus:
@@ -397,6 +398,10 @@ class RayRank:
     async def run_decode(self) -> None:
         await self._call("compute", "run_decode", None)
 
+    def renew_lease(self) -> None:
+        """Ask the rank for something, and do not wait for the answer."""
+        self._actor.home.remote()
+
     async def kill(self) -> None:
         """End the process at once, and free everything it holds.
 
@@ -429,6 +434,7 @@ class RayRanks:
         self._group = ""
         self._num_made = 0
         self._ranks: list[RayRank] = []
+        self._leases: asyncio.Task[None] | None = None
 
     async def create(self, num_ranks: int, timeout: float) -> Sequence[RayRank]:
         """Make the actors of all ranks. Raises Unavailable when the cluster has no room for the whole ring."""
@@ -448,8 +454,7 @@ class RayRanks:
         except RayError as error:
             await self.close()
             raise Unavailable(f"the placement group of ring {self._name} failed: {error}") from error
-        self._ranks = [self._rank(ring, index) for index in range(num_ranks)]
-        return self._ranks
+        return self._hold([self._rank(ring, index) for index in range(num_ranks)])
 
     async def adopt(self, num_ranks: int) -> Sequence[RayRank]:
         """Return the ranks of this ring that a dead leader left; empty if they do not fill its places."""
@@ -462,9 +467,21 @@ class RayRanks:
             except ValueError:  # one has ended meanwhile
                 continue
             self._ring, self._group, self._num_made = ring, group, max(counts.values())
-            self._ranks = [self._port(index, actor) for index, actor in enumerate(actors)]
-            return list(self._ranks)
+            return self._hold([self._port(index, actor) for index, actor in enumerate(actors)])
         return ()
+
+    def _hold(self, ranks: list[RayRank]) -> Sequence[RayRank]:
+        """Keep the leases of a ring's ranks until it is closed: one may wait for minutes while another loads."""
+        self._ranks = ranks
+        if self._leases is None:
+            self._leases = asyncio.create_task(self._renew_leases())
+        return list(ranks)
+
+    async def _renew_leases(self) -> None:
+        while True:
+            for rank in self._ranks:
+                rank.renew_lease()
+            await asyncio.sleep(LEASE_SECONDS / 4)
 
     async def replace(self, lost: Sequence[int], timeout: float) -> Sequence[RayRank]:
         """Kill lost ranks, and make others in their places. Ray starts each when its place is free."""
@@ -496,6 +513,9 @@ class RayRanks:
 
     async def close(self) -> None:
         """Free the places of the ranks. Idempotent."""
+        if self._leases is not None:
+            self._leases.cancel()
+            self._leases = None
         if self._ring is not None:
             remove_placement_group(self._ring)
             self._ring = None

@@ -20,6 +20,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from ringserve.cp_core.errors import ConfigError, RingserveError, Unavailable
+from ringserve.orchestration.ring.actors import free_places
 from ringserve.services.cluster.capacity import carrier_advice, check_fits, check_programs, dtype_advice, this_machine
 from ringserve.services.cluster.gateway import GatewayKeeper
 from ringserve.services.cluster.hosts import LeaderHost, RouterHost
@@ -350,6 +351,8 @@ class LocalCluster:
         done, late = ray.wait(stops, num_returns=len(stops), timeout=ACTORS_STOP_SECONDS) if stops else ([], [])
         if late:
             log.warning("%d of %d actors did not stop in time and are ended with Ray", len(late), len(done) + len(late))
+            for leader in self._rings.leaders:
+                free_places(leader.host.name)  # ranks outlive their leader, and here also a Ray that goes on
 
 
 def _model_name(path: str) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,7 +20,7 @@ from ringserve.cp_core.errors import StaleIncarnation, Unavailable
 from ringserve.orchestration.ring import actors
 from ringserve.orchestration.ring.actors import RayRank, RayRanks
 from ringserve.workers.protocol.ranks import RankSettings, RankSpec
-from tests.waiting import WAIT_SECONDS
+from tests.waiting import WAIT_SECONDS, eventually
 
 
 def test_places_of_a_dead_leader_are_freed_and_those_of_another_deployment_are_left(
@@ -45,31 +47,58 @@ def test_places_of_a_dead_leader_are_freed_and_those_of_another_deployment_are_l
     assert removed == ["decode-0.own"]
 
 
+class _Ray:
+    """Ray that gives every place at once. `leased` counts how often the actors were asked where they are."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.bundles: list[dict[str, float]] = []
+        self.places: list[int] = []
+        self.leased = Counter[int]()
+        monkeypatch.setattr(actors, "placement_group_table", dict)
+        monkeypatch.setattr(actors, "placement_group", self._make)
+        monkeypatch.setattr(actors, "remove_placement_group", lambda group: None)
+        monkeypatch.setattr(actors, "PlacementGroupSchedulingStrategy", self._place)
+        monkeypatch.setattr(actors, "_remote", lambda *_, **__: SimpleNamespace(options=lambda **_: self))
+
+    def _make(self, bundles: list[dict[str, float]], strategy: str, name: str, lifetime: str) -> Any:
+        assert lifetime == "detached"
+        self.bundles += bundles
+        return SimpleNamespace(ready=lambda: _done(None))
+
+    def _place(self, placement_group: object, placement_group_bundle_index: int) -> None:
+        self.places.append(placement_group_bundle_index)
+
+    def remote(self) -> Any:
+        number = len(self.places)
+
+        def ask() -> None:
+            self.leased[number] += 1
+
+        return SimpleNamespace(home=SimpleNamespace(remote=ask))
+
+
 @pytest.mark.parametrize(("tp", "places"), [(1, 4), (2, 2), (4, 1)])
 async def test_the_processes_that_share_heads_are_on_one_host(
     tp: int, places: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[dict[str, float]] = []
-    taken: list[int] = []
+    made = _Ray(monkeypatch)
+    ranks = RayRanks("decode-0", {"CPU": 1.0, "GPU": 0.5}, tp)
+    await ranks.create(4, 5.0)
+    await ranks.close()
+    assert made.bundles == [{"CPU": 1.0 * tp, "GPU": 0.5 * tp}] * places
+    assert made.places == [rank // tp for rank in range(4)]
 
-    def make(bundles: list[dict[str, float]], strategy: str, name: str, lifetime: str) -> Any:
-        assert lifetime == "detached"
-        asked.extend(bundles)
-        ready: Future[None] = Future()
-        ready.set_result(None)
-        return SimpleNamespace(ready=lambda: SimpleNamespace(future=lambda: ready))
 
-    def place(placement_group: object, placement_group_bundle_index: int) -> None:
-        taken.append(placement_group_bundle_index)
-
-    actor = SimpleNamespace(remote=lambda: None)
-    monkeypatch.setattr(actors, "placement_group_table", dict)
-    monkeypatch.setattr(actors, "placement_group", make)
-    monkeypatch.setattr(actors, "PlacementGroupSchedulingStrategy", place)
-    monkeypatch.setattr(actors, "_remote", lambda *_, **__: SimpleNamespace(options=lambda **_: actor))
-    await RayRanks("decode-0", {"CPU": 1.0, "GPU": 0.5}, tp).create(4, 5.0)
-    assert asked == [{"CPU": 1.0 * tp, "GPU": 0.5 * tp}] * places
-    assert taken == [rank // tp for rank in range(4)]
+async def test_ranks_are_asked_for_as_long_as_they_have_a_leader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has started may wait for minutes while another one loads, and nobody has work for it meanwhile."""
+    monkeypatch.setattr(actors, "LEASE_SECONDS", 0.04)
+    made = _Ray(monkeypatch)
+    ranks = RayRanks("decode-0", {"CPU": 1.0})
+    await ranks.create(3, 5.0)
+    await eventually(lambda: all(made.leased[rank] >= 3 for rank in (1, 2, 3)))
+    await ranks.close()
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() == {asyncio.current_task()}, "nobody asks any more"
 
 
 class _Actor:
