@@ -159,7 +159,7 @@ class Ring:
             return False
         started = time.monotonic()
         try:
-            measured = await self.ranks[0].recall(settings.control_timeout)
+            measured = await self.ranks[0].recall(RENEW_SECONDS)
             if not isinstance(measured, Measured):
                 raise Unavailable("it had not served")
             self._correction = measured.correction

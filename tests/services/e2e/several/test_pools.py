@@ -11,6 +11,7 @@ from ringserve.client import Client, RingInfo
 from ringserve.cp_core.cost.fit import PrefillSample, predicted_prefill
 from ringserve.cp_core.cost.profile import HardwareProfile
 from ringserve.mapping import enum_name
+from ringserve.orchestration.placement.placer import LEAVE_SECONDS, TIE
 from ringserve.services.offline.calibration.fitting import shape_of
 from ringserve.services.offline.reference import StockModel
 from ringserve.v1 import inference_pb2
@@ -30,6 +31,16 @@ def ring(inference: Inference, name: str) -> RingInfo:
 
 def prompt_of(num_tokens: int, seed: int) -> list[int]:
     return random_tokens(num_tokens, seed=seed)
+
+
+def check_worth(plan: inference_pb2.Plan) -> None:
+    """Check that a turn went where it is worth it, of both prefill rings.
+
+    Times that were measured on a busy machine correct the predictions, so that this may be either.
+    """
+    seconds = {each.ring: each.total_seconds for each in plan.ring_alternatives}
+    least = min(seconds[name] for name in ("prefill-0", "prefill-long-0"))
+    assert seconds[plan.prefill_ring] <= (1 + TIE) * least + LEAVE_SECONDS, plan.reason
 
 
 def test_every_ring_is_shown_with_its_size_and_serves_its_metrics(several: Cluster, inference: Inference) -> None:
@@ -96,17 +107,18 @@ def test_a_conversation_goes_to_the_ring_that_each_of_its_turns_is_worth(
     inference: Inference, stock: StockModel
 ) -> None:
     history: list[int] = []
-    turns = ((SHORT, "prefill-0"), (LONG, "prefill-long-0"), (3, "prefill-long-0"))
-    for number, (num_tokens, name) in enumerate(turns):
+    name = ""
+    for number, num_tokens in enumerate((SHORT, LONG, 3)):
         new = prompt_of(num_tokens, number)
         cached = max(0, len(history) - 1)
         answer = inference.answer(
             ids([*history, *new], conversation="wanders", mode=inference_pb2.PROMPT_MODE_WHOLE_HISTORY)
         )
         assert list(answer.output_ids) == stock.greedy([*history, *new], 6).token_ids
-        assert answer.plan.prefill_ring == name, answer.plan.reason
+        before, name = name, answer.plan.prefill_ring
+        check_worth(answer.plan)
         # A ring that it comes to fetches what is worth it from the decode ring.
-        assert answer.plan.cached_tokens in ({cached} if number != 1 else {0, cached})
+        assert answer.plan.cached_tokens in ({cached} if name == before else {0, cached})
         history += [*new, *answer.output_ids]
         retained = {place.ring: place.num_tokens for place in inference.conversation("wanders").placements}
         assert retained == {name: len(history) - 6, answer.plan.decode_ring: len(history) - 1}
@@ -127,5 +139,6 @@ def test_while_a_ring_is_gone_the_others_serve_on(inference: Inference, stock: S
         assert last.complete.usage.completion_tokens == NUM_TOKENS, "a turn on other rings notices nothing"
     wait_until(lambda: ring(inference, lost.name).state == "ready", "the ring is rebuilt")
     answer = inference.answer(ids(long))
-    assert (answer.plan.prefill_ring, list(answer.output_ids)) == (lost.name, expected[LONG])
+    assert list(answer.output_ids) == expected[LONG]
+    check_worth(answer.plan)
     assert ring(inference, lost.name).rebuilds == lost.rebuilds + 1
