@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 
 import numpy as np
 
-from ringserve.cp_core.errors import Busy, RingserveError
+from ringserve.cp_core.errors import RingserveError
 from ringserve.cp_core.layout.shards import ShardMap, TokenRange, spread
 from ringserve.orchestration.prefill.layouts import StepForm, lay_out
 from ringserve.orchestration.protocol.kv import SentKv
@@ -28,9 +25,6 @@ from ringserve.workers.sampling.parameters import NO_HISTORY, TokenHistory, Toke
 
 log = logging.getLogger(__name__)
 
-BUSY_SECONDS = 1.0
-"""Seconds that KV on another ring may be in use: the turn that computed it hands it over, and releases it then."""
-BUSY_PAUSE = 0.02
 NOTHING = SentKv(payload_bytes=0, seconds=0.0)
 PLAIN = StepForm()
 
@@ -108,7 +102,7 @@ class PrefillRun:
         """Fetch cached KV from another ring: tokens that a decode ring made, or tokens that were evicted here.
 
         A failed pull from the turn's decode ring ends the turn. After a failed pull from another ring, this ring
-        computes the tokens; KV that is in use there is asked for again for BUSY_SECONDS.
+        computes the tokens.
         """
         turn, sequence = self._turn, self._sequence
         await copy_blocks(self._ring, self._pool, sequence, self._incarnation)
@@ -138,17 +132,9 @@ class PrefillRun:
             key = TransferKey(transfer_id, turn.attempt, turn.destination.incarnation, self._incarnation)
             decode = self._peers.leader("decode", turn.decode_endpoint)
             return await fetch(self._ring, self._sequence, decode, key, tokens, shards, timeout, turn_id=turn.turn_id)
+        key = TransferKey(transfer_id, turn.attempt, other.incarnation, self._incarnation)
         source = self._peers.leader(other.role, other.endpoint)
-        deadline = time.monotonic() + BUSY_SECONDS
-        for number in count():
-            key = TransferKey(f"{transfer_id}/{number}", turn.attempt, other.incarnation, self._incarnation)
-            try:
-                return await fetch(self._ring, self._sequence, source, key, tokens, shards, timeout, kv_id=other.kv_id)
-            except Busy:
-                if time.monotonic() > deadline or self.stop_error is not None:
-                    raise
-            await asyncio.sleep(BUSY_PAUSE)
-        raise AssertionError("the loop has no end of its own")
+        return await fetch(self._ring, self._sequence, source, key, tokens, shards, timeout, kv_id=other.kv_id)
 
     @property
     def held(self) -> tuple[int, ...]:

@@ -13,9 +13,9 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -66,7 +66,7 @@ ranks have more threads than the machine has cores."""
 RANK_NICENESS = 15
 """Nice value of a rank, which is Ray's own for all its workers: router and leaders come before what computes."""
 LEASE_SECONDS = 60.0
-"""Seconds without a call of a leader after which a rank ends: long enough for another leader to start."""
+"""Seconds after which a rank without a leader ends: long enough for another leader to start."""
 START_NICENESS = 5
 """Addition to a rank's nice value while it imports: the imports get a third of what each process that computes gets."""
 
@@ -118,32 +118,6 @@ class HostActor:
         return await self._hosted.wait_event()
 
 
-class Lease:
-    """Time since a leader last asked something of a rank. A call that runs counts as asked now."""
-
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._seconds = seconds
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._num_running = 0
-        self._asked_at = clock()
-
-    @contextmanager
-    def asked(self) -> Iterator[None]:
-        with self._lock:
-            self._num_running += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._num_running -= 1
-                self._asked_at = self._clock()
-
-    def is_over(self) -> bool:
-        with self._lock:
-            return not self._num_running and self._clock() - self._asked_at > self._seconds
-
-
 class RankActor:
     """One rank. One thread computes; transfers wait in threads of their own; control calls always get an answer.
 
@@ -157,16 +131,15 @@ class RankActor:
         self._incarnation = ""
         self._settings: RankSettings | None = None  # as a leader named them
         self._note: object = None
-        self._lease = Lease(LEASE_SECONDS)
+        self._asked_at = time.monotonic()
         threading.Thread(target=self._end_unasked, name="ringserve-lease", daemon=True).start()
 
     @ray.method(concurrency_group="control")
     def start(self, spec: RankSpec) -> RankInfo:
         """Start the rank, which listens at its node's address unless the settings name another."""
-        with self._lease.asked():
-            self._incarnation, self._settings = spec.incarnation, spec.settings
-            listen_host = spec.settings.listen_host or ray.util.get_node_ip_address()
-            return self._worker.start(replace(spec, settings=replace(spec.settings, listen_host=listen_host)))
+        self._incarnation, self._settings = spec.incarnation, spec.settings
+        listen_host = spec.settings.listen_host or ray.util.get_node_ip_address()
+        return self._worker.start(replace(spec, settings=replace(spec.settings, listen_host=listen_host)))
 
     @ray.method(concurrency_group="control")
     def renew(self, spec: RankSpec) -> RankInfo:
@@ -174,22 +147,20 @@ class RankActor:
 
         Raises Unavailable if the rank has not started, or with other settings than the leader has.
         """
-        with self._lease.asked():
-            if self._settings not in (spec.settings, spec.with_helix().settings):
-                raise Unavailable(f"rank {spec.rank} of ring {spec.ring} was started with other settings")
-            self._incarnation = spec.incarnation
-            return self._worker.renew(replace(spec, settings=self._worker.parts.spec.settings))
+        if self._settings not in (spec.settings, spec.with_helix().settings):
+            raise Unavailable(f"rank {spec.rank} of ring {spec.ring} was started with other settings")
+        self._incarnation = spec.incarnation
+        return self._worker.renew(replace(spec, settings=self._worker.parts.spec.settings))
 
     @ray.method(concurrency_group="watch")
     def home(self) -> tuple[str, int]:
-        """Return the id of this process's node, and its own there."""
-        with self._lease.asked():
-            return ray.get_runtime_context().get_node_id(), os.getpid()
+        """Return the id of this process's node, and its own there. A leader asks at intervals: it renews the lease."""
+        self._asked_at = time.monotonic()
+        return ray.get_runtime_context().get_node_id(), os.getpid()
 
     @ray.method(concurrency_group="watch")
     def status(self) -> RankStatus:
-        with self._lease.asked():
-            return self._worker.status()
+        return self._worker.status()
 
     @ray.method(concurrency_group="control")
     def remember(self, note: object) -> None:
@@ -203,10 +174,7 @@ class RankActor:
 
     @ray.method(concurrency_group="compute")
     def compute(self, incarnation: str, method: str, *arguments: Any) -> Any:
-        if method != "run_decode":  # which runs for as long as the ring does, whether or not there is a leader
-            return self._call(incarnation, method, *arguments)
-        self._check(incarnation, method)
-        return self._worker.run_decode()
+        return self._call(incarnation, method, *arguments)
 
     @ray.method(concurrency_group="transfer")
     def transfer(self, incarnation: str, method: str, *arguments: Any) -> Any:
@@ -217,18 +185,14 @@ class RankActor:
         return self._call(incarnation, method, *arguments)
 
     def _call(self, incarnation: str, method: str, *arguments: Any) -> Any:
-        with self._lease.asked():
-            self._check(incarnation, method)
-            return getattr(self._worker, method)(*arguments)
-
-    def _check(self, incarnation: str, method: str) -> None:
         if incarnation != self._incarnation:
             raise StaleIncarnation(f"{method} was asked of {incarnation}, and this rank is one of {self._incarnation}")
+        return getattr(self._worker, method)(*arguments)
 
     def _end_unasked(self) -> None:
-        """End this process, and free the ring's places, once no leader has asked for anything for too long."""
-        while not self._lease.is_over():
-            time.sleep(LEASE_SECONDS / 10)
+        """End this process, and free the ring's places, once no leader has renewed the lease for too long."""
+        while (left := self._asked_at + LEASE_SECONDS - time.monotonic()) > 0:
+            time.sleep(left)
         with suppress(RayError):
             if (places := get_current_placement_group()) is not None:
                 remove_placement_group(places)
@@ -399,7 +363,7 @@ class RayRank:
         await self._call("compute", "run_decode", None)
 
     def renew_lease(self) -> None:
-        """Ask the rank for something, and do not wait for the answer."""
+        """Ask the rank where it is, and do not wait for the answer."""
         self._actor.home.remote()
 
     async def kill(self) -> None:

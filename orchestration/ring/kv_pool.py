@@ -14,8 +14,10 @@ that are filled in part.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ringserve.cp_core.errors import Busy, CapacityExceeded, NotFound
@@ -95,6 +97,7 @@ class KvPool:
         extent = max(-(-EXTENT_TOKENS // block_tokens), -(-num_blocks // MAX_EXTENTS))
         self._ranks = [BlockAllocator(num_blocks, extent) for _ in range(num_ranks)]
         self._sequences: OrderedDict[str, SequenceKv] = OrderedDict()
+        self._settled: dict[str, asyncio.Event] = {}  # of sequences whose end of use somebody waits for
 
     @property
     def capacity_tokens(self) -> int:
@@ -172,6 +175,14 @@ class KvPool:
             raise Busy(f"sequence {kv_id!r} is in use by {sequence.pinned_by!r}; retry in a moment")
         sequence.pinned_by, sequence.num_before = holder, sequence.shards.num_tokens
         return sequence
+
+    async def until_unpinned(self, kv_id: str, seconds: float) -> None:
+        """Wait until a sequence's holder, if it has one, has settled; `seconds` at most."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                # Several may wait: the next one holds it at once.
+                while (sequence := self._sequences.get(kv_id)) is not None and sequence.pinned_by is not None:
+                    await self._settled.setdefault(kv_id, asyncio.Event()).wait()
 
     def take_in(self, kv_id: str, holder: str, held: Sequence[int]) -> SequenceKv:
         """Pin a new sequence with room for `held[r]` tokens on each rank r, whose KV comes from another ring.
@@ -315,6 +326,8 @@ class KvPool:
             if retain_tokens > sequence.num_before:
                 sequence.last_turn = sequence.pinned_by
             sequence.pinned_by, sequence.is_forking = None, False
+            if (settled := self._settled.pop(kv_id, None)) is not None:
+                settled.set()
             self._sequences.move_to_end(kv_id, last=not is_guest)  # a long turn was in use until now
         self._cut(sequence, retain_tokens)
         if not sequence.shards.num_tokens:

@@ -28,6 +28,8 @@ from ringserve.workers.protocol.transfers import BlockPair, KvExpect, KvPart, Kv
 
 log = logging.getLogger(__name__)
 
+BUSY_SECONDS = 1.0
+"""Seconds that a sequence may be in use before a send of it is refused: the turn that computed it hands it over."""
 MAX_REMEMBERED = 1024
 """Finished moves whose outcome is still returned to a caller that asks again."""
 
@@ -191,24 +193,28 @@ class KvMoves:
     async def send(self, request: SendKv) -> SentKv:
         """Send retained tokens of a sequence that no turn uses. A second call during the first joins it.
 
-        Raises NotFound if the tokens are not here, Busy while a turn has them, TransferError, Unavailable.
+        A turn that has just computed them is waited for, BUSY_SECONDS at most. Raises NotFound if the tokens are not
+        here, Busy while a turn has them, TransferError, Unavailable.
         """
         key = request.key
         if key not in self._sends:
             self._ring.require_ready(request.source_incarnation)
-            pool = self._ring.pool
-            sequence = pool.hold(request.kv_id, key.transfer_id, request.tokens.stop)
-            retained = sequence.shards.num_tokens
-
-            async def work() -> SentKv:
-                try:
-                    return await send(self._ring, sequence, request)
-                finally:
-                    pool.settle(request.kv_id, key.transfer_id, retained)
-                    del self._sends[key]
-
-            self._sends[key] = request.kv_id, begin_joined("a move of KV", work())
+            self._sends[key] = request.kv_id, begin_joined("a move of KV", self._send(key, request))
         return await asyncio.shield(self._sends[key][1])
+
+    async def _send(self, key: TransferKey, request: SendKv) -> SentKv:
+        pool, kv_id, holder = self._ring.pool, request.kv_id, key.transfer_id
+        try:
+            await pool.until_unpinned(kv_id, BUSY_SECONDS)
+            self._ring.require_ready(request.source_incarnation)
+            sequence = pool.hold(kv_id, holder, request.tokens.stop)
+            retained = sequence.shards.num_tokens
+            try:
+                return await send(self._ring, sequence, request)
+            finally:
+                pool.settle(kv_id, holder, retained)
+        finally:
+            del self._sends[key]
 
     async def take(self, request: TakeKv) -> TakenKv:
         """Fetch a sequence that another ring retains, at most once per attempt.
@@ -243,12 +249,17 @@ class KvMoves:
     async def until_free(self, kv_id: str) -> None:
         """Wait for moves of the sequence whose callers are gone: the sequence's next turn may have come already.
 
-        The wait ends after the control timeout; the pool then refuses the turn and names the holder.
+        A send that waits for the sequence's turn is not waited for. The wait ends after the control timeout; the pool
+        then refuses the turn and names the holder.
         """
-        tasks: list[asyncio.Task[SentKv] | asyncio.Task[TakenKv]] = [
-            task for moves in (self._sends, self._takes) for name, task in moves.values() if name == kv_id
+        sequence = self._ring.pool.get(kv_id)
+        holder = sequence.pinned_by if sequence is not None else None
+        moving: list[asyncio.Task[SentKv] | asyncio.Task[TakenKv]] = [
+            task
+            for moves in (self._sends, self._takes)
+            for key, (name, task) in moves.items()
+            if name == kv_id and key.transfer_id == holder and not task.done()
         ]
-        moving = [task for task in tasks if not task.done()]
         if moving:
             await asyncio.wait(moving, timeout=self._ring.settings.control_timeout)
 

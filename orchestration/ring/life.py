@@ -165,7 +165,7 @@ class Ring:
             self._correction = measured.correction
             await self._renew(measured.rates)
         except RingserveError as failure:
-            log.warning("ring %s is made anew, and not taken over: %s", settings.name, failure)
+            log.warning("ranks of ring %s could not be taken over, new ones start: %s", settings.name, failure)
             await gather_all(rank.kill() for rank in self.ranks)
             await self._factory.close()
             self._correction = None
@@ -184,7 +184,7 @@ class Ring:
     async def _renew(self, rates: RingRates | None = None) -> None:
         """Let the ranks that live form a new ring with others in the places of lost ones. Raises Unavailable.
 
-        `rates` are those of the ring if no rank is lost; otherwise, and by default, they are measured.
+        Without lost ranks the ring has these `rates`. If a rank is lost, or none are given, rates are measured.
         """
         settings, specs = self.settings, self._specs()
 

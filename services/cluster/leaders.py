@@ -72,8 +72,7 @@ class RayLeader:
         if is_done(self._leaves) and not self.has_left():
             return "died"
         if self.is_starting():
-            limit = START_STAGES * self.host.config.timeouts.start
-            return f"has not started its ring in {limit:.0f} s" if time.monotonic() - self.started_at > limit else ""
+            return ""
         try:
             ray.get(self.serves)
         except RayTaskError as error:
@@ -172,7 +171,7 @@ class RingKeeper(Generic[L]):
         for leader in self.leaders:
             if leader.has_left():
                 self._retire(leader)
-            elif (reason := leader.failure()) and self._clock() - leader.started_at > RESTART_SECONDS:
+            elif (reason := self._failure_of(leader)) and self._clock() - leader.started_at > RESTART_SECONDS:
                 log.warning("the leader of ring %s %s; it is started again", leader.host.name, reason)
                 leader.kill()
                 self.make(leader.host)
@@ -180,6 +179,12 @@ class RingKeeper(Generic[L]):
             if away.wanted is not None and self._may_return(away, away.wanted):
                 log.info("ring %s is started again", away.host.name)
                 self.make(away.host)
+
+    def _failure_of(self, leader: L) -> str:
+        limit = START_STAGES * leader.host.config.timeouts.start
+        if leader.is_starting() and self._clock() - leader.started_at > limit:
+            return f"has not started its ring in {limit:.0f} s"
+        return leader.failure()
 
     def _retire(self, leader: L) -> None:
         """Stop the leader of a drained ring, which stays away until it is wanted again."""

@@ -165,9 +165,9 @@ class LocalRing:
             self.together(lambda worker, _: worker.probe())
 
     def rebuild(self, lost: int | None) -> None:
-        """Form the ring anew as a leader does, with another rank in the place of a lost one.
+        """Replace the `lost` rank and form the ring again, as its leader does.
 
-        None: the leader was lost. All ranks stay, and what they had measured.
+        With None the leader itself was lost: its successor keeps all ranks, and their measured rates.
         """
         place = self.workers[lost or 0].parts.spec
         if lost is not None:

@@ -11,11 +11,14 @@ import pytest
 import torch
 
 from ringserve.cp_core.errors import Busy, CapacityExceeded, NotFound, TransferError, Unavailable
+from ringserve.cp_core.layout.shards import spread
 from ringserve.orchestration.protocol.kv import SendKv
+from ringserve.orchestration.ring import kv_transfers
+from ringserve.orchestration.ring.kv_pool import KvPool
 from ringserve.workers.rank.thread_ranks import ThreadRank
 from tests.orchestration.conversations.moving import Leader, kv_of, take
 from tests.orchestration.service import Service
-from tests.waiting import eventually
+from tests.waiting import WAIT_SECONDS, eventually
 from tests.workers.models import random_tokens
 
 KIND = "llama_gqa"
@@ -84,7 +87,51 @@ async def test_a_take_that_is_asked_again_is_answered_as_before(service: Service
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_what_is_not_there_or_in_use_is_not_moved(service: Service, role: str) -> None:
+async def test_what_a_turn_is_about_to_release_is_moved_then(service: Service, role: str) -> None:
+    giver, taker = rings(service, role)
+    pool, whole = giver.ring.pool, take(giver, "c")
+    retained = pool.num_retained("c")
+    pool.pin("c", "a turn", retained)
+    moving = [asyncio.create_task(taker.take_kv(each)) for each in (whole, whole)]
+    await eventually(lambda: "c" in pool._settled)
+    await giver.settle("c", "a turn", retained)
+    first, second = await asyncio.gather(*moving)
+    assert first == second
+    assert taker.ring.pool.num_retained("c") == retained
+    assert not pool._settled
+    service.check_integrity()
+
+
+async def test_those_who_wait_for_a_sequence_get_it_one_after_the_other() -> None:
+    pool = KvPool(1, 8, 4)
+    pool.make_room(pool.pin("c", "a turn", 0), [4])
+
+    async def read(name: str) -> str:
+        await pool.until_unpinned("c", WAIT_SECONDS)
+        pool.pin("c", name, 4)
+        await asyncio.sleep(0)
+        pool.settle("c", name, 4)
+        return name
+
+    readers = [asyncio.create_task(read(name)) for name in ("first", "second", "third")]
+    await eventually(lambda: "c" in pool._settled)
+    sequence = pool.get("c")
+    assert sequence is not None
+    sequence.shards = spread(0, 4, (0,))
+    pool.settle("c", "a turn", 4)
+    assert await asyncio.gather(*readers) == ["first", "second", "third"]
+    await pool.until_unpinned("c", WAIT_SECONDS)
+    await pool.until_unpinned("unknown", WAIT_SECONDS)
+    pool.pin("c", "another turn", 4)
+    await pool.until_unpinned("c", 0.001)
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_what_is_not_there_or_in_use_is_not_moved(
+    service: Service, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_transfers, "BUSY_SECONDS", 0.01)
     giver, taker = rings(service, role)
     free = service.free_blocks()
     whole = take(giver, "c")

@@ -8,7 +8,7 @@ import pytest
 
 from ringserve.orchestration.protocol.rings import RingEvent
 from ringserve.services.cluster.hosts import LeaderHost
-from ringserve.services.cluster.leaders import NODE_SECONDS, RESTART_SECONDS, RingKeeper
+from ringserve.services.cluster.leaders import NODE_SECONDS, RESTART_SECONDS, START_STAGES, RingKeeper
 from ringserve.services.config import config_from
 
 
@@ -161,3 +161,11 @@ def test_a_leader_that_starts_is_not_taken_for_its_predecessor_that_fell_silent(
     machine.made[1].starting = False
     machine.keeper.want(RingEvent(ring="decode-0", silent_seconds=4.0))
     assert machine.look() == 3
+
+
+def test_a_leader_that_hangs_while_it_starts_is_replaced_at_last(machine: Machine) -> None:
+    machine.made[0].starting = True
+    limit = START_STAGES * machine.made[0].host.config.timeouts.start
+    assert machine.look(after=limit) == 1
+    assert machine.look(after=1.0) == 2
+    assert machine.made[0].ends == ["kill"]

@@ -34,9 +34,9 @@ def prompt_of(num_tokens: int, seed: int) -> list[int]:
 
 
 def check_worth(plan: inference_pb2.Plan) -> None:
-    """Check that a turn went where it is worth it, of both prefill rings.
+    """Check that a turn went to the prefill ring that its plan predicts to be faster.
 
-    Times that were measured on a busy machine correct the predictions, so that this may be either.
+    Times measured on a busy machine correct the predictions, so either ring may be the faster one.
     """
     seconds = {each.ring: each.total_seconds for each in plan.ring_alternatives}
     least = min(seconds[name] for name in ("prefill-0", "prefill-long-0"))
