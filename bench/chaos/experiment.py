@@ -14,6 +14,7 @@ from bench.chaos.load import FIRST, HIT, LAST, Expected, Stream, begin, play
 from bench.chaos.nodes import WorkerNode
 from bench.chaos.verdict import (
     MAX_DETECT_SECONDS,
+    UNKNOWN,
     Observation,
     Outcome,
     Result,
@@ -61,17 +62,17 @@ class Experiment:
         processes: Processes,
         expected: Sequence[Expected],
         stream_seconds: float,
-        usual_gap_seconds: float | None = None,
+        usual: Usual = UNKNOWN,
         worker: WorkerNode | None = None,
     ) -> None:
-        """Take the gateway's address, the processes, the load, each turn's deadline, the usual gap, the worker node."""
+        """Take the gateway's address, the processes, the load, each turn's deadline, what is usual, the worker node."""
         self._gateway = gateway
         self._processes = processes
         self._expected = expected
         self._stream_seconds = stream_seconds
         self._worker = worker
         self._may_return = True
-        self._usual_gap_seconds = usual_gap_seconds
+        self._usual = usual
         self._info = Info()
         self._num_rings = 0
         self._target: _Target | None = None
@@ -200,7 +201,7 @@ class Experiment:
             free_after=free_after,
             lost=lost,
             is_alone=bool(cell.role) and len(role_rings) == 1,
-            usual_gap_seconds=self._usual_gap_seconds,
+            usual=self._usual,
         )
 
     def _note_errors(self, affected: Sequence[Stream]) -> None:

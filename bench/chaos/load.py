@@ -20,8 +20,8 @@ from ringserve.services.gateway.text import REPLACEMENT
 FIRST, HIT, LAST = 0, 1, 2
 """Numbers of the three turns."""
 FIRST_TOKENS = (24, 130, 60, 300)
-HIT_TOKENS = (16, 1000, 40, 1600)
-HIT_ANSWER_TOKENS = (120, 24, 120, 24)
+HIT_TOKENS = (16, 600, 40, 1000)
+HIT_ANSWER_TOKENS = (64, 24, 64, 24)
 LAST_TOKENS = 12
 SHORT_ANSWER_TOKENS = 12
 NUM_CONVERSATIONS = 8

@@ -13,7 +13,7 @@ from bench.chaos.experiment import Experiment
 from bench.chaos.faults import Cell, Kind
 from bench.chaos.load import Expected, answers_without_fault, write_scripts
 from bench.chaos.nodes import Nodes
-from bench.chaos.verdict import Outcome, Result, Usual, nothing_hit
+from bench.chaos.verdict import UNKNOWN, Outcome, Result, nothing_hit
 from ringserve.client.async_client import AsyncClient
 from ringserve.cp_core.errors import RingserveError, Unavailable
 from ringserve.services.gateway.text import TextCodec
@@ -57,7 +57,7 @@ class Run:
         self._num_clusters = 0
         self._expected: list[Expected] = []
         self.smallest_lead = 0.0
-        self.usual = Usual()
+        self.usual = UNKNOWN
         self.num_left = 0
 
     async def results(self) -> AsyncIterator[Result]:
@@ -123,8 +123,8 @@ class Run:
 
     def _experiment(self, cluster: OwnCluster) -> Experiment:
         assert cluster.processes is not None, "the cluster has started"
-        seconds, usual, worker = self._plan.stream_seconds, self.usual.gap_p99, cluster.worker
-        return Experiment(cluster.gateway, cluster.processes, self._expected, seconds, usual, worker)
+        seconds, worker = self._plan.stream_seconds, cluster.worker
+        return Experiment(cluster.gateway, cluster.processes, self._expected, seconds, self.usual, worker)
 
     def stop(self) -> None:
         """End the cluster. Idempotent."""

@@ -66,7 +66,7 @@ async def test_a_rank_that_dies_between_turns_is_noticed_and_harms_no_answer(
         expected = await answers(gateway, codec)
         assert check_greedy(model_path, expected) > 0.0
         ranks = RankThreads(service)
-        usual = (await Experiment(gateway.target, ranks, expected, SECONDS).usual("usual-")).gap_p99
+        usual = await Experiment(gateway.target, ranks, expected, SECONDS).usual("usual-")
         experiment = Experiment(gateway.target, ranks, expected, SECONDS, usual)
         result = await experiment.run(Cell(Kind.DECODE_RANK, Phase.IDLE, How.KILL), "idle-")
         assert (result.outcome, result.reasons) == (Outcome.HELD, ())
@@ -76,7 +76,7 @@ async def test_a_rank_that_dies_between_turns_is_noticed_and_harms_no_answer(
         assert result.sign
         assert result.free_blocks_before == result.free_blocks_after > 0
         assert result.longest_gap_seconds
-        assert result.gap_ratio == pytest.approx(result.longest_gap_seconds / usual)
+        assert result.gap_ratio == pytest.approx(result.longest_gap_seconds / usual.gap_p99)
 
 
 async def test_only_the_very_tokens_and_text_of_an_answer_are_exact(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -58,7 +59,7 @@ def test_streams_that_end_exactly_keep_the_promise() -> None:
         ({"detect_seconds": 7.04}, "the service did not notice the fault within 5 s, but after 7.0"),
         (
             {"affected": [answered(6, 7, 8, at=(101.0, 112.0, 113.0))]},
-            "the next token of a stream came only after 10.5 s",
+            "the next token of a stream came 10.5 s later than without a fault",
         ),
         ({"recover_seconds": None}, "the cluster did not become whole and idle again"),
         ({"free_after": 60}, "4 KV blocks are not free again"),
@@ -75,6 +76,29 @@ def test_the_only_ring_of_a_role_may_take_its_time_to_come_back() -> None:
     assert judge(CELL, seen(affected=late, is_alone=True)).outcome is Outcome.HELD
 
 
+@pytest.mark.parametrize(
+    ("began", "at", "late"),
+    [
+        (101.0, 118.0, 10.1),  # its prompt was computed for 0.5 s of 6.9 when the fault came
+        (101.6, 118.0, 9.5),  # it began after the fault
+        (90.0, 112.0, 10.5),  # it should have had its first token long ago
+    ],
+)
+def test_of_a_prompt_only_the_time_beyond_its_usual_one_is_late(began: float, at: float, late: float) -> None:
+    stream = answered(6, 7, 8, at=(at, at + 1, at + 2))
+    stream.began = began
+    result = judge(CELL, seen([stream], usual=Usual(first_tokens={stream.expected.script.name: 6.9})))
+    assert result.late_seconds == pytest.approx(late)
+    assert result.next_token_seconds == pytest.approx(at - 101.5)
+    assert result.outcome is (Outcome.BROKEN if late > 10.0 else Outcome.HELD)
+
+
+def test_a_stream_that_has_a_token_has_waited_for_its_prompt() -> None:
+    stream = answered(6, 7, 8, at=(101.2, 112.0, 113.0))
+    result = judge(CELL, seen([stream], usual=Usual(first_tokens={stream.expected.script.name: 60.0})))
+    assert result.late_seconds == pytest.approx(10.5)
+
+
 def test_tokens_that_were_streamed_and_are_not_the_answers_break_the_promise() -> None:
     stream = answered(6, 7, 8)
     stream.token_ids = [6, 6, 7, 8]
@@ -84,7 +108,9 @@ def test_tokens_that_were_streamed_and_are_not_the_answers_break_the_promise() -
 
 
 def test_what_is_usual_are_gaps_and_first_tokens_of_all_streams() -> None:
-    usual = Usual.of([answered(6, 7, 8, at=(101.0, 101.5, 103.5)), answered(6, 7, 8, at=(104.0, 104.5, 105.0))])
+    first, second = answered(6, 7, 8, at=(101.0, 101.5, 103.5)), answered(6, 7, 8, at=(104.0, 104.5, 105.0))
+    second.expected = replace(second.expected, script=replace(second.expected.script, name="second"))
+    usual = Usual.of([first, second])
     assert usual.longest_gap == pytest.approx(2.0)
     assert usual.last_first_token == pytest.approx(4.0)
     assert 0.5 < usual.gap_p99 <= 2.0
@@ -102,6 +128,6 @@ def test_a_gap_that_ended_before_the_fault_is_none_of_its_doing() -> None:
 def test_the_longest_gap_is_told_in_usual_gaps_where_these_are_known() -> None:
     gaps = [answered(6, 7, 8, at=(101.0, 101.5, 103.5)), answered(6, 7, 8)]
     assert judge(CELL, seen(gaps)).gap_ratio is None
-    result = judge(CELL, seen(gaps, usual_gap_seconds=0.5))
+    result = judge(CELL, seen(gaps, usual=Usual(gap_p99=0.5)))
     assert result.gap_ratio == pytest.approx(4.0)
     assert result.as_dict()["gap_ratio"] == pytest.approx(4.0)
