@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from bench.chaos.faults import Processes
+from bench.chaos.faults import Kind, Processes
 from bench.chaos.nodes import Nodes, WorkerNode
 from ringserve.cp_core.errors import Unavailable
 
@@ -87,6 +87,8 @@ class OwnCluster:
             await asyncio.sleep(POLL_SECONDS)
         ready = json.loads(self._ready.read_text())
         self.gateway, self.http = ready["gateway"], ready["http"]
+        for kind in (Kind.GATEWAY, Kind.ROUTER):
+            self.processes.ports[kind] = int(ready[kind].rpartition(":")[2])
         await asyncio.to_thread(self.processes.look)
 
     @property

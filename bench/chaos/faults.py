@@ -117,13 +117,17 @@ def choose(patterns: Iterable[str]) -> list[Cell]:
 
 
 class Processes:
-    """Processes below some roots, by what they show in `ps`. Every process that was ever seen is remembered."""
+    """Processes below some roots, by what they show in `ps`. Every process that was ever seen is remembered.
+
+    What has a port in `ports` is the process of its name that listens there: others are spares.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[psutil.Process, int] = {}  # with its root's id
         self._roots: list[psutil.Process] = []
         self._stopped: list[psutil.Process] = []
         self._pids: dict[str, int] = {}
+        self.ports: dict[str, int] = {}
 
     def add(self, root: int) -> None:
         """Watch a process and those below it too."""
@@ -144,7 +148,9 @@ class Processes:
                 for process in root.children(recursive=True):
                     self._seen.setdefault(process, root.pid)
                     with contextlib.suppress(*GONE):
-                        if process.status() != psutil.STATUS_ZOMBIE and (name := _name(process.cmdline())):
+                        if process.status() == psutil.STATUS_ZOMBIE or not (name := _name(process.cmdline())):
+                            continue
+                        if name not in self.ports or _listens(process, self.ports[name]):
                             found[name] = process.pid
         self._pids = found
         return found
@@ -200,6 +206,12 @@ class Processes:
             with contextlib.suppress(*GONE):
                 if root in (0, above) and process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                     yield process
+
+
+def _listens(process: psutil.Process, port: int) -> bool:
+    """Return whether a process listens at a port, whatever else it does."""
+    sockets = process.net_connections("tcp")
+    return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in sockets)
 
 
 def _name(command: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Gateway that `ringserve up` runs as a process: its start, its heartbeats, its restart in place, its end."""
+"""Gateway that `ringserve up` runs as a process: its start, its heartbeats, its successor, its end."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from ringserve.cp_core.errors import ConfigError
@@ -26,6 +27,12 @@ RESTART_WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds between attempts to restart a gateway: a connection of another program may hold its port for a while."""
 MAX_TICK_SECONDS = 1.0
 """Silence that one look counts at most: this process may have stood still itself."""
+SPARE_WAIT = 5.0
+"""Seconds from a successor's start of serving to the load of the next: turns that were cut begin again meanwhile."""
+FAILED_SPARE_WAIT = 60.0
+"""Seconds from the end of a spare that has not served to the load of another."""
+SPARE_SECONDS = 5.0
+"""Seconds that a spare has for listening: it has loaded all else."""
 ENDED = b""
 """Line of a process that has ended."""
 
@@ -35,11 +42,78 @@ def gateway_command(settings: GatewaySettings) -> Sequence[str]:
     return (sys.executable, "-P", "-m", "ringserve.services.gateway.process", "--settings", settings.to_json())
 
 
+class _Process:
+    """Process of a gateway with the lines that it prints."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        """Start it.
+
+        It has a process group of its own: Ctrl-C reaches this process alone, which then ends the gateway in order. Not
+        a session: Linux shares processors out among sessions first, and a nice value counts within one alone. Beside
+        ranks of another session, which all have 15, a gateway would get half of a core.
+        """
+        self._popen = popen = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            process_group=0,
+            env=without_ray_token(os.environ),
+        )
+        self.pid = popen.pid
+        self.lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="ringserve-gateway", daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._popen.stdout is not None, "it is a pipe"
+        with self._popen.stdout:
+            for line in self._popen.stdout:
+                self.lines.put(line)
+        self.lines.put(ENDED)
+
+    @property
+    def exit_status(self) -> int | None:
+        """Exit status; None while the process runs."""
+        return self._popen.poll()
+
+    def next_line(self, seconds: float) -> bytes:
+        """Return its next line; ENDED if none comes."""
+        try:
+            return self.lines.get(timeout=seconds)
+        except queue.Empty:
+            return ENDED
+
+    def let_serve(self) -> None:
+        """Tell a spare to serve; one that has ended is told nothing."""
+        assert self._popen.stdin is not None, "it is a pipe"
+        with suppress(OSError):
+            self._popen.stdin.write(b"\n")
+            self._popen.stdin.flush()
+
+    def kill(self) -> None:
+        self._popen.kill()
+
+    def terminate(self) -> None:
+        self._popen.terminate()
+
+    def end(self) -> None:
+        """End it, and wait for that."""
+        self._popen.terminate()
+        try:
+            self._popen.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.wait()
+        assert self._popen.stdin is not None, "it is a pipe"
+        with suppress(OSError):  # what it was told and has not read
+            self._popen.stdin.close()
+
+
 class GatewayKeeper:
     """Keeper of one gateway: `start`, `await_serving`, then `look` again and again, and `end`.
 
-    The first line that the gateway prints has its addresses, at which it is started again. Each later line is a sign of
-    life. One that has given none for `silent_seconds` is killed and started again, as one that has died.
+    The first line that the gateway prints has its addresses, which its successors have too. Each later line is a sign
+    of life. One that has given none for `silent_seconds` is killed. Where one has died, a spare serves at once: it has
+    loaded all but its servers. Without a spare, another is started.
     """
 
     def __init__(
@@ -48,6 +122,7 @@ class GatewayKeeper:
         *,
         start_seconds: float,
         silent_seconds: float,
+        has_spare: bool = True,
         command: Callable[[GatewaySettings], Sequence[str]] = gateway_command,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -56,8 +131,10 @@ class GatewayKeeper:
         self._silent_seconds = silent_seconds
         self._command = command
         self._clock = clock
-        self._process: subprocess.Popen[bytes] | None = None
-        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._process: _Process | None = None
+        self._spare: _Process | None = None
+        self._has_spare = has_spare
+        self._spare_at = 0.0
         self._looked_at = self._silence = 0.0
 
     @property
@@ -68,34 +145,15 @@ class GatewayKeeper:
 
     def start(self) -> None:
         """Start the process."""
-        # A process group of its own: Ctrl-C reaches this process alone, which then ends the gateway in order. Not a
-        # session: Linux shares processors out among sessions first, and a nice value counts within one alone. Beside
-        # ranks of another session, which all have 15, a gateway would get half of a core.
-        self._process = process = subprocess.Popen(
-            self._command(self.settings),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            process_group=0,
-            env=without_ray_token(os.environ),
-        )
-        lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._lines = lines
-
-        def read() -> None:
-            assert process.stdout is not None, "it is a pipe"
-            with process.stdout:
-                for line in process.stdout:
-                    lines.put(line)
-            lines.put(ENDED)
-
-        threading.Thread(target=read, name="ringserve-gateway", daemon=True).start()
+        self._process = _Process(self._command(self.settings))
 
     def await_serving(self) -> None:
         """Wait until the gateway serves. Raises ConfigError if it does not."""
-        try:
-            line = self._lines.get(timeout=self._start_seconds)
-        except queue.Empty:
-            line = ENDED
+        self._await_serving(self._start_seconds)
+
+    def _await_serving(self, seconds: float) -> None:
+        assert self._process is not None, "the gateway was started"
+        line = self._process.next_line(seconds)
         if line is ENDED:
             raise ConfigError("the gateway did not start; its reason is above")
         addresses = json.loads(line)
@@ -105,46 +163,79 @@ class GatewayKeeper:
         self._looked_at, self._silence = self._clock(), 0.0
 
     def look(self, stopped: threading.Event) -> None:
-        """Start the gateway again where it has died or stands still. Raises ConfigError if it fails every time."""
+        """Let a successor serve where the gateway has died or stands still. Raises ConfigError if none can."""
         process, now = self._process, self._clock()
         assert process is not None, "the gateway was started"
         self._silence += min(now - self._looked_at, MAX_TICK_SECONDS)
         self._looked_at = now
-        while not self._lines.empty():
-            self._lines.get()
+        while not process.lines.empty():
+            process.lines.get()
             self._silence = 0.0
-        if process.poll() is not None:
-            log.warning("the gateway died (exit %s) and is started again", process.returncode)
+        if process.exit_status is not None:
+            log.warning("the gateway died (exit %s); another takes its place", process.exit_status)
         elif self._silence > self._silent_seconds:
-            log.warning("the gateway sent no heartbeat for %.0f s; it is killed and started again", self._silence)
+            log.warning(
+                "the gateway sent no heartbeat for %.0f s; it is killed, another takes its place", self._silence
+            )
             process.kill()
         else:
-            return
-        self.end()
+            return self._keep_spare(now)
+        self._end_process()
+        if not self._take_spare():
+            self._start_again(stopped)
+        self._spare_at = self._clock() + SPARE_WAIT
+
+    def _start_again(self, stopped: threading.Event) -> None:
         for seconds in (*RESTART_WAITS, None):
             self.start()
             try:
                 return self.await_serving()
             except ConfigError:
-                self.end()
+                self._end_process()
                 if seconds is None or stopped.wait(seconds):
                     raise
 
+    def _keep_spare(self, now: float) -> None:
+        """Have a spare loaded, but not at once after another."""
+        if self._spare is not None and self._spare.exit_status is not None:
+            log.warning("the spare gateway died (exit %s)", self._spare.exit_status)
+            self._end_spare()
+            self._spare_at = now + FAILED_SPARE_WAIT
+        if self._has_spare and self._spare is None and now >= self._spare_at:
+            self._spare = _Process(self._command(replace(self.settings, is_spare=True)))
+
+    def _take_spare(self) -> bool:
+        """Let the spare serve. Return False if there is none, or it does not."""
+        if self._spare is None:
+            return False
+        self._process, self._spare = self._spare, None
+        self._process.let_serve()
+        try:
+            self._await_serving(SPARE_SECONDS)
+        except ConfigError:
+            self._process.kill()
+            self._end_process()
+            return False
+        return True
+
     def terminate(self) -> None:
         """Tell the gateway to end when its turns have."""
+        self._end_spare()
         if self._process is not None:
             self._process.terminate()
 
     def end(self) -> None:
-        """End the process, and wait for that. Idempotent."""
-        if self._process is None:
-            return
-        process, self._process = self._process, None
-        process.terminate()
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        assert process.stdin is not None, "it is a pipe"
-        process.stdin.close()
+        """End the processes, and wait for that. Idempotent."""
+        self._end_spare()
+        self._end_process()
+
+    def _end_process(self) -> None:
+        if self._process is not None:
+            process, self._process = self._process, None
+            process.end()
+
+    def _end_spare(self) -> None:
+        if self._spare is not None:
+            spare, self._spare = self._spare, None
+            spare.kill()  # it has nothing to end in order
+            spare.end()

@@ -149,7 +149,13 @@ class LocalCluster:
         )
         # With a journal, to start a router again costs no turn.
         silent = config.timeouts.lost if self._journal else config.timeouts.stuck
-        self._router = RouterKeeper(router_host, RayRouter, silent_seconds=silent)
+        self._router = RouterKeeper(
+            router_host,
+            RayRouter,
+            start_seconds=config.timeouts.start,
+            silent_seconds=silent,
+            has_spare=config.router.spare,
+        )
         router = self._router.process
         assert isinstance(router, RayRouter), "just made"
         self.router_endpoint = self._result(router.serves)
@@ -174,6 +180,7 @@ class LocalCluster:
                 self._gateway_settings(path),
                 start_seconds=config.timeouts.start,
                 silent_seconds=config.timeouts.lost,
+                has_spare=config.gateway.spare,
             )
             self._gateway.start()
         for host in hosts:
@@ -297,7 +304,7 @@ class LocalCluster:
         return self._gateway.settings.metrics if self._gateway else ""
 
     def watch(self) -> None:
-        """Restart a router, leader or gateway that died, until stopped. Raises Unavailable, ConfigError."""
+        """Replace a router, leader or gateway that died, until stopped. Raises Unavailable, ConfigError."""
         assert self._router is not None, "the cluster has started"
         trouble = ""
         while not self._stopped.wait(POLL_SECONDS):
@@ -348,6 +355,7 @@ class LocalCluster:
         stops = [leader.actor.stop.remote() for leader in self._rings.leaders]
         if self._router is not None and isinstance(self._router.process, RayRouter):
             stops.append(self._router.process.actor.stop.remote())
+            self._router.end_spare()
         done, late = ray.wait(stops, num_returns=len(stops), timeout=ACTORS_STOP_SECONDS) if stops else ([], [])
         if late:
             log.warning("%d of %d actors did not stop in time and are ended with Ray", len(late), len(done) + len(late))

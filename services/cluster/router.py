@@ -1,8 +1,9 @@
-"""Router of a cluster: started again in place, at the same port, when it dies or stands still.
+"""Router of a cluster: another serves in its place, at the same port, when it dies or stands still.
 
 starts ──serves──> runs ──dies, or is silent: killed──> starts      at most len(RESTART_WAITS) failed starts in a row
 
-If the journal's disk is full, starts repeat without limit until there is space.
+If the journal's disk is full, starts repeat without limit until there is space. Beside a router that runs, a spare has
+its modules loaded, so that its start is that of the server alone.
 """
 
 from __future__ import annotations
@@ -34,12 +35,19 @@ DISK_WAIT_SECONDS = 5.0
 """Seconds between two starts while the journal's disk is full."""
 PROBE_SECONDS = 0.25
 """Seconds between two questions whether the router answers."""
+SPARE_WAIT = 5.0
+"""Seconds from a router's start of serving to the load of its spare: turns that it has to settle come first."""
+FAILED_SPARE_WAIT = 60.0
+"""Seconds from the end of a spare to the load of another."""
 MAX_TICK_SECONDS = 1.0
 """Silence that one question counts at most: this process may have stood still itself."""
 
 
 class RouterProcess(Protocol):
-    """Process of one router."""
+    """Process of one router, which has loaded its modules, or will, and serves once it is told to."""
+
+    def begin(self) -> None:
+        """Let it serve."""
 
     def endpoint(self) -> str | None:
         """Return its address HOST:PORT, or None while it starts.
@@ -61,10 +69,11 @@ class RayRouter:
 
     def __init__(self, host: RouterHost, name: str) -> None:
         self.actor = host_actor(name, ROUTER_NAME, host)
-        self.serves = self.actor.start.remote()
         self._pid = self.actor.pid.remote()
         self._event = self.actor.wait_event.remote()
-        self._answer = self.serves
+
+    def begin(self) -> None:
+        self.serves = self._answer = self.actor.start.remote()
 
     def endpoint(self) -> str | None:
         if not is_done(self.serves):
@@ -102,10 +111,10 @@ class RayRouter:
 
 
 class RouterKeeper:
-    """Keeper of the one router: `start`, then `look` again and again.
+    """Keeper of the one router: `look` again and again, then `end_spare`.
 
-    `make` starts a process under a name of its own, `clock` returns seconds. `silent_seconds` without an answer make a
-    router one that stands still.
+    `make` starts a process under a name of its own, `clock` returns seconds. A router has `start_seconds` to serve;
+    `silent_seconds` without an answer make it one that stands still.
     """
 
     def __init__(
@@ -113,17 +122,22 @@ class RouterKeeper:
         host: RouterHost,
         make: Callable[[RouterHost, str], RouterProcess],
         *,
+        start_seconds: float,
         silent_seconds: float,
+        has_spare: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._host = host
         self._make = make
+        self._start_seconds = start_seconds
         self._silent_seconds = silent_seconds
+        self._has_spare = has_spare
         self._clock = clock
         self._num_made = 0
         self._num_failed = 0
         self._serves = False
-        self._probed_at = self._start_at = clock()
+        self._probed_at = self._start_at = self._begun_at = self._spare_at = clock()
+        self._spare: RouterProcess | None = None
         self._silence = 0.0
         self.trouble = ""
         """Why the router cannot serve until somebody acts, such as a full disk; empty otherwise."""
@@ -131,10 +145,14 @@ class RouterKeeper:
         self._start()
 
     def _start(self) -> None:
+        self.process, self._spare = self._spare or self._new(), None
+        self._serves, self._begun_at = False, self._clock()
+        self.process.begin()
+
+    def _new(self) -> RouterProcess:
         # Ray frees the name of a dead actor when it likes: the successor gets another.
         self._num_made += 1
-        self._serves = False
-        self.process = self._make(self._host, f"{ROUTER_NAME}-{self._num_made}")
+        return self._make(self._host, f"{ROUTER_NAME}-{self._num_made}")
 
     def serves_at(self, endpoint: str) -> None:
         """Note where the router serves; it is started again with that port."""
@@ -145,9 +163,10 @@ class RouterKeeper:
 
     def _note_serving(self) -> None:
         self._serves, self._silence, self._probed_at = True, 0.0, self._clock()
+        self._spare_at = self._probed_at + SPARE_WAIT
 
     def look(self) -> RingEvent | None:
-        """Start the router again where it has to be. Return what it wants to be done for a ring, if anything.
+        """Let another serve where the router cannot. Return what it wants to be done for a ring, if anything.
 
         Raises Unavailable if it cannot be started.
         """
@@ -162,7 +181,10 @@ class RouterKeeper:
                     log.warning("the router serves again")
                     self.trouble = ""
                     self._note_serving()
+                elif now - self._begun_at > self._start_seconds:
+                    raise Unavailable(f"the router has not started within {self._start_seconds:.0f} s")
                 return None
+            self._keep_spare(now)
             self._probe(now)
             return self.process.event()
         except DiskFull as error:
@@ -170,6 +192,25 @@ class RouterKeeper:
         except Unavailable as error:
             self._end(str(error), now)
         return None
+
+    def _keep_spare(self, now: float) -> None:
+        """Have a spare loaded, but not at once after another."""
+        if self._spare is None:
+            if self._has_spare and now >= self._spare_at:
+                self._spare = self._new()
+            return
+        try:
+            self._spare.event()  # it has none, but tells of its end
+        except Unavailable as error:
+            log.warning("the spare of the router is lost: %s", error)
+            self.end_spare()
+            self._spare_at = now + FAILED_SPARE_WAIT
+
+    def end_spare(self) -> None:
+        """End the spare, if there is one."""
+        if self._spare is not None:
+            self._spare.kill()
+            self._spare = None
 
     def _probe(self, now: float) -> None:
         """Ask the router for a heartbeat. Raises Unavailable if none has come for too long."""
@@ -198,6 +239,6 @@ class RouterKeeper:
         if self._num_failed == len(RESTART_WAITS):
             raise Unavailable(f"{why}; it could not be started again, so the cluster ends")
         forgets = "" if self._host.journal else ", and without router.journal its conversations are forgotten"
-        log.warning("%s; it is started again%s", why, forgets)
+        log.warning("%s; another takes its place%s", why, forgets)
         self._start_at = now + RESTART_WAITS[self._num_failed]
         self._num_failed += 1

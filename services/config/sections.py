@@ -361,6 +361,11 @@ class RouterConfig:
     max_waiting_turns: Whole = Field(
         default=64, ge=1, le=100_000, description="Turns that may wait for one conversation.", examples=[8]
     )
+    spare: bool = Field(
+        default=True,
+        description="Keep a second router loaded, which serves at once if the first ends (80 MB of memory).",
+        examples=[False],
+    )
     retain_prompts: bool = Field(
         default=True,
         description="Share the KV of earlier prompts that begin alike, also without a conversation.",
@@ -448,6 +453,13 @@ class GatewayConfig:
     max_seconds: Seconds = Field(default=600.0, description="Longest time of a turn, in seconds.", examples=[60.0])
     max_calls: Whole = Field(default=4096, ge=1, le=1_000_000, description="gRPC calls at a time.", examples=[512])
     page: bool = Field(default=True, description="Serve a page at / of gateway.http.", examples=[False])
+    spare: bool = Field(
+        default=True,
+        description=(
+            "Keep a second gateway loaded, which serves at once if the first ends (ringserve up; 80 MB of memory)."
+        ),
+        examples=[False],
+    )
     insecure: bool = Field(
         default=False, description="Allow listening beyond loopback without TLS or tokens.", examples=[True]
     )

@@ -19,7 +19,8 @@ from ringserve.services.config.sections import HttpConfig, TracingConfig
 class GatewaySettings:
     """Settings of one gateway.
 
-    `follow_stdin` ends the gateway when standard input closes, which happens when its parent ends. `tokens` is the path
+    `follow_stdin` ends the gateway when standard input closes, which happens when its parent ends; one that `is_spare`
+    serves once it has read a line there. `tokens` is the path
     of the tenants file. `page` serves the status page at `/` of `http`; `api` configures the HTTP API. A stopping
     gateway lets turns run for at most `drain_seconds`. A peer without heartbeats for `lost_seconds` fails its turns.
     """
@@ -43,6 +44,7 @@ class GatewaySettings:
     metric_names: str = ""
     metric_tenants: int = 0
     follow_stdin: bool = False
+    is_spare: bool = False
     tokens: str = ""
     tls: ServerTls | None = None
     peer_tls: PeerTls | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,13 @@ from ringserve.client import RingInfo, ServerInfo
 from tests.bench.chaos.streams import PLAN, expected
 from tests.services.e2e.cluster import is_alive, wait_until
 
-WAITS = "import sys; print('runs', flush=True); sys.stdin.read()"
+WAITS = """
+import socket, sys
+if "LISTEN" in sys.argv:
+    server = socket.create_server(("127.0.0.1", int(sys.argv[-1])))
+print('runs', flush=True)
+sys.stdin.read()
+"""
 PARENT = f"""
 import subprocess, sys
 for line in sys.stdin:
@@ -93,6 +100,18 @@ def test_processes_are_known_by_their_titles_and_others_are_not(parent: Parent) 
     assert processes.name_of(Kind.DECODE_RANK, "decode-0") == "decode-0 rank 1"
     assert processes.name_of(Kind.DECODE_RANK, "decode-1") == ""
     assert processes.name_of(Kind.ROUTER, "") == "router"
+
+
+def test_of_a_name_with_a_port_only_the_process_that_listens_there_is_hit(parent: Parent) -> None:
+    processes = below(parent)
+    with socket.create_server(("127.0.0.1", 0)) as elsewhere:
+        processes.ports["router"] = port = elsewhere.getsockname()[1]
+    parent.start("ray::router")
+    other = parent.start("ray::prefill-0 leader")
+    assert processes.look() == {"prefill-0 leader": other.pid}
+    listening = parent.start("ray::router", "LISTEN", str(port))
+    parent.start("ray::router")
+    assert processes.look() == {"router": listening.pid, "prefill-0 leader": other.pid}
 
 
 def test_raylets_are_known_by_the_addresses_of_their_nodes(parent: Parent) -> None:

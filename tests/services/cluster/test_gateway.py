@@ -1,27 +1,33 @@
-"""Keeper of the gateway: one that dies or stands still is started again at its addresses."""
+"""Keeper of the gateway: another takes the place of one that dies or stands still, at its addresses."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import psutil
 import pytest
 
 from ringserve.cp_core.errors import ConfigError
 from ringserve.services.cluster import gateway
 from ringserve.services.cluster.gateway import GatewayKeeper
 from ringserve.services.gateway.settings import GatewaySettings
+from ringserve.workers.model.builtin import PREFIX, TINY
 from tests.services.e2e.cluster import wait_until
+from tests.waiting import START_SECONDS, WAIT_SECONDS
 
 SCRIPT = """
 import json, sys, time
 listen = sys.argv[1].replace(":0", ":7")
 if listen == "broken":
     sys.exit(1)
+if sys.argv[2] == "spare" and not sys.stdin.readline():
+    sys.exit(0)
 print(json.dumps({"gateway": listen, "http": "", "metrics": ""}), flush=True)
 while True:
     print(flush=True)
@@ -41,7 +47,7 @@ class Clock:
 
 
 def command(settings: GatewaySettings) -> Sequence[str]:
-    return (sys.executable, "-S", "-c", SCRIPT, settings.listen)
+    return (sys.executable, "-S", "-c", SCRIPT, settings.listen, "spare" if settings.is_spare else "")
 
 
 @pytest.fixture
@@ -49,9 +55,11 @@ def clock() -> Clock:
     return Clock()
 
 
-@pytest.fixture
-def keeper(clock: Clock) -> Iterator[GatewayKeeper]:
-    keeper = GatewayKeeper(SETTINGS, start_seconds=60.0, silent_seconds=4.0, command=command, clock=clock)
+@pytest.fixture(params=[True, False], ids=["spare", "alone"])
+def keeper(clock: Clock, request: pytest.FixtureRequest) -> Iterator[GatewayKeeper]:
+    keeper = GatewayKeeper(
+        SETTINGS, start_seconds=60.0, silent_seconds=4.0, has_spare=request.param, command=command, clock=clock
+    )
     keeper.start()
     try:
         keeper.await_serving()
@@ -66,12 +74,17 @@ def look(keeper: GatewayKeeper, clock: Clock, seconds: float = 1.0) -> int:
     return keeper.pid
 
 
+def has_line(keeper: GatewayKeeper) -> bool:
+    assert keeper._process is not None
+    return not keeper._process.lines.empty()
+
+
 def test_a_gateway_that_gives_signs_of_life_is_left_alone(keeper: GatewayKeeper, clock: Clock) -> None:
     first = keeper.pid
     for _ in range(8):
-        wait_until(lambda: not keeper._lines.empty(), "a heartbeat")
+        wait_until(lambda: has_line(keeper), "a heartbeat")
         assert look(keeper, clock) == first
-    wait_until(lambda: not keeper._lines.empty(), "a heartbeat")
+    wait_until(lambda: has_line(keeper), "a heartbeat")
     assert look(keeper, clock, 100.0) == first, "it is this process that stood still"
 
 
@@ -81,7 +94,7 @@ def test_ctrl_c_does_not_reach_a_gateway_and_its_nice_value_counts_beside_ranks(
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_gateway_that_stands_still_or_died_is_started_again_in_place(
+def test_another_takes_the_place_of_a_gateway_that_stands_still_or_died(
     keeper: GatewayKeeper, clock: Clock, number: signal.Signals
 ) -> None:
     first = keeper.pid
@@ -89,7 +102,7 @@ def test_a_gateway_that_stands_still_or_died_is_started_again_in_place(
     wait_until(lambda: look(keeper, clock) != first, "another gateway")
     assert keeper.settings.listen == "host:7"
     second = keeper.pid
-    wait_until(lambda: not keeper._lines.empty(), "a heartbeat")
+    wait_until(lambda: has_line(keeper), "a heartbeat")
     assert look(keeper, clock) == second
 
 
@@ -98,6 +111,107 @@ def test_a_gateway_that_cannot_start_ends_the_cluster(
 ) -> None:
     monkeypatch.setattr(gateway, "RESTART_WAITS", (0.0,))
     keeper.settings = replace(keeper.settings, listen="broken")
+    keeper.look(threading.Event())  # a spare cannot start either
     os.kill(keeper.pid, signal.SIGKILL)
     with pytest.raises(ConfigError, match="the gateway did not start"):
         wait_until(lambda: look(keeper, clock) < 0, "an error")
+
+
+@pytest.fixture
+def spared(clock: Clock) -> Iterator[GatewayKeeper]:
+    """Return a keeper of a gateway that serves, with a spare."""
+    keeper = GatewayKeeper(SETTINGS, start_seconds=60.0, silent_seconds=4.0, command=command, clock=clock)
+    keeper.start()
+    try:
+        keeper.await_serving()
+        look(keeper, clock)
+        yield keeper
+    finally:
+        keeper.end()
+
+
+def spare_pid(keeper: GatewayKeeper) -> int:
+    return keeper._spare.pid if keeper._spare is not None else 0
+
+
+def die(keeper: GatewayKeeper, clock: Clock) -> int:
+    first = keeper.pid
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: look(keeper, clock, 0.0) != first, "another gateway")
+    return keeper.pid
+
+
+def test_the_spare_is_the_next_gateway_and_another_is_loaded_later(spared: GatewayKeeper, clock: Clock) -> None:
+    spare = spare_pid(spared)
+    assert die(spared, clock) == spare
+    assert (spared.settings.listen, spared.settings.is_spare) == ("host:7", False)
+    look(spared, clock, gateway.SPARE_WAIT - 1)
+    assert not spare_pid(spared)
+    look(spared, clock, 1)
+    assert spare_pid(spared)
+
+
+def test_a_spare_that_dies_is_replaced_but_not_at_once(
+    spared: GatewayKeeper, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = spare_pid(spared)
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: bool(look(spared, clock, 0.0)) and not spare_pid(spared), "the end of the spare")
+    look(spared, clock, gateway.FAILED_SPARE_WAIT - 1)
+    assert not spare_pid(spared)
+    look(spared, clock, 1)
+    assert spare_pid(spared) not in (0, first)
+    assert "the spare gateway died (exit -9)" in caplog.text
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_without_a_spare_that_serves_another_gateway_is_started(
+    spared: GatewayKeeper, clock: Clock, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    monkeypatch.setattr(gateway, "SPARE_SECONDS", 0.1)
+    spare = spare_pid(spared)
+    os.kill(spare, number)
+    assert die(spared, clock) != spare
+    with pytest.raises(ProcessLookupError):
+        os.kill(spare, 0)
+
+
+def test_the_end_of_a_gateway_is_that_of_its_spare(spared: GatewayKeeper) -> None:
+    spare = spare_pid(spared)
+    spared.end()
+    with pytest.raises(ProcessLookupError):
+        os.kill(spare, 0)
+
+
+def test_a_spare_ends_with_its_parent_and_listens_nowhere_before_its_turn() -> None:
+    settings = replace(
+        SETTINGS, listen="127.0.0.1:0", router="127.0.0.1:1", model=PREFIX + TINY, dtype="float32", follow_stdin=True
+    )
+    keeper = GatewayKeeper(settings, start_seconds=START_SECONDS, silent_seconds=WAIT_SECONDS)
+    keeper.start()
+    try:
+        keeper.await_serving()
+        address, stopped = keeper.settings.listen, threading.Event()
+        keeper.look(stopped)
+        spare = psutil.Process(spare_pid(keeper))
+        first = keeper.pid
+        os.kill(first, signal.SIGKILL)
+
+        def is_replaced() -> bool:
+            keeper.look(stopped)
+            return keeper.pid != first
+
+        wait_until(is_replaced, "the spare")
+        assert (keeper.pid, keeper.settings.listen) == (spare.pid, address)
+        host, _, port = address.rpartition(":")
+        socket.create_connection((host, int(port)), WAIT_SECONDS).close()
+        keeper._keep_spare(float("inf"))
+        assert keeper._spare is not None
+        second = psutil.Process(keeper._spare.pid)
+        wait_until(lambda: second.num_threads() > 1, "a spare that waits")  # it reads in a thread
+        assert not second.net_connections("tcp")
+        assert keeper._spare._popen.stdin is not None
+        keeper._spare._popen.stdin.close()
+        assert keeper._spare._popen.wait(WAIT_SECONDS) == 0
+    finally:
+        keeper.end()

@@ -7,12 +7,20 @@ import pytest
 from ringserve.cp_core.errors import DiskFull, Unavailable
 from ringserve.orchestration.protocol.rings import RingEvent
 from ringserve.services.cluster.hosts import RouterHost
-from ringserve.services.cluster.router import DISK_WAIT_SECONDS, PROBE_SECONDS, RESTART_WAITS, RouterKeeper
+from ringserve.services.cluster.router import (
+    DISK_WAIT_SECONDS,
+    FAILED_SPARE_WAIT,
+    PROBE_SECONDS,
+    RESTART_WAITS,
+    SPARE_WAIT,
+    RouterKeeper,
+)
 from ringserve.services.config import config_from
 from ringserve.workers.model.builtin import resolve_model_path
 from ringserve.workers.model.info import read_model_info
 
 SILENT = 5.0
+START = 60.0
 
 
 class Process:
@@ -26,6 +34,10 @@ class Process:
         self.is_disk_full = False
         self.kills = 0
         self.events: list[RingEvent] = []
+        self.has_begun = False
+
+    def begin(self) -> None:
+        self.has_begun = True
 
     def endpoint(self) -> str | None:
         self._check()
@@ -51,12 +63,19 @@ class Process:
 class Keeping:
     """Keeper of such routers, with a clock of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_spare: bool = False) -> None:
         self.now = 0.0
         self.made: list[Process] = []
         config = config_from({"router": {"listen": "127.0.0.1:0"}})
         host = RouterHost(config=config, model=read_model_info(resolve_model_path("builtin:tiny")), journal="/journal")
-        self.keeper = RouterKeeper(host, self._make, silent_seconds=SILENT, clock=lambda: self.now)
+        self.keeper = RouterKeeper(
+            host,
+            self._make,
+            start_seconds=START,
+            silent_seconds=SILENT,
+            has_spare=has_spare,
+            clock=lambda: self.now,
+        )
         self.keeper.serves_at("10.0.0.7:4711")
 
     def _make(self, host: RouterHost, name: str) -> Process:
@@ -146,3 +165,72 @@ def test_a_full_disk_is_waited_for_without_end_and_told_once() -> None:
     keeping.made[-1].served = "10.0.0.7:4711"
     keeping.look()
     assert keeping.keeper.trouble == ""
+
+
+def test_a_router_that_does_not_start_in_time_is_killed_and_another_started() -> None:
+    keeping = Keeping()
+    keeping.made[0].failure = "the router died"
+    keeping.look()
+    keeping.look()
+    late = keeping.made[1]
+    keeping.look(START)
+    assert late.kills == 0
+    keeping.look(0.1)
+    assert late.kills == 1
+    keeping.look(RESTART_WAITS[1])
+    assert len(keeping.made) == 3
+
+
+def spared() -> Keeping:
+    """Return the keeper of a router that serves, and of its spare."""
+    keeping = Keeping(has_spare=True)
+    keeping.look(SPARE_WAIT - 1)
+    assert len(keeping.made) == 1
+    keeping.look(1)
+    assert [process.has_begun for process in keeping.made] == [True, False]
+    return keeping
+
+
+def test_the_spare_takes_the_place_of_a_router_and_has_its_port() -> None:
+    keeping = spared()
+    keeping.made[0].failure = "the router died"
+    keeping.look()
+    keeping.look()
+    spare = keeping.made[1]
+    assert spare.has_begun
+    assert spare.host.config.router.listen == "127.0.0.1:4711"
+    spare.served = "10.0.0.7:4711"
+    keeping.look()
+    keeping.look(SPARE_WAIT)
+    assert [process.has_begun for process in keeping.made] == [True, True, False], "and has a spare itself"
+
+
+def test_a_spare_that_is_lost_is_replaced_but_not_at_once() -> None:
+    keeping = spared()
+    keeping.made[1].failure = "the router died"
+    keeping.look()
+    assert keeping.made[1].kills == 1
+    keeping.look(FAILED_SPARE_WAIT - 1)
+    assert len(keeping.made) == 2
+    keeping.look(1)
+    assert len(keeping.made) == 3
+    assert keeping.made[0].kills == 0
+
+
+def test_a_spare_that_died_with_the_router_costs_one_more_start() -> None:
+    keeping = spared()
+    for process in keeping.made:
+        process.failure = "the router died"
+    keeping.look()
+    keeping.look()
+    keeping.look(RESTART_WAITS[1])
+    keeping.look()
+    assert [process.has_begun for process in keeping.made][-1]
+    assert len(keeping.made) == 3
+
+
+def test_the_end_of_the_cluster_is_that_of_the_spare() -> None:
+    keeping = spared()
+    keeping.keeper.end_spare()
+    keeping.keeper.end_spare()
+    assert [process.kills for process in keeping.made] == [0, 1]
