@@ -168,7 +168,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         def completed(complete: inference_pb2.GenerateComplete) -> None:
             nonlocal outcome
             outcome = enum_name(inference_pb2.FinishReason, complete.finish_reason)
-            self._metrics.completed(complete, tenant)
+            self._metrics.completed(complete, tenant, trace.trace_id)
             trace.completed(complete)
 
         try:
@@ -202,7 +202,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             raise router.unscope_error(error) from None
         finally:
             self._running.discard(turn)
-            self._metrics.ended(outcome, time.monotonic() - started, tenant)
+            self._metrics.ended(outcome, time.monotonic() - started, tenant, trace.trace_id)
             trace.ended(outcome)
             if stream is not None:
                 record.answered(stream.num_tokens, stream.ttft_seconds)

@@ -15,7 +15,15 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from opentelemetry.context import Context
-from opentelemetry.trace import NoOpTracerProvider, Span, SpanKind, Status, StatusCode, set_span_in_context
+from opentelemetry.trace import (
+    NoOpTracerProvider,
+    Span,
+    SpanKind,
+    Status,
+    StatusCode,
+    format_trace_id,
+    set_span_in_context,
+)
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from ringserve.cp_core.errors import ConfigError
@@ -164,6 +172,12 @@ class TurnTrace:
     def parent(self) -> str:
         """Header for spans that are parts of this one."""
         return self._tracer.trace_parent(self._span)
+
+    @property
+    def trace_id(self) -> str:
+        """Id of the trace, 32 hexadecimal digits; empty if it is not collected."""
+        context = self._span.get_span_context()
+        return format_trace_id(context.trace_id) if self._span.is_recording() else ""
 
     def planned(self, begun: BegunTurn) -> None:
         """Note the plan of the router."""

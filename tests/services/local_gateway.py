@@ -50,6 +50,7 @@ class LocalGateway:
         for leader in self.service.peers.leaders.values():
             leader.tracer = tracer or leader.tracer
         self._is_secure = tls is not None
+        self.metrics = GatewayMetrics()
         self.codec = codec
         reader = RequestReader(self.service.model, codec, max_seconds=CALL_SECONDS, names=(MODEL, str(model_path)))
         self.servicer = InferenceServicer(
@@ -60,7 +61,7 @@ class LocalGateway:
             reader,
             self.service.router,
             self.service.peers,
-            metrics := GatewayMetrics(),
+            self.metrics,
             authenticator,
             tracer,
         )
@@ -70,7 +71,7 @@ class LocalGateway:
             "ringserve.v1.Inference",
             lambda target: inference_pb2_grpc.add_InferenceServicer_to_server(self.servicer, target),
         )
-        api = HttpApi(self.servicer, MODEL, self.service.model, authenticator, config=http, metrics=metrics.registry)
+        api = HttpApi(self.servicer, MODEL, self.service.model, authenticator, config=http, metrics=self.metrics.registry)
         self._http = HttpServer(api.app, tls.http_context() if tls else None)
         self.target = ""
         self.url = ""

@@ -134,14 +134,14 @@ class GatewayMetrics:
         self._running.inc()
         self._tenants.began(tenant)
 
-    def ended(self, outcome: str, seconds: float, tenant: str = "") -> None:
+    def ended(self, outcome: str, seconds: float, tenant: str = "", trace_id: str = "") -> None:
         """Count an ended request. `outcome` is a finish reason, or a gRPC status name in lower case."""
         self._running.dec()
         self._tenants.ended(tenant, outcome)
         self._requests.labels(_known(outcome, OUTCOMES)).inc()
         if outcome in REFUSALS:
             self._refused.labels(outcome).inc()
-        self._whole.observe(seconds)
+        self._whole.observe(seconds, _exemplar(trace_id))
 
     def planned(self, algorithm: str, prompt_tokens: int, cached: dict[str, int], tenant: str = "") -> None:
         """Count a planned turn. `cached` maps sources to tokens that are not computed again."""
@@ -176,14 +176,14 @@ class GatewayMetrics:
         else:
             self._failed_failovers.inc()
 
-    def completed(self, complete: inference_pb2.GenerateComplete, tenant: str = "") -> None:
+    def completed(self, complete: inference_pb2.GenerateComplete, tenant: str = "", trace_id: str = "") -> None:
         """Observe the parts of a completed turn."""
         plan, tokens = complete.plan, complete.usage.completion_tokens
         self._tenants.count_tokens(tenant, generated=tokens)
         self._successes.labels(_known(enum_name(inference_pb2.FinishReason, complete.finish_reason), FINISHED)).inc()
         self._answer_length.observe(tokens)
         self._generated.inc(tokens)
-        self._ttft.observe(complete.ttft_seconds)
+        self._ttft.observe(complete.ttft_seconds, _exemplar(trace_id))
         if tokens > 1:
             self._ttit.observe(complete.ttit_seconds)
         self._decode.observe(complete.ttit_seconds * max(0, tokens - 1))
@@ -263,6 +263,11 @@ def _tenant_outcome(outcome: str) -> str:
     if outcome == "resource_exhausted":
         return "busy"
     return "refused" if outcome in REFUSALS else "failed"
+
+
+def _exemplar(trace_id: str) -> dict[str, str] | None:
+    """Return what points from an observation to the trace of its turn; None if it has none."""
+    return {"trace_id": trace_id} if trace_id else None
 
 
 def _known(value: str, allowed: tuple[str, ...]) -> str:

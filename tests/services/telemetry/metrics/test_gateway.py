@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from prometheus_client.openmetrics import exposition as openmetrics
 
 from ringserve.services.telemetry.metrics.gateway import GatewayMetrics
 from ringserve.services.telemetry.metrics.registry import GATEWAY_NAMES, WithVllmNames
@@ -75,6 +76,17 @@ def test_a_finished_turn_is_measured_from_queue_to_last_token() -> None:
     assert value(metrics, "ringserve_prefill_predicted_ratio_sum", algorithm="pass_q") == 1.5
     assert value(metrics, "ringserve_migrated_bytes_total", direction="to_decode") == 1000
     assert value(metrics, "ringserve_migrated_bytes_total", direction="to_prefill") == 10
+
+
+def test_an_observation_of_a_traced_turn_points_to_its_trace() -> None:
+    metrics, trace_id = GatewayMetrics(), "ab" * 16
+    metrics.completed(complete(5))
+    metrics.completed(complete(5), trace_id=trace_id)
+    metrics.began()
+    metrics.ended("length", 0.3, trace_id=trace_id)
+    page = openmetrics.generate_latest(metrics.registry).decode()
+    of = [line.split("_bucket")[0] for line in page.splitlines() if f'# {{trace_id="{trace_id}"}}' in line]
+    assert of == ["ringserve_time_to_first_token_seconds", "ringserve_e2e_request_latency_seconds"]
 
 
 def test_latencies_fall_into_the_buckets_of_vllm() -> None:

@@ -13,6 +13,7 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
+from prometheus_client.openmetrics import exposition as openmetrics
 
 from ringserve.mapping import enum_name
 from ringserve.orchestration.protocol.rings import PrefillScheduling
@@ -128,6 +129,8 @@ async def test_a_turn_is_one_trace_below_the_clients_span(traced: Traced) -> Non
     assert (only(spans, "decode").attributes or {})["ringserve.tokens"] == 6
     migration = dict(only(spans, "migration").attributes or {})
     assert migration["ringserve.bytes"] == done.plan.migrated_bytes
+    page = openmetrics.generate_latest(traced.gateway.metrics.registry).decode()
+    assert page.count(f'# {{trace_id="{TRACE}"}}') == 2, "its first token and its whole"
 
 
 async def test_chunks_are_parts_of_the_prefill_and_cover_the_new_tokens(traced: Traced) -> None:
