@@ -265,7 +265,7 @@ def _pass_layer(
 
 
 def _send_cached(links: list[float], stages: Sequence[_Stage], message_seconds: float) -> float:
-    """Send the cached KV of a later layer; return when each position has that of all others."""
+    """Send the cached KV of a later layer; return when each position has the others' KV."""
     if not any(stage.cached_link for stage in stages):
         return 0.0
     for place, stage in enumerate(stages):
@@ -346,7 +346,7 @@ def _way(cuts: Sequence[int], place: int, rates: ChainRates) -> float:
 
 
 def chain_order(rates: RingRates, held: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the ranks along a chain: late ones and slow ones last, where nothing waits for them.
+    """Return the ranks along a chain: late and slow ones last, because nothing waits for them there.
 
     Of ranks that are alike, those that hold least are last: where not all ranks take part they do. `held[r]` is
     compared as a tuple, so it may hold further counts for ties.

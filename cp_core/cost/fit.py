@@ -91,7 +91,7 @@ class PrefillSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillRatio:
-    """Seconds of one sample over those of another that was measured beside it.
+    """Ratio of one sample's seconds to another's, measured beside it.
 
     A disturbance slows both, so the ratio is known better than either. `above` and `below` are their indices.
     """

@@ -35,7 +35,7 @@ class WeightBytes:
 def weight_bytes(
     model: ModelShape, *, mlp_element_bytes: float | None = None, has_tied_embedding: bool = False
 ) -> WeightBytes:
-    """Return the bytes of all matrices. `mlp_element_bytes` is the MLP's, where it is quantised and the rest is not."""
+    """Return the bytes of all matrices. `mlp_element_bytes` is the MLP's, if only the MLP is quantised."""
     attention = 2 * model.hidden_size * model.head_dim * (model.num_heads + model.num_kv_heads)
     mlp = 3 * model.hidden_size * model.intermediate_size
     mlp_bytes = model.element_bytes if mlp_element_bytes is None else mlp_element_bytes

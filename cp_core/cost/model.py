@@ -52,7 +52,7 @@ class ModelShape:
 
     @property
     def head_flops(self) -> int:
-        """FLOP of one token's logits: prefill needs those of the last token alone."""
+        """FLOP of one token's logits: prefill needs only the last token's."""
         return 2 * self.hidden_size * self.vocab_size
 
     def attention_flops(self, new_tokens: int, cached_tokens: int) -> int:

@@ -24,7 +24,7 @@ Section = TypeVar("Section")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillConstants:
-    """FLOP/s, bytes/s and seconds of one process. The links are those of a ring, between hosts.
+    """FLOP/s, bytes/s and seconds of one process. Links are the ring's, between hosts.
 
     A hop's latency is its whole start, with the wait for a late peer. Overheads are a layer's: always, for each rank
     after the first, and where there are cached tokens. Sums are those of tensor parallelism: bytes/s of a ring

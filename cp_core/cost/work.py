@@ -21,7 +21,7 @@ from ringserve.cp_core.layout.shards import TokenRange
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkModel:
-    """Work of one model. `flops_per_unit` are those of one token's matrix products in all layers."""
+    """Work of one model. `flops_per_unit` is the FLOP of one token's matrix products in all layers."""
 
     pairs_per_token: float
     flops_per_unit: float

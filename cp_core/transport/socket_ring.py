@@ -199,7 +199,7 @@ class Links:
         self._under_way_since: float | None = None
 
     def start(self, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> None:
-        """Queue transfers after those of earlier calls. Raises Unavailable if the ring is closed."""
+        """Queue transfers behind earlier ones. Raises Unavailable if the ring is closed."""
         with self._lock:
             if self._closed_because is not None:
                 raise Unavailable(self._closed_because)

@@ -1,4 +1,4 @@
-"""Prefixes of prompts whose KV is on rings: those of histories that begin with the same tokens.
+"""Prompt prefixes whose KV is on rings: a history shares the KV of another that begins with the same tokens.
 
 Every history whose KV rings retain can be shared, by prompts of the same tenant alone: histories of conversations, and
 of *unnamed* ones, which the router makes of requests without a conversation. The sequence of the prompt shares blocks
@@ -140,7 +140,7 @@ class PrefixIndex:
     def matches(self, tokens: TokenIds, limit: int) -> Iterator[tuple[str, int]]:
         """Yield at most `limit` histories that begin as `tokens` do, and how many tokens they share.
 
-        The one that shares most comes first; of those that share as much, the latest used.
+        The longest shared prefix comes first; equal ones by latest use.
         """
         node, at, _ = self._walk(tokens)
         return islice(_around(node, node.end - len(node.edge) + at), limit)
@@ -261,7 +261,7 @@ class PromptPrefixes:
                 del self._histories[scope]
 
     def _scope(self, scoped_id: str) -> str:
-        """Return the name of those who share KV with the tenant of an id: no tenant's name has a comma."""
+        """Return the name of a tenant's sharing group, by an id of that tenant: no tenant's name has a comma."""
         tenant = tenant_of(scoped_id)
         return self._scopes.get(tenant, tenant)
 
@@ -298,7 +298,7 @@ class PromptPrefixes:
     def name_for(self, request_id: str, prompt: TokenIds) -> str:
         """Return the unnamed conversation for a request without one: one that the prompt continues, or a new one.
 
-        A new one shares more where another history does.
+        A new one shares more if another history does.
         """
         tenant, most = tenant_of(request_id), 0
         for conversation, shared in self.matches(request_id, prompt):

@@ -98,7 +98,7 @@ class ConversationStore:
         self._of_tenant[tenant_of(name)].move_to_end(name)
 
     def is_known(self, conversation_id: str) -> bool:
-        """Return whether there is such a conversation, if only one whose first turn runs."""
+        """Return whether the conversation exists, also during its first turn."""
         return conversation_id in self._known
 
     def why_gone(self, conversation_id: str) -> str:

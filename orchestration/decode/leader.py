@@ -317,7 +317,7 @@ class DecodeLeader(RingLeader):
         self.ring.pool.settle(kv_id, turn_id, retain_tokens)
 
     async def measure(self) -> None:
-        """Measure the rates between two steps: plans need them where the ring could compute a prompt itself."""
+        """Measure the rates between two steps: plans need them if the ring could compute a prompt itself."""
         await self.ring.measure_between_steps()
         await self.announce()
 

@@ -173,7 +173,7 @@ class DecodeTurns:
             self.end_soon(turn, TurnCancelled("the client went away"))
 
     def watch(self, turn: DecodeTurn) -> None:
-        """End the turn at its deadline, or after the attach timeout where no stream has claimed it."""
+        """End the turn at its deadline, or after the attach timeout if no stream has claimed it."""
         seconds, attach_timeout = turn.request.deadline_seconds, self._settings.attach_timeout
         expired = DeadlineExceeded(f"the turn did not end within its deadline of {seconds:.1f} s")
         unclaimed = TurnCancelled(f"no client read the turn's tokens within {attach_timeout:.0f} s")
@@ -219,7 +219,7 @@ class DecodeTurns:
         await self._until_over(self._turns.values(), timeout)
 
     async def _until_over(self, turns: Iterable[DecodeTurn], timeout: float | None) -> None:
-        """Wait without a timeout where it is None: every step of an end has a deadline of its own."""
+        """Wait, without a timeout if it is None: every step of an end has a deadline of its own."""
         endings = [turn.tasks.ending for turn in turns if turn.tasks.ending is not None]
         if endings:
             await asyncio.wait(endings, timeout=timeout)

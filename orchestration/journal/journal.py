@@ -274,7 +274,7 @@ def _release(database: sqlite3.Connection, segment: int | None) -> None:
 
 
 def _cut(database: sqlite3.Connection, segment: int, stop: int) -> None:
-    """Drop the tokens of a segment from `stop` on, where the one that continues there is its only user."""
+    """Drop the tokens of a segment from `stop` on, if only one segment continues there."""
     database.execute(
         "UPDATE segments SET stop = ?, tokens = substr(tokens, 1, (? - start) * ?) "
         "WHERE id = ? AND refs = 1 AND stop > ?",

@@ -260,7 +260,7 @@ class RingCorrections:
         return among_all.factor if among_all is not None else 1.0
 
     def of_ring(self, ring: RingRegistration) -> Sequence[Correction]:
-        """Return one correction for each kind of turns that were measured, those of the least work first."""
+        """Return one correction for each measured kind of turn, least work first."""
         known = self._rings.get(ring.name)
         if known is None or not known.is_same(ring):
             return ()

@@ -86,7 +86,7 @@ class WantedTurn:
     """Turn to be placed. The first `match_tokens` tokens of its prompt agree with KV at the conversation's locations.
 
     If the conversation retains nothing, it shares KV that other histories retain: `shared` has their ids by role.
-    `algorithm` is the one that it asks for. `refused_direct` names the decode ring that could not compute it after all.
+    `algorithm` is what it asks for. `refused_direct` names the decode ring that could not compute it after all.
     Turns of one `cache_key` prefer the same rings.
     """
 

@@ -180,7 +180,7 @@ class RingPlacer:
         return [self._largest("decode", refused)]
 
     def _own(self, role: str, place: KvLocation | None, refused: Collection[RegisteredRing]) -> RegisteredRing | None:
-        """Return the conversation's ring, where it takes turns."""
+        """Return the conversation's ring, if it takes turns."""
         own = None if place is None else self._rings.named(role, place.ring)
         return own if own is not None and own.takes_turns and own not in refused else None
 
@@ -300,7 +300,7 @@ def _worth_leaving(other: float) -> float:
 
 
 def _listed(option: _Option) -> tuple[RingAlternative, ...]:
-    """Return the alternatives that a plan lists; none where there was no choice.
+    """Return the alternatives that a plan lists; none if there was no choice.
 
     They are the decode ring, where it could compute the prompt, and the fastest few prefill rings, the chosen one among
     them.

@@ -324,7 +324,7 @@ class Planner:
     def _predict_pulled(
         self, num_tokens: int, retained: int, ring: RingRegistration, most: RetainedPrefix
     ) -> tuple[float, float]:
-        """Return the seconds in which all that the prefill ring lacks is pulled, and those of the prefill after it."""
+        """Return the seconds to pull all that the prefill ring lacks, and the seconds of the prefill after it."""
         return (
             self.predict_move(most.num_tokens - retained, ring, most.ring),
             self.predict_prefill(num_tokens, most.num_tokens, ring),

@@ -429,7 +429,7 @@ class RingRegistry:
         return self._left.get(name)
 
     def drained(self, role: str) -> list[str]:
-        """Return the names of a role's rings where all of them drain, or have drained and left; else none."""
+        """Return the names of a role's rings if all of them drain, or have drained and left; else none."""
         present = [ring.registration for ring in self._rings[role].values()]
         left = [registration for registration in self._left.values() if registration.role == role]
         drains = all(registration.is_draining for registration in present)

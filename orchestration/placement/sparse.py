@@ -51,7 +51,7 @@ class SparseChooser:
         self._bound = bound
 
     def bound_of(self, request: TurnRequest) -> Bound | None:
-        """Return the bound of a turn: its own or, where it asks for no exact algorithm, the configured one.
+        """Return the bound of a turn: its own, or the configured bound if it asks for no exact algorithm.
 
         None: the turn is exact.
         """

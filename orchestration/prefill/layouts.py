@@ -58,7 +58,7 @@ class StepForm:
 class PieceLayout:
     """Layout of a piece's new tokens; `stored` says where their KV lies if not where they are computed.
 
-    `fallback` is set where a better layout had no room.
+    `fallback` is set if a better layout had no room.
     """
 
     layout: PrefillLayout

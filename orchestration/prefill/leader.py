@@ -61,7 +61,7 @@ class _Turn:
     reserved_at: float = field(default_factory=time.monotonic)
 
     def stop(self, error: RingserveError) -> None:
-        """Make the turn end: at once where it waits, after the present layer or step where it computes."""
+        """End the turn: at once if it waits, after the current layer or step if it computes."""
         self.error = self.error or error
         self.loop.scheduler.remove(self.request.turn_id)
         if self.run is not None:

@@ -33,7 +33,7 @@ PLAIN = StepForm()
 class PreparedPiece:
     """Part of a step that computes tokens of one turn, by process. `after` are the places of the KV after it.
 
-    `fallback` is that of its layout.
+    `fallback` is the layout's.
     """
 
     run: PrefillRun
@@ -154,7 +154,7 @@ class PrefillRun:
     ) -> PreparedPiece:
         """Return each process's part of computing the tokens `piece`, whose KV leaves layer by layer.
 
-        `load`, `whole_on` and `form` are those of `lay_out`.
+        `load`, `whole_on` and `form` are passed to `lay_out`.
         Raises the error that stopped the turn, CapacityExceeded, ReshardError, having changed nothing.
         """
         if self.stop_error is not None:

@@ -162,7 +162,7 @@ class PrefillScheduler:
         self._items[turn_id] = _Item(turn_id, tokens.start, tokens.stop, priority, now, tenant)
 
     def _welcome(self, tenant: str) -> None:
-        """Raise a tenant that arrives to the lowest count of those that wait: idle time earns no lead."""
+        """Raise an arriving tenant to the lowest count among waiting tenants: idle time earns no lead."""
         if not self._items:
             self._served.clear()
         present = {item.tenant for item in self._items.values()}
@@ -200,7 +200,7 @@ class PrefillScheduler:
 
     @property
     def is_measured(self) -> bool:
-        """True once the rate is that of computed steps."""
+        """True once the rate has been measured on computed steps."""
         return self._measured_seconds > 0.0
 
     def seconds_for(self, work: float) -> float:

@@ -1,4 +1,4 @@
-"""Port to the router's journal: the turns that run and the conversations of those that ended, across restarts.
+"""Port to the router's journal: running turns and conversations, across restarts.
 
 `orchestration.journal` implements it over SQLite. `NoJournal` is for a router that remembers nothing.
 """

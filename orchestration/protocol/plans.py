@@ -130,12 +130,12 @@ class TurnPlan:
     `alternatives` are (algorithm, predicted seconds) of computing every chunk by it. If only the decode ring retains
     a part, "pull" and "recompute" are there too, each until the prefill has ended. `chunks` are those of an idle ring:
     the prefill leader cuts by what waits, and reports what it did. `ring_alternatives` are the rings compared, the
-    fastest few and the chosen one; none where there was no choice.
+    fastest few and the chosen one; none if there was no choice.
 
     With `sparse` the turn's KV and answer are approximate. None: they are exact.
 
     With `Algorithm.DECODE_RING` the decode ring is also `prefill_ring`, and nothing is handed over. Other plans have it
-    among their `alternatives` where it was possible.
+    among their `alternatives` if it was possible.
     """
 
     algorithm: Algorithm

@@ -32,7 +32,7 @@ class KvQuota:
 class LostTurn:
     """Turn whose ring or stream was lost, as its gateway knows it.
 
-    The answer goes on after `token_ids`, the tokens that its client has; where it `is_complete` they are all of it.
+    The answer goes on after `token_ids`, the tokens that its client has; if it `is_complete`, there are no more.
     `prompt_tokens` is the length of the whole prompt as it was planned. Without `turn_id` another gateway began the
     turn, and is gone, or its router was lost before it answered: a running turn goes on as it is. Without
     `prompt_tokens` the turn may not have begun.
@@ -133,7 +133,7 @@ class Reserve:
     """Request to pin a turn's KV. `request_id` is for logs, `trace_parent` for traces.
 
     Only the decode ring uses `sampling` and the fields from `source_incarnation` to `is_direct`, and `answer`.
-    `penalized_ids` are the prompt's distinct tokens where a penalty looks at them. `draft_text` has the newest of the
+    `penalized_ids` are the prompt's distinct tokens if a penalty needs them. `draft_text` has the newest of the
     `num_tokens`, from which next tokens may be drafted. `is_direct`: the decode ring
     computes what it does not retain, so no KV comes. `shares`: the sequence is new and begins with KV of that one,
     whose blocks it shares. `is_spare`: once retained, its KV is evicted before that of others, as a ring of the other
@@ -181,7 +181,7 @@ class Reserve:
 class Reservation:
     """Room that a ring reserved. `shards` lays tokens [retained_tokens, num_tokens) over the ranks of a decode ring.
 
-    `kv_endpoints` are those of `tp` processes a rank, in order.
+    `kv_endpoints` has one endpoint per process, `tp` a rank, in order.
     """
 
     incarnation: str
@@ -313,7 +313,7 @@ TurnEvent = PrefillReport | ScoredEvent | TokensEvent | EndingEvent | FinishedEv
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnOutcome:
-    """End of a turn, as the decode leader tells the router. `kv_tokens` and `shards` are those of its ring.
+    """End of a turn, as the decode leader tells the router. `kv_tokens` and `shards` describe its ring.
 
     If the turn failed for the loss of one of its rings, `lost_role` is that ring's; its gateway may begin it again.
     """
@@ -380,7 +380,7 @@ Attributes = Mapping[str, str | int | float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeSpan:
-    """Span of time that is over. Times are those of `time.monotonic`; `parts` lie within it."""
+    """Span of time that is over. Times are from `time.monotonic`; `parts` lie within it."""
 
     name: str
     began: float

@@ -254,7 +254,7 @@ class RayRank:
     def __init__(self, name: str, actor: ActorHandle[Any]) -> None:
         self._name = name
         self._actor = actor
-        self._process: psutil.Process | None = None  # where it is on this node
+        self._process: psutil.Process | None = None  # if it is on this node
         self._incarnation = ""
         self._arrivals = Arrivals(self._poll_kv)
 

@@ -242,7 +242,7 @@ class KvPool:
         """Give a pinned sequence blocks for `held[r]` tokens on each rank r, evicting retained sequences if needed.
 
         On every rank, shared blocks from the first unwritten slot on are exchanged for the sequence's own (`copies`).
-        Raises CapacityExceeded with the numbers, having changed nothing, where the blocks do not suffice.
+        Raises CapacityExceeded with the numbers, having changed nothing, if the blocks do not suffice.
         """
         shared = [self._shared_room(sequence, rank) for rank in range(self.num_ranks)]
         needs = [

@@ -142,7 +142,7 @@ async def fetch(
 ) -> SentKv:
     """Have `source` send `tokens` to their places in `shards`; the sequence has blocks for them.
 
-    `kv_id` is the sequence's id on the source, where it is another; `turn_id` names the turn that holds it there, if
+    `kv_id` is the sequence's id on the source, if it differs; `turn_id` names the turn that holds it there, if
     any. However this call ends, no rank of the ring writes for the transfer afterwards.
 
     Raises the error of either side.

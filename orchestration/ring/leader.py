@@ -129,7 +129,7 @@ class RingLeader(ABC):
 
     @property
     def step_budget(self) -> float:
-        """Work units of a prefill step at most; 0: those of `chunk_tokens` tokens."""
+        """Limit on the work units of a prefill step; 0 means the work of `chunk_tokens` tokens."""
         return self.settings.prefill_scheduling.step_budget
 
     @property

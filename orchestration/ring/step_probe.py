@@ -33,7 +33,7 @@ SHORT_TOKENS, LONG_TOKENS = 16, 256
 REPEATS = 3
 """Counted steps of each length, after one that is not: the first of a shape is slower."""
 MAX_FACTOR = 8.0
-"""Factor by which a rate may differ from the one that was probed: beyond it something else disturbed the steps."""
+"""Factor between a rate and the probed rate, above which other work has disturbed the steps."""
 
 
 LATENESS_REPEATS = 6
@@ -45,7 +45,7 @@ LEAST_LATENESS = 0.005
 class StepCorrection:
     """Correction of probed rates: seconds that every step takes in addition, and a factor of its products' seconds.
 
-    `lateness` is that of the ranks, empty if none is late.
+    `lateness` is by rank, empty if none is late.
     """
 
     step_seconds: float

@@ -50,11 +50,11 @@ from ringserve.workers.protocol.prefill_steps import Algorithm, TokenIds
 log = logging.getLogger(__name__)
 
 MAX_PROMPT_LOGPROBS = 1 << 18
-"""Most log-probabilities of one prompt, those of top tokens included: they cross the control plane in one message."""
+"""Limit on log-probabilities per prompt, counting top tokens: they cross the control plane in one message."""
 
 
 WORTH_WAITING = 1.25
-"""Time to the first token, in that of a turn which computes its whole prompt, up to which one waits for another's."""
+"""Wait for another turn's prompt only if the predicted TTFT stays below this factor of computing the prompt here."""
 PATIENCE = 2.0
 """Factor of the predicted wait after which a turn computes its prompt itself."""
 LEAST_PATIENCE_SECONDS = 1.0
@@ -272,7 +272,7 @@ class TurnAdmission:
         return request.no_cache or self._sparse.bound_of(request) is not None
 
     def _check_remembered(self, request: TurnRequest, num_tokens: int) -> None:
-        """Check that a conversation of `num_tokens` tokens is the one that the request goes on in."""
+        """Check that the request continues a conversation of `num_tokens` tokens."""
         name = request.conversation_id
         why_gone = "" if num_tokens else f": {self._conversations.why_gone(name)}"
         if request.expected_tokens not in (None, num_tokens):

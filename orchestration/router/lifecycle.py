@@ -106,7 +106,7 @@ class TurnLifecycle:
     # --- reservations ------------------------------------------------------------------------------------------------
 
     async def _reserve_somewhere(self, turn: RunningTurn) -> None:
-        """Reserve on the chosen rings or, where they have no room, on the next best ones."""
+        """Reserve on the chosen rings or, if they have no room, on the next best ones."""
         while True:
             noting = self._turns.note_begun(turn)  # while the rings reserve
             try:
@@ -203,7 +203,7 @@ class TurnLifecycle:
         log.info("turn %s goes to rings %s and %s: %s", turn.turn_id, choice.prefill.name, choice.decode.name, refusal)
         before_prefill, before_decode, retained = turn.prefill, turn.decode, turn.retained_on_prefill
         had_prefill, had_decode = turn.attempt.on_prefill is not None, turn.attempt.on_decode is not None
-        kv_id = turn.kv_id  # the turn's own id where it has no conversation: `move` changes it
+        kv_id = turn.kv_id  # the turn's own id if it has no conversation: `move` changes it
         turn_id = self._turns.move(turn, choice, self._placer.place(wanted, choice))
         # Reserved blocks must be free before the turn reserves again. Rings that did not reserve are told, and nothing
         # waits for them. `shield`: a client that hangs up does not cancel the release.

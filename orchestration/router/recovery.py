@@ -175,7 +175,7 @@ class TurnRecovery:
         await self._have_told.wait()
 
     def _end_early_if_told(self) -> None:
-        """Let turns begin where all rings have told, or where those that have suffice and the others are late."""
+        """Let turns begin once all rings have reported, or enough have and the others are late."""
         have_all = self._is_late or len(self._told) >= self._num_expected
         if self.is_early and have_all and all(self._rings.ready(role) for role in ROLES):
             self._end_early()
@@ -420,7 +420,7 @@ class TurnRecovery:
     # --- turns that are begun again ----------------------------------------------------------------------------------
 
     async def begin_again(self, request: TurnRequest) -> BegunTurn | None:
-        """Begin a turn again that lost a ring; where it has ended well meanwhile, return its answer.
+        """Begin a turn again that lost a ring; if it has ended well meanwhile, return its answer.
 
         A turn that lost its gateway alone goes on as it is. A turn that the router does not know any more is admitted
         as a new one, with the answer so far; one that may not have begun is left to the caller, with None. Raises
@@ -634,7 +634,7 @@ def _reservation(ring: RegisteredRing, turn: TurnOnRing) -> Reservation:
 
 
 def _is_answer_of(answer: BegunTurn, request: TurnRequest, lost: LostTurn) -> bool:
-    """Return whether an ended turn is the one that was lost, and not an earlier one of the same request id."""
+    """Return whether an ended turn is the lost turn, and not an earlier one of the same request id."""
     if lost.turn_id:
         return answer.turn_id == lost.turn_id
     assert answer.ended is not None, "an answer has ended"
@@ -642,7 +642,7 @@ def _is_answer_of(answer: BegunTurn, request: TurnRequest, lost: LostTurn) -> bo
 
 
 def _without_scores(request: TurnRequest, lost: LostTurn) -> TurnRequest:
-    """Return the request without the prompt's log-probabilities where the client has them: they precede all tokens."""
+    """Drop the prompt's log-probabilities from the request if the client has them: they precede all tokens."""
     return replace(request, sampling=replace(request.sampling, prompt_logprobs=None)) if lost.token_ids else request
 
 

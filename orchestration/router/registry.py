@@ -198,7 +198,7 @@ class TurnRegistry:
     async def abort(self, turn: RunningTurn, error: RingserveError) -> None:
         """End a turn where its client waits: on the decode ring's stream."""
         turn_id, is_lost = turn.turn_id, turn.state is TurnState.LOST
-        turn.stop_error = error  # where the ring does not know the turn yet
+        turn.stop_error = error  # in case the ring does not know the turn yet
         if is_lost or not await self._told_decode(turn, error):
             await self.end(TurnOutcome(turn_id=turn_id, ok=False))
 

@@ -276,7 +276,7 @@ class Router:
 
     @property
     def prefix_tokens(self) -> tuple[int, int]:
-        """Tokens of new prompts that were looked up among earlier ones, and those of them whose KV was found."""
+        """Prompt tokens that were looked up among earlier prompts, and how many of them had KV."""
         return (0, 0) if self.prefixes is None else (self.prefixes.queried, self.prefixes.hit)
 
     @property
@@ -309,7 +309,7 @@ class Router:
     # --- rings -------------------------------------------------------------------------------------------------------
 
     async def register_ring(self, ring: RingRegistration, known: KnownEpoch = UNKNOWN_EPOCH) -> Registered:
-        """Enter a leader's announcement, and what its ring holds where this router does not know it."""
+        """Enter a leader's announcement, and what its ring holds if this router does not know it."""
         if known.epoch != self._journal.epoch:
             return Registered(running_turns=0, epoch=self._journal.epoch)
         return Registered(running_turns=self._register(ring, known.inventory), epoch=known.epoch)

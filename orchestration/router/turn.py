@@ -196,7 +196,7 @@ class RunningTurn:
 
     @property
     def kv_id(self) -> str:
-        """Id under which the rings hold the KV: the conversation's, or the turn's where there is none."""
+        """Id under which the rings hold the KV: the conversation's, or the turn's if it has none."""
         return self.admitted.conversation.conversation_id or self.recovery.lone_kv_id or self.turn_id
 
     @property

@@ -92,7 +92,7 @@ class Chat:
         }
 
     def begin(self) -> None:
-        """Tell the name of the conversation, and its last exchange where it goes on."""
+        """Tell the name of the conversation, and its last exchange if it continues."""
         stays = "it stays when the chat ends" if self._is_kept else "it is deleted when the chat ends"
         _tell(f"Conversation {self.conversation}; {stays}. /help lists commands, Ctrl-D ends.")
         for message in [each for each in self.messages if each.role != "system"][-2:]:
@@ -272,7 +272,7 @@ def _tell(text: str) -> None:
 
 
 def _ask() -> str | None:
-    """Read one input, of several lines where they end with a backslash; None at its end."""
+    """Read one input, which continues on the next line after a backslash; None at the end of input."""
     lines: list[str] = []
     while True:
         try:

@@ -205,7 +205,7 @@ def _parameters(options: type) -> Iterator[inspect.Parameter]:
 
 
 def _fill(options: type[Options], values: Mapping[str, Any]) -> Options:
-    """Return the dataclass with values of its options, and of those of its groups."""
+    """Return the dataclass with the values of its options and its option groups."""
     hints = get_type_hints(options)
     given = {
         each.name: _fill(hints[each.name], values) if is_dataclass(hints[each.name]) else values[each.name]

@@ -112,7 +112,7 @@ class GatewayKeeper:
     """Keeper of one gateway: `start`, `await_serving`, then `look` again and again, and `end`.
 
     The first line that the gateway prints has its addresses, which its successors have too. Each later line is a sign
-    of life. One that has given none for `silent_seconds` is killed. Where one has died, a spare serves at once: it has
+    of life. One that has given none for `silent_seconds` is killed. If one has died, a spare serves at once: it has
     loaded all but its servers. Without a spare, another is started.
     """
 
@@ -163,7 +163,7 @@ class GatewayKeeper:
         self._looked_at, self._silence = self._clock(), 0.0
 
     def look(self, stopped: threading.Event) -> None:
-        """Let a successor serve where the gateway has died or stands still. Raises ConfigError if none can."""
+        """Let a successor serve if the gateway has died or stands still. Raises ConfigError if none can."""
         process, now = self._process, self._clock()
         assert process is not None, "the gateway was started"
         self._silence += min(now - self._looked_at, MAX_TICK_SECONDS)

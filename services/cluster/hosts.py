@@ -47,7 +47,7 @@ RETURN_SECONDS = 30.0
 
 
 def reachable(address: str) -> str:
-    """Return the address by which others reach a server on HOST:PORT; for every interface, that of this node."""
+    """Return the address by which others reach a server on HOST:PORT; for every interface, this node's address."""
     host, _, port = address.rpartition(":")
     if host in ("0.0.0.0", "[::]"):
         return f"{ray.util.get_node_ip_address()}:{port}"

@@ -364,7 +364,7 @@ class LocalCluster:
 
 
 def _model_name(path: str) -> str:
-    """Return the name of the model over HTTP where the configuration gives none."""
+    """Return the model name over HTTP if the configuration gives none."""
     return path if path.startswith(BUILTIN_PREFIX) else Path(path).name
 
 

@@ -65,7 +65,7 @@ class InstalledCode(JobConfig):
 def start_own_ray(num_cpus: int, namespace: str, directory: Path) -> list[psutil.Process]:
     """Start a Ray for this process and its children alone; return those of its processes that this one is to end.
 
-    The children inherit a secret, by which they know each other where there is no TLS.
+    The children inherit a secret, by which they know each other if there is no TLS.
     Raises Unavailable, and leaves nothing behind then.
     """
     _make_token()

@@ -3,7 +3,7 @@
 starts ──serves──> runs ──dies, or is silent: killed──> starts      at most len(RESTART_WAITS) failed starts in a row
 
 If the journal's disk is full, starts repeat without limit until there is space. Beside a router that runs, a spare has
-its modules loaded, so that its start is that of the server alone.
+its modules loaded, so that it only has to start the server.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class RouterKeeper:
         self._spare_at = self._probed_at + SPARE_WAIT
 
     def look(self) -> RingEvent | None:
-        """Let another serve where the router cannot. Return what it wants to be done for a ring, if anything.
+        """Let another serve if the router cannot. Return what it wants to be done for a ring, if anything.
 
         Raises Unavailable if it cannot be started.
         """

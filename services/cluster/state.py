@@ -28,7 +28,7 @@ OWNER_FILE = "owner"
 """File in a Ray's directory that its starter locks."""
 OR_TARGET = " or give --target HOST:PORT"
 GONE = (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError)
-"""Errors about a process that has ended. psutil passes on the last two where it ends between two of its reads."""
+"""Errors about a process that has ended. psutil passes on the last two if it ends between two reads."""
 
 
 class ClusterStage(StrEnum):

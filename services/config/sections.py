@@ -143,7 +143,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True, config=KNOWN_KEYS)
 class PoolConfig:
-    """Further rings of a role, of another size; their other settings are those of the role."""
+    """Further rings of a role, of another size; their other settings are the role's."""
 
     rings: Rings = 1
     cp: Ranks = 1

@@ -60,7 +60,7 @@ class Config:
 
     @property
     def pools(self) -> tuple[Pool, ...]:
-        """Pools of both roles, those of prefill first."""
+        """Pools of both roles, prefill first."""
         return (*self.pools_of("prefill"), *self.pools_of("decode"))
 
     def pools_of(self, role: str) -> tuple[Pool, ...]:

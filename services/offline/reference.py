@@ -46,7 +46,7 @@ class StockModel:
     ) -> Reference:
         """Prefill `prompt` in one pass, then decode one token at a time with transformers' own cache.
 
-        `cache` holds the KV of tokens before the prompt, and gains that of all tokens but the answer's last.
+        `cache` holds the KV of tokens before the prompt, and gains the KV of all tokens but the answer's last.
         """
         tokens: list[int] = []
         seconds: list[float] = []

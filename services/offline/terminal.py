@@ -15,7 +15,7 @@ from rich.segment import Segments
 from rich.table import Table
 
 PIPE_WIDTH = 150
-"""Columns of a table where the output is no terminal."""
+"""Columns of a table if the output is no terminal."""
 CELL_PADDING = 3
 """Columns that a table adds to each cell: a space at both sides, and the one between cells."""
 

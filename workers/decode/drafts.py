@@ -27,7 +27,7 @@ LONGEST_MATCH = 12
 FIRST_SHARE, MEMORY = 0.7, 0.8
 # Steps without a draft after which a sequence whose drafts were wrong has one more checked.
 PROBE_STEPS = 24
-# Time of a draft over that of a step of one sequence, before it is measured; weight of a new measurement.
+# Time of a draft over the time of a one-sequence step, until it is measured; weight of a new measurement.
 FIRST_COST, NEW_WEIGHT = 0.04, 0.2
 
 
@@ -51,7 +51,7 @@ class TextDrafter:
         self._length += 1
 
     def checked(self, num_drafts: int, num_accepted: int) -> None:
-        """Note that a step accepted so many of its drafts. The first wrong draft says nothing of those behind it."""
+        """Note that a step accepted so many of its drafts. The first wrong draft says nothing about later ones."""
         for is_right in [True] * num_accepted + [False] * (num_accepted < num_drafts):
             self._share = MEMORY * self._share + (1.0 - MEMORY) * is_right
 
@@ -84,7 +84,7 @@ class TextDrafter:
 
 
 class DraftCosts:
-    """Measured times of decode steps: of those without drafts by the size of the batch, and what a draft adds."""
+    """Measured decode steps: their time without drafts by batch size, and what a draft adds."""
 
     def __init__(self) -> None:
         self._plain: dict[int, float] = {}

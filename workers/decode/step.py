@@ -127,7 +127,7 @@ class DecodePass:
         self._clock = clock or StepClock()
         self._columns = model.columns(cache.device)
         self._plan: DecodePlan
-        # Tokens of the step that has begun: those of each row of the batch side by side.
+        # Tokens of the current step; a batch row's tokens lie side by side.
         self._tokens: list[StepToken] = []
         # Route of a pass-Q step; None if every rank computes every row.
         self._route: PassQRoute | None = None
@@ -155,7 +155,7 @@ class DecodePass:
     def run(self, variant: str, is_followed: Callable[[], bool] = never) -> Iterator[DoneStep]:
         """Run one step of the whole batch, and another of the same batch before its tokens are read if `is_followed`.
 
-        `is_followed` is asked before each step is read, and says the same on every rank; where it says yes,
+        `is_followed` is asked before each step is read, and says the same on every rank; if it says yes,
         `reason_to_wait` must be None. Tokens of such a step go to the batch when it is done, those of the last by its
         `advance`. A ring of one rank runs every variant as `gather`, with the same results. Raises Unavailable when a
         peer is lost.
@@ -196,7 +196,7 @@ class DecodePass:
         return None if are_chosen_on_device(self._batch.rows) else SAMPLED_ON_HOST
 
     def _issue(self, variant: str, before: IssuedStep | None = None) -> IssuedStep:
-        """Issue a step; with `before`, its newest tokens are those of that step, which the device alone may have."""
+        """Issue a step; with `before`, its newest tokens come from that step, and the device alone may have them."""
         computed = self._begin(variant)
         rows = tuple(
             StepRow(token.row.sequence_id, token.next_position, token.row.owner, token.number > 0)
@@ -332,7 +332,7 @@ class DecodePass:
         return self._runner.run_step(inputs, self)[: len(computed)]
 
     def _sample(self, computed: Sequence[int], states: Tensor) -> list[Sampled]:
-        """Sample what follows each of these tokens from states[R, hidden_size]; [] where another process samples."""
+        """Sample what follows each of these tokens from states[R, hidden_size]; [] if another process samples."""
         if not computed:
             return []
         logits = self._model.logits(states)

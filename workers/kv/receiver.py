@@ -64,7 +64,7 @@ class KvReceiver(TransferTable):
         self._closing = threading.Event()
         self._serving_changed = threading.Condition()
         self._serving: dict[SourceConnection, None] = {}  # in the order in which they came
-        self._threads: list[threading.Thread] = []  # those of connections, also of ended ones until they end
+        self._threads: list[threading.Thread] = []  # one a connection, until the thread ends
         family = socket.AF_INET6 if ":" in listen_host else socket.AF_INET
         try:
             self._listener = socket.create_server((listen_host, port), family=family, backlog=128)

@@ -133,7 +133,7 @@ class Pieces:
     """Stages of a forward pass in their order, and the weights that they read."""
 
     def __init__(self, stages: Sequence[Stage], weights: dict[str, Any], inputs: Sequence[str], output: str) -> None:
-        """Order the stages; `inputs` names token ids, positions, and the number of rows where the graph has it."""
+        """Order the stages; `inputs` names token ids, positions, and the number of rows if the graph has it."""
         self.stages = tuple(stages)
         self._weights = weights
         self._inputs = tuple(inputs)
@@ -184,7 +184,7 @@ class _Traced(Exception):
 def trace(body: Module, device: torch.device, backend: str, columns: int = 0) -> Pieces:
     """Trace the layers of a model on its device and cut them into pieces, which `backend` compiles.
 
-    The weights stay those of the model, in its memory. `columns` are those of attention in helix. Raises RuntimeError
+    The weights stay the model's own, in its memory. `columns` are those of attention in helix. Raises RuntimeError
     for what cannot be traced whole or compiled.
     """
     # Compiled code outlives the process, beside the models that it was made for.
@@ -235,7 +235,7 @@ def _cut(graph: fx.GraphModule, values: Sequence[Any], inputs: tuple[Tensor, Ten
     placeholders = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
     given = dict(zip(placeholders, values, strict=True))
     names = [next(name for name, value in given.items() if value is each) for each in inputs]
-    # A number among the arguments is that of the rows: every other number is a constant of the graph.
+    # A number among the arguments is the number of rows: every other number is a constant of the graph.
     names += [name for name, value in given.items() if isinstance(value, int)]
     weights = {name: value for name, value in given.items() if name not in names}
     for weight in weights.values():

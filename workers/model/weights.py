@@ -44,7 +44,7 @@ class _TorchFile(dict[str, Tensor]):
                 content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
             except RuntimeError:  # the format before torch 1.6 cannot be mapped
                 content = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # which one depends on where the file is damaged
+        except Exception as error:  # which one depends on the place of the damage
             raise ModelRefused(f"{path} cannot be read as weights: {str(error).splitlines()[0]}") from error
         super().__init__({name: part for name, part in content.items() if isinstance(part, Tensor)})
 

@@ -114,7 +114,7 @@ class RankSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelInfo:
-    """Shape of a model for the planner and the KV pool. Sizes in elements, or in bytes where the name says so.
+    """Shape of a model for the planner and the KV pool. Sizes in elements, or in bytes if the name says so.
 
     `dtype` and `element_bytes` are those of weights and activations. Attention and KV are in `kv_dtype`.
     `tied_parameters` are those of an output head that is the embedding, too.

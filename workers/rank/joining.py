@@ -39,7 +39,7 @@ class RankRings:
     def of(
         cls, tokens: RingTransport, heads: RingTransport | None = None, control: RingTransport | None = None
     ) -> RankRings:
-        """Return rings that carry both kinds of messages; `control` has those of the host where `tokens` does not."""
+        """Return rings that carry both kinds of messages; `control` carries host messages if `tokens` does not."""
         return cls(tokens, heads, control or tokens, heads)
 
     @property
@@ -51,7 +51,7 @@ class RankRings:
 
     @property
     def all(self) -> tuple[RingTransport, ...]:
-        """Every ring once, those of data first."""
+        """Every ring once, data rings first."""
         rings = [each for each in (self.tokens, self.heads, self.control, self.control_heads) if each is not None]
         return tuple(dict.fromkeys(rings))
 

@@ -133,7 +133,7 @@ class RankWorker:
         return self._started.info
 
     def open_endpoints(self) -> RankEndpoints:
-        """Open the endpoints for the ring's rendezvous; `join` takes those of all ranks. Raises Unavailable."""
+        """Open the endpoints for the ring's rendezvous; `join` takes all ranks' endpoints. Raises Unavailable."""
         return self.parts.joining.open()
 
     def join(self, ring: RingSpec) -> None:
@@ -163,7 +163,7 @@ class RankWorker:
     def probe(self) -> RingRates:
         """Measure this rank and its link, about 0.5 s; then share the weights if helix is chosen, and pack them.
 
-        On a GPU, compile the model at last: that takes seconds, or a minute where the disk has no code of it yet.
+        On a GPU, compile the model at last: that takes seconds, or a minute if the disk has no code of it yet.
         Collective.
         """
         with self._compute() as ring:

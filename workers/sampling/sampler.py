@@ -1,6 +1,6 @@
 """Sampling of a batch's next tokens from the model's logits: processing, filters, draws, log-probabilities.
 
-Logits are processed in fp64. The order is that of transformers' generate (its `SequenceBias`, `RepetitionPenalty`,
+Logits are processed in fp64, in the order of transformers' generate (its `SequenceBias`, `RepetitionPenalty`,
 `MinNewTokensLength`, `NoBadWords`, `Temperature`, `TopK`, `TopP` and `MinP` processors), with OpenAI's two penalties
 after the repetition penalty, as in vLLM:
 

@@ -194,7 +194,7 @@ class AsyncClient:
         return MAPPER.from_message(Aborted, response)
 
     async def count_tokens(self, prompt: Prompt, *, model: str = "") -> int:
-        """Return the number of tokens of a prompt, those of the chat template included."""
+        """Return the number of prompt tokens, including the chat template's."""
         return int((await self._unary(self._stub.CountTokens, make_count_request(prompt, model))).num_tokens)
 
     async def model_info(self) -> ModelInfo:
@@ -245,7 +245,7 @@ class AsyncConversation:
 
     From its second turn on it appends, and says how many tokens the service must remember. A turn that the service
     would read without them fails with ConversationLost. After a turn whose end is not known it does not say how many
-    once; where nothing is remembered then, the turn fails with NotFound.
+    once; if nothing is remembered then, the turn fails with NotFound.
     """
 
     def __init__(self, client: AsyncClient, conversation_id: str) -> None:

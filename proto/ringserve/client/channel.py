@@ -20,7 +20,7 @@ OPTIONS = (*CHANNEL_OPTIONS, *keepalive(1.5, 3.0, is_always_on=False))
 class TlsFiles:
     """PEM files. `ca` proves the server (None: the system's own); `cert` and `key` prove this client, for mutual TLS.
 
-    `server_name` is the name in the server's certificate, needed where it differs from the called host.
+    `server_name` is the name in the server's certificate, needed if it differs from the called host.
     """
 
     ca: Path | None = None

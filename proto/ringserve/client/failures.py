@@ -20,7 +20,7 @@ from ringserve.errors import (
 KINDS = {kind.__name__: kind for kind in SHARED}
 
 OWN_ENDS = ("Locally cancelled by application!", "Channel closed!")
-"""Details of gRPC where this side ended the call. A server that stops also cancels calls that arrive too late."""
+"""gRPC details if this side ended the call. A server that stops also cancels calls that arrive too late."""
 
 
 def error_from_call(call: Any, target: str) -> RingserveError:

@@ -63,7 +63,7 @@ Prompt = str | Sequence[int] | Messages | Message | Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Sampling parameters; names and meanings are those of the contract's SamplingParams. None: its default.
+    """Sampling parameters; names and meanings follow the contract's SamplingParams. None: its default.
 
     A single stop string, stop token or bad word may stand alone. `logit_bias` may have token ids as texts, as in JSON.
     `json_schema`, `json_object`, `regex`, `grammar` and `choice` hold the answer to a form, and exclude each other.

@@ -164,7 +164,7 @@ class TokenLogprobs:
 class Piece:
     """Part of an answer, in whole characters. A token that ends within a character has no text yet.
 
-    `index` is the answer's number among the `n` of the request. `logprobs` are those of the tokens, where requested.
+    `index` is the answer's number among the `n` of the request. `logprobs` are the tokens', if requested.
     """
 
     text: str = ""
@@ -178,7 +178,7 @@ class Answer:
     """Finished turn. `matched_stop` is the token or string that ended it where `finish_reason` is "stop".
 
     `choices` are all answers of a request with `n`, in order; this is the first of them. Each is a turn with its own
-    plan and usage. Log-probabilities are there where requested, those of the prompt from its second token on.
+    plan and usage. Log-probabilities are there if requested, the prompt's from its second token on.
     """
 
     request_id: str = ""

@@ -187,7 +187,7 @@ class Client:
         return self._loop.run(self._client.abort(request_ids))
 
     def count_tokens(self, prompt: Prompt, *, model: str = "") -> int:
-        """Return the number of tokens of a prompt, those of the chat template included."""
+        """Return the number of prompt tokens, including the chat template's."""
         return self._loop.run(self._client.count_tokens(prompt, model=model))
 
     def model_info(self) -> ModelInfo:

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API (`/v1/messages`): requests become those of chats, answers become content blocks.
+"""Anthropic's Messages API (`/v1/messages`): requests become chat requests, answers become content blocks.
 
 Fields, blocks and events are those that https://docs.anthropic.com/en/api/messages describes. Blocks of thoughts from
 earlier answers are no part of the history.
@@ -34,7 +34,7 @@ ERROR_TYPES = {
 }
 """Error type by HTTP status. Others are an invalid request below 500, and an error of the service from there."""
 STOP_REASONS = {"length": "max_tokens"}
-"""Stop reason by the contract's finish reason, where no stop string or call decides."""
+"""Stop reason by the contract's finish reason, unless a stop string or call decides."""
 
 # --- requests --------------------------------------------------------------------------------------------------------
 

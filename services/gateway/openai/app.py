@@ -331,7 +331,7 @@ class HttpApi:
     async def _apply_template(self, tenant: Tenant, turn: HttpTurn, template: Template) -> AnswerForm:
         """Tokenize a chat with tools, calls or template variables: the gRPC contract has no fields for them.
 
-        Return the form of the answer, and constrain the answer to that of tool calls if the request asks for it.
+        Return the form of the answer, and constrain the answer to tool calls if the request asks for it.
         Raises InvalidRequest.
         """
 

@@ -401,7 +401,7 @@ def _token(token_id: int, logprob: float, codec: TextCodec) -> Json:
 
 
 def _name(token_id: int, codec: TextCodec) -> str:
-    """Return a token's text, or its bytes as OpenAI's completions write those of a part of a character."""
+    """Return a token's text; for part of a character, its bytes as OpenAI's completions write them."""
     text = codec.decode_all([token_id])
     if REPLACEMENT not in text:
         return text

@@ -390,7 +390,7 @@ class AnswerForm:
 
 
 THINK, END_OF_THOUGHTS = "<think>", "</think>"
-"""Signs around thoughts: those of Qwen3, DeepSeek-R1, GLM-4.5, MiniMax-M1 and many fine-tunes."""
+"""Signs around thoughts, as in Qwen3, DeepSeek-R1, GLM-4.5, MiniMax-M1 and many fine-tunes."""
 
 
 def find_thoughts(template: str, prompt_end: str) -> AnswerForm:

@@ -32,7 +32,7 @@ SPLITS: Final = (*sorted(LLAMA3 | QWEN2), "gpt-2", "smollm")
 CONTROL, USER_DEFINED = 3, 4
 """Types of tokens in GGUF that are matched whole in a text; a control token is left out of decoded text."""
 END_OF_TURN: Final = ("<|im_end|>", "<|eot_id|>")
-"""Tokens that end an answer in a chat, where a model has them beside its end-of-text token."""
+"""Tokens that end an answer in a chat, if a model has them beside its end-of-text token."""
 
 
 def write_tokenizer(file: GgufFile, directory: Path) -> None:

@@ -59,7 +59,7 @@ def count_differing(outcomes: Sequence[Outcome], model_path: Path, limit: int) -
 
 
 def expected_shares(trace: Sequence[TracedConversation], rings: Sequence[RingInfo], divide: int) -> tuple[float, float]:
-    """Return the cached share of simulated rings as many and as large as these, and that of one LRU cache."""
+    """Return the cached share of simulated rings as many and as large as these, and of one LRU cache."""
     prefill, decode = ([ring for ring in rings if ring.role == role] for role in ("prefill", "decode"))
     room = divide * min(sum(ring.capacity_tokens for ring in pool) for pool in (prefill, decode))
     model = planned_model(SIMULATED_MODEL)

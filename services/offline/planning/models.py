@@ -38,7 +38,7 @@ def shipped_models() -> Mapping[str, Mapping[str, Any]]:
 
 
 def planned_model(name: str, device: str = "cuda") -> PlannedModel:
-    """Return a shipped model, or that of a directory or `builtin:tiny`. Raises ConfigError or ModelRefused.
+    """Return a shipped model, the model in a directory, or `builtin:tiny`. Raises ConfigError or ModelRefused.
 
     The KV of a directory's model has its dtype on the device `cuda`, and is float32 on `cpu`.
     """

@@ -35,7 +35,7 @@ from ringserve.services.offline.simulator.trace import TracedConversation, Trace
 from ringserve.workers.protocol.prefill_steps import Algorithm
 
 RETRY_SECONDS = 5.0
-"""Seconds until a refused turn asks again, where no ring gave a time."""
+"""Seconds until a refused turn asks again, if no ring gave a time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +56,7 @@ class _Conversation:
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """Turn with reservations on both rings. Times are those of the clock."""
+    """Turn with reservations on both rings. Times are by the simulated clock."""
 
     conversation: _Conversation
     asked: float
@@ -79,7 +79,7 @@ class _Turn:
 class Simulation:
     """Run of a trace under one placement; `trace` is iterated twice, in the order in which conversations begin.
 
-    Raises ConfigError for an unknown placement, or where a ring cannot hold the longest conversation.
+    Raises ConfigError for an unknown placement, or if a ring cannot hold the longest conversation.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class Simulation:
         choice: Choice,
         refused: list[RegisteredRing],
     ) -> _Turn | None:
-        """Reserve both rings; return None, change nothing and extend `refused` where a ring has no room for the KV.
+        """Reserve both rings; return None, change nothing and extend `refused` if a ring has no room for the KV.
 
         Raises CapacityExceeded if the prefill ring's queue is full.
         """
