@@ -65,10 +65,19 @@ def rates_of_ring(rates: Sequence[RingRates], tp: int) -> RingRates:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a leader has measured of a ring. The first rank keeps it: later the machine may be busy."""
+    """What a leader has measured of a ring, with the host of each process. The first rank keeps it.
+
+    It holds as long as the ring's processes are on these hosts: when a ring is formed again the machine is busy, with
+    the turns that were lost.
+    """
 
     rates: RingRates
     correction: StepCorrection | None
+    hosts: tuple[str, ...]
+
+
+def _hosts(infos: Sequence[RankInfo]) -> tuple[str, ...]:
+    return tuple(info.kv_endpoint.rpartition(":")[0].strip("[]") for info in infos)
 
 
 class Ring:
@@ -113,8 +122,7 @@ class Ring:
     @property
     def nodes(self) -> tuple[str, ...]:
         """Addresses of the ranks' nodes, provided that ranks listen at their node's address."""
-        hosts = (endpoint.rpartition(":")[0].strip("[]") for endpoint in self.kv_endpoints)
-        return tuple(dict.fromkeys(hosts))
+        return tuple(dict.fromkeys(_hosts(self.infos)))
 
     @property
     def cp_ranks(self) -> Sequence[int]:
@@ -163,7 +171,7 @@ class Ring:
             if not isinstance(measured, Measured):
                 raise Unavailable("it had not served")
             self._correction = measured.correction
-            await self._renew(measured.rates)
+            await self._renew(measured)
         except RingserveError as failure:
             log.warning("ranks of ring %s could not be taken over, new ones start: %s", settings.name, failure)
             await gather_all(rank.kill() for rank in self.ranks)
@@ -181,10 +189,10 @@ class Ring:
         infos = await gather_first_error(rank.start(spec, settings.start_timeout) for rank, spec in starts)
         await self._join(ranks, infos, specs[0].incarnation)
 
-    async def _renew(self, rates: RingRates | None = None) -> None:
+    async def _renew(self, measured: Measured) -> None:
         """Let the ranks that live form a new ring with others in the places of lost ones. Raises Unavailable.
 
-        Without lost ranks the ring has these `rates`. If a rank is lost, or none are given, rates are measured.
+        Rates are measured again only if a rank is on another host than it was.
         """
         settings, specs = self.settings, self._specs()
 
@@ -209,7 +217,8 @@ class Ring:
         made = await gather_first_error(ranks[number].start(places[number], settings.start_timeout) for number in lost)
         by_number = dict(zip(lost, made, strict=True))
         infos = [info or by_number[number] for number, info in enumerate(kept)]
-        await self._join(ranks, infos, specs[0].incarnation, None if lost else rates)
+        known = measured.rates if measured.hosts == _hosts(infos) else None
+        await self._join(ranks, infos, specs[0].incarnation, known)
 
     def _specs(self) -> list[RankSpec]:
         """Return the places of a new incarnation."""
@@ -236,7 +245,7 @@ class Ring:
             if settings.measures_steps and self._correction is None:
                 self._correction = await measure_steps(ranks, sized, infos[0].model, common)
         rates = known or self._corrected(common)
-        await self._have_kept(ranks[0], rates)
+        await self._have_kept(ranks[0], rates, infos)
         if self.state is RingState.CLOSED:
             raise Unavailable(f"ring {settings.name} was closed while it started")
         self.ranks, self.infos, self.incarnation = ranks, infos, incarnation
@@ -269,10 +278,10 @@ class Ring:
         if settings.measures_steps and not self.pool.inventory():
             self._correction = await measure_steps(self.ranks, self._sized(self.infos), self.model, common)
         self.rates = self._corrected(common)
-        await self._have_kept(self.ranks[0], self.rates)
+        await self._have_kept(self.ranks[0], self.rates, self.infos)
 
-    async def _have_kept(self, rank: RankPort, rates: RingRates) -> None:
-        await rank.remember(Measured(rates, self._correction), self.settings.control_timeout)
+    async def _have_kept(self, rank: RankPort, rates: RingRates, infos: Sequence[RankInfo]) -> None:
+        await rank.remember(Measured(rates, self._correction, _hosts(infos)), self.settings.control_timeout)
 
     def _sized(self, infos: Sequence[RankInfo]) -> RingSettings:
         """Return the settings with the blocks that every rank has: free memory may have decided their number."""
@@ -287,7 +296,7 @@ class Ring:
         """Measure the rates of a ring whose ranks run their decode loop."""
         self.require_ready()
         self.rates = self._corrected(await self.ranks[0].probe_between_steps(self.settings.start_timeout))
-        await self._have_kept(self.ranks[0], self.rates)
+        await self._have_kept(self.ranks[0], self.rates, self.infos)
 
     def _spec(self, rank: int, incarnation: str) -> RankSpec:
         settings = self.settings
@@ -380,7 +389,7 @@ class Ring:
         """Rebuild until the ring serves; return False if it was closed meanwhile."""
         pause = self.settings.retry_pause
         try:
-            await self._renew()
+            await self._renew(Measured(self.rates, self._correction, _hosts(self.infos)))
             return True
         except Exception as failure:  # of any kind, as below
             log.warning("ring %s is made anew as a whole: %s", self.settings.name, failure)

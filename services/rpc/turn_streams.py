@@ -123,6 +123,10 @@ class _Reading:
         return event
 
 
+_Asked = asyncio.Queue[rings_pb2.TurnReading | None]
+"""What is asked of a leader, in order; None when the call has ended."""
+
+
 class TurnsStream:
     """Stream of a leader's turns to this process, open while one of them is read.
 
@@ -142,7 +146,7 @@ class TurnsStream:
         self._lost_seconds = lost_seconds
         self._numbers = count(1)
         self._readings: dict[int, _Reading] = {}
-        self._asked: asyncio.Queue[rings_pb2.TurnReading] = asyncio.Queue()
+        self._asked: _Asked = asyncio.Queue()
         self._receiving: asyncio.Task[None] | None = None
 
     async def read(self, turn_id: str, after: int, interval: float) -> AsyncGenerator[TurnEvent, None]:
@@ -164,9 +168,7 @@ class TurnsStream:
             if not readings and readings is self._readings:
                 self._end()
 
-    def _begin(
-        self, request: rings_pb2.ReadTurn
-    ) -> tuple[_Reading, asyncio.Queue[rings_pb2.TurnReading], dict[int, _Reading]]:
+    def _begin(self, request: rings_pb2.ReadTurn) -> tuple[_Reading, _Asked, dict[int, _Reading]]:
         """Ask for a turn; the stream is opened where none of the leader's turns is read."""
         if self._receiving is None:
             self._asked, self._readings = asyncio.Queue(), {}
@@ -197,7 +199,7 @@ class TurnsStream:
             return failure
         return Unavailable(f"{self._name} sent no heartbeat for {self._lost_seconds:g} s")
 
-    async def _receive(self, asked: asyncio.Queue[rings_pb2.TurnReading], readings: dict[int, _Reading]) -> None:
+    async def _receive(self, asked: _Asked, readings: dict[int, _Reading]) -> None:
         """Give every reading its events, until the call ends; then give all the error."""
         admitted = asyncio.Event()
         call = self._stub.StreamTurns(_take(asked, admitted), metadata=self._metadata)
@@ -220,6 +222,9 @@ class TurnsStream:
         finally:
             silence.close()
             call.cancel()
+            # A call that has ended by itself leaves the task of gRPC that waits for requests.
+            admitted.set()
+            asked.put_nowait(None)
             if readings is self._readings:
                 self._receiving = None
             for reading in readings.values():
@@ -229,7 +234,7 @@ class TurnsStream:
     def _spread(
         self,
         message: rings_pb2.TurnsEvents,
-        asked: asyncio.Queue[rings_pb2.TurnReading],
+        asked: _Asked,
         readings: dict[int, _Reading],
     ) -> None:
         if message.numbers:
@@ -253,15 +258,13 @@ class TurnsStream:
             _hold_slow(reading, asked)
 
 
-async def _take(
-    asked: asyncio.Queue[rings_pb2.TurnReading], admitted: asyncio.Event
-) -> AsyncIterator[rings_pb2.TurnReading]:
+async def _take(asked: _Asked, admitted: asyncio.Event) -> AsyncIterator[rings_pb2.TurnReading]:
     await admitted.wait()
-    while True:
-        yield await asked.get()
+    while (reading := await asked.get()) is not None:
+        yield reading
 
 
-def _hold_slow(reading: _Reading, asked: asyncio.Queue[rings_pb2.TurnReading]) -> None:
+def _hold_slow(reading: _Reading, asked: _Asked) -> None:
     if reading.num_tokens > MOST_WAITING and not reading.is_held:
         log.info("reading %d waits for a slow client, with %d tokens", reading.number, reading.num_tokens)
         reading.is_held = True

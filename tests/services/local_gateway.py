@@ -71,7 +71,9 @@ class LocalGateway:
             "ringserve.v1.Inference",
             lambda target: inference_pb2_grpc.add_InferenceServicer_to_server(self.servicer, target),
         )
-        api = HttpApi(self.servicer, MODEL, self.service.model, authenticator, config=http, metrics=self.metrics.registry)
+        api = HttpApi(
+            self.servicer, MODEL, self.service.model, authenticator, config=http, metrics=self.metrics.registry
+        )
         self._http = HttpServer(api.app, tls.http_context() if tls else None)
         self.target = ""
         self.url = ""

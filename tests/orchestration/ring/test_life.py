@@ -20,6 +20,7 @@ from tests.orchestration.fake_ranks import RATES, FakeRanks
 from tests.waiting import WAIT_SECONDS, eventually
 
 DEAD = Unavailable("rank 1 died")
+HOSTS = ("kv",) * 3
 
 
 class Rings:
@@ -181,7 +182,7 @@ async def test_a_leader_takes_over_the_ranks_of_a_dead_one_and_what_it_had_measu
     async with started() as dead:
         before, first = list(dead.ranks.latest), dead.ring.incarnation
         measured = replace(RATES, gemm_flops=7e9)
-        await before[0].remember(Measured(measured, None), 1.0)
+        await before[0].remember(Measured(measured, None, HOSTS), 1.0)
         for rank in before:
             rank.renews = True
         successor = Rings(ranks=dead.ranks)
@@ -194,23 +195,27 @@ async def test_a_leader_takes_over_the_ranks_of_a_dead_one_and_what_it_had_measu
         await successor.ring.close()
 
 
-@pytest.mark.parametrize(("silent", "made_anew"), [((2,), [2]), ((0, 1, 2), [0, 1, 2])])
-async def test_ranks_that_cannot_be_taken_over_are_made_anew_and_measured(
-    silent: tuple[int, ...], made_anew: list[int]
+@pytest.mark.parametrize(
+    ("silent", "hosts", "is_known"),
+    [((2,), HOSTS, True), ((2,), ("kv", "kv", "elsewhere"), False), ((0, 1, 2), HOSTS, False)],
+)
+async def test_ranks_that_cannot_be_taken_over_are_made_anew_and_measured_unless_they_are_where_they_were(
+    silent: tuple[int, ...], hosts: tuple[str, ...], is_known: bool
 ) -> None:
+    measured = replace(RATES, gemm_flops=7e9)
     async with started() as dead:
         before = list(dead.ranks.latest)
-        await before[0].remember(Measured(replace(RATES, gemm_flops=7e9), None), 1.0)
+        await before[0].remember(Measured(measured, None, hosts), 1.0)
         for rank in before:
             rank.renews = rank.number not in silent
         successor = Rings(ranks=dead.ranks)
         await successor.ring.start()
         after = dead.ranks.latest
-        assert [number for number in range(3) if after[number] is not before[number]] == made_anew
-        assert [rank.number for rank in before if rank.is_killed] == made_anew
+        assert [number for number in range(3) if after[number] is not before[number]] == [*silent]
+        assert [rank.number for rank in before if rank.is_killed] == [*silent]
         assert successor.ring.ranks == after
-        assert successor.ring.rates == RATES
-        assert after[0].note == Measured(RATES, None), "for the next one"
+        assert successor.ring.rates == (measured if is_known else RATES)
+        assert after[0].note == Measured(successor.ring.rates, None, HOSTS), "for the next one"
         await successor.ring.close()
 
 
@@ -228,6 +233,21 @@ async def test_ranks_of_a_leader_that_never_served_are_made_anew() -> None:
 
 
 # --- loss ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_moved", [False, True])
+async def test_a_ring_whose_new_rank_is_where_the_lost_one_was_is_not_measured_again(is_moved: bool) -> None:
+    async with started() as rings:
+        ring, before = rings.ring, list(rings.ranks.latest)
+        for rank in before:
+            rank.renews = True
+        ring.rates = measured = replace(RATES, gemm_flops=7e9)
+        if is_moved:
+            ring.infos[1] = replace(ring.infos[1], kv_endpoint="elsewhere:1")
+        before[1].fail(DEAD)
+        await rings.until_told("ready", "lost: ring ring lost a rank and is being rebuilt: rank 1 died", "ready")
+        assert ring.rates == (RATES if is_moved else measured), "others compute meanwhile"
+        assert [rank.num_probes for rank in (before[0], before[2])] == [1 + is_moved] * 2
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -27,6 +27,10 @@ def tokens(*token_ids: int) -> TokensEvent:
     return TokensEvent(token_ids=token_ids)
 
 
+def pending_requests() -> list[asyncio.Task[Any]]:
+    return [task for task in asyncio.all_tasks() if "_consume_request_iterator" in repr(task.get_coro())]
+
+
 class Leader:
     """Decode leader whose turns tell what a test adds to them, the tokens that wait as one event."""
 
@@ -209,6 +213,7 @@ async def test_a_stream_that_breaks_is_lost_for_all_its_turns_and_the_next_reade
     for reader in readers:
         with pytest.raises(Unreachable, match=f"decode leader at {service.endpoint} cannot be reached"):
             await anext(reader)
+    await eventually(lambda: not pending_requests())  # asyncio logs a task that is dropped as an error
     await service.start(service.endpoint)
     service.leader.tell("a", tokens(2), END)
     async with aclosing(service.read("a", after=1)) as events:
