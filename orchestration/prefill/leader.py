@@ -287,7 +287,11 @@ class PrefillLeader(RingLeader):
         turn.pool.settle(kv_id, turn_id, retain_tokens, is_guest=turn.request.is_spare)
 
     def _lease_ended(self, request: Reserve) -> None:
-        log.warning("turn %s was never settled by the router; its KV is released now", request.turn_id)
+        turn = self._turns.get(request.turn_id)
+        if turn is not None and self.ring.is_serving(turn.reservation.incarnation):
+            log.warning("turn %s was never settled by the router; its KV is released now", request.turn_id)
+        else:  # the router settles no turn on a ring that it takes for lost
+            log.info("turn %s of a lost ring is released", request.turn_id)
         self.spawn(self.settle(request.kv_id, request.turn_id, 0))
 
     async def measure(self) -> None:

@@ -243,7 +243,7 @@ async def test_a_ring_lost_in_a_shared_step_fails_all_its_turns_and_serves_again
 
 
 async def test_a_turn_of_a_lost_ring_that_nothing_settles_does_not_hold_its_place_until_its_deadline(
-    model_paths: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
+    model_paths: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("ringserve.orchestration.prefill.leader.LEASE_SECONDS", 0.05)
     async with Service(model_paths["llama_gqa"], 2, 2) as service:
@@ -263,6 +263,7 @@ async def test_a_turn_of_a_lost_ring_that_nothing_settles_does_not_hold_its_plac
         ring.report_lost(Unavailable("a rank is gone"), ring.incarnation)
         await eventually(lambda: ring.state == "ready" and service.prefill.num_turns == 0)
         await is_idle(service, free)
+        assert "never settled" not in caplog.text, "the router need not"
 
 
 async def test_a_full_queue_refuses_at_once_with_a_hint_and_takes_turns_again(
