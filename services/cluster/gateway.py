@@ -32,9 +32,11 @@ SPARE_WAIT = 5.0
 FAILED_SPARE_WAIT = 60.0
 """Seconds from the end of a spare that has not served to the load of another."""
 SPARE_SECONDS = 5.0
-"""Seconds that a spare has for listening: it has loaded all else."""
+"""Seconds that a loaded spare has to serve; one that still loads has as long as a gateway that starts."""
 ENDED = b""
 """Line of a process that has ended."""
+SIGN = b"\n"
+"""Line of a process that lives, or of a spare that has loaded."""
 
 
 def gateway_command(settings: GatewaySettings) -> Sequence[str]:
@@ -86,7 +88,7 @@ class _Process:
         """Tell a spare to serve; one that has ended is told nothing."""
         assert self._popen.stdin is not None, "it is a pipe"
         with suppress(OSError):
-            self._popen.stdin.write(b"\n")
+            self._popen.stdin.write(SIGN)
             self._popen.stdin.flush()
 
     def kill(self) -> None:
@@ -153,7 +155,8 @@ class GatewayKeeper:
 
     def _await_serving(self, seconds: float) -> None:
         assert self._process is not None, "the gateway was started"
-        line = self._process.next_line(seconds)
+        while (line := self._process.next_line(seconds)) == SIGN:
+            pass
         if line is ENDED:
             raise ConfigError("the gateway did not start; its reason is above")
         addresses = json.loads(line)
@@ -209,9 +212,10 @@ class GatewayKeeper:
         if self._spare is None:
             return False
         self._process, self._spare = self._spare, None
+        has_loaded = not self._process.lines.empty()
         self._process.let_serve()
         try:
-            self._await_serving(SPARE_SECONDS)
+            self._await_serving(SPARE_SECONDS if has_loaded else self._start_seconds)
         except ConfigError:
             self._process.kill()
             self._end_process()

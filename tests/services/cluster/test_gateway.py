@@ -26,13 +26,17 @@ import json, sys, time
 listen = sys.argv[1].replace(":0", ":7")
 if listen == "broken":
     sys.exit(1)
-if sys.argv[2] == "spare" and not sys.stdin.readline():
-    sys.exit(0)
+if sys.argv[2] == "spare":
+    time.sleep(float(sys.argv[3]))
+    print(flush=True)
+    if not sys.stdin.readline():
+        sys.exit(0)
 print(json.dumps({"gateway": listen, "http": "", "metrics": ""}), flush=True)
 while True:
     print(flush=True)
     time.sleep(0.01)
 """
+LOAD_SECONDS = "0"
 SETTINGS = GatewaySettings(
     listen="host:0", http="", metrics="", router="", model="", model_name="", dtype="", device="cpu", max_seconds=60.0
 )
@@ -47,7 +51,7 @@ class Clock:
 
 
 def command(settings: GatewaySettings) -> Sequence[str]:
-    return (sys.executable, "-S", "-c", SCRIPT, settings.listen, "spare" if settings.is_spare else "")
+    return (sys.executable, "-S", "-c", SCRIPT, settings.listen, "spare" if settings.is_spare else "", LOAD_SECONDS)
 
 
 @pytest.fixture
@@ -125,6 +129,7 @@ def spared(clock: Clock) -> Iterator[GatewayKeeper]:
     try:
         keeper.await_serving()
         look(keeper, clock)
+        wait_until(lambda: keeper._spare is not None and not keeper._spare.lines.empty(), "a loaded spare")
         yield keeper
     finally:
         keeper.end()
@@ -174,6 +179,19 @@ def test_without_a_spare_that_serves_another_gateway_is_started(
     assert die(spared, clock) != spare
     with pytest.raises(ProcessLookupError):
         os.kill(spare, 0)
+
+
+def test_a_spare_that_still_loads_is_waited_for(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway, "SPARE_SECONDS", 0.0)
+    monkeypatch.setitem(globals(), "LOAD_SECONDS", "1")
+    keeper = GatewayKeeper(SETTINGS, start_seconds=60.0, silent_seconds=4.0, command=command, clock=clock)
+    keeper.start()
+    try:
+        keeper.await_serving()
+        look(keeper, clock)
+        assert spare_pid(keeper) == die(keeper, clock)
+    finally:
+        keeper.end()
 
 
 def test_the_end_of_a_gateway_is_that_of_its_spare(spared: GatewayKeeper) -> None:
