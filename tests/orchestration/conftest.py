@@ -5,12 +5,20 @@ from pathlib import Path
 
 import pytest
 
+from ringserve.orchestration.ring import life
 from tests.one_core import ranks_are_threads
 from tests.workers.models import Oracle, save_model
 
 __all__ = ["KINDS", "ranks_are_threads"]
 
 KINDS = ("llama_gqa", "llama_mha", "qwen3", "mistral")
+STEP_SECONDS = 120.0
+
+
+@pytest.fixture(autouse=True)
+def steps_have_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Allow steps more time than a service does: on a busy machine they take it, and are not hung."""
+    monkeypatch.setattr(life, "LEAST_PATIENCE_CPU", STEP_SECONDS)
 
 
 @pytest.fixture(scope="session")

@@ -64,6 +64,9 @@ class Ringserve:
             "RINGSERVE_ROUTER__MISSING_KV": "pull",
             # Nor that it goes over a prefill ring: the decode ring computes what is asked of it, and nothing else.
             "RINGSERVE_DECODE__MAX_DIRECT_SECONDS": "0",
+            # Spares take seconds to load, beside the rings of the other tests. The shared cluster has them.
+            "RINGSERVE_GATEWAY__SPARE": "false",
+            "RINGSERVE_ROUTER__SPARE": "false",
             # A busy machine must not make a healthy process look lost; one that is frozen stays so.
             "RINGSERVE_TIMEOUTS__LOST": "10",
             "RINGSERVE_TIMEOUTS__START": f"{START_SECONDS / 2:g}",

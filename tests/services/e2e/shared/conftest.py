@@ -27,7 +27,8 @@ def terminal(
     """Start the one cluster that these tests share, in the foreground; the last of them ends it with Ctrl-C."""
     directory = tmp_path_factory.mktemp("shared")
     ready = directory / "ready.json"
-    options = ("--name", "shared", "--ready-file", str(ready), *options_of(model_path))
+    spares = ("--set", "gateway.spare=true", "--set", "router.spare=true")
+    options = ("--name", "shared", "--ready-file", str(ready), *spares, *options_of(model_path))
     with started(ringserve, directory, "up", *options) as up:
         wait_until(lambda: ready.exists() or up.is_over, "the cluster serves", START_SECONDS)
         assert not up.is_over, up.output
