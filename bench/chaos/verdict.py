@@ -99,9 +99,11 @@ class Observation:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Line of the report. The longest gap is that of a stream after the fault; it began at a time from the fault.
+    """Line of the report.
 
-    `late_seconds` is the longest time to a next token beyond what the same stream has to wait without a fault.
+    The longest gap is the longest between two pieces of one stream, if it ended after the fault; its `at` is when it
+    began, counted from the fault. `late_seconds` is how much longer than without a fault a stream waited for its next
+    token, at most. Example: 9 s after the fault, of which its prompt takes 6 in any case, are 3 s.
     """
 
     process: str
@@ -193,7 +195,7 @@ def judge(cell: Cell, seen: Observation) -> Result:
 def _next_token(seen: Observation, usual: Usual) -> float:
     """Return the longest time from the fault to the next token of an affected stream; infinite where none came.
 
-    Of each stream's time only that counts which it would not have waited anyway.
+    The time that a stream would have waited without the fault, by `usual`, does not count.
     """
     firsts = [(stream, stream.first_after(seen.hit_at)) for stream in seen.affected]
     return max(

@@ -85,7 +85,7 @@ class _Process:
             return ENDED
 
     def let_serve(self) -> None:
-        """Tell a spare to serve; one that has ended is told nothing."""
+        """Tell a spare to serve. Do nothing if it has ended."""
         assert self._popen.stdin is not None, "it is a pipe"
         with suppress(OSError):
             self._popen.stdin.write(SIGN)
@@ -113,9 +113,9 @@ class _Process:
 class GatewayKeeper:
     """Keeper of one gateway: `start`, `await_serving`, then `look` again and again, and `end`.
 
-    The first line that the gateway prints has its addresses, which its successors have too. Each later line is a sign
-    of life. One that has given none for `silent_seconds` is killed. If one has died, a spare serves at once: it has
-    loaded all but its servers. Without a spare, another is started.
+    The gateway's first line has its addresses, which its successors take. Each later line is a heartbeat; a gateway
+    without any for `silent_seconds` is killed. The successor of a dead gateway is its spare, which has loaded
+    everything and only starts its servers. If there is no spare, a new process is started.
     """
 
     def __init__(

@@ -353,9 +353,10 @@ class LocalCluster:
 
     def _stop_actors(self) -> None:
         stops = [leader.actor.stop.remote() for leader in self._rings.leaders]
+        if self._router is not None:
+            self._router.end_spare()  # there is one, too, while no router runs
         if self._router is not None and isinstance(self._router.process, RayRouter):
             stops.append(self._router.process.actor.stop.remote())
-            self._router.end_spare()
         done, late = ray.wait(stops, num_returns=len(stops), timeout=ACTORS_STOP_SECONDS) if stops else ([], [])
         if late:
             log.warning("%d of %d actors did not stop in time and are ended with Ray", len(late), len(done) + len(late))

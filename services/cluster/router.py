@@ -44,7 +44,7 @@ MAX_TICK_SECONDS = 1.0
 
 
 class RouterProcess(Protocol):
-    """Process of one router, which has loaded its modules, or will, and serves once it is told to."""
+    """Process of one router. It loads its modules at once, and serves after `begin`."""
 
     def begin(self) -> None:
         """Let it serve."""

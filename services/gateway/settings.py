@@ -19,8 +19,8 @@ from ringserve.services.config.sections import HttpConfig, TracingConfig
 class GatewaySettings:
     """Settings of one gateway.
 
-    `follow_stdin` ends the gateway when standard input closes, which happens when its parent ends; one that `is_spare`
-    serves once it has read a line there. `tokens` is the path
+    `follow_stdin` ends the gateway when standard input closes, which happens when its parent ends. With `is_spare` it
+    serves only after its parent has written a line there. `tokens` is the path
     of the tenants file. `page` serves the status page at `/` of `http`; `api` configures the HTTP API. A stopping
     gateway lets turns run for at most `drain_seconds`. A peer without heartbeats for `lost_seconds` fails its turns.
     """

@@ -184,7 +184,7 @@ class _Traced(Exception):
 def trace(body: Module, device: torch.device, backend: str, columns: int = 0) -> Pieces:
     """Trace the layers of a model on its device and cut them into pieces, which `backend` compiles.
 
-    The weights stay the model's own, in its memory. `columns` are those of attention in helix. Raises RuntimeError
+    The weights stay in the model's memory. `columns` is the number of attention columns in helix. Raises RuntimeError
     for what cannot be traced whole or compiled.
     """
     # Compiled code outlives the process, beside the models that it was made for.
