@@ -98,7 +98,7 @@ def merge_parts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge M >= 1 parts of the same T rows, of any dtype and strides -> fp32 out[T, H, D] and lse[T, H].
 
-    With `into`, contiguous [T, H, D] of any dtype, that is out. The out of a part is not read where its lse is -inf or
+    With `into`, contiguous [T, H, D] of any dtype, that is out. The out of a part is not read if its lse is -inf or
     its weight is 0. Rows that no part attended give (0, -inf). A row with an lse of NaN in a part is NaN in the result.
     """
     num_rows, num_heads, head_dim = outs[0].shape

@@ -348,7 +348,7 @@ def _way(cuts: Sequence[int], place: int, rates: ChainRates) -> float:
 def chain_order(rates: RingRates, held: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """Return the ranks along a chain: late and slow ones last, because nothing waits for them there.
 
-    Of ranks that are alike, those that hold least are last: where not all ranks take part they do. `held[r]` is
+    Of ranks that are alike, those that hold least are last: if not all ranks take part, they do. `held[r]` is
     compared as a tuple, so it may hold further counts for ties.
     """
     places = _places(rates, len(held))
@@ -394,7 +394,7 @@ def quick_cuts(num_tokens: int, cached: int, rates: ChainRates) -> Cuts:
     # The ranks that take part share what all do.
     shares = [min(rates.lone_speed, num_ranks / (num_ranks - empty)) for empty in range(num_ranks)]
     evens = [work / sum(speeds[empty:]) / shares[empty] for empty in range(num_ranks)]
-    # Cached KV of a rank goes to all that take part: where that takes longer than the work, few ranks are best.
+    # Cached KV of a rank goes to all that take part: if that takes longer than the work, few ranks are best.
     links = [cached * rates.byte_seconds(0) * (num_ranks - empty - 1) / num_ranks for empty in range(num_ranks)]
     likely = min(range(num_ranks), key=lambda empty: max(evens[empty], links[empty]))
     known: dict[Cuts, float] = {}
@@ -418,7 +418,7 @@ def quick_cuts(num_tokens: int, cached: int, rates: ChainRates) -> Cuts:
 def _balanced(num_tokens: int, cached: int, rates: ChainRates, empty: int, even: float) -> Cuts:
     """Return cuts of which the first `empty` positions have no tokens, and the others work equally long in each layer.
 
-    That is `even` seconds where no link holds them up and none is late, and otherwise more.
+    That is `even` seconds if no link holds them up and none is late, and more otherwise.
     """
     num_ranks = rates.num_ranks
     pairs = rates.square(num_tokens) + num_tokens * cached

@@ -14,7 +14,7 @@ from ringserve.cp_core.cost.chain import ChainRates, Cuts, chain_seconds
 
 LEAST_STRIDE = 32
 FINEST_SHARE = 512
-"""Strides of the search end at LEAST_STRIDE tokens, or at T / FINEST_SHARE where that is more."""
+"""Strides of the search end at LEAST_STRIDE tokens, or at T / FINEST_SHARE if that is more."""
 BISECTIONS = 60
 
 

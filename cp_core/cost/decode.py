@@ -249,7 +249,7 @@ def choose_at_start(model: ModelShape, rates: DecodeRates, num_ranks: int) -> St
 def choose_variant(policy: str, load: DecodeLoad, model: ModelShape, rates: DecodeRates | None) -> str:
     """Return the variant of a step by `policy`, one of VARIANT_POLICIES.
 
-    "auto" takes `gather` unless pass-Q is predicted to be better by more than MARGIN, and always where nothing was
+    "auto" takes `gather` unless pass-Q is predicted to be better by more than MARGIN, and always if nothing was
     measured. Raises ConfigError for an unknown policy.
     """
     if policy in VARIANTS:
@@ -294,7 +294,7 @@ def fastest_step(
 ) -> StepCost:
     """Return the cost of the variant that is predicted to take less, as `predict_profiled_step` does.
 
-    Helix is among them where tp is 1.
+    Helix is among them if tp is 1.
     """
     steps = (
         predict_profiled_step(

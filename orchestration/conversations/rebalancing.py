@@ -4,7 +4,7 @@ A ring that drains announces itself repeatedly. Each time it is told how many co
 those in use by turns included, and it stays until there are none or its own deadline ends. The last used go first. A
 conversation that fits nowhere else, or whose move fails, stays behind: its next turn computes it again.
 
-A decode ring that is about to evict gives the KV unused for longest to a ring with room, where computing it again would
+A decode ring that is about to evict gives the KV unused for longest to a ring with room, if computing it again would
 take much longer. Prefill rings evict instead: a decode ring retains the same KV. Few moves relieve a ring at a time,
 so that turns find the links free.
 """

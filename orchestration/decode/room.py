@@ -147,7 +147,7 @@ class DecodeRoom:
         return turn.room < turn.final_tokens and _free_slots(turn) <= self._headroom // 2
 
     def _extend(self, turn: DecodeTurn) -> bool:
-        """Add a headroom to the turn's tables, or a block on each rank where that is all there is."""
+        """Add a headroom to the turn's tables, or a block on each rank if that is all there is."""
         for step in (self._headroom, self._pool.block_tokens * self._pool.num_ranks):
             room = min(turn.kv_tokens + step, turn.final_tokens)
             if room <= turn.room:

@@ -64,7 +64,7 @@ class DecodeTurnState(Enum):
     STARVED, PREEMPTED and RESUMING lead to ABORTED and DONE like ADMITTED.
 
     The decode leader owns the decode ring's blocks in every state. Until SEALED the ranks' receivers may write to them,
-    or the decode loop where the ring computes the prompt itself. In ADMITTED the decode loop may write to them.
+    or the decode loop if the ring computes the prompt itself. In ADMITTED the decode loop may write to them.
     ABORTED, DONE and PREEMPTED are reached only after both have stopped writing: only then do the blocks return to the
     pool. The prefill ring's blocks of the sequence stay pinned until `finish_sends` returns, because its ranks read
     them until then.
@@ -112,7 +112,7 @@ class Attempt:
 class Answer:
     """Tokens of the answer, which the ring's events append, and its length, which the reader may set.
 
-    `logprobs`, where requested, are those of the last tokens: a turn that goes on here begins with tokens of others.
+    `logprobs`, if requested, are those of the last tokens: a turn that goes on here begins with tokens of others.
     `num_drafted` of the tokens followed right drafts. `num_finished` is the length; None until the reader sets it.
     `own_end` is why the ring itself stopped decoding; None while it decodes.
     """

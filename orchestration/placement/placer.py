@@ -302,7 +302,7 @@ def _worth_leaving(other: float) -> float:
 def _listed(option: _Option) -> tuple[RingAlternative, ...]:
     """Return the alternatives that a plan lists; none if there was no choice.
 
-    They are the decode ring, where it could compute the prompt, and the fastest few prefill rings, the chosen one among
+    They are the decode ring, if it could compute the prompt, and the fastest few prefill rings, the chosen one among
     them.
     """
     if option.direct is None and len(option.costs) == 1:

@@ -63,7 +63,7 @@ class SparseChooser:
         """Return how sparse a turn is; None if it is exact, or nothing is predicted to be sooner.
 
         `wanted` tells the turn with what it may use of its conversation's KV at a sparsity. Raises InvalidRequest,
-        which names the bound, where nothing meets it or nothing was measured for such a turn; Unavailable.
+        which names the bound, if nothing meets it or nothing was measured for such a turn; Unavailable.
         """
         bound = self.bound_of(request)
         if bound is None:
@@ -102,7 +102,7 @@ def _cached(turn: WantedTurn, choice: Choice) -> int:
 
 
 def _least_time(bound: Bound, options: list[_Option]) -> PredictedLoss | None:
-    """Return the soonest option within a loss; the exact one where others are not clearly sooner."""
+    """Return the soonest option within a loss; the exact one if others are not clearly sooner."""
     exact = options[0]
     best = min((each for each in options if each.loss <= bound.limit), key=lambda each: (each.seconds, each.loss))
     return best.predicted if is_clearly_less(best.seconds, exact.seconds) else None

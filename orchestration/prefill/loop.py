@@ -66,7 +66,7 @@ class PrefillLoop:
             self.scheduler.remove(run.turn_id)
 
     async def run(self) -> None:
-        """Compute steps, and wait for a turn where none is ready."""
+        """Compute steps, and wait for a turn if none is ready."""
         try:
             while not self._is_over:
                 self._wakeup.clear()

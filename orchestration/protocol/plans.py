@@ -27,7 +27,7 @@ class CachedSource:
     """Source of cached tokens.
 
     One of "kept_on_prefill", "pulled_from_decode", "pulled_from_other" (`ring`, which the conversation leaves), and
-    "kept_on_decode", where that ring computes the prompt itself.
+    "kept_on_decode", if that ring computes the prompt itself.
     """
 
     source: str

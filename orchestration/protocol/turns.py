@@ -55,7 +55,7 @@ class TurnRequest:
     `kv_quota` bounds the tenant's KV; None: there is no bound. `follows` names a request with the same prompt, whose KV
     the turn waits for, to share it. `resume`: the turn has begun before, and lost a ring, its stream or its gateway.
     `reader` names the gateway's reader of the turn; an earlier one aborts nothing. Turns of one `cache_key` prefer the
-    rings of the latest one, where they answer about as soon as others. With a `bound` the turn may be sparse; None: as
+    rings of the latest one, if they answer about as soon as others. With a `bound` the turn may be sparse; None: as
     the router is set. An answer that `is_open_ended` may go on as far as there is room, which the router decides. The
     first `num_special` tokens were put before a text by the tokenizer, and are left out if it continues a conversation.
     Next tokens are drafted from `prediction` as well.
@@ -336,7 +336,7 @@ class RingRegistration:
     that `is_draining` takes no new turns; one that `is_leaving` is gone when this is read; one that `is_rebuilding`
     failed, and `failure` says why the latest attempt to rebuild it did (empty: none has).
 
-    A decode ring computes up to `max_direct_tokens` tokens of a prompt itself (0: none), where a step of them is
+    A decode ring computes up to `max_direct_tokens` tokens of a prompt itself (0: none), if a step of them is
     predicted to take no longer than `max_direct_seconds`. It takes `max_batch` turns into one batch (0: not known).
 
     Other fields change from one announcement to the next. A prefill ring tells the work units that wait
@@ -399,7 +399,7 @@ class Tracer(Protocol):
     """Recorder of turns' spans."""
 
     def record(self, trace_parent: str, spans: Sequence[TimeSpan]) -> None:
-        """Record spans of the turn whose trace this continues; ignore them where `trace_parent` is empty.
+        """Record spans of the turn whose trace this continues; ignore them if `trace_parent` is empty.
 
         Never waits.
         """

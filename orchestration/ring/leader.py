@@ -146,7 +146,7 @@ class RingLeader(ABC):
         """Begin to have the ranks compile the grammar of an answer. The task raises nothing.
 
         A turn waits for it before a step takes it up, so that the step does not: the first grammar of a rank reads the
-        tokenizer, which takes seconds where cores are busy.
+        tokenizer, which takes seconds if cores are busy.
         """
         return self.spawn(self._prepare_grammar(grammar))
 

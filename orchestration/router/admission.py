@@ -251,7 +251,7 @@ class TurnAdmission:
         return turn
 
     async def _until_shared(self, request: TurnRequest, conversation: Conversation, deadline: float) -> bool:
-        """Wait for the prompt of a running turn, where that is worth it. Return whether it was."""
+        """Wait for the prompt of a running turn if that is worth it. Return whether it was."""
         prefixes, prompt = self._prefixes, request.token_ids
         if prefixes is None or self._prompt_waits is None or not self._may_share(request, conversation):
             return False

@@ -132,7 +132,7 @@ class RingReturns:
     async def until_served(self, request_id: str, deadline: float) -> bool:
         """Wait while a role has no ring and one is to return. Return whether that was so.
 
-        `deadline` is the turn's, on the event loop's clock. Returns at once where every role is served, and where no
+        `deadline` is the turn's, on the event loop's clock. Returns at once if every role is served, and if no
         ring is to return. Raises DeadlineExceeded, CapacityExceeded if too many wait, and the error of `end_wait`.
         """
         loop, has_waited = asyncio.get_running_loop(), False
@@ -217,7 +217,7 @@ class Drains:
         await self._port(ring).drain(seconds)
 
     async def restart(self, name: str, seconds: float, *, leaving_node: str = "") -> None:
-        """Drain a ring and have it started again; new turns wait for it where no other ring takes them.
+        """Drain a ring and have it started again; new turns wait for it if no other ring takes them.
 
         With `leaving_node` the ring starts again when the node at that address is gone. Works for the only ring of a
         role as well, and for a ring that has left. Idempotent. Raises NotFound, InvalidRequest, Unavailable.

@@ -183,8 +183,8 @@ class TurnLifecycle:
     async def _try_elsewhere(self, turn: RunningTurn, refusal: RingserveError) -> None:
         """Move a refused turn to the next best rings, and release its reservations on the previous ones.
 
-        A turn whose decode ring could not compute the prompt uses a prefill ring now. Raises `refusal` where no other
-        ring is left, after MAX_REFUSALS, where the turn is to end, or where it asked for its decode ring.
+        A turn whose decode ring could not compute the prompt uses a prefill ring now. Raises `refusal` if no other
+        ring is left, after MAX_REFUSALS, if the turn is to end, or if it asked for its decode ring.
         """
         if len(turn.attempt.refused) > MAX_REFUSALS or turn.stop_error is not None or turn.is_over:
             raise refusal

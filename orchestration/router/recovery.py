@@ -503,7 +503,7 @@ class TurnRecovery:
         return answer
 
     async def _begin(self, turn: RunningTurn, lost: LostTurn, deadline: float) -> None:
-        """Begin an attempt, and another where rings refuse it or are lost, until `deadline` on the loop's clock."""
+        """Begin an attempt, and another if rings refuse it or are lost, until `deadline` on the loop's clock."""
         clock = asyncio.get_running_loop().time
         made: KvLocation | None = None
         told = ""

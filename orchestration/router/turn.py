@@ -139,7 +139,7 @@ class RunningTurn:
         PREFILLING, DECODING, RESUMING ──a ring is lost──> LOST ──the gateway begins it again──> RESERVING
 
     Before RESERVING a request waits for its conversation and for rings that return; it is no turn yet. A failure in any
-    state leads to ENDING, as the decode leader's `end_turn` does, and so does LOST where no gateway comes. ENDING
+    state leads to ENDING, as the decode leader's `end_turn` does, and so does LOST if no gateway comes. ENDING
     settles both rings and updates the conversation; ENDED has left the registry.
 
     `request` is as its latest gateway sent it. `TurnRegistry` writes the id and all that ends the turn: `lease` ends a
@@ -218,7 +218,7 @@ class RunningTurn:
         """Return how many of the matching tokens a ring may reuse: 0 if the ring is not the conversation's own.
 
         Another ring may still hold KV of an earlier state that has been overwritten since. The conversation's own
-        prefill ring may hold such KV beyond its location's end, where later turns did without that ring.
+        prefill ring may hold such KV beyond its location's end, if later turns did without that ring.
         """
         return self.attempt.wanted.known_on(ring)
 

@@ -15,7 +15,8 @@ from ringserve.services.config import DEVICES
 from ringserve.services.config.sections import default_dtype
 from ringserve.services.offline.terminal import console, print_table, simple_table
 from ringserve.workers.model.builtin import resolve_model_path
-from ringserve.workers.model.info import ELEMENT_BYTES, WeightFiles, read_fingerprint, tensor_sizes
+from ringserve.workers.model.info import ELEMENT_BYTES, WeightFiles, read_fingerprint, read_json, tensor_sizes
+from ringserve.workers.model.support import quantization_of
 from ringserve.workers.protocol.ranks import ModelInfo
 
 if TYPE_CHECKING:
@@ -35,11 +36,15 @@ class CheckOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCheck:
-    """What a service would make of a model directory. Sizes in bytes; `remarks` are sentences."""
+    """What a service would make of a model directory. Sizes in bytes; `remarks` are sentences.
+
+    `quantization` is the form in which the weights are stored, empty for plain ones.
+    """
 
     name: str
     family: str
     dtype: str
+    quantization: str
     fingerprint: str
     files: int
     file_bytes: int
@@ -86,6 +91,7 @@ def examine(path: Path, dtype: str, device: str) -> ModelCheck:
         name=path.resolve().name,
         family=info.model_type,
         dtype=dtype,
+        quantization=quantization_of(read_json(path / "config.json")),
         fingerprint=read_fingerprint(path),
         files=len(files),
         file_bytes=sum(file.stat().st_size for file in files),
@@ -126,6 +132,8 @@ def _lines(found: ModelCheck) -> Iterator[tuple[str, str]]:
     yield "model", f"{found.name}: {found.family}, served"
     files = "a file" if found.files == 1 else f"{found.files} files"
     yield "weights", f"{found.parameters / 1e6:,.0f} M parameters in {files} of {_size(found.file_bytes)}"
+    if found.quantization:
+        yield "stored in", f"{found.quantization}; {found.dtype} once they are read"
     yield "fingerprint", found.fingerprint
     yield "context", f"{found.context:,} tokens"
     yield "attention", f"{found.layers} layers, {found.heads} heads, {found.kv_heads} KV heads"

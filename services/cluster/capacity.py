@@ -148,7 +148,7 @@ def _of_one_gpu(config: Config, sharing: int) -> list[list[tuple[Pool, int]]]:
 
 
 def dtype_advice(config: ModelConfig, model: ModelInfo, *, can_multiply: bool) -> str:
-    """Return a sentence where bfloat16 would be faster on this machine's processor, or float32; "" if neither is.
+    """Return a sentence if bfloat16 or float32 would be faster on this machine's processor, "" otherwise.
 
     `can_multiply`: the processor has instructions for bfloat16. Without them it takes more time than float32.
     """

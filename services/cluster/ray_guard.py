@@ -87,7 +87,7 @@ def start_own_ray(num_cpus: int, namespace: str, directory: Path) -> list[psutil
                 _node_ip_address="127.0.0.1",
                 logging_level=logging.WARNING,
             )
-    except Exception as error:  # Ray raises nothing narrower where its processes do not start in time
+    except Exception as error:  # Ray raises nothing narrower if its processes do not start in time
         end_left_behind(families(set(psutil.Process().children()) - others))
         raise Unavailable(f"Ray did not start: {reason_of(error)}") from error
     return list(set(psutil.Process().children()) - others)

@@ -49,7 +49,7 @@ def read_sampling(params: inference_pb2.SamplingParams, model: ModelInfo) -> Sam
     stops = _stop_token_ids(params, model)
     if params.min_tokens and len(stops) >= model.vocab_size:
         raise InvalidRequest(
-            f"sampling_params.min_tokens: {params.min_tokens} is not allowed where every token is a stop token; "
+            f"sampling_params.min_tokens: {params.min_tokens} is not allowed if every token is a stop token; "
             f"allowed is 0"
         )
     read_stop_rule(params)

@@ -108,12 +108,12 @@ def progress_bar(total: int, description: str = "starting") -> Iterator[Tell]:
 
 
 LINES = 20
-"""Lines that a measurement of minutes writes where standard error is no terminal."""
+"""Lines that a measurement of minutes writes if standard error is no terminal."""
 
 
 @contextmanager
 def progress_lines(total: int) -> Iterator[Tell]:
-    """Show progress as `progress_bar`; where standard error is no terminal, by a line after each of LINES parts."""
+    """Show progress as `progress_bar`; if standard error is no terminal, by a line after each of LINES parts."""
     if sys.stderr.isatty():
         with progress_bar(total) as tell:
             yield tell

@@ -169,7 +169,7 @@ class TurnsStream:
                 self._end()
 
     def _begin(self, request: rings_pb2.ReadTurn) -> tuple[_Reading, _Asked, dict[int, _Reading]]:
-        """Ask for a turn; the stream is opened where none of the leader's turns is read."""
+        """Ask for a turn; the stream is opened if none of the leader's turns is read yet."""
         if self._receiving is None:
             self._asked, self._readings = asyncio.Queue(), {}
             self._receiving = asyncio.create_task(self._receive(self._asked, self._readings))

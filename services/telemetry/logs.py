@@ -47,7 +47,7 @@ def set_up_logs(process: str, level: str = "info", form: str = "human", levels: 
     `levels` has other levels of some modules, as `levels_by_module` reads them, and nothing that it refuses.
 
     This replaces an earlier set-up. `form` is one of LOG_FORMATS. JSON lines have ts (UTC), level, process, logger and
-    message, and where they apply ring, request_id, turn_id, exception and the figures of `TurnRecord`.
+    message, and if they apply ring, request_id, turn_id, exception and the figures of `TurnRecord`.
     """
     handler = logging.StreamHandler()
     line = f"%(asctime)s {process} %(levelname)s %(name)s: %(message)s"

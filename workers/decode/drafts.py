@@ -1,7 +1,7 @@
 """Drafts of next tokens from a sequence's own text, and how many of them a step checks.
 
 A decode step reads all weights once, whatever the number of tokens that it computes. So a step may compute the newest
-token and guesses of those that follow: where a guess is the token that would have been sampled, the step has two tokens
+token and guesses of those that follow: if a guess is the token that would have been sampled, the step has two tokens
 for one. A guess is what followed the text's last tokens when they occurred before (prompt lookup, as in
 github.com/apoorvumang/prompt-lookup-decoding): answers about a document, edits of code and summaries repeat their
 prompt. Tokens are exact, since every one is sampled from the model's logits.

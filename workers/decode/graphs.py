@@ -206,7 +206,7 @@ def try_record(recorder: Recorder, compute: Callable[[], Any]) -> Recorded | Exc
 
 
 class GraphRunner:
-    """Forward passes of a decode loop: replayed where they are recorded, else computed as they are and counted.
+    """Forward passes of a decode loop: replayed if they are recorded, else computed as they are and counted.
 
     `eager_steps` counts steps by the reason for which nothing was replayed. A bucket whose whole step cannot be
     recorded on some rank is recorded in pieces on all of them.

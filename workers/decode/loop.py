@@ -132,7 +132,7 @@ class LeadingLoop:
         *,
         drafts: bool = False,
     ) -> None:
-        """With `drafts` steps check drafts of sequences whose text is known, where that is worth its time."""
+        """With `drafts` steps check drafts of sequences whose text is known, if that is worth its time."""
         self._drafts = drafts
         self._costs = DraftCosts()
         self._accepted: tuple[int, ...] = ()

@@ -143,7 +143,7 @@ class DecodePass:
         # Rows behind those of the batch, in a step that is to be recorded whole; None in any other.
         self._num_padding: int | None = None
         self._is_asynchronous = cache.device.type == "cuda" if is_asynchronous is None else is_asynchronous
-        # A device records attention that reads tables and lengths where they change, and messages that are its own.
+        # A device records attention that reads tables and lengths in place, and messages that are its own.
         self._records_whole = (
             model.tensor.size == 1
             and not model.is_helix

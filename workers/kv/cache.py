@@ -277,7 +277,7 @@ class KvCache:
             done.synchronize()
 
     def fence(self) -> torch.Event | None:
-        """Return an event after all work that this thread queued on the device; None on a CPU, where calls block."""
+        """Return an event after all work that this thread queued on the device; None on a CPU, whose calls block."""
         if self.device.type != "cuda":
             return None
         event: torch.Event = torch.cuda.current_stream(self.device).record_event()

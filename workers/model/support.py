@@ -53,7 +53,6 @@ ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
 
 # Keys of config.json that only models with the feature set.
 FEATURE_KEYS: Final[Mapping[str, str]] = {
-    "quantization_config": "quantized weights",
     "vision_config": "vision input",
     "audio_config": "audio input",
     "kv_lora_rank": "multi-head latent attention (MLA)",
@@ -94,6 +93,8 @@ def _unsupported_feature(config: Config) -> str | None:
     for key, feature in FEATURE_KEYS.items():
         if config.get(key):
             return feature
+    if quantization := _unread_quantization(config):
+        return f"weights quantized by {quantization}"
     if (family := str(config.get("model_type"))) in FEATURE_FAMILIES:
         return FEATURE_FAMILIES[family]
     if family not in EXPERT_FAMILIES and any(config.get(key) for key in EXPERT_KEYS):
@@ -101,6 +102,54 @@ def _unsupported_feature(config: Config) -> str | None:
     if window := _sliding_window(config):
         return f"a sliding window of {window} tokens"
     return _unsupported_rope(config)
+
+
+def quantization_of(config: Config) -> str:
+    """Return the form of a model's published weights, empty if they are plain. Example: "awq, 4 bits"."""
+    found = config.get("quantization_config")
+    if not isinstance(found, Mapping):
+        return ""
+    method, bits = str(found.get("quant_method")), found.get("bits")
+    if method == "fp8":
+        return "fp8"
+    if method == "compressed-tensors":
+        return f"{method}, {found.get('format')}"
+    if method == "bitsandbytes":
+        bits = 4 if found.get("load_in_4bit") else 8
+    return f"{method}, {bits} bits"
+
+
+def _unread_quantization(config: Config) -> str | None:
+    """Return the method of quantized weights that cannot be read, with the key that says so; None for plain ones."""
+    found = config.get("quantization_config")
+    if not found:
+        return None
+    if not isinstance(found, Mapping):
+        return f"{found!r}"
+    method = str(found.get("quant_method"))
+    if method not in READ_QUANTIZATIONS:
+        return f"quant_method {method} (read are {', '.join(READ_QUANTIZATIONS)})"
+    for key, allowed in READ_QUANTIZATIONS[method].items():
+        if (value := found.get(key)) is not None and value not in allowed:
+            return f"{method} with {key}={value!r} (read are {', '.join(map(repr, allowed))})"
+    for key in ("sparsity_config", "transform_config"):
+        value = found.get(key)
+        if isinstance(value, Mapping) and value and value.get("format") != "dense":
+            return f"{method} with {key}"
+    return None
+
+
+READ_QUANTIZATIONS: Final[Mapping[str, Mapping[str, tuple[object, ...]]]] = {
+    "awq": {"bits": (4,), "version": ("gemm", "GEMM"), "zero_point": (True,)},
+    "bitsandbytes": {},
+    "compressed-tensors": {
+        "format": ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized"),
+        "quantization_status": ("compressed",),
+    },
+    "fp8": {},
+    "gptq": {"bits": (2, 4, 8), "checkpoint_format": ("gptq", "gptq_v2")},
+}
+"""Methods of quantized weights that are read, each with the values of its keys that are; other keys do not matter."""
 
 
 def _sliding_window(config: Config) -> object:

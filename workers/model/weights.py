@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,6 +16,7 @@ from torch.nn import Module, Parameter
 from ringserve.cp_core.errors import ModelRefused
 from ringserve.workers.model.hugging_face import PreTrainedModel, WeightConverter, conversion_mapping, rename_source_key
 from ringserve.workers.model.info import WeightFiles
+from ringserve.workers.model.quantized import WeightFile, check_plain, read_plain
 from ringserve.workers.model.tensor_parallel import WHOLE_BIAS, TensorParallel
 
 Shape = tuple[int, ...]
@@ -25,14 +25,6 @@ Shape = tuple[int, ...]
 def whole_shapes(model: Module) -> dict[str, Shape]:
     """Return the shape of every parameter before cutting. Tied parameters have one name."""
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-
-
-class _File(Protocol):
-    """One file of weights; a tensor is read, or mapped, on use."""
-
-    def keys(self) -> Any: ...
-
-    def get_tensor(self, name: str) -> Tensor: ...
 
 
 class _TorchFile(dict[str, Tensor]):
@@ -52,13 +44,13 @@ class _TorchFile(dict[str, Tensor]):
         return self[name]
 
 
-def _open_files(path: Path, stack: ExitStack) -> dict[str, _File]:
+def _open_files(path: Path, stack: ExitStack) -> Mapping[str, WeightFile]:
     """Open the weight files of a directory -> the file of every stored tensor.
 
     Without an index, no tensor may be in two of them. Raises ModelRefused.
     """
     chosen = WeightFiles.find(path)
-    opened: dict[str, _File] = {
+    opened: dict[str, WeightFile] = {
         file.name: stack.enter_context(safe_open(file, framework="pt")) if chosen.is_safetensors else _TorchFile(file)
         for file in chosen.paths
     }
@@ -67,7 +59,7 @@ def _open_files(path: Path, stack: ExitStack) -> dict[str, _File]:
             if name not in opened[file].keys():  # noqa: SIM118
                 raise ModelRefused(f"{path / file} lacks {name}, which {chosen.single}.index.json assigns to it")
         return {name: opened[file] for name, file in chosen.assigned.items()}
-    found: dict[str, _File] = {}
+    found: dict[str, WeightFile] = {}
     for file, content in opened.items():
         for name in content.keys():  # noqa: SIM118
             if name in found:
@@ -86,7 +78,7 @@ class Weights:
     experts, one tensor each, are merged.
     """
 
-    def __init__(self, path: Path, files: Mapping[str, _File], model: PreTrainedModel) -> None:
+    def __init__(self, path: Path, files: Mapping[str, WeightFile], model: PreTrainedModel) -> None:
         self._path = path
         self._files = files
         self._model = model
@@ -105,7 +97,10 @@ class Weights:
         """Open a directory's files for a model. Raises ModelRefused if one is unreadable, then or later."""
         try:
             with ExitStack() as stack:
-                yield cls(path, _open_files(path, stack), model)
+                files = _open_files(path, stack)
+                if quantization := getattr(model.config, "quantization_config", None):
+                    files = read_plain(files, quantization, model.dtype)
+                yield cls(path, files, model)
         except (OSError, SafetensorError) as error:
             raise ModelRefused(f"{path} cannot be loaded: {error}") from error
 
@@ -164,6 +159,7 @@ class Weights:
             assert found is not None
             if (shape := tuple(found.shape)) != whole[name]:
                 raise ModelRefused(f"{self._path} has {name} of shape {shape}, but config.json needs {whole[name]}")
+            check_plain(self._path, name, found)
             part.data = _share_of(found, part, tensor)
         for name, buffer in self._model.named_buffers():
             if name in self._sources and (found := self.find(name)) is not None:

@@ -222,7 +222,7 @@ class RankWorker:
     def prefill_within(self, step: PrefillStep, timeout: float) -> PrefillOutput | None:
         """Wait until the compute thread has computed a step between two layers of the step that it is within.
 
-        Returns None, at all ranks, where that step ended before. Raises TimeoutError.
+        Returns None, at all ranks, if that step ended before. Raises TimeoutError.
         """
         return self._inbox.enter(step).result(timeout)
 

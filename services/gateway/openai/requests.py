@@ -157,7 +157,7 @@ class HttpRequestReader:
         if asked.logprobs:
             turn.request.sampling_params.logprobs = asked.top_logprobs or 0
         elif asked.top_logprobs:
-            raise InvalidRequest("top_logprobs: only allowed where logprobs is true")
+            raise InvalidRequest("top_logprobs: only allowed with logprobs: true")
         return replace(
             turn,
             template=_template(asked, messages, offer, asked.reasoning_effort),
@@ -339,7 +339,7 @@ def _turn(asked: models.TurnRequest, format_name: str, response_format: models.R
         request.no_cache = True
     options = asked.stream_options
     if options is not None and options.model_fields_set and not asked.stream:
-        raise InvalidRequest("stream_options: only allowed where stream is true")
+        raise InvalidRequest("stream_options: only allowed with stream: true")
     usage = bool(options and options.include_usage)
     return HttpTurn(
         requests=(request,),
@@ -460,7 +460,7 @@ def _template(
     if continues and opens:
         raise InvalidRequest("add_generation_prompt: true is not allowed with continue_final_message; leave one out")
     if continues and messages and messages[-1]["role"] != "assistant":
-        raise InvalidRequest("continue_final_message: only allowed where the last message is the assistant's")
+        raise InvalidRequest("continue_final_message: only allowed if the last message is the assistant's")
     has_calls = any({"tool_calls", "tool_call_id"} & message.keys() for message in messages)
     if opens and not (given or offer or has_calls):
         return None

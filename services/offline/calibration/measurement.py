@@ -108,7 +108,7 @@ class Calibrator:
     def prefills(self, cells: Sequence[Cell], tell: Callable[[str], None] = lambda name: None) -> list[Measurement]:
         """Measure every cell in rounds, so that a slow machine slows all algorithms; `tell` is called for each run.
 
-        A ring of one rank is measured by pass-KV alone, and no chain where `auto` would take none. Raises Busy if
+        A ring of one rank is measured by pass-KV alone, and no chain if `auto` would take none. Raises Busy if
         other turns always shared a cell's steps.
         """
         runs: dict[tuple[Cell, Algorithm], list[_Run]] = {(cell, name): [] for cell in cells for name in _ways(cell)}

@@ -127,7 +127,7 @@ def _added(tokens: list[str], types: list[int], kind: int) -> list[AddedToken]:
 
 
 def _ends(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> list[int]:
-    """Return the ids that end an answer: the file's own, and the end of a turn where its chat template writes one."""
+    """Return the ids that end an answer: the file's own, and the end of a turn if its chat template writes one."""
     names = ("eos", "eot")
     ends = [metadata[key] for name in names if (key := f"tokenizer.ggml.{name}_token_id") in metadata]
     template = str(metadata.get("tokenizer.chat_template", ""))

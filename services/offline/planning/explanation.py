@@ -110,7 +110,7 @@ class SparseOption:
 class Explanation:
     """Choice for one turn with all alternatives.
 
-    `chosen` is the selection of a prefill ring; it is not used where `direct` is sooner and no algorithm is forced.
+    `chosen` is the selection of a prefill ring; it is not used if `direct` is sooner and no algorithm is forced.
     `unforced` is what `auto` would have chosen, if an algorithm is forced. `step` is the decode step that follows.
     `sparse` are the approximate ways, the least loss first.
     """

@@ -114,7 +114,7 @@ def propose(
 
 
 def mean_wait_seconds(turns_per_second: float, service_seconds: Sequence[float], shares: Sequence[float]) -> float:
-    """Return the mean wait in the queue of one ring; infinite where turns arrive faster than they are served."""
+    """Return the mean wait in the queue of one ring; infinite if turns arrive faster than they are served."""
     mean = sum(share * seconds for share, seconds in zip(shares, service_seconds, strict=True))
     square = sum(share * seconds**2 for share, seconds in zip(shares, service_seconds, strict=True))
     busy = turns_per_second * mean

@@ -64,7 +64,7 @@ class RetainedKv:
     def try_pin(self, conversation: str, tokens: int, *, shares: str = "", shared_tokens: int = 0) -> bool:
         """Pin `tokens` of the conversation, evicting retained KV of others if necessary; nothing is shared.
 
-        Return False and change nothing where running turns leave less room.
+        Return False and change nothing if running turns leave less room.
         """
         assert not shares, "this KV is counted in tokens, which no two conversations share"
         if self.num_pinned_tokens + tokens > self.capacity:
@@ -118,7 +118,7 @@ class BlockKv:
     def try_pin(self, kv_id: str, tokens: int, *, shares: str = "", shared_tokens: int = 0) -> bool:
         """Pin a new sequence of `tokens`, which begins with so many shared ones of another.
 
-        Return False and change nothing where running turns leave less room.
+        Return False and change nothing if running turns leave less room.
         """
         try:
             sequence = self._pool.pin(kv_id, kv_id, shared_tokens // BLOCK_TOKENS, shares=shares)
@@ -135,7 +135,7 @@ class BlockKv:
         sequence.shards = ShardMap.of(((TokenRange(0, _blocks(tokens)),),)) if tokens else ShardMap.empty(1)
 
     def unpin(self, kv_id: str, retain: int, *, is_spare: bool = False) -> None:
-        """End a turn: its first `retain` tokens stay while there is room; they go first where they are spare."""
+        """End a turn: its first `retain` tokens stay while there is room; spare ones go first."""
         self.note_computed(kv_id, retain)
         self._pool.settle(kv_id, kv_id, _blocks(retain), is_guest=is_spare)
 

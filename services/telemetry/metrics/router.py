@@ -154,7 +154,7 @@ class _RouterCollector(Collector):
             view.turns_waiting_for_rings,
         )
         rings = GaugeMetricFamily(
-            "ringserve_router_ring_ready", "1 where turns go to the ring.", labels=("role", "ring")
+            "ringserve_router_ring_ready", "1 if turns go to the ring.", labels=("role", "ring")
         )
         for role, name, state in view.rings:
             if state is not RingStanding.AWAY:  # somebody has drained it: no fault of the ring

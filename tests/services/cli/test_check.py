@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from ringserve.services.cli.check import examine
 from ringserve.services.cli.main import main
 from ringserve.workers.model.builtin import resolve_model_path, write_tokenizer
+from tests.workers.model.test_quantized import FP8, in_fp8, quantize
 from tests.workers.models import save_model
 
 
@@ -34,6 +35,13 @@ def test_a_directory_is_told_in_figures(directory: Path, capsys: pytest.CaptureF
     told = capsys.readouterr().out
     assert "llama, served" in told
     assert "bfloat16" in told
+
+
+def test_the_form_of_weights_in_few_bits_is_told(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quantize(directory, FP8, in_fp8)
+    assert examine(directory, "float32", "cpu").quantization == "fp8"
+    assert main(["check", str(directory)]) == 0
+    assert "fp8; float32 once they are read" in " ".join(capsys.readouterr().out.split())
 
 
 def test_kv_of_a_gpu_has_the_type_of_the_model() -> None:

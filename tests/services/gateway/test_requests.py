@@ -248,7 +248,7 @@ def test_no_token_would_be_left_to_draw(byte_codec: TextCodec) -> None:
     )
     request = tokenized(0)
     request.sampling_params.CopyFrom(inference_pb2.SamplingParams(min_tokens=1, stop_token_ids=[0]))
-    with pytest.raises(InvalidRequest, match="min_tokens: 1 is not allowed where every token is a stop token"):
+    with pytest.raises(InvalidRequest, match="min_tokens: 1 is not allowed if every token is a stop token"):
         tiny.read(request, None, NOBODYS)
 
 

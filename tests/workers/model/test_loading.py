@@ -131,7 +131,7 @@ def test_a_bfloat16_model_answers_as_transformers_does_with_attention_in_float32
         ({"model_type": "qwen2_vl", "vision_config": {"depth": 32}}, "vision input"),
         ({"model_type": "llama", "num_local_experts": 8}, "mixture of experts"),
         ({"model_type": "mixtral", "num_local_experts": 8, "sliding_window": 64}, "a sliding window of 64 tokens"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantized weights"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "weights quantized by quant_method hqq"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rotary position embedding of type 'dynamic'"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rotary position embedding of type 'longrope'"),
         ({"is_causal": False}, "bidirectional attention"),

@@ -157,7 +157,7 @@ async def test_an_answer_goes_on_in_the_assistants_last_message(
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({}, "continue_final_message: only allowed where the last message is the assistant's"),
+        ({}, "continue_final_message: only allowed if the last message is the assistant's"),
         ({"add_generation_prompt": True}, "add_generation_prompt: true is not allowed with continue_final_message"),
     ],
 )

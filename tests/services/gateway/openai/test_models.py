@@ -208,8 +208,8 @@ def refusal(model: type[Fields], fields: dict[str, Any]) -> dict[str, Any]:
             '["tag"] is not allowed; give one of json, regex,',
         ),
         # Fields that do not go together.
-        (ChatRequest, {"top_logprobs": 2}, "top_logprobs", "only allowed where logprobs is true"),
-        (ChatRequest, {"stream_options": {"include_usage": True}}, "stream_options", "only allowed where stream is tr"),
+        (ChatRequest, {"top_logprobs": 2}, "top_logprobs", "only allowed with logprobs: true"),
+        (ChatRequest, {"stream_options": {"include_usage": True}}, "stream_options", "only allowed with stream: tr"),
         (ChatRequest, {"messages": [{"role": "user"}]}, "messages[0].content", "null is not allowed; give a string or"),
         (ChatRequest, {"tools": [TOOLS[1]] * 2}, "tools", '["stop", "stop"] names a function twice; names must differ'),
         (ChatRequest, {"tool_choice": "required"}, "tool_choice", "'required' is not allowed without tools"),
