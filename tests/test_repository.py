@@ -71,11 +71,18 @@ def test_committed_stubs_are_those_of_the_contract() -> None:
     assert finished.returncode == 0, finished.stderr
 
 
-MEANT = {(".png", Path("docs/images")), (".gz", Path("examples/traces"))}
+MEANT = {
+    (".png", Path("docs/images")),
+    (".gz", Path("examples/traces")),
+    (".safetensors", Path("tests/workers/model")),
+}
 
 
 def test_the_repository_holds_only_text_and_pictures_of_the_documents() -> None:
-    """Packages, profiles and archives would enter the next commit. The traces of the examples are meant."""
+    """Packages, profiles and archives would enter the next commit.
+
+    Traces of the examples and layers in few bits are meant.
+    """
     found = [path.relative_to(ROOT) for path in sources("") if b"\0" in path.read_bytes()]
     assert [str(path) for path in found if (path.suffix, path.parent) not in MEANT] == []
 

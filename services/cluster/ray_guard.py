@@ -10,7 +10,7 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import grpc
 import psutil
 import ray
 from ray import _raylet
-from ray._private import ray_logging
+from ray._private import node, ray_logging
 from ray._private import worker as ray_worker
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 from ray.job_config import JobConfig
@@ -43,6 +43,8 @@ RAY_DEFAULTS = {
     "RAY_ROTATION_BACKUP_COUNT": "1",
 }
 """Variables of an own Ray, unless the user has set them. A log of each process is kept up to twice the bytes."""
+HELPERS = ("start_monitor", "start_api_server")
+"""Methods of Ray's node that start its autoscaler and its dashboard."""
 VITAL = ("raylet", "gcs_server")
 """Processes of Ray without which no actor lives."""
 OWN_SOURCES = ("raylet", "autoscaler")
@@ -75,7 +77,7 @@ def start_own_ray(num_cpus: int, namespace: str, directory: Path) -> list[psutil
         os.environ.setdefault(name, value)
     others = set(psutil.Process().children())
     try:
-        with keeping_handlers():
+        with keeping_handlers(), _without_helpers():
             ray.init(
                 address="local",
                 namespace=namespace,
@@ -91,6 +93,22 @@ def start_own_ray(num_cpus: int, namespace: str, directory: Path) -> list[psutil
         end_left_behind(families(set(psutil.Process().children()) - others))
         raise Unavailable(f"Ray did not start: {reason_of(error)}") from error
     return list(set(psutil.Process().children()) - others)
+
+
+@contextlib.contextmanager
+def _without_helpers() -> Iterator[None]:
+    """Let Ray start neither its autoscaler nor its dashboard, which an own Ray has no use for.
+
+    Each is a process of 50 MB that imports Ray while the cluster starts; `ray.init` has no option for either.
+    """
+    before = {name: vars(node.Node)[name] for name in HELPERS}
+    for name in HELPERS:
+        setattr(node.Node, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        for name, start in before.items():
+            setattr(node.Node, name, start)
 
 
 def find_ended(processes: Iterable[psutil.Process]) -> str:

@@ -168,7 +168,7 @@ def _read_packed(layer: _Layer) -> Tensor:
     packed, scale = layer.get("weight_packed"), layer.get("weight_scale").float()
     rows, columns = layer.get("weight_shape").tolist()
     bits = packed.shape[1] * 32 // columns
-    weight = _unpacked(packed, bits, 1)[:, :columns].float() - 2 ** (bits - 1)
+    weight: Tensor = _unpacked(packed, bits, 1)[:, :columns].float() - 2 ** (bits - 1)
     if layer.has("weight_g_idx"):
         groups = layer.get("weight_g_idx").long()
     else:

@@ -153,9 +153,7 @@ class _RouterCollector(Collector):
             "Turns that wait for a ring that restarts.",
             view.turns_waiting_for_rings,
         )
-        rings = GaugeMetricFamily(
-            "ringserve_router_ring_ready", "1 if turns go to the ring.", labels=("role", "ring")
-        )
+        rings = GaugeMetricFamily("ringserve_router_ring_ready", "1 if turns go to the ring.", labels=("role", "ring"))
         for role, name, state in view.rings:
             if state is not RingStanding.AWAY:  # somebody has drained it: no fault of the ring
                 rings.add_metric((role, name), float(state is RingStanding.READY))

@@ -87,9 +87,10 @@ def test_lines_of_ray_itself_reach_the_log_and_not_the_terminal(
     assert "Ray: Error: No available node types" in caplog.text
 
 
-SHOW_LIBRARIES = """
+SHOW_RAY = """
 import sys
 from pathlib import Path
+import psutil
 import ray
 from ringserve.services.cluster.ray_guard import start_own_ray
 
@@ -101,16 +102,19 @@ def where():
     return psutil.__file__
 
 print(ray.get(where.remote()))
+for process in psutil.Process().children(recursive=True):
+    print(*process.cmdline())
 ray.shutdown()
 """
+"""Program that prints where its own Ray finds psutil, and then the command of each process of Ray."""
 
 
-def test_a_file_in_the_folder_of_the_command_takes_no_librarys_place(tmp_path: Path) -> None:
+def test_an_own_ray_takes_no_library_from_the_folder_of_the_command_and_starts_no_helpers(tmp_path: Path) -> None:
     (tmp_path / "psutil.py").write_text("raise RuntimeError('imported from the folder of the command')")
     temporary = Path(tempfile.mkdtemp(dir="/tmp", prefix="ray-"))  # paths of Ray's sockets must be short
     try:
         shown = subprocess.run(
-            [sys.executable, "-P", "-c", SHOW_LIBRARIES, temporary],
+            [sys.executable, "-P", "-c", SHOW_RAY, temporary],
             cwd=tmp_path,
             env=os.environ | {"RAY_worker_niceness": "0"},
             capture_output=True,
@@ -121,4 +125,7 @@ def test_a_file_in_the_folder_of_the_command_takes_no_librarys_place(tmp_path: P
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     assert shown.returncode == 0, shown.stderr
-    assert Path(shown.stdout.strip()).parent.name == "psutil"
+    library, *commands = shown.stdout.splitlines()
+    assert Path(library).parent.name == "psutil"
+    assert any("log_monitor.py" in each for each in commands), "it forwards what ranks print"
+    assert not [each for each in commands if "dashboard.py" in each or "monitor.py" in each.replace("log_monitor", "")]

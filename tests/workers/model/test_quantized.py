@@ -16,7 +16,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers.quantizers import quantizer_finegrained_fp8
 
 from ringserve.cp_core.errors import ModelRefused
 from ringserve.workers.model.loading import load_model
@@ -184,7 +183,7 @@ def test_a_model_in_fp8_answers_as_transformers_does(
 ) -> None:
     """Experts, too, which are published one by one and merged here."""
     # transformers asks for accelerate, which it needs on GPUs alone.
-    monkeypatch.setattr(quantizer_finegrained_fp8, "is_accelerate_available", lambda: True)
+    monkeypatch.setattr("transformers.quantizers.quantizer_finegrained_fp8.is_accelerate_available", lambda: True)
     if family == "llama":
         path = save_model("llama_gqa", tmp_path)
     else:
