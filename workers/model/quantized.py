@@ -78,7 +78,7 @@ class _PlainWeight:
     def get_tensor(self, name: str) -> Tensor:
         try:
             return self.form.read(self.layer).to(self.dtype)
-        except (RuntimeError, ValueError, IndexError, KeyError) as error:
+        except (ArithmeticError, IndexError, KeyError, RuntimeError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise ModelRefused(f"the quantized weights of {self.layer.name} cannot be read: {reason}") from error
 
@@ -125,7 +125,7 @@ def _spread(values: Tensor, shape: torch.Size, block: Iterable[int] | None) -> T
     for dim, (size, count) in enumerate(zip(shape, values.shape, strict=True)):
         if count == 1:
             continue
-        width = sizes[dim] if sizes and -(-size // sizes[dim]) == count else size // count
+        width = sizes[dim] if sizes and -(-size // sizes[dim]) == count else max(1, size // count)
         if -(-size // width) != count:
             raise ValueError(f"{tuple(values.shape)} scales do not divide a weight of {tuple(shape)}")
         values = values.repeat_interleave(width, dim).narrow(dim, 0, size)

@@ -105,6 +105,8 @@ def test_one_factor_of_a_whole_weight_counts_for_all_of_it() -> None:
         ("awq-gemm", lambda layer: layer.update({"layer.scales": layer["layer.scales"][:, :8]})),
         ("compressed-int4-group", lambda layer: layer.pop("layer.weight_shape")),
         ("fp8-block", lambda layer: layer.update({"layer.weight_scale_inv": torch.rand(5, 3)})),
+        ("fp8-block", lambda layer: layer.update({"layer.weight_scale_inv": torch.rand(64, 4)})),
+        ("compressed-int4-group", lambda layer: layer.update({"layer.weight_scale": torch.rand(32, 80)})),
         ("bitsandbytes-nf4", lambda layer: layer.pop("layer.weight.absmax")),
     ],
 )
