@@ -130,7 +130,7 @@ def _unread_quantization(config: Config) -> str | None:
     if method not in READ_QUANTIZATIONS:
         return f"quant_method {method} (read are {', '.join(READ_QUANTIZATIONS)})"
     for key, allowed in READ_QUANTIZATIONS[method].items():
-        if (value := found.get(key)) is not None and value not in allowed:
+        if ((value := found.get(key)) is not None or key == "bits") and value not in allowed:
             return f"{method} with {key}={value!r} (read are {', '.join(map(repr, allowed))})"
     for key in ("sparsity_config", "transform_config"):
         value = found.get(key)
@@ -149,7 +149,9 @@ READ_QUANTIZATIONS: Final[Mapping[str, Mapping[str, tuple[object, ...]]]] = {
     "fp8": {},
     "gptq": {"bits": (2, 4, 8), "checkpoint_format": ("gptq", "gptq_v2")},
 }
-"""Methods of quantized weights that are read, each with the values of its keys that are; other keys do not matter."""
+"""Methods of quantized weights that are read, each with the values of its keys that are; other keys do not matter.
+
+Only `bits` has no default."""
 
 
 def _sliding_window(config: Config) -> object:
