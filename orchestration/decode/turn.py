@@ -112,7 +112,7 @@ class Attempt:
 class Answer:
     """Tokens of the answer, which the ring's events append, and its length, which the reader may set.
 
-    `logprobs`, if requested, are those of the last tokens: a turn that goes on here begins with tokens of others.
+    `logprobs`, if requested, cover the tokens that this ring decoded. Earlier ones may have come from another ring.
     `num_drafted` of the tokens followed right drafts. `num_finished` is the length; None until the reader sets it.
     `own_end` is why the ring itself stopped decoding; None while it decodes.
     """

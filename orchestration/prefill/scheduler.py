@@ -123,7 +123,7 @@ class PrefillScheduler:
         self._served: dict[str, float] = {}
 
     def limit_steps(self, limits: StepLimits, lone_limits: StepLimits | None = None) -> None:
-        """Limit the steps from the next one on, those of a lone turn by `lone_limits`, as all others if it is None."""
+        """Limit the steps from the next one on; `lone_limits` replace `limits` in steps of a lone turn, if given."""
         self.limits = limits
         self.lone_limits = lone_limits or limits
 

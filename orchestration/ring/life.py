@@ -4,7 +4,7 @@ STARTING ──> READY ──a rank fails──> REBUILDING ──> READY ...   
 
 When one rank fails, the other ranks hold shards of sequences that can no longer be attended, and may wait in a receive
 that never ends. So all leave the ring, and begin a new one with the models that they have loaded; only lost ranks are
-killed and made anew. A rank that cannot leave in time is lost as well, and if that does not help, all are made anew.
+killed and made anew. A rank that cannot leave in time is lost, too. If replacing ranks fails, all are made anew.
 The ring gets a new *incarnation*, which makes every message of the old one stale.
 
 A leader that starts takes over the ranks of one that died in the same way, and what it had measured of them: they need

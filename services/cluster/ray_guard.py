@@ -43,7 +43,7 @@ RAY_DEFAULTS = {
     "RAY_ROTATION_BACKUP_COUNT": "1",
 }
 """Variables of an own Ray, unless the user has set them. A log of each process is kept up to twice the bytes."""
-HELPERS = ("start_monitor", "start_api_server")
+UNUSED = ("start_monitor", "start_api_server")
 """Methods of Ray's node that start its autoscaler and its dashboard."""
 VITAL = ("raylet", "gcs_server")
 """Processes of Ray without which no actor lives."""
@@ -77,7 +77,7 @@ def start_own_ray(num_cpus: int, namespace: str, directory: Path) -> list[psutil
         os.environ.setdefault(name, value)
     others = set(psutil.Process().children())
     try:
-        with keeping_handlers(), _without_helpers():
+        with keeping_handlers(), _without_unused():
             ray.init(
                 address="local",
                 namespace=namespace,
@@ -96,13 +96,13 @@ def start_own_ray(num_cpus: int, namespace: str, directory: Path) -> list[psutil
 
 
 @contextlib.contextmanager
-def _without_helpers() -> Iterator[None]:
+def _without_unused() -> Iterator[None]:
     """Let Ray start neither its autoscaler nor its dashboard, which an own Ray has no use for.
 
     Each is a process of 50 MB that imports Ray while the cluster starts; `ray.init` has no option for either.
     """
-    before = {name: vars(node.Node)[name] for name in HELPERS}
-    for name in HELPERS:
+    before = {name: vars(node.Node)[name] for name in UNUSED if name in vars(node.Node)}
+    for name in before:
         setattr(node.Node, name, lambda *_, **__: None)
     try:
         yield

@@ -66,7 +66,7 @@ class _Form:
 
 @dataclass(frozen=True)
 class _PlainWeight:
-    """File with one tensor, which is computed from those of a layer on use."""
+    """File with one tensor, the plain weight of a layer, which is computed when it is asked for."""
 
     layer: _Layer
     form: _Form

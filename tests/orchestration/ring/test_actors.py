@@ -266,7 +266,9 @@ end.set()
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a priority for each thread")
 def test_all_threads_of_a_rank_leave_processors_to_router_and_leaders() -> None:
-    found = subprocess.run([sys.executable, "-c", GIVES_WAY], capture_output=True, text=True, check=True).stdout.split()
+    command = [sys.executable, "-c", GIVES_WAY]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=WAIT_SECONDS)
+    found = ended.stdout.split()
     least = max(actors.RANK_NICENESS, os.getpriority(os.PRIO_PROCESS, 0))
     assert len(found) >= 3
     assert {int(each) for each in found} == {least}

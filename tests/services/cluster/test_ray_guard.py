@@ -109,7 +109,7 @@ ray.shutdown()
 """Program that prints where its own Ray finds psutil, and then the command of each process of Ray."""
 
 
-def test_an_own_ray_takes_no_library_from_the_folder_of_the_command_and_starts_no_helpers(tmp_path: Path) -> None:
+def test_an_own_ray_takes_no_library_from_the_folder_of_the_command_and_starts_nothing_unused(tmp_path: Path) -> None:
     (tmp_path / "psutil.py").write_text("raise RuntimeError('imported from the folder of the command')")
     temporary = Path(tempfile.mkdtemp(dir="/tmp", prefix="ray-"))  # paths of Ray's sockets must be short
     try:
