@@ -11,6 +11,7 @@ from hatchling.builders.wheel import WheelBuilder
 
 from ringserve import __version__
 from ringserve.cp_core.cost.model import PREFILL_ALGORITHMS
+from ringserve.orchestration.placement.planner import PULL, RECOMPUTE
 from tests.services.e2e.cluster import ROOT, Ringserve
 from tests.waiting import START_SECONDS
 
@@ -71,7 +72,11 @@ def test_the_demo_passes_its_own_check_and_prints_one_object(ringserve: Ringserv
     first, second, fork = report["turns"]
     assert first["plan"]["cached_tokens"] == 0
     assert first["usage"]["prompt_tokens"] >= 1024
-    assert second["usage"]["cached_tokens"] == first["usage"]["prompt_tokens"] + 7
+    predicted = {each["algorithm"]: each["predicted_prefill_seconds"] for each in second["plan"]["alternatives"]}
+    # Only the decode ring retains seven of the answer; whether they are pulled depends on what the rings measured.
+    is_over_prefill = second["plan"]["algorithm"] in PREFILL_ALGORITHMS
+    is_left = is_over_prefill and predicted[RECOMPUTE] < predicted[PULL]
+    assert second["usage"]["cached_tokens"] == first["usage"]["prompt_tokens"] + (0 if is_left else 7)
     assert fork["usage"]["cached_tokens"] >= first["usage"]["prompt_tokens"]
     # A block; a chain gives new tokens to fewer ranks where more would not pay.
     apart = max(
@@ -80,7 +85,7 @@ def test_the_demo_passes_its_own_check_and_prints_one_object(ringserve: Ringserv
     for turn in report["turns"]:
         for shares in turn["tokens_per_rank"].values():
             assert max(shares) - min(shares) <= apart
-    predicted = {each["algorithm"]: each["predicted_prefill_seconds"] for each in second["plan"]["alternatives"]}
-    chosen = predicted[second["plan"]["algorithm"]]
-    assert chosen <= 1.02 * min(predicted[name] for name in PREFILL_ALGORITHMS), "a tie, or the fastest"
+    if is_over_prefill:
+        fastest = min(predicted[name] for name in PREFILL_ALGORITHMS)
+        assert predicted[second["plan"]["algorithm"]] <= 1.02 * fastest, "a tie, or the fastest"
     assert "Traceback" not in finished.stderr
