@@ -45,20 +45,34 @@ def oracle_partial(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal:
     return ReferenceAttention(torch.float64).partial_attention(q, k, v, causal=causal, scale=scale)
 
 
-def oracle_causal(tokens: Tokens, scale: float) -> torch.Tensor:
-    """Compute fp64 out[S, H, D] of every token over itself and all before it."""
-    return oracle_partial(tokens.q, tokens.k, tokens.v, causal=True, scale=scale).out
+def causal(tokens: Tokens, scale: float, dtype: torch.dtype, window: int, sink: torch.Tensor | None) -> torch.Tensor:
+    """Compute out[S, H, D] of every token over itself and the tokens before it, at once, in `dtype`.
+
+    With a `window` a token sees only the last `window` ones up to itself; a `sink`[H] is one more key without a value.
+    """
+    places = torch.arange(tokens.q.shape[0])
+    behind = places[:, None] - places
+    hidden = (behind < 0) | (behind >= (window or len(places) + 1))
+    part = ReferenceAttention(dtype).attend_masked(tokens.q, tokens.k, tokens.v, hidden, scale=scale)
+    if sink is None:
+        return part.out
+    return part.out * torch.sigmoid(part.lse - sink.to(dtype))[..., None]
 
 
-def single_rank_error(tokens: Tokens, scale: float) -> float:
+def oracle_causal(tokens: Tokens, scale: float, *, window: int = 0, sink: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute fp64 out[S, H, D] of every token over itself and all before it, or as `causal` says."""
+    return causal(tokens, scale, torch.float64, window, sink)
+
+
+def single_rank_error(tokens: Tokens, scale: float, *, window: int = 0, sink: torch.Tensor | None = None) -> float:
     """Return err1 of the tolerance table: the largest error of fp32 attention computed at once on one rank."""
-    plain = ReferenceAttention(torch.float32).partial_attention(tokens.q, tokens.k, tokens.v, causal=True, scale=scale)
-    return largest(plain.out.double() - oracle_causal(tokens, scale))
+    plain = causal(tokens, scale, torch.float32, window, sink)
+    return largest(plain.double() - oracle_causal(tokens, scale, window=window, sink=sink))
 
 
-def fp32_bound(tokens: Tokens, scale: float) -> float:
+def fp32_bound(tokens: Tokens, scale: float, *, window: int = 0, sink: torch.Tensor | None = None) -> float:
     """Return the tolerance of an fp32 output: 2 * err1 + 2e-7 * max |v|."""
-    return 2 * single_rank_error(tokens, scale) + 2e-7 * largest(tokens.v)
+    return 2 * single_rank_error(tokens, scale, window=window, sink=sink) + 2e-7 * largest(tokens.v)
 
 
 def largest(values: torch.Tensor) -> float:

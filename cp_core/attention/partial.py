@@ -20,9 +20,11 @@ from functools import cache
 from itertools import pairwise
 from typing import ClassVar, Protocol, TypeGuard
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from ringserve.cp_core.layout.step_plans import KvRun, Rows, Shard, seen_keys
+from ringserve.cp_core.layout.step_plans import Band, KvRun, Rows, Shard, bands, seen_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,24 @@ class NewestAttention(AttentionBackend, Protocol):
         Query t sees keys 0..S - T + t.
         """
         ...
+
+
+class MaskedAttention(AttentionBackend, Protocol):
+    """Backend that attends under any mask."""
+
+    def attend_masked(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, *, scale: float
+    ) -> Partial:
+        """Attend q[T, H, D] over k[S, K, D] and v[S, K, D], T and S >= 1. Query t does not see key s if hidden[t, s].
+
+        The LSE of a query that sees no key is -inf.
+        """
+        ...
+
+
+def attends_masked(backend: AttentionBackend) -> TypeGuard[MaskedAttention]:
+    """Return whether the backend attends under any mask."""
+    return hasattr(backend, "attend_masked")
 
 
 def attends_newest(backend: AttentionBackend) -> TypeGuard[NewestAttention]:
@@ -239,6 +259,61 @@ class KeyShard:
         assert held == self.shard.new, f"the run holds {held} new tokens, the plan says {self.shard.new}"
 
 
+def attend_in_tensors(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor | None, scale: float, dtype: torch.dtype
+) -> Partial:
+    """Attend as `MaskedAttention` does, in plain tensor operations in `dtype`, with all [H, T, S] scores in memory."""
+    queries_per_kv = q.shape[1] // k.shape[1]
+    k_shd, v_shd = (each.to(dtype).repeat_interleave(queries_per_kv, dim=1) for each in (k, v))
+    scores_hts = torch.einsum("thd,shd->hts", q.to(dtype), k_shd) * scale
+    if hidden is not None:
+        scores_hts.masked_fill_(hidden, -torch.inf)
+    lse_ht = scores_hts.logsumexp(dim=-1)
+    weights_hts = torch.exp(scores_hts - lse_ht.masked_fill(lse_ht == -torch.inf, 0.0)[..., None])
+    out_thd = torch.einsum("hts,shd->thd", weights_hts, v_shd)
+    return Partial(out_thd.contiguous(), lse_ht.transpose(0, 1).contiguous())
+
+
+# Query rows that are attended together under a mask: of more, a window hides most of the keys between the first row's
+# and the last row's.
+BAND_ROWS = 128
+
+
+def attend_band(
+    backend: AttentionBackend,
+    q_thd: torch.Tensor,
+    keys: KvRun,
+    first: npt.NDArray[np.int64],
+    stop: npt.NDArray[np.int64],
+    scale: float,
+) -> Partial:
+    """Return the part of q[T, H, D] of which query t sees keys [first[t], stop[t]), both ascending.
+
+    Only keys that some of BAND_ROWS queries see are read. The LSE of a query that sees none is -inf.
+    """
+    parts = []
+    for begin in range(0, q_thd.shape[0], BAND_ROWS):
+        end = min(begin + BAND_ROWS, q_thd.shape[0])
+        q, low, high = q_thd[begin:end], first[begin:end], stop[begin:end]
+        least, most = int(low[0]), int(high[-1])
+        if least >= most:
+            parts.append(empty_partial(q_thd[begin:end]))
+            continue
+        k, v = keys.k[least:most], keys.v[least:most]
+        if low[-1] == least and high[0] == most:
+            parts.append(backend.partial_attention(q, k, v, causal=False, scale=scale))
+            continue
+        at = np.arange(least, most)
+        hidden = torch.from_numpy((at < low[:, None]) | (at >= high[:, None])).to(q.device, non_blocking=True)
+        if attends_masked(backend):
+            parts.append(backend.attend_masked(q, k, v, hidden, scale=scale))
+        else:
+            parts.append(attend_in_tensors(q, k, v, hidden, scale, torch.float32))
+    if len(parts) == 1:
+        return parts[0]
+    return Partial(torch.cat([part.out for part in parts]), torch.cat([part.lse for part in parts]))
+
+
 def attend_pair(
     backend: AttentionBackend, q_thd: torch.Tensor, queries: Shard, keys: KeyShard, scale: float
 ) -> list[RowPartial]:
@@ -247,6 +322,8 @@ def attend_pair(
     q_thd[T, H, D] holds the queries in stored order. Cached and new keys are always attended in separate calls, even if
     they lie side by side as in pass-KV, so pass-KV and pass-Q have the same bits.
     """
+    if (cut := bands(queries, keys.shard)) is not None:
+        return _attend_bands(backend, q_thd, cut, keys, scale)
     seen = [each for each in seen_keys(queries, keys.shard) if each.count or keys.shard.cached]
     if not seen:
         return []
@@ -271,11 +348,57 @@ def attend_pair(
     return answers
 
 
-def merge_rows(parts: Sequence[RowPartial], out_thd: torch.Tensor) -> None:
+def _attend_bands(
+    backend: AttentionBackend, q_thd: torch.Tensor, seen: Sequence[Band], keys: KeyShard, scale: float
+) -> list[RowPartial]:
+    held = join_runs([*keys.cached, keys.new])
+    return [
+        RowPartial(
+            each.rows,
+            attend_band(backend, q_thd[each.rows.start : each.rows.stop], held, each.first, each.stop, scale),
+        )
+        for each in seen
+    ]
+
+
+def newest_tokens(runs: Sequence[KvRun], count: int) -> list[KvRun]:
+    """Return views of the last `count` tokens of some runs."""
+    newest: list[KvRun] = []
+    for run in reversed(runs):
+        if not count:
+            break
+        taken = min(count, run.k.shape[0])
+        newest.insert(0, KvRun(run.k[run.k.shape[0] - taken :], run.v[run.v.shape[0] - taken :]))
+        count -= taken
+    return newest
+
+
+def join_runs(runs: Sequence[KvRun]) -> KvRun:
+    """Join runs into one, a copy if several have tokens."""
+    filled = [run for run in runs if run.k.shape[0]] or runs[:1]
+    if len(filled) == 1:
+        return filled[0]
+    return KvRun(torch.cat([run.k for run in filled]), torch.cat([run.v for run in filled]))
+
+
+def sink_part(q_thd: torch.Tensor, sink_h: torch.Tensor) -> Partial:
+    """Return the part of an attention sink: a key with the logit sink[h] for every query, and a value of 0.
+
+    The layer's finished attention is the merge of all parts with this one (gpt-oss).
+    """
+    return Partial(
+        torch.zeros(q_thd.shape, dtype=torch.float32, device=q_thd.device),
+        sink_h.float().expand(q_thd.shape[:2]).contiguous(),
+    )
+
+
+def merge_rows(parts: Sequence[RowPartial], out_thd: torch.Tensor, sink_h: torch.Tensor | None = None) -> None:
     """Merge one sequence's parts, in source-rank order, into out_thd[T, H, D] (cast to its dtype).
 
-    Every row is in some part, since it sees at least itself.
+    Every row is in some part, since it sees at least itself. If the layer has sinks[H], they are the last part.
     """
+    if sink_h is not None:
+        parts = [*parts, RowPartial(Rows(0, out_thd.shape[0]), sink_part(out_thd, sink_h))]
     kernels = kernels_on(out_thd.device)
     for rows, covering in _by_rows(parts):
         if kernels is not None and out_thd.is_contiguous():

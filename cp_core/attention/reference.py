@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 
 from ringserve.cp_core.attention.paged import PagedShards
-from ringserve.cp_core.attention.partial import Partial, empty_partial
+from ringserve.cp_core.attention.partial import Partial, attend_in_tensors, empty_partial
 
 
 class ReferenceAttention:
@@ -33,22 +33,18 @@ class ReferenceAttention:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
     ) -> Partial:
         """See AttentionBackend. The whole [H, T, S] score matrix is in memory; out and lse have `dtype`."""
-        num_tokens, num_heads, _ = q.shape
-        num_stored, num_kv_heads, _ = k.shape
+        num_tokens, num_stored = q.shape[0], k.shape[0]
         assert not causal or num_tokens == num_stored, f"causal needs T == S, not {num_tokens} and {num_stored}"
         if not num_tokens or not num_stored:
             return empty_partial(q, self.dtype)
-        queries_per_kv = num_heads // num_kv_heads
-        k_shd = k.to(self.dtype).repeat_interleave(queries_per_kv, dim=1)
-        v_shd = v.to(self.dtype).repeat_interleave(queries_per_kv, dim=1)
-        scores_hts = torch.einsum("thd,shd->hts", q.to(self.dtype), k_shd) * scale
-        if causal:
-            hidden_ts = torch.ones(num_tokens, num_stored, dtype=torch.bool, device=q.device).triu(1)
-            scores_hts.masked_fill_(hidden_ts, -torch.inf)
-        lse_ht = scores_hts.logsumexp(dim=-1)
-        weights_hts = torch.exp(scores_hts - lse_ht[..., None])
-        out_thd = torch.einsum("hts,shd->thd", weights_hts, v_shd)
-        return Partial(out_thd.contiguous(), lse_ht.transpose(0, 1).contiguous())
+        hidden_ts = torch.ones(num_tokens, num_stored, dtype=torch.bool, device=q.device).triu(1) if causal else None
+        return attend_in_tensors(q, k, v, hidden_ts, scale, self.dtype)
+
+    def attend_masked(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, *, scale: float
+    ) -> Partial:
+        """See MaskedAttention; out and lse have `dtype`."""
+        return attend_in_tensors(q, k, v, hidden, scale, self.dtype)
 
     def paged_attention(self, q: torch.Tensor, shards: PagedShards, *, scale: float) -> Partial:
         """See PagedBackend. Sequences are attended one by one."""

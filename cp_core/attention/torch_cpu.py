@@ -63,6 +63,22 @@ class TorchCpuFlash:
             return Partial(out_bhtd[0].transpose(0, 1), lse_bht[0].transpose(0, 1))
         return _unfold(out_bhtd, lse_bht, num_tokens, num_heads)
 
+    def attend_masked(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, *, scale: float
+    ) -> Partial:
+        """See MaskedAttention. The kernel's LSE of a row that sees no key is 0."""
+        out_bhtd, lse_bht = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q.float().transpose(0, 1).unsqueeze(0),
+            k.float().transpose(0, 1).unsqueeze(0),
+            v.float().transpose(0, 1).unsqueeze(0),
+            0.0,
+            False,
+            attn_mask=torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[None, None],
+            scale=scale,
+        )
+        lse_th = lse_bht[0].transpose(0, 1).masked_fill(hidden.all(dim=1)[:, None], -torch.inf)
+        return Partial(out_bhtd[0].transpose(0, 1), lse_th)
+
     def attend_newest(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -> Partial:
         """See NewestAttention. The mask is made once for all layers: their sizes are the same."""
         num_tokens, num_heads, _ = q.shape

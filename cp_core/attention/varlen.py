@@ -17,6 +17,7 @@ from ringserve.cp_core.attention.partial import (
     Partial,
     RowPartial,
     attend_pair,
+    join_runs,
     merge,
 )
 from ringserve.cp_core.layout.step_plans import KvRun, Rows, Shard, seen_keys
@@ -68,7 +69,7 @@ def attend_pairs(
     and two for another rank's new keys, which are two position ranges. A cache in several runs is copied to one run,
     which costs less than a call per run.
     """
-    if not attends_many(backend):
+    if not attends_many(backend) or any(shard.window for shard in shards):
         return [
             attend_pair(backend, q_thd, shard, keys[index], scale) if index in keys else []
             for index, (q_thd, shard) in enumerate(zip(q_of_sequence, shards, strict=True))
@@ -115,14 +116,6 @@ def _given(parts: dict[int, Partial], rows: Rows) -> list[Partial]:
     return [parts[rows.start]] if rows.start in parts else []
 
 
-def _joined(runs: Sequence[KvRun]) -> KvRun:
-    """Join runs into one. Several runs are copied."""
-    filled = [run for run in runs if run.k.shape[0]]
-    if len(filled) == 1:
-        return filled[0]
-    return KvRun(torch.cat([run.k for run in filled]), torch.cat([run.v for run in filled]))
-
-
 def attend_runs(
     backend: AttentionBackend, calls: Mapping[Key, tuple[torch.Tensor, Sequence[KvRun]]], scale: float
 ) -> dict[Key, Partial]:
@@ -132,7 +125,7 @@ def attend_runs(
     merge the parts.
     """
     if attends_many(backend):
-        joined = {key: (q, _joined(runs)) for key, (q, runs) in calls.items()}
+        joined = {key: (q, join_runs(runs)) for key, (q, runs) in calls.items()}
         return attend_together(backend, joined, causal=False, scale=scale)
     parts = {}
     for key, (q, runs) in calls.items():

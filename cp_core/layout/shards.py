@@ -202,6 +202,11 @@ class ShardMap:
         """Return the positions in `tokens`."""
         return ShardMap(tuple(ranges.within(tokens.start, tokens.stop) for ranges in self.ranks))
 
+    def newest(self, num_tokens: int) -> ShardMap | None:
+        """Return the positions of the newest tokens of a sequence; None for 0 tokens. See `ModelInfo.tail_tokens`."""
+        stop = self.num_tokens
+        return self.within(TokenRange(max(0, stop - num_tokens), stop)) if num_tokens else None
+
     def extend(self, later: ShardMap) -> ShardMap:
         """Append each rank's later ranges to its stored order."""
         assert later.num_ranks == self.num_ranks, "maps of rings of different size"

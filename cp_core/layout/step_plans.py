@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ringserve.cp_core.errors import InvalidRequest
@@ -39,10 +41,16 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's part of a sequence: its number of cached tokens, and its new tokens' positions, ascending."""
+    """One rank's part of a sequence: its number of cached tokens, and its new tokens' positions, ascending.
+
+    In a layer with a `window` a query sees only the newest `window` tokens up to itself (0: all). The cached tokens are
+    then the last ones in stored order, those that any new token sees, and `tail` has their positions.
+    """
 
     cached: int
     ranges: tuple[TokenRange, ...]
+    window: int = 0
+    tail: tuple[TokenRange, ...] = ()
 
     @property
     def new(self) -> int:
@@ -83,8 +91,49 @@ def seen_keys(queries: Shard, keys: Shard) -> tuple[SeenKeys, ...]:
     return tuple(seen)
 
 
+@dataclass(frozen=True, slots=True)
+class Band:
+    """Keys that query rows see in a layer with a window: row i sees keys [first[i], stop[i]), both ascending."""
+
+    rows: Rows
+    first: npt.NDArray[np.int64]
+    stop: npt.NDArray[np.int64]
+
+
+@lru_cache(maxsize=256)
+def bands(queries: Shard, keys: Shard) -> tuple[Band, ...] | None:
+    """Return which keys of `keys`, first cached and then new ones, each range of queries sees.
+
+    None if the layer has no window or it hides no key from these queries. Ranges of which no query sees any key have no
+    band. Every layer with the same window asks for the same.
+
+    Example: with a window of 4, queries 8-9 and keys 2-5 give row 0 key 5 alone and row 1 none.
+    """
+    if not keys.window:
+        return None
+    held = _positions((*keys.tail, *keys.ranges))
+    found, row, is_cut = [], 0, False
+    for own in queries.ranges:
+        at = np.arange(own.start, own.stop)
+        first, stop = (np.searchsorted(held, each, side="right") for each in (at - keys.window, at))
+        is_cut |= bool(first[-1])
+        if (first < stop).any():
+            found.append(Band(Rows(row, row + len(own)), first, stop))
+        row += len(own)
+    return tuple(found) if is_cut else None
+
+
+def _positions(ranges: Sequence[TokenRange]) -> npt.NDArray[np.int64]:
+    return np.concatenate([np.empty(0, np.int64), *(np.arange(each.start, each.stop) for each in ranges)])
+
+
 def seen_rows(queries: Shard, keys: Shard) -> tuple[Rows, ...]:
-    """Return the query rows that see any key of `keys`, split by the number of keys they see. None is empty."""
+    """Return the query rows that see any key of `keys`, split by the number of keys they see. None is empty.
+
+    With a window that hides keys, a range of queries counts as a whole if any of them sees a key.
+    """
+    if (found := bands(queries, keys)) is not None:
+        return tuple(each.rows for each in found)
     return tuple(each.rows for each in seen_keys(queries, keys) if each.count or keys.cached)
 
 
@@ -93,13 +142,15 @@ class SequencePlan:
     """Layout of a sequence's new tokens. Rank r holds `cached[r]` earlier tokens, in any order of position.
 
     `stored` says which rank stores each new token if other ranks than the computing ones do: only chains set it.
-    `sparsity` limits the keys that reach other ranks; None means all of them.
+    `sparsity` limits the keys that reach other ranks; None means all of them. `tail` has the positions of the newest
+    cached tokens, which layers with a window need: of at least so many tokens.
     """
 
     layout: PrefillLayout
     cached: tuple[int, ...]
     stored: ShardMap | None = None
     sparsity: Sparsity | None = None
+    tail: ShardMap | None = None
 
     def __post_init__(self) -> None:
         if len(self.cached) != self.layout.num_ranks or min(self.cached) < 0:
@@ -112,8 +163,15 @@ class SequencePlan:
         """True if other ranks get only some of the keys in some layers."""
         return self.sparsity is not None and not self.sparsity.is_exact
 
-    def shard(self, rank: int) -> Shard:
-        return Shard(self.cached[rank], self.layout.ranges[rank])
+    def shard(self, rank: int, window: int = 0) -> Shard:
+        """Return a rank's shard, in a layer with this window."""
+        ranges, start = self.layout.ranges[rank], self.layout.start
+        if not window:
+            return Shard(self.cached[rank], ranges)
+        reach = TokenRange(max(0, start - window + 1), start)
+        tail = (self.tail or ShardMap.empty(self.layout.num_ranks)).within(reach)
+        assert tail.num_tokens == len(reach), f"the plan has {tail.num_tokens} of {len(reach)} positions in the window"
+        return Shard(tail.held[rank], ranges, window, tuple(tail.ranks[rank]))
 
     def stores(self, rank: int, source: int) -> bool:
         """Return whether `rank` stores any token that `source` computes."""
@@ -134,11 +192,13 @@ class PrefillPlan:
     """Sequences of a step, in the order in which every rank packs their tokens. Made once per step.
 
     `order` lists the ranks along a chain (empty: 0, 1, 2, ...). `num_segments` applies to head-parallel prefill.
+    `window` is that of the layers which the plan is for, 0 if they have none.
     """
 
     sequences: tuple[SequencePlan, ...]
     order: tuple[int, ...] = ()
     num_segments: int = 1
+    window: int = 0
 
     @cached_property
     def shards(self) -> tuple[tuple[Shard, ...], ...]:
@@ -146,7 +206,8 @@ class PrefillPlan:
         ranks = {sequence.layout.num_ranks for sequence in self.sequences}
         assert len(ranks) <= 1, f"sequences of rings of {ranks} ranks in one step"
         return tuple(
-            tuple(sequence.shard(rank) for sequence in self.sequences) for rank in range(max(ranks, default=0))
+            tuple(sequence.shard(rank, self.window) for sequence in self.sequences)
+            for rank in range(max(ranks, default=0))
         )
 
     @cached_property

@@ -22,7 +22,7 @@ from itertools import pairwise
 
 import torch
 
-from ringserve.cp_core.attention.partial import AttentionBackend, KeyShard
+from ringserve.cp_core.attention.partial import AttentionBackend, KeyShard, newest_tokens
 from ringserve.cp_core.attention.varlen import attend_pairs
 from ringserve.cp_core.cost.chain import LAYERS_AHEAD
 from ringserve.cp_core.errors import InvalidRequest
@@ -124,10 +124,12 @@ class Chain:
         keys_of_sequence: Sequence[KeyShard],
         cached_of: Callable[[int], Sequence[Sequence[KvRun]]],
         scale: float,
+        seen: PrefillPlan,
     ) -> list[SequenceParts]:
         """Return the parts of this rank's queries: result[source][sequence].
 
-        q_of_sequence[i][T, H, D] and keys_of_sequence[i] are this rank's queries and keys. `cached_of(layer)` has its
+        q_of_sequence[i][T, H, D] and keys_of_sequence[i] are this rank's queries and keys, by the plan `seen`, which
+        differs from the chain's own if the layer has a window: messages carry all cached KV. `cached_of(layer)` has its
         cached runs by sequence. Raises Unavailable if a peer is lost.
         """
         rank, size, route = self._transport.rank, self._transport.size, self._route
@@ -142,7 +144,7 @@ class Chain:
             self._receive(like)
         self._send(sends, [self._new[rank, each.sequence] for each in route.sent], like)
 
-        queries = self._plan.of_rank(rank)
+        queries = seen.of_rank(rank)
         parts: list[SequenceParts] = [[[] for _ in queries] for _ in range(size)]
         parts[rank] = attend_pairs(self._backend, q_of_sequence, queries, dict(enumerate(keys_of_sequence)), scale)
 
@@ -165,7 +167,11 @@ class Chain:
         for source in range(size):
             if source == rank:
                 continue
-            came = {index: self._keys(source, index, cached, like) for index, shard in enumerate(queries) if shard.new}
+            came = {
+                index: self._keys(seen.of_rank(source)[index], source, index, cached, like)
+                for index, shard in enumerate(queries)
+                if shard.new
+            }
             keys = {index: each for index, each in came.items() if each.shard.stored}
             parts[source] = attend_pairs(self._backend, q_of_sequence, queries, keys, scale)
             merge_all_held(parts, q_of_sequence)
@@ -260,12 +266,19 @@ class Chain:
             )
         return cached
 
-    def _keys(self, source: int, index: int, cached: dict[tuple[int, int], KvRun], like: torch.Tensor) -> KeyShard:
+    def _keys(
+        self, planned: Shard, source: int, index: int, cached: dict[tuple[int, int], KvRun], like: torch.Tensor
+    ) -> KeyShard:
         """Return another rank's received keys of a sequence: cached keys, and new keys of an earlier rank."""
         new, old = self._new.get((source, index)), cached.get((source, index))
-        planned = self._plan.of_rank(source)[index]
-        shard = Shard(planned.cached if old else 0, planned.ranges if new else ())
-        return KeyShard(shard, [old] if old else [], new or KvRun(like[:0], like[:0]))
+        runs = newest_tokens([old], planned.cached) if old else []
+        shard = Shard(
+            planned.cached if old else 0,
+            planned.ranges if new else (),
+            planned.window,
+            planned.tail if old else (),
+        )
+        return KeyShard(shard, runs, new or KvRun(like[:0], like[:0]))
 
 
 def _packed(runs: Sequence[KvRun], like: torch.Tensor) -> torch.Tensor:

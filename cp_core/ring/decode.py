@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+import numpy as np
 import torch
 
 from ringserve.cp_core.attention.paged import PagedShards, attend_pages, takes_pages
@@ -24,13 +25,16 @@ from ringserve.cp_core.attention.partial import (
     AttentionBackend,
     Partial,
     PartialBuffer,
+    attend_band,
     attends_newest,
     attends_rows,
     empty_partial,
     finished_out,
+    join_runs,
     kernels_on,
     merge,
     merge_in_kernel,
+    sink_part,
 )
 from ringserve.cp_core.layout.step_plans import DecodePlan, KvRun, PassQRoute, RowIndices, Visit
 from ringserve.cp_core.transport.interface import RingTransport
@@ -41,11 +45,13 @@ class DraftedShards:
     """This rank's shards of queries of which several may be of one sequence, side by side: its newest tokens.
 
     `runs[i]` has the whole shard of query i, the same object for all of a sequence. Query i does not see the last
-    `hidden[i]` tokens of it: on the rank that stores the new tokens these are the ones behind it, on others none.
+    `hidden[i]` tokens of it: on the rank that stores the new tokens these are the ones behind it, on others none. In a
+    layer with a window it does not see the first `passed[i]` tokens either, which are in the window of the first query.
     """
 
     runs: Sequence[Sequence[KvRun]]
     hidden: Sequence[int]
+    passed: Sequence[int] = ()
 
     def __len__(self) -> int:
         return len(self.runs)
@@ -62,13 +68,14 @@ def sharded_decode(
     backend: AttentionBackend,
     scale: float,
     plan: DecodePlan | None = None,
+    sink_h: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend q[B, H, D]. Return out[B, H, D] in q's dtype, with the same bits on every rank.
 
     `shards[i]` has this rank's runs of sequence i, possibly none. The new token's KV is among them on the rank that
     stores it. `plan` says which ranks hold which sequences; without it, every rank sends a part of every sequence. The
-    parts are gathered (one gather, or none if B is 0 or N is 1) and merged in rank order. Raises Unavailable if a peer
-    is lost.
+    parts are gathered (one gather, or none if B is 0 or N is 1) and merged in rank order, then with the layer's sinks
+    if it has any. Raises Unavailable if a peer is lost.
     """
     batch, num_heads, head_dim = q.shape
     assert len(shards) == batch, f"{len(shards)} shards for a batch of {batch}"
@@ -79,6 +86,8 @@ def sharded_decode(
     rows = held[transport.rank]
     mine = attend_rows(q, rows, rows, shards, backend, scale, indices)
     if transport.size == 1 and len(mine) == 1 and len(rows) == batch:
+        if sink_h is not None:
+            return merged_out([*mine, sink_part(q, sink_h)]).to(q.dtype)
         # Paged kernels return (0, -inf) for an empty shard, and NaN for a NaN LSE.
         return (mine[0].out if isinstance(shards, PagedShards) else merged_out(mine)).to(q.dtype)
     buffers = [PartialBuffer(len(rows), num_heads, head_dim, q.device) for rows in held]
@@ -86,7 +95,7 @@ def sharded_decode(
     own.fill(mine)
     if transport.size > 1:
         transport.gather_all(own.flat, [buffer.flat for buffer in buffers]).wait()
-    return _merged(q, buffers, held, indices)
+    return _merged(q, buffers, held, indices, sink_h)
 
 
 def ring_decode(
@@ -96,6 +105,7 @@ def ring_decode(
     transport: RingTransport,
     backend: AttentionBackend,
     scale: float,
+    sink_h: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend q[b, H, D], the queries of this rank's own rows. Return out[b, H, D] in q's dtype.
 
@@ -139,7 +149,7 @@ def ring_decode(
         arrived[rank] = outgoing[rank]
         transport.all_to_all([buffer.flat for buffer in outgoing], [buffer.flat for buffer in arrived]).wait()
         arrived[rank] = own
-    return _merged(q, arrived, route.returns, route.indices)
+    return _merged(q, arrived, route.returns, route.indices, sink_h)
 
 
 def _onward(message_bhd: torch.Tensor, visit: Visit, indices: RowIndices) -> torch.Tensor:
@@ -171,6 +181,7 @@ def attend_rows(
                 queries[places[0] : places[-1] + 1],
                 shards.runs[rows[places[0]]],
                 [shards.hidden[rows[place]] for place in places],
+                [shards.passed[rows[place]] for place in places] if shards.passed else (),
                 backend,
                 scale,
             )
@@ -196,12 +207,22 @@ def _attend_shard(q_thd: torch.Tensor, runs: Sequence[KvRun], backend: Attention
 
 
 def _attend_drafts(
-    q_thd: torch.Tensor, runs: Sequence[KvRun], hidden: Sequence[int], backend: AttentionBackend, scale: float
+    q_thd: torch.Tensor,
+    runs: Sequence[KvRun],
+    hidden: Sequence[int],
+    passed: Sequence[int],
+    backend: AttentionBackend,
+    scale: float,
 ) -> Partial:
     """Return the part of T queries of one sequence, of which query i does not see the last `hidden[i]` tokens.
 
-    Where new tokens lie here they are the last T, and query i sees them up to itself.
+    Where new tokens lie here they are the last T, and query i sees them up to itself. It does not see the first
+    `passed[i]` tokens either.
     """
+    if any(passed):
+        held = join_runs(runs)
+        first, behind = np.array(passed), np.array(hidden)
+        return attend_band(backend, q_thd, held, first, held.k.shape[0] - behind, scale)
     if not any(hidden):
         return _attend_shard(q_thd, runs, backend, scale)
     num_new = len(hidden)
@@ -233,9 +254,13 @@ def _split(runs: Sequence[KvRun], num_last: int) -> tuple[list[KvRun], KvRun]:
 
 
 def _merged(
-    q_bhd: torch.Tensor, buffers: Sequence[PartialBuffer], rows: Sequence[Sequence[int]], indices: RowIndices
+    q_bhd: torch.Tensor,
+    buffers: Sequence[PartialBuffer],
+    rows: Sequence[Sequence[int]],
+    indices: RowIndices,
+    sink_h: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Merge the ranks' parts in rank order. buffers[r] holds the parts of query rows rows[r]."""
+    """Merge the ranks' parts in rank order, and sinks behind them. buffers[r] holds the parts of query rows rows[r]."""
     batch = q_bhd.shape[0]
     if not batch:
         return torch.empty_like(q_bhd)
@@ -247,6 +272,8 @@ def _merged(
             index = indices.of(answered, q_bhd.device)
             part.out[index], part.lse[index] = some.out, some.lse
         parts.append(part)
+    if sink_h is not None:
+        parts.append(sink_part(q_bhd, sink_h))
     return merged_out(parts).to(q_bhd.dtype)
 
 

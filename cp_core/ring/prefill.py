@@ -7,10 +7,11 @@ D head dimension, N ranks. On a rank, a sequence's new tokens lie together, by p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
-from ringserve.cp_core.attention.partial import AttentionBackend, KeyShard, merge_rows
+from ringserve.cp_core.attention.partial import AttentionBackend, KeyShard, merge_rows, newest_tokens
 from ringserve.cp_core.cost.model import CHAIN, GATHER_KV, PASS_KV, PASS_Q, PREFILL_ALGORITHMS, SP_NTP
 from ringserve.cp_core.errors import ConfigError
 from ringserve.cp_core.layout.step_plans import KvRun, PrefillPlan, split_new
@@ -30,7 +31,7 @@ class RingPrefill:
     """Prefill attention of one step on one rank: call `attend` for each layer, in order, then `finish`.
 
     All ranks pass the same plan and algorithm. If all ranks synchronise before every `period`-th layer, the chain must
-    know it (0: they do not).
+    know it (0: they do not). `windows` and `sinks` have each layer's window (0: none) and sinks[H], if any layer has.
     """
 
     def __init__(
@@ -41,11 +42,16 @@ class RingPrefill:
         algorithm: str,
         num_layers: int = 1,
         period: int = 0,
+        windows: Sequence[int] = (),
+        sinks: Sequence[torch.Tensor | None] = (),
     ) -> None:
         """Raise ConfigError if `algorithm` is unknown, InvalidRequest if a chain's layout is wrong."""
         if algorithm not in PREFILL_ALGORITHMS:
             raise ConfigError(f"algorithm is {algorithm!r}; allowed are {', '.join(PREFILL_ALGORITHMS)}")
         self._plan = plan
+        self._windows = windows or (0,) * num_layers
+        self._sinks = sinks or (None,) * num_layers
+        self._plans = {window: replace(plan, window=window) for window in {0, *self._windows}}
         self._transport = transport
         self._backend = backend
         self._algorithm = algorithm
@@ -64,7 +70,8 @@ class RingPrefill:
         k and v[T, K, D] belong to the new tokens. `cached_of(layer)[i]` has this rank's cached runs of sequence i,
         which are attended in place. A rank without tokens must call it too. Raises Unavailable if a peer is lost.
         """
-        plan, transport, backend = self._plan, self._transport, self._backend
+        window, sink_h = self._windows[layer], self._sinks[layer]
+        plan, transport, backend = self._plans[window], self._transport, self._backend
         shards, num_new, cached = plan.of_rank(transport.rank), plan.new_on(transport.rank), cached_of(layer)
         assert len(cached) == len(plan.sequences), f"{len(cached)} cached sequences for {len(plan.sequences)} planned"
         for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -75,18 +82,18 @@ class RingPrefill:
 
         q_of_sequence = split_new(q, shards)
         keys_of_sequence = [
-            KeyShard(shard, runs, KvRun(k_new, v_new))
+            KeyShard(shard, newest_tokens(runs, shard.cached) if window else runs, KvRun(k_new, v_new))
             for shard, runs, k_new, v_new in zip(
                 shards, cached, split_new(k, shards), split_new(v, shards), strict=True
             )
         ]
         parts: list[SequenceParts]
         if self._algorithm == SP_NTP:
-            sp_ntp(q_of_sequence, keys_of_sequence, plan, transport, backend, scale, split_new(out, shards))
+            sp_ntp(q_of_sequence, keys_of_sequence, plan, transport, backend, scale, split_new(out, shards), sink_h)
             return out
         if self._chain is not None:
-            parts = self._chain.attend(layer, q_of_sequence, keys_of_sequence, cached_of, scale)
-        elif self._chooser is not None and self._chooser.is_sparse(layer):
+            parts = self._chain.attend(layer, q_of_sequence, keys_of_sequence, cached_of, scale, plan)
+        elif self._chooser is not None and not window and self._chooser.is_sparse(layer):
             thinned = self._chooser.thin(q_of_sequence, keys_of_sequence, scale)
             parts = pass_kv(q_of_sequence, keys_of_sequence, plan, transport, backend, scale, thinned)
         elif self._algorithm == PASS_Q:
@@ -95,7 +102,7 @@ class RingPrefill:
             attend = gather_kv if self._algorithm == GATHER_KV else pass_kv
             parts = attend(q_of_sequence, keys_of_sequence, plan, transport, backend, scale)
         for index, out_rows in enumerate(split_new(out, shards)):
-            merge_rows([part for source in parts for part in source[index]], out_rows)
+            merge_rows([part for source in parts for part in source[index]], out_rows, sink_h)
         return out
 
     def stored(self, index: int) -> KvRun:
@@ -119,6 +126,8 @@ def ring_prefill(
     backend: AttentionBackend,
     scale: float,
     algorithm: str,
+    window: int = 0,
+    sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend a single layer: q[T, H, D] over k, v[T, K, D] and `cached`. Return out[T, H, D].
 
@@ -126,7 +135,7 @@ def ring_prefill(
     rank. Otherwise they differ by at most 4e-7 of max |v|. Only KV that another rank sees is sent. Raises like
     `RingPrefill`.
     """
-    ring = RingPrefill(plan, transport, backend, algorithm)
+    ring = RingPrefill(plan, transport, backend, algorithm, windows=(window,), sinks=(sink,))
     out = ring.attend(0, q, k, v, lambda _: cached, scale)
     ring.finish()
     return out

@@ -20,7 +20,17 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from ringserve.cp_core.attention.partial import AttentionBackend, KeyShard, merge, merge_rows
+from ringserve.cp_core.attention.partial import (
+    Accumulator,
+    AttentionBackend,
+    KeyShard,
+    Partial,
+    attend_pair,
+    join_runs,
+    merge,
+    merge_rows,
+    sink_part,
+)
 from ringserve.cp_core.attention.varlen import attend_pairs, attend_runs, attend_together
 from ringserve.cp_core.layout.head_shares import HeadShare, head_shares
 from ringserve.cp_core.layout.shards import TokenRange, even_share
@@ -100,6 +110,7 @@ def sp_ntp(
     backend: AttentionBackend,
     scale: float,
     out_of_sequence: Sequence[torch.Tensor],
+    sink_h: torch.Tensor | None = None,
 ) -> None:
     """Attend this rank's queries q_of_sequence[i][T, H, D] and fill its rows out_of_sequence[i][T, H, D].
 
@@ -129,7 +140,7 @@ def sp_ntp(
         arriving.append((transport.all_to_all(sends, arrived), arrived, counts))
     whole = {index: keys for index, keys in enumerate(keys_of_sequence) if index not in spread}
     for index, found in enumerate(attend_pairs(backend, q_of_sequence, plan.of_rank(rank), whole, scale)):
-        merge_rows(found, out_of_sequence[index])
+        merge_rows(found, out_of_sequence[index], sink_h)
 
     returning = []
     for segment, (work, arrived, counts) in zip(segments, arriving, strict=True):
@@ -150,7 +161,7 @@ def sp_ntp(
         ]
         for parts, each in zip(parts_of, served, strict=True):
             each.take(segment, parts)
-        outs = _attend(served, shares[rank], backend, scale)
+        outs = _attend(served, shares[rank], backend, scale, sink_h)
         for parts, each, out in zip(parts_of, served, outs, strict=True):
             for peer, rows in enumerate(each.given_back(parts, out)):
                 answers[peer].append(rows)
@@ -184,6 +195,7 @@ class _ServedSequence:
     def __init__(self, plan: PrefillPlan, index: int, share: HeadShare, q_thd: torch.Tensor, keys: KeyShard) -> None:
         layout = plan.sequences[index].layout
         self._shards = [shards[index] for shards in plan.shards]
+        self._window = plan.window
         self._share = share
         self._q = q_thd
         self._keys = keys
@@ -223,7 +235,27 @@ class _ServedSequence:
         self.queries = by_position([each.q for each in parts])
         self._new.k[self.start : self.stop] = by_position([each.new.k for each in parts])
         self._new.v[self.start : self.stop] = by_position([each.new.v for each in parts])
-        self._cached += [run for each in parts for run in each.cached if run.k.shape[0]]
+        held = [[run for run in each.cached if run.k.shape[0]] for each in parts]
+        if self._window:  # one run a rank, so that its positions are the rank's tail
+            held = [[join_runs(runs)] if runs else [] for runs in held]
+        self._cached += [run for runs in held for run in runs]
+
+    def over_windows(
+        self, backend: AttentionBackend, q_thd: torch.Tensor, heads: slice, scale: float
+    ) -> Partial | None:
+        """Return the part of the segment's queries over all keys in their windows; None if the layer has no window."""
+        if not self._window:
+            return None
+        first = self._borders[0]
+        queries = Shard(0, (TokenRange(first + self.start, first + self.stop),))
+        places = [shard.tail for shard in self._shards if shard.cached]
+        places += [(TokenRange(first, first + self.start),)] if self.start else []
+        merged = Accumulator()
+        for ranges, run in zip([*places, queries.ranges], [*self.earlier(heads), self.same(heads)], strict=True):
+            keys = KeyShard(Shard(0, ranges, self._window), [], run)
+            for part in attend_pair(backend, q_thd, queries, keys, scale):
+                merged.add(part.partial)
+        return merged.result()
 
     def earlier(self, heads: slice) -> list[KvRun]:
         """Return the keys before the segment for some KV heads: cached keys and keys of earlier segments."""
@@ -245,7 +277,11 @@ class _ServedSequence:
 
 
 def _attend(
-    served: Sequence[_ServedSequence], share: HeadShare, backend: AttentionBackend, scale: float
+    served: Sequence[_ServedSequence],
+    share: HeadShare,
+    backend: AttentionBackend,
+    scale: float,
+    sink_h: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     """Return out[T, h, D] of each sequence's queries in a segment, in q's dtype."""
     outs = [torch.empty_like(each.queries) for each in served]
@@ -254,10 +290,19 @@ def _attend(
         queries = {
             index: each.queries[:, heads.start : heads.stop] for index, each in enumerate(served) if len(each.queries)
         }
-        before = {index: (q, served[index].earlier(kv)) for index, q in queries.items()}
-        parts = attend_runs(backend, {index: each for index, each in before.items() if each[1]}, scale)
-        same = {index: (q, served[index].same(kv)) for index, q in queries.items()}
-        for index, part in attend_together(backend, same, causal=True, scale=scale).items():
-            merged = merge([parts[index], part] if index in parts else [part])
-            outs[index][:, heads.start : heads.stop] = merged.out
+        parts = {}
+        for index, q in queries.items():
+            if (part := served[index].over_windows(backend, q, kv, scale)) is not None:
+                parts[index] = [part]
+        if not parts:
+            before = {index: (q, served[index].earlier(kv)) for index, q in queries.items()}
+            earlier = attend_runs(backend, {index: each for index, each in before.items() if each[1]}, scale)
+            same = {index: (q, served[index].same(kv)) for index, q in queries.items()}
+            for index, part in attend_together(backend, same, causal=True, scale=scale).items():
+                parts[index] = [earlier[index], part] if index in earlier else [part]
+        for index, found in parts.items():
+            if sink_h is not None:
+                first = share.heads.start
+                found.append(sink_part(queries[index], sink_h[first + heads.start : first + heads.stop]))
+            outs[index][:, heads.start : heads.stop] = merge(found).out
     return outs

@@ -69,7 +69,11 @@ class DecodeEngine:
         """Make an empty feed and room for a new incarnation of the ring."""
         ring, settings = self._ring, self._ring.settings
         feed = self._feed = DecodeFeed(
-            ring.ranks[0], settings.ranks.max_batch, settings.control_timeout, self._on_event
+            ring.ranks[0],
+            settings.ranks.max_batch,
+            settings.control_timeout,
+            self._on_event,
+            ring.model.tail_tokens,
         )
         self._room = _RoomActions(ring, feed, self._router, self._spawn, self._on_lost).room
         self._spawn(self._read(feed, ring.incarnation))
@@ -111,6 +115,7 @@ class DecodeEngine:
             blocks=tuple(sequence.table(rank) for rank in range(sequence.shards.num_ranks)),
             sampling=request.sampling,
             history=TokenHistory.of(request.sampling, request.penalized_ids),
+            tail=sequence.shards.newest(self._ring.model.tail_tokens),
         )
         event = await self._feed.compute(turn, prompt)
         if event.is_broken:

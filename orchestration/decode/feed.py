@@ -37,7 +37,7 @@ class DecodeFeed:
     """Turns in the loop's batch, at most `max_batch`, and turns that wait for a place, in order of arrival.
 
     One object a ring incarnation. `on_event` gets every event of a turn in the batch. Turns join and leave at every
-    step.
+    step. Admissions tell the places of `tail_tokens` tokens.
     """
 
     def __init__(
@@ -46,11 +46,13 @@ class DecodeFeed:
         max_batch: int,
         timeout: float,
         on_event: Callable[[DecodeTurn, DecodeEvent], None],
+        tail_tokens: int = 0,
     ) -> None:
         self._lead = lead
         self._max_batch = max_batch
         self._timeout = timeout
         self._on_event = on_event
+        self._tail_tokens = tail_tokens
         self._waiting: list[DecodeTurn] = []
         self._running: dict[str, DecodeTurn] = {}
         self._prompts: dict[str, _Prompt] = {}
@@ -110,7 +112,7 @@ class DecodeFeed:
         while self._waiting and len(self._running) < self._max_batch:
             turn = self._waiting.pop(0)
             self._running[turn.turn_id] = turn
-            admitted.append(turn.admission())
+            admitted.append(turn.admission(self._tail_tokens))
         return self._submit(admitted) if admitted else None
 
     def _submit(self, commands: Sequence[DecodeCommand]) -> asyncio.Task[None]:

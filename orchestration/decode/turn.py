@@ -311,8 +311,11 @@ class DecodeTurn:
                 del dropped[len(dropped) - num_dropped :]
             self.sequence.shards = self.sequence.shards.truncate(self.kv_tokens)
 
-    def admission(self) -> AdmitSequence:
-        """Return the command to join the batch with the newest token, whose own KV the next step computes."""
+    def admission(self, tail_tokens: int = 0) -> AdmitSequence:
+        """Return the command to join the batch with the newest token, whose own KV the next step computes.
+
+        It tells the places of the newest `tail_tokens` tokens.
+        """
         shards, tokens = self.note_decoded(), self.answer.tokens
         return AdmitSequence(
             sequence_id=self.turn_id,
@@ -323,6 +326,7 @@ class DecodeTurn:
             sampling=self.request.sampling,
             history=TokenHistory.of(self.request.sampling, self.request.penalized_ids, tokens),
             text=self._text(),
+            tail=shards.newest(tail_tokens),
         )
 
     def _text(self) -> TokenIds:

@@ -187,6 +187,7 @@ class PrefillRun:
             destination_tp=turn.destination.tp,
         )
         is_last = piece.stop == len(turn.token_ids)
+        tail = sequence.shards.newest(self._ring.model.tail_tokens)
         sequences = (
             SequencePrefill(
                 sequence_id=turn.kv_id,
@@ -200,6 +201,7 @@ class PrefillRun:
                 history=_history(turn) if is_last else NO_HISTORY,
                 score=_score(turn, piece.stop),
                 sparsity=turn.sparsity,
+                tail=tail,
             )
             for send in sends
         )

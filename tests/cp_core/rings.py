@@ -12,7 +12,7 @@ import torch
 
 from ringserve.cp_core.attention.partial import AttentionBackend
 from ringserve.cp_core.attention.torch_cpu import TorchCpuFlash
-from ringserve.cp_core.layout.shards import PrefillLayout
+from ringserve.cp_core.layout.shards import PrefillLayout, ShardMap, TokenRange, coalesce
 from ringserve.cp_core.layout.sparsity import Sparsity
 from ringserve.cp_core.layout.step_plans import KvRun, PrefillPlan, SequencePlan
 from ringserve.cp_core.ring.prefill import RingPrefill
@@ -82,7 +82,11 @@ class PlacedSequence:
     @property
     def plan(self) -> SequencePlan:
         cached = tuple(self.cached_owner.count(rank) for rank in range(self.layout.num_ranks))
-        return SequencePlan(self.layout, cached, sparsity=self.sparsity)
+        tail = ShardMap.of(
+            coalesce(TokenRange(place, place + 1) for place, owner in enumerate(self.cached_owner) if owner == rank)
+            for rank in range(self.layout.num_ranks)
+        )
+        return SequencePlan(self.layout, cached, sparsity=self.sparsity, tail=tail)
 
     def new_positions(self, rank: int) -> list[int]:
         return [position for each in self.layout.ranges[rank] for position in range(each.start, each.stop)]
@@ -116,10 +120,12 @@ def prefill_on_threads(
     num_segments: int = 1,
     layer: int = 0,
     num_layers: int = 1,
+    window: int = 0,
+    sink: torch.Tensor | None = None,
 ) -> PrefillResult:
     """Run one layer over the given ring, or else an in-process one of `size` ranks.
 
-    `order` is that of a chain, `num_segments` are those of sp_ntp.
+    `order` is that of a chain, `num_segments` are those of sp_ntp. The layer has this window and sink[H].
     """
     plan = PrefillPlan(tuple(sequence.plan for sequence in sequences), tuple(order), num_segments)
     transports = [PoisoningTransport(each) for each in transports or InProcessRing(size).transports]
@@ -132,7 +138,8 @@ def prefill_on_threads(
             rows = [pick(each.tokens)[each.new_positions(rank)] for each in sequences]
             return torch.cat([pick(shape)[:0], *rows])
 
-        ring = RingPrefill(plan, transport, backend or TorchCpuFlash(), algorithm, num_layers)
+        windows, sinks = [window] * num_layers, [sink] * num_layers
+        ring = RingPrefill(plan, transport, backend or TorchCpuFlash(), algorithm, num_layers, 0, windows, sinks)
         cached = [each.cached_runs(rank) for each in sequences]
         q, k, v = (pack(attrgetter(name)) for name in ("q", "k", "v"))
         out = ring.attend(layer, q, k, v, lambda _: cached, scale)

@@ -7,7 +7,7 @@ import pytest
 
 from ringserve.orchestration.ring import life
 from tests.one_core import ranks_are_threads
-from tests.workers.models import Oracle, save_model
+from tests.workers.models import ALL_WINDOWED, WINDOWED, Oracle, save_model
 
 __all__ = ["KINDS", "ranks_are_threads"]
 
@@ -24,7 +24,7 @@ def steps_have_time(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def model_paths(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     """Make a model directory of every kind."""
-    return {kind: save_model(kind, tmp_path_factory.mktemp(kind)) for kind in KINDS}
+    return {kind: save_model(kind, tmp_path_factory.mktemp(kind)) for kind in (*KINDS, WINDOWED, ALL_WINDOWED)}
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.one_core import ranks_are_threads
-from tests.workers.models import KINDS, Oracle, save_model
+from tests.workers.models import ALL_WINDOWED, KINDS, WINDOWED, Oracle, save_model
 
 __all__ = ["ranks_are_threads"]
 
@@ -16,7 +16,7 @@ __all__ = ["ranks_are_threads"]
 @pytest.fixture(scope="session")
 def model_paths(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     """Write a model directory of every kind."""
-    return {kind: save_model(kind, tmp_path_factory.mktemp(kind)) for kind in KINDS}
+    return {kind: save_model(kind, tmp_path_factory.mktemp(kind)) for kind in (*KINDS, WINDOWED, ALL_WINDOWED)}
 
 
 @pytest.fixture(scope="session")

@@ -30,6 +30,10 @@ from transformers import (
 from ringserve.workers.model.builtin import END_TOKEN_ID, EOS_TOKEN_ID, write_tokenizer
 
 KINDS = ("llama_gqa", "llama_mha", "qwen2", "qwen3", "mistral")
+WINDOWED = "gpt_oss"
+"""Kind whose first layer has a window of six tokens and whose layers have attention sinks: no ring shares its heads."""
+ALL_WINDOWED = "mistral_window"
+"""Kind all of whose layers have a window of eleven tokens."""
 VOCAB_SIZE = 300
 
 SHAPE: dict[str, Any] = {
@@ -63,35 +67,59 @@ def save_model(kind: str, directory: Path) -> Path:
             model = Qwen3ForCausalLM(Qwen3Config(**SHAPE | {"head_dim": 32}))
         case "mistral":
             model = MistralForCausalLM(MistralConfig(**SHAPE | {"sliding_window": None}))
+        case "gpt_oss":
+            return save_family(kind, FAMILY_SWITCHES[kind][0], directory)
+        case "mistral_window":
+            return save_family("mistral", FAMILY_SWITCHES["mistral"][0], directory)
         case _:
             raise AssertionError(f"no such kind of model: {kind}")
     model.save_pretrained(directory)
     return directory
 
 
+ONE_SLIDES = {"layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 FAMILY_SWITCHES: dict[str, tuple[dict[str, Any], ...]] = {
     "apertus": ({"attention_bias": True}, {"tie_word_embeddings": True}),
     "arcee": ({"attention_bias": True, "mlp_bias": True},),
     "cohere": ({"logit_scale": 0.25, "use_qk_norm": True}, {"attention_bias": True}),
+    "cohere2": (ONE_SLIDES | {"sliding_window": 7, "logit_scale": 0.25}, {"sliding_window": 20}),
     "ernie4_5": ({"use_bias": True}, {"tie_word_embeddings": False}),
+    "exaone4": ({"sliding_window": 7, "sliding_window_pattern": 2}, {"layer_types": ["full_attention"] * 2}),
     "gemma": ({"head_dim": 32}, {"num_key_value_heads": 1, "attention_bias": True}),
+    "gemma3_text": (
+        {"sliding_window": 9, "sliding_window_pattern": 2, "head_dim": 32, "query_pre_attn_scalar": 32},
+        {"sliding_window": 33, "num_key_value_heads": 1, "attention_bias": True},
+    ),
     "glm": ({"attention_bias": True},),
     "glm4": ({"attention_bias": True},),
     "granite": (
         {"attention_multiplier": 0.4, "logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5},
     ),
+    "gpt_oss": (
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6},
+        {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 64, "num_key_value_heads": 1},
+    ),
     "helium": ({"attention_bias": True},),
+    "ministral": ({"sliding_window": 5},),
+    "mistral": ({"sliding_window": 11},),
     "olmo": ({"clip_qkv": 0.7},),
     "olmo2": ({"attention_bias": True},),
+    "olmo3": (ONE_SLIDES | {"sliding_window": 8}, {"sliding_window": 3, "attention_bias": True}),
     "phi": (
         {"qk_layernorm": True, "num_key_value_heads": 4},
         {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
     ),
-    "phi3": ({"num_key_value_heads": 4},),
+    "phi3": ({"num_key_value_heads": 4}, {"sliding_window": 10}),
+    "qwen2": ({"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1},),
+    "qwen3": ({"use_sliding_window": True, "sliding_window": 2, "max_window_layers": 1},),
     "seed_oss": ({"attention_bias": True, "attention_out_bias": True, "mlp_bias": True},),
-    "smollm3": ({"no_rope_layers": [1, 0]}, {"attention_bias": True, "mlp_bias": True}),
-    "starcoder2": ({"use_bias": True, "tie_word_embeddings": False},),
+    "smollm3": (
+        {"no_rope_layers": [1, 0]},
+        {"attention_bias": True, "mlp_bias": True},
+        {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 15},
+    ),
+    "starcoder2": ({"use_bias": True, "tie_word_embeddings": False}, {"sliding_window": 40}),
     "ernie4_5_moe": (
         EXPERTS | {"moe_num_experts": 5, "moe_k": 2, "moe_num_shared_experts": 2, "moe_layer_start_index": 1},
     ),
@@ -103,12 +131,16 @@ FAMILY_SWITCHES: dict[str, tuple[dict[str, Any], ...]] = {
         {"num_local_experts": 5, "num_experts_per_tok": 2, "attention_multiplier": 0.4, "logits_scaling": 3.0},
     ),
     "minimax_m2": ({"num_local_experts": 5, "num_experts_per_tok": 2, "rotary_dim": 8},),
-    "mixtral": ({"num_local_experts": 5, "num_experts_per_tok": 2},),
+    "mixtral": (
+        {"num_local_experts": 5, "num_experts_per_tok": 2},
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 13},
+    ),
     "olmoe": ({"num_experts": 5, "num_experts_per_tok": 2, "clip_qkv": 0.7},),
     "qwen2_moe": (EXPERTS | {"num_experts": 5, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0]},),
     "qwen3_moe": (
         EXPERTS | {"num_experts": 5, "norm_topk_prob": True, "attention_bias": True},
         EXPERTS | {"num_experts": 8, "mlp_only_layers": [1]},
+        EXPERTS | {"num_experts": 5, "use_sliding_window": True, "sliding_window": 25},
     ),
 }
 """Families that KINDS lacks, each with draws that use the switches of its config."""

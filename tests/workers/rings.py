@@ -262,6 +262,7 @@ class LocalRing:
                         sample=turn.sample,
                         sends=turn.sends[rank] if turn.sends else (),
                         stored=stored,
+                        tail=conversation.shards,
                     )
                 )
             conversation.shards = conversation.shards.extend(stored or layout.shard_map())
@@ -295,6 +296,7 @@ class LocalRing:
             sampling=sampling,
             history=replace(history, num_generated=num_generated),
             text=np.array([*conversation.tokens, token_id]),
+            tail=conversation.shards,
         )
         self.workers[0].submit([command])
         return command
@@ -315,6 +317,7 @@ class LocalRing:
             blocks=conversation.blocks,
             sampling=sampling,
             history=history,
+            tail=conversation.shards,
         )
         layout = balanced_layout(sum(held), len(token_ids), held)
         conversation.shards = conversation.shards.extend(layout.shard_map())

@@ -6,10 +6,11 @@ in which slot.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ringserve.cp_core.layout.shards import assign_owners
+from ringserve.cp_core.layout.shards import TokenRange, assign_owners
 from ringserve.cp_core.layout.step_plans import DecodePlan
 from ringserve.workers.decode.messages import BatchChange
 from ringserve.workers.kv.cache import SlotRun, runs
@@ -25,7 +26,9 @@ class BatchRow:
 
     `held` counts the stored tokens of every rank, `room` the slots in every rank's table. `owner` is the rank that
     stores the newest token, from the step's start on. `blocks` and `runs` are this rank's: its block table, and the
-    slots of its shard in stored order. `sampler` draws tokens; the leading loop decides when the sequence ends.
+    slots of its shard in stored order. `recent` has the positions of its newest tokens, ascending, if the model has
+    windows: of all that the widest window may hide or show. `sampler` draws tokens; the leading loop decides when the
+    sequence ends.
     """
 
     sequence_id: str
@@ -38,6 +41,15 @@ class BatchRow:
     sampler: RowSampler
     owner: int = 0
     drafts: list[int] = field(default_factory=list)
+    recent: list[int] | None = None
+
+    def seen_from(self, position: int, window: int) -> int:
+        """Return how many of this rank's newest tokens lie in the window that ends at `position`, or behind it.
+
+        Example: with positions 2, 5 and 8 here and a window of 4, a token at position 8 sees two of them.
+        """
+        assert self.recent is not None, "the admission told no places"
+        return len(self.recent) - bisect_right(self.recent, position - window)
 
     @property
     def next_position(self) -> int:
@@ -114,6 +126,8 @@ class BatchState:
             row.held[row.owner] -= num_wrong
             if row.owner == self._rank:
                 _take_back(row.runs, num_wrong)
+                if row.recent is not None:
+                    del row.recent[len(row.recent) - num_wrong :]
             for token_id in row.drafts[:count]:
                 row.position += 1
                 row.token_id = token_id
@@ -144,6 +158,7 @@ class BatchState:
                 blocks=blocks,
                 runs=list(runs(blocks, held[self._rank], self.block_tokens)),
                 sampler=RowSampler(admission.sampling, admission.history, self._grammars),
+                recent=None if admission.tail is None else _positions(admission.tail.ranks[self._rank]),
             )
             self.rows.append(row)
         for growth in change.grown:
@@ -152,6 +167,12 @@ class BatchState:
             row.room = [
                 slots + self.block_tokens * len(blocks) for slots, blocks in zip(row.room, growth.blocks, strict=True)
             ]
+
+    def forget(self, window: int) -> None:
+        """Forget positions that no window up to this one reaches any more."""
+        for row in self.rows:
+            if row.recent is not None:
+                del row.recent[: bisect_right(row.recent, row.position - window)]
 
     def advance_untold(self) -> None:
         """Append tokens that the device alone has; `tell` brings them before any other change of the batch."""
@@ -176,8 +197,10 @@ class BatchState:
         for row, owner in zip(self.rows, owners, strict=True):
             row.owner = owner
             del row.drafts[row.room[owner] - row.held[owner] - 1 :]
-            for _ in range(1 + len(row.drafts)):
+            for place in range(1 + len(row.drafts)):
                 if owner == self._rank:
+                    if row.recent is not None:
+                        row.recent.append(row.position + place)
                     appended.tokens.append(number)
                     appended.slots.append(self._take_slot(row))
                 row.held[owner] += 1
@@ -202,6 +225,10 @@ class BatchState:
         else:
             row.runs.append(SlotRun(slot, slot + 1))
         return slot
+
+
+def _positions(ranges: Iterable[TokenRange]) -> list[int]:
+    return [position for each in ranges for position in range(each.start, each.stop)]
 
 
 def _seen(token: StepToken) -> tuple[int, ...]:

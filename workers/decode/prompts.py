@@ -63,6 +63,7 @@ class DecodePrompts:
             blocks=prompt.blocks[transport.rank],
             sample=prompt.sampling,
             history=prompt.history,
+            tail=prompt.tail,
         )
         step = PrefillStep(algorithm=Algorithm.PASS_Q, sequences=(sequence,))
         forward, states = run_prefill(step, self._model, transport, self._cache, self._backend, _send_nothing)

@@ -27,7 +27,7 @@ from ringserve.workers.decode.batch import BatchState, StepToken
 from ringserve.workers.decode.graphs import GraphRunner
 from ringserve.workers.decode.inputs import InputBuffers, StepInputs
 from ringserve.workers.decode.messages import LEADER, gather_sampled
-from ringserve.workers.kv.cache import KvCache, SlotRun
+from ringserve.workers.kv.cache import KvCache, SlotRun, newest_slots
 from ringserve.workers.model.loading import LoadedModel
 from ringserve.workers.progress import StepClock
 from ringserve.workers.sampling.on_device import ChosenRows
@@ -135,8 +135,11 @@ class DecodePass:
         self._stored: Tensor | None = None
         self._buffers = InputBuffers(cache.device)
         self._inputs: StepInputs
-        # For kernels that take runs: what each row's shard is read from. Shard and table are constant over the layers.
-        self._pieces: list[list[SlotRun | Tensor]] = []
+        self._windows, self._sinks = model.windows, model.sinks
+        assert self._columns is None or model.attends_plainly, "helix serves neither windows nor sinks"
+        # For kernels that take runs: what each row's shard is read from, by window. Shards and tables are constant over
+        # the layers with one window.
+        self._pieces: dict[int, list[list[SlotRun | Tensor]]] = {}
         # For kernels that follow block tables: how many tokens of each row this rank stores.
         self._follows_tables = takes_pages(backend, cache.block_tokens)
         self._stored_tokens: tuple[int, ...] = ()
@@ -150,6 +153,7 @@ class DecodePass:
             and (transport.size == 1 or transport.is_on_stream)
             and takes_pages(backend, cache.block_tokens)
             and backend.skips_empty
+            and model.attends_plainly
         )
 
     def run(self, variant: str, is_followed: Callable[[], bool] = never) -> Iterator[DoneStep]:
@@ -249,8 +253,8 @@ class DecodePass:
         padding = self._num_padding or 0
         if self._follows_tables:
             self._stored_tokens = (*(held[self._transport.rank] for held in self._plan.held), *[0] * padding)
-        else:
-            self._pieces = [self._cache.pieces(row.runs) for row in self._batch.rows]
+        self._batch.forget(max(self._windows, default=0))
+        self._pieces = {window: self._pieces_in(window) for window in self._windows_by_runs}
         places = {row: place for place, row in enumerate(computed)}
         stored, slots = [places[number] for number in appended.tokens], appended.slots
         if self._num_padding is not None:
@@ -298,26 +302,45 @@ class DecodePass:
             cache.write_slots(layer, self._inputs.slots, k, v)
         elif self._stored.shape[0]:
             cache.write_slots(layer, self._inputs.slots, k[self._stored], v[self._stored])
-        shards = self._shards(layer)
+        shards, sink_h = self._shards(layer), self._sinks[layer]
         if self._columns is not None:
             return helix_decode(q, shards, self._plan, self._columns, self._transport, self._backend, scale)
         if self._route is not None:
-            return ring_decode(q, shards, self._route, self._transport, self._backend, scale)
+            return ring_decode(q, shards, self._route, self._transport, self._backend, scale, sink_h)
         # Rows of padding are in no plan, and messages of a recording have one size: each rank answers for all rows.
         plan = self._plan if self._num_padding is None else None
-        return sharded_decode(q, shards, self._transport, self._backend, scale, plan)
+        return sharded_decode(q, shards, self._transport, self._backend, scale, plan, sink_h)
+
+    @property
+    def _windows_by_runs(self) -> set[int]:
+        """Windows of the layers whose shards are runs. Kernels that follow tables see whole shards."""
+        return {window for window in self._windows if window or not self._follows_tables}
+
+    def _pieces_in(self, window: int) -> list[list[SlotRun | Tensor]]:
+        """Return what each row's shard is read from: what the row's newest token sees, and its drafts."""
+        rows = self._batch.rows
+        if not window:
+            return [self._cache.pieces(row.runs) for row in rows]
+        return [self._cache.pieces(newest_slots(row.runs, row.seen_from(row.position, window))) for row in rows]
 
     def _shards(self, layer: int) -> Shards:
-        if self._follows_tables:
+        window = self._windows[layer]
+        if self._follows_tables and not window:
             inputs = self._inputs
             return PagedShards(*self._cache.pages(layer), inputs.table, self._stored_tokens, inputs.lengths)
-        shards = [self._cache.gathered(layer, pieces) for pieces in self._pieces]
+        shards = [self._cache.gathered(layer, pieces) for pieces in self._pieces[window]]
         if len(self._tokens) == len(shards):
             return shards
         rank = self._transport.rank
         return DraftedShards(
             [runs for runs, row in zip(shards, self._batch.rows, strict=True) for _ in range(1 + len(row.drafts))],
             [token.num_behind if token.row.owner == rank else 0 for token in self._tokens],
+            [
+                token.row.seen_from(token.row.position, window) - token.row.seen_from(token.position, window)
+                for token in self._tokens
+            ]
+            if window
+            else (),
         )
 
     def _hidden_states(self, computed: Sequence[int]) -> Tensor:

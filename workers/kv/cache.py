@@ -84,6 +84,17 @@ def runs_of(slots: Slots) -> tuple[SlotRun, ...]:
     return tuple(map(SlotRun, slots[first].tolist(), (slots[last] + 1).tolist()))
 
 
+def newest_slots(where: Sequence[SlotRun], count: int) -> list[SlotRun]:
+    """Return the last `count` slots of some runs."""
+    newest: list[SlotRun] = []
+    for run in reversed(where):
+        if not count:
+            break
+        newest.insert(0, SlotRun(max(run.start, run.stop - count), run.stop))
+        count -= len(newest[0])
+    return newest
+
+
 class KvCache:
     """K and V of `num_blocks` blocks for every layer, in `dtype` on `device`.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ringserve.cp_core.errors import ConfigError, ModelRefused
-from ringserve.workers.model.support import EXPERT_KEYS, check_supported
+from ringserve.workers.model.support import EXPERT_KEYS, check_supported, layer_windows
 from ringserve.workers.protocol.ranks import ModelInfo
 
 ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -49,6 +49,9 @@ def read_model_info(path: Path, dtype: str | None = None, name: str | None = Non
     num_heads = reader.count("num_attention_heads")
     mlp = _MlpWidths.read(reader)
     head_dim = reader.count("head_dim", reader.count("hidden_size") // num_heads)
+    max_positions = max(reader.count("max_position_embeddings"), _yarn_positions(config))
+    # A window that holds every position hides nothing.
+    windows = tuple(window if window < max_positions else 0 for window in layer_windows(config))
     info = ModelInfo(
         name=name or path.resolve().name,
         model_type=str(config["model_type"]),
@@ -60,12 +63,13 @@ def read_model_info(path: Path, dtype: str | None = None, name: str | None = Non
         num_kv_heads=reader.count("num_key_value_heads", num_heads),
         head_dim=head_dim,
         vocab_size=reader.count("vocab_size"),
-        max_positions=max(reader.count("max_position_embeddings"), _yarn_positions(config)),
+        max_positions=max_positions,
         num_parameters=0,
         element_bytes=ELEMENT_BYTES[str(chosen)],
         kv_dtype=kv_dtype,
         kv_element_bytes=ELEMENT_BYTES[kv_dtype],
         eos_token_ids=_eos_token_ids(path, config),
+        windows=windows if any(windows) else (),
     )
     if info.num_heads % info.num_kv_heads:
         raise ModelRefused(f"{info.num_heads} query heads are not a multiple of {info.num_kv_heads} key/value heads")

@@ -34,6 +34,7 @@ from ringserve.workers.model.layers import (
     packed_dtypes,
     quantize_mlps,
 )
+from ringserve.workers.model.support import SLIDING, WINDOWS
 from ringserve.workers.model.tensor_parallel import TensorParallel
 from ringserve.workers.model.tokenizer import load_tokenizer, tokenizer_json
 from ringserve.workers.model.weights import Weights, whole_shapes
@@ -82,6 +83,7 @@ def attend_in_ring(
     """
     if unserved := [name for name in UNSERVED_ATTENTION if others.get(name) is not None]:
         raise ModelRefused(f"attention with {unserved[0]} cannot be served")
+    _check_layer(module, others.get("sliding_window"), others.get("s_aux"))
     assert attention_mask is None, "the step's layout determines attention; no mask is ever built"
     layer = module.layer_idx
     assert isinstance(layer, int)
@@ -92,8 +94,18 @@ def attend_in_ring(
     return out.to(query.dtype).unsqueeze(0), None
 
 
-UNSERVED_ATTENTION = ("sliding_window", "softcap", "s_aux", "position_bias")
-"""Keywords by which layers of transformers ask for windows, soft caps, sinks and position biases."""
+UNSERVED_ATTENTION = ("softcap", "position_bias")
+"""Keywords by which layers of transformers ask for soft caps and position biases."""
+
+
+def _check_layer(module: Any, window: int | None, sinks: Tensor | None) -> None:
+    """Raise ModelRefused if a layer asks for another window or other sinks than the steps serve it with."""
+    served, max_positions = module.ring_window
+    if served != (window if window and window < max_positions else 0):
+        raise ModelRefused(f"layer {module.layer_idx} has a window of {window} tokens, and config.json says {served}")
+    if sinks is not getattr(module, "sinks", None):
+        raise ModelRefused(f"layer {module.layer_idx} has attention sinks of an unknown kind")
+
 
 # transformers patches its own classes while it builds a model; two threads at once would leave a patch behind.
 LOADING = threading.Lock()
@@ -107,7 +119,8 @@ class LoadedModel:
 
     With tensor parallelism `hidden_states` and `logits` are collective over `tensor`, and their results are whole. With
     helix they are collective over the whole ring, `helix`, whose ranks compute the same rows. `pieces` are the compiled
-    layers, if they are compiled. `scales` are the factors of attention's scores, by layer.
+    layers, if they are compiled. By layer, `scales` are the factors of attention's scores, `windows` the sliding
+    windows (0: none) and `attention` the modules.
     """
 
     model: PreTrainedModel
@@ -119,6 +132,8 @@ class LoadedModel:
     helix: TensorParallel
     grammars: Grammars
     scales: tuple[float, ...]
+    windows: tuple[int, ...]
+    attention: tuple[Module, ...]
     pieces: Pieces | None = None
 
     @property
@@ -133,6 +148,8 @@ class LoadedModel:
 
     def cut_over_ring(self, rank: int, num_ranks: int) -> LoadedModel:
         """Reduce the model to a rank's share in helix. Nothing changes in a ring of one. Raises ModelRefused."""
+        if num_ranks > 1 and not self.attends_plainly:
+            raise ModelRefused("decode.variant: helix is not allowed for a model with windows or attention sinks")
         helix = TensorParallel(rank, num_ranks, shares_attention=False)
         helix.cut(self.model)
         return replace(self, helix=helix)
@@ -144,10 +161,25 @@ class LoadedModel:
         return HelixColumns(self.share.num_heads, self.share.head_dim, self.helix.rank, self.helix.size, device)
 
     @property
+    def attends_plainly(self) -> bool:
+        """True if no layer has a window or sinks."""
+        return not any(self.windows) and not self.has_sinks
+
+    @property
+    def sinks(self) -> tuple[Tensor | None, ...]:
+        """Logits[H] of attention sinks, by layer."""
+        return tuple(getattr(each, "sinks", None) for each in self.attention)
+
+    @property
+    def has_sinks(self) -> bool:
+        """True if any layer has attention sinks."""
+        return any(sink is not None for sink in self.sinks)
+
+    @property
     def can_be_cut(self) -> bool:
         """True if the family's weights can be cut and are not packed or joined yet."""
         is_packed = any(isinstance(module, PackedLinear | Columns) for module in self.body.modules())
-        return not is_packed and TensorParallel.can_cut(self.model)
+        return not is_packed and self.attends_plainly and TensorParallel.can_cut(self.model)
 
     def pack_weights(self, *, with_head: bool, quantization: str = NO_QUANTIZATION) -> None:
         """Bring the weights of all layers into the form that kernels read fastest. Idempotent.
@@ -321,9 +353,6 @@ def _without_weights(path: Path, info: ModelInfo) -> PreTrainedModel:
     model.tie_weights()
     assert isinstance(model, PreTrainedModel)
     _check_defaults(path, config, info)
-    for module in model.modules():
-        if window := getattr(module, "sliding_window", None):
-            raise ModelRefused(f"a {info.model_type!r} model with a sliding window of {window} tokens cannot be served")
     return model
 
 
@@ -340,6 +369,14 @@ def _check_defaults(path: Path, config: Any, info: ModelInfo) -> None:
         theirs = getattr(config, key, None)
         if theirs is not None and theirs != ours:
             raise ModelRefused(f"{path / 'config.json'} lacks {key}, and transformers takes {theirs}; write it there")
+    if info.model_type in WINDOWS:
+        window, kinds = getattr(config, "sliding_window", None) or 0, getattr(config, "layer_types", None)
+        slides = [kind == SLIDING for kind in kinds] if kinds else [True] * info.num_layers
+        theirs = [window if each and window < info.max_positions else 0 for each in slides]
+        if theirs != list(info.windows or (0,) * info.num_layers):
+            raise ModelRefused(
+                f"{path / 'config.json'} lacks layer_types, and transformers takes {kinds}; write it there"
+            )
 
 
 def _loaded(
@@ -351,4 +388,22 @@ def _loaded(
     scales = tuple(float(each.scaling) for each in layers)
     if len(scales) != info.num_layers:
         raise ModelRefused(f"a {info.model_type!r} model whose attention has no scale of its own cannot be served")
-    return LoadedModel(model, body, head, info, share, tensor, TensorParallel(), grammars_of(path, info), scales)
+    windows = info.windows or (0,) * info.num_layers
+    for layer, window in zip(layers, windows, strict=True):
+        layer.ring_window = window, info.max_positions
+    loaded = LoadedModel(
+        model,
+        body,
+        head,
+        info,
+        share,
+        tensor,
+        TensorParallel(),
+        grammars_of(path, info),
+        scales,
+        windows,
+        tuple(layers),
+    )
+    if loaded.has_sinks and tensor.size > 1:
+        raise ModelRefused(f"tp: {tensor.size} is not allowed for a model with attention sinks; allowed is 1")
+    return loaded

@@ -17,16 +17,21 @@ FAMILIES: Final = (
     "apertus",
     "arcee",
     "cohere",
+    "cohere2",
     "ernie4_5",
+    "exaone4",
     "gemma",
+    "gemma3_text",
     "glm",
     "glm4",
     "granite",
     "helium",
     "llama",
+    "ministral",
     "mistral",
     "olmo",
     "olmo2",
+    "olmo3",
     "phi",
     "phi3",
     "qwen2",
@@ -38,6 +43,7 @@ FAMILIES: Final = (
 EXPERT_FAMILIES: Final = (
     "ernie4_5_moe",
     "glm4_moe",
+    "gpt_oss",
     "granitemoe",
     "minimax_m2",
     "mixtral",
@@ -64,7 +70,6 @@ FEATURE_KEYS: Final[Mapping[str, str]] = {
     "ssm_cfg": "state-space layers",
 }
 FEATURE_FAMILIES: Final[Mapping[str, str]] = {
-    "gpt_oss": "attention sinks",
     "gemma2": "a soft cap on attention logits",
     "t5": "an encoder beside the decoder",
 }
@@ -88,7 +93,7 @@ def check_supported(config: Config) -> None:
 def _unsupported_feature(config: Config) -> str | None:
     if config.get("is_encoder_decoder"):
         return "an encoder beside the decoder"
-    if config.get("is_causal") is False:
+    if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
         return "bidirectional attention"
     for key, feature in FEATURE_KEYS.items():
         if config.get(key):
@@ -99,9 +104,7 @@ def _unsupported_feature(config: Config) -> str | None:
         return FEATURE_FAMILIES[family]
     if family not in EXPERT_FAMILIES and any(config.get(key) for key in EXPERT_KEYS):
         return "mixture of experts"
-    if window := _sliding_window(config):
-        return f"a sliding window of {window} tokens"
-    return _unsupported_rope(config)
+    return _unsupported_window(config) or _unsupported_rope(config)
 
 
 def quantization_of(config: Config) -> str:
@@ -154,33 +157,83 @@ READ_QUANTIZATIONS: Final[Mapping[str, Mapping[str, tuple[object, ...]]]] = {
 Only `bits` has no default."""
 
 
-def _sliding_window(config: Config) -> object:
-    """Return the sliding window of any layer, or None."""
-    family, layer_types = config.get("model_type"), config.get("layer_types")
-    if isinstance(layer_types, list) and any(kind != "full_attention" for kind in layer_types):
-        return config.get("sliding_window") or "unknown"
-    if family == "llama":
-        return None
-    if family == "mistral":
-        # Mistral's default is a window of 4096; only an explicit null disables it.
-        return config.get("sliding_window", 4096)
-    if family in SWITCHED_WINDOWS:
-        if not config.get("use_sliding_window") or (family in LISTED_WINDOWS and _no_layer_slides(config)):
-            return None
-        return config.get("sliding_window", 4096)
-    return config.get("sliding_window")
-
-
-def _no_layer_slides(config: Config) -> bool:
-    """Return True if all layers are full attention although a window is set, as in QwQ-32B."""
-    first, layers = config.get("max_window_layers"), config.get("num_hidden_layers")
-    return bool(config.get("layer_types")) or (isinstance(first, int) and isinstance(layers, int) and first >= layers)
-
-
+WINDOWS: Final[Mapping[str, int | None]] = {
+    "cohere2": 4096,
+    "exaone4": 4096,
+    "gemma3_text": 4096,
+    "gpt_oss": 128,
+    "ministral": 4096,
+    "mistral": 4096,
+    "mixtral": None,
+    "olmo3": 4096,
+    "phi3": None,
+    "qwen2": 4096,
+    "qwen3": 4096,
+    "qwen3_moe": 4096,
+    "smollm3": None,
+    "starcoder2": None,
+}
+"""Families with layers that attend over a sliding window, each with the window that a config without one means."""
 SWITCHED_WINDOWS: Final = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
 """Families whose window counts only with `use_sliding_window`."""
-LISTED_WINDOWS: Final = ("qwen2", "qwen3", "smollm3")
-"""Families whose layers follow `layer_types`, or slide from layer `max_window_layers` on."""
+UNIFORM_WINDOWS: Final = ("ministral", "mistral", "mixtral", "phi3", "qwen3_moe", "starcoder2")
+"""Families all of whose layers have the window; only ministral reads `layer_types`."""
+FULL_EVERY: Final[Mapping[str, int]] = {"cohere2": 4, "exaone4": 4, "gemma3_text": 6, "gpt_oss": 2, "olmo3": 4}
+"""Families whose every so many-th layer is full attention if no `layer_types` say otherwise."""
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def layer_windows(config: Config) -> tuple[int, ...]:
+    """Return the sliding window of each layer in tokens, 0 for full attention, of a config that is served.
+
+    A token sees the last `window` tokens up to itself. Example: a Gemma 3 with a window of 512 gives 512 five times,
+    then 0, and so on.
+    """
+    window, layers = _window(config), config.get("num_hidden_layers")
+    if not isinstance(window, int) or not isinstance(layers, int):
+        return ()
+    windows = tuple(window if _slides(config, layer) else 0 for layer in range(layers))
+    return windows if any(windows) else ()
+
+
+def _window(config: Config) -> object:
+    """Return the window of the layers that have one, or None."""
+    family = str(config.get("model_type"))
+    if family == "llama" or (family in SWITCHED_WINDOWS and not config.get("use_sliding_window")):
+        return None
+    return config.get("sliding_window", WINDOWS.get(family))
+
+
+def _slides(config: Config, layer: int) -> bool:
+    """Return whether a layer has the window."""
+    family, kinds = str(config.get("model_type")), config.get("layer_types")
+    if isinstance(kinds, list) and (family not in UNIFORM_WINDOWS or family == "ministral"):
+        return bool(kinds[layer] == SLIDING)
+    if family in FULL_EVERY:
+        period = config.get("sliding_window_pattern") if family != "gpt_oss" else None
+        return bool((layer + 1) % (period if isinstance(period, int) and period > 0 else FULL_EVERY[family]))
+    if family in UNIFORM_WINDOWS:
+        return True
+    first = config.get("max_window_layers", 28)
+    return isinstance(first, int) and layer >= first
+
+
+def _unsupported_window(config: Config) -> str | None:
+    """Return the kind of layers, or the window, that cannot be served."""
+    family, kinds, window = str(config.get("model_type")), config.get("layer_types"), _window(config)
+    if isinstance(kinds, list):
+        if odd := [kind for kind in kinds if kind not in (SLIDING, FULL)]:
+            return f"layers of type {odd[0]!r}"
+        if len(kinds) != config.get("num_hidden_layers", len(kinds)):
+            return f"layer_types of {len(kinds)} for {config.get('num_hidden_layers')} layers"
+        if SLIDING in kinds and window is None and family != "llama":
+            return "layers that slide and no sliding_window"
+    if window is None:
+        return None
+    if family in WINDOWS and isinstance(window, int) and window > 0:
+        is_told = isinstance(kinds, list) or family != "smollm3"
+        return None if is_told else f"a sliding window of {window} tokens and no layer_types"
+    return f"a sliding window of {window} tokens"
 
 
 def _unsupported_rope(config: Config) -> str | None:
@@ -188,5 +241,9 @@ def _unsupported_rope(config: Config) -> str | None:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         return f"rotary parameters {rope!r}"
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    return None if kind in ROPE_TYPES else f"rotary position embedding of type {kind!r}"
+    # Models with windows may have parameters for each kind of layer.
+    for each in [part for part in rope.values() if isinstance(part, Mapping)] or [rope]:
+        kind = each.get("rope_type") or each.get("type") or "default"
+        if kind not in ROPE_TYPES:
+            return f"rotary position embedding of type {kind!r}"
+    return None

@@ -97,6 +97,8 @@ def run_prefill(
         columns,
         before_layer,
         grammars,
+        model.windows,
+        model.sinks,
     )
     prepare_masks(forward.last_rows)
     if forward.num_tokens:
@@ -128,8 +130,11 @@ class PrefillPass:
         columns: HelixColumns | None = None,
         before_layer: Callable[[], None] | None = None,
         grammars: Grammars | None = None,
+        windows: Sequence[int] = (),
+        sinks: Sequence[Tensor | None] = (),
     ) -> None:
-        """Lay out the step. A rank that samples has `grammars`."""
+        """Lay out the step. A rank that samples has `grammars`. `windows` and `sinks` are those of each layer."""
+        assert columns is None or not any(windows), "helix serves no windows"
         self._transport = transport
         self._grammars = grammars
         self._columns = columns
@@ -138,14 +143,23 @@ class PrefillPass:
         self._layer_ready = layer_ready
         self._before_layer = before_layer
         plan = PrefillPlan(
-            tuple(SequencePlan(each.layout, each.cached, each.stored, each.sparsity) for each in step.sequences),
+            tuple(
+                SequencePlan(each.layout, each.cached, each.stored, each.sparsity, each.tail) for each in step.sequences
+            ),
             step.order,
             step.num_segments,
         )
         # Ranks may synchronise before every so many layers.
         self._period = CHAIN_LAYERS if step.algorithm is Algorithm.CHAIN and columns is None else 1
         self._ring = RingPrefill(
-            plan, transport, backend, step.algorithm.value, num_layers, self._period if before_layer else 0
+            plan,
+            transport,
+            backend,
+            step.algorithm.value,
+            num_layers,
+            self._period if before_layer else 0,
+            windows,
+            sinks,
         )
         self._shares = self._place(step.sequences)
         self.token_ids, self.positions = self._tokens(step.sequences)

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 import numpy as np
 
+from ringserve.cp_core.layout.shards import ShardMap
 from ringserve.workers.protocol.prefill_steps import TokenIds
 from ringserve.workers.sampling.parameters import NO_HISTORY, SamplingParameters, TokenHistory, TokenLogprobs
 
@@ -32,7 +33,8 @@ class AdmitSequence:
     `token_id` at `position` is the newest token. Its KV is not computed yet. Rank r stores `held[r]` tokens in the
     blocks of its table `blocks[r]`. A sequence without a slot for its next token leaves as starved.
     `history.num_generated` counts the answer's tokens, including the prefill ring's first token. Drafts of next tokens
-    come from `text`, all tokens up to the newest; without it the sequence has none.
+    come from `text`, all tokens up to the newest; without it the sequence has none. `tail` has the places of the newest
+    held tokens, `ModelInfo.tail_tokens` of them.
     """
 
     sequence_id: str
@@ -43,6 +45,7 @@ class AdmitSequence:
     sampling: SamplingParameters
     history: TokenHistory = ONE_TOKEN
     text: TokenIds = field(default_factory=lambda: NO_TEXT, compare=False, repr=False)
+    tail: ShardMap | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +71,8 @@ class ComputePrompt:
     """Command to compute a sequence's new tokens in one prefill step between two decode steps.
 
     Rank r stores `held[r]` tokens, and its table `blocks[r]` has room for its share of the new tokens by
-    `balanced_layout`. The loop answers with an event with the next token. The sequence does not join the batch.
+    `balanced_layout`. The loop answers with an event with the next token. The sequence does not join the batch. `tail`
+    has the places of the newest held tokens, `ModelInfo.tail_tokens` of them.
     """
 
     sequence_id: str
@@ -77,6 +81,7 @@ class ComputePrompt:
     blocks: tuple[tuple[int, ...], ...]
     sampling: SamplingParameters
     history: TokenHistory = NO_HISTORY
+    tail: ShardMap | None = None
 
 
 DecodeCommand = AdmitSequence | RemoveSequence | GrowSequence | ComputePrompt

@@ -57,7 +57,8 @@ class SequencePrefill:
     the step with the prompt's last token, and `history` has the tokens that sampling reads. `sends` leave layer by
     layer, as soon as a layer's KV is written. `score` requests log-probabilities of prompt tokens. `stored` says which
     rank stores each new token if this differs from the computing rank, as only in chains. A sequence with `sparsity`
-    gets approximate KV, computed by pass-KV.
+    gets approximate KV, computed by pass-KV. `tail` has the places of the newest held tokens, `ModelInfo.tail_tokens`
+    of them.
     """
 
     sequence_id: str
@@ -71,6 +72,7 @@ class SequencePrefill:
     score: PromptScore | None = None
     stored: ShardMap | None = None
     sparsity: Sparsity | None = None
+    tail: ShardMap | None = None
 
     def stored_on(self, rank: int) -> int:
         """Return the number of new tokens that a rank stores."""

@@ -117,7 +117,8 @@ class ModelInfo:
     """Shape of a model for the planner and the KV pool. Sizes in elements, or in bytes if the name says so.
 
     `dtype` and `element_bytes` are those of weights and activations. Attention and KV are in `kv_dtype`.
-    `tied_parameters` are those of an output head that is the embedding, too.
+    `tied_parameters` are those of an output head that is the embedding, too. `windows` has the sliding window of each
+    layer in tokens, 0 for full attention; it is empty if no layer has one.
     """
 
     name: str
@@ -137,6 +138,12 @@ class ModelInfo:
     kv_element_bytes: int
     eos_token_ids: tuple[int, ...]
     tied_parameters: int = 0
+    windows: tuple[int, ...] = ()
+
+    @property
+    def tail_tokens(self) -> int:
+        """Number of newest tokens whose places steps must know: as many as the widest window has, 0 without windows."""
+        return max(self.windows, default=0)
 
     @property
     def shape(self) -> ModelShape:

@@ -22,7 +22,7 @@ import torch
 from ringserve.cp_core.attention.backends import select_backend
 from ringserve.cp_core.cost.sparse import MeasuredLoss, SparseLosses
 from ringserve.cp_core.errors import ConfigError
-from ringserve.cp_core.layout.shards import PrefillLayout, balanced_layout, whole_layout
+from ringserve.cp_core.layout.shards import PrefillLayout, ShardMap, balanced_layout, whole_layout
 from ringserve.cp_core.layout.sparsity import Sparsity
 from ringserve.cp_core.transport.inprocess import InProcessRing
 from ringserve.cp_core.transport.interface import RingTransport
@@ -178,23 +178,24 @@ class LossMeter:
         backend = select_backend("auto", cache.device, cache.dtype)
 
         def run(
-            token_ids: TokenIds, layout: PrefillLayout, cached: tuple[int, ...], sparsity: Sparsity | None
+            token_ids: TokenIds, layout: PrefillLayout, cached: ShardMap, sparsity: Sparsity | None
         ) -> torch.Tensor:
             sequence = SequencePrefill(
                 sequence_id="question",
                 token_ids=token_ids,
                 layout=layout,
-                cached=cached,
+                cached=cached.held,
                 blocks=blocks,
                 sparsity=sparsity,
+                tail=cached.newest(self._info.tail_tokens),
             )
             step = PrefillStep(algorithm=Algorithm.PASS_KV, sequences=(sequence,))
             _, states = run_prefill(step, self._model, transport, cache, backend, _send_nothing)
             return states
 
-        last = run(question.prompt, prompt, (0,) * self._num_ranks, sparsity)[-1:].clone()
+        last = run(question.prompt, prompt, ShardMap.empty(self._num_ranks), sparsity)[-1:].clone()
         # The answer's tokens but the last are computed over what the prompt has left, exactly, as decoding does.
-        return last, run(np.asarray(question.answer[:-1]), answer, held, None)
+        return last, run(np.asarray(question.answer[:-1]), answer, prompt.shard_map(), None)
 
 
 def _send_nothing(key: TransferKey, layer: int) -> None:

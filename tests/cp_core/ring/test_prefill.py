@@ -41,12 +41,23 @@ def placed(
     return PlacedSequence(tokens, chunked_layout(num_cached, new_tokens, slots), tuple(cached_owner), run)
 
 
-def check(sequences: list[PlacedSequence], size: int, scale: float = SCALE) -> None:
+def check(
+    sequences: list[PlacedSequence],
+    size: int,
+    scale: float = SCALE,
+    *,
+    window: int = 0,
+    sink: torch.Tensor | None = None,
+    num_segments: int = 1,
+) -> None:
     """All are within 2 * err1 + 2e-7 * max |v| of the oracle, and those that merge alike of the same bits."""
-    results = [prefill_on_threads(sequences, size, algorithm, scale).outs for algorithm in ALGORITHMS]
+    results = [
+        prefill_on_threads(sequences, size, algorithm, scale, window=window, sink=sink, num_segments=num_segments).outs
+        for algorithm in ALGORITHMS
+    ]
     for sequence, *outs in zip(sequences, *results, strict=True):
-        right = oracle_causal(sequence.tokens, scale)[sequence.layout.start :]
-        bound = fp32_bound(sequence.tokens, scale)
+        right = oracle_causal(sequence.tokens, scale, window=window, sink=sink)[sequence.layout.start :]
+        bound = fp32_bound(sequence.tokens, scale, window=window, sink=sink)
         of = dict(zip(ALGORITHMS, outs, strict=True))
         for algorithm, out in of.items():
             assert largest(out.double() - right) <= bound, algorithm
@@ -164,6 +175,44 @@ def steps_of_any_ranges(draw: st.DrawFn) -> tuple[int, list[PlacedSequence]]:
 def test_any_step_on_any_ring_matches_the_oracle(step: tuple[int, list[PlacedSequence]]) -> None:
     size, sequences = step
     check(sequences, size)
+
+
+SINK = torch.tensor([0.5, -2.0, 4.0, 9.0])
+
+
+@given(
+    steps() | steps_of_any_ranges(),
+    st.integers(1, 50),
+    st.sampled_from([None, SINK]),
+    st.integers(1, 3),
+)
+@settings(max_examples=150, deadline=None)
+def test_any_step_in_a_layer_with_a_window_and_sinks_matches_the_oracle(
+    step: tuple[int, list[PlacedSequence]], window: int, sink: torch.Tensor | None, num_segments: int
+) -> None:
+    """Windows are shorter and longer than chunks, than the cached prefix and than everything."""
+    size, sequences = step
+    check(sequences, size, window=window, sink=sink, num_segments=num_segments)
+
+
+@pytest.mark.parametrize("window", [1, 100, 129, 300, 700])
+def test_windows_about_as_long_as_what_is_attended_together(window: int) -> None:
+    check([placed(600, [position % 2 for position in range(200)], [0, 1])], 2, window=window, sink=SINK)
+
+
+def test_sinks_of_a_layer_without_a_window() -> None:
+    check([placed(40, [0] * 9, [1, 0]), placed(7, [], [0, 1], seed=3)], 2, sink=SINK)
+
+
+@pytest.mark.parametrize("algorithm", ["pass_kv", "gather_kv", "sp_ntp"])
+def test_cached_keys_before_every_window_are_not_sent(algorithm: str) -> None:
+    """Of 100 cached tokens a window of 4 leaves the last 3, and two of these lie on rank 0."""
+    sequence = placed(2, [position % 2 for position in range(99)] + [0], [0, 1])
+    sent = [
+        sum(each.bytes_sent for each in prefill_on_threads([sequence], 2, algorithm, SCALE, window=window).stats)
+        for window in (0, 4)
+    ]
+    assert sent[0] - sent[1] == 97 * 2 * 2 * 64 * 4 / (1 if algorithm != "sp_ntp" else 2)
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])

@@ -16,7 +16,7 @@ from ringserve.views import ConversationInfo
 from tests.orchestration.conftest import KINDS
 from tests.orchestration.service import Answer, Service, Shape, is_idle, read_tokens
 from tests.waiting import eventually
-from tests.workers.models import Oracle, random_tokens
+from tests.workers.models import ALL_WINDOWED, Oracle, random_tokens
 
 MAX_TOKENS = 5
 # The first of each role is of one rank: prefill-0 and decode-0.
@@ -104,7 +104,7 @@ async def test_turns_that_alternate_between_prefill_rings_of_all_sizes_give_the_
         await is_idle(service, free)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, ALL_WINDOWED])
 async def test_conversations_that_wander_over_all_rings_are_exact_whatever_is_edited(
     kind: str, model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle], pin: Pin
 ) -> None:

@@ -15,7 +15,7 @@ from ringserve.orchestration.protocol.plans import PromptMode
 from ringserve.workers.rank.thread_ranks import RATES
 from tests.orchestration.conftest import KINDS
 from tests.orchestration.service import BLOCK_TOKENS, Service
-from tests.workers.models import Oracle, random_tokens
+from tests.workers.models import WINDOWED, Oracle, random_tokens
 
 RING_SIZES = (1, 2, 3)
 LENGTHS = (1, 2, 5, 63, 64, 65, 257)
@@ -61,7 +61,7 @@ def _cases() -> Iterator[tuple[str, int, int, str]]:
     One model meets all pairs of sizes. Each other model meets every size of either ring, and together they meet every
     pair. Every size of the prefill ring meets most selectors.
     """
-    first, *others = KINDS
+    first, *others = *KINDS, WINDOWED
     for number, (num_prefill, num_decode) in enumerate(itertools.product(RING_SIZES, RING_SIZES)):
         yield first, num_prefill, num_decode, SELECTORS[number % len(SELECTORS)]
     for shift, kind in enumerate(others):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringserve.cp_core.cost.decode import HELIX, VARIANTS
+from ringserve.cp_core.cost.decode import GATHER, HELIX, VARIANTS
 from ringserve.cp_core.cost.model import PASS_Q
+from ringserve.cp_core.layout.shards import ShardMap, TokenRange
 from ringserve.workers.decode import drafts as drafts_module
 from ringserve.workers.decode import loop
 from ringserve.workers.decode.batch import BatchState
@@ -24,7 +26,7 @@ from ringserve.workers.sampling.parameters import SamplingParameters, TokenBias,
 from tests.workers.decode.admissions import admission
 from tests.workers.decode.test_batch import BLOCK_TOKENS
 from tests.workers.decode.test_variants import ENDS, PROMPTS, greedy, serve_all
-from tests.workers.models import Oracle
+from tests.workers.models import WINDOWED, Oracle
 from tests.workers.rings import LocalRing, Turn
 
 Models = Mapping[str, Path]
@@ -69,9 +71,12 @@ def foretell(monkeypatch: pytest.MonkeyPatch, answers: Mapping[str, list[int]], 
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("kind", "variant"), [*(("llama_gqa", variant) for variant in VARIANTS), (WINDOWED, GATHER), (WINDOWED, PASS_Q)]
+)
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_any_drafts_give_the_tokens_of_one_process(
+    kind: str,
     variant: str,
     num_ranks: int,
     backend: str,
@@ -80,10 +85,11 @@ def test_any_drafts_give_the_tokens_of_one_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By runs and by block tables; sequences join and leave, ranks hold nothing, unwritten slots are NaN."""
-    right = {name: oracles["llama_gqa"].greedy(PROMPTS[name], end) for name, end in ENDS.items()}
+    right = {name: oracles[kind].greedy(PROMPTS[name], end) for name, end in ENDS.items()}
     foretell(monkeypatch, right)
-    path = model_paths["llama_gqa"]
-    with LocalRing(path, num_ranks, decode_variant=variant, attention_backend=backend, drafts=True) as ring:
+    with LocalRing(
+        model_paths[kind], num_ranks, decode_variant=variant, attention_backend=backend, drafts=True
+    ) as ring:
         answers = serve_all(ring, greedy())
         status = ring.workers[0].status()
     assert answers == right
@@ -185,8 +191,11 @@ def test_what_is_taken_back_is_as_if_it_had_never_been(data: st.DataObject) -> N
     held = tuple(data.draw(st.lists(st.integers(0, 5), min_size=num_ranks, max_size=num_ranks)))
     batches = [BatchState(rank, num_ranks, BLOCK_TOKENS) for rank in range(num_ranks)]
     blocks = tuple(tuple(range(9 * rank, 9 * rank + 4)) for rank in range(num_ranks))
-    change = BatchChange(admitted=(admission("a", held=held, blocks=blocks),))
+    starts = accumulate(held, initial=0)
+    tail = ShardMap.of([TokenRange(start, start + count)] for start, count in zip(starts, held, strict=False))
+    change = BatchChange(admitted=(admission("a", held=held, blocks=blocks, tail=tail),))
     stored = list(held)
+    places = [[position for each in ranges for position in range(each.start, each.stop)] for ranges in tail.ranks]
     token_ids: tuple[int, ...] = ()
     accepted: tuple[int, ...] = ()
     for step in range(data.draw(st.integers(1, 12))):
@@ -206,6 +215,7 @@ def test_what_is_taken_back_is_as_if_it_had_never_been(data: st.DataObject) -> N
         )
         change, token_ids = BatchChange(), (step,)
         accepted = (data.draw(st.integers(0, len(row.drafts))),)
+        places[owner] += range(sum(stored), sum(stored) + 1 + accepted[0])
         stored[owner] += 1 + accepted[0]
         if sum(stored) >= sum(row.room) - 1:
             break
@@ -213,6 +223,9 @@ def test_what_is_taken_back_is_as_if_it_had_never_been(data: st.DataObject) -> N
         batch.settle(accepted)
         (row,) = batch.rows
         assert row.held == stored
+        assert row.recent == places[rank]
+        batch.forget(window := 4)
+        assert row.recent == [position for position in places[rank] if position > row.position - window]
         assert row.runs == list(runs(row.blocks, stored[rank], BLOCK_TOKENS))
 
 

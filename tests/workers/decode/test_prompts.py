@@ -12,7 +12,7 @@ from ringserve.cp_core.errors import Unavailable
 from ringserve.workers.decode.mailbox import DecodeMailbox
 from ringserve.workers.protocol.decode_commands import DecodeEvent, FinishReason
 from ringserve.workers.sampling.parameters import SamplingParameters, TokenHistory
-from tests.workers.models import KINDS, Oracle, random_tokens
+from tests.workers.models import KINDS, WINDOWED, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn
 
 RING_SIZES = (1, 2, 3)
@@ -32,10 +32,14 @@ def prompt_event(ring: LocalRing, name: str) -> DecodeEvent:
                 return event
 
 
+IN_GATHER = [(GATHER, size) for size in RING_SIZES]
+IN_HELIX = [(HELIX, size) for size in (2, 3, 4)]
+
+
 @pytest.mark.parametrize(
-    ("variant", "num_ranks"), [*((GATHER, size) for size in RING_SIZES), *((HELIX, size) for size in (2, 3, 4))]
+    ("kind", "variant", "num_ranks"),
+    [*((kind, *how) for kind in KINDS for how in IN_GATHER + IN_HELIX), *((WINDOWED, *how) for how in IN_GATHER)],
 )
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_computed_where_it_decodes_gives_the_tokens_of_one_process(
     kind: str, variant: str, num_ranks: int, model_paths: Models, oracles: Oracles
 ) -> None:

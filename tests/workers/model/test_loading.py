@@ -13,14 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import Linear
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ringserve.cp_core.cost.memory import kv_bytes_per_token
 from ringserve.cp_core.errors import ModelRefused
 from ringserve.workers.model.info import multiplies_bfloat16, read_fingerprint, read_model_info
 from ringserve.workers.model.layers import PackedLinear
 from ringserve.workers.model.loading import load_model
-from ringserve.workers.model.support import FAMILIES, check_supported
+from ringserve.workers.model.support import FAMILIES, check_supported, layer_windows
 from ringserve.workers.protocol.prefill_steps import Algorithm
 from ringserve.workers.protocol.ranks import RankSettings, RankSpec
 from ringserve.workers.rank import parts as rank_parts
@@ -118,28 +118,80 @@ def test_a_bfloat16_model_answers_as_transformers_does_with_attention_in_float32
 @pytest.mark.parametrize(
     ("changes", "feature"),
     [
-        ({"model_type": "mistral", "sliding_window": 4096}, "a sliding window of 4096 tokens"),
-        ({"model_type": "mistral"}, "a sliding window of 4096 tokens"),
-        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 512}, "a sliding window of 512 tokens"),
-        ({"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]}, "a sliding window"),
+        ({"model_type": "granite", "sliding_window": 4096}, "a sliding window of 4096 tokens"),
+        (
+            {"model_type": "qwen2_moe", "use_sliding_window": True, "sliding_window": 512},
+            "a sliding window of 512 tokens",
+        ),
+        ({"model_type": "mistral", "sliding_window": -1}, "a sliding window of -1 tokens"),
+        (
+            {"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 8},
+            "a sliding window of 8 tokens and no layer_types",
+        ),
+        (
+            {"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]},
+            "layers that slide and no sliding_window",
+        ),
+        (
+            {"model_type": "olmo3", "layer_types": ["full_attention"] * 3, "num_hidden_layers": 2},
+            "layer_types of 3 for 2 layers",
+        ),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layers of type 'chunked_attention'"),
         ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "a soft cap on attention logits"),
         ({"final_logit_softcapping": 30.0}, "a soft cap on output logits"),
-        ({"model_type": "gpt_oss", "num_local_experts": 8, "sliding_window": 128}, "attention sinks"),
-        ({"model_type": "gpt_oss"}, "attention sinks"),
         ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, r"multi-head latent attention \(MLA\)"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "an encoder beside the decoder"),
         ({"model_type": "qwen2_vl", "vision_config": {"depth": 32}}, "vision input"),
         ({"model_type": "llama", "num_local_experts": 8}, "mixture of experts"),
-        ({"model_type": "mixtral", "num_local_experts": 8, "sliding_window": 64}, "a sliding window of 64 tokens"),
         ({"quantization_config": {"quant_method": "hqq"}}, "weights quantized by quant_method hqq"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rotary position embedding of type 'dynamic'"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rotary position embedding of type 'longrope'"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "dynamic"}, "sliding_attention": {}}},
+            "rotary position embedding of type 'dynamic'",
+        ),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "bidirectional attention"),
         ({"is_causal": False}, "bidirectional attention"),
     ],
 )
 def test_what_the_core_lacks_is_refused_by_its_name(changes: dict[str, object], feature: str) -> None:
     with pytest.raises(ModelRefused, match=feature):
         check_supported(PLAIN | changes)
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        ({"model_type": "mistral"}, (4096,) * 4),
+        ({"model_type": "mistral", "sliding_window": None}, ()),
+        ({"model_type": "gpt_oss"}, (128, 0, 128, 0)),
+        ({"model_type": "gemma3_text", "sliding_window": 5}, (5,) * 4),
+        ({"model_type": "gemma3_text", "sliding_window": 5, "sliding_window_pattern": 3}, (5, 5, 0, 5)),
+        ({"model_type": "cohere2", "sliding_window": 5}, (5, 5, 5, 0)),
+        ({"model_type": "olmo3", "layer_types": ["full_attention"] * 4}, ()),
+        ({"model_type": "qwen2", "sliding_window": 5}, ()),
+        (
+            {"model_type": "qwen2", "sliding_window": 5, "use_sliding_window": True, "max_window_layers": 3},
+            (0, 0, 0, 5),
+        ),
+        ({"model_type": "qwen3_moe", "sliding_window": 5, "use_sliding_window": True}, (5,) * 4),
+        ({"model_type": "llama", "sliding_window": 5}, ()),
+    ],
+)
+def test_the_window_of_each_layer_is_that_of_transformers(config: dict[str, Any], windows: tuple[int, ...]) -> None:
+    assert layer_windows(config | {"num_hidden_layers": 4}) == windows
+    theirs = AutoConfig.for_model(**config, num_hidden_layers=4)
+    window, kinds = getattr(theirs, "sliding_window", None) or 0, getattr(theirs, "layer_types", None)
+    if config["model_type"] != "llama":
+        slides = [kind == "sliding_attention" for kind in kinds] if kinds else [True] * 4
+        assert tuple(window if each else 0 for each in slides) == (windows or (0,) * 4)
+
+
+def test_a_config_whose_windows_transformers_reads_otherwise_is_refused(edited_config: Callable[..., Path]) -> None:
+    """Its Mistral reads no `layer_types`, so all layers would have the window."""
+    path = edited_config("mistral", sliding_window=8, layer_types=["full_attention", "sliding_attention"])
+    with pytest.raises(ModelRefused, match=r"config\.json lacks layer_types, and transformers takes"):
+        load_model(path, "float32", "cpu")
 
 
 def test_families_that_were_not_compared_are_refused_with_those_that_are() -> None:
