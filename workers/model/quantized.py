@@ -23,6 +23,8 @@ from ringserve.cp_core.errors import ModelRefused
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Place of each of eight adjacent weights in an int32 of AWQ, counted in fours of bits."""
 BITSANDBYTES_STATE = re.compile(r"\.weight\.quant_state\.bitsandbytes__(nf4|fp4)$")
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""Floats of 4 bits (E2M1), by their bits."""
 FP8_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -36,17 +38,18 @@ class WeightFile(Protocol):
 
 @dataclass(frozen=True)
 class _Layer:
-    """Tensors of one linear layer, whose names begin with `name`. `config` is the model's `quantization_config`."""
+    """Tensors of one layer, whose names are `name`, `joint` and a part. `config` is the `quantization_config`."""
 
     files: Mapping[str, WeightFile]
     name: str
     config: Mapping[str, Any]
+    joint: str = "."
 
     def has(self, part: str) -> bool:
-        return f"{self.name}.{part}" in self.files
+        return f"{self.name}{self.joint}{part}" in self.files
 
     def get(self, part: str) -> Tensor:
-        name = f"{self.name}.{part}"
+        name = f"{self.name}{self.joint}{part}"
         if name not in self.files:
             raise ModelRefused(f"the weights of {self.name} lack {name}")
         return self.files[name].get_tensor(name)
@@ -56,12 +59,15 @@ class _Layer:
 class _Form:
     """Form in which a layer is stored: `ending` marks its tensors, and `parts` are all that it takes from the files.
 
-    `read` returns the weight [out, in] in float32.
+    `read` returns the weight [out, in] in float32, whose name is the layer's with `weight` behind it. `joint` is
+    between the layer's name and a part's.
     """
 
     ending: re.Pattern[str]
     parts: tuple[str, ...]
     read: Callable[[_Layer], Tensor]
+    joint: str = "."
+    weight: str = ".weight"
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,7 @@ class _PlainWeight:
     dtype: torch.dtype
 
     def keys(self) -> Iterable[str]:
-        return (f"{self.layer.name}.weight",)
+        return (self.layer.name + self.form.weight,)
 
     def get_tensor(self, name: str) -> Tensor:
         try:
@@ -94,12 +100,11 @@ def read_plain(
     plain = dict(files)
     for form in FORMS[str(config["quant_method"])]:
         for ending in [found for found in map(form.ending.search, files) if found is not None]:
-            layer = _Layer(files, ending.string[: ending.start()], config)
-            weight = _PlainWeight(layer, form, dtype)
+            layer = _Layer(files, ending.string[: ending.start()], config, form.joint)
             for part in form.parts:
-                plain.pop(f"{layer.name}.{part}", None)
+                plain.pop(f"{layer.name}{form.joint}{part}", None)
             plain.pop(ending.string, None)
-            plain[f"{layer.name}.weight"] = weight
+            plain[layer.name + form.weight] = _PlainWeight(layer, form, dtype)
     return plain
 
 
@@ -230,6 +235,17 @@ def _read_bitsandbytes_8bit(layer: _Layer) -> Tensor:
     return layer.get("weight").float() * (layer.get("SCB").float() / 127)[:, None]
 
 
+def _read_mxfp4(layer: _Layer) -> Tensor:
+    """Read merged experts of gpt-oss: blocks of 32 floats of 4 bits, two a byte, each block with an exponent of 2.
+
+    They lie as [experts, out, in], and the model has [experts, in, out].
+    """
+    blocks, scales = layer.get("blocks"), layer.get("scales")
+    numbers = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
+    weight = torch.ldexp(torch.tensor(FP4_VALUES)[numbers.long()], scales[..., None].int() - 127)
+    return weight.flatten(-2).transpose(1, 2)
+
+
 SCALED = _Form(
     re.compile(r"\.weight_scale(_inv)?$"),
     ("weight", "weight_zero_point", "input_scale", "activation_scale", "output_scale"),
@@ -247,6 +263,7 @@ BITSANDBYTES_4BIT = _Form(
     ("weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map"),
     _read_bitsandbytes_4bit,
 )
+MXFP4 = _Form(re.compile(r"_blocks$"), ("scales",), _read_mxfp4, joint="_", weight="")
 BITSANDBYTES_8BIT = _Form(re.compile(r"\.SCB$"), ("weight_format",), _read_bitsandbytes_8bit)
 FORMS: Mapping[str, tuple[_Form, ...]] = {
     "fp8": (SCALED,),
@@ -254,5 +271,6 @@ FORMS: Mapping[str, tuple[_Form, ...]] = {
     "gptq": (GPTQ,),
     "awq": (AWQ,),
     "bitsandbytes": (BITSANDBYTES_4BIT, BITSANDBYTES_8BIT),
+    "mxfp4": (MXFP4,),
 }
 """Forms that a `quant_method` may have."""

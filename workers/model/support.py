@@ -113,8 +113,8 @@ def quantization_of(config: Config) -> str:
     if not isinstance(found, Mapping):
         return ""
     method, bits = str(found.get("quant_method")), found.get("bits")
-    if method == "fp8":
-        return "fp8"
+    if method in ("fp8", "mxfp4"):
+        return method
     if method == "compressed-tensors":
         return f"{method}, {found.get('format')}"
     if method == "bitsandbytes":
@@ -151,6 +151,7 @@ READ_QUANTIZATIONS: Final[Mapping[str, Mapping[str, tuple[object, ...]]]] = {
     },
     "fp8": {},
     "gptq": {"bits": (2, 4, 8), "checkpoint_format": ("gptq", "gptq_v2")},
+    "mxfp4": {},
 }
 """Methods of quantized weights that are read, each with the values of its keys that are; other keys do not matter.
 

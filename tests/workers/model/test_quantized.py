@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ringserve.cp_core.errors import ModelRefused
 from ringserve.workers.model.loading import load_model
@@ -80,6 +82,40 @@ def test_a_weight_is_what_the_library_of_its_form_makes_of_it(name: str) -> None
     torch.testing.assert_close(plain_weight(layer, CONFIGS[name], expected.dtype), expected, rtol=0, atol=0)
 
 
+def write_in_mxfp4(path: Path, plain: Path) -> None:
+    """Write random experts of a gpt-oss model to `path` in mxfp4, and to `plain` as transformers unpacks them."""
+    weights = load_file(path / "model.safetensors")
+    unpacked, generator = dict(weights), torch.Generator().manual_seed(4)
+    for name in [each for each in weights if each.endswith(("gate_up_proj", "down_proj"))]:
+        experts, features, outputs = weights.pop(name).shape
+        shape = (experts, outputs, features // 32)
+        blocks = torch.randint(256, (*shape, 16), generator=generator).to(torch.uint8)
+        scales = torch.randint(122, 126, shape, generator=generator).to(torch.uint8)
+        weights |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        unpacked[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    shutil.copytree(path, plain)
+    save_file(unpacked, plain / "model.safetensors", {"format": "pt"})
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def test_experts_of_gpt_oss_in_mxfp4_are_served_as_transformers_unpacks_them(tmp_path: Path) -> None:
+    path, plain = save_family("gpt_oss", FAMILY_SWITCHES["gpt_oss"][0], tmp_path / "mxfp4"), tmp_path / "plain"
+    write_in_mxfp4(path, plain)
+    loaded, right = load_model(path, "float32", "cpu").model, load_model(plain, "float32", "cpu").model
+    for (name, weight), other in zip(loaded.named_parameters(), right.parameters(), strict=True):
+        assert torch.equal(weight, other), name
+    assert quantization_of(json.loads((path / "config.json").read_text())) == "mxfp4"
+    prompt, sampling = random_tokens(20), SamplingParameters(max_tokens=9)
+    with LocalRing(path, 2) as ring:
+        conversation = ring.open("a", 64)
+        first = ring.prefill([Turn(conversation, prompt, sampling)])["a"]
+        ring.start_decode()
+        assert [first, *ring.decode(conversation, first, sampling)] == Oracle(plain).greedy(prompt, 9)
+
+
 def test_the_last_blocks_of_a_weight_may_be_smaller() -> None:
     torch.manual_seed(1)
     stored, scale = torch.randn(10, 7).to(torch.float8_e4m3fn), torch.rand(3, 2)
@@ -123,7 +159,7 @@ def test_tensors_that_do_not_fit_together_are_refused_by_the_name_of_their_layer
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ({"quant_method": "aqlm"}, r"quantized by quant_method aqlm \(read are awq, .*, gptq\) cannot be served"),
+        ({"quant_method": "aqlm"}, r"quantized by quant_method aqlm \(read are awq, .*, mxfp4\) cannot be served"),
         ({"bits": 4}, "quantized by quant_method None"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, r"awq with version='gemv' \(read are 'gemm', 'GEMM'\)"),
         ({"quant_method": "gptq", "bits": 3}, r"gptq with bits=3 \(read are 2, 4, 8\)"),
