@@ -276,7 +276,7 @@ def attend_in_tensors(
 
 # Query rows that are attended together under a mask: of more, a window hides most of the keys between the first row's
 # and the last row's.
-BAND_ROWS = 128
+BAND_ROWS = 256
 
 
 def attend_band(

@@ -38,7 +38,8 @@ class CheckOptions:
 class ModelCheck:
     """What a service would make of a model directory. Sizes in bytes; `remarks` are sentences.
 
-    `quantization` is the form in which the weights are stored, empty for plain ones.
+    `quantization` is the form in which the weights are stored, empty for plain ones. `windows` has the sliding window
+    of each layer in tokens, 0 for full attention; it is empty if no layer has one.
     """
 
     name: str
@@ -53,6 +54,7 @@ class ModelCheck:
     heads: int
     kv_heads: int
     context: int
+    windows: tuple[int, ...]
     weight_bytes: dict[int, int]
     kv_token_bytes: int
     chat_ends: tuple[int, ...]
@@ -100,6 +102,7 @@ def examine(path: Path, dtype: str, device: str) -> ModelCheck:
         heads=info.num_heads,
         kv_heads=info.num_kv_heads,
         context=info.max_positions,
+        windows=info.windows,
         weight_bytes={tp: -(-info.num_parameters // tp) * info.element_bytes for tp in sizes},
         kv_token_bytes=_kv_bytes(info, dtype, device),
         chat_ends=tuple(sorted({*info.eos_token_ids, *codec.chat_ends})),
@@ -137,6 +140,8 @@ def _lines(found: ModelCheck) -> Iterator[tuple[str, str]]:
     yield "fingerprint", found.fingerprint
     yield "context", f"{found.context:,} tokens"
     yield "attention", f"{found.layers} layers, {found.heads} heads, {found.kv_heads} KV heads"
+    for window in sorted({*found.windows} - {0}):
+        yield "windows", f"{window:,} tokens in {found.windows.count(window)} of {found.layers} layers"
     for tp, size in found.weight_bytes.items():
         yield f"weights of a rank, tp={tp}", f"{_size(size)} in {found.dtype}"
     yield f"KV of {KV_TOKENS:,} tokens", f"{_size(KV_TOKENS * found.kv_token_bytes)}, shared by the ranks of a ring"

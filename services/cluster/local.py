@@ -19,6 +19,7 @@ import psutil
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from ringserve.cp_core.cost.decode import HELIX
 from ringserve.cp_core.errors import ConfigError, RingserveError, Unavailable
 from ringserve.orchestration.ring.actors import free_places
 from ringserve.services.cluster.capacity import carrier_advice, check_fits, check_programs, dtype_advice, this_machine
@@ -118,6 +119,8 @@ class LocalCluster:
         fingerprint = read_fingerprint(path)
         for pool in config.pools:
             tensor_share(model, pool.tp, f"{pool.key}.tp")
+        if config.decode.variant == HELIX and not model.attends_plainly:
+            raise ConfigError(f"decode.variant: helix is not allowed for {name}, which has windows or attention sinks")
         if not config.ray.address:
             check_fits(config, model, this_machine())
             check_programs(config)

@@ -136,7 +136,7 @@ class DecodePass:
         self._buffers = InputBuffers(cache.device)
         self._inputs: StepInputs
         self._windows, self._sinks = model.windows, model.sinks
-        assert self._columns is None or model.attends_plainly, "helix serves neither windows nor sinks"
+        assert self._columns is None or model.info.attends_plainly, "helix serves neither windows nor sinks"
         # For kernels that take runs: what each row's shard is read from, by window. Shards and tables are constant over
         # the layers with one window.
         self._pieces: dict[int, list[list[SlotRun | Tensor]]] = {}
@@ -153,7 +153,7 @@ class DecodePass:
             and (transport.size == 1 or transport.is_on_stream)
             and takes_pages(backend, cache.block_tokens)
             and backend.skips_empty
-            and model.attends_plainly
+            and model.info.attends_plainly
         )
 
     def run(self, variant: str, is_followed: Callable[[], bool] = never) -> Iterator[DoneStep]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ringserve.cp_core.errors import ConfigError, ModelRefused
-from ringserve.workers.model.support import EXPERT_KEYS, check_supported, layer_windows
+from ringserve.workers.model.support import EXPERT_KEYS, SINKS, check_supported, layer_windows
 from ringserve.workers.protocol.ranks import ModelInfo
 
 ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -70,6 +70,7 @@ def read_model_info(path: Path, dtype: str | None = None, name: str | None = Non
         kv_element_bytes=ELEMENT_BYTES[kv_dtype],
         eos_token_ids=_eos_token_ids(path, config),
         windows=windows if any(windows) else (),
+        has_sinks=config["model_type"] in SINKS,
     )
     if info.num_heads % info.num_kv_heads:
         raise ModelRefused(f"{info.num_heads} query heads are not a multiple of {info.num_kv_heads} key/value heads")
@@ -194,7 +195,9 @@ def check_fingerprint(path: Path, expected: str) -> None:
 
 
 def tensor_sizes(info: ModelInfo) -> list[int]:
-    """Return the numbers of tensor-parallel ranks of which each gets as many whole KV heads."""
+    """Return the numbers of tensor-parallel ranks of which each gets as many whole KV heads: 1 if heads have sinks."""
+    if info.has_sinks:
+        return [1]
     return [size for size in range(1, info.num_kv_heads + 1) if info.num_kv_heads % size == 0]
 
 
@@ -206,6 +209,8 @@ def tensor_share(info: ModelInfo, tp: int, key: str = "tp", *, replicates_kv: bo
     """
     if tp == 1:
         return info
+    if info.has_sinks:
+        raise ConfigError(f"{key}: {tp} is not allowed for {info.name}, which has attention sinks; allowed is 1")
     heads, sizes = info.num_kv_heads, tensor_sizes(info)
     if replicates_kv:
         sizes += [size for size in range(2 * heads, info.num_heads + 1, heads) if info.num_heads % size == 0]

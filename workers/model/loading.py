@@ -148,7 +148,7 @@ class LoadedModel:
 
     def cut_over_ring(self, rank: int, num_ranks: int) -> LoadedModel:
         """Reduce the model to a rank's share in helix. Nothing changes in a ring of one. Raises ModelRefused."""
-        if num_ranks > 1 and not self.attends_plainly:
+        if num_ranks > 1 and not self.info.attends_plainly:
             raise ModelRefused("decode.variant: helix is not allowed for a model with windows or attention sinks")
         helix = TensorParallel(rank, num_ranks, shares_attention=False)
         helix.cut(self.model)
@@ -161,25 +161,15 @@ class LoadedModel:
         return HelixColumns(self.share.num_heads, self.share.head_dim, self.helix.rank, self.helix.size, device)
 
     @property
-    def attends_plainly(self) -> bool:
-        """True if no layer has a window or sinks."""
-        return not any(self.windows) and not self.has_sinks
-
-    @property
     def sinks(self) -> tuple[Tensor | None, ...]:
         """Logits[H] of attention sinks, by layer."""
         return tuple(getattr(each, "sinks", None) for each in self.attention)
 
     @property
-    def has_sinks(self) -> bool:
-        """True if any layer has attention sinks."""
-        return any(sink is not None for sink in self.sinks)
-
-    @property
     def can_be_cut(self) -> bool:
         """True if the family's weights can be cut and are not packed or joined yet."""
         is_packed = any(isinstance(module, PackedLinear | Columns) for module in self.body.modules())
-        return not is_packed and self.attends_plainly and TensorParallel.can_cut(self.model)
+        return not is_packed and self.info.attends_plainly and TensorParallel.can_cut(self.model)
 
     def pack_weights(self, *, with_head: bool, quantization: str = NO_QUANTIZATION) -> None:
         """Bring the weights of all layers into the form that kernels read fastest. Idempotent.
@@ -388,10 +378,12 @@ def _loaded(
     scales = tuple(float(each.scaling) for each in layers)
     if len(scales) != info.num_layers:
         raise ModelRefused(f"a {info.model_type!r} model whose attention has no scale of its own cannot be served")
+    if info.has_sinks != any(hasattr(each, "sinks") for each in layers):
+        raise ModelRefused(f"a {info.model_type!r} model with attention sinks cannot be served")
     windows = info.windows or (0,) * info.num_layers
     for layer, window in zip(layers, windows, strict=True):
         layer.ring_window = window, info.max_positions
-    loaded = LoadedModel(
+    return LoadedModel(
         model,
         body,
         head,
@@ -404,6 +396,3 @@ def _loaded(
         windows,
         tuple(layers),
     )
-    if loaded.has_sinks and tensor.size > 1:
-        raise ModelRefused(f"tp: {tensor.size} is not allowed for a model with attention sinks; allowed is 1")
-    return loaded

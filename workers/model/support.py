@@ -181,6 +181,8 @@ UNIFORM_WINDOWS: Final = ("ministral", "mistral", "mixtral", "phi3", "qwen3_moe"
 """Families all of whose layers have the window; only ministral reads `layer_types`."""
 FULL_EVERY: Final[Mapping[str, int]] = {"cohere2": 4, "exaone4": 4, "gemma3_text": 6, "gpt_oss": 2, "olmo3": 4}
 """Families whose every so many-th layer is full attention if no `layer_types` say otherwise."""
+SINKS: Final = ("gpt_oss",)
+"""Families whose layers have attention sinks."""
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 

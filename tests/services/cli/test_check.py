@@ -12,7 +12,7 @@ from ringserve.services.cli.check import examine
 from ringserve.services.cli.main import main
 from ringserve.workers.model.builtin import resolve_model_path, write_tokenizer
 from tests.workers.model.test_quantized import FP8, in_fp8, quantize
-from tests.workers.models import save_model
+from tests.workers.models import WINDOWED, save_model
 
 
 @pytest.fixture
@@ -42,6 +42,16 @@ def test_the_form_of_weights_in_few_bits_is_told(directory: Path, capsys: pytest
     assert examine(directory, "float32", "cpu").quantization == "fp8"
     assert main(["check", str(directory)]) == 0
     assert "fp8; float32 once they are read" in " ".join(capsys.readouterr().out.split())
+
+
+def test_windows_are_told_by_their_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Heads with attention sinks are not spread over ranks."""
+    path = save_model(WINDOWED, tmp_path / "model")
+    write_tokenizer(path)
+    found = examine(path, "float32", "cpu")
+    assert (found.windows, list(found.weight_bytes)) == ((6, 0), [1])
+    assert main(["check", str(path)]) == 0
+    assert "windows 6 tokens in 1 of 2 layers" in " ".join(capsys.readouterr().out.split())
 
 
 def test_kv_of_a_gpu_has_the_type_of_the_model() -> None:

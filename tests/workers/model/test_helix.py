@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ringserve.cp_core.cost.decode import GATHER, HELIX
-from ringserve.cp_core.errors import ConfigError
+from ringserve.cp_core.errors import ConfigError, ModelRefused
 from ringserve.cp_core.transport.inprocess import InProcessRing
 from ringserve.workers.model.loading import LoadedModel, load_model
 from tests.cp_core.rings import on_every_rank
-from tests.workers.models import KINDS, SHAPE, VOCAB_SIZE, Oracle, random_tokens
+from tests.workers.models import ALL_WINDOWED, KINDS, SHAPE, VOCAB_SIZE, WINDOWED, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn
 
 TOLERANCE = 2e-5
@@ -50,6 +50,15 @@ def test_every_model_has_the_logits_of_transformers(
     kind: str, num_ranks: int, model_paths: Models, oracles: Mapping[str, Oracle]
 ) -> None:
     check_logits(model_paths[kind], oracles[kind], num_ranks)
+
+
+@pytest.mark.parametrize("kind", [WINDOWED, ALL_WINDOWED])
+def test_windows_and_sinks_are_not_served(kind: str, model_paths: Models) -> None:
+    """Nor does a ring choose helix by itself for them."""
+    loaded = load_model(model_paths[kind], "float32", "cpu")
+    assert not loaded.can_be_cut
+    with pytest.raises(ModelRefused, match=r"decode\.variant: helix is not allowed for a model with windows or"):
+        loaded.cut_over_ring(0, 2)
 
 
 def test_biases_of_sums_are_added_once(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from ringserve.workers.protocol.ranks import RankSettings, RankSpec
 from ringserve.workers.rank.worker import RankWorker
 from ringserve.workers.sampling.parameters import SamplingParameters
 from tests.gloo import gloo_as_nccl
-from tests.workers.models import KINDS, VOCAB_SIZE, Oracle, random_tokens
+from tests.workers.models import KINDS, VOCAB_SIZE, WINDOWED, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn
 
 TOLERANCE = 2e-5
@@ -148,6 +148,11 @@ def test_more_processes_than_kv_heads_are_refused_unless_replicas_are_wanted(
     assert (share.num_heads, share.num_kv_heads) == (1, 1)
     with pytest.raises(ConfigError, match=r"allowed are 1, 2, 4$"):
         tensor_share(info, 3, replicates_kv=True)
+
+
+def test_heads_with_sinks_are_not_spread(model_paths: Mapping[str, Path]) -> None:
+    with pytest.raises(ConfigError, match=r"tp: 2 is not allowed for .*, which has attention sinks; allowed is 1$"):
+        load_model(model_paths[WINDOWED], "float32", "cpu", tp=2)
 
 
 def test_a_cp_rank_without_tokens_leaves_the_others_their_answer(

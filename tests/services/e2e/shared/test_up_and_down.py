@@ -29,13 +29,16 @@ def port_in_use() -> Iterator[int]:
 
 
 @pytest.fixture
-def windowed_model(tmp_path: Path, model_path: Path) -> Path:
-    """Make a model that attends over a sliding window, which cp_core lacks."""
-    target = Path(shutil.copytree(model_path, tmp_path / "windowed"))
-    config = json.loads((target / "config.json").read_text())
-    config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64}
-    (target / "config.json").write_text(json.dumps(config))
-    return target
+def edited_model(tmp_path: Path, model_path: Path) -> Callable[..., Path]:
+    """Copy the model with some keys of its configuration changed."""
+
+    def edit(**changes: object) -> Path:
+        target = Path(shutil.copytree(model_path, tmp_path / "edited"))
+        config = json.loads((target / "config.json").read_text()) | changes
+        (target / "config.json").write_text(json.dumps(config))
+        return target
+
+    return edit
 
 
 def refused(run: Callable[..., CompletedProcess[str]], *arguments: str) -> str:
@@ -60,16 +63,26 @@ def test_up_refuses_a_port_that_is_taken_in_the_foreground_too(ringserve: Ringse
     assert f"gateway.listen: cannot listen on {taken}" in said
 
 
-@pytest.mark.parametrize("what", ["port", "directory", "model", "key", "value", "heads", "file"])
+MODELS: dict[str, dict[str, object]] = {
+    "model": {"attn_logit_softcapping": 50.0},
+    "variant": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64},
+}
+
+
+@pytest.mark.parametrize("what", ["port", "directory", "model", "variant", "key", "value", "heads", "file"])
 def test_up_refuses_at_once_what_cannot_work(
-    ringserve: Ringserve, port_in_use: int, windowed_model: Path, tmp_path: Path, what: str
+    ringserve: Ringserve, port_in_use: int, edited_model: Callable[..., Path], tmp_path: Path, what: str
 ) -> None:
     """A cluster that is to run in the background is refused by this process, or by its own, whose words are told."""
-    taken = f"127.0.0.1:{port_in_use}"
+    taken, model = f"127.0.0.1:{port_in_use}", edited_model(**MODELS.get(what, {}))
     wrong = {
         "port": (["--set", f"gateway.listen={taken}"], f"gateway.listen: cannot listen on {taken}"),
         "directory": (["--set", f"model.path={tmp_path}/none"], f"{tmp_path}/none' is not a directory"),
-        "model": (["--set", f"model.path={windowed_model}"], "sliding window"),
+        "model": (["--set", f"model.path={model}"], "a soft cap on attention logits"),
+        "variant": (
+            ["--set", f"model.path={model}", "--set", "decode.variant=helix"],
+            "decode.variant: helix is not allowed for edited, which has windows or attention sinks",
+        ),
         "key": (["--set", "prefill.speed=9"], "prefill.speed: there is no such key"),
         "value": (["--set", "decode.cp=none"], "decode.cp: 'none'"),
         "heads": (
