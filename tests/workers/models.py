@@ -84,6 +84,7 @@ FAMILY_SWITCHES: dict[str, tuple[dict[str, Any], ...]] = {
     "arcee": ({"attention_bias": True, "mlp_bias": True},),
     "cohere": ({"logit_scale": 0.25, "use_qk_norm": True}, {"attention_bias": True}),
     "cohere2": (ONE_SLIDES | {"sliding_window": 7, "logit_scale": 0.25}, {"sliding_window": 20}),
+    "cwm": (ONE_SLIDES | {"sliding_window": 9, "bos_token_id": 1, "pad_token_id": 0, "eos_token_id": 2},),
     "ernie4_5": ({"use_bias": True}, {"tie_word_embeddings": False}),
     "exaone4": ({"sliding_window": 7, "sliding_window_pattern": 2}, {"layer_types": ["full_attention"] * 2}),
     "gemma": ({"head_dim": 32}, {"num_key_value_heads": 1, "attention_bias": True}),
@@ -100,8 +101,39 @@ FAMILY_SWITCHES: dict[str, tuple[dict[str, Any], ...]] = {
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6},
         {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 64, "num_key_value_heads": 1},
     ),
+    "granite_swa": (
+        ONE_SLIDES
+        | {"sliding_window": 9, "attention_multiplier": 0.4, "logits_scaling": 3.0, "embedding_multiplier": 2.0},
+    ),
     "helium": ({"attention_bias": True},),
+    "hunyuan_v1_dense": (
+        {"attention_bias": True},
+        {"rope_parameters": {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 10000.0}},
+    ),
+    "hyperclovax": (
+        {"attention_multiplier": 0.4, "logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5},
+        {"attention_bias": True, "mlp_bias": True, "use_post_norm": False},
+    ),
+    "internlm3": ({"attention_bias": True, "mlp_bias": True},),
+    "iquestcoder": ({"attention_bias": True, "mlp_bias": True},),
+    "jais2": ({"attention_bias": False, "mlp_bias": False}, {"tie_word_embeddings": True}),
     "ministral": ({"sliding_window": 5},),
+    "ministral3": (
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 512.0,
+                "original_max_position_embeddings": 16,
+                "llama_4_scaling_beta": 0.3,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+            "sliding_window": 30,
+        },
+    ),
     "mistral": ({"sliding_window": 11},),
     "olmo": ({"clip_qkv": 0.7},),
     "olmo2": ({"attention_bias": True},),
@@ -110,7 +142,20 @@ FAMILY_SWITCHES: dict[str, tuple[dict[str, Any], ...]] = {
         {"qk_layernorm": True, "num_key_value_heads": 4},
         {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
     ),
-    "phi3": ({"num_key_value_heads": 4}, {"sliding_window": 10}),
+    "phi3": (
+        {"num_key_value_heads": 4},
+        {"sliding_window": 10},
+        {
+            "original_max_position_embeddings": 80,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0 + 0.1 * step for step in range(8)],
+                "long_factor": [1.0 + 3.0 * step for step in range(8)],
+                "original_max_position_embeddings": 80,
+            },
+        },
+    ),
     "qwen2": ({"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1},),
     "qwen3": ({"use_sliding_window": True, "sliding_window": 2, "max_window_layers": 1},),
     "seed_oss": ({"attention_bias": True, "attention_out_bias": True, "mlp_bias": True},),
@@ -120,9 +165,20 @@ FAMILY_SWITCHES: dict[str, tuple[dict[str, Any], ...]] = {
         {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 15},
     ),
     "starcoder2": ({"use_bias": True, "tie_word_embeddings": False}, {"sliding_window": 40}),
+    "dots1": (
+        EXPERTS
+        | {"n_routed_experts": 6, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+        EXPERTS | {"n_routed_experts": 6, "n_shared_experts": 1, "sliding_window": 9, "max_window_layers": 1},
+    ),
     "ernie4_5_moe": (
         EXPERTS | {"moe_num_experts": 5, "moe_k": 2, "moe_num_shared_experts": 2, "moe_layer_start_index": 1},
     ),
+    "exaone_moe": (
+        EXPERTS
+        | {"num_experts": 5, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+        | {"sliding_window": 9, "sliding_window_pattern": 2},
+    ),
+    "flex_olmo": ({"num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True, "attention_bias": True},),
     "glm4_moe": (
         EXPERTS
         | {"n_routed_experts": 6, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "use_qk_norm": True},
@@ -130,17 +186,27 @@ FAMILY_SWITCHES: dict[str, tuple[dict[str, Any], ...]] = {
     "granitemoe": (
         {"num_local_experts": 5, "num_experts_per_tok": 2, "attention_multiplier": 0.4, "logits_scaling": 3.0},
     ),
+    "granitemoeshared": (
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 32}
+        | {"attention_multiplier": 0.4, "logits_scaling": 3.0, "residual_multiplier": 0.5},
+    ),
+    "mellum": (ONE_SLIDES | EXPERTS | {"num_experts": 5, "sliding_window": 9, "attention_bias": True},),
     "minimax_m2": ({"num_local_experts": 5, "num_experts_per_tok": 2, "rotary_dim": 8},),
     "mixtral": (
         {"num_local_experts": 5, "num_experts_per_tok": 2},
         {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 13},
     ),
     "olmoe": ({"num_experts": 5, "num_experts_per_tok": 2, "clip_qkv": 0.7},),
+    "phimoe": ({"num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True, "lm_head_bias": True},),
     "qwen2_moe": (EXPERTS | {"num_experts": 5, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0]},),
     "qwen3_moe": (
         EXPERTS | {"num_experts": 5, "norm_topk_prob": True, "attention_bias": True},
         EXPERTS | {"num_experts": 8, "mlp_only_layers": [1]},
         EXPERTS | {"num_experts": 5, "use_sliding_window": True, "sliding_window": 25},
+    ),
+    "solar_open": (
+        EXPERTS | {"n_routed_experts": 6, "n_group": 2, "topk_group": 1, "attention_bias": True},
+        EXPERTS | {"n_routed_experts": 6, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.0},
     ),
 }
 """Families that KINDS lacks, each with draws that use the switches of its config."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ringserve.cp_core.errors import ConfigError, ModelRefused
-from ringserve.workers.model.support import EXPERT_KEYS, SINKS, check_supported, layer_windows
+from ringserve.workers.model.support import EXPERT_KEYS, SINKS, check_supported, layer_windows, rope_limit
 from ringserve.workers.protocol.ranks import ModelInfo
 
 ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -50,6 +50,7 @@ def read_model_info(path: Path, dtype: str | None = None, name: str | None = Non
     mlp = _MlpWidths.read(reader)
     head_dim = reader.count("head_dim", reader.count("hidden_size") // num_heads)
     max_positions = max(reader.count("max_position_embeddings"), _yarn_positions(config))
+    max_positions = min(max_positions, rope_limit(config) or max_positions)
     # A window that holds every position hides nothing.
     windows = tuple(window if window < max_positions else 0 for window in layer_windows(config))
     info = ModelInfo(

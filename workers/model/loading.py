@@ -252,8 +252,8 @@ class LoadedModel:
         config = self.model.config
         if factor := getattr(config, "logit_scale", None):  # Cohere
             logits = logits * factor
-        if divisor := getattr(config, "logits_scaling", None):  # Granite
-            logits = logits / divisor
+        if factor := getattr(config, "logits_scaling", None):  # Granite divides, HyperCLOVA X multiplies
+            logits = logits * factor if self.info.model_type == "hyperclovax" else logits / factor
         return logits
 
     def largest_logits(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ FAMILIES: Final = (
     "arcee",
     "cohere",
     "cohere2",
+    "cwm",
     "ernie4_5",
     "exaone4",
     "gemma",
@@ -25,9 +26,16 @@ FAMILIES: Final = (
     "glm",
     "glm4",
     "granite",
+    "granite_swa",
     "helium",
+    "hunyuan_v1_dense",
+    "hyperclovax",
+    "internlm3",
+    "iquestcoder",
+    "jais2",
     "llama",
     "ministral",
+    "ministral3",
     "mistral",
     "olmo",
     "olmo2",
@@ -41,21 +49,29 @@ FAMILIES: Final = (
     "starcoder2",
 )
 EXPERT_FAMILIES: Final = (
+    "dots1",
     "ernie4_5_moe",
+    "exaone_moe",
+    "flex_olmo",
     "glm4_moe",
     "gpt_oss",
     "granitemoe",
+    "granitemoeshared",
+    "mellum",
     "minimax_m2",
     "mixtral",
     "olmoe",
+    "phimoe",
     "qwen2_moe",
     "qwen3_moe",
+    "solar_open",
 )
 """Families with a mixture of experts, whose experts are on every rank whole."""
 
-# Rotary embeddings whose angles depend on the position alone. "dynamic" and "longrope" also depend on the length of the
-# whole sequence, so cached keys would become wrong as it grows.
+# Rotary embeddings whose angles depend on the position alone.
 ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
+# Those whose angles change when the sequence becomes longer than a limit: cached keys would become wrong then.
+LIMITED_ROPE_TYPES: Final = ("dynamic", "longrope")
 
 # Keys of config.json that only models with the feature set.
 FEATURE_KEYS: Final[Mapping[str, str]] = {
@@ -160,10 +176,16 @@ Only `bits` has no default."""
 
 WINDOWS: Final[Mapping[str, int | None]] = {
     "cohere2": 4096,
+    "cwm": 8192,
+    "dots1": 4096,
     "exaone4": 4096,
+    "exaone_moe": 4096,
     "gemma3_text": 4096,
     "gpt_oss": 128,
+    "granite_swa": 128,
+    "mellum": 1024,
     "ministral": 4096,
+    "ministral3": None,
     "mistral": 4096,
     "mixtral": None,
     "olmo3": 4096,
@@ -177,11 +199,20 @@ WINDOWS: Final[Mapping[str, int | None]] = {
 """Families with layers that attend over a sliding window, each with the window that a config without one means."""
 SWITCHED_WINDOWS: Final = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
 """Families whose window counts only with `use_sliding_window`."""
-UNIFORM_WINDOWS: Final = ("ministral", "mistral", "mixtral", "phi3", "qwen3_moe", "starcoder2")
+UNIFORM_WINDOWS: Final = ("ministral", "ministral3", "mistral", "mixtral", "phi3", "qwen3_moe", "starcoder2")
 """Families all of whose layers have the window; only ministral reads `layer_types`."""
-FULL_EVERY: Final[Mapping[str, int]] = {"cohere2": 4, "exaone4": 4, "gemma3_text": 6, "gpt_oss": 2, "olmo3": 4}
+FULL_EVERY: Final[Mapping[str, int]] = {
+    "cohere2": 4,
+    "exaone4": 4,
+    "exaone_moe": 4,
+    "gemma3_text": 6,
+    "gpt_oss": 2,
+    "olmo3": 4,
+}
 """Families whose every so many-th layer is full attention if no `layer_types` say otherwise."""
-SINKS: Final = ("gpt_oss",)
+FULL_UNTIL: Final[Mapping[str, int]] = {"dots1": 62, "qwen2": 28, "qwen3": 28}
+"""Families whose layers slide from layer `max_window_layers` on if no `layer_types` say otherwise; its default."""
+SINKS: Final = ("gpt_oss", "granite_swa")
 """Families whose layers have attention sinks."""
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -217,7 +248,7 @@ def _slides(config: Config, layer: int) -> bool:
         return bool((layer + 1) % (period if isinstance(period, int) and period > 0 else FULL_EVERY[family]))
     if family in UNIFORM_WINDOWS:
         return True
-    first = config.get("max_window_layers", 28)
+    first = config.get("max_window_layers", FULL_UNTIL.get(family))
     return isinstance(first, int) and layer >= first
 
 
@@ -234,19 +265,44 @@ def _unsupported_window(config: Config) -> str | None:
     if window is None:
         return None
     if family in WINDOWS and isinstance(window, int) and window > 0:
-        is_told = isinstance(kinds, list) or family != "smollm3"
+        is_told = isinstance(kinds, list) or family in (*UNIFORM_WINDOWS, *FULL_EVERY, *FULL_UNTIL)
         return None if is_told else f"a sliding window of {window} tokens and no layer_types"
     return f"a sliding window of {window} tokens"
 
 
+def rope_limit(config: Config) -> int | None:
+    """Return the positions up to which the rotary embedding's angles stay as they are; None if that is all of them.
+
+    Example: Phi-3.5 has 131,072 positions, but its angles change for all of them beyond the 4,096th.
+    """
+    limits = [_limit(config, each) for each in _ropes(config) if _rope_kind(each) in LIMITED_ROPE_TYPES]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _limit(config: Config, rope: Config) -> int | None:
+    keys = ("original_max_position_embeddings",) if _rope_kind(rope) == "longrope" else ()
+    found = [where.get(key) for key in keys for where in (rope, config)] + [config.get("max_position_embeddings")]
+    return next((value for value in found if isinstance(value, int)), None)
+
+
+def _ropes(config: Config) -> list[Config]:
+    """Return the rotary embeddings, in `rope_parameters` or `rope_scaling` of older configs, one a kind of layer."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        return []
+    return [part for part in rope.values() if isinstance(part, Mapping)] or [rope]
+
+
+def _rope_kind(rope: Config) -> str:
+    return str(rope.get("rope_type") or rope.get("type") or "default")
+
+
 def _unsupported_rope(config: Config) -> str | None:
-    """Return the unsupported rotary embedding: in `rope_parameters`, or in `rope_scaling` of older configs."""
+    """Return the unsupported rotary embedding."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         return f"rotary parameters {rope!r}"
-    # Models with windows may have parameters for each kind of layer.
-    for each in [part for part in rope.values() if isinstance(part, Mapping)] or [rope]:
-        kind = each.get("rope_type") or each.get("type") or "default"
-        if kind not in ROPE_TYPES:
+    for kind in map(_rope_kind, _ropes(config)):
+        if kind not in (*ROPE_TYPES, *LIMITED_ROPE_TYPES):
             return f"rotary position embedding of type {kind!r}"
     return None

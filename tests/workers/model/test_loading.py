@@ -144,11 +144,11 @@ def test_a_bfloat16_model_answers_as_transformers_does_with_attention_in_float32
         ({"model_type": "qwen2_vl", "vision_config": {"depth": 32}}, "vision input"),
         ({"model_type": "llama", "num_local_experts": 8}, "mixture of experts"),
         ({"quantization_config": {"quant_method": "hqq"}}, "weights quantized by quant_method hqq"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rotary position embedding of type 'dynamic'"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "rotary position embedding of type 'longrope'"),
+        ({"rope_scaling": {"type": "su", "factor": 2.0}}, "rotary position embedding of type 'su'"),
+        ({"rope_parameters": "yarn"}, "rotary parameters 'yarn'"),
         (
-            {"rope_parameters": {"full_attention": {"rope_type": "dynamic"}, "sliding_attention": {}}},
-            "rotary position embedding of type 'dynamic'",
+            {"rope_parameters": {"full_attention": {"rope_type": "su"}, "sliding_attention": {}}},
+            "rotary position embedding of type 'su'",
         ),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "bidirectional attention"),
         ({"is_causal": False}, "bidirectional attention"),
@@ -185,6 +185,23 @@ def test_the_window_of_each_layer_is_that_of_transformers(config: dict[str, Any]
     if config["model_type"] != "llama":
         slides = [kind == "sliding_attention" for kind in kinds] if kinds else [True] * 4
         assert tuple(window if each else 0 for each in slides) == (windows or (0,) * 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "positions"),
+    [
+        ({}, 8192),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 8192),
+        ({"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 4096}, 4096),
+        ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 2048}}, 2048),
+        ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}, "sliding_attention": {}}}, 8192),
+    ],
+)
+def test_positions_end_where_a_rotary_embedding_would_change_for_all_of_them(
+    changes: dict[str, object], positions: int, edited_config: Callable[..., Path]
+) -> None:
+    changes = {"rope_parameters": None} | changes
+    assert read_model_info(edited_config("llama_gqa", **changes)).max_positions == positions
 
 
 def test_a_config_whose_windows_transformers_reads_otherwise_is_refused(edited_config: Callable[..., Path]) -> None:
