@@ -14,10 +14,18 @@ from dataclasses import dataclass
 
 import torch
 
-from ringserve.cp_core.attention.partial import Accumulator, AttentionBackend, Partial, empty_partial
+from ringserve.cp_core.attention.partial import (
+    Accumulator,
+    AttentionBackend,
+    KeyShard,
+    Partial,
+    attend_pair,
+    empty_partial,
+    newest_tokens,
+)
 from ringserve.cp_core.attention.varlen import attend_runs, attend_together
 from ringserve.cp_core.layout.shards import TokenRange, even_share
-from ringserve.cp_core.layout.step_plans import DecodePlan, KvRun, RowIndices
+from ringserve.cp_core.layout.step_plans import DecodePlan, KvRun, RowIndices, Shard
 from ringserve.cp_core.ring.decode import Shards, attend_rows, merged_out
 from ringserve.cp_core.transport.interface import RingTransport
 
@@ -65,12 +73,16 @@ class HelixColumns:
 class NewRows:
     """Rows `rows` of a packed step: all new tokens of one sequence, by position.
 
-    `stored` has the row ranges, ascending, whose keys lie on this rank. `cached` has its runs of earlier tokens.
+    `stored` has the row ranges, ascending, whose keys lie on this rank. `cached` has its runs of earlier tokens: in a
+    layer with a `window` those that any row sees, at the positions `tail`. The first row is at position `start`.
     """
 
     rows: TokenRange
     stored: tuple[TokenRange, ...]
     cached: Sequence[KvRun]
+    start: int = 0
+    window: int = 0
+    tail: tuple[TokenRange, ...] = ()
 
 
 def helix_decode(
@@ -111,9 +123,13 @@ def helix_prefill(
     Every rank has all new keys and attends the keys that it stores. A token sees all cached keys, and the new keys up
     to itself. Raises Unavailable if a peer is lost.
     """
+    own = empty_partial(q)
     # For each sequence: all rows over cached keys; for each stored chunk, its own rows, then all later rows.
     cached, same, later = {}, {}, {}
     for index, sequence in enumerate(sequences):
+        if sequence.window:
+            _fill_windowed(own, q, k, v, sequence, backend, scale)
+            continue
         rows = sequence.rows
         if len(rows) and any(run.k.shape[0] for run in sequence.cached):
             cached[index] = q[rows.start : rows.stop], sequence.cached
@@ -125,8 +141,9 @@ def helix_prefill(
     over_cached = attend_runs(backend, cached, scale)
     own_rows = attend_together(backend, same, causal=True, scale=scale)
     rows_behind = attend_together(backend, later, causal=False, scale=scale)
-    own = empty_partial(q)
     for index, sequence in enumerate(sequences):
+        if sequence.window:
+            continue
         start, stop = sequence.rows.start, sequence.rows.stop
         merged = Accumulator()
         merged.add(own.rows(start, stop))
@@ -141,6 +158,42 @@ def helix_prefill(
         whole = merged.result()
         own.out[start:stop], own.lse[start:stop] = whole.out, whole.lse
     return _merged_columns(q, own, [range(q.shape[0])] * transport.size, columns, transport, RowIndices())
+
+
+def _fill_windowed(
+    own: Partial,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sequence: NewRows,
+    backend: AttentionBackend,
+    scale: float,
+) -> None:
+    """Fill the rows of a sequence in `own`, in a layer with a window, by the pairs that `helix_prefill` attends."""
+    rows, window = sequence.rows, sequence.window
+
+    def at(part: TokenRange) -> tuple[TokenRange, ...]:
+        shift = sequence.start - rows.start
+        return (TokenRange(part.start + shift, part.stop + shift),) if len(part) else ()
+
+    nothing = KvRun(k[:0], v[:0])
+    held = sum(map(len, sequence.tail))
+    pairs = [(rows, KeyShard(Shard(held, (), window, sequence.tail), newest_tokens(sequence.cached, held), nothing))]
+    for chunk in filter(len, sequence.stored):
+        keys = KeyShard(
+            Shard(0, at(chunk), window), [], KvRun(k[chunk.start : chunk.stop], v[chunk.start : chunk.stop])
+        )
+        pairs += [(chunk, keys), (TokenRange(chunk.stop, rows.stop), keys)]
+    merged = Accumulator()
+    merged.add(own.rows(rows.start, rows.stop))
+    for queries, keys in pairs:
+        for found in attend_pair(backend, q[queries.start : queries.stop], Shard(0, at(queries)), keys, scale):
+            part, first = empty_partial(q[rows.start : rows.stop]), queries.start - rows.start + found.rows.start
+            part.out[first : first + len(found.rows)] = found.partial.out
+            part.lse[first : first + len(found.rows)] = found.partial.lse
+            merged.add(part)
+    whole = merged.result()
+    own.out[rows.start : rows.stop], own.lse[rows.start : rows.stop] = whole.out, whole.lse
 
 
 def _stacked(q_bhd: torch.Tensor, parts: Sequence[Partial]) -> Partial:

@@ -119,8 +119,8 @@ class LocalCluster:
         fingerprint = read_fingerprint(path)
         for pool in config.pools:
             tensor_share(model, pool.tp, f"{pool.key}.tp")
-        if config.decode.variant == HELIX and not model.attends_plainly:
-            raise ConfigError(f"decode.variant: helix is not allowed for {name}, which has windows or attention sinks")
+        if config.decode.variant == HELIX and model.has_sinks:
+            raise ConfigError(f"decode.variant: helix is not allowed for {name}, which has attention sinks")
         if not config.ray.address:
             check_fits(config, model, this_machine())
             check_programs(config)

@@ -136,7 +136,6 @@ class DecodePass:
         self._buffers = InputBuffers(cache.device)
         self._inputs: StepInputs
         self._windows, self._sinks = model.windows, model.sinks
-        assert self._columns is None or model.info.attends_plainly, "helix serves neither windows nor sinks"
         # For kernels that take runs: what each row's shard is read from, by window. Shards and tables are constant over
         # the layers with one window.
         self._pieces: dict[int, list[list[SlotRun | Tensor]]] = {}

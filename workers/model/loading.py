@@ -148,8 +148,8 @@ class LoadedModel:
 
     def cut_over_ring(self, rank: int, num_ranks: int) -> LoadedModel:
         """Reduce the model to a rank's share in helix. Nothing changes in a ring of one. Raises ModelRefused."""
-        if num_ranks > 1 and not self.info.attends_plainly:
-            raise ModelRefused("decode.variant: helix is not allowed for a model with windows or attention sinks")
+        if num_ranks > 1 and self.info.has_sinks:
+            raise ModelRefused("decode.variant: helix is not allowed for a model with attention sinks")
         helix = TensorParallel(rank, num_ranks, shares_attention=False)
         helix.cut(self.model)
         return replace(self, helix=helix)
@@ -169,7 +169,7 @@ class LoadedModel:
     def can_be_cut(self) -> bool:
         """True if the family's weights can be cut and are not packed or joined yet."""
         is_packed = any(isinstance(module, PackedLinear | Columns) for module in self.body.modules())
-        return not is_packed and self.info.attends_plainly and TensorParallel.can_cut(self.model)
+        return not is_packed and not self.info.has_sinks and TensorParallel.can_cut(self.model)
 
     def pack_weights(self, *, with_head: bool, quantization: str = NO_QUANTIZATION) -> None:
         """Bring the weights of all layers into the form that kernels read fastest. Idempotent.

@@ -134,21 +134,18 @@ class PrefillPass:
         sinks: Sequence[Tensor | None] = (),
     ) -> None:
         """Lay out the step. A rank that samples has `grammars`. `windows` and `sinks` are those of each layer."""
-        assert columns is None or not any(windows), "helix serves no windows"
         self._transport = transport
         self._grammars = grammars
         self._columns = columns
+        self._windows = windows or (0,) * num_layers
         self._cache = cache
         self._backend = backend
         self._layer_ready = layer_ready
         self._before_layer = before_layer
-        plan = PrefillPlan(
-            tuple(
-                SequencePlan(each.layout, each.cached, each.stored, each.sparsity, each.tail) for each in step.sequences
-            ),
-            step.order,
-            step.num_segments,
+        sequences = tuple(
+            SequencePlan(each.layout, each.cached, each.stored, each.sparsity, each.tail) for each in step.sequences
         )
+        plan = PrefillPlan(sequences, step.order, step.num_segments)
         # Ranks may synchronise before every so many layers.
         self._period = CHAIN_LAYERS if step.algorithm is Algorithm.CHAIN and columns is None else 1
         self._ring = RingPrefill(
@@ -161,6 +158,7 @@ class PrefillPass:
             windows,
             sinks,
         )
+        self._plan = plan
         self._shares = self._place(step.sequences)
         self.token_ids, self.positions = self._tokens(step.sequences)
         self.last_rows = self._last_rows(step.sequences)
@@ -183,9 +181,17 @@ class PrefillPass:
             if not share.is_relayed:
                 self._store(layer, share, _rows(k, share.stored), _rows(v, share.stored))
         if self._columns is not None:
+            window, rank = self._windows[layer], self._transport.rank
             new = [
-                NewRows(TokenRange(share.begin, share.end), share.stored, runs)
-                for share, runs in zip(self._shares, self._cached(layer), strict=True)
+                NewRows(
+                    TokenRange(share.begin, share.end),
+                    share.stored,
+                    runs,
+                    sequence.layout.start,
+                    window,
+                    sequence.shard(rank, window).tail,
+                )
+                for share, runs, sequence in zip(self._shares, self._cached(layer), self._plan.sequences, strict=True)
             ]
             return helix_prefill(q, k, v, new, self._columns, self._transport, self._backend, scale)
         out = self._ring.attend(layer, q, k, v, self._cached, scale)

@@ -22,7 +22,10 @@ SCALE = 0.125
 
 
 def prefill_on_threads(
-    sequences: list[tuple[Tokens, tuple[int, ...]]], size: int, backend: AttentionBackend | None = None
+    sequences: list[tuple[Tokens, tuple[int, ...]]],
+    size: int,
+    backend: AttentionBackend | None = None,
+    window: int = 0,
 ) -> list[torch.Tensor]:
     """Attend the tokens of each sequence behind those that are cached, `cached[r]` on rank r -> [T, H, D] of each.
 
@@ -43,7 +46,9 @@ def prefill_on_threads(
             shift = begin - old
             stored = (TokenRange(each.start + shift, each.stop + shift) for each in layout.ranges[transport.rank])
             runs = [poisoned_run(tokens, *cut) for cut in ((first, middle), (middle, stop))]
-            placed.append(NewRows(TokenRange(begin, begin + new), tuple(stored), runs))
+            seen = TokenRange(max(0, old - window + 1), old).intersect(TokenRange(first, stop)) if window else None
+            tail = (seen,) if seen is not None and len(seen) else ()
+            placed.append(NewRows(TokenRange(begin, begin + new), tuple(stored), runs, old, window, tail))
             begin += new
         columns = HelixColumns(q_thd.shape[1], q_thd.shape[2], transport.rank, size, q_thd.device)
         return helix_prefill(q_thd, k_tkd, v_tkd, placed, columns, transport, backend or TorchCpuFlash(), SCALE)
@@ -60,10 +65,15 @@ def poisoned_run(tokens: Tokens, start: int, stop: int) -> KvRun:
     return KvRun(memory[0][2:-2], memory[1][2:-2])
 
 
-def check(sequences: list[tuple[Tokens, tuple[int, ...]]], size: int, backend: AttentionBackend | None = None) -> None:
-    for out, (tokens, cached) in zip(prefill_on_threads(sequences, size, backend), sequences, strict=True):
-        right = oracle_causal(tokens, SCALE)[sum(cached) :]
-        assert largest(out.double() - right) <= fp32_bound(tokens, SCALE)
+def check(
+    sequences: list[tuple[Tokens, tuple[int, ...]]],
+    size: int,
+    backend: AttentionBackend | None = None,
+    window: int = 0,
+) -> None:
+    for out, (tokens, cached) in zip(prefill_on_threads(sequences, size, backend, window), sequences, strict=True):
+        right = oracle_causal(tokens, SCALE, window=window)[sum(cached) :]
+        assert largest(out.double() - right) <= fp32_bound(tokens, SCALE, window=window)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
@@ -83,14 +93,19 @@ def test_columns_are_cut_through_heads_of_every_shape(head_dim: int, num_heads: 
         check([(tokens, cached)], size)
 
 
-@given(size=st.sampled_from([1, 2, 3, 4]), few=st.sampled_from([None, 0, 20]), data=st.data())
-@settings(max_examples=40, deadline=None)
-def test_any_batch_of_prompts_matches_the_oracle(size: int, few: int | None, data: st.DataObject) -> None:
+@given(
+    size=st.sampled_from([1, 2, 3, 4]),
+    few=st.sampled_from([None, 0, 20]),
+    window=st.just(0) | st.integers(1, 40),
+    data=st.data(),
+)
+@settings(max_examples=80, deadline=None)
+def test_any_batch_of_prompts_matches_the_oracle(size: int, few: int | None, window: int, data: st.DataObject) -> None:
     """Also if a backend takes several sequences in a call, all of them or those of more than `few` queries."""
     counts = st.lists(st.integers(0, 20), min_size=size, max_size=size).map(tuple)
     prompts = data.draw(st.lists(st.tuples(st.integers(0, 30), counts), min_size=1, max_size=4))
     backend = None if few is None else Together(few)
-    check([(random_tokens(new + sum(cached), seed=new), cached) for new, cached in prompts], size, backend)
+    check([(random_tokens(new + sum(cached), seed=new), cached) for new, cached in prompts], size, backend, window)
 
 
 @pytest.mark.parametrize(("size", "calls"), [(1, 2), (3, 8)])

@@ -26,7 +26,7 @@ from ringserve.workers.sampling.parameters import SamplingParameters, TokenBias,
 from tests.workers.decode.admissions import admission
 from tests.workers.decode.test_batch import BLOCK_TOKENS
 from tests.workers.decode.test_variants import ENDS, PROMPTS, greedy, serve_all
-from tests.workers.models import WINDOWED, Oracle
+from tests.workers.models import ALL_WINDOWED, WINDOWED, Oracle
 from tests.workers.rings import LocalRing, Turn
 
 Models = Mapping[str, Path]
@@ -72,7 +72,13 @@ def foretell(monkeypatch: pytest.MonkeyPatch, answers: Mapping[str, list[int]], 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize(
-    ("kind", "variant"), [*(("llama_gqa", variant) for variant in VARIANTS), (WINDOWED, GATHER), (WINDOWED, PASS_Q)]
+    ("kind", "variant"),
+    [
+        *(("llama_gqa", variant) for variant in VARIANTS),
+        (WINDOWED, GATHER),
+        (WINDOWED, PASS_Q),
+        (ALL_WINDOWED, HELIX),
+    ],
 )
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_any_drafts_give_the_tokens_of_one_process(

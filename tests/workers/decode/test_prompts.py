@@ -12,7 +12,7 @@ from ringserve.cp_core.errors import Unavailable
 from ringserve.workers.decode.mailbox import DecodeMailbox
 from ringserve.workers.protocol.decode_commands import DecodeEvent, FinishReason
 from ringserve.workers.sampling.parameters import SamplingParameters, TokenHistory
-from tests.workers.models import KINDS, WINDOWED, Oracle, random_tokens
+from tests.workers.models import ALL_WINDOWED, KINDS, WINDOWED, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn
 
 RING_SIZES = (1, 2, 3)
@@ -38,7 +38,10 @@ IN_HELIX = [(HELIX, size) for size in (2, 3, 4)]
 
 @pytest.mark.parametrize(
     ("kind", "variant", "num_ranks"),
-    [*((kind, *how) for kind in KINDS for how in IN_GATHER + IN_HELIX), *((WINDOWED, *how) for how in IN_GATHER)],
+    [
+        *((kind, *how) for kind in (*KINDS, ALL_WINDOWED) for how in IN_GATHER + IN_HELIX),
+        *((WINDOWED, *how) for how in IN_GATHER),
+    ],
 )
 def test_a_prompt_computed_where_it_decodes_gives_the_tokens_of_one_process(
     kind: str, variant: str, num_ranks: int, model_paths: Models, oracles: Oracles

@@ -23,7 +23,7 @@ from ringserve.workers.protocol.prefill_steps import Algorithm
 from ringserve.workers.rank import parts as rank_parts
 from ringserve.workers.sampling.parameters import SamplingParameters
 from tests.gloo import gloo_as_nccl
-from tests.workers.models import KINDS, Oracle, random_tokens
+from tests.workers.models import ALL_WINDOWED, KINDS, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn
 
 Models = Mapping[str, Path]
@@ -86,7 +86,7 @@ def test_a_kernel_that_follows_block_tables_gives_the_same_tokens(
 
 
 @pytest.mark.parametrize("variant", [PASS_Q, HELIX])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, ALL_WINDOWED])
 def test_every_model_decodes_the_same(kind: str, variant: str, model_paths: Models, oracles: Oracles) -> None:
     prompt, sampling = random_tokens(33), SamplingParameters(max_tokens=16)
     with LocalRing(model_paths[kind], 2, decode_variant=variant) as ring:

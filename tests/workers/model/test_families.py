@@ -52,7 +52,10 @@ def test_a_family_answers_as_transformers_does(
 
 
 @pytest.mark.parametrize("variant", ["gather", "pass_q", "helix"])
-@pytest.mark.parametrize(("family", "switches"), [draw for draw in DRAWS if draw[0] in ("granite", "cohere", "gemma")])
+@pytest.mark.parametrize(
+    ("family", "switches"),
+    [draw for draw in DRAWS if draw[0] in ("granite", "cohere", "gemma", "gemma3_text", "mistral", "qwen3")],
+)
 def test_a_family_with_scales_of_its_own_decodes_in_every_form(
     family: str, switches: dict[str, Any], variant: str, tmp_path: Path
 ) -> None:

@@ -65,7 +65,7 @@ def test_up_refuses_a_port_that_is_taken_in_the_foreground_too(ringserve: Ringse
 
 MODELS: dict[str, dict[str, object]] = {
     "model": {"attn_logit_softcapping": 50.0},
-    "variant": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64},
+    "variant": {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 4},
 }
 
 
@@ -81,7 +81,7 @@ def test_up_refuses_at_once_what_cannot_work(
         "model": (["--set", f"model.path={model}"], "a soft cap on attention logits"),
         "variant": (
             ["--set", f"model.path={model}", "--set", "decode.variant=helix"],
-            "decode.variant: helix is not allowed for edited, which has windows or attention sinks",
+            "decode.variant: helix is not allowed for edited, which has attention sinks",
         ),
         "key": (["--set", "prefill.speed=9"], "prefill.speed: there is no such key"),
         "value": (["--set", "decode.cp=none"], "decode.cp: 'none'"),
