@@ -17,6 +17,7 @@ COMMANDS = {
     "kv-carrier": ("bench.rings.kv_carrier", "rate of KV between two processes, by each carrier"),
     "gateway": ("bench.service.command", "tokens a second that a gateway passes on"),
     "peers": ("bench.service.peers", "the service beside vLLM, llama.cpp and transformers on this machine"),
+    "answers": ("bench.service.answers", "answers of models on a whole service beside transformers"),
     "drafts": ("bench.service.drafts", "time between tokens with drafts of next tokens and without"),
     "cost-model": ("bench.service.cost_model", "predicted and measured prefill of the whole service"),
     "scheduling": ("bench.service.prefill_scheduling", "worth of each part of the scheduling under load"),

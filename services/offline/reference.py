@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, Cache
+from transformers import AutoModelForCausalLM, Cache, DynamicCache
 from transformers.utils.logging import disable_progress_bar
 
 
@@ -30,7 +30,8 @@ class StockModel:
     def __init__(self, path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         disable_progress_bar()
         self._known: list[int] = []
-        self._known_cache: Cache | None = None
+        # Without the model's config: it keeps all tokens of layers with a window, so that it can be cut anywhere.
+        self._known_cache: Cache = DynamicCache()
         self._device = device
         loaded = AutoModelForCausalLM.from_pretrained(str(path), local_files_only=True, dtype=dtype)
         self._model = loaded.to(device).eval()
@@ -77,8 +78,7 @@ class StockModel:
             if known != token:
                 break
             shared += 1
-        if self._known_cache is not None:
-            self._known_cache.crop(shared - len(self._known))
+        self._known_cache.crop(shared - len(self._known))
         output = self._model(
             torch.tensor([tokens[shared:]], device=self._device),
             past_key_values=self._known_cache,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -295,3 +296,16 @@ def random_tokens(num_tokens: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     tokens: list[int] = torch.randint(VOCAB_SIZE, (num_tokens,), generator=generator).tolist()
     return tokens
+
+
+def main(directory: Path) -> None:
+    """Write a model of every family that KINDS lacks, with four layers, and with text."""
+    SHAPE["num_hidden_layers"] = 4
+    for family, (switches, *_) in FAMILY_SWITCHES.items():
+        if "layer_types" in switches:
+            switches = switches | {"layer_types": 2 * switches["layer_types"]}
+        add_text(save_family(family, switches, directory / family))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

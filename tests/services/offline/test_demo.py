@@ -27,7 +27,7 @@ from ringserve.services.offline.demo import (
 from ringserve.services.offline.reference import StockModel
 from ringserve.workers.model.builtin import write_tokenizer
 from tests.services.local_gateway import LocalGateway
-from tests.workers.models import save_model
+from tests.workers.models import WINDOWED, random_tokens, save_model
 
 QUESTIONS = (FIRST, FOLLOW_UP, FORKED)
 MAX_TOKENS = 6
@@ -138,3 +138,12 @@ def test_where_the_real_model_cannot_be_had_the_demo_says_so_and_takes_the_rando
     assert capsys.readouterr().out == sentence
     with pytest.raises(ModelRefused, match="no network"):
         command._choose_model("builtin:smollm2", Console())
+
+
+def test_answers_of_a_model_with_windows_are_followed_from_any_place(tmp_path: Path) -> None:
+    """The prompt goes on, and goes on from an earlier token, which lies before the windows of what is known."""
+    stock = StockModel(save_model(WINDOWED, tmp_path / "model"))
+    history = random_tokens(40)
+    for prompt in (history, [*history, 1, 2], [*history[:20], 3]):
+        answer = stock.greedy(prompt, 6).token_ids
+        assert stock.follow(prompt, answer).token_ids == answer
