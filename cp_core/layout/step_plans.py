@@ -100,7 +100,7 @@ class Band:
     stop: npt.NDArray[np.int64]
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def bands(queries: Shard, keys: Shard) -> tuple[Band, ...] | None:
     """Return which keys of `keys`, first cached and then new ones, each range of queries sees.
 

@@ -302,9 +302,8 @@ def main(directory: Path) -> None:
     """Write a model of every family that KINDS lacks, with four layers, and with text."""
     SHAPE["num_hidden_layers"] = 4
     for family, (switches, *_) in FAMILY_SWITCHES.items():
-        if "layer_types" in switches:
-            switches = switches | {"layer_types": 2 * switches["layer_types"]}
-        add_text(save_family(family, switches, directory / family))
+        of_layers = {key: 2 * switches[key] for key in ("layer_types", "no_rope_layers") if key in switches}
+        add_text(save_family(family, switches | of_layers, directory / family))
 
 
 if __name__ == "__main__":
