@@ -71,6 +71,7 @@ def read_model_info(path: Path, dtype: str | None = None, name: str | None = Non
         kv_element_bytes=ELEMENT_BYTES[kv_dtype],
         eos_token_ids=_eos_token_ids(path, config),
         windows=windows if any(windows) else (),
+        tail_tokens=max(windows, default=0),
         has_sinks=config["model_type"] in SINKS,
     )
     if info.num_heads % info.num_kv_heads:

@@ -118,7 +118,8 @@ class ModelInfo:
 
     `dtype` and `element_bytes` are those of weights and activations. Attention and KV are in `kv_dtype`.
     `tied_parameters` are those of an output head that is the embedding, too. `windows` has the sliding window of each
-    layer in tokens, 0 for full attention; it is empty if no layer has one. `has_sinks`: layers have attention sinks.
+    layer in tokens, 0 for full attention; it is empty if no layer has one. `tail_tokens` is the widest: steps tell the
+    places of so many newest tokens. `has_sinks`: layers have attention sinks.
     """
 
     name: str
@@ -139,17 +140,13 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     tied_parameters: int = 0
     windows: tuple[int, ...] = ()
+    tail_tokens: int = 0
     has_sinks: bool = False
 
     @property
     def attends_plainly(self) -> bool:
         """True if no layer has a window or sinks."""
         return not self.windows and not self.has_sinks
-
-    @property
-    def tail_tokens(self) -> int:
-        """Number of newest tokens whose places steps must know: as many as the widest window has, 0 without windows."""
-        return max(self.windows, default=0)
 
     @property
     def shape(self) -> ModelShape:
