@@ -24,7 +24,7 @@ from bench.rings.ring_processes import RING_TIMEOUT_SECONDS, RankPlace, RingProc
 from bench.rings.rounds import Contender, Sample, Series, alternate, timed, timed_gemm
 from ringserve.cp_core.attention.backends import select_backend
 from ringserve.cp_core.errors import ConfigError
-from ringserve.cp_core.layout.shards import balanced_layout, level_counts
+from ringserve.cp_core.layout.shards import balanced_layout, spread
 from ringserve.cp_core.layout.step_plans import KvRun, PrefillPlan, SequencePlan
 from ringserve.cp_core.ring.prefill import ring_prefill
 from ringserve.cp_core.transport.connect import find_store
@@ -36,6 +36,7 @@ TORCH_GATHER = "torch all-gather"
 TORCH_SHIFT = "torch all-to-all"
 SDPA = "SDPA"
 RINGS = {PASS_KV: "pass_kv", PASS_Q: "pass_q"}
+WINDOWED_RINGS = {"pass-KV, window": "pass_kv", "pass-Q, window": "pass_q"}
 TORCH_RINGS = {TORCH_GATHER: "allgather", TORCH_SHIFT: "alltoall"}
 
 # Largest difference between two outputs: float32 on the same inputs, summed in another order.
@@ -53,7 +54,7 @@ class AttentionShape:
 class AttentionTask:
     """Attention by the contender `name` over `tokens` new tokens of the ring after `cached` ones, `repeats` times.
 
-    Only ringserve's rings take cached tokens; `threads` matter to SDPA alone.
+    Only ringserve's rings take cached tokens, and the windowed ones a `window`; `threads` matter to SDPA alone.
     """
 
     name: str
@@ -61,10 +62,11 @@ class AttentionTask:
     cached: int = 0
     repeats: int = 1
     threads: int = 1
+    window: int = 0
 
 
 class AttentionRank:
-    """Rank of the attention bench with its own inputs; all contenders must give the same output."""
+    """Rank of the attention bench with its own inputs; all contenders with a window, or without, give one output."""
 
     def __init__(self, shape: AttentionShape, place: RankPlace) -> None:
         self._shape = shape
@@ -76,7 +78,7 @@ class AttentionRank:
         self._k: Tensor
         self._v: Tensor
         self._cached: list[KvRun]
-        self._expected: Tensor | None = None
+        self._expected: dict[int, Tensor] = {}
         if place.num_ranks > 1:
             store = PrefixStore("torch", find_store(place.host, place.port, RING_TIMEOUT_SECONDS))
             distributed.init_process_group("gloo", store=store, rank=place.rank, world_size=place.num_ranks)
@@ -88,12 +90,12 @@ class AttentionRank:
         outs: list[Tensor] = []
 
         def attend() -> None:
-            outs[:] = [self._attend(task.name)]
+            outs[:] = [self._attend(task.name, task.window)]
 
         torch.set_num_threads(task.threads)
         sample = timed(self._place.transport, attend, task.repeats)
         torch.set_num_threads(1)
-        self._check(task.name, outs[0])
+        self._check(task.name, task.window, outs[0])
         return sample
 
     def close(self) -> None:
@@ -105,9 +107,10 @@ class AttentionRank:
         if self._prepared == (tokens, cached):
             return
         size, rank, shape = self._place.num_ranks, self._place.rank, self._shape
-        held = level_counts((0,) * size, cached)
+        before = spread(0, cached, (0,) * size)
+        held = before.held
         layout = balanced_layout(cached, tokens, held)
-        self._plan = PrefillPlan((SequencePlan(layout, held),))
+        self._plan = PrefillPlan((SequencePlan(layout, held, tail=before),))
         generator = torch.Generator().manual_seed(rank)
 
         def draw(count: int, heads: int) -> Tensor:
@@ -117,11 +120,12 @@ class AttentionRank:
         self._q = draw(num_new, shape.num_heads)
         self._k, self._v = (draw(num_new, shape.num_kv_heads) for _ in range(2))
         self._cached = [KvRun(*(draw(held[rank], shape.num_kv_heads) for _ in range(2)))]
-        self._prepared, self._expected = (tokens, cached), None
+        self._prepared, self._expected = (tokens, cached), {}
 
-    def _attend(self, name: str) -> Tensor:
+    def _attend(self, name: str, window: int) -> Tensor:
         """Return the attention output [T,H,D] of one contender."""
-        if name in RINGS:
+        own = RINGS | WINDOWED_RINGS
+        if name in own:
             return ring_prefill(
                 self._q,
                 self._k,
@@ -131,7 +135,8 @@ class AttentionRank:
                 self._place.transport,
                 self._backend,
                 self._shape.head_dim**-0.5,
-                RINGS[name],
+                own[name],
+                window,
             )
         # torch's layout is [1, heads, tokens, D].
         q, k, v = (rows.transpose(0, 1).unsqueeze(0) for rows in (self._q, self._k, self._v))
@@ -150,10 +155,8 @@ class AttentionRank:
         )[0]
         return out
 
-    def _check(self, name: str, out: Tensor) -> None:
-        if self._expected is None:
-            self._expected = out
-        difference = float((out - self._expected).abs().max())
+    def _check(self, name: str, window: int, out: Tensor) -> None:
+        difference = float((out - self._expected.setdefault(window, out)).abs().max())
         assert difference <= MAX_DIFFERENCE, f"{name} differs from the others by {difference:g}"
 
 
@@ -169,8 +172,9 @@ MAX_REPEATS = 50
 Measured = Mapping[tuple[str, int], Series]
 
 
-def num_measurements(ranks: Sequence[int], tokens: Sequence[int], num_rounds: int, cached: int) -> int:
-    return len(tokens) * (num_rounds + 1) * sum(len(_names(size, cached)) + (not cached) for size in ranks)
+def num_measurements(ranks: Sequence[int], tokens: Sequence[int], num_rounds: int, cached: int, window: int = 0) -> int:
+    each = sum(len(_names(size, cached, window)) + (not cached) for size in ranks)
+    return len(tokens) * (num_rounds + 1) * each
 
 
 def num_repeats(flops: float, ranks: int) -> int:
@@ -186,11 +190,12 @@ def measure_attention(
     cached: int = 0,
     transport: str = "auto",
     tell: Callable[[str], None] = lambda name: None,
+    window: int = 0,
 ) -> Report:
     """Measure all contenders in alternation for each number of new tokens, in `num_rounds` rounds after a warm-up.
 
-    With `cached` tokens only ringserve's rings are measured. Raises ConfigError for tokens that torch's ring cannot
-    cut, Unavailable if a rank fails.
+    With `cached` tokens only ringserve's rings are measured. With a `window` they are measured with and without. Raises
+    ConfigError for tokens that torch's ring cannot cut, Unavailable if a rank fails.
     """
     for count in tokens if not cached else ():
         for size in ranks:
@@ -205,7 +210,7 @@ def measure_attention(
         rings = {size: stack.enter_context(RingProcesses(size, made, transport)) for size in ranks}
         alone = None if cached else stack.enter_context(RingProcesses(1, made))
         for count in tokens:
-            contenders = _contenders(shape, rings, alone, count, cached)
+            contenders = _contenders(shape, rings, alone, count, cached, window)
             alternate(contenders, 1, tell)
             measured = alternate(contenders, num_rounds, tell)
             rows += [
@@ -217,22 +222,29 @@ def measure_attention(
         f"H{shape.num_heads}/K{shape.num_kv_heads}/D{shape.head_dim}, float32, one thread a rank, transport {transport}"
     )
     settings += f", {cached} cached tokens" if cached else ""
+    settings += f", window of {window}" if window else ""
     return Report(bench="attention", settings=settings, rows=tuple(rows), targets=tuple(targets))
 
 
-def _names(size: int, cached: int) -> list[str]:
-    return [GEMM, PASS_KV, PASS_Q, *(TORCH_RINGS if size > 1 and not cached else ())]
+def _names(size: int, cached: int, window: int) -> list[str]:
+    torch_rings = TORCH_RINGS if size > 1 and not cached else ()
+    return [GEMM, PASS_KV, PASS_Q, *(WINDOWED_RINGS if window else ()), *torch_rings]
 
 
 def _contenders(
-    shape: AttentionShape, rings: Mapping[int, RingProcesses], alone: RingProcesses | None, tokens: int, cached: int
+    shape: AttentionShape,
+    rings: Mapping[int, RingProcesses],
+    alone: RingProcesses | None,
+    tokens: int,
+    cached: int,
+    window: int,
 ) -> list[Contender]:
     flops = attention_flops(tokens, shape.num_heads, shape.head_dim, cached)
     contenders = []
     for size, ring in rings.items():
         repeats = num_repeats(flops, size)
-        for name in _names(size, cached):
-            task = AttentionTask(name, tokens, cached, repeats)
+        for name in _names(size, cached, window):
+            task = AttentionTask(name, tokens, cached, repeats, window=window if name in WINDOWED_RINGS else 0)
             contenders.append(Contender(name, size, partial(ring.measure, task)))
         if alone is not None:
             task = AttentionTask(SDPA, tokens, repeats=repeats, threads=size)

@@ -63,6 +63,12 @@ def add(commands: Subcommands) -> None:
         default=0,
         help="cached tokens before the new ones; measures ringserve's rings alone (default: 0)",
     )
+    attention.add_argument(
+        "--window",
+        type=int,
+        default=0,
+        help="sliding window in tokens with which ringserve's rings are measured beside those without (default: none)",
+    )
     for name, default, of_device in (("--heads", 8, 32), ("--kv-heads", 2, 8), ("--head-dim", 64, 128)):
         attention.add_argument(name, type=_count, help=f"(default: {default}; with --device {of_device})")
     attention.add_argument(
@@ -124,11 +130,19 @@ def run_attention(options: argparse.Namespace) -> int:
         return _run_kernels(options, shape)
     if options.cached < 0:
         raise ConfigError(f"--cached: {options.cached} is negative; allowed are 0 or more")
-    ranks, tokens, rounds, cached = options.ranks, options.tokens, options.rounds, options.cached
+    if options.window < 0:
+        raise ConfigError(f"--window: {options.window} is negative; allowed are 0 or more")
+    ranks, tokens, rounds, cached, window = (
+        options.ranks,
+        options.tokens,
+        options.rounds,
+        options.cached,
+        options.window,
+    )
     return _run(
         options,
-        num_measurements(ranks, tokens, rounds, cached),
-        lambda tell: measure_attention(shape, ranks, tokens, rounds, cached, _transport(options), tell),
+        num_measurements(ranks, tokens, rounds, cached, window),
+        lambda tell: measure_attention(shape, ranks, tokens, rounds, cached, _transport(options), tell, window),
     )
 
 

@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -118,7 +117,7 @@ def run(options: argparse.Namespace) -> int:
     differs = False
     for model in options.models:
         path = resolve_model_path(model)
-        info, stock = read_model_info(Path(path)), StockModel(path)
+        info, stock = read_model_info(path), StockModel(path)
         print(f"{info.name}: serving", flush=True)
         with served(model) as ask:
             found = converse(ask, stock.follow, info.vocab_size)

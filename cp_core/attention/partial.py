@@ -277,6 +277,9 @@ def attend_in_tensors(
 # Query rows that are attended together under a mask: of more, a window hides most of the keys between the first row's
 # and the last row's.
 BAND_ROWS = 256
+# Keys that all of those rows see are attended without a mask if they are more than this, else under one mask with the
+# others: a mask costs less than two more calls and a merge.
+MASKED_KEYS = 1024
 
 
 def attend_band(
@@ -296,22 +299,35 @@ def attend_band(
         end = min(begin + BAND_ROWS, q_thd.shape[0])
         q, low, high = q_thd[begin:end], first[begin:end], stop[begin:end]
         least, most = int(low[0]), int(high[-1])
-        if least >= most:
-            parts.append(empty_partial(q_thd[begin:end]))
-            continue
-        k, v = keys.k[least:most], keys.v[least:most]
-        if low[-1] == least and high[0] == most:
-            parts.append(backend.partial_attention(q, k, v, causal=False, scale=scale))
-            continue
-        at = np.arange(least, most)
-        hidden = torch.from_numpy((at < low[:, None]) | (at >= high[:, None])).to(q.device, non_blocking=True)
-        if attends_masked(backend):
-            parts.append(backend.attend_masked(q, k, v, hidden, scale=scale))
-        else:
-            parts.append(attend_in_tensors(q, k, v, hidden, scale, torch.float32))
+        borders = [least, most]
+        if high[0] - low[-1] > MASKED_KEYS:
+            borders[1:1] = [int(low[-1]), int(high[0])]
+        spans = [(start, end) for start, end in pairwise(borders) if start < end]
+        found = [_attend_span(backend, q, keys, span, low, high, scale) for span in spans]
+        parts.append(merge(found) if found else empty_partial(q))
     if len(parts) == 1:
         return parts[0]
     return Partial(torch.cat([part.out for part in parts]), torch.cat([part.lse for part in parts]))
+
+
+def _attend_span(
+    backend: AttentionBackend,
+    q: torch.Tensor,
+    keys: KvRun,
+    span: tuple[int, int],
+    first: npt.NDArray[np.int64],
+    stop: npt.NDArray[np.int64],
+    scale: float,
+) -> Partial:
+    """Return the part of q[T, H, D] over the keys of a span that lie in [first[t], stop[t])."""
+    k, v = keys.k[slice(*span)], keys.v[slice(*span)]
+    if first[-1] <= span[0] and span[1] <= stop[0]:
+        return backend.partial_attention(q, k, v, causal=False, scale=scale)
+    at = np.arange(*span)
+    hidden = torch.from_numpy((at < first[:, None]) | (at >= stop[:, None])).to(q.device, non_blocking=True)
+    if attends_masked(backend):
+        return backend.attend_masked(q, k, v, hidden, scale=scale)
+    return attend_in_tensors(q, k, v, hidden, scale, torch.float32)
 
 
 def attend_pair(

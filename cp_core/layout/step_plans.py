@@ -192,7 +192,7 @@ class PrefillPlan:
     """Sequences of a step, in the order in which every rank packs their tokens. Made once per step.
 
     `order` lists the ranks along a chain (empty: 0, 1, 2, ...). `num_segments` applies to head-parallel prefill.
-    `window` is that of the layers which the plan is for, 0 if they have none.
+    The plan is for all layers with this `window`; 0 means full attention.
     """
 
     sequences: tuple[SequencePlan, ...]

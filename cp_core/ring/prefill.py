@@ -14,7 +14,7 @@ import torch
 from ringserve.cp_core.attention.partial import AttentionBackend, KeyShard, merge_rows, newest_tokens
 from ringserve.cp_core.cost.model import CHAIN, GATHER_KV, PASS_KV, PASS_Q, PREFILL_ALGORITHMS, SP_NTP
 from ringserve.cp_core.errors import ConfigError
-from ringserve.cp_core.layout.step_plans import KvRun, PrefillPlan, split_new
+from ringserve.cp_core.layout.step_plans import KvRun, PrefillPlan, Shard, split_new
 from ringserve.cp_core.ring.chain import Chain
 from ringserve.cp_core.ring.gather_kv import gather_kv
 from ringserve.cp_core.ring.pass_kv import SequenceParts, pass_kv
@@ -104,6 +104,10 @@ class RingPrefill:
         for index, out_rows in enumerate(split_new(out, shards)):
             merge_rows([part for source in parts for part in source[index]], out_rows, sink_h)
         return out
+
+    def shards(self, layer: int) -> tuple[Shard, ...]:
+        """Return this rank's shards in a layer, one per sequence."""
+        return self._plans[self._windows[layer]].of_rank(self._transport.rank)
 
     def stored(self, index: int) -> KvRun:
         """Return KV of the tokens that this rank stores, after `attend`. The sequence's plan must have `stored`."""

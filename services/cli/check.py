@@ -38,8 +38,8 @@ class CheckOptions:
 class ModelCheck:
     """What a service would make of a model directory. Sizes in bytes; `remarks` are sentences.
 
-    `quantization` is the form in which the weights are stored, empty for plain ones. `windows` has the sliding window
-    of each layer in tokens, 0 for full attention; it is empty if no layer has one.
+    `quantization` is the form in which the weights are stored, empty for plain ones. `windows` lists each layer's
+    sliding window in tokens, 0 for full attention; it is empty if all layers have full attention.
     """
 
     name: str

@@ -125,7 +125,7 @@ def prefill_on_threads(
 ) -> PrefillResult:
     """Run one layer over the given ring, or else an in-process one of `size` ranks.
 
-    `order` is that of a chain, `num_segments` are those of sp_ntp. The layer has this window and sink[H].
+    A chain takes `order`, sp_ntp takes `num_segments`. The layer has this window and sink[H].
     """
     plan = PrefillPlan(tuple(sequence.plan for sequence in sequences), tuple(order), num_segments)
     transports = [PoisoningTransport(each) for each in transports or InProcessRing(size).transports]

@@ -139,9 +139,12 @@ class DecodePass:
         # For kernels that take runs: what each row's shard is read from, by window. Shards and tables are constant over
         # the layers with one window.
         self._pieces: dict[int, list[list[SlotRun | Tensor]]] = {}
+        # With drafts: how many tokens of its row's shard lie before each token's window, by window.
+        self._passed: dict[int, list[int]] = {}
         # For kernels that follow block tables: how many tokens of each row this rank stores.
         self._follows_tables = takes_pages(backend, cache.block_tokens)
         self._stored_tokens: tuple[int, ...] = ()
+        self._windows_by_runs = {window for window in model.windows if window or not self._follows_tables}
         # Rows behind those of the batch, in a step that is to be recorded whole; None in any other.
         self._num_padding: int | None = None
         self._is_asynchronous = cache.device.type == "cuda" if is_asynchronous is None else is_asynchronous
@@ -254,6 +257,8 @@ class DecodePass:
             self._stored_tokens = (*(held[self._transport.rank] for held in self._plan.held), *[0] * padding)
         self._batch.forget(max(self._windows, default=0))
         self._pieces = {window: self._pieces_in(window) for window in self._windows_by_runs}
+        if len(tokens) > len(self._batch):
+            self._passed = {window: self._passed_in(window) for window in self._windows_by_runs}
         places = {row: place for place, row in enumerate(computed)}
         stored, slots = [places[number] for number in appended.tokens], appended.slots
         if self._num_padding is not None:
@@ -310,17 +315,21 @@ class DecodePass:
         plan = self._plan if self._num_padding is None else None
         return sharded_decode(q, shards, self._transport, self._backend, scale, plan, sink_h)
 
-    @property
-    def _windows_by_runs(self) -> set[int]:
-        """Windows of the layers whose shards are runs. Kernels that follow tables see whole shards."""
-        return {window for window in self._windows if window or not self._follows_tables}
-
     def _pieces_in(self, window: int) -> list[list[SlotRun | Tensor]]:
         """Return what each row's shard is read from: what the row's newest token sees, and its drafts."""
         rows = self._batch.rows
         if not window:
             return [self._cache.pieces(row.runs) for row in rows]
         return [self._cache.pieces(newest_slots(row.runs, row.seen_from(row.position, window))) for row in rows]
+
+    def _passed_in(self, window: int) -> list[int]:
+        """Return how many tokens of this rank each token of the step sees no more that its row's newest token sees."""
+        if not window:
+            return []
+        return [
+            token.row.seen_from(token.row.position, window) - token.row.seen_from(token.position, window)
+            for token in self._tokens
+        ]
 
     def _shards(self, layer: int) -> Shards:
         window = self._windows[layer]
@@ -334,12 +343,7 @@ class DecodePass:
         return DraftedShards(
             [runs for runs, row in zip(shards, self._batch.rows, strict=True) for _ in range(1 + len(row.drafts))],
             [token.num_behind if token.row.owner == rank else 0 for token in self._tokens],
-            [
-                token.row.seen_from(token.row.position, window) - token.row.seen_from(token.position, window)
-                for token in self._tokens
-            ]
-            if window
-            else (),
+            self._passed[window],
         )
 
     def _hidden_states(self, computed: Sequence[int]) -> Tensor:

@@ -100,10 +100,10 @@ UNSERVED_ATTENTION = ("softcap", "position_bias")
 
 def _check_layer(module: Any, window: int | None, sinks: Tensor | None) -> None:
     """Raise ModelRefused if a layer asks for another window or other sinks than the steps serve it with."""
-    served, max_positions = module.ring_window
+    served, max_positions, has_sinks = module.ring_attention
     if served != (window if window and window < max_positions else 0):
         raise ModelRefused(f"layer {module.layer_idx} has a window of {window} tokens, and config.json says {served}")
-    if sinks is not getattr(module, "sinks", None):
+    if (sinks is not None) != has_sinks:
         raise ModelRefused(f"layer {module.layer_idx} has attention sinks of an unknown kind")
 
 
@@ -382,7 +382,7 @@ def _loaded(
         raise ModelRefused(f"a {info.model_type!r} model with attention sinks cannot be served")
     windows = info.windows or (0,) * info.num_layers
     for layer, window in zip(layers, windows, strict=True):
-        layer.ring_window = window, info.max_positions
+        layer.ring_attention = window, info.max_positions, info.has_sinks
     return LoadedModel(
         model,
         body,

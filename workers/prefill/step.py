@@ -61,10 +61,13 @@ class ScoredRows:
 class LocalShare:
     """This rank's share of one sequence: rows [begin, end) of the packed step, and the slots of old and new KV.
 
+    The sequence's first new token is at position `start`.
+
     `stored` has the ranges of those rows whose KV this rank stores. `slots` is an index of `written` if it has many
     runs. With `is_relayed` the rank stores other tokens, which arrive along a chain.
     """
 
+    start: int
     begin: int
     end: int
     stored: tuple[TokenRange, ...]
@@ -133,11 +136,10 @@ class PrefillPass:
         windows: Sequence[int] = (),
         sinks: Sequence[Tensor | None] = (),
     ) -> None:
-        """Lay out the step. A rank that samples has `grammars`. `windows` and `sinks` are those of each layer."""
+        """Lay out the step. A rank that samples has `grammars`. Each layer has its window and its sinks."""
         self._transport = transport
         self._grammars = grammars
         self._columns = columns
-        self._windows = windows or (0,) * num_layers
         self._cache = cache
         self._backend = backend
         self._layer_ready = layer_ready
@@ -158,7 +160,6 @@ class PrefillPass:
             windows,
             sinks,
         )
-        self._plan = plan
         self._shares = self._place(step.sequences)
         self.token_ids, self.positions = self._tokens(step.sequences)
         self.last_rows = self._last_rows(step.sequences)
@@ -181,17 +182,9 @@ class PrefillPass:
             if not share.is_relayed:
                 self._store(layer, share, _rows(k, share.stored), _rows(v, share.stored))
         if self._columns is not None:
-            window, rank = self._windows[layer], self._transport.rank
             new = [
-                NewRows(
-                    TokenRange(share.begin, share.end),
-                    share.stored,
-                    runs,
-                    sequence.layout.start,
-                    window,
-                    sequence.shard(rank, window).tail,
-                )
-                for share, runs, sequence in zip(self._shares, self._cached(layer), self._plan.sequences, strict=True)
+                NewRows(TokenRange(share.begin, share.end), share.stored, runs, share.start, shard.window, shard.tail)
+                for share, runs, shard in zip(self._shares, self._cached(layer), self._ring.shards(layer), strict=True)
             ]
             return helix_prefill(q, k, v, new, self._columns, self._transport, self._backend, scale)
         out = self._ring.attend(layer, q, k, v, self._cached, scale)
@@ -236,6 +229,7 @@ class PrefillPass:
             written = self._cache.runs(sequence.blocks, new, first=held)
             shares.append(
                 LocalShare(
+                    sequence.layout.start,
                     begin,
                     end,
                     stored,

@@ -117,9 +117,9 @@ class ModelInfo:
     """Shape of a model for the planner and the KV pool. Sizes in elements, or in bytes if the name says so.
 
     `dtype` and `element_bytes` are those of weights and activations. Attention and KV are in `kv_dtype`.
-    `tied_parameters` are those of an output head that is the embedding, too. `windows` has the sliding window of each
-    layer in tokens, 0 for full attention; it is empty if no layer has one. `tail_tokens` is the widest: steps tell the
-    places of so many newest tokens. `has_sinks`: layers have attention sinks.
+    `tied_parameters` counts the output head if it is the embedding, too. `windows` lists each layer's sliding window in
+    tokens, 0 for full attention; it is empty if all layers have full attention. The widest is `tail_tokens`: steps tell
+    where so many newest tokens lie. `has_sinks` tells whether layers have attention sinks.
     """
 
     name: str

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ringserve.cp_core.attention import partial
 from ringserve.cp_core.attention.reference import ReferenceAttention
 from ringserve.cp_core.cost.model import CHAIN, PREFILL_ALGORITHMS
 from ringserve.cp_core.errors import ConfigError, InvalidRequest
@@ -198,6 +200,17 @@ def test_any_step_in_a_layer_with_a_window_and_sinks_matches_the_oracle(
 @pytest.mark.parametrize("window", [1, 100, 129, 300, 700])
 def test_windows_about_as_long_as_what_is_attended_together(window: int) -> None:
     check([placed(600, [position % 2 for position in range(200)], [0, 1])], 2, window=window, sink=SINK)
+
+
+@given(steps(), st.integers(2, 50))
+@settings(max_examples=60, deadline=None)
+def test_keys_that_all_rows_of_a_window_see_are_attended_without_a_mask(
+    step: tuple[int, list[PlacedSequence]], window: int
+) -> None:
+    """Few rows together and few keys, as many rows and a long window make in a long prompt."""
+    size, sequences = step
+    with patch.multiple(partial, BAND_ROWS=4, MASKED_KEYS=2):
+        check(sequences, size, window=window)
 
 
 def test_sinks_of_a_layer_without_a_window() -> None:
