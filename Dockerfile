@@ -17,14 +17,19 @@ ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
     VIRTUAL_ENV=/venv \
     PATH=/venv/bin:$PATH
 
-# torch is installed first and by its exact version; see docs/decisions/0002.
-FROM base AS build-cpu
+# torch is installed first and by its exact version; see docs/decisions/0002. g++ compiles the kernels of CPUs.
+FROM base AS compiler
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*
+
+FROM compiler AS build-cpu
 RUN python -m venv /venv
 WORKDIR /src
 COPY constraints.txt ./
 RUN --mount=type=cache,target=/root/.cache/pip pip install "$(grep '^torch==' constraints.txt)" -c constraints.txt --extra-index-url "$TORCH_CPU_INDEX"
 
-FROM base AS build-cuda
+FROM compiler AS build-cuda
 RUN python -m venv /venv
 WORKDIR /src
 COPY constraints.txt ./
@@ -32,7 +37,7 @@ RUN --mount=type=cache,target=/root/.cache/pip pip install "$(grep '^torch==' co
 
 # ray[default] has the agent for KubeRay's probes, which plain ray lacks.
 FROM build-cpu AS install-cpu
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY cp_core cp_core
 COPY workers workers
 COPY orchestration orchestration
@@ -41,7 +46,7 @@ COPY proto proto
 RUN --mount=type=cache,target=/root/.cache/pip pip install ./proto ".[otel]" "ray[default]" -c constraints.txt && pip check
 
 FROM build-cuda AS install-cuda
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY cp_core cp_core
 COPY workers workers
 COPY orchestration orchestration

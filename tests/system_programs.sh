@@ -15,6 +15,7 @@ need() { # PACKAGE PROGRAM...: any of the programs will do
 }
 
 "${PYTHON:-python3}" -c 'import ensurepip, venv' 2>/dev/null || missing="$missing python3-venv"
+need g++ c++ g++ clang++                               # kernels of CPUs
 need chromium chromium chromium-browser google-chrome # the page in a browser
 need curl curl                                        # examples
 need iproute2 ip                                      # shaped and cut links

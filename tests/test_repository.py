@@ -34,11 +34,11 @@ TORCH_FREE = (
 
 
 def sources(*suffixes: str) -> Iterator[Path]:
-    """Yield hand-written files of the repository, without hidden folders, generated stubs and a worktree's `.git`."""
+    """Yield hand-written files, without hidden folders, generated stubs, compiled kernels and a worktree's `.git`."""
     for folder, names, files in os.walk(ROOT):
         names[:] = sorted(name for name in names if name not in ("build", "dist", "__pycache__") and name[0] != ".")
         for name in sorted(files):
-            if name.endswith(suffixes) and "_pb2" not in name and name != ".git":
+            if name.endswith(suffixes) and "_pb2" not in name and name != ".git" and not name.endswith(".so"):
                 yield Path(folder, name)
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 EXAMPLE = """example:
   python -m bench attention --tokens 4096,16384
   python -m bench attention --device cuda
+  python -m bench attention --device cpu --heads 9 --kv-heads 3
   python -m bench prefill --model DIR --rounds 3
   python -m bench prefill --rings-only --ranks 1,2 --tokens 4096,16384 --plot prefill.png
   python -m bench prefill --rings-only --ranks 2,4 --tp 2,4 --tokens 4096
@@ -70,11 +71,12 @@ def add(commands: Subcommands) -> None:
         help="sliding window in tokens with which ringserve's rings are measured beside those without (default: none)",
     )
     for name, default, of_device in (("--heads", 8, 32), ("--kv-heads", 2, 8), ("--head-dim", 64, 128)):
-        attention.add_argument(name, type=_count, help=f"(default: {default}; with --device {of_device})")
+        attention.add_argument(name, type=_count, help=f"(default: {default}; with --device cuda {of_device})")
     attention.add_argument(
         "--device",
-        choices=["cuda"],
-        help="measure the kernels of this device in one process instead of rings: prefill, decode, merge, sampling",
+        choices=["cuda", "cpu"],
+        help="measure the kernels of this device in one process instead of rings: prefill, decode, linear layers on "
+        "CPUs, merge, sampling; bf16 on a GPU and fp32 on a CPU",
     )
     attention.set_defaults(run=run_attention)
 
@@ -120,7 +122,7 @@ def add(commands: Subcommands) -> None:
 def run_attention(options: argparse.Namespace) -> int:
     from bench.rings.attention import AttentionShape, measure_attention, num_measurements
 
-    defaults = (8, 2, 64) if options.device is None else (32, 8, 128)
+    defaults = (8, 2, 64) if options.device != "cuda" else (32, 8, 128)
     given = (options.heads, options.kv_heads, options.head_dim)
     heads, kv_heads, head_dim = (value or default for value, default in zip(given, defaults, strict=True))
     if heads % kv_heads:
@@ -149,11 +151,14 @@ def run_attention(options: argparse.Namespace) -> int:
 def _run_kernels(options: argparse.Namespace, shape: AttentionShape) -> int:
     import torch
 
-    from bench.rings.kernels import GPU_SIZES, NUM_KINDS, measure_kernels
+    from bench.rings.kernels import CPU_SIZES, GPU_SIZES, NUM_KINDS, measure_kernels
 
     _refuse(options, ("transport", "plot"), "not with --device, which measures no rings")
+    is_gpu = options.device == "cuda"
+    device = torch.device("cuda", 0) if is_gpu else torch.device("cpu")
+    dtype, sizes = (torch.bfloat16, GPU_SIZES) if is_gpu else (torch.float32, CPU_SIZES)
     with progress_bar(NUM_KINDS) as tell:
-        rows = measure_kernels(shape, torch.device(options.device, 0), torch.bfloat16, GPU_SIZES, options.rounds, tell)
+        rows = measure_kernels(shape, device, dtype, sizes, options.rounds, tell)
     if options.json:
         print(json.dumps([row.as_dict() for row in rows], indent=2))
     else:

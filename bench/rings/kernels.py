@@ -1,7 +1,8 @@
 """`python -m bench attention --device`: the kernels of one device, each beside the others that serve it there.
 
-Prefill attention, decode attention over scattered blocks, merge of parts and sampling, with the shapes of a layer and
-a vocabulary. Shapes: T query tokens, S stored tokens, B sequences, H query heads, K KV heads, D head dimension.
+Prefill attention, decode attention over scattered blocks, linear layers on CPUs, merge of parts and sampling, with the
+shapes of a layer and a vocabulary. Shapes: T query tokens, S stored tokens, B sequences, H query heads, K KV heads, D
+head dimension.
 """
 
 from __future__ import annotations
@@ -17,33 +18,42 @@ import torch
 
 from bench.report import Figure, Row
 from bench.rings.attention import AttentionShape
+from ringserve.cp_core.attention import native
 from ringserve.cp_core.attention.backends import BACKENDS, select_backend
 from ringserve.cp_core.attention.flash_attn import FlashAttention
-from ringserve.cp_core.attention.paged import PagedShards, attend_pages, takes_pages
-from ringserve.cp_core.attention.partial import AttentionBackend, Partial, merge
+from ringserve.cp_core.attention.partial import AttentionBackend, PagedShards, Partial, attend_pages, merge, takes_pages
 from ringserve.cp_core.errors import ConfigError
 from ringserve.cp_core.layout.step_plans import RowIndices
 from ringserve.services.offline.terminal import Tell
+from ringserve.workers.model.layers import PACKED_ROWS, with_least_rows
 from ringserve.workers.sampling.parameters import SamplingParameters
 from ringserve.workers.sampling.sampler import RowSampler, sample_rows
 
 PAGE_TOKENS = 16
-# Copy, prefill, decode, merge and sampling.
-NUM_KINDS = 5
+# Copy, prefill, decode, linear layers, merge and sampling.
+NUM_KINDS = 6
 # Calls of one measurement, so that a start of the clock does not weigh in it.
 CALLS = 5
 COPIED_BYTES = 1 << 30
+# Rows up to which a product is bound by the bytes of its weights.
+FEW_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Cases of a run: (T, S, is causal) of prefill, (B, S) of decode, (rows, parts) of merges, vocabulary."""
+    """Cases of a run: (T, S, is causal) of prefill, (B, S) of decode, (rows, parts) of merges, vocabulary.
+
+    `linear` has the rows that are multiplied by weights of `linear_bytes` in matrices of `linear_features` in and out.
+    """
 
     prefill: tuple[tuple[int, int, bool], ...]
     decode: tuple[tuple[int, int], ...]
     merges: tuple[tuple[int, int], ...]
     vocabulary: int
     copied_bytes: int = COPIED_BYTES
+    linear: tuple[int, ...] = ()
+    linear_features: tuple[int, int] = (576, 1536)
+    linear_bytes: int = 256 << 20
 
 
 GPU_SIZES = Sizes(
@@ -57,6 +67,13 @@ GPU_SIZES = Sizes(
     decode=((1, 512), (1, 8192), (1, 131072), (8, 32768), (32, 8192)),
     merges=((8192, 2), (8192, 8), (16, 4)),
     vocabulary=128_256,
+)
+CPU_SIZES = Sizes(
+    prefill=((512, 512, True), (2048, 2048, True), (3072, 6144, False), (64, 6144, False)),
+    decode=((1, 512), (1, 6000), (8, 512)),
+    merges=((2048, 2), (16, 4)),
+    vocabulary=49_152,
+    linear=(1, 4, 8, 64, 512),
 )
 
 
@@ -82,7 +99,7 @@ def measure_kernels(
     bench = KernelBench(shape, device, dtype, backends, num_rounds)
     figures: list[Row] = []
     with torch.inference_mode():
-        for measure in (bench.copy, bench.prefill, bench.decode, bench.merge, bench.sampling):
+        for measure in (bench.copy, bench.prefill, bench.decode, bench.linear, bench.merge, bench.sampling):
             figures += measure(sizes)
             tell(measure.__name__)
     return figures
@@ -137,6 +154,37 @@ class KernelBench:
                     yield kernel_row(
                         "decode", f"{batch} x {stored:,}", backend.name, seconds, *_bytes_rate(num_bytes, seconds)
                     )
+
+    def linear(self, sizes: Sizes) -> Iterator[Row]:
+        """Measure linear layers of fp32 on a CPU: this package's kernel, oneDNN's with packed weights, and torch's.
+
+        Matrices are multiplied in turn, so that none stays in a cache.
+        """
+        num_in, num_out = sizes.linear_features
+        weights = [torch.randn(num_out, num_in) for _ in range(-(-sizes.linear_bytes // (4 * num_in * num_out)))]
+        forms: dict[str, tuple[list[torch.Tensor], Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
+            "torch": (weights, torch.nn.functional.linear),
+            "onednn": (
+                [torch.ops.mkldnn._reorder_linear_weight(each, PACKED_ROWS) for each in weights],
+                lambda rows, packed: torch.ops.mkldnn._linear_pointwise(
+                    with_least_rows(rows, packed), packed, None, "none", [], ""
+                ),
+            ),
+        }
+        if native.library() is not None:
+            forms["native"] = (
+                [native.pack_weight(each) for each in weights],
+                lambda rows, packed: native.multiply(rows, packed, num_out),
+            )
+        num_bytes = 4 * num_in * num_out * len(weights)
+        for count in sizes.linear:
+            rows = torch.randn(count, num_in)
+            for name, (packed, compute) in forms.items():
+                seconds = self._seconds(partial(_each, compute, rows, packed))
+                rate = 2.0 * count * num_in * num_out * len(weights) / seconds / 1e12, "TFLOP/s"
+                if count <= FEW_ROWS:
+                    rate = _bytes_rate(num_bytes, seconds)
+                yield kernel_row("linear", f"{count} rows of {num_in} -> {num_out}", name, seconds, *rate)
 
     def merge(self, sizes: Sizes) -> Iterator[Row]:
         heads, head_dim = self._shape.num_heads, self._shape.head_dim
@@ -205,6 +253,13 @@ class KernelBench:
 class _Row:
     sampler: RowSampler
     next_position: int
+
+
+def _each(
+    compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], rows: torch.Tensor, weights: list[torch.Tensor]
+) -> None:
+    for weight in weights:
+        compute(rows, weight)
 
 
 def _bytes_rate(num_bytes: int, seconds: float) -> tuple[float, str]:

@@ -6,6 +6,7 @@ import torch
 
 from ringserve.cp_core.attention.flash_attn import FlashAttention
 from ringserve.cp_core.attention.flash_attn_3 import FlashAttention3
+from ringserve.cp_core.attention.native import NativeCpu
 from ringserve.cp_core.attention.partial import AttentionBackend
 from ringserve.cp_core.attention.reference import ReferenceAttention
 from ringserve.cp_core.attention.torch_cpu import TorchCpuFlash
@@ -14,7 +15,8 @@ from ringserve.cp_core.attention.triton_decode import TritonDecode
 from ringserve.cp_core.errors import ConfigError
 
 Backend = (
-    type[TorchCpuFlash]
+    type[NativeCpu]
+    | type[TorchCpuFlash]
     | type[FlashAttention3]
     | type[TritonDecode]
     | type[TorchCudaFlash]
@@ -23,6 +25,7 @@ Backend = (
 )
 
 BACKENDS: tuple[Backend, ...] = (
+    NativeCpu,
     TorchCpuFlash,
     FlashAttention3,
     TritonDecode,
@@ -38,7 +41,7 @@ def select_backend(name: str, device: torch.device | str, dtype: torch.dtype) ->
     Raises ConfigError if the name is unknown, or if the backend does not support this device and dtype or is not
     installed. "auto" never chooses the slow reference kernel: it raises ConfigError if no other backend fits.
 
-    Example: `select_backend("auto", "cpu", torch.float32)` is torch's flash kernel for CPUs.
+    Example: `select_backend("auto", "cpu", torch.float32)` is `native_cpu` if it is compiled.
     """
     device = torch.device(device)
     if name == "auto":

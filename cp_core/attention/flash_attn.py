@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ringserve.cp_core.attention.paged import PagedShards, cumulative
-from ringserve.cp_core.attention.partial import Partial, empty_partial
+from ringserve.cp_core.attention.partial import PagedShards, Partial, cumulative, empty_partial
 from ringserve.cp_core.attention.torch_cuda import PAGE_MULTIPLE, check_head_dim
 from ringserve.cp_core.errors import ConfigError
 

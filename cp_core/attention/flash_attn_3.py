@@ -15,8 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ringserve.cp_core.attention.paged import PagedShards, cumulative
-from ringserve.cp_core.attention.partial import Partial, empty_partial
+from ringserve.cp_core.attention.partial import PagedShards, Partial, cumulative, empty_partial
 from ringserve.cp_core.attention.torch_cuda import check_head_dim, fills_gpu
 from ringserve.cp_core.attention.triton_decode import TritonDecode
 from ringserve.cp_core.errors import ConfigError

@@ -1,7 +1,8 @@
-"""Partial attention: kernel contract, exact merge, and one rank's queries over another rank's keys.
+"""Partial attention: contract of kernels, exact merge, and one rank's queries over another rank's keys or pages.
 
 Shapes: M parts, T query tokens, S stored tokens, H query heads, K key/value heads (H is a multiple of K), D head
-dimension. Parts merge in fp32, in their order (arXiv 2411.01783, 3.3 and appendix B):
+dimension; of paged attention B sequences with one query each, P pages of a cache, G tokens a page, M pages of the
+longest table. Parts merge in fp32, in their order (arXiv 2411.01783, 3.3 and appendix B):
 
     out = sum_i exp(lse_i) out_i / sum_i exp(lse_i)         lse = log sum_i exp(lse_i)
 
@@ -16,15 +17,15 @@ import importlib
 import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from itertools import pairwise
+from functools import cache, lru_cache
+from itertools import accumulate, pairwise
 from typing import ClassVar, Protocol, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ringserve.cp_core.layout.step_plans import Band, KvRun, Rows, Shard, bands, seen_keys
+from ringserve.cp_core.layout.step_plans import Band, KvRun, RowIndices, Rows, Shard, bands, seen_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,31 @@ class MaskedAttention(AttentionBackend, Protocol):
         The LSE of a query that sees no key is -inf.
         """
         ...
+
+
+class BandAttention(AttentionBackend, Protocol):
+    """Backend that attends queries over a range of keys each, in one call."""
+
+    def attend_between(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        first: torch.Tensor,
+        stop: torch.Tensor,
+        *,
+        scale: float,
+    ) -> Partial:
+        """Attend q[T, H, D] over k[S, K, D] and v[S, K, D]: query t sees keys [first[t], stop[t]).
+
+        Both bounds are int64 and ascend. The LSE of a query that sees no key is -inf.
+        """
+        ...
+
+
+def attends_between(backend: AttentionBackend) -> TypeGuard[BandAttention]:
+    """Return whether the backend attends a range of keys for each query."""
+    return hasattr(backend, "attend_between")
 
 
 def attends_masked(backend: AttentionBackend) -> TypeGuard[MaskedAttention]:
@@ -294,6 +320,9 @@ def attend_band(
 
     Only keys that some of BAND_ROWS queries see are read. The LSE of a query that sees none is -inf.
     """
+    if attends_between(backend) and q_thd.shape[0]:
+        bounds = (torch.from_numpy(np.ascontiguousarray(each, dtype=np.int64)) for each in (first, stop))
+        return backend.attend_between(q_thd, keys.k, keys.v, *bounds, scale=scale)
     parts = []
     for begin in range(0, q_thd.shape[0], BAND_ROWS):
         end = min(begin + BAND_ROWS, q_thd.shape[0])
@@ -452,3 +481,84 @@ def _by_rows(parts: Sequence[RowPartial]) -> Iterator[tuple[Rows, list[Partial]]
         ]
         if covering:
             yield Rows(start, stop), covering
+
+
+@dataclass(frozen=True, slots=True)
+class PagedShards:
+    """One rank's shards of a batch: pages k[P, G, K, D] and v[P, G, K, D] of one layer, in any order.
+
+    table[B, M] (int32, on the same device) lists each sequence's pages in stored order. Entries after the last page are
+    never read, but must be valid page numbers. `stored` has each sequence's token count on this rank, possibly 0.
+    `lengths` has the same counts as int32[B] on the device, for kernels that read them there.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    table: torch.Tensor
+    stored: tuple[int, ...]
+    lengths: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+    def of(self, rows: Sequence[int], indices: RowIndices) -> PagedShards:
+        """Return the shards of some sequences. Rows must ascend. All rows need no copy."""
+        if len(rows) == len(self):
+            return self
+        index = indices.of(rows, self.table.device)
+        stored = tuple(self.stored[row] for row in rows)
+        return PagedShards(self.k, self.v, self.table[index], stored, self.lengths[index])
+
+
+class PagedBackend(AttentionBackend, Protocol):
+    """Kernel that takes block tables. Its pages hold a multiple of `page_multiple` tokens.
+
+    A kernel with `skips_empty` reads the lengths on the device and returns (0, -inf) for empty shards.
+    """
+
+    page_multiple: ClassVar[int]
+    skips_empty: ClassVar[bool]
+
+    def paged_attention(self, q: torch.Tensor, shards: PagedShards, *, scale: float) -> Partial:
+        """Attend q[B, H, D], one query per sequence, over the sequence's shard.
+
+        B is 1 or more, and so is every `stored` unless the backend has `skips_empty`. If a row's LSE is NaN, so is its
+        out.
+        """
+        ...
+
+
+def takes_pages(backend: AttentionBackend, page_tokens: int) -> TypeGuard[PagedBackend]:
+    """Return whether the backend follows block tables over pages of `page_tokens` tokens."""
+    multiple = getattr(backend, "page_multiple", 0)
+    return bool(multiple) and page_tokens % multiple == 0
+
+
+def attend_pages(
+    backend: PagedBackend, q_bhd: torch.Tensor, shards: PagedShards, scale: float, indices: RowIndices
+) -> Partial:
+    """Return the part of q[B, H, D] over the shards. The LSE of an empty shard is -inf.
+
+    A backend with `skips_empty` finds empty shards on the device, so one CUDA graph serves all lengths.
+    """
+    if backend.skips_empty and len(shards):
+        return backend.paged_attention(q_bhd, shards, scale=scale)
+    filled = [row for row, stored in enumerate(shards.stored) if stored]
+    if not filled:
+        return empty_partial(q_bhd)
+    if len(filled) == len(shards):
+        return backend.paged_attention(q_bhd, shards, scale=scale)
+    part, index = empty_partial(q_bhd), indices.of(filled, q_bhd.device)
+    some = backend.paged_attention(q_bhd[index], shards.of(filled, indices), scale=scale)
+    part.out[index], part.lse[index] = some.out, some.lse
+    return part
+
+
+@lru_cache(maxsize=64)
+def cumulative(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return the cumulative lengths int32[B + 1] that varlen kernels take: (2, 3) gives 0, 2, 5.
+
+    All layers of a step ask for the same lengths. Only the first layer uploads them, without waiting for the device.
+    """
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, pin_memory=device.type == "cuda")
+    return ends.to(device, non_blocking=True)

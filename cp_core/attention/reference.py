@@ -10,8 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from ringserve.cp_core.attention.paged import PagedShards
-from ringserve.cp_core.attention.partial import Partial, attend_in_tensors, empty_partial
+from ringserve.cp_core.attention.partial import PagedShards, Partial, attend_in_tensors, empty_partial
 
 
 class ReferenceAttention:

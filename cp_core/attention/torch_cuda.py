@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ringserve.cp_core.attention.paged import PagedShards, cumulative
-from ringserve.cp_core.attention.partial import Partial, empty_partial
+from ringserve.cp_core.attention.partial import PagedShards, Partial, cumulative, empty_partial
 
 # The kernel is compiled for head dimensions up to this one, in steps of 8.
 MAX_HEAD_DIM = 256

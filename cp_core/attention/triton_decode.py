@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ringserve.cp_core.attention.paged import PagedShards
-from ringserve.cp_core.attention.partial import Partial
+from ringserve.cp_core.attention.partial import PagedShards, Partial
 from ringserve.cp_core.attention.torch_cuda import TorchCudaFlash, check_head_dim, fills_gpu
 
 

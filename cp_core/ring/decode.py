@@ -19,13 +19,14 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from ringserve.cp_core.attention.paged import PagedShards, attend_pages, takes_pages
 from ringserve.cp_core.attention.partial import (
     Accumulator,
     AttentionBackend,
+    PagedShards,
     Partial,
     PartialBuffer,
     attend_band,
+    attend_pages,
     attends_newest,
     attends_rows,
     empty_partial,
@@ -35,6 +36,7 @@ from ringserve.cp_core.attention.partial import (
     merge,
     merge_in_kernel,
     sink_part,
+    takes_pages,
 )
 from ringserve.cp_core.layout.step_plans import DecodePlan, KvRun, PassQRoute, RowIndices, Visit
 from ringserve.cp_core.transport.interface import RingTransport

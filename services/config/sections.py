@@ -106,7 +106,14 @@ class ModelConfig:
         examples=[0.25],
     )
     attention_backend: Literal[
-        "auto", "torch_cpu_flash", "flash_attn_3", "triton_decode", "torch_cuda_flash", "flash_attn", "reference"
+        "auto",
+        "native_cpu",
+        "torch_cpu_flash",
+        "flash_attn_3",
+        "triton_decode",
+        "torch_cuda_flash",
+        "flash_attn",
+        "reference",
     ] = Field(
         default="auto", description="Attention kernels; auto takes the fastest for the device.", examples=["flash_attn"]
     )

@@ -61,6 +61,7 @@ def test_the_image_for_gpus_has_their_kernels_nixl_and_a_compiler_and_the_other_
     assert "nixl" not in cpu
     assert any("g++" in line for line in stage("cuda"))
     assert not any("g++" in line for line in stage("cpu"))
+    assert any("g++" in line for line in stage("compiler")), "kernels of CPUs are compiled where ringserve is installed"
     pins = (ROOT / "constraints.txt").read_text()
     versions = {pin.partition("==")[2] for pin in pins.splitlines() if pin.startswith("nixl-cu")}
     assert len(versions) == 1, "both versions of CUDA have the same NIXL"
@@ -73,7 +74,7 @@ def test_an_image_is_built_from_a_mirror_too() -> None:
     outside = [line for line in LINES if "https://" in line and not line.startswith(("#", "ARG ", "LABEL "))]
     assert not outside
     for device in ("cpu", "cuda"):
-        assert f"FROM base AS build-{device}" in stage(f"build-{device}")
+        assert f"FROM compiler AS build-{device}" in stage(f"build-{device}")
 
 
 def test_what_is_copied_is_let_into_the_build() -> None:

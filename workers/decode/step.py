@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringserve.cp_core.attention.paged import PagedShards, takes_pages
-from ringserve.cp_core.attention.partial import AttentionBackend
+from ringserve.cp_core.attention.partial import AttentionBackend, PagedShards, takes_pages
 from ringserve.cp_core.cost.decode import HELIX
 from ringserve.cp_core.cost.model import PASS_Q
 from ringserve.cp_core.layout.step_plans import DecodePlan, PassQRoute

@@ -15,18 +15,21 @@ import torch
 from torch import Tensor
 from torch.nn import Linear, Module, Parameter, SiLU
 
+from ringserve.cp_core.attention import native
 from ringserve.workers.model.hugging_face import SiLUActivation
 from ringserve.workers.model.info import multiplies_bfloat16
 
 
 class PackedLinear(Linear):
-    """CPU linear layer whose weight is stored in the order in which oneDNN's kernels read it.
+    """CPU linear layer whose weight is stored in the order in which kernels read it.
 
-    A plain weight is reordered in every call, which costs relatively more for few rows: one row takes 1.2 times as long
-    in fp32 and 1.4 times in bf16, and 8 rows twice as long.
+    fp32 weights are read by this package's kernels if they are compiled here (`is_native`), all others by oneDNN's.
+    oneDNN would reorder a plain weight in every call, which costs relatively more for few rows: one row takes 1.2 times
+    as long in fp32 and 1.4 times in bf16, and 8 rows twice as long.
     """
 
     packed: Tensor
+    is_native: bool
 
     @staticmethod
     def pack(linear: Linear) -> None:
@@ -35,10 +38,17 @@ class PackedLinear(Linear):
         num_rows = PACKED_ROWS if weight.dtype == torch.float32 else None
         del linear.weight
         linear.__class__ = PackedLinear
-        linear.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), num_rows)
+        assert isinstance(linear, PackedLinear)
+        linear.is_native = weight.dtype == torch.float32 and native.library() is not None
+        if linear.is_native:
+            linear.packed = native.pack_weight(weight)
+        else:
+            linear.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), num_rows)
 
     def forward(self, input: Tensor) -> Tensor:
         """Map input[..., in_features] -> [..., out_features]."""
+        if self.is_native:
+            return native.multiply(input, self.packed, self.out_features, self.bias)
         rows = with_least_rows(input, self.packed)
         out = torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")
         assert isinstance(out, Tensor)
@@ -46,10 +56,10 @@ class PackedLinear(Linear):
 
 
 def with_least_rows(input: Tensor, packed: Tensor) -> Tensor:
-    """Return input[..., T, C], padded with rows of zeros if more rows take less time.
+    """Return input[..., T, C], padded with rows of zeros if oneDNN multiplies more rows in less time.
 
-    With AVX-512 oneDNN multiplies four rows by an fp32 weight in 0.7 to 0.9 of the time for one, two or three rows.
-    With AVX2 they take 1.2 to 1.3 times as long.
+    With AVX-512 it multiplies four rows by an fp32 weight in 0.7 to 0.9 of the time for one, two or three rows. With
+    AVX2 they take 1.2 to 1.3 times as long.
     """
     missing = LEAST_ROWS - input.shape[-2]
     if missing <= 0 or packed.dtype != torch.float32:
@@ -80,15 +90,21 @@ class GatedMlp:
             return None
         is_silu = isinstance(getattr(mlp, "act_fn", None), SiLU | SiLUActivation)
         is_plain = is_silu and gate.packed.dtype == torch.float32
+        if gate.is_native and any(getattr(each, "bias", None) is not None for each in (gate, up)):
+            return None
         return cls(gate, up, down) if is_plain and not (gate._forward_hooks or up._forward_hooks) else None
 
     def __call__(self, input: Tensor) -> Tensor:
         """Map input[..., hidden_size] -> [..., hidden_size]."""
         gate, up = self.gate, self.up
-        rows = with_least_rows(input, gate.packed)
-        activated = torch.ops.mkldnn._linear_pointwise(rows, gate.packed, gate.bias, "swish", [], "")
-        product = torch.ops.mkldnn._linear_pointwise.binary(rows, activated, up.packed, up.bias, "mul")
-        out = self.down(product if rows is input else product[..., : input.shape[-2], :])
+        if gate.is_native:
+            product = native.multiply(input, gate.packed, gate.out_features, second=up.packed)
+        else:
+            rows = with_least_rows(input, gate.packed)
+            activated = torch.ops.mkldnn._linear_pointwise(rows, gate.packed, gate.bias, "swish", [], "")
+            product = torch.ops.mkldnn._linear_pointwise.binary(rows, activated, up.packed, up.bias, "mul")
+            product = product[..., : input.shape[-2], :]
+        out = self.down(product)
         assert isinstance(out, Tensor)
         return out
 

@@ -14,8 +14,7 @@ from typing import Final
 import torch
 from torch.nn import Linear
 
-from ringserve.cp_core.attention.paged import PagedBackend, PagedShards, attend_pages, takes_pages
-from ringserve.cp_core.attention.partial import AttentionBackend
+from ringserve.cp_core.attention.partial import AttentionBackend, PagedBackend, PagedShards, attend_pages, takes_pages
 from ringserve.cp_core.attention.reference import ReferenceAttention
 from ringserve.cp_core.cost.decode import DecodeRates
 from ringserve.cp_core.layout.step_plans import RowIndices

@@ -78,7 +78,7 @@ def test_a_line_says_whether_its_target_is_met() -> None:
 
 def test_kernels_are_shares_of_the_copy_rate() -> None:
     lines = list(rank.kernels(TOY))
-    assert texts(lines)[:2] == ["copy 1,024 bytes, torch", "prefill 32 x 32 causal, torch_cpu_flash"]
+    assert texts(lines)[:2] == ["copy 1,024 bytes, torch", "prefill 32 x 32 causal, native_cpu"]
     assert "  of few rows" in texts(lines)
     (few,) = (line for line in lines if line.text == "  of few rows")
     assert (few.unit, few.limit) == ("s", 20e-6)

@@ -15,7 +15,14 @@ from ringserve.cp_core.errors import ConfigError
 
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16)
 SIZES = Sizes(
-    prefill=((32, 32, True), (4, 64, False)), decode=((3, 40),), merges=((8, 2),), vocabulary=50, copied_bytes=1 << 10
+    prefill=((32, 32, True), (4, 64, False)),
+    decode=((3, 40),),
+    merges=((8, 2),),
+    vocabulary=50,
+    copied_bytes=1 << 10,
+    linear=(1, 9),
+    linear_features=(32, 48),
+    linear_bytes=1 << 13,
 )
 CPU = torch.device("cpu")
 
@@ -23,15 +30,16 @@ CPU = torch.device("cpu")
 def test_every_kind_of_kernel_is_measured_and_told() -> None:
     told: list[str] = []
     figures = measure_kernels(SHAPE, CPU, torch.float32, SIZES, 1, told.append)
-    assert told == ["copy", "prefill", "decode", "merge", "sampling"]
+    assert told == ["copy", "prefill", "decode", "linear", "merge", "sampling"]
     assert len(told) == NUM_KINDS
-    assert [(each.keys["what"], each.keys["kernel"]) for each in figures[:4]] == [
+    assert [(each.keys["what"], each.keys["kernel"]) for each in figures[:13]] == [
         ("copy", "torch"),
-        ("prefill", "torch_cpu_flash"),
-        ("prefill", "torch_cpu_flash"),
+        *[("prefill", "native_cpu"), ("prefill", "torch_cpu_flash")] * 2,
+        ("decode", "native_cpu"),
+        *[("linear", name) for name in ("torch", "onednn", "native")] * 2,
         ("merge", "merge"),
     ]
-    assert [each.keys["kernel"] for each in figures[4:]] == ["greedy", "drawn", "top_p"] * 2
+    assert [each.keys["kernel"] for each in figures[13:]] == ["greedy", "drawn", "top_p"] * 2
     assert all(each.value("milliseconds") > 0 and each.value("rate") > 0 for each in figures)
     assert table([each.cells() for each in figures]).row_count == len(figures)
 

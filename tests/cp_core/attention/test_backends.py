@@ -1,4 +1,4 @@
-"""Both kernels against the fp64 oracle, and the choice between them."""
+"""Kernels of CPUs against the fp64 oracle, and the choice between them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ringserve.cp_core.attention import native
 from ringserve.cp_core.attention.backends import select_backend
+from ringserve.cp_core.attention.native import MAX_SINGLE_TOKENS, NativeCpu
 from ringserve.cp_core.attention.partial import AttentionBackend, attends_newest
 from ringserve.cp_core.attention.reference import ReferenceAttention
 from ringserve.cp_core.attention.torch_cpu import MAX_FOLDED_TOKENS, TorchCpuFlash
 from ringserve.cp_core.errors import ConfigError
 from tests.oracles import largest, oracle_partial, random_tokens
 
-BACKENDS: list[AttentionBackend] = [ReferenceAttention(), TorchCpuFlash()]
+BACKENDS: list[AttentionBackend] = [ReferenceAttention(), TorchCpuFlash(), NativeCpu()]
+CPU_KERNELS: list[AttentionBackend] = [TorchCpuFlash(), NativeCpu()]
 LSE_TOLERANCE = 2e-6
 
 
@@ -47,7 +50,23 @@ def test_every_head_shape_matches_the_oracle(
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=_names)
-@pytest.mark.parametrize("num_tokens", [1, 2, 63, 64, 65, 255, 256, 257, MAX_FOLDED_TOKENS, MAX_FOLDED_TOKENS + 1])
+@pytest.mark.parametrize(
+    "num_tokens",
+    [
+        1,
+        2,
+        MAX_SINGLE_TOKENS,
+        MAX_SINGLE_TOKENS + 1,
+        63,
+        64,
+        65,
+        255,
+        256,
+        257,
+        MAX_FOLDED_TOKENS,
+        MAX_FOLDED_TOKENS + 1,
+    ],
+)
 def test_lengths_around_the_kernels_blocks_match_the_oracle(backend: AttentionBackend, num_tokens: int) -> None:
     tokens = random_tokens(num_tokens)
     _check(backend, tokens.q, tokens.k, tokens.v, causal=True)
@@ -79,15 +98,16 @@ def test_nothing_to_attend_is_the_empty_part(backend: AttentionBackend, num_toke
     assert torch.equal(part.lse, torch.full((num_tokens, 4), -torch.inf))
 
 
-@pytest.mark.parametrize("num_queries", [1, 3, 600])
-def test_strided_views_of_a_cache_give_the_bits_of_copies(num_queries: int) -> None:
+@pytest.mark.parametrize("backend", CPU_KERNELS, ids=_names)
+@pytest.mark.parametrize("num_queries", [3, 600])
+def test_strided_views_of_a_cache_give_the_numbers_of_copies(backend: AttentionBackend, num_queries: int) -> None:
     tokens = random_tokens(700)
     cache = torch.stack([tokens.k, tokens.v], dim=1)
     queries = torch.stack([tokens.q, tokens.q], dim=2)[:num_queries, :, 0]
-    of_views = TorchCpuFlash().partial_attention(queries, cache[:, 0], cache[:, 1], causal=False, scale=0.125)
-    of_copies = TorchCpuFlash().partial_attention(tokens.q[:num_queries], tokens.k, tokens.v, causal=False, scale=0.125)
-    assert torch.equal(of_views.out, of_copies.out)
-    assert torch.equal(of_views.lse, of_copies.lse)
+    of_views = backend.partial_attention(queries, cache[:, 0], cache[:, 1], causal=False, scale=0.125)
+    of_copies = backend.partial_attention(tokens.q[:num_queries], tokens.k, tokens.v, causal=False, scale=0.125)
+    torch.testing.assert_close(of_views.out, of_copies.out, atol=2e-6, rtol=0)
+    torch.testing.assert_close(of_views.lse, of_copies.lse, atol=2e-6, rtol=0)
 
 
 @given(
@@ -105,9 +125,10 @@ def test_any_queries_over_any_keys_match_the_oracle(
     q, k, v = tokens.q[:num_tokens] * magnitude, tokens.k[:num_stored], tokens.v[:num_stored]
     right = oracle_partial(q, k, v, causal=False, scale=0.125)
     plain = ReferenceAttention().partial_attention(q, k, v, causal=False, scale=0.125)
-    flash = TorchCpuFlash().partial_attention(q, k, v, causal=False, scale=0.125)
     error = largest(plain.out.double() - right.out)
-    assert largest(flash.out.double() - right.out) <= 2 * error + 2e-6 * magnitude + 1e-6
+    for backend in CPU_KERNELS:
+        part = backend.partial_attention(q, k, v, causal=False, scale=0.125)
+        assert largest(part.out.double() - right.out) <= 2 * error + 2e-6 * magnitude + 1e-6
 
 
 def test_a_causal_call_that_is_not_square_is_refused() -> None:
@@ -118,14 +139,16 @@ def test_a_causal_call_that_is_not_square_is_refused() -> None:
 
 
 def test_backends_are_chosen_by_name_and_auto_takes_the_fast_one() -> None:
-    assert select_backend("auto", "cpu", torch.float32).name == "torch_cpu_flash"
+    assert select_backend("auto", "cpu", torch.float32).name == "native_cpu"
+    assert select_backend("auto", "cpu", torch.float16).name == "torch_cpu_flash"
     assert select_backend("reference", "cpu", torch.float32).name == "reference"
     assert select_backend("torch_cpu_flash", "cpu", torch.bfloat16).name == "torch_cpu_flash"
 
 
 def test_an_unknown_backend_is_refused_with_the_names_there_are() -> None:
     with pytest.raises(
-        ConfigError, match="allowed are auto, torch_cpu_flash, flash_attn_3, triton_decode, torch_cuda_flash, "
+        ConfigError,
+        match="allowed are auto, native_cpu, torch_cpu_flash, flash_attn_3, triton_decode, torch_cuda_flash, ",
     ):
         select_backend("flash_9", "cpu", torch.float32)
 
@@ -144,12 +167,22 @@ def test_newest_tokens_see_all_keys_up_to_themselves(
     num_tokens: int, num_stored: int, num_heads: int, num_kv_heads: int, dtype: torch.dtype
 ) -> None:
     tokens = random_tokens(num_stored, num_heads=num_heads, num_kv_heads=num_kv_heads, dtype=dtype, seed=num_stored)
-    backend = select_backend("torch_cpu_flash", "cpu", dtype)
-    assert attends_newest(backend)
     q = tokens.q[num_stored - num_tokens :]
-    part = backend.attend_newest(q, tokens.k, tokens.v, scale=0.125)
-    for place in range(num_tokens):
-        seen = num_stored - num_tokens + place + 1
-        right = oracle_partial(q[place : place + 1], tokens.k[:seen], tokens.v[:seen], causal=False, scale=0.125)
-        assert largest(part.out[place : place + 1].double() - right.out) <= 1e-5
-        assert largest(part.lse[place : place + 1].double() - right.lse) <= 1e-5
+    for name in ("torch_cpu_flash", "native_cpu"):
+        backend = select_backend(name, "cpu", dtype)
+        assert attends_newest(backend)
+        part = backend.attend_newest(q, tokens.k, tokens.v, scale=0.125)
+        for place in range(num_tokens):
+            seen = num_stored - num_tokens + place + 1
+            right = oracle_partial(q[place : place + 1], tokens.k[:seen], tokens.v[:seen], causal=False, scale=0.125)
+            assert largest(part.out[place : place + 1].double() - right.out) <= 1e-5
+            assert largest(part.lse[place : place + 1].double() - right.lse) <= 1e-5
+
+
+def test_without_a_compiled_library_cpus_are_served_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no compiler was found at installation, and where the library is of another version of its functions."""
+    monkeypatch.setattr(native, "library", native.library.__wrapped__)
+    monkeypatch.setattr(native, "VERSION", native.VERSION + 1)
+    assert select_backend("auto", "cpu", torch.float32).name == "torch_cpu_flash"
+    with pytest.raises(ConfigError, match="'native_cpu' does not support"):
+        select_backend("native_cpu", "cpu", torch.float32)

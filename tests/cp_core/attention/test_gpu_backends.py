@@ -16,8 +16,14 @@ import torch
 from ringserve.cp_core.attention.backends import select_backend
 from ringserve.cp_core.attention.flash_attn import FlashAttention
 from ringserve.cp_core.attention.flash_attn_3 import FlashAttention3
-from ringserve.cp_core.attention.paged import PagedBackend, PagedShards, attend_pages, takes_pages
-from ringserve.cp_core.attention.partial import AttentionBackend, empty_partial
+from ringserve.cp_core.attention.partial import (
+    AttentionBackend,
+    PagedBackend,
+    PagedShards,
+    attend_pages,
+    empty_partial,
+    takes_pages,
+)
 from ringserve.cp_core.attention.reference import ReferenceAttention
 from ringserve.cp_core.attention.torch_cuda import TorchCudaFlash
 from ringserve.cp_core.attention.triton_decode import TritonDecode

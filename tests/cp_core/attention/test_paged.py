@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringserve.cp_core.attention.paged import PagedShards, attend_pages, takes_pages
-from ringserve.cp_core.attention.partial import Partial
+from ringserve.cp_core.attention.partial import PagedShards, Partial, attend_pages, takes_pages
 from ringserve.cp_core.attention.reference import ReferenceAttention
 from ringserve.cp_core.attention.torch_cpu import TorchCpuFlash
 from ringserve.cp_core.cost.decode import GATHER, VARIANTS

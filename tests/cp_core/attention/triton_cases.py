@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from triton.runtime import interpreter
 
 from ringserve.cp_core.attention import triton_kernels
-from ringserve.cp_core.attention.paged import PagedShards
-from ringserve.cp_core.attention.partial import Partial, empty_partial, merge, merge_in_kernel
+from ringserve.cp_core.attention.partial import PagedShards, Partial, empty_partial, merge, merge_in_kernel
 from ringserve.cp_core.attention.triton_decode import TritonDecode
 from ringserve.cp_core.attention.triton_kernels import attend_pages
 from ringserve.cp_core.layout.step_plans import RowIndices

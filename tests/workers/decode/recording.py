@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from ringserve.cp_core.attention.paged import PagedShards
-from ringserve.cp_core.attention.partial import Partial
+from ringserve.cp_core.attention.partial import PagedShards, Partial
 from ringserve.cp_core.attention.reference import ReferenceAttention
 from ringserve.views import RingRates
 from ringserve.workers.decode import graphs

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ringserve.cp_core.attention.paged import PagedShards
-from ringserve.cp_core.attention.partial import AttentionBackend, Partial
+from ringserve.cp_core.attention.partial import AttentionBackend, PagedShards, Partial
 from ringserve.cp_core.attention.reference import ReferenceAttention
 from ringserve.cp_core.attention.torch_cpu import TorchCpuFlash
 from ringserve.cp_core.transport.inprocess import InProcessRing

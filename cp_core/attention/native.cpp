@@ -1,0 +1,716 @@
+// Kernels of CPUs: attention with its log-sum-exp, and linear layers.
+//
+// One source, compiled once for each instruction set (hatch_build.py) and called through ctypes (native.py): it needs no
+// header of Python or torch. Vectors are those of gcc and clang, W floats wide.
+//
+// Shapes: T query tokens, S keys, B single queries, H query heads, K key/value heads, D head dimension, P pages of G
+// tokens, M pages of the longest table, C input features, N output features. K and V are fp32 or bfloat16, and so are
+// weights; everything is summed in fp32.
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define W 16
+#elif defined(__AVX__)
+#define W 8
+#else
+#define W 4
+#endif
+
+// Rows and vectors of a product's tile: as many sums as fit into the registers beside a vector or two of operands.
+#if W == 16
+#define TILE_ROWS 12
+#else
+#define TILE_ROWS 6
+#endif
+#define TILE_VECTORS 2
+
+#define MAX_DIM 256
+#define KEY_BLOCK 128
+// Rows of queries of one task: many, so that keys are fetched and transposed seldom; fewer in short calls, so that every
+// thread has some.
+#define QUERY_BLOCK 192
+#define SHORT_BLOCK 96
+// Keys of one task of paged attention. It does not depend on the number of threads, so neither do the results' bits.
+#define PAGED_CHUNK 256
+
+#define INLINE static inline __attribute__((always_inline))
+
+namespace {
+
+typedef float vf __attribute__((vector_size(4 * W)));
+typedef float vf_u __attribute__((vector_size(4 * W), aligned(4)));
+typedef int32_t vi __attribute__((vector_size(4 * W)));
+typedef uint16_t vh_u __attribute__((vector_size(2 * W), aligned(2)));
+typedef uint32_t vu __attribute__((vector_size(4 * W)));
+typedef uint16_t bf16;
+
+const float INFINITE = __builtin_inff();
+
+INLINE vf load(const float *at) { return *(const vf_u *)at; }
+INLINE vf load(const bf16 *at) { return (vf)(__builtin_convertvector(*(const vh_u *)at, vu) << 16); }
+INLINE float widen(float value) { return value; }
+INLINE float widen(bf16 value) {
+    uint32_t bits = (uint32_t)value << 16;
+    float wide;
+    memcpy(&wide, &bits, 4);
+    return wide;
+}
+INLINE void store(float *at, vf value) { *(vf_u *)at = value; }
+INLINE vf all(float value) { return value - (vf){}; }
+INLINE vf select(vi chosen, vf yes, vf no) { return (vf)((chosen & (vi)yes) | (~chosen & (vi)no)); }
+INLINE vf larger(vf a, vf b) { return select(a > b, a, b); }
+
+INLINE void put(float *at, float value) { *at = value; }
+INLINE void put(bf16 *at, float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    // Round to nearest, ties to even. A NaN stays one.
+    *at = value != value ? 0x7fc0 : (bf16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+#if defined(__clang__)
+#define LANES(...) __VA_ARGS__
+#define SHUFFLE(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+#else
+#define LANES(...) __VA_ARGS__
+#define SHUFFLE(x, y, ...) __builtin_shuffle(x, y, (vi){__VA_ARGS__})
+#endif
+
+// Lanes of pairs of vectors that a network of log2(W) stages exchanges: in stage n, those whose numbers differ by n.
+#if W == 16
+#define LOW_1 LANES(0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30)
+#define HIGH_1 LANES(1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31)
+#define LOW_2 LANES(0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
+#define HIGH_2 LANES(2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31)
+#define LOW_4 LANES(0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27)
+#define HIGH_4 LANES(4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31)
+#define LOW_8 LANES(0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
+#define HIGH_8 LANES(8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31)
+#define STAGES(STAGE) STAGE(1) STAGE(2) STAGE(4) STAGE(8)
+#elif W == 8
+#define LOW_1 LANES(0, 8, 2, 10, 4, 12, 6, 14)
+#define HIGH_1 LANES(1, 9, 3, 11, 5, 13, 7, 15)
+#define LOW_2 LANES(0, 1, 8, 9, 4, 5, 12, 13)
+#define HIGH_2 LANES(2, 3, 10, 11, 6, 7, 14, 15)
+#define LOW_4 LANES(0, 1, 2, 3, 8, 9, 10, 11)
+#define HIGH_4 LANES(4, 5, 6, 7, 12, 13, 14, 15)
+#define STAGES(STAGE) STAGE(1) STAGE(2) STAGE(4)
+#else
+#define LOW_1 LANES(0, 4, 2, 6)
+#define HIGH_1 LANES(1, 5, 3, 7)
+#define LOW_2 LANES(0, 1, 4, 5)
+#define HIGH_2 LANES(2, 3, 6, 7)
+#define STAGES(STAGE) STAGE(1) STAGE(2)
+#endif
+
+// Sum of each of W vectors: lane l of the result is the sum of vector l.
+INLINE vf sums_of(vf *each) {
+#define STAGE(n)                                                                     \
+    _Pragma("GCC unroll 8") for (int i = 0; i < W / 2 / n; ++i) {                     \
+        vf x = each[2 * i], y = each[2 * i + 1];                                      \
+        each[i] = SHUFFLE(x, y, LOW_##n) + SHUFFLE(x, y, HIGH_##n);                   \
+    }
+    STAGES(STAGE)
+#undef STAGE
+    return each[0];
+}
+
+// Transpose W vectors in place.
+INLINE void transpose(vf *each) {
+#define STAGE(n)                                                                     \
+    _Pragma("GCC unroll 16") for (int i = 0; i < W; ++i) if (!(i & n)) {              \
+        vf x = each[i], y = each[i + n];                                              \
+        each[i] = SHUFFLE(x, y, LOW_##n);                                             \
+        each[i + n] = SHUFFLE(x, y, HIGH_##n);                                        \
+    }
+    STAGES(STAGE)
+#undef STAGE
+}
+
+INLINE float sum_of(vf value) {
+#define STAGE(n) value += SHUFFLE(value, value, HIGH_##n);
+    STAGES(STAGE)
+#undef STAGE
+    return value[0];
+}
+
+INLINE float largest_of(vf value) {
+#define STAGE(n) value = larger(value, SHUFFLE(value, value, HIGH_##n));
+    STAGES(STAGE)
+#undef STAGE
+    return value[0];
+}
+
+// e^x for x <= 0 within 2 units in the last place, 0 below -87.3. A NaN stays one.
+INLINE vf exponential(vf x) {
+    const vf least = all(-87.3f);
+    vf bounded = select(x < least, least, x);
+    vf shifted = bounded * 1.44269504f + 12582912.0f;  // rounds to the nearest integer, in the lowest bits
+    vf whole = shifted - 12582912.0f;
+    vf rest = bounded - whole * 0.693359375f;
+    rest = rest + whole * 2.12194440e-4f;
+    vf sum = all(1.9875691500e-4f);
+    sum = sum * rest + 1.3981999507e-3f;
+    sum = sum * rest + 8.3334519073e-3f;
+    sum = sum * rest + 4.1665795894e-2f;
+    sum = sum * rest + 1.6666665459e-1f;
+    sum = sum * rest + 5.0000001201e-1f;
+    sum = sum * rest * rest + rest + 1.0f;
+    vf power = (vf)(((vi)shifted + (127 - 0x4b400000)) << 23);
+    return select(x < least, all(0.0f), sum * power);
+}
+
+float exponential(float x) {
+    vf out = exponential(all(x));
+    return out[0];
+}
+
+// Threads: tasks are taken from a counter by the threads of torch's own pool, which `use_pool` names.
+
+typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
+Parallel parallel = nullptr;
+
+template <class Arguments>
+struct Job {
+    const Arguments *arguments;
+    int64_t tasks, next;
+};
+
+template <class Arguments, void (*RUN)(const Arguments &, int64_t)>
+void work(void *given) {
+    auto *job = (Job<Arguments> *)given;
+    for (;;) {
+        const int64_t task = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
+        if (task >= job->tasks) return;
+        RUN(*job->arguments, task);
+    }
+}
+
+template <class Arguments, void (*RUN)(const Arguments &, int64_t)>
+void run_tasks(const Arguments &arguments, int64_t tasks, int threads) {
+    Job<Arguments> job = {&arguments, tasks, 0};
+    if (threads > tasks) threads = (int)tasks;
+    if (threads <= 1 || !parallel) work<Arguments, RUN>(&job);
+    else parallel(work<Arguments, RUN>, &job, threads, 0);
+}
+
+// Attention of many queries.
+
+struct Attention {
+    const float *q;           // [T, H, D]
+    const void *k, *v;        // [S, K, D]
+    const int64_t *low, *high;  // query t sees keys [low[t], high[t])
+    float *out, *lse;         // [T, H, D], [T, H]
+    int64_t tokens, heads, kv_heads, dim;
+    int64_t per_block;  // tokens of a task
+    int64_t q_token, q_head, k_token, k_head, v_token, v_head;  // strides in elements
+    float scale;
+};
+
+struct alignas(64) Scratch {
+    float q[QUERY_BLOCK * MAX_DIM];           // tiles of [D][TILE_ROWS]
+    float k[MAX_DIM * KEY_BLOCK];             // [D][KEY_BLOCK]
+    float v[KEY_BLOCK * MAX_DIM];             // [KEY_BLOCK][D]
+    float scores[QUERY_BLOCK * KEY_BLOCK];
+    float out[QUERY_BLOCK * MAX_DIM];
+    float highest[QUERY_BLOCK], total[QUERY_BLOCK], decay[QUERY_BLOCK];
+};
+thread_local Scratch scratch;
+
+// scores[rows][KEY_BLOCK] = q tile x k, for all keys of the block.
+INLINE void multiply_keys(const float *q, const float *k, float *scores, int64_t dim, int64_t vectors) {
+    for (int64_t at = 0; at < vectors; at += TILE_VECTORS) {
+        vf sums[TILE_ROWS][TILE_VECTORS] = {};
+        const float *column = k + at * W, *each = q;
+        for (int64_t d = 0; d < dim; ++d, column += KEY_BLOCK, each += TILE_ROWS) {
+            vf first = load(column), second = load(column + W);
+#pragma GCC unroll 12
+            for (int row = 0; row < TILE_ROWS; ++row) {
+                sums[row][0] += each[row] * first;
+                sums[row][1] += each[row] * second;
+            }
+        }
+#pragma GCC unroll 12
+        for (int row = 0; row < TILE_ROWS; ++row) {
+            store(scores + row * KEY_BLOCK + at * W, sums[row][0]);
+            store(scores + row * KEY_BLOCK + (at + 1) * W, sums[row][1]);
+        }
+    }
+}
+
+// out[rows][dim] = out * decay + weights[rows][keys] x v[keys][dim].
+template <int VECTORS>
+INLINE void add_values(const float *weights, const float *v, float *out, const float *decay, int64_t keys, int64_t dim,
+                       int64_t at) {
+    vf sums[TILE_ROWS][VECTORS];
+#pragma GCC unroll 12
+    for (int row = 0; row < TILE_ROWS; ++row)
+        for (int each = 0; each < VECTORS; ++each)
+            sums[row][each] = load(out + row * dim + (at + each) * W) * decay[row];
+    const float *value = v + at * W;
+    for (int64_t key = 0; key < keys; ++key, value += dim) {
+        vf some[VECTORS];
+        for (int each = 0; each < VECTORS; ++each) some[each] = load(value + each * W);
+#pragma GCC unroll 12
+        for (int row = 0; row < TILE_ROWS; ++row)
+            for (int each = 0; each < VECTORS; ++each) sums[row][each] += weights[row * KEY_BLOCK + key] * some[each];
+    }
+#pragma GCC unroll 12
+    for (int row = 0; row < TILE_ROWS; ++row)
+        for (int each = 0; each < VECTORS; ++each) store(out + row * dim + (at + each) * W, sums[row][each]);
+}
+
+template <class Stored>
+void transpose_keys(const Stored *k, int64_t stride, int64_t keys, int64_t dim, float *out) {
+    // Keys behind the last are zeros: their scores are never used.
+    for (int64_t first = 0; first < keys; first += W)
+        for (int64_t d = 0; d < dim; d += W) {
+            vf lines[W];
+#pragma GCC unroll 16
+            for (int key = 0; key < W; ++key)
+                lines[key] = first + key < keys ? load(k + (first + key) * stride + d) : all(0.0f);
+            transpose(lines);
+#pragma GCC unroll 16
+            for (int column = 0; column < W; ++column) store(out + (d + column) * KEY_BLOCK + first, lines[column]);
+        }
+}
+
+template <class Stored>
+void attend_block(const Attention &a, int64_t task) {
+    Scratch &s = scratch;
+    const int64_t group = a.heads / a.kv_heads, dim = a.dim;
+    const int64_t kv_head = task % a.kv_heads;
+    // The last blocks of a causal call are the longest: they are taken first.
+    const int64_t per_block = a.per_block, blocks = (a.tokens + per_block - 1) / per_block;
+    const int64_t first_token = (blocks - 1 - task / a.kv_heads) * per_block;
+    const int64_t tokens = a.tokens - first_token < per_block ? a.tokens - first_token : per_block;
+    const int64_t rows = tokens * group, tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    const int64_t *low = a.low + first_token, *high = a.high + first_token;
+    for (int64_t row = 0; row < tiles * TILE_ROWS; ++row) {
+        float *to = s.q + row / TILE_ROWS * TILE_ROWS * dim + row % TILE_ROWS;
+        const float *from = row < rows ? a.q + (first_token + row / group) * a.q_token +
+                                             (kv_head * group + row % group) * a.q_head
+                                       : nullptr;
+        for (int64_t d = 0; d < dim; ++d) to[d * TILE_ROWS] = from ? from[d] * a.scale : 0.0f;
+        s.highest[row] = -INFINITE;
+        s.total[row] = 0.0f;
+        s.decay[row] = 1.0f;
+    }
+    memset(s.out, 0, sizeof(float) * tiles * TILE_ROWS * dim);
+    int64_t begin = low[0], end = high[tokens - 1];
+    for (int64_t key = begin; key < end; key += KEY_BLOCK) {
+        const int64_t keys = end - key < KEY_BLOCK ? end - key : KEY_BLOCK;
+        const int64_t vectors = (keys + W * TILE_VECTORS - 1) / (W * TILE_VECTORS) * TILE_VECTORS;
+        transpose_keys((const Stored *)a.k + key * a.k_token + kv_head * a.k_head, a.k_token, keys, dim, s.k);
+        const Stored *v = (const Stored *)a.v + key * a.v_token + kv_head * a.v_head;
+        for (int64_t each = 0; each < keys; ++each)
+            for (int64_t d = 0; d < dim; d += W) store(s.v + each * dim + d, load(v + each * a.v_token + d));
+        for (int64_t tile = 0; tile < tiles; ++tile) {
+            const int64_t top = tile * TILE_ROWS;
+            const int64_t last = (top + TILE_ROWS <= rows ? top + TILE_ROWS : rows) - 1;
+            // Both bounds ascend: a tile whose last row sees none of these keys yet, or whose first has passed them.
+            if (high[last / group] <= key || low[top / group] >= key + keys) continue;
+            float *scores = s.scores + top * KEY_BLOCK;
+            multiply_keys(s.q + top * dim, s.k, scores, dim, vectors);
+            const bool all_seen = high[top / group] >= key + keys && low[last / group] <= key;
+            for (int64_t row = top; row < top + TILE_ROWS; ++row) {
+                float *line = s.scores + row * KEY_BLOCK;
+                const int64_t token = (row < rows ? row : rows - 1) / group;
+                if (!all_seen || keys % (W * TILE_VECTORS)) {
+                    int64_t from = low[token] - key, to = high[token] - key;
+                    if (to > keys) to = keys;
+                    for (int64_t each = 0; each < vectors * W; ++each)
+                        if (each < from || each >= to) line[each] = -INFINITE;
+                }
+                vf most = load(line);
+                for (int64_t at = 1; at < vectors; ++at) most = larger(load(line + at * W), most);
+                float highest = largest_of(most);
+                if (!(highest > s.highest[row])) highest = s.highest[row];
+                const float shift = highest == -INFINITE ? 0.0f : highest;
+                s.decay[row] = highest == s.highest[row] ? 1.0f : exponential(s.highest[row] - shift);
+                s.highest[row] = highest;
+                vf sum = {};
+                for (int64_t at = 0; at < vectors; ++at) {
+                    vf weight = exponential(load(line + at * W) - shift);
+                    store(line + at * W, weight);
+                    sum += weight;
+                }
+                s.total[row] = s.total[row] * s.decay[row] + sum_of(sum);
+            }
+            float *out = s.out + top * dim;
+            int64_t at = 0;
+            for (; at + 2 <= dim / W; at += 2)
+                add_values<2>(scores, s.v, out, s.decay + top, keys, dim, at);
+            for (; at < dim / W; ++at) add_values<1>(scores, s.v, out, s.decay + top, keys, dim, at);
+        }
+    }
+    for (int64_t row = 0; row < rows; ++row) {
+        const int64_t at = (first_token + row / group) * a.heads + kv_head * group + row % group;
+        const float total = s.total[row], by = total == 0.0f ? 0.0f : 1.0f / total;
+        for (int64_t d = 0; d < dim; d += W) store(a.out + at * dim + d, load(s.out + row * dim + d) * by);
+        a.lse[at] = total == 0.0f ? -INFINITE : s.highest[row] + __builtin_logf(total);
+    }
+}
+
+// Attention of single queries over the pages of their sequences.
+
+// Head dimensions that are served, in vectors.
+#if W == 16
+#define DIMS(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(12) CASE(16)
+#elif W == 8
+#define DIMS(CASE) CASE(2) CASE(4) CASE(6) CASE(8) CASE(10) CASE(12) CASE(14) CASE(16) CASE(24) CASE(32)
+#else
+#define DIMS(CASE) CASE(4) CASE(8) CASE(12) CASE(16) CASE(20) CASE(24) CASE(28) CASE(32) CASE(48) CASE(64)
+#endif
+
+struct Paged {
+    const float *q;      // [B, H, D]
+    const void *k, *v;   // [P, G, K, D], contiguous
+    const int32_t *table;  // [B, M]
+    const int32_t *lengths;  // [B]
+    float *out, *lse;
+    float *parts;            // of each row and chunk: [H, D + 2]
+    const int64_t *groups;   // first row of each group, and B
+    int64_t rows, columns, page, heads, kv_heads, dim, chunks;
+    float scale;
+};
+
+// Keys that are read together: neighbours in a page.
+struct Tile {
+    int64_t row, slot, count, next;  // `next` is the slot of the tile behind it, or -1 if that is not to be fetched
+};
+
+// Attend heads [head, head + ROWS) of a row over a tile, with VECTORS vectors a head. part[H, D + 2] has the sums of
+// values, the highest score, and the sum of weights of each head so far.
+template <class Stored, int ROWS, int VECTORS>
+void attend_tile(const Paged &a, const Tile &tile, int64_t head, float *part) {
+    const int64_t dim = VECTORS * W, stride = a.kv_heads * dim, kv_head = head / (a.heads / a.kv_heads);
+    const float *q = a.q + (tile.row * a.heads + head) * dim;
+    const Stored *k = (const Stored *)a.k + tile.slot * stride + kv_head * dim;
+    const Stored *v = (const Stored *)a.v + tile.slot * stride + kv_head * dim;
+    part += head * (dim + 2);
+    vf products[ROWS][W], lanes;
+    for (int lane = 0; lane < W; ++lane) lanes[lane] = (float)lane;
+    for (int64_t key = 0; key < W; ++key) {
+        vf sums[ROWS] = {};
+        if (key < tile.count) {
+#pragma GCC unroll 16
+            for (int at = 0; at < VECTORS; ++at) {
+                vf some = load(k + key * stride + at * W);
+#pragma GCC unroll 4
+                for (int each = 0; each < ROWS; ++each) sums[each] += some * load(q + each * dim + at * W);
+            }
+        }
+        for (int each = 0; each < ROWS; ++each) products[each][key] = sums[each];
+    }
+    float weights[ROWS][W];
+    for (int each = 0; each < ROWS; ++each) {
+        float *highest = part + each * (dim + 2) + dim;
+        vf scores = sums_of(products[each]) * a.scale;
+        scores = select(lanes < all((float)tile.count), scores, all(-INFINITE));
+        const float most = largest_of(scores);
+        if (most > *highest) {
+            const float decay = exponential(*highest - most);
+            highest[1] *= decay;
+            float *out = part + each * (dim + 2);
+            for (int at = 0; at < VECTORS; ++at) store(out + at * W, load(out + at * W) * decay);
+            *highest = most;
+        }
+        vf weight = exponential(scores - (*highest == -INFINITE ? 0.0f : *highest));
+        highest[1] += sum_of(weight);
+        store(weights[each], weight);
+    }
+    // A few vectors of the values at a time: their sums stay in registers.
+    constexpr int STEP = VECTORS < 4 ? VECTORS : 4;
+    for (int at = 0; at < VECTORS; at += STEP) {
+        vf sums[ROWS][STEP];
+#pragma GCC unroll 4
+        for (int each = 0; each < ROWS; ++each)
+#pragma GCC unroll 4
+            for (int some = 0; some < STEP; ++some)
+                sums[each][some] = at + some < VECTORS ? load(part + each * (dim + 2) + (at + some) * W) : (vf){};
+        for (int64_t key = 0; key < tile.count; ++key) {
+#pragma GCC unroll 4
+            for (int some = 0; some < STEP; ++some) {
+                if (at + some >= VECTORS) break;
+                vf value = load(v + key * stride + (at + some) * W);
+#pragma GCC unroll 4
+                for (int each = 0; each < ROWS; ++each) sums[each][some] += weights[each][key] * value;
+            }
+        }
+#pragma GCC unroll 4
+        for (int each = 0; each < ROWS; ++each)
+#pragma GCC unroll 4
+            for (int some = 0; some < STEP; ++some)
+                if (at + some < VECTORS) store(part + each * (dim + 2) + (at + some) * W, sums[each][some]);
+    }
+}
+
+template <class Stored, int VECTORS>
+void attend_heads(const Paged &a, const Tile &tile, float *part) {
+    const int64_t group = a.heads / a.kv_heads, stride = a.kv_heads * VECTORS * W;
+    if (tile.next >= 0)
+        for (const void *stored : (const void *[]){a.k, a.v}) {
+            const char *next = (const char *)((const Stored *)stored + tile.next * stride);
+            for (int64_t at = 0; at < W * stride * (int64_t)sizeof(Stored); at += 64) __builtin_prefetch(next + at, 0, 1);
+        }
+    for (int64_t first = 0; first < a.heads; first += group)
+        for (int64_t head = first; head < first + group;) {
+            const int64_t left = first + group - head;
+            if (left >= 4) attend_tile<Stored, 4, VECTORS>(a, tile, head, part);
+            else if (left == 3) attend_tile<Stored, 3, VECTORS>(a, tile, head, part);
+            else if (left == 2) attend_tile<Stored, 2, VECTORS>(a, tile, head, part);
+            else attend_tile<Stored, 1, VECTORS>(a, tile, head, part);
+            head += left < 4 ? left : 4;
+        }
+}
+
+INLINE int64_t slot_of(const Paged &a, int64_t row, int64_t key) {
+    return (int64_t)a.table[row * a.columns + key / a.page] * a.page + key % a.page;
+}
+
+// Rows with the same table, as drafts of one sequence have it, are attended together: each tile is read once.
+template <class Stored>
+void attend_paged(const Paged &a, int64_t task) {
+    const int64_t group = task / a.chunks, chunk = task % a.chunks, top = a.groups[group], stop = a.groups[group + 1];
+    const int64_t begin = chunk * PAGED_CHUNK, width = a.heads * (a.dim + 2);
+    int64_t longest = 0;
+    for (int64_t row = top; row < stop; ++row)
+        if (a.lengths[row] > longest) longest = a.lengths[row];
+    const int64_t end = begin + PAGED_CHUNK < longest ? begin + PAGED_CHUNK : longest;
+    if (begin >= end) return;
+    for (int64_t row = top; row < stop; ++row) {
+        float *part = a.parts + (row * a.chunks + chunk) * width;
+        memset(part, 0, sizeof(float) * width);
+        for (int64_t head = 0; head < a.heads; ++head) part[head * (a.dim + 2) + a.dim] = -INFINITE;
+    }
+    for (int64_t first = begin; first < end;) {
+        int64_t count = a.page - first % a.page;
+        if (count > end - first) count = end - first;
+        if (count > W) count = W;
+        const int64_t next = first + count < longest ? first + count : first;
+        for (int64_t row = top; row < stop; ++row) {
+            const int64_t seen = a.lengths[row] - first < count ? a.lengths[row] - first : count;
+            if (seen <= 0) continue;
+            const Tile tile = {row, slot_of(a, top, first), seen, row == top ? slot_of(a, top, next) : -1};
+            float *part = a.parts + (row * a.chunks + chunk) * width;
+            switch (a.dim / W) {
+#define CASE(n) case n: attend_heads<Stored, n>(a, tile, part); break;
+                DIMS(CASE)
+#undef CASE
+            }
+        }
+        first += count;
+    }
+}
+
+void merge_chunks(const Paged &a, int64_t row) {
+    const int64_t dim = a.dim, filled = (a.lengths[row] + PAGED_CHUNK - 1) / PAGED_CHUNK, stride = dim + 2;
+    for (int64_t head = 0; head < a.heads; ++head) {
+        const float *part = a.parts + (row * a.chunks * a.heads + head) * stride;
+        float highest = -INFINITE, total = 0.0f;
+        for (int64_t chunk = 0; chunk < filled; ++chunk) {
+            const float each = part[chunk * a.heads * stride + dim];
+            if (each > highest) highest = each;
+        }
+        float *out = a.out + (row * a.heads + head) * dim;
+        memset(out, 0, sizeof(float) * dim);
+        const float shift = highest == -INFINITE ? 0.0f : highest;
+        for (int64_t chunk = 0; chunk < filled; ++chunk) {
+            const float *each = part + chunk * a.heads * stride;
+            const float weight = exponential(each[dim] - shift);
+            total += each[dim + 1] * weight;
+            for (int64_t d = 0; d < dim; d += W) store(out + d, load(out + d) + load(each + d) * weight);
+        }
+        const float by = total == 0.0f ? 0.0f : 1.0f / total;
+        for (int64_t d = 0; d < dim; d += W) store(out + d, load(out + d) * by);
+        a.lse[row * a.heads + head] = total == 0.0f ? -INFINITE : highest + __builtin_logf(total);
+    }
+}
+
+// Linear layers: x W^T + bias, or silu(x W^T) * (x second^T). Weights are packed: [N / W][C][W], so W outputs are summed side by side, and a weight is read once, in
+// its order. Each sum adds its products one after the other: its bits do not depend on the rows beside it.
+
+struct Linear {
+    const float *x;             // [T, C]
+    const void *weight, *second;  // packed [N, C]; `second` may be null
+    const void *bias;           // [N], or null
+    void *out;                  // [T, N], of the weights' type
+    int64_t rows, in_features, out_features;
+};
+
+#if W == 8
+#define OUT_BLOCKS 2
+#else
+#define OUT_BLOCKS 4
+#endif
+#define OUT_LANES (OUT_BLOCKS * W)
+#define GROUP_ROWS 96
+#define COLUMN_BLOCK 256
+
+// sums[ROWS][OUT_LANES] += x[ROWS][columns] x weight[BLOCKS][columns][W]; rows of x and blocks lie `in_features` apart.
+template <class Stored, int ROWS, int BLOCKS>
+INLINE void multiply_tile(const float *x, const Stored *weight, float *sums, int64_t in_features, int64_t columns) {
+    vf each[ROWS][BLOCKS];
+#pragma GCC unroll 6
+    for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 4
+        for (int block = 0; block < BLOCKS; ++block) each[row][block] = (vf){};
+    for (int64_t column = 0; column < columns; ++column) {
+        vf some[BLOCKS];
+#pragma GCC unroll 4
+        for (int block = 0; block < BLOCKS; ++block) some[block] = load(weight + (block * in_features + column) * W);
+#pragma GCC unroll 6
+        for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 4
+            for (int block = 0; block < BLOCKS; ++block) each[row][block] += x[row * in_features + column] * some[block];
+    }
+#pragma GCC unroll 6
+    for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 4
+        for (int block = 0; block < BLOCKS; ++block) {
+            float *to = sums + row * OUT_LANES + block * W;
+            store(to, load(to) + each[row][block]);
+        }
+}
+
+template <class Stored, int BLOCKS>
+void multiply_group(const float *x, const Stored *weight, float *sums, int64_t rows, int64_t in_features) {
+    memset(sums, 0, sizeof(float) * rows * OUT_LANES);
+    for (int64_t column = 0; column < in_features; column += COLUMN_BLOCK) {
+        const int64_t columns = in_features - column < COLUMN_BLOCK ? in_features - column : COLUMN_BLOCK;
+        const Stored *some = weight + column * W;
+        const float *from = x + column;
+        int64_t row = 0;
+        for (; row + 6 <= rows; row += 6)
+            multiply_tile<Stored, 6, BLOCKS>(from + row * in_features, some, sums + row * OUT_LANES, in_features, columns);
+        from += row * in_features;
+        float *to = sums + row * OUT_LANES;
+        switch (rows - row) {
+            case 5: multiply_tile<Stored, 5, BLOCKS>(from, some, to, in_features, columns); break;
+            case 4: multiply_tile<Stored, 4, BLOCKS>(from, some, to, in_features, columns); break;
+            case 3: multiply_tile<Stored, 3, BLOCKS>(from, some, to, in_features, columns); break;
+            case 2: multiply_tile<Stored, 2, BLOCKS>(from, some, to, in_features, columns); break;
+            case 1: multiply_tile<Stored, 1, BLOCKS>(from, some, to, in_features, columns); break;
+        }
+    }
+}
+
+template <class Stored>
+void multiply_task(const Linear &a, int64_t task) {
+    const int64_t line = task * OUT_LANES, left = a.out_features - line, lanes = left < OUT_LANES ? left : OUT_LANES;
+    const int64_t at = line * a.in_features;
+    float *sums = scratch.scores, *ups = sums + GROUP_ROWS * OUT_LANES;
+    for (int64_t first = 0; first < a.rows; first += GROUP_ROWS) {
+        const int64_t rows = a.rows - first < GROUP_ROWS ? a.rows - first : GROUP_ROWS;
+        const float *x = a.x + first * a.in_features;
+        for (int part = 0; part < (a.second ? 2 : 1); ++part) {
+            float *to = part ? ups : sums;
+            const Stored *from = (const Stored *)(part ? a.second : a.weight) + at;
+            switch ((lanes + W - 1) / W) {
+                case 1: multiply_group<Stored, 1>(x, from, to, rows, a.in_features); break;
+                case 2: multiply_group<Stored, 2>(x, from, to, rows, a.in_features); break;
+#if OUT_BLOCKS == 4
+                case 3: multiply_group<Stored, 3>(x, from, to, rows, a.in_features); break;
+                case 4: multiply_group<Stored, 4>(x, from, to, rows, a.in_features); break;
+#endif
+            }
+        }
+        for (int64_t row = 0; row < rows; ++row) {
+            if (a.second)
+                for (int64_t lane = 0; lane < OUT_LANES; lane += W) {
+                    vf gate = load(sums + row * OUT_LANES + lane), up = load(ups + row * OUT_LANES + lane);
+                    // 1 / (1 + e^-x) with an exponent that is never positive.
+                    vf size = select(gate < 0.0f, -gate, gate), small = exponential(-size);
+                    vf part = select(gate < 0.0f, small, all(1.0f)) / (small + 1.0f);
+                    store(sums + row * OUT_LANES + lane, gate * part * up);
+                }
+            Stored *out = (Stored *)a.out + (first + row) * a.out_features + line;
+            for (int64_t lane = 0; lane < lanes; ++lane) {
+                float value = sums[row * OUT_LANES + lane];
+                put(out + lane, a.bias ? value + widen(((const Stored *)a.bias)[line + lane]) : value);
+            }
+        }
+    }
+}
+
+template <class Stored>
+void pack_weight(const Stored *weight, Stored *packed, int64_t out_features, int64_t in_features) {
+    for (int64_t line = 0; line < out_features; line += W) {
+        Stored *to = packed + line * in_features;
+        const int64_t lanes = out_features - line < W ? out_features - line : W;
+        for (int64_t first = 0; first < in_features; first += W) {
+            // A few columns of all lines at a time: each cache line is read once.
+            const int64_t stop = first + W < in_features ? first + W : in_features;
+            for (int64_t lane = 0; lane < W; ++lane)
+                for (int64_t column = first; column < stop; ++column)
+                    to[column * W + lane] = lane < lanes ? weight[(line + lane) * in_features + column] : Stored{};
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+int ringserve_version() { return 1; }
+
+void ringserve_use_pool(void *given) { parallel = (Parallel)given; }
+
+void ringserve_attend(const float *q, const void *k, const void *v, const int64_t *low, const int64_t *high, float *out,
+                      float *lse, const int64_t *sizes, float scale, int is_wide, int threads) {
+    const int64_t group = sizes[1] / sizes[2];
+    const int64_t rows = sizes[0] * group > 8 * QUERY_BLOCK ? QUERY_BLOCK : SHORT_BLOCK;
+    Attention a = {q,        k,        v,        low,          high,     out,      lse,      sizes[0], sizes[1],
+                   sizes[2], sizes[3], rows / group, sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9],
+                   scale};
+    const int64_t per_block = a.per_block;
+    const int64_t tasks = (a.tokens + per_block - 1) / per_block * a.kv_heads;
+    if (is_wide) run_tasks<Attention, attend_block<float>>(a, tasks, threads);
+    else run_tasks<Attention, attend_block<bf16>>(a, tasks, threads);
+}
+
+int64_t ringserve_paged_floats(int64_t rows, int64_t most, int64_t heads, int64_t dim) {
+    return rows * ((most + PAGED_CHUNK - 1) / PAGED_CHUNK) * heads * (dim + 2);
+}
+
+void ringserve_attend_pages(const float *q, const void *k, const void *v, const int32_t *table, const int32_t *lengths,
+                            float *out, float *lse, float *parts, const int64_t *sizes, float scale, int is_wide,
+                            int threads) {
+    const int64_t rows = sizes[0], columns = sizes[1];
+    int64_t *groups = (int64_t *)malloc(sizeof(int64_t) * (rows + 1)), count = 0;
+    for (int64_t row = 0; row < rows; ++row) {
+        // What lies behind a row's last page is not its own.
+        const int64_t most = row && lengths[row - 1] > lengths[row] ? lengths[row - 1] : lengths[row];
+        const int64_t used = (most + sizes[2] - 1) / sizes[2];
+        if (!row || memcmp(table + row * columns, table + (row - 1) * columns, sizeof(int32_t) * used))
+            groups[count++] = row;
+    }
+    groups[count] = rows;
+    Paged a = {q,       k,        v,        table,    lengths,  out,
+               lse,     parts,    groups,   rows,     columns,  sizes[2],
+               sizes[3], sizes[4], sizes[5], (sizes[6] + PAGED_CHUNK - 1) / PAGED_CHUNK, scale};
+    if (is_wide) run_tasks<Paged, attend_paged<float>>(a, count * a.chunks, threads);
+    else run_tasks<Paged, attend_paged<bf16>>(a, count * a.chunks, threads);
+    for (int64_t row = 0; row < rows; ++row) merge_chunks(a, row);
+    free(groups);
+}
+
+int ringserve_lanes() { return W; }
+
+void ringserve_pack(const void *weight, void *packed, int64_t out_features, int64_t in_features, int is_wide) {
+    if (is_wide) pack_weight((const float *)weight, (float *)packed, out_features, in_features);
+    else pack_weight((const bf16 *)weight, (bf16 *)packed, out_features, in_features);
+}
+
+void ringserve_linear(const float *x, const void *weight, const void *second, const void *bias, void *out, int64_t rows,
+                      int64_t in_features, int64_t out_features, int is_wide, int threads) {
+    Linear a = {x, weight, second, bias, out, rows, in_features, out_features};
+    const int64_t tasks = (out_features + OUT_LANES - 1) / OUT_LANES;
+    if (is_wide) run_tasks<Linear, multiply_task<float>>(a, tasks, threads);
+    else run_tasks<Linear, multiply_task<bf16>>(a, tasks, threads);
+}
+}

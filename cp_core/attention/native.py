@@ -1,0 +1,277 @@
+"""Kernels of CPUs that are compiled when ringserve is installed (`native.cpp`): attention, and linear layers.
+
+Shapes: T query tokens, S stored tokens, B single queries, H query heads, K key/value heads, D head dimension, C input
+features, N output features.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from ringserve.cp_core.attention.partial import PagedShards, Partial, empty_partial
+from ringserve.cp_core.attention.torch_cpu import TorchCpuFlash
+from ringserve.cp_core.layout.step_plans import KvRun
+
+VERSION = 1
+"""Of the libraries' functions: one that was compiled for others is not called."""
+
+DTYPES = (torch.float32, torch.bfloat16)
+HEAD_DIMS = frozenset({16, 32, 48, 64, 80, 96, 112, 128, 192, 256})
+MAX_GROUP = 96
+"""Query heads of one KV head."""
+
+# Up to this many tokens each reads the keys as they lie. More are worth the keys' transposition.
+MAX_SINGLE_TOKENS = 8
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """Load the library for this machine's processor, or return None if there is none that fits.
+
+    Its threads are those of torch's own pool: a second one would compete with it.
+    """
+    capability = torch.backends.cpu.get_cpu_capability().lower()
+    kind = capability if capability in ("avx512", "avx2") else "default"
+    try:
+        found = ctypes.CDLL(str(Path(__file__).with_name(f"native-{kind}.so")))
+    except OSError:
+        return None
+    if found.ringserve_version() != VERSION:
+        return None
+    pointer, integer = ctypes.c_void_p, ctypes.c_int64
+    found.ringserve_attend.argtypes = [*[pointer] * 8, ctypes.c_float, ctypes.c_int, ctypes.c_int]
+    found.ringserve_attend_pages.argtypes = [*[pointer] * 9, ctypes.c_float, ctypes.c_int, ctypes.c_int]
+    found.ringserve_pack.argtypes = [pointer, pointer, integer, integer, ctypes.c_int]
+    found.ringserve_linear.argtypes = [*[pointer] * 5, integer, integer, integer, ctypes.c_int, ctypes.c_int]
+    found.ringserve_paged_floats.argtypes = [integer] * 4
+    found.ringserve_paged_floats.restype = integer
+    found.ringserve_use_pool.argtypes = [pointer]
+    found.ringserve_use_pool(_pool())
+    return found
+
+
+def _pool() -> int | None:
+    """Return the address of `GOMP_parallel` of torch's OpenMP; None leaves the kernels to the calling thread."""
+    names = [str(each) for each in Path(torch.__file__).parent.glob("lib/lib*omp*.so*")]
+    for name in (*names, None):
+        try:
+            return ctypes.cast(ctypes.CDLL(name).GOMP_parallel, ctypes.c_void_p).value
+        except (OSError, AttributeError):
+            continue
+    return None
+
+
+class NativeCpu:
+    """Attention of CPUs by this package's own kernels. Sizes that they lack go to torch's kernel.
+
+    Every query's result has the same bits whatever queries are beside it, as long as there are MAX_SINGLE_TOKENS or
+    fewer, or more.
+    """
+
+    name: ClassVar[str] = "native_cpu"
+    is_fast: ClassVar[bool] = True
+    page_multiple: ClassVar[int] = 1
+    skips_empty: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self._torch = TorchCpuFlash()
+
+    @staticmethod
+    def supports(device: torch.device, dtype: torch.dtype) -> bool:
+        return device.type == "cpu" and dtype in DTYPES and library() is not None
+
+    def partial_attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
+    ) -> Partial:
+        """See AttentionBackend."""
+        num_tokens, num_stored = q.shape[0], k.shape[0]
+        assert not causal or num_tokens == num_stored, f"causal needs T == S, not {num_tokens} and {num_stored}"
+        if not num_tokens or not num_stored:
+            return empty_partial(q)
+        if not _serves(q, k):
+            return self._torch.partial_attention(q, k, v, causal=causal, scale=scale)
+        if num_tokens <= MAX_SINGLE_TOKENS and k.is_contiguous() and v.is_contiguous():
+            return self._attend_singly(q, k, v, 0 if causal else None, scale)
+        if causal:
+            return _attend(q, k, v, *_seen(num_tokens, 0), scale)
+        return _attend(q, k, v, *_whole(num_tokens, num_stored), scale)
+
+    def attend_newest(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -> Partial:
+        """See NewestAttention."""
+        num_tokens, earlier = q.shape[0], k.shape[0] - q.shape[0]
+        if not _serves(q, k):
+            return self._torch.attend_newest(q, k, v, scale=scale)
+        if num_tokens <= MAX_SINGLE_TOKENS and k.is_contiguous() and v.is_contiguous():
+            return self._attend_singly(q, k, v, earlier, scale)
+        return _attend(q, k, v, *_seen(num_tokens, earlier), scale)
+
+    def attend_between(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        first: torch.Tensor,
+        stop: torch.Tensor,
+        *,
+        scale: float,
+    ) -> Partial:
+        """See BandAttention."""
+        if _serves(q, k):
+            return _attend(q, k, v, first, stop, scale)
+        at = torch.arange(k.shape[0])
+        hidden = (at < first[:, None]) | (at >= stop[:, None])
+        return self._torch.attend_masked(q, k, v, hidden, scale=scale)
+
+    def attend_masked(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, *, scale: float
+    ) -> Partial:
+        """See MaskedAttention."""
+        return self._torch.attend_masked(q, k, v, hidden, scale=scale)
+
+    def attend_rows(self, q: torch.Tensor, runs: Sequence[KvRun], *, scale: float) -> Partial:
+        """See RowAttention."""
+        parts = [
+            self.partial_attention(q[row : row + 1], run.k, run.v, causal=False, scale=scale)
+            for row, run in enumerate(runs)
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        return Partial(torch.cat([part.out for part in parts]), torch.cat([part.lse for part in parts]))
+
+    def paged_attention(self, q: torch.Tensor, shards: PagedShards, *, scale: float) -> Partial:
+        """See PagedBackend."""
+        return _attend_pages(q, shards.k, shards.v, shards.table, shards.lengths, max(shards.stored), scale)
+
+    def _attend_singly(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, earlier: int | None, scale: float
+    ) -> Partial:
+        """Attend the queries of one run one by one: it is one page. Query t sees `earlier` + t + 1 keys, or all."""
+        lengths = _lengths(q.shape[0], k.shape[0], earlier)
+        return _attend_pages(q, k[None], v[None], _one_page(q.shape[0]), lengths, k.shape[0], scale)
+
+
+def _serves(q: torch.Tensor, k: torch.Tensor) -> bool:
+    return q.shape[2] in HEAD_DIMS and q.shape[1] <= MAX_GROUP * k.shape[1] and k.dtype in DTYPES
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, low: torch.Tensor, high: torch.Tensor, scale: float
+) -> Partial:
+    """Attend q[T, H, D] over k[S, K, D] and v[S, K, D]: query t sees keys [low[t], high[t]); both bounds ascend."""
+    found = library()
+    assert found is not None
+    q = q.float()
+    num_tokens, num_heads, head_dim = q.shape
+    out = torch.empty(q.shape, dtype=torch.float32)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32)
+    strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
+    sizes = (ctypes.c_int64 * 10)(num_tokens, num_heads, k.shape[1], head_dim, *strides)
+    found.ringserve_attend(
+        *(each.data_ptr() for each in (q, k, v, low, high, out, lse)),
+        sizes,
+        scale,
+        k.dtype == torch.float32,
+        torch.get_num_threads(),
+    )
+    return Partial(out, lse)
+
+
+def _attend_pages(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    longest: int,
+    scale: float,
+) -> Partial:
+    """Attend q[B, H, D] over the first `lengths` tokens of the pages of k[P, G, K, D] and v[P, G, K, D] in a table."""
+    found = library()
+    assert found is not None
+    q = q.float().contiguous()
+    num_rows, num_heads, head_dim = q.shape
+    out = torch.empty(q.shape, dtype=torch.float32)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32)
+    parts = torch.empty(found.ringserve_paged_floats(num_rows, longest, num_heads, head_dim))
+    sizes = (ctypes.c_int64 * 7)(num_rows, table.shape[1], k.shape[1], num_heads, k.shape[2], head_dim, longest)
+    found.ringserve_attend_pages(
+        *(each.data_ptr() for each in (q, k, v, table, lengths, out, lse, parts)),
+        sizes,
+        scale,
+        k.dtype == torch.float32,
+        torch.get_num_threads(),
+    )
+    return Partial(out, lse)
+
+
+@lru_cache(maxsize=64)
+def _seen(num_tokens: int, earlier: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bounds of the keys that each of T newest tokens sees: up to itself."""
+    return torch.zeros(num_tokens, dtype=torch.int64), torch.arange(earlier + 1, earlier + num_tokens + 1)
+
+
+@lru_cache(maxsize=64)
+def _whole(num_tokens: int, num_stored: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bounds of T tokens that see all keys."""
+    return torch.zeros(num_tokens, dtype=torch.int64), torch.full((num_tokens,), num_stored)
+
+
+@lru_cache(maxsize=64)
+def _lengths(num_tokens: int, num_stored: int, earlier: int | None) -> torch.Tensor:
+    if earlier is None:
+        return torch.full((num_tokens,), num_stored, dtype=torch.int32)
+    return torch.arange(earlier + 1, earlier + num_tokens + 1, dtype=torch.int32)
+
+
+@lru_cache(maxsize=64)
+def _one_page(num_rows: int) -> torch.Tensor:
+    return torch.zeros(num_rows, 1, dtype=torch.int32)
+
+
+def pack_weight(weight: torch.Tensor) -> torch.Tensor:
+    """Return weight[N, C] in the order in which `multiply` reads it: new memory, N rounded up to whole vectors."""
+    found = library()
+    assert found is not None
+    num_out, num_in = weight.shape
+    lanes = found.ringserve_lanes()
+    packed = torch.empty(-(-num_out // lanes) * lanes, num_in, dtype=weight.dtype)
+    weight = weight.contiguous()
+    found.ringserve_pack(weight.data_ptr(), packed.data_ptr(), num_out, num_in, weight.dtype == torch.float32)
+    return packed
+
+
+def multiply(
+    rows: torch.Tensor,
+    packed: torch.Tensor,
+    num_out: int,
+    bias: torch.Tensor | None = None,
+    second: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return rows[..., C] times a packed weight -> [..., N], in the weight's dtype, plus bias[N].
+
+    With `second`, a packed weight as large, it is silu(first product) * second product. A row's bits do not depend on
+    the rows beside it.
+    """
+    found = library()
+    assert found is not None
+    rows = rows.float().contiguous()
+    out = torch.empty(*rows.shape[:-1], num_out, dtype=packed.dtype)
+    found.ringserve_linear(
+        rows.data_ptr(),
+        packed.data_ptr(),
+        None if second is None else second.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        rows.numel() // rows.shape[-1],
+        rows.shape[-1],
+        num_out,
+        packed.dtype == torch.float32,
+        torch.get_num_threads(),
+    )
+    return out

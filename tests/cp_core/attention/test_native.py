@@ -1,0 +1,188 @@
+"""Compiled kernels of CPUs: what they have beside the contract of all backends (`test_backends`)."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hatch_build import X86, compile_kernels
+from ringserve.cp_core.attention import native
+from ringserve.cp_core.attention.native import HEAD_DIMS, MAX_SINGLE_TOKENS, NativeCpu, multiply, pack_weight
+from ringserve.cp_core.attention.partial import PagedShards
+from tests.cp_core.attention.test_paged import scattered
+from tests.oracles import largest, oracle_partial, random_tokens
+from tests.test_repository import ROOT
+
+KERNEL = NativeCpu()
+
+
+@given(
+    lengths=st.lists(st.integers(0, 600), min_size=1, max_size=5),
+    page_tokens=st.sampled_from([1, 7, 16, 64]),
+    seed=st.integers(0, 100),
+)
+@settings(max_examples=40, deadline=None)
+def test_any_batch_over_pages_matches_the_oracle(lengths: list[int], page_tokens: int, seed: int) -> None:
+    """Shards may be empty; what lies behind a sequence's last token was never written."""
+    batch = [random_tokens(max(length, 1), seed=seed + row) for row, length in enumerate(lengths)]
+    shards = scattered([(each.k[:n], each.v[:n]) for each, n in zip(batch, lengths, strict=True)], page_tokens, seed)
+    part = KERNEL.paged_attention(torch.stack([each.q[-1] for each in batch]), shards, scale=0.125)
+    for row, (each, length) in enumerate(zip(batch, lengths, strict=True)):
+        if not length:
+            assert torch.isneginf(part.lse[row]).all()
+            assert not part.out[row].any()
+            continue
+        right = oracle_partial(each.q[-1:], each.k[:length], each.v[:length], causal=False, scale=0.125)
+        assert largest(part.out[row].double() - right.out[0]) <= 3e-6 * max(1.0, largest(each.v))
+        assert largest(part.lse[row].double() - right.lse[0]) <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", sorted(HEAD_DIMS))
+def test_drafts_of_a_sequence_have_the_bits_that_each_has_alone(head_dim: int, dtype: torch.dtype) -> None:
+    """Rows with one table are read together, between sequences of other tables, of which one holds nothing."""
+    tokens = random_tokens(300, num_heads=6, num_kv_heads=2, head_dim=head_dim, dtype=dtype)
+    pages = torch.randperm(30).to(torch.int32)
+    k, v = (torch.full((30, 16, 2, head_dim), torch.nan, dtype=dtype) for _ in range(2))
+    for cached, whole in ((k, tokens.k), (v, tokens.v)):
+        for index in range(19):
+            cached[pages[index].long(), : len(whole[16 * index : 16 * index + 16])] = whole[
+                16 * index : 16 * index + 16
+            ]
+    table = torch.stack([pages, pages, pages, pages.flip(0), pages])
+    stored = (297, 300, 298, 0, 17)
+    table[1, 19:] = 0  # behind a row's pages lies what another row left
+
+    def attend(rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        some = tuple(stored[row] for row in rows)
+        shards = PagedShards(k, v, table[rows].contiguous(), some, torch.tensor(some, dtype=torch.int32))
+        part = KERNEL.paged_attention(tokens.q[rows], shards, scale=head_dim**-0.5)
+        return part.out, part.lse
+
+    together = attend([0, 1, 2, 3, 4])
+    for row in range(5):
+        assert all(torch.equal(alone[0], both[row]) for alone, both in zip(attend([row]), together, strict=True))
+    right = oracle_partial(tokens.q[1:2], tokens.k, tokens.v, causal=False, scale=head_dim**-0.5)
+    assert largest(together[0][1].double() - right.out[0]) <= 3e-6 * max(1.0, largest(tokens.v.float()))
+
+
+@given(
+    num_tokens=st.integers(1, 130),
+    num_stored=st.integers(1, 400),
+    window=st.integers(1, 300),
+    heads=st.sampled_from([(1, 1), (9, 3), (6, 1), (3, 3)]),
+    seed=st.integers(0, 100),
+)
+@settings(max_examples=40, deadline=None)
+def test_any_range_of_keys_of_each_query_matches_the_oracle(
+    num_tokens: int, num_stored: int, window: int, heads: tuple[int, int], seed: int
+) -> None:
+    """Some queries see no key; keys that no query sees are never read."""
+    tokens = random_tokens(max(num_tokens, num_stored), num_heads=heads[0], num_kv_heads=heads[1], seed=seed)
+    stop = (torch.arange(num_tokens) + num_stored - num_tokens + 1).clamp(0, num_stored)
+    first = (stop - window).clamp(0)
+    k, v = tokens.k[:num_stored].clone(), tokens.v[:num_stored].clone()
+    k[: int(first[0])], v[: int(first[0])] = torch.nan, torch.nan
+    part = KERNEL.attend_between(tokens.q[:num_tokens], k, v, first, stop, scale=0.125)
+    for row in range(num_tokens):
+        seen = slice(int(first[row]), int(stop[row]))
+        if seen.start == seen.stop:
+            assert torch.isneginf(part.lse[row]).all()
+            continue
+        right = oracle_partial(tokens.q[row : row + 1], k[seen], v[seen], causal=False, scale=0.125)
+        assert largest(part.out[row].double() - right.out[0]) <= 3e-6 * max(1.0, largest(v[seen]))
+        assert largest(part.lse[row].double() - right.lse[0]) <= 1e-5
+
+
+@pytest.mark.parametrize("num_tokens", [1, MAX_SINGLE_TOKENS, MAX_SINGLE_TOKENS + 1])
+@pytest.mark.parametrize("poisoned", ["q", "k", "v"])
+def test_a_number_that_is_none_stays_in_its_rows(poisoned: str, num_tokens: int) -> None:
+    """A NaN query spoils its own row, a NaN key every row that sees it; a NaN value may spoil rows of its block."""
+    tokens = random_tokens(40)
+    given = {"q": tokens.q[-num_tokens:].clone(), "k": tokens.k.clone(), "v": tokens.v.clone()}
+    given[poisoned][-1] = torch.nan
+    part = KERNEL.attend_newest(given["q"], given["k"], given["v"], scale=0.125)
+    assert part.out[-1].isnan().all()
+    if poisoned != "v":
+        assert part.out[:-1].isfinite().all()
+        assert part.lse[-1].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_in", "num_out"), [(1, 1), (96, 40), (300, 129), (576, 64)])
+def test_a_product_matches_the_oracle_and_its_rows_do_not_know_of_each_other(
+    num_in: int, num_out: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(num_in)
+    rows = torch.randn(100, num_in, generator=generator).to(dtype)
+    weight, second = (torch.randn(num_out, num_in, generator=generator).div(num_in**0.5).to(dtype) for _ in range(2))
+    bias = torch.randn(num_out, generator=generator).to(dtype)
+    packed, gates = pack_weight(weight), pack_weight(second)
+    right = rows.double() @ weight.double().T
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2 * max(1.0, largest(right))
+    product = multiply(rows, packed, num_out, bias)
+    assert product.dtype == dtype
+    assert largest(product.double() - right - bias.double()) <= tolerance
+    gated = multiply(rows, gates, num_out, second=packed)
+    wanted = torch.nn.functional.silu(rows.double() @ second.double().T) * right
+    assert largest(gated.double() - wanted) <= tolerance * max(1.0, largest(wanted))
+    for count in (1, 2, 5, 6, 7, 97):
+        assert torch.equal(multiply(rows[:count], packed, num_out, bias), product[:count])
+    assert multiply(rows[:0], packed, num_out).shape == (0, num_out)
+
+
+def test_results_have_the_same_bits_with_any_number_of_threads() -> None:
+    tokens, packed = random_tokens(300), pack_weight(torch.randn(200, 256))
+    shards = scattered([(tokens.k, tokens.v)], 16)
+
+    def compute() -> list[torch.Tensor]:
+        paged = KERNEL.paged_attention(tokens.q[-1:], shards, scale=0.125)
+        whole = KERNEL.partial_attention(tokens.q, tokens.k, tokens.v, causal=True, scale=0.125)
+        return [paged.out, paged.lse, whole.out, whole.lse, multiply(tokens.q.flatten(1), packed, 200)]
+
+    threads = torch.get_num_threads()
+    try:
+        found = []
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            found.append(compute())
+    finally:
+        torch.set_num_threads(threads)
+    for each in found[1:]:
+        assert all(map(torch.equal, each, found[0]))
+
+
+def test_several_threads_may_call_at_once() -> None:
+    """Each has memory of its own for what it holds between the parts of a call."""
+    tokens = random_tokens(200)
+    right = KERNEL.partial_attention(tokens.q, tokens.k, tokens.v, causal=True, scale=0.125)
+    same: list[bool] = []
+
+    def attend() -> None:
+        for _ in range(5):
+            part = KERNEL.partial_attention(tokens.q, tokens.k, tokens.v, causal=True, scale=0.125)
+            same.append(torch.equal(part.out, right.out))
+
+    running = [threading.Thread(target=attend) for _ in range(4)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    assert same == [True] * 20
+
+
+def test_threads_are_those_of_torch() -> None:
+    """Otherwise the kernels would use one core, or a second pool that competes with torch's."""
+    assert native._pool() is not None
+
+
+def test_the_libraries_here_are_compiled_from_the_source_beside_them() -> None:
+    """`pip install` compiles them; after a change of the source it is repeated."""
+    libraries = compile_kernels(ROOT)
+    assert {path.stem.removeprefix("native-") for path in libraries} in ({*X86}, {"default"})
+    newest = (ROOT / "cp_core/attention/native.cpp").stat().st_mtime
+    assert all(path.stat().st_mtime > newest for path in libraries)
