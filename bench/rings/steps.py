@@ -53,12 +53,14 @@ COMPARED_TOKENS = 512
 TRANSFORMERS = "transformers"
 STOCK = "stock"
 JOINED = "joined"
+PACKED = "packed"
 COMPILED = "compiled"
 RECORDED = "recorded"
 AHEAD = "ahead"
 FORMS = (TRANSFORMERS, STOCK, JOINED, COMPILED, RECORDED, AHEAD, FP8_MLPS)
 FORMS_OF_CPUS = (TRANSFORMERS, STOCK, JOINED, FP8_MLPS)
-"""`transformers` has attention and cache of its own, `stock` the modules alone.
+FORMS_OF_RANKS = (TRANSFORMERS, STOCK, PACKED)
+"""`transformers` has attention and cache of its own, `stock` the modules alone, `packed` what ranks of CPUs have.
 
 On a CPU nothing is recorded, and its layers of 8-bit floats show their numbers, not their time.
 """
@@ -214,6 +216,8 @@ class StepBench:
 
     def _take(self, form: str) -> None:
         """Bring the layers into a form, after all before it."""
+        if form == PACKED:
+            self._model.pack_weights(with_head=True)
         if form == JOINED:
             for names in (ATTENTION_LAYERS, MLP_LAYERS):
                 join_layers(self._model.body, names)

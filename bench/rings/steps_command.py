@@ -15,13 +15,15 @@ EXAMPLE = """example:
   python -m bench steps --device cuda
   python -m bench steps --device cuda --model DIR --json
   python -m bench steps --model builtin:smollm2 --prefill 512 --decode 1x512
+  python -m bench steps --model builtin:smollm2 --packed --prefill 512,2048 --decode 1x512,1x6000,8x300
 """
 HELP = """Prefill and decode of one rank in this process, without a service. transformers runs the model first, with
 attention and cache of its own (transformers). The rank's layers then take these forms one by one: the stock modules
 with the rank's attention (stock), projections with the same input as one layer (joined), compiled by torch
 (compiled), decode steps replayed from recordings (recorded), each of them issued before the tokens of the last are read
 (ahead), MLPs of 8-bit floats (fp8). On a CPU nothing is compiled.
-At the end it says what 8-bit floats change in the logits and the most likely tokens of a prompt."""
+At the end it says what 8-bit floats change in the logits and the most likely tokens of a prompt.
+With --packed it measures what ranks of CPUs have, in float32: packed weights, fused norms and MLPs (packed)."""
 PIPE_WIDTH = 120
 
 
@@ -42,6 +44,7 @@ def add(kinds: Subcommands) -> None:
     )
     parser.add_argument("--steps", type=int, default=30, help="decode steps of a measurement (default: 30)")
     parser.add_argument("--rounds", type=int, default=5, help="prompts of a measurement (default: 5)")
+    parser.add_argument("--packed", action="store_true", help="the form of ranks of CPUs beside stock modules, float32")
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
     parser.set_defaults(run=run)
 
@@ -49,7 +52,7 @@ def add(kinds: Subcommands) -> None:
 def run(options: argparse.Namespace) -> int:
     import torch
 
-    from bench.rings.steps import FORMS, FORMS_OF_CPUS, StepBench, StepCases, bench_model
+    from bench.rings.steps import FORMS, FORMS_OF_CPUS, FORMS_OF_RANKS, StepBench, StepCases, bench_model
     from ringserve.workers.model.builtin import resolve_model_path
     from ringserve.workers.rank.parts import FP8_CAPABILITY
 
@@ -58,6 +61,8 @@ def run(options: argparse.Namespace) -> int:
             raise ConfigError(f"--{name}: {value} is too few; allowed are 1 or more")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device: 'cuda', but torch finds no GPU here; allowed is cpu")
+    if options.packed and options.device == "cuda":
+        raise ConfigError("--packed: a form of CPUs, not with --device cuda")
     cases = StepCases(
         prefill=tuple(_number("--prefill", each) for each in options.prefill.split(",") if each),
         decode=tuple(_pair(each) for each in options.decode.split(",") if each),
@@ -67,7 +72,10 @@ def run(options: argparse.Namespace) -> int:
     if options.device == "cuda" and torch.cuda.get_device_capability() < FP8_CAPABILITY:
         forms = forms[:-1]
     path = None if options.model is None else resolve_model_path(options.model)
-    with bench_model(path, options.layers, "bfloat16", options.device) as model, progress_bar(len(forms)) as tell:
+    if options.packed:
+        forms = FORMS_OF_RANKS
+    dtype = "float32" if options.packed else "bfloat16"
+    with bench_model(path, options.layers, dtype, options.device) as model, progress_bar(len(forms)) as tell:
         figures, changes = StepBench(model, cases, options.rounds).measure(forms, tell)
     if options.json:
         print(json.dumps({"steps": [row.as_dict() for row in figures], "changes": [asdict(each) for each in changes]}))

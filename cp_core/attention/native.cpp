@@ -1,4 +1,4 @@
-// Kernels of CPUs: attention with its log-sum-exp, and linear layers.
+// Kernels of CPUs: attention with its log-sum-exp, linear layers, and norms.
 //
 // One source, compiled once for each instruction set (hatch_build.py) and called through ctypes (native.py): it needs no
 // header of Python or torch. Vectors are those of gcc and clang, W floats wide.
@@ -652,11 +652,38 @@ void pack_weight(const Stored *weight, Stored *packed, int64_t out_features, int
     }
 }
 
+// Norms by the root of the mean square: x / sqrt(mean(x^2) + epsilon) * weight.
+
+struct Norm {
+    const float *x, *weight;  // [T, C], [C]
+    float *out;               // [T, C]
+    int64_t rows, features;
+    float epsilon;
+};
+
+#define NORM_ROWS 16
+
+void normalize_task(const Norm &a, int64_t task) {
+    const int64_t stop = (task + 1) * NORM_ROWS < a.rows ? (task + 1) * NORM_ROWS : a.rows;
+    for (int64_t row = task * NORM_ROWS; row < stop; ++row) {
+        const float *x = a.x + row * a.features;
+        float *out = a.out + row * a.features;
+        vf squares = {};
+        int64_t at = 0;
+        for (; at + W <= a.features; at += W) squares += load(x + at) * load(x + at);
+        float sum = sum_of(squares);
+        for (int64_t rest = at; rest < a.features; ++rest) sum += x[rest] * x[rest];
+        const float by = 1.0f / __builtin_sqrtf(sum / (float)a.features + a.epsilon);
+        for (at = 0; at + W <= a.features; at += W) store(out + at, load(x + at) * by * load(a.weight + at));
+        for (; at < a.features; ++at) out[at] = x[at] * by * a.weight[at];
+    }
+}
+
 }  // namespace
 
 extern "C" {
 
-int ringserve_version() { return 1; }
+int ringserve_version() { return 2; }
 
 void ringserve_use_pool(void *given) { parallel = (Parallel)given; }
 
@@ -697,6 +724,14 @@ void ringserve_attend_pages(const float *q, const void *k, const void *v, const 
     else run_tasks<Paged, attend_paged<bf16>>(a, count * a.chunks, threads);
     for (int64_t row = 0; row < rows; ++row) merge_chunks(a, row);
     free(groups);
+}
+
+void ringserve_normalize(const float *x, const float *weight, float *out, int64_t rows, int64_t features, float epsilon,
+                         int threads) {
+    Norm a = {x, weight, out, rows, features, epsilon};
+    // A few rows take less time than other threads take to begin.
+    const int64_t tasks = (rows + NORM_ROWS - 1) / NORM_ROWS;
+    run_tasks<Norm, normalize_task>(a, tasks, tasks > 1 ? threads : 1);
 }
 
 int ringserve_lanes() { return W; }

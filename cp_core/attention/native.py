@@ -1,4 +1,4 @@
-"""Kernels of CPUs that are compiled when ringserve is installed (`native.cpp`): attention, and linear layers.
+"""Kernels of CPUs that are compiled when ringserve is installed (`native.cpp`): attention, linear layers, norms.
 
 Shapes: T query tokens, S stored tokens, B single queries, H query heads, K key/value heads, D head dimension, C input
 features, N output features.
@@ -18,7 +18,7 @@ from ringserve.cp_core.attention.partial import PagedShards, Partial, empty_part
 from ringserve.cp_core.attention.torch_cpu import TorchCpuFlash
 from ringserve.cp_core.layout.step_plans import KvRun
 
-VERSION = 1
+VERSION = 2
 """Of the libraries' functions: one that was compiled for others is not called."""
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -49,6 +49,7 @@ def library() -> ctypes.CDLL | None:
     found.ringserve_attend_pages.argtypes = [*[pointer] * 9, ctypes.c_float, ctypes.c_int, ctypes.c_int]
     found.ringserve_pack.argtypes = [pointer, pointer, integer, integer, ctypes.c_int]
     found.ringserve_linear.argtypes = [*[pointer] * 5, integer, integer, integer, ctypes.c_int, ctypes.c_int]
+    found.ringserve_normalize.argtypes = [pointer, pointer, pointer, integer, integer, ctypes.c_float, ctypes.c_int]
     found.ringserve_paged_floats.argtypes = [integer] * 4
     found.ringserve_paged_floats.restype = integer
     found.ringserve_use_pool.argtypes = [pointer]
@@ -272,6 +273,25 @@ def multiply(
         rows.shape[-1],
         num_out,
         packed.dtype == torch.float32,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def normalize(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Return rows[..., C] / sqrt(mean(rows^2) + epsilon) * weight[C], all fp32."""
+    found = library()
+    assert found is not None
+    rows = rows.contiguous()
+    out = torch.empty_like(rows)
+    num_features = rows.shape[-1]
+    found.ringserve_normalize(
+        rows.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
+        rows.numel() // num_features,
+        num_features,
+        epsilon,
         torch.get_num_threads(),
     )
     return out

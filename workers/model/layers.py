@@ -109,6 +109,41 @@ class GatedMlp:
         return out
 
 
+@dataclass(frozen=True, slots=True)
+class FusedNorm:
+    """Forward pass of an RMS norm in one call instead of six: x / sqrt(mean(x^2) + epsilon) * weight."""
+
+    weight: Tensor
+    epsilon: float
+
+    @classmethod
+    def try_of(cls, norm: Module) -> FusedNorm | None:
+        """Return the forward pass of an fp32 RMS norm on a CPU; None for other modules and if kernels are not compiled.
+
+        Families differ in the weight (Gemma multiplies by 1 + weight) and may differ in more: what gives other numbers
+        than the module itself is not taken.
+        """
+        weight: object = getattr(norm, "weight", None)
+        epsilon: object = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+        if not (type(norm).__name__.endswith("RMSNorm") and isinstance(weight, Tensor) and isinstance(epsilon, float)):
+            return None
+        is_plain = weight.ndim == 1 and weight.dtype == torch.float32 and weight.device.type == "cpu"
+        if not is_plain or native.library() is None or norm._forward_hooks or norm._forward_pre_hooks:
+            return None
+        # Large and small rows: a norm that forgets epsilon, or adds it elsewhere, differs in the small ones.
+        rows = torch.linspace(-1.0, 1.0, 4 * weight.shape[0]).view(4, -1) * torch.tensor([[1e-4], [1e-2], [1.0], [1e2]])
+        wanted = norm(rows)
+        for scales in (weight.detach(), 1.0 + weight.detach()):
+            found = cls(scales, epsilon)
+            if torch.allclose(found(rows), wanted, rtol=1e-5, atol=1e-7):
+                return found
+        return None
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        """Map hidden_states[..., C] -> [..., C]."""
+        return native.normalize(hidden_states, self.weight, self.epsilon)
+
+
 # Number of rows that fp32 weights are packed for. oneDNN uses the same order for any larger number of rows.
 PACKED_ROWS = 256
 LEAST_ROWS = 4 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 1

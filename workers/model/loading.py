@@ -27,6 +27,7 @@ from ringserve.workers.model.layers import (
     ATTENTION_LAYERS,
     MLP_LAYERS,
     Columns,
+    FusedNorm,
     GatedMlp,
     PackedLinear,
     join_layers,
@@ -174,9 +175,9 @@ class LoadedModel:
     def pack_weights(self, *, with_head: bool, quantization: str = NO_QUANTIZATION) -> None:
         """Bring the weights of all layers into the form that kernels read fastest. Idempotent.
 
-        Projections with the same input become one layer. On a CPU layers are packed, and MLPs run in two calls of its
-        kernels instead, which apply the activation. The packed copy of a head that is the embedding, too, takes memory
-        of its own. On a GPU with `quantization` "fp8" MLPs become such of 8-bit floats.
+        Projections with the same input become one layer. On a CPU layers are packed, MLPs run in two calls of its
+        kernels instead, which apply the activation, and RMS norms in one. The packed copy of a head that is the
+        embedding, too, takes memory of its own. On a GPU with `quantization` "fp8" MLPs become such of 8-bit floats.
         """
         is_on_cpu = self.model.device.type == "cpu"
         if not is_on_cpu or self.body.dtype in packed_dtypes():  # where files are mapped, a copy would take memory
@@ -189,8 +190,8 @@ class LoadedModel:
         if with_head:
             pack(self.head)
         for module in self.body.modules():
-            if (mlp := GatedMlp.try_of(module)) is not None:
-                module.forward = mlp
+            if (forward := GatedMlp.try_of(module) or FusedNorm.try_of(module)) is not None:
+                module.forward = forward
 
     def compiled(self, backend: str) -> LoadedModel:
         """Return the model with its layers compiled by a backend of torch; its weights are cut and packed no more.

@@ -15,6 +15,7 @@ from bench.rings.steps import (
     COMPILED,
     FORMS,
     FORMS_OF_CPUS,
+    FORMS_OF_RANKS,
     JOINED,
     RECORDED,
     WARM_STEPS,
@@ -81,6 +82,10 @@ def test_the_command_measures_a_model_on_a_cpu(tmp_path: Path, capsys: pytest.Ca
     found = json.loads(capsys.readouterr().out)
     assert {each["form"] for each in found["steps"]} == set(FORMS_OF_CPUS)
     assert [each["form"] for each in found["changes"]] == ["fp8"]
+    assert main(["steps", "--model", path, "--json", "--packed", *few]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [each["form"] for each in found["steps"]] == [form for form in FORMS_OF_RANKS for _ in range(2)]
+    assert found["changes"] == []
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import Linear
+from torch.nn import Linear, Module, Parameter
 
 from ringserve.workers.model.layers import (
     ATTENTION_LAYERS,
@@ -18,6 +18,7 @@ from ringserve.workers.model.layers import (
     MLP_LAYERS,
     Columns,
     Fp8Linear,
+    FusedNorm,
     join_layers,
     quantize_mlps,
     scaled_rows,
@@ -107,3 +108,40 @@ def test_mlps_alone_become_layers_of_8_bit_floats(model_paths: Mapping[str, Path
     assert found == {f"layers.{layer}.mlp.{name}" for layer in range(2) for name in ("joined_proj", "down_proj")}
     error = (states_of(quantized) - states_of(plain)).float().norm() / states_of(plain).float().norm()
     assert 0.0 < error < 0.2
+
+
+class PlainRMSNorm(Module):
+    """Llama's norm; `offset` is added to the weight, as Gemma does, and `inner` to the root instead of the square."""
+
+    def __init__(self, offset: float = 0.0, inner: float = 0.0) -> None:
+        super().__init__()
+        self.weight = Parameter(torch.linspace(0.5, 1.5, 37), requires_grad=False)
+        self.eps = 1e-5
+        self._offset, self._inner = offset, inner
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        root = (rows.pow(2).mean(-1, keepdim=True) + self.eps - self._inner).sqrt() + self._inner
+        return rows / root * (self.weight + self._offset)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_a_norm_in_one_call_gives_the_numbers_of_the_module(offset: float) -> None:
+    """Rows of all sizes and of zeros; each NaN stays in its row."""
+    norm = PlainRMSNorm(offset)
+    fused = FusedNorm.try_of(norm)
+    assert fused is not None
+    for shape in ((37,), (1, 1, 37), (2, 40, 37), (0, 37)):
+        rows = torch.randn(shape, generator=torch.Generator().manual_seed(3)) * 10.0 ** torch.arange(-18, 19)
+        torch.testing.assert_close(fused(rows), norm(rows), rtol=2e-6, atol=0)
+    rows = torch.zeros(3, 37)
+    rows[1, 4] = torch.nan
+    assert fused(rows).isnan().all(dim=1).tolist() == [False, True, False]
+    strided = torch.randn(37, 5).T
+    torch.testing.assert_close(fused(strided), norm(strided))
+
+
+def test_a_norm_that_computes_anything_else_or_has_a_hook_stays_as_it_is() -> None:
+    hooked = PlainRMSNorm()
+    hooked.register_forward_hook(lambda _module, _inputs, output: output + 1)
+    for norm in (PlainRMSNorm(inner=1e-6), PlainRMSNorm(offset=0.5), hooked, PlainRMSNorm().double(), Linear(3, 3)):
+        assert FusedNorm.try_of(norm) is None

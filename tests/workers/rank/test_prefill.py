@@ -16,7 +16,7 @@ import torch
 
 from ringserve.cp_core.attention.partial import Partial
 from ringserve.cp_core.errors import Unavailable
-from ringserve.workers.model.layers import GatedMlp, PackedLinear
+from ringserve.workers.model.layers import FusedNorm, GatedMlp, PackedLinear
 from ringserve.workers.model.loading import load_model
 from ringserve.workers.prefill import step as prefill_step
 from ringserve.workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm, PrefillOutput, PrefillStep
@@ -201,6 +201,8 @@ def is_packed(worker: RankWorker) -> bool:
     mlps = [module for module in worker.parts.model.body.modules() if hasattr(module, "gate_proj")]
     assert mlps
     assert all(isinstance(module.forward, GatedMlp) for module in mlps), "a plain MLP"
+    norms = [module for module in worker.parts.model.body.modules() if type(module).__name__.endswith("RMSNorm")]
+    assert all(isinstance(module.forward, FusedNorm) for module in norms), "a plain norm"
     return bool(linears) and all(isinstance(module, PackedLinear) for module in linears)
 
 
