@@ -411,6 +411,8 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"model": options.model, "dtype": options.dtype, "load": [before, load_now()], "s": samples}))
         return 0
+    if not samples:
+        raise Unavailable("no server could be measured; the lines above say why")
     names = list(dict.fromkeys(name for by_name in samples.values() for name in by_name))
     rows = [{"what": what} | {name: _cell(by_name.get(name)) for name in names} for what, by_name in samples.items()]
     print_table(console(), table(rows))

@@ -60,9 +60,10 @@ KERNEL_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 CACHED_KERNELS = 128
 """Kernels that torch and oneDNN keep each, by the shape of a matrix product. A layer has about seven shapes for each
 number of rows. Their own 1,024 take a gigabyte after some hundred prompts; to make a kernel again takes about 1 ms."""
-WAIT_POLICY = "OMP_WAIT_POLICY"
+WAIT_POLICY = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "2000"}
 """Of OpenMP's threads. By default one that waits for another spins, which keeps that other from a core that both need:
-ranks have more threads than the machine has cores."""
+ranks have more threads than the machine has cores. One that sleeps at once has to be woken for each of the 150 parts of
+a decode step. So a thread looks for some 0.05 ms before it sleeps."""
 RANK_NICENESS = 15
 """Nice value of a rank, which is Ray's own for all its workers: router and leaders come before what computes."""
 LEASE_SECONDS = 60.0
@@ -202,7 +203,8 @@ class RankActor:
 def _make_worker() -> RankWorker:
     for name in KERNEL_CACHES:
         os.environ.setdefault(name, str(CACHED_KERNELS))
-    os.environ.setdefault(WAIT_POLICY, "passive")
+    if not WAIT_POLICY.keys() & os.environ.keys():
+        os.environ.update(WAIT_POLICY)
     # The import is here because leaders import this file and must stay free of torch. Garbage collections during it
     # would find nothing and take a sixth of its time; the frozen modules speed up later collections.
     gc.disable()

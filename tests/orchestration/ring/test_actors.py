@@ -286,17 +286,21 @@ def test_what_is_done_beside_others_leaves_the_caller_its_priority_and_raises_it
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torch for other systems has another OpenMP")
-@pytest.mark.parametrize(("asked", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "active"}, "ACTIVE")])
-def test_threads_of_a_rank_do_not_spin_for_each_other_unless_the_environment_says_so(
-    asked: dict[str, str], policy: str
+@pytest.mark.parametrize(
+    ("asked", "policy", "spins"),
+    [({}, "PASSIVE", 2000), ({"OMP_WAIT_POLICY": "active"}, "ACTIVE", None), ({"GOMP_SPINCOUNT": "7"}, "PASSIVE", 7)],
+)
+def test_threads_of_a_rank_spin_for_each_other_briefly_unless_the_environment_says_so(
+    asked: dict[str, str], policy: str, spins: int | None
 ) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != actors.WAIT_POLICY}
+    environment = {name: value for name, value in os.environ.items() if name not in actors.WAIT_POLICY}
     made = subprocess.run(
         [sys.executable, "-c", "from ringserve.orchestration.ring import actors; actors._make_worker()"],
-        env=environment | asked | {"OMP_DISPLAY_ENV": "true"},
+        env=environment | asked | {"OMP_DISPLAY_ENV": "verbose"},
         capture_output=True,
         text=True,
         check=True,
         timeout=WAIT_SECONDS,
     )
     assert f"OMP_WAIT_POLICY = '{policy}'" in made.stderr
+    assert spins is None or f"GOMP_SPINCOUNT = '{spins}'" in made.stderr
