@@ -32,8 +32,12 @@ class CustomBuildHook(BuildHookInterface[Any]):
         if self.target_name != "wheel":
             return
         root = Path(self.root)
-        if not compile_kernels(root):
-            self.app.display_warning("ringserve: no C++ compiler: CPUs are served by torch's own kernels, slower")
+        try:
+            libraries, reason = compile_kernels(root), "there is no C++ compiler"
+        except RuntimeError as error:  # an old or a broken compiler is no reason to refuse the installation
+            libraries, reason = [], str(error)
+        if not libraries:
+            self.app.display_warning(f"CPUs are served by torch's own kernels, slower: {reason}")
             return
         build_data["artifacts"].append(f"/{FOLDER}/native-*.so")
         build_data["pure_python"] = False

@@ -200,12 +200,12 @@ void run_tasks(const Arguments &arguments, int64_t tasks, int threads) {
 // Attention of many queries.
 
 struct Attention {
-    const float *q;           // [T, H, D]
-    const void *k, *v;        // [S, K, D]
-    const int64_t *low, *high;  // query t sees keys [low[t], high[t])
-    float *out, *lse;         // [T, H, D], [T, H]
+    const float *q;                                             // [T, H, D]
+    const void *k, *v;                                          // [S, K, D]
+    const int64_t *low, *high;                                  // query t sees keys [low[t], high[t]); both ascend
+    float *out, *lse;                                           // [T, H, D], [T, H]
     int64_t tokens, heads, kv_heads, dim;
-    int64_t per_block;  // tokens of a task
+    int64_t per_block;                                          // tokens of a task
     int64_t q_token, q_head, k_token, k_head, v_token, v_head;  // strides in elements
     float scale;
 };
@@ -367,13 +367,13 @@ void attend_block(const Attention &a, int64_t task) {
 #endif
 
 struct Paged {
-    const float *q;      // [B, H, D]
-    const void *k, *v;   // [P, G, K, D], contiguous
-    const int32_t *table;  // [B, M]
+    const float *q;          // [B, H, D]
+    const void *k, *v;       // [P, G, K, D], contiguous
+    const int32_t *table;    // [B, M]
     const int32_t *lengths;  // [B]
-    float *out, *lse;
+    float *out, *lse;        // [B, H, D], [B, H]
     float *parts;            // of each row and chunk: [H, D + 2]
-    const int64_t *groups;   // first row of each group, and B
+    const int64_t *groups;   // first row of each group of rows with one table, and B
     int64_t rows, columns, page, heads, kv_heads, dim, chunks;
     float scale;
 };
@@ -453,7 +453,8 @@ template <class Stored, int VECTORS>
 void attend_heads(const Paged &a, const Tile &tile, float *part) {
     const int64_t group = a.heads / a.kv_heads, stride = a.kv_heads * VECTORS * W;
     if (tile.next >= 0)
-        for (const void *stored : (const void *[]){a.k, a.v}) {
+        for (int which = 0; which < 2; ++which) {
+            const void *stored = which ? a.v : a.k;
             const char *next = (const char *)((const Stored *)stored + tile.next * stride);
             for (int64_t at = 0; at < W * stride * (int64_t)sizeof(Stored); at += 64) __builtin_prefetch(next + at, 0, 1);
         }

@@ -32,12 +32,16 @@ MAX_SINGLE_TOKENS = 8
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Load the library for this machine's processor, or return None if there is none that fits.
+    """Return the library for this machine's processor, or None if there is none that fits."""
+    capability = torch.backends.cpu.get_cpu_capability().lower()
+    return load(capability if capability in ("avx512", "avx2") else "default")
+
+
+def load(kind: str) -> ctypes.CDLL | None:
+    """Load the library of an instruction set, or return None if there is none, or one of another VERSION.
 
     Its threads are those of torch's own pool: a second one would compete with it.
     """
-    capability = torch.backends.cpu.get_cpu_capability().lower()
-    kind = capability if capability in ("avx512", "avx2") else "default"
     try:
         found = ctypes.CDLL(str(Path(__file__).with_name(f"native-{kind}.so")))
     except OSError:
@@ -59,7 +63,8 @@ def library() -> ctypes.CDLL | None:
 
 def _pool() -> int | None:
     """Return the address of `GOMP_parallel` of torch's OpenMP; None leaves the kernels to the calling thread."""
-    names = [str(each) for each in Path(torch.__file__).parent.glob("lib/lib*omp*.so*")]
+    beside = Path(torch.__file__).parent / "lib"
+    names = [str(path) for kind in ("gomp", "omp", "iomp") for path in beside.glob(f"lib{kind}*.so*")]
     for name in (*names, None):
         try:
             return ctypes.cast(ctypes.CDLL(name).GOMP_parallel, ctypes.c_void_p).value

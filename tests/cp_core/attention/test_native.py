@@ -18,6 +18,11 @@ from tests.oracles import largest, oracle_partial, random_tokens
 from tests.test_repository import ROOT
 
 KERNEL = NativeCpu()
+CAPABILITY = torch.backends.cpu.get_cpu_capability().lower()
+KINDS = [path.stem.removeprefix("native-") for path in compile_kernels(ROOT)]
+"""Instruction sets of the libraries here that this processor has."""
+if CAPABILITY != "avx512" and "avx512" in KINDS:
+    KINDS.remove("avx512")
 
 
 @given(
@@ -154,6 +159,31 @@ def test_results_have_the_same_bits_with_any_number_of_threads() -> None:
         torch.set_num_threads(threads)
     for each in found[1:]:
         assert all(map(torch.equal, each, found[0]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kernels_of_every_instruction_set_match_the_oracle(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other tests call those of this machine's best one."""
+    found = native.load(kind)
+    assert found is not None
+    monkeypatch.setattr(native, "library", lambda: found)
+    for head_dim in (16, 80, 256):
+        tokens = random_tokens(150, num_heads=6, num_kv_heads=2, head_dim=head_dim)
+        scale = head_dim**-0.5
+        right = oracle_partial(tokens.q, tokens.k, tokens.v, causal=True, scale=scale)
+        for part, some in (
+            (KERNEL.partial_attention(tokens.q, tokens.k, tokens.v, causal=True, scale=scale), slice(None)),
+            (KERNEL.attend_newest(tokens.q[-3:], tokens.k, tokens.v, scale=scale), slice(-3, None)),
+        ):
+            assert largest(part.out.double() - right.out[some]) <= 3e-6 * max(1.0, largest(tokens.v))
+            assert largest(part.lse.double() - right.lse[some]) <= 1e-5
+    rows, weight = torch.randn(13, 70), torch.randn(45, 70)
+    torch.testing.assert_close(multiply(rows, pack_weight(weight), 45), rows @ weight.T, atol=1e-4, rtol=0)
+    gated = multiply(rows, pack_weight(weight), 45, second=pack_weight(-weight))
+    product = rows @ weight.T
+    torch.testing.assert_close(gated, torch.nn.functional.silu(product) * -product, atol=1e-3, rtol=1e-5)
+    normed = native.normalize(rows, weight[0], 1e-5)
+    torch.testing.assert_close(normed, torch.nn.functional.rms_norm(rows, (70,), weight[0], 1e-5), atol=1e-5, rtol=0)
 
 
 def test_several_threads_may_call_at_once() -> None:
