@@ -60,10 +60,10 @@ def compile_kernels(root: Path) -> list[Path]:
         made = library.with_suffix(f".{os.getpid()}")
         command = [*compiler.split(), *FLAGS, *flags, "-o", str(made), str(root / SOURCE)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        running.append((library, made, process))
-    for library, made, process in running:
+        running.append((library, made, command, process))
+    for library, made, command, process in running:
         said, _ = process.communicate()
         if process.returncode:
-            raise RuntimeError(f"{' '.join(process.args)}:\n{said}")
+            raise RuntimeError(f"{' '.join(command)}:\n{said}")
         os.replace(made, library)
     return list(libraries)
