@@ -48,7 +48,7 @@ slow: programs $(DEV_READY) ## run the slow tests too, those of measurements in 
 quick: $(DEV_READY) ## run lint and the tests of what changed, or of one folder: TESTS=tests/workers/kv
 	@$(BIN)/python tests/quick.py $(TESTS)
 
-programs: ## install the system programs that tests run: a browser, Prometheus, iproute2
+programs: ## install the system programs that tests run: a browser, Prometheus, iproute2, g++
 	@$(if $(filter no,$(PROGRAMS)),,PYTHON=$(PYTHON) tests/system_programs.sh)
 
 lint: $(DEV_READY) ## check style, types, import contracts, stub freshness, links of the documentation

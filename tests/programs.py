@@ -11,6 +11,7 @@ import pytest
 
 # Debian's package of each.
 PACKAGES = {
+    "c++": "g++",
     "chromium": "chromium",
     "curl": "curl",
     "ip": "iproute2",
@@ -18,7 +19,7 @@ PACKAGES = {
     "promtool": "prometheus",
     "tc": "iproute2",
 }
-MISSING = re.compile(r"(\w+) is not installed: ")
+MISSING = re.compile(r"([\w+]+) is not installed: ")
 
 
 def require(program: str, *others: str) -> str:

@@ -15,14 +15,22 @@ from ringserve.cp_core.attention.native import HEAD_DIMS, MAX_SINGLE_TOKENS, Nat
 from ringserve.cp_core.attention.partial import PagedShards
 from tests.cp_core.attention.test_paged import scattered
 from tests.oracles import largest, oracle_partial, random_tokens
+from tests.programs import require
 from tests.test_repository import ROOT
 
 KERNEL = NativeCpu()
 CAPABILITY = torch.backends.cpu.get_cpu_capability().lower()
-KINDS = [path.stem.removeprefix("native-") for path in compile_kernels(ROOT)]
+COMPILED = {path.stem.removeprefix("native-") for path in compile_kernels(ROOT)}
+KINDS = sorted(COMPILED - ({"avx512"} if CAPABILITY != "avx512" else set()))
 """Instruction sets of the libraries here that this processor has."""
-if CAPABILITY != "avx512" and "avx512" in KINDS:
-    KINDS.remove("avx512")
+
+
+@pytest.fixture(autouse=True)
+def compiled() -> None:
+    """Skip where nothing could be compiled; where there is a compiler, a library must be there."""
+    if native.library() is None:
+        require("c++", "g++", "clang++")
+        pytest.fail("there is a compiler and no library: pip install -e . again")
 
 
 @given(
