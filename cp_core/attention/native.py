@@ -40,7 +40,7 @@ def library() -> ctypes.CDLL | None:
 def load(kind: str) -> ctypes.CDLL | None:
     """Load the library of an instruction set, or return None if there is none, or one of another VERSION.
 
-    Its threads are those of torch's own pool: a second one would compete with it.
+    Kernels run on torch's thread pool, since a second pool would compete with it.
     """
     try:
         found = ctypes.CDLL(str(Path(__file__).with_name(f"native-{kind}.so")))
@@ -152,7 +152,18 @@ class NativeCpu:
 
     def paged_attention(self, q: torch.Tensor, shards: PagedShards, *, scale: float) -> Partial:
         """See PagedBackend."""
+        if not _serves(q, shards.k):
+            return self._attend_copies(q, shards, scale)
         return _attend_pages(q, shards.k, shards.v, shards.table, shards.lengths, max(shards.stored), scale)
+
+    def _attend_copies(self, q: torch.Tensor, shards: PagedShards, scale: float) -> Partial:
+        """Attend by torch's kernel what this one does not serve. It follows no tables: each row's pages are copied."""
+        parts = []
+        for row, stored in enumerate(shards.stored):
+            pages = shards.table[row, : -(-stored // shards.k.shape[1])]
+            k, v = (each[pages].flatten(0, 1)[:stored] for each in (shards.k, shards.v))
+            parts.append(self._torch.partial_attention(q[row : row + 1], k, v, causal=False, scale=scale))
+        return Partial(torch.cat([part.out for part in parts]), torch.cat([part.lse for part in parts]))
 
     def _attend_singly(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, earlier: int | None, scale: float

@@ -135,7 +135,7 @@ FAMILY_SWITCHES: dict[str, tuple[dict[str, Any], ...]] = {
             "sliding_window": 30,
         },
     ),
-    "mistral": ({"sliding_window": 11},),
+    "mistral": ({"sliding_window": 11}, {"head_dim": 24}, {"head_dim": 40, "sliding_window": 7}),
     "olmo": ({"clip_qkv": 0.7},),
     "olmo2": ({"attention_bias": True},),
     "olmo3": (ONE_SLIDES | {"sliding_window": 8}, {"sliding_window": 3, "attention_bias": True}),

@@ -27,7 +27,7 @@ KINDS = sorted(COMPILED - ({"avx512"} if CAPABILITY != "avx512" else set()))
 
 @pytest.fixture(autouse=True)
 def compiled() -> None:
-    """Skip where nothing could be compiled; where there is a compiler, a library must be there."""
+    """Skip tests without a compiler. With a compiler, fail them if there is no library."""
     if native.library() is None:
         require("c++", "g++", "clang++")
         pytest.fail("there is a compiler and no library: pip install -e . again")
@@ -81,6 +81,29 @@ def test_drafts_of_a_sequence_have_the_bits_that_each_has_alone(head_dim: int, d
         assert all(torch.equal(alone[0], both[row]) for alone, both in zip(attend([row]), together, strict=True))
     right = oracle_partial(tokens.q[1:2], tokens.k, tokens.v, causal=False, scale=head_dim**-0.5)
     assert largest(together[0][1].double() - right.out[0]) <= 3e-6 * max(1.0, largest(tokens.v.float()))
+
+
+@pytest.mark.parametrize(("head_dim", "num_heads"), [(8, 4), (24, 4), (120, 4), (160, 4), (16, 194)])
+def test_heads_of_other_sizes_are_attended_by_torch(head_dim: int, num_heads: int) -> None:
+    """In every form of call; the second shard is empty, and pages that no row has are NaN."""
+    tokens = random_tokens(90, num_heads=num_heads, num_kv_heads=2, head_dim=head_dim)
+    k, v = (torch.full((8, 16, 2, head_dim), torch.nan) for _ in range(2))
+    for cached, whole in ((k, tokens.k), (v, tokens.v)):
+        cached[2:].flatten(0, 1)[:90] = whole
+    table = torch.stack([torch.arange(2, 8), torch.zeros(6)]).to(torch.int32)
+    shards = PagedShards(k, v, table, (90, 0), torch.tensor([90, 0], dtype=torch.int32))
+    paged = KERNEL.paged_attention(tokens.q[-2:], shards, scale=0.125)
+    assert torch.isneginf(paged.lse[1]).all()
+    bounds = torch.zeros(1, dtype=torch.int64), torch.full((1,), 90)
+    last = tokens.q[-2:-1]
+    right = oracle_partial(last, tokens.k, tokens.v, causal=False, scale=0.125)
+    for part in (
+        paged.rows(0, 1),
+        KERNEL.partial_attention(last, tokens.k, tokens.v, causal=False, scale=0.125),
+        KERNEL.attend_between(last, tokens.k, tokens.v, *bounds, scale=0.125),
+    ):
+        assert largest(part.out.double() - right.out) <= 3e-6 * max(1.0, largest(tokens.v))
+        assert largest(part.lse.double() - right.lse) <= 1e-5
 
 
 @given(
@@ -171,7 +194,7 @@ def test_results_have_the_same_bits_with_any_number_of_threads() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kernels_of_every_instruction_set_match_the_oracle(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other tests call those of this machine's best one."""
+    """The other tests call the kernels of one instruction set, the best that this machine has."""
     found = native.load(kind)
     assert found is not None
     monkeypatch.setattr(native, "library", lambda: found)
