@@ -24,12 +24,13 @@ HOPPER = 9
 
 
 class FlashAttention3:
-    """`flash_attn_func` for many queries. `triton_decode` serves decode, and few queries over long keys."""
+    """`flash_attn_func` for many queries. `triton_decode` serves decode, windows, and few queries over long keys."""
 
     name: ClassVar[str] = "flash_attn_3"
     is_fast: ClassVar[bool] = True
     page_multiple: ClassVar[int] = TritonDecode.page_multiple
     skips_empty: ClassVar[bool] = TritonDecode.skips_empty
+    hides_first: ClassVar[bool] = TritonDecode.hides_first
     fills = staticmethod(fills_gpu)
 
     def __init__(self, kernels: Any = None, few: TritonDecode | None = None) -> None:
@@ -92,6 +93,19 @@ class FlashAttention3:
             return_attn_probs=True,
         )
         return Partial(out_thd, lse_ht.transpose(0, 1))
+
+    def attend_between(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        first: torch.Tensor,
+        stop: torch.Tensor,
+        *,
+        scale: float,
+    ) -> Partial:
+        """See BandAttention."""
+        return self._few.attend_between(q, k, v, first, stop, scale=scale)
 
     def paged_attention(self, q: torch.Tensor, shards: PagedShards, *, scale: float) -> Partial:
         """See PagedBackend."""

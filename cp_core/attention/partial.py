@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -321,7 +322,7 @@ def attend_band(
     Only keys that some of BAND_ROWS queries see are read. The LSE of a query that sees none is -inf.
     """
     if attends_between(backend) and q_thd.shape[0]:
-        bounds = (torch.from_numpy(np.ascontiguousarray(each, dtype=np.int64)) for each in (first, stop))
+        bounds = (_bound_on(q_thd.device, each) for each in (first, stop))
         return backend.attend_between(q_thd, keys.k, keys.v, *bounds, scale=scale)
     parts = []
     for begin in range(0, q_thd.shape[0], BAND_ROWS):
@@ -337,6 +338,28 @@ def attend_band(
     if len(parts) == 1:
         return parts[0]
     return Partial(torch.cat([part.out for part in parts]), torch.cat([part.lse for part in parts]))
+
+
+# Bounds of the last bands, by the identity of their arrays, which are kept so that no other gets it.
+_UPLOADED: OrderedDict[tuple[int, torch.device], tuple[npt.NDArray[np.int64], torch.Tensor]] = OrderedDict()
+MAX_UPLOADED = 64
+
+
+def _bound_on(device: torch.device, bound: npt.NDArray[np.int64]) -> torch.Tensor:
+    """Return the bound of a band for kernels of the device: int64 on a CPU, int32 elsewhere.
+
+    All layers with a window have the same arrays. The first alone uploads them, without waiting for the device.
+    """
+    if device.type == "cpu":
+        return torch.from_numpy(np.ascontiguousarray(bound, dtype=np.int64))
+    key = id(bound), device
+    if (found := _UPLOADED.get(key)) is None:
+        on_host = torch.from_numpy(bound.astype(np.int32))
+        on_host = on_host.pin_memory() if device.type == "cuda" else on_host
+        found = _UPLOADED[key] = bound, on_host.to(device, non_blocking=True)
+        if len(_UPLOADED) > MAX_UPLOADED:
+            _UPLOADED.popitem(last=False)
+    return found[1]
 
 
 def _attend_span(
@@ -490,6 +513,8 @@ class PagedShards:
     table[B, M] (int32, on the same device) lists each sequence's pages in stored order. Entries after the last page are
     never read, but must be valid page numbers. `stored` has each sequence's token count on this rank, possibly 0.
     `lengths` has the same counts as int32[B] on the device, for kernels that read them there.
+
+    In a layer with a window query b sees no token before firsts[b] (int32[B] on the device), and at most `most_seen`.
     """
 
     k: torch.Tensor
@@ -497,6 +522,8 @@ class PagedShards:
     table: torch.Tensor
     stored: tuple[int, ...]
     lengths: torch.Tensor
+    firsts: torch.Tensor | None = None
+    most_seen: int = 0
 
     def __len__(self) -> int:
         return len(self.stored)
@@ -507,17 +534,20 @@ class PagedShards:
             return self
         index = indices.of(rows, self.table.device)
         stored = tuple(self.stored[row] for row in rows)
-        return PagedShards(self.k, self.v, self.table[index], stored, self.lengths[index])
+        firsts = None if self.firsts is None else self.firsts[index]
+        return PagedShards(self.k, self.v, self.table[index], stored, self.lengths[index], firsts, self.most_seen)
 
 
 class PagedBackend(AttentionBackend, Protocol):
     """Kernel that takes block tables. Its pages hold a multiple of `page_multiple` tokens.
 
-    A kernel with `skips_empty` reads the lengths on the device and returns (0, -inf) for empty shards.
+    A kernel with `skips_empty` reads the lengths on the device and returns (0, -inf) for empty shards. One that
+    `hides_first` takes shards with `firsts`.
     """
 
     page_multiple: ClassVar[int]
     skips_empty: ClassVar[bool]
+    hides_first: ClassVar[bool]
 
     def paged_attention(self, q: torch.Tensor, shards: PagedShards, *, scale: float) -> Partial:
         """Attend q[B, H, D], one query per sequence, over the sequence's shard.

@@ -1,4 +1,4 @@
-"""Backend for NVIDIA GPUs: torch's flash attention for many queries, a Triton kernel for decode over any block size.
+"""Backend for NVIDIA GPUs: torch's flash attention for many queries, Triton's for windows and over block tables.
 
 Shapes: B sequences with one query each, H query heads, D head dimension.
 """
@@ -17,7 +17,7 @@ from ringserve.cp_core.attention.torch_cuda import TorchCudaFlash, check_head_di
 
 
 class TritonDecode:
-    """Triton kernel over block tables. Calls with many queries go to another backend.
+    """Triton kernel over block tables. Calls with many queries go to another backend, if no window hides keys.
 
     Only the device reads tables and lengths, so a CUDA graph can capture a decode step.
     """
@@ -26,6 +26,7 @@ class TritonDecode:
     is_fast: ClassVar[bool] = True
     page_multiple: ClassVar[int] = 1
     skips_empty: ClassVar[bool] = True
+    hides_first: ClassVar[bool] = True
     fills = staticmethod(fills_gpu)
 
     def __init__(self, prefill: TorchCudaFlash | None = None, kernels: Any = None) -> None:
@@ -58,7 +59,23 @@ class TritonDecode:
         """See VarlenAttention."""
         return self._prefill.attend_many(q, k, v, queries, keys, causal=causal, scale=scale)
 
+    def attend_between(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        first: torch.Tensor,
+        stop: torch.Tensor,
+        *,
+        scale: float,
+    ) -> Partial:
+        """See BandAttention."""
+        check_head_dim(q.shape[-1])
+        return Partial(*self._kernels.attend_between(q, k, v, first, stop, scale))
+
     def paged_attention(self, q: torch.Tensor, shards: PagedShards, *, scale: float) -> Partial:
         """See PagedBackend: two kernel launches for the batch, for any lengths."""
         check_head_dim(q.shape[-1])
-        return Partial(*self._kernels.attend_pages(q, shards.k, shards.v, shards.table, shards.lengths, scale))
+        pages = (shards.k, shards.v, shards.table, shards.lengths)
+        band = {"firsts": shards.firsts, "most_seen": shards.most_seen}
+        return Partial(*self._kernels.attend_pages(q, *pages, scale, **band))

@@ -1,4 +1,4 @@
-"""Triton kernels: paged decode attention whose keys are split over programs, and the merge of parts.
+"""Triton kernels: paged decode attention with split keys, attention of bands of keys, and the merge of parts.
 
 The package comes with torch's CUDA builds and is imported by this file alone. With TRITON_INTERPRET=1 the kernels run
 on CPU tensors, as the tests do. No launch reads a tensor on the host, so all of them can be captured in a CUDA graph.
@@ -21,6 +21,9 @@ TILE_BYTES = 16 << 10
 MAX_TILE_KEYS = 64
 # Least rows and columns of a product of matrices.
 LEAST_TILE = 16
+# Most queries of a program that attends bands of keys, and their bytes.
+BAND_ROWS = 128
+BAND_BYTES = 32 << 10
 # Programs for each processor of the GPU, and most splits of one sequence.
 PROGRAMS_PER_PROCESSOR = 2
 MAX_SPLITS = 128
@@ -40,13 +43,16 @@ def attend_pages(
     lengths: torch.Tensor,
     scale: float,
     num_splits: int = 0,
+    firsts: torch.Tensor | None = None,
+    most_seen: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend q[B, H, D] over the first lengths[b] tokens of the pages table[b, :] of k, v[P, G, K, D]; any G.
 
     Return fp32 out[B, H, D] and lse[B, H].
 
     `table` int32[B, M] and `lengths` int32[B] are on the device. A length of 0 gives (0, -inf). Entries of a table
-    after its last page are not read, nor are tokens after the length. A row with an LSE of NaN has such an out.
+    after its last page are not read, nor are tokens after the length. A row with an LSE of NaN has such an out. With
+    `firsts` int32[B] query b sees tokens [firsts[b], lengths[b]), at most `most_seen`; no page before is read.
 
     Each sequence is cut into `num_splits` ranges of keys; 0 chooses as many as keep the GPU busy at the table's width.
     """
@@ -56,7 +62,9 @@ def attend_pages(
     padded_dim = triton.next_power_of_2(head_dim)
     keys = max(LEAST_TILE, min(MAX_TILE_KEYS, TILE_BYTES // (padded_dim * k_pages.element_size())))
     if not num_splits:
-        num_splits = _num_splits(batch * num_kv_heads, table.shape[1] * page_tokens, keys, q.device)
+        capacity = table.shape[1] * page_tokens
+        capacity = min(capacity, most_seen) if firsts is not None else capacity
+        num_splits = _num_splits(batch * num_kv_heads, capacity, keys, q.device)
     part_out = q.new_empty(batch, num_heads, num_splits, head_dim, dtype=torch.float32)
     part_lse = q.new_empty(batch, num_heads, num_splits, dtype=torch.float32)
     if batch:
@@ -66,6 +74,7 @@ def attend_pages(
             v_pages,
             table,
             lengths,
+            lengths if firsts is None else firsts,
             part_out,
             part_lse,
             *(q.stride(0), q.stride(1), table.stride(0)),
@@ -78,7 +87,8 @@ def attend_pages(
             HEAD_DIM=head_dim,
             PADDED_DIM=padded_dim,
             KEYS=keys,
-            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+            PRECISION=_precision(q),
+            HAS_FIRSTS=firsts is not None,
             num_warps=4,
             num_stages=3,
         )
@@ -89,6 +99,48 @@ def attend_pages(
     if batch:
         _join_splits[(batch * num_heads,)](
             part_out, part_lse, out, lse, num_splits, HEAD_DIM=head_dim, PADDED_DIM=padded_dim, num_warps=4
+        )
+    return out, lse
+
+
+def attend_between(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    first: torch.Tensor,
+    stop: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend q[T, H, D] over k[S, K, D] and v[S, K, D]: query t sees keys [first[t], stop[t]), both ascending.
+
+    Return fp32 out[T, H, D] and lse[T, H]; a query that sees no key has (0, -inf). `first` and `stop` int32[T] are on
+    the device. A program reads the keys that one of its queries sees, so a call takes the time of its widest queries.
+    """
+    num_rows, num_heads, head_dim = q.shape
+    padded_dim = triton.next_power_of_2(head_dim)
+    rows = max(LEAST_TILE, min(BAND_ROWS, BAND_BYTES // (padded_dim * q.element_size())))
+    out = q.new_empty(num_rows, num_heads, head_dim, dtype=torch.float32)
+    lse = q.new_empty(num_rows, num_heads, dtype=torch.float32)
+    if num_rows:
+        _attend_band[triton.cdiv(num_rows, rows), num_heads](
+            q,
+            k,
+            v,
+            first,
+            stop,
+            out,
+            lse,
+            num_rows,
+            *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
+            scale * LOG2_E.value,
+            GROUP=num_heads // k.shape[1],
+            ROWS=rows,
+            HEAD_DIM=head_dim,
+            PADDED_DIM=padded_dim,
+            KEYS=max(LEAST_TILE, min(MAX_TILE_KEYS, TILE_BYTES // (padded_dim * k.element_size()))),
+            PRECISION=_precision(q),
+            num_warps=8 if rows == BAND_ROWS else 4,
+            num_stages=2,
         )
     return out, lse
 
@@ -137,6 +189,10 @@ def _num_splits(num_programs: int, capacity: int, keys: int, device: torch.devic
     return max(1, min(wanted, -(-capacity // keys), MAX_SPLITS))
 
 
+def _precision(q: torch.Tensor) -> str:
+    return "ieee" if q.dtype == torch.float32 else "tf32"
+
+
 @cache
 def _num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
@@ -149,6 +205,7 @@ def _attend_split(
     v_pages,
     table,
     lengths,
+    firsts,
     part_out,
     part_lse,
     q_row,
@@ -168,13 +225,15 @@ def _attend_split(
     PADDED_DIM: tl.constexpr,
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
+    HAS_FIRSTS: tl.constexpr,
 ):
     """Attend the GROUP query heads of one KV head, as ROWS rows, over one split of one sequence's keys."""
     sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_splits = tl.num_programs(2)
     length = tl.load(lengths + sequence)
-    size = tl.cdiv(tl.cdiv(length, num_splits), KEYS) * KEYS
-    begin = split * size
+    first = tl.load(firsts + sequence) if HAS_FIRSTS else 0
+    size = tl.cdiv(tl.cdiv(length - first, num_splits), KEYS) * KEYS
+    begin = first + split * size
     end = tl.minimum(begin + size, length)
     rows, dims, keys = tl.arange(0, ROWS), tl.arange(0, PADDED_DIM), tl.arange(0, KEYS)
     heads = kv_head * GROUP + rows
@@ -217,6 +276,78 @@ def _attend_split(
     to = part_out + place[:, None] * HEAD_DIM + dims[None, :]
     tl.store(to, sums / total[:, None], mask=is_row[:, None] & is_dim[None, :])
     tl.store(part_lse + place, (highest + tl.log2(total)) * LN_2, mask=is_row)
+
+
+@triton.jit
+def _attend_band(
+    q,
+    k,
+    v,
+    first,
+    stop,
+    out,
+    lse,
+    num_rows,
+    q_row,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    scale_log2,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Attend ROWS queries of one head over the keys that one of them sees."""
+    # The last rows see the most keys where nothing is hidden: they begin first.
+    tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    rows, dims, keys = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED_DIM), tl.arange(0, KEYS)
+    is_row, is_dim = rows < num_rows, dims < HEAD_DIM
+    # Rows behind the last see what the last one sees.
+    held = tl.minimum(rows, num_rows - 1)
+    low, high = tl.load(first + held), tl.load(stop + held)
+    # Keys that some rows see, and those that all rows see: whole tiles of these need no mask.
+    begin, end = tl.min(low, 0), tl.max(high, 0)
+    all_from, all_to = tl.max(low, 0), tl.min(high, 0)
+    q_rd = tl.load(
+        q + held[:, None].to(tl.int64) * q_row + head * q_head + dims[None, :], mask=is_dim[None, :], other=0.0
+    )
+    k += (head // GROUP).to(tl.int64) * k_head
+    v += (head // GROUP).to(tl.int64) * v_head
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+    whole = tl.minimum(begin + tl.cdiv(tl.maximum(all_from - begin, 0), KEYS) * KEYS, end)
+    partly = whole + tl.maximum(all_to - whole, 0) // KEYS * KEYS
+    for part in tl.static_range(3):
+        from_ = begin if part == 0 else (whole if part == 1 else partly)
+        to = whole if part == 0 else (partly if part == 1 else end)
+        for at in range(from_, to, KEYS):
+            tokens = at + keys
+            is_read = is_dim[None, :] if part == 1 else (tokens < end)[:, None] & is_dim[None, :]
+            k_sd = tl.load(k + tokens[:, None].to(tl.int64) * k_token + dims[None, :], mask=is_read, other=0.0)
+            scores = tl.dot(q_rd, tl.trans(k_sd), input_precision=PRECISION) * scale_log2
+            if part != 1:
+                is_seen = (low[:, None] <= tokens[None, :]) & (tokens[None, :] < high[:, None])
+                scores = tl.where(is_seen, scores, float("-inf"))
+            higher = tl.maximum(highest, tl.max(scores, 1))
+            # Rows that have seen no key yet.
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            shrink = tl.exp2(highest - base)
+            weights = tl.exp2(scores - base[:, None])
+            total = total * shrink + tl.sum(weights, 1)
+            v_sd = tl.load(v + tokens[:, None].to(tl.int64) * v_token + dims[None, :], mask=is_read, other=0.0)
+            sums = sums * shrink[:, None] + tl.dot(weights.to(v_sd.dtype), v_sd, input_precision=PRECISION)
+            highest = higher
+    place = rows.to(tl.int64) * tl.num_programs(1) + head
+    sums /= tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(out + place[:, None] * HEAD_DIM + dims[None, :], sums, mask=is_row[:, None] & is_dim[None, :])
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    tl.store(lse + place, (base + tl.log2(total)) * LN_2, mask=is_row)
 
 
 @triton.jit

@@ -87,8 +87,8 @@ class Config:
 
     @property
     def drafts(self) -> bool:
-        """True if decode rings draft next tokens. Steps of a GPU are issued ahead instead, before tokens are read."""
-        return self.decode.drafts == "on" or (self.decode.drafts == "auto" and self.model.device == "cpu")
+        """True if decode rings draft next tokens."""
+        return self.decode.drafts != "off"
 
     @property
     def kv_carrier(self) -> str:

@@ -25,8 +25,8 @@ LONGEST_MATCH = 12
 
 # Share of drafts that are right, before a sequence has any; of how many drafts the share remembers half.
 FIRST_SHARE, MEMORY = 0.7, 0.8
-# Steps without a draft after which a sequence whose drafts were wrong has one more checked.
-PROBE_STEPS = 24
+# Tokens without a draft after which a sequence whose drafts were wrong has one more checked.
+PROBE_TOKENS = 24
 # Time of a draft over the time of a one-sequence step, until it is measured; weight of a new measurement.
 FIRST_COST, NEW_WEIGHT = 0.04, 0.2
 
@@ -41,7 +41,7 @@ class TextDrafter:
         self._tokens[: len(kept)] = kept
         self._length = len(kept)
         self._share = FIRST_SHARE
-        self._steps_without = 0
+        self._tokens_since = 0
 
     def push(self, token_id: int) -> None:
         """Append a token."""
@@ -49,20 +49,24 @@ class TextDrafter:
             self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens)])
         self._tokens[self._length] = token_id
         self._length += 1
+        self._tokens_since += 1
 
     def checked(self, num_drafts: int, num_accepted: int) -> None:
         """Note that a step accepted so many of its drafts. The first wrong draft says nothing about later ones."""
+        self._tokens_since = 0
         for is_right in [True] * num_accepted + [False] * (num_accepted < num_drafts):
             self._share = MEMORY * self._share + (1.0 - MEMORY) * is_right
 
     def limit(self, least_share: float) -> int:
-        """Return how many drafts are worth their time: as many as are all right with a chance of `least_share`."""
+        """Return how many drafts are worth their time: as many as are all right with a chance of `least_share`.
+
+        Where none is, one is tried again after a while.
+        """
         chance, count = self._share, 0
         while count < MAX_DRAFTS and chance >= least_share:
             chance *= self._share
             count += 1
-        self._steps_without = 0 if count else self._steps_without + 1
-        return count or int(self._steps_without % PROBE_STEPS == 0)
+        return count or int(self._tokens_since >= PROBE_TOKENS)
 
     def propose(self, limit: int) -> tuple[int, ...]:
         """Return at most `limit` tokens that followed the latest occurrence of the most of the newest tokens."""

@@ -92,6 +92,11 @@ class CudaRecorder:
         return graph, results
 
 
+# Least bucket of whole steps with drafts, whose number changes from step to step: a device that reads all weights for
+# one row takes no longer for so many, and fewer buckets are recorded while users wait.
+DRAFTS_BUCKET = 16
+
+
 def bucket_of(num_rows: int) -> int:
     """Return the rows of the bucket for so many: a power of two."""
     return 1 << (num_rows - 1).bit_length()
@@ -233,9 +238,9 @@ class GraphRunner:
         self._broken: set[int] = set()
         self.eager_steps: Counter[str] = Counter()
 
-    def num_padding(self, num_rows: int) -> int | None:
+    def num_padding(self, num_rows: int, *, has_drafts: bool = False) -> int | None:
         """Return the rows of padding with which a whole step of so many rows runs, on all ranks; None: in pieces."""
-        bucket = bucket_of(num_rows)
+        bucket = max(bucket_of(num_rows), DRAFTS_BUCKET if has_drafts else 1)
         return None if bucket in self._in_pieces else bucket - num_rows
 
     def forget(self) -> None:

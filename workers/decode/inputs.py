@@ -25,6 +25,7 @@ class StepInputs:
 
     `token_ids` and `positions` int64[R] are the model's, `slots` int64[A] where new KV goes, `stored` int64[A] the
     places of those rows among the computed ones. `table` int32[B, M] and `lengths` int32[B] are this rank's shards.
+    `firsts[w]` int32[B] has the first token of its shard that each row sees in layers with the loop's window number w.
     `allocation` is the sign of the buffers' memory, which no other memory has: recorded steps read one of them.
     """
 
@@ -34,21 +35,23 @@ class StepInputs:
     stored: Tensor
     lengths: Tensor
     table: Tensor
+    firsts: tuple[Tensor, ...]
     allocation: object
 
 
 class _HostBuffer:
-    """Inputs of a step on the host: `words` int64[WORD_ARRAYS, rows], then `lengths` int32[rows] and the table.
+    """Inputs of a step on the host: `words` int64[WORD_ARRAYS, rows], int32[1 + W, rows] lengths and firsts, the table.
 
     It knows which table lies in each row and how many blocks of it: what is in its place is not written again.
     """
 
-    def __init__(self, rows: int, width: int, *, is_pinned: bool) -> None:
-        words = WORD_ARRAYS * rows
-        self.memory = torch.zeros(words + (rows * (1 + width)) // 2, dtype=torch.int64, pin_memory=is_pinned)
+    def __init__(self, rows: int, width: int, num_windows: int, *, is_pinned: bool) -> None:
+        words, bounds = WORD_ARRAYS * rows, rows * (1 + num_windows)
+        self.memory = torch.zeros(words + (bounds + rows * width) // 2, dtype=torch.int64, pin_memory=is_pinned)
         self.words = self.memory[:words].numpy().reshape(WORD_ARRAYS, rows)
         narrow = self.memory[words:].numpy().view(np.int32)
-        self.lengths, self.table = narrow[:rows], narrow[rows:].reshape(rows, width)
+        self.lengths, *self.firsts = narrow[:bounds].reshape(-1, rows)
+        self.table = narrow[bounds:].reshape(rows, width)
         # Event behind the copy of this memory, which is not written before.
         self.copied: torch.Event | None = None
         self._placed: list[list[int] | None] = [None] * rows
@@ -70,8 +73,10 @@ class InputBuffers:
     those of the step before.
     """
 
-    def __init__(self, device: torch.device, *, is_staged: bool = False) -> None:
+    def __init__(self, device: torch.device, num_windows: int = 0, *, is_staged: bool = False) -> None:
+        """Make buffers for a model whose layers have so many different windows that the kernel reads from tables."""
         self._device = device
+        self._num_windows = num_windows
         self._is_staged = is_staged or device.type == "cuda"
         self._allocate(LEAST_ROWS, LEAST_WIDTH)
 
@@ -84,6 +89,7 @@ class InputBuffers:
         blocks: Sequence[list[int]] = (),
         lengths: Sequence[int] = (),
         widest: int = 0,
+        firsts: Sequence[Sequence[int]] = (),
     ) -> StepInputs:
         """Fill the buffers and start their copy to the device.
 
@@ -101,20 +107,26 @@ class InputBuffers:
         for array, values in zip(host.words, (token_ids, positions, slots, stored), strict=True):
             array[: len(values)] = values
         host.lengths[: len(lengths)] = lengths
+        for array, bounds in zip(host.firsts, firsts, strict=True):
+            array[: len(bounds)] = bounds
         host.place(blocks)
         if self._is_staged:
-            used = WORD_ARRAYS * self._rows + (self._rows + len(blocks) * self._width + 1) // 2
+            num_bounds = self._rows * (1 + self._num_windows)
+            used = WORD_ARRAYS * self._rows + (num_bounds + len(blocks) * self._width + 1) // 2
             host.copied = self._copy(self._on_device[:used], host.memory[:used])
         computed, appended, batch = len(token_ids), len(slots), len(lengths)
         ids, at, to, places = self._on_device[: WORD_ARRAYS * self._rows].view(WORD_ARRAYS, self._rows)
         narrow = self._on_device[WORD_ARRAYS * self._rows :].view(torch.int32)
+        counts, tables = narrow.tensor_split([self._rows * (1 + self._num_windows)])
+        held, *first_seen = counts.view(-1, self._rows)[:, :batch]
         return StepInputs(
             token_ids=ids[:computed],
             positions=at[:computed],
             slots=to[:appended],
             stored=places[:appended],
-            lengths=narrow[:batch],
-            table=narrow[self._rows :].view(self._rows, self._width)[:batch],
+            lengths=held,
+            table=tables.view(self._rows, self._width)[:batch],
+            firsts=tuple(first_seen),
             allocation=self._allocation,
         )
 
@@ -124,7 +136,9 @@ class InputBuffers:
         self._rows, self._width = (1 << (size - 1).bit_length() for size in (rows, width))
         is_pinned = self._device.type == "cuda"
         count = 2 if self._is_staged else 1
-        self._hosts = [_HostBuffer(self._rows, self._width, is_pinned=is_pinned) for _ in range(count)]
+        self._hosts = [
+            _HostBuffer(self._rows, self._width, self._num_windows, is_pinned=is_pinned) for _ in range(count)
+        ]
         memory = self._hosts[0].memory
         self._on_device = torch.zeros_like(memory, device=self._device) if self._is_staged else memory
 

@@ -30,7 +30,7 @@ from ringserve.workers.decode.messages import (
     HeaderKind,
 )
 from ringserve.workers.decode.prompts import DecodePrompts
-from ringserve.workers.decode.step import DecodePass, DoneStep
+from ringserve.workers.decode.step import DRAFTS, DecodePass, DoneStep
 from ringserve.workers.decode.variants import VariantChoice
 from ringserve.workers.progress import Progress
 from ringserve.workers.protocol.decode_commands import (
@@ -44,7 +44,8 @@ from ringserve.workers.protocol.decode_commands import (
 )
 from ringserve.workers.sampling.parameters import SamplingParameters
 
-# Why a step whose tokens could stay on the device was waited for; the pass has the other reasons.
+# Why a step whose tokens could stay on the device was waited for, beside the next one's drafts; the pass has the other
+# reasons.
 BATCH_CHANGES = "batch_changes"
 VARIANT_CHANGES = "variant_changes"
 
@@ -165,12 +166,13 @@ class LeadingLoop:
                 self._compute(header.change.prompt)
                 self._progress.stepped(len(self._batch))
             is_followed = partial(self._is_followed, header.variant)
-            began = time.perf_counter()
+            began, recordings = time.perf_counter(), self._work.step.num_recordings
             for done in self._work.step.run(header.variant, is_followed) if len(self._batch) else ():
-                self._costs.note(len(self._batch), len(done.rows) - len(self._batch), time.perf_counter() - began)
+                if recordings == self._work.step.num_recordings:
+                    self._costs.note(len(self._batch), len(done.rows) - len(self._batch), time.perf_counter() - began)
                 self._commit(done)
                 self._progress.decoded(len(self._batch), header.variant)
-                began = time.perf_counter()
+                began, recordings = time.perf_counter(), self._work.step.num_recordings
             if not len(self._batch):
                 self._progress.alive(running=0)
                 self._work.rest()
@@ -178,12 +180,18 @@ class LeadingLoop:
 
     def _drafted(self, header: Header) -> Header:
         """Let the next step check drafts. Return the header that says so."""
-        if not self._drafts or not len(self._batch):
+        drafts = self._next_drafts()
+        if not drafts:
             return header
-        least_share = self._costs.least_share(len(self._batch))
-        drafts = tuple(self._drafts_of(self._generations[row.sequence_id], least_share) for row in self._batch.rows)
         self._batch.draft(drafts)
         return replace(header, drafts=drafts) if any(drafts) else header
+
+    def _next_drafts(self) -> tuple[tuple[int, ...], ...]:
+        """Return the drafts of each row that follow the tokens that are known and are worth their time."""
+        if not self._drafts:
+            return ()
+        least_share = self._costs.least_share(len(self._batch))
+        return tuple(self._drafts_of(self._generations[row.sequence_id], least_share) for row in self._batch.rows)
 
     def _drafts_of(self, generation: Generation, least_share: float) -> tuple[int, ...]:
         """Return drafts of a sequence, at most as many as its answer may still have behind the next token."""
@@ -314,6 +322,9 @@ class LeadingLoop:
                 reason = BATCH_CHANGES
             elif self._choose_variant(*self._load(UNCHANGED)) != variant:
                 reason = VARIANT_CHANGES
+            elif any(self._next_drafts()):
+                # They follow the tokens of the step under way: with these there are drafts for the next one, too.
+                reason = DRAFTS
             self._channel.send(Header(HeaderKind.FOLLOW if reason is None else HeaderKind.READ, change=change))
         if reason:
             self._progress.waited_steps[reason] += 1

@@ -23,7 +23,7 @@ from ringserve.cp_core.ring.decode import DraftedShards, Shards, ring_decode, sh
 from ringserve.cp_core.ring.helix import helix_decode
 from ringserve.cp_core.transport.interface import RingTransport
 from ringserve.workers.decode.batch import BatchState, StepToken
-from ringserve.workers.decode.graphs import GraphRunner
+from ringserve.workers.decode.graphs import RECORDING, GraphRunner
 from ringserve.workers.decode.inputs import InputBuffers, StepInputs
 from ringserve.workers.decode.messages import LEADER, gather_sampled
 from ringserve.workers.kv.cache import KvCache, SlotRun, newest_slots
@@ -108,12 +108,11 @@ class DecodePass:
         runner: GraphRunner | None = None,
         *,
         is_asynchronous: bool | None = None,
-        drafts: bool = False,
     ) -> None:
         """`clock` measures the steps; `control` carries tensors of the host, `transport` itself if None.
 
         `runner` records steps and replays them; without one each is computed as it is. A device that `is_asynchronous`
-        returns from a launch before it has done it; by default GPUs do. With `drafts` steps may check drafts of tokens.
+        returns from a launch before it has done it; by default GPUs do.
         """
         self._model = model
         self._transport = transport
@@ -122,9 +121,13 @@ class DecodePass:
         self._cache = cache
         self._backend = backend
         self._batch = batch
-        self._drafts = drafts
         self._clock = clock or StepClock()
         self._columns = model.columns(cache.device)
+        # For kernels that follow block tables: how many tokens of each row this rank stores, and the windows they take.
+        self._follows_tables = takes_pages(backend, cache.block_tokens)
+        self._stored_tokens: tuple[int, ...] = ()
+        hides_first = takes_pages(backend, cache.block_tokens) and backend.hides_first
+        self._windows_by_table = sorted(set(model.windows) - {0}) if hides_first else []
         self._plan: DecodePlan
         # Tokens of the current step; a batch row's tokens lie side by side.
         self._tokens: list[StepToken] = []
@@ -132,7 +135,7 @@ class DecodePass:
         self._route: PassQRoute | None = None
         # Indices of the stored rows among the computed ones; None if these are all, and no layer has to pick rows.
         self._stored: Tensor | None = None
-        self._buffers = InputBuffers(cache.device)
+        self._buffers = InputBuffers(cache.device, len(self._windows_by_table))
         self._inputs: StepInputs
         self._windows, self._sinks = model.windows, model.sinks
         # For kernels that take runs: what each row's shard is read from, by window. Shards and tables are constant over
@@ -140,10 +143,8 @@ class DecodePass:
         self._pieces: dict[int, list[list[SlotRun | Tensor]]] = {}
         # With drafts: how many tokens of its row's shard lie before each token's window, by window.
         self._passed: dict[int, list[int]] = {}
-        # For kernels that follow block tables: how many tokens of each row this rank stores.
-        self._follows_tables = takes_pages(backend, cache.block_tokens)
-        self._stored_tokens: tuple[int, ...] = ()
-        self._windows_by_runs = {window for window in model.windows if window or not self._follows_tables}
+        by_table = {*self._windows_by_table, *([0] if self._follows_tables else [])}
+        self._windows_by_runs = set(model.windows) - by_table
         # Rows behind those of the batch, in a step that is to be recorded whole; None in any other.
         self._num_padding: int | None = None
         self._is_asynchronous = cache.device.type == "cuda" if is_asynchronous is None else is_asynchronous
@@ -154,7 +155,7 @@ class DecodePass:
             and (transport.size == 1 or transport.is_on_stream)
             and takes_pages(backend, cache.block_tokens)
             and backend.skips_empty
-            and model.info.attends_plainly
+            and not self._windows_by_runs
         )
 
     def run(self, variant: str, is_followed: Callable[[], bool] = never) -> Iterator[DoneStep]:
@@ -181,6 +182,11 @@ class DecodePass:
             yield DoneStep(issued.rows, sampled, is_last)
             issued = following
 
+    @property
+    def num_recordings(self) -> int:
+        """Steps until now that took longer than others, since they were recorded."""
+        return 0 if self._runner is None else self._runner.eager_steps[RECORDING]
+
     def reason_to_wait(self, variant: str) -> str | None:
         """Return why the next step is issued after the tokens of this one are read; None if that need not be.
 
@@ -188,7 +194,7 @@ class DecodePass:
         """
         if not self._is_asynchronous:
             return ""
-        if self._drafts:
+        if len(self._tokens) > len(self._batch):
             return DRAFTS
         if self._model.tensor.size > 1:
             return TENSOR_PARALLEL
@@ -250,7 +256,7 @@ class DecodePass:
             prepare_masks([tokens[number] for number in computed if not tokens[number].number])
         self._num_padding = None
         if self._runner is not None and self._records_whole and self._route is None:
-            self._num_padding = self._runner.num_padding(len(tokens))
+            self._num_padding = self._runner.num_padding(len(tokens), has_drafts=len(tokens) > len(self._batch))
         padding = self._num_padding or 0
         if self._follows_tables:
             self._stored_tokens = (*(held[self._transport.rank] for held in self._plan.held), *[0] * padding)
@@ -272,6 +278,7 @@ class DecodePass:
             [token.row.blocks for token in tokens] + [NO_BLOCKS] * padding if self._follows_tables else (),
             self._stored_tokens,
             max(max(row.room) for row in self._batch.rows) // self._cache.block_tokens if self._follows_tables else 0,
+            [self._firsts(window) + [0] * padding for window in self._windows_by_table],
         )
         writes_all = self._num_padding is not None or len(appended.tokens) == len(computed)
         self._stored = None if writes_all else inputs.stored
@@ -330,11 +337,18 @@ class DecodePass:
             for token in self._tokens
         ]
 
+    def _firsts(self, window: int) -> list[int]:
+        """Return the first token of its row's shard on this rank that each token of the step sees in such a layer."""
+        rank = self._transport.rank
+        return [token.row.held[rank] - token.row.seen_from(token.position, window) for token in self._tokens]
+
     def _shards(self, layer: int) -> Shards:
         window = self._windows[layer]
-        if self._follows_tables and not window:
+        if window not in self._windows_by_runs:
             inputs = self._inputs
-            return PagedShards(*self._cache.pages(layer), inputs.table, self._stored_tokens, inputs.lengths)
+            firsts = inputs.firsts[self._windows_by_table.index(window)] if window else None
+            pages = self._cache.pages(layer)
+            return PagedShards(*pages, inputs.table, self._stored_tokens, inputs.lengths, firsts, window)
         shards = [self._cache.gathered(layer, pieces) for pieces in self._pieces[window]]
         if len(self._tokens) == len(shards):
             return shards

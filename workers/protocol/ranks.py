@@ -144,11 +144,6 @@ class ModelInfo:
     has_sinks: bool = False
 
     @property
-    def attends_plainly(self) -> bool:
-        """True if no layer has a window or sinks."""
-        return not self.windows and not self.has_sinks
-
-    @property
     def shape(self) -> ModelShape:
         """Sizes in the form that cost models take."""
         return ModelShape(

@@ -302,9 +302,7 @@ class RankWorker:
                 recorder, agrees = parts.compilation.recorder, partial(is_true_everywhere, transports=[control])
                 self._runner = GraphRunner(parts.model, recorder, parts.cache.device, ring.stats, agrees)
             drafts = spec.settings.drafts
-            step = DecodePass(
-                parts.model, ring, parts.cache, parts.backend, batch, self._clock, control, self._runner, drafts=drafts
-            )
+            step = DecodePass(parts.model, ring, parts.cache, parts.backend, batch, self._clock, control, self._runner)
             prompts = DecodePrompts(parts.model, ring, parts.cache, parts.backend, self._clock, control)
             channel = HeaderChannel(self._rings.header_hops, spec.settings.max_batch, MAX_DRAFTS if drafts else 0)
             work = LoopWork(batch, step, prompts, partial(self._probe, ring), self._give_back)

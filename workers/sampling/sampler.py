@@ -114,7 +114,7 @@ def sample_checked(tokens: Sequence[CheckedToken], logits: Tensor) -> list[Sampl
     looking = {id(token.sampler) for token in tokens if token.number and token.sampler.sampling.changes_logits}
     at_once = [place for place, token in enumerate(tokens) if id(token.sampler) not in looking]
     sampled = [NOT_REACHED] * len(tokens)
-    drawn = sample_rows([tokens[place] for place in at_once], logits[at_once])
+    drawn = sample_rows([tokens[place] for place in at_once], logits[at_once] if looking else logits)
     for place, each in zip(at_once, drawn, strict=True):
         sampled[place] = each
     for place, token in enumerate(tokens):

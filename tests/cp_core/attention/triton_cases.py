@@ -8,6 +8,7 @@ them first, which is exact.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -122,6 +123,69 @@ def test_any_lengths_over_any_pages_in_any_splits_match_the_oracle(
     sequences = [random_tokens(length, num_heads=2, num_kv_heads=1, seed=length) for length in lengths]
     q = random_tokens(len(lengths), num_heads=2, seed=9).q
     check(q, sequences, attend(q, paged(sequences, page_tokens), num_splits))
+
+
+@given(
+    lengths=st.lists(st.sampled_from([0, 1, 17, 64, 130]), min_size=1, max_size=3),
+    window=st.sampled_from([1, 16, 40, 200]),
+    page_tokens=st.sampled_from([1, 16, 64]),
+    num_splits=st.sampled_from([0, 1, 3, 17]),
+)
+@settings(max_examples=12)
+def test_a_window_hides_the_first_tokens_whose_pages_are_not_read(
+    lengths: list[int], window: int, page_tokens: int, num_splits: int
+) -> None:
+    sequences = [random_tokens(length, num_heads=2, num_kv_heads=1, seed=length) for length in lengths]
+    q = random_tokens(len(lengths), num_heads=2, seed=9).q
+    shards = paged(sequences, page_tokens)
+    firsts = [max(0, length - window) for length in lengths]
+    for row, first in enumerate(firsts):
+        shards.table[row, : first // page_tokens] = NO_PAGE
+    shards = replace(shards, firsts=torch.tensor(firsts, dtype=torch.int32, device=DEVICE), most_seen=window)
+    seen = [replace(each, k=each.k[first:], v=each.v[first:]) for each, first in zip(sequences, firsts, strict=True)]
+    pages = (q.to(DEVICE), shards.k, shards.v, shards.table, shards.lengths)
+    check(q, seen, Partial(*attend_pages(*pages, 0.125, num_splits, shards.firsts, shards.most_seen)))
+    check(q, seen, TritonDecode().paged_attention(q.to(DEVICE), shards, scale=0.125))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 64), (3, 1, 80), (2, 2, 128), (2, 1, 256)])
+@pytest.mark.parametrize("band", ["window", "causal", "scattered", "blind", "full"])
+def test_bands_of_keys_match_the_oracle(
+    band: str, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    """Queries in two tiles; what lies outside of the bands is NaN. Rows see nothing at both ends of a blind band."""
+    num_rows, num_stored = 150, 230
+    if num_heads > 3 or dtype == torch.bfloat16:
+        num_rows, num_stored = 131, 140
+    at = torch.arange(num_rows)
+    low, high = {
+        "window": (at - 20, at + 1),
+        "causal": (at * 0, at + 1),
+        "scattered": (at // 3 * 4, at // 3 * 4 + at % 3 + 50),
+        "blind": ((at - 70) * 2, (at - 60) * 2),
+        "full": (at * 0 + 3, at * 0 + num_stored - 2),
+    }[band]
+    low, high = (each.cummax(0).values.clamp(0, num_stored) for each in (low, high))
+    shape = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "dtype": dtype}
+    keys = random_tokens(num_stored, num_heads=1 * num_kv_heads, seed=3, **shape)
+    q = random_tokens(num_rows, num_heads=num_heads, seed=4, **shape).q
+    k, v = keys.k.clone(), keys.v.clone()
+    for each in (k, v):
+        each[int(high.max()) :] = each[: int(low.min())] = torch.nan
+    bounds = [each.int().to(DEVICE) for each in (low, high)]
+    part = TritonDecode().attend_between(*(each.to(DEVICE) for each in (q, k, v)), *bounds, scale=head_dim**-0.5)
+    relative = 2e-6 if dtype == torch.float32 else 3 * torch.finfo(dtype).eps
+    for row in range(num_rows):
+        first, stop = int(low[row]), int(high[row])
+        if first >= stop:
+            assert torch.equal(part.out[row].cpu(), torch.zeros(num_heads, head_dim))
+            assert torch.isneginf(part.lse[row]).all()
+            continue
+        seen = keys.k[first:stop], keys.v[first:stop]
+        right = oracle_partial(q[row : row + 1], *seen, causal=False, scale=head_dim**-0.5)
+        assert largest(part.out[row].cpu().double() - right.out[0]) <= relative * largest(seen[1].float())
+        assert largest(part.lse[row].cpu().double() - right.lse[0]) <= 4e-6 * max(1.0, largest(right.lse))
 
 
 def test_an_empty_batch_is_answered_without_a_launch() -> None:

@@ -13,10 +13,12 @@ from ringserve.cp_core.attention import triton_kernels
 # Bytes of shared memory that a program may have on the smallest GPU served (sm_86, sm_89).
 SHARED_MEMORY = 99 << 10
 # Arguments that are no multiples of 16; those of a real launch that are have been told so.
-ODD = {"lengths", "num_splits", "scale_log2"}
+ODD = {"lengths", "firsts", "first", "stop", "num_rows", "num_splits", "scale_log2"}
 
 
-def compiled(kernel: Any, capability: int, types: dict[str, Any], constants: dict[str, object], stages: int) -> None:
+def compiled(
+    kernel: Any, capability: int, types: dict[str, Any], constants: dict[str, object], stages: int, warps: int = 4
+) -> None:
     """Compile a kernel whose arguments are int32 unless `types` says otherwise."""
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
@@ -26,7 +28,7 @@ def compiled(kernel: Any, capability: int, types: dict[str, Any], constants: dic
         if name not in constants and name not in ODD and not isinstance(signature[name], tuple)
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": 4, "num_stages": stages}
+    options = {"num_warps": warps, "num_stages": stages}
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     assert made.asm["cubin"], f"{kernel.__name__} has no machine code"
     assert made.metadata.shared <= SHARED_MEMORY, f"{kernel.__name__} takes {made.metadata.shared} bytes"
@@ -34,12 +36,18 @@ def compiled(kernel: Any, capability: int, types: dict[str, Any], constants: dic
 
 def main() -> None:
     pointers = {"part_out": "*fp32", "part_lse": "*fp32", "out": "*fp32", "lse": "*fp32", "scale_log2": "fp32"}
-    attending = {**pointers, "table": "*i32", "lengths": "*i32"}
+    attending = {**pointers, "table": "*i32", "lengths": "*i32", "firsts": "*i32"}
     for capability, dtype, dims, keys in ((90, "bf16", 128, 64), (80, "fp32", 256, 16)):
         types = {**attending, **dict.fromkeys(("q", "k_pages", "v_pages"), f"*{dtype}")}
         constants: dict[str, object] = {"PAGE_TOKENS": 16, "GROUP": 4, "ROWS": 16, "HEAD_DIM": dims, "KEYS": keys}
         constants |= {"PADDED_DIM": dims, "PRECISION": "ieee" if dtype == "fp32" else "tf32"}
-        compiled(triton_kernels._attend_split, capability, types, constants, stages=3)
+        for has_firsts in (False, True):
+            told = constants | {"HAS_FIRSTS": has_firsts}
+            compiled(triton_kernels._attend_split, capability, types, told, stages=3)
+        band = {name: constants[name] for name in ("GROUP", "HEAD_DIM", "PADDED_DIM", "KEYS", "PRECISION")}
+        band["ROWS"] = 128 if dims == 128 else 32
+        types |= {name: f"*{dtype}" for name in ("k", "v")} | {"first": "*i32", "stop": "*i32"}
+        compiled(triton_kernels._attend_band, capability, types, band, stages=2, warps=8 if dims == 128 else 4)
     parts: dict[str, Any] = {name: ("i32", "i32") for name in ("out_rows", "out_heads", "lse_rows", "lse_heads")}
     parts |= {"outs": ("*bf16", "*fp32"), "lses": ("*fp32", "*fp32")}
     merged: dict[str, object] = {"NUM_PARTS": 2, "HEAD_DIM": 128, "PADDED_DIM": 128, "ROWS": 16}

@@ -93,8 +93,8 @@ class LazyRows(ChosenRows):
 
 
 class LazyBuffers(InputBuffers):
-    def __init__(self, device: torch.device, stream: LazyStream) -> None:
-        super().__init__(device, is_staged=True)
+    def __init__(self, device: torch.device, num_windows: int, stream: LazyStream) -> None:
+        super().__init__(device, num_windows, is_staged=True)
         self._stream = stream
 
     def _copy(self, on_device: Tensor, on_host: Tensor) -> Any:
@@ -108,7 +108,7 @@ def lazy_pass(streams: Sequence[LazyStream]) -> type[DecodePass]:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs, is_asynchronous=True)
             self._stream = streams[self._transport.rank]
-            self._buffers = LazyBuffers(self._cache.device, self._stream)
+            self._buffers = LazyBuffers(self._cache.device, len(self._windows_by_table), self._stream)
             if self._transport.is_on_stream:
                 assert isinstance(self._transport, PointToPointRing)
                 self._stream.carries(self._transport)

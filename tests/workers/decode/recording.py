@@ -79,18 +79,20 @@ class PoisonedPieces(RecordedPieces):
 
 
 class TabledAttention(ReferenceAttention):
-    """Reference that reads tables and lengths as a device does, and gives NaN for rows of which nothing is stored."""
+    """Reference that reads tables and bounds as a device does, and gives NaN for rows that see nothing."""
 
     skips_empty: ClassVar[bool] = True
+    hides_first: ClassVar[bool] = True
 
     def paged_attention(self, q: Tensor, shards: PagedShards, *, scale: float) -> Partial:
         parts = []
-        for row, stored in enumerate(shards.lengths.tolist()):
-            if stored:
-                alone = PagedShards(
-                    shards.k, shards.v, shards.table[row : row + 1], (stored,), shards.lengths[row : row + 1]
-                )
-                parts.append(super().paged_attention(q[row : row + 1], alone, scale=scale))
+        firsts = [0] * len(shards) if shards.firsts is None else shards.firsts.tolist()
+        for row, (first, stop) in enumerate(zip(firsts, shards.lengths.tolist(), strict=True)):
+            if first < stop:
+                assert shards.firsts is None or stop - first <= shards.most_seen
+                pages = shards.table[row, : -(-stop // shards.k.shape[1])]
+                k, v = (each[pages].flatten(0, 1)[first:stop] for each in (shards.k, shards.v))
+                parts.append(self.partial_attention(q[row : row + 1], k, v, causal=False, scale=scale))
             else:
                 nothing = torch.full(q.shape[1:2], -torch.inf)
                 parts.append(Partial(poisoned(q[row : row + 1]), nothing[None]))

@@ -38,7 +38,7 @@ from ringserve.workers.sampling.parameters import Sampled, SamplingParameters
 from ringserve.workers.sampling.sampler import SampledRow, sample_rows
 from tests.workers.decode.recording import KeptFunctions, compile_ranks, recording
 from tests.workers.decode.test_variants import ENDS, PROMPTS, greedy, serve_all
-from tests.workers.models import Oracle, random_tokens
+from tests.workers.models import ALL_WINDOWED, WINDOWED, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn
 
 Models = Mapping[str, Path]
@@ -81,7 +81,10 @@ def on_stream(path: Path, num_ranks: int, variant: str = GATHER) -> LocalRing:
     return LocalRing(path, num_ranks, decode_variant=variant, is_on_stream=num_ranks > 1)
 
 
-@pytest.mark.parametrize(("kind", "num_ranks"), [("qwen3", 1), ("llama_gqa", 2), ("qwen3", 3)])
+@pytest.mark.parametrize(
+    ("kind", "num_ranks"),
+    [("qwen3", 1), ("llama_gqa", 2), ("qwen3", 3), (WINDOWED, 1), (WINDOWED, 2), (ALL_WINDOWED, 3)],
+)
 def test_whole_steps_are_recorded_with_their_attention_and_their_messages(
     kind: str, num_ranks: int, model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
 ) -> None:

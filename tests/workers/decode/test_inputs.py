@@ -26,7 +26,7 @@ def table_of(inputs: StepInputs, blocks: list[list[int]]) -> list[list[int]]:
 @settings(max_examples=60, deadline=None)
 def test_any_row_of_steps_reads_what_each_of_them_gave(is_staged: bool, steps: list[tuple[int, int, bool]]) -> None:
     """Batches grow and shrink, tables grow in place or change their sequence, and buffers are made anew in between."""
-    buffers = InputBuffers(CPU, is_staged=is_staged)
+    buffers = InputBuffers(CPU, 2, is_staged=is_staged)
     tables: list[list[int]] = []
     for number, (batch, width, is_other) in enumerate(steps):
         if is_other:
@@ -36,7 +36,11 @@ def test_any_row_of_steps_reads_what_each_of_them_gave(is_staged: bool, steps: l
             table += [number * 1000 + row * 50 + each for each in range(len(table), max(width - row, 0))]
         lengths = [3 * len(table) for table in tables]
         ids, slots = [7 + number + row for row in range(batch)], [11 * row for row in range(batch // 2)]
-        inputs = buffers.fill(ids, [100 + each for each in ids], slots, list(range(len(slots))), tables, lengths)
+        firsts = [[length // 2 for length in lengths], [length // 3 for length in lengths]]
+        inputs = buffers.fill(
+            ids, [100 + each for each in ids], slots, list(range(len(slots))), tables, lengths, firsts=firsts
+        )
+        assert [each.tolist() for each in inputs.firsts] == firsts
         assert inputs.token_ids.tolist() == ids
         assert inputs.positions.tolist() == [100 + each for each in ids]
         assert inputs.slots.tolist() == slots
@@ -62,7 +66,7 @@ def test_addresses_stay_while_the_batch_fits_so_that_a_captured_graph_may_read_t
 def test_what_the_device_has_yet_to_copy_is_not_overwritten() -> None:
     """Five steps are written; the last has the memory of the third, whose copy comes after two steps."""
     stream, read = LazyStream(), list[tuple[int, int]]()
-    buffers = LazyBuffers(CPU, stream)
+    buffers = LazyBuffers(CPU, 0, stream)
 
     def look_at(inputs: StepInputs) -> None:
         read.append((int(inputs.token_ids[0]), int(inputs.table[0, 0])))

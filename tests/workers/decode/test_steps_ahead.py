@@ -22,7 +22,7 @@ from ringserve.cp_core.transport.interface import RingTransport
 from ringserve.views import RingRates
 from ringserve.workers.decode.loop import BATCH_CHANGES, VARIANT_CHANGES
 from ringserve.workers.decode.mailbox import DecodeMailbox
-from ringserve.workers.decode.step import HOST_MESSAGES, SAMPLED_ON_HOST, TENSOR_PARALLEL, DecodePass
+from ringserve.workers.decode.step import DRAFTS, HOST_MESSAGES, SAMPLED_ON_HOST, TENSOR_PARALLEL, DecodePass
 from ringserve.workers.decode.variants import DecodeChoice
 from ringserve.workers.protocol.decode_commands import DecodeEvent, FinishReason, GrowSequence
 from ringserve.workers.rank import parts as rank_parts
@@ -32,8 +32,9 @@ from ringserve.workers.sampling.parameters import SamplingParameters, TokenBias
 from tests.waiting import WAIT_SECONDS
 from tests.workers.decode.lazy_device import LazyStream, lazy_devices
 from tests.workers.decode.recording import RATES, KeptFunctions, TabledAttention, compile_ranks, recording
+from tests.workers.decode.test_drafts import foretell
 from tests.workers.decode.test_variants import ENDS, PROMPTS, greedy, serve_all
-from tests.workers.models import Oracle, random_tokens
+from tests.workers.models import ALL_WINDOWED, WINDOWED, Oracle, random_tokens
 from tests.workers.rings import BLOCK_TOKENS, LocalRing, Turn
 
 Models = Mapping[str, Path]
@@ -153,6 +154,40 @@ def test_a_row_that_is_not_finite_fails_alone_though_it_is_in_one_more_step(
     with lazy_devices(monkeypatch, num_ranks) as streams:
         assert events_of(model_paths["llama_gqa"], samplings, num_ranks, broken="a") == expected
     assert streams[0].num_steps > 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_recorded", "num_ranks"),
+    [
+        ("llama_gqa", False, 1),
+        ("llama_gqa", True, 1),
+        (WINDOWED, True, 1),
+        (ALL_WINDOWED, True, 2),
+        (WINDOWED, True, 3),
+    ],
+)
+def test_steps_with_drafts_wait_and_others_are_issued_ahead(
+    kind: str,
+    is_recorded: bool,
+    num_ranks: int,
+    model_paths: Models,
+    oracles: Oracles,
+    streams: list[LazyStream],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Sequences join and leave; a part of the drafts is wrong, and in some steps no sequence has any."""
+    recorder, path = KeptFunctions(), model_paths[kind]
+    right = {name: oracles[kind].greedy(PROMPTS[name], end) for name, end in ENDS.items()}
+    foretell(monkeypatch, right, least=-40)
+    with recording(recorder, monkeypatch, is_whole=True), ring_of(path, num_ranks, drafts=True) as ring:
+        if is_recorded:
+            compile_ranks(ring)
+        assert serve_all(ring, greedy()) == right
+        status = ring.workers[0].status()
+    assert 0 < sum(status.accepted_drafts) < sum(status.checked_drafts)
+    assert dict(status.waited_steps)[DRAFTS] > 3
+    assert streams[0].left.count(2) > 3, "the next step was under way"
+    assert bool(recorder.num_replayed) == is_recorded
 
 
 @pytest.mark.parametrize(("num_ranks", "room"), [(1, 28), (3, 12)])
