@@ -24,7 +24,7 @@ from ringserve.cp_core.errors import ConfigError
 from ringserve.workers.decode.graphs import RECORDING, RECORDING_FAILED, CudaRecorder
 from ringserve.workers.decode.inputs import InputBuffers
 from ringserve.workers.decode.loop import BATCH_CHANGES
-from ringserve.workers.decode.step import DecodePass
+from ringserve.workers.decode.step import DRAFTS, DecodePass
 from ringserve.workers.model.info import read_model_info
 from ringserve.workers.model.layers import Fp8Linear, scaled_rows
 from ringserve.workers.protocol.ranks import RankSettings
@@ -34,9 +34,11 @@ from ringserve.workers.sampling.parameters import SamplingParameters
 from ringserve.workers.sampling.sampler import RowSampler, sample_rows
 from tests.cp_core.attention.triton_cases import check, paged
 from tests.oracles import largest, oracle_partial, random_tokens
-from tests.workers.decode.test_variants import greedy, serve_all
-from tests.workers.models import SHAPE, save_model
-from tests.workers.rings import LocalRing
+from tests.workers.decode.test_drafts import foretell
+from tests.workers.decode.test_variants import ENDS, greedy, serve_all
+from tests.workers.models import FAMILY_SWITCHES, SHAPE, save_family, save_model
+from tests.workers.models import random_tokens as random_ids
+from tests.workers.rings import LocalRing, Turn
 from tests.workers.sampling.one_row import Row
 
 GPU = torch.device("cuda", 0)
@@ -148,6 +150,54 @@ def test_steps_that_are_issued_ahead_give_the_tokens_of_steps_that_wait(
     assert answers[0] == answers[1]
     assert 0 < counts[0][BATCH_CHANGES] < 20, "most steps are issued ahead"
     assert counts[1] == {}
+
+
+WINDOWS: dict[str, Any] = {"mistral": {"sliding_window": 11}, "gpt_oss": FAMILY_SWITCHES["gpt_oss"][0]}
+
+
+@pytest.mark.parametrize("family", WINDOWS)
+def test_layers_with_windows_have_the_logits_of_plain_tensors_and_their_steps_are_recorded(
+    family: str, tmp_path: Path
+) -> None:
+    """By kernels of the GPU and by the host's reference, in bfloat16; a long prompt, a short one, a follow-up."""
+    save_family(family, WINDOWS[family] | {"head_dim": 64}, tmp_path)
+    texts = [random_ids(count, seed=count) for count in (300, 40, 45, 50)]
+    answers = []
+    for settings in ({"device": "cuda", "compile": "auto", "packs_weights": True}, {"attention_backend": "reference"}):
+        with LocalRing(tmp_path, 1, num_blocks=1024, dtype="bfloat16", **settings) as ring:
+            parts = []
+            for number, text in enumerate(texts):
+                conversation = ring.open(str(number), 400)
+                parts += [ring.prefill_logits([Turn(conversation, each)])[0] for each in (text, text[:30])]
+            answers.append(torch.cat([part.cpu().float() for part in parts]))
+            if "device" in settings:
+                assert len(serve_all(ring, greedy())["a"]) == ENDS["a"]
+                reasons = set(dict(ring.workers[0].status().eager_steps))
+                # The host reads which experts a step has: such steps cannot be recorded.
+                assert reasons == {RECORDING} or family == "gpt_oss", reasons
+    difference = (answers[0] - answers[1]).abs()
+    assert float(difference.mean()) <= 0.1 * float(answers[1].std()), "bfloat16 rounds; a wrong window gives 1"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_steps_with_drafts_give_the_tokens_of_steps_without(
+    temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recorded steps of two buckets, beside steps that are issued ahead; fp16 rounds alike in both nearly always."""
+    torch.manual_seed(7)
+    LlamaForCausalLM(LlamaConfig(**SHAPE | {"head_dim": 64})).save_pretrained(tmp_path)
+    samplings = {name: replace(each, temperature=temperature, seed=5) for name, each in greedy().items()}
+    with LocalRing(tmp_path, 1, dtype="float16", device="cuda", compile="auto", packs_weights=True) as ring:
+        right = serve_all(ring, samplings)
+    foretell(monkeypatch, right, least=-40)
+    with LocalRing(
+        tmp_path, 1, dtype="float16", device="cuda", compile="auto", packs_weights=True, drafts=True
+    ) as ring:
+        assert serve_all(ring, samplings) == right
+        status = ring.workers[0].status()
+    assert 0 < sum(status.accepted_drafts) < sum(status.checked_drafts)
+    assert dict(status.waited_steps)[DRAFTS] > 3
+    assert set(dict(status.eager_steps)) == {RECORDING}
 
 
 def test_layers_of_8_bit_floats_multiply_as_those_of_the_host_do_or_the_gpu_is_refused(tmp_path: Path) -> None:

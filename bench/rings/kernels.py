@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
+import numpy as np
 import torch
 
 from bench.report import Figure, Row
@@ -21,17 +22,25 @@ from bench.rings.attention import AttentionShape
 from ringserve.cp_core.attention import native
 from ringserve.cp_core.attention.backends import BACKENDS, select_backend
 from ringserve.cp_core.attention.flash_attn import FlashAttention
-from ringserve.cp_core.attention.partial import AttentionBackend, PagedShards, Partial, attend_pages, merge, takes_pages
+from ringserve.cp_core.attention.partial import (
+    AttentionBackend,
+    PagedShards,
+    Partial,
+    attend_band,
+    attend_pages,
+    merge,
+    takes_pages,
+)
 from ringserve.cp_core.errors import ConfigError
-from ringserve.cp_core.layout.step_plans import RowIndices
+from ringserve.cp_core.layout.step_plans import KvRun, RowIndices
 from ringserve.services.offline.terminal import Tell
 from ringserve.workers.model.layers import PACKED_ROWS, with_least_rows
 from ringserve.workers.sampling.parameters import SamplingParameters
 from ringserve.workers.sampling.sampler import RowSampler, sample_rows
 
 PAGE_TOKENS = 16
-# Copy, prefill, decode, linear layers, merge and sampling.
-NUM_KINDS = 6
+# Copy, prefill, windows, decode, linear layers, merge and sampling.
+NUM_KINDS = 7
 # Calls of one measurement, so that a start of the clock does not weigh in it.
 CALLS = 5
 COPIED_BYTES = 1 << 30
@@ -43,6 +52,7 @@ FEW_ROWS = 8
 class Sizes:
     """Cases of a run: (T, S, is causal) of prefill, (B, S) of decode, (rows, parts) of merges, vocabulary.
 
+    `windows` has (T, tokens of the window) of causal prefill.
     `linear` has the rows that are multiplied by weights of `linear_bytes` in matrices of `linear_features` in and out.
     """
 
@@ -51,6 +61,7 @@ class Sizes:
     merges: tuple[tuple[int, int], ...]
     vocabulary: int
     copied_bytes: int = COPIED_BYTES
+    windows: tuple[tuple[int, int], ...] = ()
     linear: tuple[int, ...] = ()
     linear_features: tuple[int, int] = (576, 1536)
     linear_bytes: int = 256 << 20
@@ -67,12 +78,14 @@ GPU_SIZES = Sizes(
     decode=((1, 512), (1, 8192), (1, 131072), (8, 32768), (32, 8192)),
     merges=((8192, 2), (8192, 8), (16, 4)),
     vocabulary=128_256,
+    windows=((8192, 8192), (8192, 1024), (32768, 4096)),
 )
 CPU_SIZES = Sizes(
     prefill=((512, 512, True), (2048, 2048, True), (3072, 6144, False), (64, 6144, False)),
     decode=((1, 512), (1, 6000), (8, 512)),
     merges=((2048, 2), (16, 4)),
     vocabulary=49_152,
+    windows=((2048, 512),),
     linear=(1, 4, 8, 64, 512),
 )
 
@@ -99,7 +112,15 @@ def measure_kernels(
     bench = KernelBench(shape, device, dtype, backends, num_rounds)
     figures: list[Row] = []
     with torch.inference_mode():
-        for measure in (bench.copy, bench.prefill, bench.decode, bench.linear, bench.merge, bench.sampling):
+        for measure in (
+            bench.copy,
+            bench.prefill,
+            bench.windows,
+            bench.decode,
+            bench.linear,
+            bench.merge,
+            bench.sampling,
+        ):
             figures += measure(sizes)
             tell(measure.__name__)
     return figures
@@ -140,6 +161,20 @@ class KernelBench:
                 seconds = self._seconds(partial(backend.partial_attention, q, k, v, causal=causal, scale=scale))
                 case = f"{tokens:,} x {stored:,} {'causal' if causal else 'full'}"
                 yield kernel_row("prefill", case, backend.name, seconds, flops / seconds / 1e12, "TFLOP/s")
+
+    def windows(self, sizes: Sizes) -> Iterator[Row]:
+        """Measure prefill under a window by each backend, counted by the pairs of tokens that see each other."""
+        heads, scale = self._shape.num_heads, self._shape.head_dim**-0.5
+        for tokens, window in sizes.windows:
+            q = self._draw(tokens, heads)
+            keys = KvRun(*(self._draw(tokens, self._shape.num_kv_heads) for _ in range(2)))
+            at = np.arange(tokens)
+            first, stop = np.maximum(at - window + 1, 0), at + 1
+            flops = 4.0 * float((stop - first).sum()) * heads * self._shape.head_dim
+            for backend in self._backends:
+                seconds = self._seconds(partial(attend_band, backend, q, keys, first, stop, scale))
+                case = f"{tokens:,} x {window:,}"
+                yield kernel_row("window", case, backend.name, seconds, flops / seconds / 1e12, "TFLOP/s")
 
     def decode(self, sizes: Sizes) -> Iterator[Row]:
         """Measure decode over blocks of PAGE_TOKENS in random order, by the kernels that follow block tables."""

@@ -31,7 +31,7 @@ from ringserve.cp_core.layout.shards import balanced_layout
 from ringserve.cp_core.transport.inprocess import InProcessRing
 from ringserve.services.offline.terminal import Tell
 from ringserve.workers.decode.batch import BatchState
-from ringserve.workers.decode.graphs import CudaRecorder, GraphRunner, Recorder
+from ringserve.workers.decode.graphs import CudaRecorder, GraphRunner, PromptRunner, Recorder
 from ringserve.workers.decode.messages import BatchChange
 from ringserve.workers.decode.step import DecodePass
 from ringserve.workers.kv.cache import KvCache
@@ -48,6 +48,8 @@ from ringserve.workers.sampling.parameters import Sampled, SamplingParameters
 RING_SECONDS = 600.0
 # Steps before those that count: kernels are chosen, compiled and recorded in them.
 WARM_STEPS = 4
+WARM_PROMPTS = 2
+NUM_DRAFTS = 7
 COMPARED_TOKENS = 512
 
 TRANSFORMERS = "transformers"
@@ -57,10 +59,14 @@ PACKED = "packed"
 COMPILED = "compiled"
 RECORDED = "recorded"
 AHEAD = "ahead"
-FORMS = (TRANSFORMERS, STOCK, JOINED, COMPILED, RECORDED, AHEAD, FP8_MLPS)
+DRAFTED = "drafted"
+FORMS = (TRANSFORMERS, STOCK, JOINED, COMPILED, RECORDED, AHEAD, DRAFTED, FP8_MLPS)
 FORMS_OF_CPUS = (TRANSFORMERS, STOCK, JOINED, FP8_MLPS)
 FORMS_OF_RANKS = (TRANSFORMERS, STOCK, PACKED)
 """`transformers` has attention and cache of its own, `stock` the modules alone, `packed` what ranks of CPUs have.
+
+`drafted` steps check NUM_DRAFTS drafts of each sequence, all wrong; short prompts of the forms behind `compiled` are
+recorded as well.
 
 On a CPU nothing is recorded, and its layers of 8-bit floats show their numbers, not their time.
 """
@@ -92,7 +98,7 @@ class StepCases:
     @property
     def num_blocks(self) -> int:
         """Blocks that hold the KV of any case."""
-        steps = WARM_STEPS + self.num_steps
+        steps = WARM_STEPS + self.num_steps + NUM_DRAFTS
         batches = [batch * blocks_for(context + steps) for batch, context in self.decode]
         return max([*map(blocks_for, (*self.prefill, COMPARED_TOKENS)), *batches])
 
@@ -187,6 +193,7 @@ class StepBench:
         self._recorder = recorder or CudaRecorder(device)
         self._compiler = compiler
         self._runner: GraphRunner | None = None
+        self._prompts: PromptRunner | None = None
         self._backend: AttentionBackend = select_backend(attention_backend, device, dtype)
         self._cache = KvCache(
             num_layers=share.num_layers,
@@ -229,15 +236,17 @@ class StepBench:
             self._model = self._model.compiled(self._compiler)
         if form == RECORDED or self._runner is not None:
             self._runner = GraphRunner(self._model, self._recorder, self._cache.device)
+            self._prompts = PromptRunner(self._model, self._recorder, self._cache.device)
 
     def _figures(self, form: str) -> Iterator[Row]:
         if form == TRANSFORMERS:
             yield from self._figures_of_transformers()
             return
-        for tokens in self._cases.prefill if form not in (RECORDED, AHEAD) else ():
+        for tokens in self._cases.prefill if form not in (AHEAD, DRAFTED) else ():
             yield step_row("prefill", f"{tokens:,}", form, self._prefill_seconds(tokens))
         for batch, context in self._cases.decode:
-            seconds = self._decode_seconds(batch, context, is_ahead=form == AHEAD)
+            num_drafts = NUM_DRAFTS if form == DRAFTED else 0
+            seconds = self._decode_seconds(batch, context, is_ahead=form == AHEAD, num_drafts=num_drafts)
             yield step_row("decode", f"{batch} x {context:,}", form, seconds)
 
     def _figures_of_transformers(self) -> Iterator[Row]:
@@ -267,11 +276,11 @@ class StepBench:
 
     def _median_seconds(self, run: Callable[[], object]) -> float:
         times = []
-        for _ in range(1 + self._num_rounds):
+        for _ in range(WARM_PROMPTS + self._num_rounds):
             began = time.perf_counter()
             run()
             times.append(time.perf_counter() - began)
-        return median(times[1:])
+        return median(times[WARM_PROMPTS:])
 
     def _prefill_seconds(self, tokens: int) -> float:
         """Return the median seconds of a prompt, with its first token."""
@@ -280,10 +289,13 @@ class StepBench:
     def _prompt(self, tokens: int) -> TokenIds:
         return np.random.default_rng(0).integers(self._model.info.vocab_size, size=tokens)
 
-    def _decode_seconds(self, batch: int, context: int, *, is_ahead: bool) -> float:
-        """Return the median seconds of a step, with its tokens; those of a step `is_ahead` are read in the next."""
+    def _decode_seconds(self, batch: int, context: int, *, is_ahead: bool, num_drafts: int) -> float:
+        """Return the median seconds of a step, with its tokens; those of a step `is_ahead` are read in the next.
+
+        Drafts are taken back, even if they are right by chance.
+        """
         state = BatchState(0, 1, BLOCK_TOKENS)
-        each = blocks_for(context + WARM_STEPS + self._cases.num_steps)
+        each = blocks_for(context + WARM_STEPS + self._cases.num_steps + num_drafts)
         admitted = tuple(
             AdmitSequence(
                 sequence_id=str(row),
@@ -308,12 +320,14 @@ class StepBench:
         times, sampled = list[float](), list[Sampled]()
         num_steps = WARM_STEPS + self._cases.num_steps
         while len(times) < num_steps:
+            state.draft([[row] * num_drafts for row in range(batch)])
             began = time.perf_counter()
             for done in step.run(GATHER, lambda: is_ahead and len(times) < num_steps - 1):
                 ended = time.perf_counter()
                 times.append(ended - began)
                 began, sampled = ended, done.sampled
-            state.advance([drawn.token_id or 0 for drawn in sampled], BatchChange())
+            newest = sampled[:: 1 + num_drafts]
+            state.advance([drawn.token_id or 0 for drawn in newest], BatchChange(), [0] * batch if num_drafts else ())
         return median(times[WARM_STEPS:])
 
     def _logits(self, tokens: int = COMPARED_TOKENS, *, last_row: bool = False) -> Tensor:
@@ -326,7 +340,15 @@ class StepBench:
             blocks=tuple(self._blocks[: blocks_for(tokens)]),
         )
         step = PrefillStep(algorithm=Algorithm.PASS_KV, sequences=(sequence,))
-        _, states = run_prefill(step, self._model, self._ring, self._cache, self._backend, _send_nothing)
+        _, states = run_prefill(
+            step,
+            self._model,
+            self._ring,
+            self._cache,
+            self._backend,
+            _send_nothing,
+            hidden_states=None if self._prompts is None else self._prompts.hidden_states,
+        )
         return self._model.logits(states[-1:] if last_row else states).cpu()
 
 

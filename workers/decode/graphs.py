@@ -1,9 +1,9 @@
-"""Decode steps that a device replays: one launch for what was recorded, in place of one for each of its kernels.
+"""Steps that a device replays: one launch for what was recorded, in place of one for each of its kernels.
 
-Steps are recorded by the number of their rows, in buckets of powers of two, at their first use. Where attention follows
-block tables, a ring whose messages are work of the stream, or that has none, records the whole step. Any other records
-the pieces between two attentions and sends its messages between them. What a replayed step reads lies at the same
-addresses, and so do its results.
+Decode steps are recorded by the number of their rows, in buckets of powers of two, at their first use. If attention
+follows block tables, a ring whose messages are work of the stream, or that has none, records the whole step. Any other
+ring records the pieces between two attentions and sends its messages between them. So do short prompts. What a replayed
+step reads lies at the same addresses, and so do its results.
 
 Rows of padding fill a bucket. No row of a step depends on another, so they may hold anything.
 
@@ -102,6 +102,20 @@ def bucket_of(num_rows: int) -> int:
     return 1 << (num_rows - 1).bit_length()
 
 
+# Most tokens of a prompt whose pieces are recorded: with more a GPU takes longer than its host. Each bucket is a
+# recording, and padding costs at most the distance of two.
+MOST_RECORDED_TOKENS = 1024
+PROMPT_BUCKET_TOKENS = 128
+LEAST_PROMPT_BUCKET = 32
+
+
+def prompt_bucket(num_tokens: int) -> int:
+    """Return the rows of the bucket for a prompt's new tokens: 32, 64, or a multiple of 128."""
+    if num_tokens <= PROMPT_BUCKET_TOKENS // 2:
+        return max(LEAST_PROMPT_BUCKET, bucket_of(num_tokens))
+    return -(-num_tokens // PROMPT_BUCKET_TOKENS) * PROMPT_BUCKET_TOKENS
+
+
 class RecordedPieces:
     """Forward pass of one bucket whose pieces are recorded; between them run attention, of the rows in use, and sums.
 
@@ -166,6 +180,49 @@ class RecordedPieces:
         total = self._total(part).clone()
         self._actions.append(lambda: total.copy_(self._total(part)))
         return total
+
+
+class PromptRunner:
+    """Forward passes of prompts. The pieces of short ones are replayed: a host launches their kernels too slowly.
+
+    They have buckets of their own, which are recorded when they are needed for the second time.
+    """
+
+    def __init__(self, model: LoadedModel, recorder: Recorder, device: torch.device) -> None:
+        self._model = model
+        self._recorder = recorder
+        self._device = device
+        self._recorded: dict[int, RecordedPieces] = {}
+        self._seen: set[int] = set()
+        self._broken: set[int] = set()
+        self._is_running = False
+
+    def hidden_states(self, token_ids: Tensor, positions: Tensor, step: AttentionStep) -> Tensor:
+        """Return `LoadedModel.hidden_states`, valid until the next call. A step inside another one is computed."""
+        pieces, bucket = self._model.pieces, prompt_bucket(token_ids.shape[0])
+        is_computed = pieces is None or bucket > MOST_RECORDED_TOKENS or bucket not in self._seen
+        if is_computed or bucket in self._broken or self._is_running:
+            self._seen.add(bucket)
+            return self._model.hidden_states(token_ids, positions, step)
+        assert pieces is not None
+        recorded = self._recorded.get(bucket) or RecordedPieces(
+            pieces, self._model.total, self._recorder, bucket, self._device
+        )
+        self._is_running = True
+        try:
+            states = recorded.run(token_ids, positions, step)
+        finally:
+            self._is_running = False
+        if recorded.fault is None:
+            self._recorded[bucket] = recorded
+        else:
+            logger.warning("prompts of up to %d tokens are not recorded: %s", bucket, recorded.fault)
+            self._broken.add(bucket)
+        return states
+
+    def forget(self) -> None:
+        """Drop all recordings."""
+        self._recorded.clear()
 
 
 class RecordedStep:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ringserve.cp_core.attention.partial import AttentionBackend
 from ringserve.cp_core.layout.shards import balanced_layout
 from ringserve.cp_core.transport.interface import RingTransport
+from ringserve.workers.decode.graphs import PromptRunner
 from ringserve.workers.decode.messages import LEADER, gather_sampled
 from ringserve.workers.kv.cache import KvCache
 from ringserve.workers.model.loading import LoadedModel
@@ -33,14 +34,19 @@ class DecodePrompts:
         backend: AttentionBackend,
         clock: StepClock | None = None,
         control: RingTransport | None = None,
+        runner: PromptRunner | None = None,
     ) -> None:
-        """`clock` measures the steps; `control` carries tensors of the host, `transport` itself if None."""
+        """`clock` measures the steps; `control` carries tensors of the host, `transport` itself if None.
+
+        `runner` records the pieces of short prompts.
+        """
         self._model = model
         self._transport = transport
         self._control = control or transport
         self._cache = cache
         self._backend = backend
         self._clock = clock or StepClock()
+        self._hidden_states = None if runner is None else runner.hidden_states
 
     def run(self, prompt: ComputePrompt) -> Sampled | None:
         """Compute the prompt's tokens and store their KV. Return the next token in the ring's first process, else None.
@@ -66,7 +72,15 @@ class DecodePrompts:
             tail=prompt.tail,
         )
         step = PrefillStep(algorithm=Algorithm.PASS_Q, sequences=(sequence,))
-        forward, states = run_prefill(step, self._model, transport, self._cache, self._backend, _send_nothing)
+        forward, states = run_prefill(
+            step,
+            self._model,
+            transport,
+            self._cache,
+            self._backend,
+            _send_nothing,
+            hidden_states=self._hidden_states,
+        )
         # All processes of a rank compute the logits together, also of no rows; the first of them samples.
         logits = self._model.logits(states[[last.row for last in forward.last_rows]])
         if not self._model.samples:

@@ -22,7 +22,7 @@ from ringserve.cp_core.ring.helix import HelixColumns, NewRows, helix_prefill
 from ringserve.cp_core.ring.prefill import RingPrefill
 from ringserve.cp_core.transport.interface import RingTransport
 from ringserve.workers.kv.cache import KvCache, SlotRun
-from ringserve.workers.model.loading import LoadedModel
+from ringserve.workers.model.loading import AttentionStep, LoadedModel
 from ringserve.workers.protocol.prefill_steps import Algorithm, PrefillOutput, PrefillStep, SequencePrefill
 from ringserve.workers.protocol.transfers import TransferKey
 from ringserve.workers.sampling.grammar import Grammars
@@ -86,8 +86,12 @@ def run_prefill(
     backend: AttentionBackend,
     layer_ready: Callable[[TransferKey, int], None],
     before_layer: Callable[[], None] | None = None,
+    hidden_states: Callable[[Tensor, Tensor, AttentionStep], Tensor] | None = None,
 ) -> tuple[PrefillPass, Tensor]:
-    """Run a step and return (pass, hidden states [T, hidden_size]) of this rank. Collective. Raises Unavailable."""
+    """Run a step and return (pass, hidden states [T, hidden_size]) of this rank. Collective. Raises Unavailable.
+
+    `hidden_states` takes the place of the model's.
+    """
     columns = model.columns(cache.device)
     grammars = model.grammars if model.samples else None
     forward = PrefillPass(
@@ -105,7 +109,7 @@ def run_prefill(
     )
     prepare_masks(forward.last_rows)
     if forward.num_tokens:
-        states = model.hidden_states(forward.token_ids, forward.positions, forward)
+        states = (hidden_states or model.hidden_states)(forward.token_ids, forward.positions, forward)
     else:
         states = model.attend_without_tokens(forward)
     forward.finish()

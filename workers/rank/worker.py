@@ -24,7 +24,7 @@ from ringserve.cp_core.transport.interface import RingTransport
 from ringserve.views import RingRates
 from ringserve.workers.decode.batch import BatchState
 from ringserve.workers.decode.drafts import MAX_DRAFTS
-from ringserve.workers.decode.graphs import GraphRunner
+from ringserve.workers.decode.graphs import GraphRunner, PromptRunner
 from ringserve.workers.decode.loop import FollowingLoop, LeadingLoop, LoopWork
 from ringserve.workers.decode.messages import LEADER, HeaderChannel
 from ringserve.workers.decode.prompts import DecodePrompts
@@ -91,6 +91,7 @@ class RankWorker:
         self._started: RankParts | None = None
         self._rings: RankRings | None = None
         self._runner: GraphRunner | None = None
+        self._prompts: PromptRunner | None = None
 
     @property
     def parts(self) -> RankParts:
@@ -173,7 +174,9 @@ class RankWorker:
             if settings.packs_weights:
                 model.pack_weights(with_head=settings.packs_head, quantization=settings.quantization)
             if parts.compilation is not None:
-                self._started = replace(parts, model=model.compiled(parts.compilation.backend))
+                compiled = model.compiled(parts.compilation.backend)
+                self._started = replace(parts, model=compiled)
+                self._prompts = PromptRunner(compiled, parts.compilation.recorder, parts.cache.device)
             return rates
 
     def probe_between_steps(self, timeout: float) -> RingRates:
@@ -283,7 +286,16 @@ class RankWorker:
         """Run the step -> (the pass, hidden states [T, hidden_size]) of this rank's tokens."""
         self._progress.alive(running=len(step.sequences))
         parts = self.parts
-        return run_prefill(step, parts.model, ring, parts.cache, parts.backend, parts.sender.layer_ready, before_layer)
+        return run_prefill(
+            step,
+            parts.model,
+            ring,
+            parts.cache,
+            parts.backend,
+            parts.sender.layer_ready,
+            before_layer,
+            None if self._prompts is None else self._prompts.hidden_states,
+        )
 
     # --- decode ------------------------------------------------------------------------------------------------------
 
@@ -303,7 +315,7 @@ class RankWorker:
                 self._runner = GraphRunner(parts.model, recorder, parts.cache.device, ring.stats, agrees)
             drafts = spec.settings.drafts
             step = DecodePass(parts.model, ring, parts.cache, parts.backend, batch, self._clock, control, self._runner)
-            prompts = DecodePrompts(parts.model, ring, parts.cache, parts.backend, self._clock, control)
+            prompts = DecodePrompts(parts.model, ring, parts.cache, parts.backend, self._clock, control, self._prompts)
             channel = HeaderChannel(self._rings.header_hops, spec.settings.max_batch, MAX_DRAFTS if drafts else 0)
             work = LoopWork(batch, step, prompts, partial(self._probe, ring), self._give_back)
             try:

@@ -18,6 +18,7 @@ from tests.programs import require
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16)
 SIZES = Sizes(
     prefill=((32, 32, True), (4, 64, False)),
+    windows=((40, 8),),
     decode=((3, 40),),
     merges=((8, 2),),
     vocabulary=50,
@@ -32,18 +33,19 @@ CPU = torch.device("cpu")
 def test_every_kind_of_kernel_is_measured_and_told() -> None:
     told: list[str] = []
     figures = measure_kernels(SHAPE, CPU, torch.float32, SIZES, 1, told.append)
-    assert told == ["copy", "prefill", "decode", "linear", "merge", "sampling"]
+    assert told == ["copy", "prefill", "windows", "decode", "linear", "merge", "sampling"]
     assert len(told) == NUM_KINDS
     if native.library() is None:
         require("c++", "g++", "clang++")
-    assert [(each.keys["what"], each.keys["kernel"]) for each in figures[:13]] == [
+    assert [(each.keys["what"], each.keys["kernel"]) for each in figures[:15]] == [
         ("copy", "torch"),
         *[("prefill", "native_cpu"), ("prefill", "torch_cpu_flash")] * 2,
+        *[("window", "native_cpu"), ("window", "torch_cpu_flash")],
         ("decode", "native_cpu"),
         *[("linear", name) for name in ("torch", "onednn", "native")] * 2,
         ("merge", "merge"),
     ]
-    assert [each.keys["kernel"] for each in figures[13:]] == ["greedy", "drawn", "top_p"] * 2
+    assert [each.keys["kernel"] for each in figures[15:]] == ["greedy", "drawn", "top_p"] * 2
     assert all(each.value("milliseconds") > 0 and each.value("rate") > 0 for each in figures)
     assert table([each.cells() for each in figures]).row_count == len(figures)
 

@@ -39,7 +39,7 @@ def test_every_form_is_measured_and_the_change_by_8_bit_floats_is_told(tmp_path:
     assert told == list(FORMS)
     decode = [("decode", "1 x 20"), ("decode", "3 x 33")]
     prefill = ("prefill", "40")
-    expected = 4 * [prefill, *decode] + 2 * decode + [prefill, *decode]
+    expected = 5 * [prefill, *decode] + 2 * decode + [prefill, *decode]
     assert [(each.keys["what"], each.keys["case"]) for each in figures] == expected
     assert all(each.value("seconds") > 0 for each in figures)
     assert recorder.num_replayed > recorder.num_recorded > 0

@@ -167,9 +167,8 @@ def test_bands_of_keys_match_the_oracle(
         "full": (at * 0 + 3, at * 0 + num_stored - 2),
     }[band]
     low, high = (each.cummax(0).values.clamp(0, num_stored) for each in (low, high))
-    shape = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "dtype": dtype}
-    keys = random_tokens(num_stored, num_heads=1 * num_kv_heads, seed=3, **shape)
-    q = random_tokens(num_rows, num_heads=num_heads, seed=4, **shape).q
+    keys = random_tokens(num_stored, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype, seed=3)
+    q = random_tokens(num_rows, num_heads=num_heads, head_dim=head_dim, dtype=dtype, seed=4).q
     k, v = keys.k.clone(), keys.v.clone()
     for each in (k, v):
         each[int(high.max()) :] = each[: int(low.min())] = torch.nan

@@ -25,8 +25,10 @@ from ringserve.workers.decode.graphs import (
     RECORDING,
     RECORDING_FAILED,
     GraphRunner,
+    PromptRunner,
     Recorded,
     bucket_of,
+    prompt_bucket,
     try_record,
 )
 from ringserve.workers.decode.inputs import InputBuffers
@@ -34,6 +36,7 @@ from ringserve.workers.decode.variants import DecodeChoice
 from ringserve.workers.kv.cache import KvCache
 from ringserve.workers.model import pieces as compiler
 from ringserve.workers.model.loading import AttentionStep, LoadedModel
+from ringserve.workers.protocol.prefill_steps import Algorithm
 from ringserve.workers.sampling.parameters import Sampled, SamplingParameters
 from ringserve.workers.sampling.sampler import SampledRow, sample_rows
 from tests.workers.decode.recording import KeptFunctions, compile_ranks, recording
@@ -41,6 +44,7 @@ from tests.workers.decode.test_variants import ENDS, PROMPTS, greedy, serve_all
 from tests.workers.models import ALL_WINDOWED, WINDOWED, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn
 
+CPU = torch.device("cpu")
 Models = Mapping[str, Path]
 Oracles = Mapping[str, Oracle]
 
@@ -294,6 +298,82 @@ def test_sums_over_ranks_run_between_recorded_pieces(
         counts = eager_steps(ring)
     assert {reason for each in counts for reason in each} == {RECORDING}
     assert recorder.num_replayed > 5 * recorder.num_recorded
+
+
+def test_a_prompt_has_the_bucket_that_holds_it() -> None:
+    assert [prompt_bucket(tokens) for tokens in (1, 32, 33, 64, 65, 128, 129, 1024)] == [32, 32, 64, 64] + [128] * 2 + [
+        256,
+        1024,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "tp", "algorithm"),
+    [
+        ("llama_gqa", 1, 1, Algorithm.PASS_KV),
+        ("qwen3", 1, 2, Algorithm.PASS_KV),
+        (WINDOWED, 2, 1, Algorithm.PASS_Q),
+        (ALL_WINDOWED, 3, 1, Algorithm.PASS_KV),
+    ],
+)
+def test_short_prompts_are_recorded_at_their_second_time(
+    kind: str,
+    num_ranks: int,
+    tp: int,
+    algorithm: Algorithm,
+    model_paths: Models,
+    oracles: Oracles,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompts of other lengths in one bucket, follow-ups, two in a step. Attention of padding is NaN."""
+    recorder = KeptFunctions()
+    with recording(recorder, monkeypatch), LocalRing(model_paths[kind], num_ranks, tp=tp) as ring:
+        compile_ranks(ring)
+        texts = {name: random_tokens(length, seed=length) for name, length in (("a", 61), ("b", 40), ("c", 64))}
+        conversations = {name: ring.open(name, 192) for name in texts}
+        counts = []
+        for name, text in texts.items():
+            (logits,) = ring.prefill_logits([Turn(conversations[name], text)], algorithm)
+            torch.testing.assert_close(logits, oracles[kind].logits(text), rtol=1e-4, atol=1e-4)
+            counts.append((recorder.num_recorded, recorder.num_replayed))
+        assert counts[0] == (0, 0)
+        assert counts[1][0] == counts[2][0] > 0, "a bucket is recorded once"
+        assert counts[2][1] > counts[1][1]
+        turns = [
+            Turn(conversations["a"], random_tokens(20, seed=5)),
+            Turn(conversations["b"], random_tokens(9, seed=6)),
+        ]
+        for turn, logits in zip(turns, ring.prefill_logits(turns, algorithm), strict=True):
+            text = [*texts[turn.conversation.name], *turn.token_ids]
+            right_logits = oracles[kind].logits(text)[-len(turn.token_ids) :]
+            torch.testing.assert_close(logits, right_logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_prompt_inside_another_leaves_the_recordings_to_it() -> None:
+    """The outer one's rows lie in the memory of its recording while the inner one is computed."""
+
+    class Inside:
+        pieces, total, inner = object(), None, ""
+
+        def hidden_states(self, *_: object) -> str:
+            return "computed"
+
+    class Recorded:
+        fault = None
+
+        def __init__(self, *_: object) -> None: ...
+
+        def run(self, token_ids: Tensor, *_: object) -> str:
+            model.inner = str(runner.hidden_states(token_ids, token_ids, cast(Any, None)))
+            return "replayed"
+
+    model = Inside()
+    runner = PromptRunner(cast(Any, model), KeptFunctions(), CPU)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ringserve.workers.decode.graphs.RecordedPieces", Recorded)
+        answers = [runner.hidden_states(torch.zeros(40), torch.zeros(40), cast(Any, None)) for _ in range(3)]
+    assert answers == ["computed", "replayed", "replayed"]
+    assert model.inner == "computed"
 
 
 def test_a_ring_that_breaks_while_a_step_is_recorded_is_no_fault_of_the_recording() -> None:
