@@ -28,7 +28,7 @@ class FlashAttention:
     is_fast: ClassVar[bool] = False
     page_multiple: ClassVar[int] = PAGE_MULTIPLE
     skips_empty: ClassVar[bool] = False
-    hides_first: ClassVar[bool] = False
+    takes_bounds: ClassVar[bool] = False
 
     def __init__(self, kernel: Callable[..., Any] | None = None) -> None:
         """`kernel` replaces the package's function in tests. Raises ConfigError if the package is missing."""

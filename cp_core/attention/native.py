@@ -84,7 +84,7 @@ class NativeCpu:
     is_fast: ClassVar[bool] = True
     page_multiple: ClassVar[int] = 1
     skips_empty: ClassVar[bool] = True
-    hides_first: ClassVar[bool] = False
+    takes_bounds: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._torch = TorchCpuFlash()

@@ -515,6 +515,8 @@ class PagedShards:
     `lengths` has the same counts as int32[B] on the device, for kernels that read them there.
 
     In a layer with a window query b sees no token before firsts[b] (int32[B] on the device), and at most `most_seen`.
+    If sequences have several queries (drafts), queries [ends[e - 1], ends[e]) are those of sequence e, with the same
+    table (int32[E] on the device); any behind the last end are padding.
     """
 
     k: torch.Tensor
@@ -524,12 +526,13 @@ class PagedShards:
     lengths: torch.Tensor
     firsts: torch.Tensor | None = None
     most_seen: int = 0
+    ends: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.stored)
 
     def of(self, rows: Sequence[int], indices: RowIndices) -> PagedShards:
-        """Return the shards of some sequences. Rows must ascend. All rows need no copy."""
+        """Return the shards of some queries, each by itself. Rows must ascend. All rows need no copy."""
         if len(rows) == len(self):
             return self
         index = indices.of(rows, self.table.device)
@@ -542,12 +545,12 @@ class PagedBackend(AttentionBackend, Protocol):
     """Kernel that takes block tables. Its pages hold a multiple of `page_multiple` tokens.
 
     A kernel with `skips_empty` reads the lengths on the device and returns (0, -inf) for empty shards. One that
-    `hides_first` takes shards with `firsts`.
+    `takes_bounds` takes shards with `firsts` and `ends`, of at most 8 queries a sequence.
     """
 
     page_multiple: ClassVar[int]
     skips_empty: ClassVar[bool]
-    hides_first: ClassVar[bool]
+    takes_bounds: ClassVar[bool]
 
     def paged_attention(self, q: torch.Tensor, shards: PagedShards, *, scale: float) -> Partial:
         """Attend q[B, H, D], one query per sequence, over the sequence's shard.

@@ -20,7 +20,7 @@ class ReferenceAttention:
     is_fast: ClassVar[bool] = False
     page_multiple: ClassVar[int] = 1
     skips_empty: ClassVar[bool] = False
-    hides_first: ClassVar[bool] = False
+    takes_bounds: ClassVar[bool] = False
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.dtype = dtype

@@ -37,7 +37,7 @@ class TorchCudaFlash:
     is_fast: ClassVar[bool] = True
     page_multiple: ClassVar[int] = PAGE_MULTIPLE
     skips_empty: ClassVar[bool] = False
-    hides_first: ClassVar[bool] = False
+    takes_bounds: ClassVar[bool] = False
     fills = staticmethod(fills_gpu)
 
     def __init__(

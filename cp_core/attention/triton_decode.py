@@ -26,7 +26,7 @@ class TritonDecode:
     is_fast: ClassVar[bool] = True
     page_multiple: ClassVar[int] = 1
     skips_empty: ClassVar[bool] = True
-    hides_first: ClassVar[bool] = True
+    takes_bounds: ClassVar[bool] = True
     fills = staticmethod(fills_gpu)
 
     def __init__(self, prefill: TorchCudaFlash | None = None, kernels: Any = None) -> None:
@@ -77,5 +77,5 @@ class TritonDecode:
         """See PagedBackend: two kernel launches for the batch, for any lengths."""
         check_head_dim(q.shape[-1])
         pages = (shards.k, shards.v, shards.table, shards.lengths)
-        band = {"firsts": shards.firsts, "most_seen": shards.most_seen}
-        return Partial(*self._kernels.attend_pages(q, *pages, scale, **band))
+        bounds = {"firsts": shards.firsts, "most_seen": shards.most_seen, "ends": shards.ends}
+        return Partial(*self._kernels.attend_pages(q, *pages, scale, **bounds))

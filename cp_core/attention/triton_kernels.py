@@ -24,6 +24,9 @@ LEAST_TILE = 16
 # Most queries of a program that attends bands of keys, and their bytes.
 BAND_ROWS = 128
 BAND_BYTES = 32 << 10
+# Most queries of one sequence that are attended together, and numbers of a tile of sums that takes twice the threads.
+MAX_TOGETHER = 8
+LARGE_TILE = 8192
 # Programs for each processor of the GPU, and most splits of one sequence.
 PROGRAMS_PER_PROCESSOR = 2
 MAX_SPLITS = 128
@@ -45,6 +48,7 @@ def attend_pages(
     num_splits: int = 0,
     firsts: torch.Tensor | None = None,
     most_seen: int = 0,
+    ends: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend q[B, H, D] over the first lengths[b] tokens of the pages table[b, :] of k, v[P, G, K, D]; any G.
 
@@ -54,27 +58,36 @@ def attend_pages(
     after its last page are not read, nor are tokens after the length. A row with an LSE of NaN has such an out. With
     `firsts` int32[B] query b sees tokens [firsts[b], lengths[b]), at most `most_seen`; no page before is read.
 
+    With `ends` int32[E] queries [ends[e - 1], ends[e]) are of one sequence, at most MAX_TOGETHER, with the same table:
+    its pages are read once for all of them. Queries behind the last end see nothing.
+
     Each sequence is cut into `num_splits` ranges of keys; 0 chooses as many as keep the GPU busy at the table's width.
     """
     batch, num_heads, head_dim = q.shape
     page_tokens, num_kv_heads = k_pages.shape[1:3]
-    group = num_heads // num_kv_heads
+    group, num_sequences = num_heads // num_kv_heads, batch if ends is None else ends.shape[0]
     padded_dim = triton.next_power_of_2(head_dim)
     keys = max(LEAST_TILE, min(MAX_TILE_KEYS, TILE_BYTES // (padded_dim * k_pages.element_size())))
     if not num_splits:
         capacity = table.shape[1] * page_tokens
         capacity = min(capacity, most_seen) if firsts is not None else capacity
-        num_splits = _num_splits(batch * num_kv_heads, capacity, keys, q.device)
-    part_out = q.new_empty(batch, num_heads, num_splits, head_dim, dtype=torch.float32)
-    part_lse = q.new_empty(batch, num_heads, num_splits, dtype=torch.float32)
+        num_splits = _num_splits(num_sequences * num_kv_heads, capacity, keys, q.device)
+    if ends is None:
+        part_out = q.new_empty(batch, num_heads, num_splits, head_dim, dtype=torch.float32)
+        part_lse = q.new_empty(batch, num_heads, num_splits, dtype=torch.float32)
+    else:
+        part_out = q.new_zeros(batch, num_heads, num_splits, head_dim, dtype=torch.float32)
+        part_lse = q.new_full((batch, num_heads, num_splits), -torch.inf, dtype=torch.float32)
+    rows = max(LEAST_TILE, triton.next_power_of_2(group * (1 if ends is None else MAX_TOGETHER)))
     if batch:
-        _attend_split[batch, num_kv_heads, num_splits](
+        _attend_split[num_sequences, num_kv_heads, num_splits](
             q,
             k_pages,
             v_pages,
             table,
             lengths,
             lengths if firsts is None else firsts,
+            lengths if ends is None else ends,
             part_out,
             part_lse,
             *(q.stride(0), q.stride(1), table.stride(0)),
@@ -83,13 +96,14 @@ def attend_pages(
             scale * LOG2_E.value,
             PAGE_TOKENS=page_tokens,
             GROUP=group,
-            ROWS=max(LEAST_TILE, triton.next_power_of_2(group)),
+            ROWS=rows,
             HEAD_DIM=head_dim,
             PADDED_DIM=padded_dim,
             KEYS=keys,
             PRECISION=_precision(q),
             HAS_FIRSTS=firsts is not None,
-            num_warps=4,
+            IS_TOGETHER=ends is not None,
+            num_warps=8 if rows * padded_dim >= LARGE_TILE else 4,
             num_stages=3,
         )
     if num_splits == 1:
@@ -206,6 +220,7 @@ def _attend_split(
     table,
     lengths,
     firsts,
+    ends,
     part_out,
     part_lse,
     q_row,
@@ -226,19 +241,32 @@ def _attend_split(
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
     HAS_FIRSTS: tl.constexpr,
+    IS_TOGETHER: tl.constexpr,
 ):
-    """Attend the GROUP query heads of one KV head, as ROWS rows, over one split of one sequence's keys."""
-    sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Attend the GROUP query heads of one KV head over one split of a sequence's keys: ROWS rows, for each query."""
+    number, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_splits = tl.num_programs(2)
-    length = tl.load(lengths + sequence)
-    first = tl.load(firsts + sequence) if HAS_FIRSTS else 0
+    rows, dims, keys = tl.arange(0, ROWS), tl.arange(0, PADDED_DIM), tl.arange(0, KEYS)
+    is_dim = dims < HEAD_DIM
+    if IS_TOGETHER:
+        query = tl.load(ends + number - 1, mask=number > 0, other=0)
+        count = tl.load(ends + number) - query
+        if count <= 0:
+            return
+        queries, is_row = query + rows // GROUP, rows < count * GROUP
+        highs = tl.load(lengths + queries, mask=is_row, other=0)
+        lows = tl.load(firsts + queries, mask=is_row, other=2147483647) if HAS_FIRSTS else tl.zeros([ROWS], tl.int32)
+        length, first = tl.max(highs, 0), tl.min(lows, 0)
+    else:
+        query = number
+        queries, is_row = query + tl.zeros([ROWS], tl.int32), rows < GROUP
+        length = tl.load(lengths + query)
+        first = tl.load(firsts + query) if HAS_FIRSTS else 0
     size = tl.cdiv(tl.cdiv(length - first, num_splits), KEYS) * KEYS
     begin = first + split * size
     end = tl.minimum(begin + size, length)
-    rows, dims, keys = tl.arange(0, ROWS), tl.arange(0, PADDED_DIM), tl.arange(0, KEYS)
-    heads = kv_head * GROUP + rows
-    is_row, is_dim = rows < GROUP, dims < HEAD_DIM
-    place = (sequence * tl.num_programs(1) * GROUP + heads) * num_splits + split
+    heads = kv_head * GROUP + rows % GROUP
+    place = (queries * tl.num_programs(1) * GROUP + heads) * num_splits + split
     if begin >= end:
         tl.store(part_lse + place, float("-inf"), mask=is_row)
         # With one split no second kernel looks at the LSE.
@@ -247,7 +275,7 @@ def _attend_split(
             tl.store(to, tl.zeros([ROWS, PADDED_DIM], tl.float32), mask=is_row[:, None] & is_dim[None, :])
         return
     q_rd = tl.load(
-        q + sequence.to(tl.int64) * q_row + heads[:, None] * q_head + dims[None, :],
+        q + queries[:, None].to(tl.int64) * q_row + heads[:, None] * q_head + dims[None, :],
         mask=is_row[:, None] & is_dim[None, :],
         other=0.0,
     )
@@ -257,24 +285,34 @@ def _attend_split(
     for at in range(begin, end, KEYS):
         tokens = at + keys
         is_key = tokens < end
-        pages = tl.load(table + sequence.to(tl.int64) * table_row + tokens // PAGE_TOKENS, mask=is_key, other=0)
+        pages = tl.load(table + query.to(tl.int64) * table_row + tokens // PAGE_TOKENS, mask=is_key, other=0)
         pages = pages.to(tl.int64)
         within = tokens % PAGE_TOKENS
         k_at = pages * k_page + within * k_token + kv_head * k_head
         is_read = is_key[:, None] & is_dim[None, :]
         k_sd = tl.load(k_pages + k_at[:, None] + dims[None, :], mask=is_read, other=0.0)
         scores = tl.dot(q_rd, tl.trans(k_sd), input_precision=PRECISION) * scale_log2
-        scores = tl.where(is_key[None, :], scores, float("-inf"))
+        is_seen = is_key[None, :]
+        if IS_TOGETHER:
+            is_seen &= (lows[:, None] <= tokens[None, :]) & (tokens[None, :] < highs[:, None])
+        scores = tl.where(is_seen, scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
-        shrink = tl.exp2(highest - higher)
-        weights = tl.exp2(scores - higher[:, None])
+        # Of several queries some may have seen no key yet.
+        base = tl.where(higher == float("-inf"), 0.0, higher) if IS_TOGETHER else higher
+        shrink = tl.exp2(highest - base)
+        weights = tl.exp2(scores - base[:, None])
         total = total * shrink + tl.sum(weights, 1)
         v_at = pages * v_page + within * v_token + kv_head * v_head
         v_sd = tl.load(v_pages + v_at[:, None] + dims[None, :], mask=is_read, other=0.0)
         sums = sums * shrink[:, None] + tl.dot(weights.to(v_sd.dtype), v_sd, input_precision=PRECISION)
         highest = higher
+    if IS_TOGETHER:
+        sums /= tl.where(total == 0.0, 1.0, total)[:, None]
+        highest = tl.where(highest == float("-inf"), 0.0, highest)
+    else:
+        sums /= total[:, None]
     to = part_out + place[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(to, sums / total[:, None], mask=is_row[:, None] & is_dim[None, :])
+    tl.store(to, sums, mask=is_row[:, None] & is_dim[None, :])
     tl.store(part_lse + place, (highest + tl.log2(total)) * LN_2, mask=is_row)
 
 

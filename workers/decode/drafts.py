@@ -17,8 +17,8 @@ import numpy.typing as npt
 from ringserve.workers.protocol.decode_commands import DRAFT_TEXT_TOKENS
 from ringserve.workers.protocol.prefill_steps import TokenIds
 
-MAX_DRAFTS = 8
-"""Most drafts of a sequence that one step checks."""
+MAX_DRAFTS = 7
+"""Most drafts of a sequence that one step checks: with its newest token they are one tile of a kernel's rows."""
 LEAST_MATCH = 2
 """Newest tokens that must have occurred before."""
 LONGEST_MATCH = 12

@@ -289,7 +289,8 @@ class GraphRunner:
         self._stats = stats or TransportStats()
         self._agrees = agrees
         self._pieces: dict[int, RecordedPieces] = {}
-        self._steps: dict[int, RecordedStep] = {}
+        # By rows, and by sequences if they have drafts.
+        self._steps: dict[tuple[int, int], RecordedStep] = {}
         self._allocation: object = None
         self._in_pieces: set[int] = set()
         self._broken: set[int] = set()
@@ -329,8 +330,9 @@ class GraphRunner:
         What was recorded for another memory of the inputs is forgotten.
         """
         bucket = inputs.token_ids.shape[0]
-        if inputs.allocation is self._allocation and bucket in self._steps:
-            return self._steps[bucket].run()
+        key = bucket, 0 if inputs.ends is None else inputs.ends.shape[0]
+        if inputs.allocation is self._allocation and key in self._steps:
+            return self._steps[key].run()
         recorded = RecordedStep(self._model, self._recorder, inputs, step, self._stats)
         if inputs.allocation is not self._allocation:
             # Not before: one of them may be under way until the device is waited for, as it is to record another.
@@ -338,7 +340,7 @@ class GraphRunner:
             self._allocation = inputs.allocation
         if self._agrees(recorded.fault is None):
             self.eager_steps[RECORDING] += 1
-            self._steps[bucket] = recorded
+            self._steps[key] = recorded
         else:
             self.eager_steps[NOT_COMPILED if self._model.pieces is None else RECORDING_FAILED] += 1
             fault = recorded.fault or "another rank could not"

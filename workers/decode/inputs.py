@@ -26,6 +26,7 @@ class StepInputs:
     `token_ids` and `positions` int64[R] are the model's, `slots` int64[A] where new KV goes, `stored` int64[A] the
     places of those rows among the computed ones. `table` int32[B, M] and `lengths` int32[B] are this rank's shards.
     `firsts[w]` int32[B] has the first token of its shard that each row sees in layers with the loop's window number w.
+    `ends` int32[E] has the number behind each sequence's last row, if some have several rows.
     `allocation` is the sign of the buffers' memory, which no other memory has: recorded steps read one of them.
     """
 
@@ -36,21 +37,22 @@ class StepInputs:
     lengths: Tensor
     table: Tensor
     firsts: tuple[Tensor, ...]
+    ends: Tensor | None
     allocation: object
 
 
 class _HostBuffer:
-    """Inputs of a step on the host: `words` int64[WORD_ARRAYS, rows], int32[1 + W, rows] lengths and firsts, the table.
+    """Inputs of a step on the host: `words` int64[WORD_ARRAYS, rows], then int32 bounds[2 + W, rows] and the table.
 
     It knows which table lies in each row and how many blocks of it: what is in its place is not written again.
     """
 
     def __init__(self, rows: int, width: int, num_windows: int, *, is_pinned: bool) -> None:
-        words, bounds = WORD_ARRAYS * rows, rows * (1 + num_windows)
+        words, bounds = WORD_ARRAYS * rows, rows * (2 + num_windows)
         self.memory = torch.zeros(words + (bounds + rows * width) // 2, dtype=torch.int64, pin_memory=is_pinned)
         self.words = self.memory[:words].numpy().reshape(WORD_ARRAYS, rows)
         narrow = self.memory[words:].numpy().view(np.int32)
-        self.lengths, *self.firsts = narrow[:bounds].reshape(-1, rows)
+        self.lengths, self.ends, *self.firsts = narrow[:bounds].reshape(-1, rows)
         self.table = narrow[bounds:].reshape(rows, width)
         # Event behind the copy of this memory, which is not written before.
         self.copied: torch.Event | None = None
@@ -90,6 +92,7 @@ class InputBuffers:
         lengths: Sequence[int] = (),
         widest: int = 0,
         firsts: Sequence[Sequence[int]] = (),
+        ends: Sequence[int] = (),
     ) -> StepInputs:
         """Fill the buffers and start their copy to the device.
 
@@ -107,26 +110,28 @@ class InputBuffers:
         for array, values in zip(host.words, (token_ids, positions, slots, stored), strict=True):
             array[: len(values)] = values
         host.lengths[: len(lengths)] = lengths
+        host.ends[: len(ends)] = ends
         for array, bounds in zip(host.firsts, firsts, strict=True):
             array[: len(bounds)] = bounds
         host.place(blocks)
         if self._is_staged:
-            num_bounds = self._rows * (1 + self._num_windows)
+            num_bounds = self._rows * (2 + self._num_windows)
             used = WORD_ARRAYS * self._rows + (num_bounds + len(blocks) * self._width + 1) // 2
             host.copied = self._copy(self._on_device[:used], host.memory[:used])
         computed, appended, batch = len(token_ids), len(slots), len(lengths)
         ids, at, to, places = self._on_device[: WORD_ARRAYS * self._rows].view(WORD_ARRAYS, self._rows)
         narrow = self._on_device[WORD_ARRAYS * self._rows :].view(torch.int32)
-        counts, tables = narrow.tensor_split([self._rows * (1 + self._num_windows)])
-        held, *first_seen = counts.view(-1, self._rows)[:, :batch]
+        counts, tables = narrow.tensor_split([self._rows * (2 + self._num_windows)])
+        held, last_rows, *first_seen = counts.view(-1, self._rows)
         return StepInputs(
             token_ids=ids[:computed],
             positions=at[:computed],
             slots=to[:appended],
             stored=places[:appended],
-            lengths=held,
+            lengths=held[:batch],
             table=tables.view(self._rows, self._width)[:batch],
-            firsts=tuple(first_seen),
+            firsts=tuple(each[:batch] for each in first_seen),
+            ends=last_rows[: len(ends)] if ends else None,
             allocation=self._allocation,
         )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from ringserve.cp_core.ring.decode import DraftedShards, Shards, ring_decode, sh
 from ringserve.cp_core.ring.helix import helix_decode
 from ringserve.cp_core.transport.interface import RingTransport
 from ringserve.workers.decode.batch import BatchState, StepToken
-from ringserve.workers.decode.graphs import RECORDING, GraphRunner
+from ringserve.workers.decode.graphs import RECORDING, GraphRunner, bucket_of
 from ringserve.workers.decode.inputs import InputBuffers, StepInputs
 from ringserve.workers.decode.messages import LEADER, gather_sampled
 from ringserve.workers.kv.cache import KvCache, SlotRun, newest_slots
@@ -126,8 +127,8 @@ class DecodePass:
         # For kernels that follow block tables: how many tokens of each row this rank stores, and the windows they take.
         self._follows_tables = takes_pages(backend, cache.block_tokens)
         self._stored_tokens: tuple[int, ...] = ()
-        hides_first = takes_pages(backend, cache.block_tokens) and backend.hides_first
-        self._windows_by_table = sorted(set(model.windows) - {0}) if hides_first else []
+        self._takes_bounds = takes_pages(backend, cache.block_tokens) and backend.takes_bounds
+        self._windows_by_table = sorted(set(model.windows) - {0}) if self._takes_bounds else []
         self._plan: DecodePlan
         # Tokens of the current step; a batch row's tokens lie side by side.
         self._tokens: list[StepToken] = []
@@ -255,14 +256,15 @@ class DecodePass:
         if self._samples_alone or self._route is not None:
             prepare_masks([tokens[number] for number in computed if not tokens[number].number])
         self._num_padding = None
+        has_drafts = len(tokens) > len(self._batch)
         if self._runner is not None and self._records_whole and self._route is None:
-            self._num_padding = self._runner.num_padding(len(tokens), has_drafts=len(tokens) > len(self._batch))
+            self._num_padding = self._runner.num_padding(len(tokens), has_drafts=has_drafts)
         padding = self._num_padding or 0
         if self._follows_tables:
             self._stored_tokens = (*(held[self._transport.rank] for held in self._plan.held), *[0] * padding)
         self._batch.forget(max(self._windows, default=0))
         self._pieces = {window: self._pieces_in(window) for window in self._windows_by_runs}
-        if len(tokens) > len(self._batch):
+        if has_drafts:
             self._passed = {window: self._passed_in(window) for window in self._windows_by_runs}
         places = {row: place for place, row in enumerate(computed)}
         stored, slots = [places[number] for number in appended.tokens], appended.slots
@@ -279,6 +281,7 @@ class DecodePass:
             self._stored_tokens,
             max(max(row.room) for row in self._batch.rows) // self._cache.block_tokens if self._follows_tables else 0,
             [self._firsts(window) + [0] * padding for window in self._windows_by_table],
+            self._ends() if has_drafts and self._takes_bounds else (),
         )
         writes_all = self._num_padding is not None or len(appended.tokens) == len(computed)
         self._stored = None if writes_all else inputs.stored
@@ -342,13 +345,23 @@ class DecodePass:
         rank = self._transport.rank
         return [token.row.held[rank] - token.row.seen_from(token.position, window) for token in self._tokens]
 
+    def _ends(self) -> list[int]:
+        """Return the number behind each sequence's last token in the step; a whole step has ends of no sequence, too.
+
+        So steps that are recorded have as many ends for as many rows.
+        """
+        ends = list(accumulate(1 + len(row.drafts) for row in self._batch.rows))
+        padding = 0 if self._num_padding is None else bucket_of(len(ends)) - len(ends)
+        return ends + ends[-1:] * padding
+
     def _shards(self, layer: int) -> Shards:
         window = self._windows[layer]
         if window not in self._windows_by_runs:
             inputs = self._inputs
             firsts = inputs.firsts[self._windows_by_table.index(window)] if window else None
             pages = self._cache.pages(layer)
-            return PagedShards(*pages, inputs.table, self._stored_tokens, inputs.lengths, firsts, window)
+            lengths = self._stored_tokens, inputs.lengths
+            return PagedShards(*pages, inputs.table, *lengths, firsts, window, inputs.ends)
         shards = [self._cache.gathered(layer, pieces) for pieces in self._pieces[window]]
         if len(self._tokens) == len(shards):
             return shards

@@ -91,16 +91,15 @@ class Fa3Kernels:
     def __init__(self) -> None:
         self.lengths: list[tuple[list[int], list[int]]] = []
 
-    def flash_attn_func(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        softmax_scale: float,
-        causal: bool,
-        return_attn_probs: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert return_attn_probs
+    @property
+    def fa3_fwd_cuda(self) -> Fa3Kernels:
+        return self
+
+    def fwd(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
+        """Have the arguments of the operator, of which the last eleven are given."""
+        *none, softmax_scale, causal = others[:22]
+        assert none == [None] * 20
+        assert others[22:] == (-1, -1, 0, 0.0, True, None, 1, None, 0)
         self.lengths.append(([q.shape[1]], [k.shape[1]]))
         part = ReferenceAttention().partial_attention(q[0], k[0], v[0], causal=causal, scale=softmax_scale)
         return part.out.to(q.dtype).unsqueeze(0), part.lse.t().contiguous().unsqueeze(0)
@@ -300,7 +299,8 @@ def test_many_queries_go_to_torchs_kernel_and_decode_over_pages_to_tritons() -> 
     calls = []
 
     class Kernels:
-        def attend_pages(self, q: torch.Tensor, *pages: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        def attend_pages(self, q: torch.Tensor, *pages: Any, **bounds: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            assert bounds == {"firsts": None, "most_seen": 0, "ends": None}
             calls.append(pages)
             nothing = empty_partial(q)
             return nothing.out, nothing.lse

@@ -148,6 +148,47 @@ def test_a_window_hides_the_first_tokens_whose_pages_are_not_read(
     check(q, seen, TritonDecode().paged_attention(q.to(DEVICE), shards, scale=0.125))
 
 
+@given(
+    sequences=st.lists(st.tuples(st.sampled_from([8, 17, 64, 130]), st.integers(1, 8)), min_size=1, max_size=3),
+    window=st.sampled_from([0, 1, 10, 70]),
+    num_padding=st.integers(0, 2),
+    num_splits=st.sampled_from([0, 1, 3, 17]),
+    num_heads=st.sampled_from([2, 3, 8]),
+)
+@settings(max_examples=15)
+def test_queries_of_one_sequence_are_attended_together(
+    sequences: list[tuple[int, int]], window: int, num_padding: int, num_splits: int, num_heads: int
+) -> None:
+    """The newest token and drafts behind it; those that other ranks store see no token here that is hidden."""
+    stored = [random_tokens(length, num_kv_heads=1, seed=length) for length, _ in sequences]
+    shards = paged(stored, 16)
+    counts = [count for _, count in sequences]
+    seen = [length - count + 1 + place for length, count in sequences for place in range(count)]
+    firsts = [max(0, last - window) if window else 0 for last in seen]
+    rows = torch.tensor([row for row, count in enumerate(counts) for _ in range(count)], device=DEVICE)
+    table = torch.cat([shards.table[rows], torch.full_like(shards.table[:1], NO_PAGE).expand(num_padding, -1)])
+    lengths, bounds = ([*each, *[0] * num_padding] for each in (seen, firsts))
+    ends = [sum(counts[: number + 1]) for number in range(len(counts))] + [sum(counts)] * num_padding
+    together = replace(
+        shards,
+        table=table.contiguous(),
+        stored=tuple(lengths),
+        lengths=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        firsts=torch.tensor(bounds, dtype=torch.int32, device=DEVICE) if window else None,
+        most_seen=window,
+        ends=torch.tensor(ends, dtype=torch.int32, device=DEVICE),
+    )
+    q = random_tokens(len(lengths), num_heads=num_heads, seed=9).q
+    pages = (q.to(DEVICE), together.k, together.v, together.table, together.lengths)
+    part = Partial(*attend_pages(*pages, 0.125, num_splits, together.firsts, window, together.ends))
+    visible = [
+        replace(stored[row], k=stored[row].k[first:last], v=stored[row].v[first:last])
+        for row, first, last in zip(rows.tolist(), firsts, seen, strict=True)
+    ]
+    nothing = [replace(stored[0], k=stored[0].k[:0], v=stored[0].v[:0])] * num_padding
+    check(q, [*visible, *nothing], part)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 64), (3, 1, 80), (2, 2, 128), (2, 1, 256)])
 @pytest.mark.parametrize("band", ["window", "causal", "scattered", "blind", "full"])

@@ -13,7 +13,7 @@ from ringserve.cp_core.attention import triton_kernels
 # Bytes of shared memory that a program may have on the smallest GPU served (sm_86, sm_89).
 SHARED_MEMORY = 99 << 10
 # Arguments that are no multiples of 16; those of a real launch that are have been told so.
-ODD = {"lengths", "firsts", "first", "stop", "num_rows", "num_splits", "scale_log2"}
+ODD = {"lengths", "firsts", "ends", "first", "stop", "num_rows", "num_splits", "scale_log2"}
 
 
 def compiled(
@@ -36,14 +36,16 @@ def compiled(
 
 def main() -> None:
     pointers = {"part_out": "*fp32", "part_lse": "*fp32", "out": "*fp32", "lse": "*fp32", "scale_log2": "fp32"}
-    attending = {**pointers, "table": "*i32", "lengths": "*i32", "firsts": "*i32"}
+    attending = {**pointers, "table": "*i32", "lengths": "*i32", "firsts": "*i32", "ends": "*i32"}
     for capability, dtype, dims, keys in ((90, "bf16", 128, 64), (80, "fp32", 256, 16)):
         types = {**attending, **dict.fromkeys(("q", "k_pages", "v_pages"), f"*{dtype}")}
         constants: dict[str, object] = {"PAGE_TOKENS": 16, "GROUP": 4, "ROWS": 16, "HEAD_DIM": dims, "KEYS": keys}
         constants |= {"PADDED_DIM": dims, "PRECISION": "ieee" if dtype == "fp32" else "tf32"}
-        for has_firsts in (False, True):
-            told = constants | {"HAS_FIRSTS": has_firsts}
-            compiled(triton_kernels._attend_split, capability, types, told, stages=3)
+        for has_firsts, is_together in ((False, False), (True, False), (True, True)):
+            told = constants | {"HAS_FIRSTS": has_firsts, "IS_TOGETHER": is_together}
+            told["ROWS"] = 32 if is_together else 16
+            warps = 8 if is_together and dims == 256 else 4
+            compiled(triton_kernels._attend_split, capability, types, told, stages=3, warps=warps)
         band = {name: constants[name] for name in ("GROUP", "HEAD_DIM", "PADDED_DIM", "KEYS", "PRECISION")}
         band["ROWS"] = 128 if dims == 128 else 32
         types |= {name: f"*{dtype}" for name in ("k", "v")} | {"first": "*i32", "stop": "*i32"}

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import pytest
@@ -18,6 +19,7 @@ from ringserve.cp_core.attention.partial import PagedShards, Partial
 from ringserve.cp_core.attention.reference import ReferenceAttention
 from ringserve.views import RingRates
 from ringserve.workers.decode import graphs
+from ringserve.workers.decode.drafts import MAX_DRAFTS
 from ringserve.workers.decode.graphs import Recorded, RecordedPieces
 from ringserve.workers.model import pieces as compiler
 from ringserve.workers.model.loading import AttentionStep
@@ -85,10 +87,16 @@ class TabledAttention(ReferenceAttention):
     """Reference that reads tables and bounds as a device does, and gives NaN for rows that see nothing."""
 
     skips_empty: ClassVar[bool] = True
-    hides_first: ClassVar[bool] = True
+    takes_bounds: ClassVar[bool] = True
 
     def paged_attention(self, q: Tensor, shards: PagedShards, *, scale: float) -> Partial:
         parts = []
+        if shards.ends is not None:
+            ends = [0, *shards.ends.tolist()]
+            assert max(stop - start for start, stop in pairwise(ends)) <= MAX_DRAFTS + 1
+            for start, stop in pairwise(ends):
+                assert all(torch.equal(shards.table[start], shards.table[row]) for row in range(start, stop))
+            assert not shards.lengths[ends[-1] :].any(), "rows behind the last end are padding"
         firsts = [0] * len(shards) if shards.firsts is None else shards.firsts.tolist()
         for row, (first, stop) in enumerate(zip(firsts, shards.lengths.tolist(), strict=True)):
             if first < stop:
