@@ -66,7 +66,7 @@ class FlashAttention3:
         assert not causal or num_tokens == num_stored, f"causal needs T == S, not {num_tokens} and {num_stored}"
         if not num_tokens or not num_stored:
             return empty_partial(q)
-        # The operator itself: around it the package's function takes the host 0.3 ms, as long as many a kernel.
+        # The package's function around this operator takes the host 0.15 ms, longer than the kernel of a short prompt.
         arrays = (each.unsqueeze(0) for each in (q, k, v))
         out_1thd, lse_1ht, *_ = self._kernels.fa3_fwd_cuda.fwd(*arrays, *UNUSED, scale, causal, *DEFAULTS)
         return Partial(out_1thd[0], lse_1ht[0].transpose(0, 1))

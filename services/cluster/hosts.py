@@ -229,7 +229,7 @@ class LeaderHost:
                 listen_host=self.listen_host,
                 tls=config.internal_tls.files,
                 max_batch=config.decode.max_batch,
-                drafts=config.drafts if self.role == "decode" else False,
+                drafts=self.role == "decode" and config.decode.drafts == "on",
                 decode_variant=config.decode.variant,
                 packs_weights=True,
                 packs_head=self.role == "decode",

@@ -246,10 +246,10 @@ class DecodeConfig:
         "weights behind attention (helix, with tp 1); auto takes the one predicted fastest.",
         examples=["gather"],
     )
-    drafts: Literal["auto", "on", "off"] = Field(
-        default="auto",
-        description="Decode steps also check guesses of the next tokens, taken from the sequence's text. So a step may "
-        "give several tokens, which are the same as without guesses. auto is on for CPUs and off for GPUs.",
+    drafts: Literal["on", "off"] = Field(
+        default="on",
+        description="Decode steps also check guesses of the next tokens, taken from the sequence's text, as long as "
+        "they pay. So a step may give several tokens, which are the same as without guesses.",
         examples=["off"],
     )
     headroom_tokens: Whole = Field(

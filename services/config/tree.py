@@ -86,11 +86,6 @@ class Config:
         return tuple(pools)
 
     @property
-    def drafts(self) -> bool:
-        """True if decode rings draft next tokens."""
-        return self.decode.drafts != "off"
-
-    @property
     def kv_carrier(self) -> str:
         """Carrier of KV between rings: `auto` is sockets if KV has to be encrypted, which NIXL cannot."""
         carrier, internal = self.kv_transfer.carrier, self.internal_tls
