@@ -34,7 +34,7 @@ from ringserve.workers.sampling.parameters import SamplingParameters
 from ringserve.workers.sampling.sampler import RowSampler, sample_rows
 from tests.cp_core.attention.triton_cases import check, paged
 from tests.oracles import largest, oracle_partial, random_tokens
-from tests.workers.decode.test_drafts import foretell
+from tests.workers.decode.test_drafts import foretell_seldom
 from tests.workers.decode.test_variants import ENDS, greedy, serve_all
 from tests.workers.models import FAMILY_SWITCHES, SHAPE, save_family, save_model
 from tests.workers.models import random_tokens as random_ids
@@ -189,14 +189,14 @@ def test_steps_with_drafts_give_the_tokens_of_steps_without(
     samplings = {name: replace(each, temperature=temperature, seed=5) for name, each in greedy().items()}
     with LocalRing(tmp_path, 1, dtype="float16", device="cuda", compile="auto", packs_weights=True) as ring:
         right = serve_all(ring, samplings)
-    foretell(monkeypatch, right, least=-4)
+    foretell_seldom(monkeypatch, right)
     with LocalRing(
         tmp_path, 1, dtype="float16", device="cuda", compile="auto", packs_weights=True, drafts=True
     ) as ring:
         assert serve_all(ring, samplings) == right
         status = ring.workers[0].status()
     assert 0 < sum(status.accepted_drafts) < sum(status.checked_drafts)
-    assert dict(status.waited_steps)[DRAFTS] > 3
+    assert dict(status.waited_steps)[DRAFTS] >= 2
     assert set(dict(status.eager_steps)) == {RECORDING}
 
 

@@ -34,27 +34,25 @@ Oracles = Mapping[str, Oracle]
 
 
 class Foretold:
-    """Drafter that knows the answers, and spoils some of its drafts at random.
+    """Drafter that knows the answers, and spoils some of its drafts at random."""
 
-    It has at most `least` to MAX_DRAFTS, and none in so many steps more if `least` is negative.
-    """
-
-    def __init__(self, answers: Mapping[str, list[int]], seed: int, least: int = 0) -> None:
+    def __init__(self, answers: Mapping[str, list[int]], seed: int) -> None:
         self._answers = answers
-        self._least = least
         self._random = random.Random(seed)
 
     def __call__(self, text: np.ndarray) -> Foretold.Sequence:
         told = text.tolist()
         (name,) = [name for name, prompt in PROMPTS.items() if told[: len(prompt)] == list(prompt)]
-        num_known = len(told) - len(PROMPTS[name])
-        return Foretold.Sequence(self._answers[name], num_known, self._random, self._least)
+        return self.sequence_of(name, len(told) - len(PROMPTS[name]))
+
+    def sequence_of(self, name: str, num_known: int) -> Foretold.Sequence:
+        return Foretold.Sequence(self._answers[name], num_known, self._random)
 
     class Sequence:
         """Drafts of one sequence."""
 
-        def __init__(self, answer: list[int], num_known: int, spoils: random.Random, least: int) -> None:
-            self._answer, self._num_known, self._random, self._least = answer, num_known, spoils, least
+        def __init__(self, answer: list[int], num_known: int, spoils: random.Random) -> None:
+            self._answer, self._num_known, self._random = answer, num_known, spoils
 
         def push(self, token_id: int) -> None:
             assert token_id == self._answer[self._num_known]
@@ -64,15 +62,40 @@ class Foretold:
             assert 0 <= num_accepted <= num_drafts
 
         def limit(self, least_share: float) -> int:
-            return max(0, self._random.randint(self._least, MAX_DRAFTS))
+            return self._random.randint(0, MAX_DRAFTS)
 
         def propose(self, limit: int) -> tuple[int, ...]:
             following = self._answer[self._num_known : self._num_known + max(limit, 0)]
             return tuple(token if self._random.random() < 0.75 else (token + 1) % 100 for token in following)
 
 
-def foretell(monkeypatch: pytest.MonkeyPatch, answers: Mapping[str, list[int]], seed: int = 0, least: int = 0) -> None:
-    monkeypatch.setattr(loop, "TextDrafter", Foretold(answers, seed, least))
+class SeldomForetold(Foretold):
+    """Drafter of sequence "a" alone, behind two of eight tokens: two right drafts and a wrong one.
+
+    What it says depends on nothing but the text: it may be asked twice, and sequences may join at any time.
+    """
+
+    def sequence_of(self, name: str, num_known: int) -> Foretold.Sequence:
+        return SeldomForetold.Sequence(self._answers[name] if name == "a" else [], num_known, self._random)
+
+    class Sequence(Foretold.Sequence):
+        def push(self, token_id: int) -> None:
+            self._num_known += 1
+
+        def limit(self, least_share: float) -> int:
+            return 3 * (self._num_known % 8 in (2, 3))
+
+        def propose(self, limit: int) -> tuple[int, ...]:
+            following = self._answer[self._num_known : self._num_known + limit]
+            return (*following[:2], *[(token + 1) % 100 for token in following[2:]])
+
+
+def foretell(monkeypatch: pytest.MonkeyPatch, answers: Mapping[str, list[int]], seed: int = 0) -> None:
+    monkeypatch.setattr(loop, "TextDrafter", Foretold(answers, seed))
+
+
+def foretell_seldom(monkeypatch: pytest.MonkeyPatch, answers: Mapping[str, list[int]]) -> None:
+    monkeypatch.setattr(loop, "TextDrafter", SeldomForetold(answers, 0))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])

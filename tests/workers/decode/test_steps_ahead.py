@@ -32,7 +32,7 @@ from ringserve.workers.sampling.parameters import SamplingParameters, TokenBias
 from tests.waiting import WAIT_SECONDS
 from tests.workers.decode.lazy_device import LazyStream, lazy_devices
 from tests.workers.decode.recording import RATES, KeptFunctions, TabledAttention, compile_ranks, recording
-from tests.workers.decode.test_drafts import foretell
+from tests.workers.decode.test_drafts import foretell_seldom
 from tests.workers.decode.test_variants import ENDS, PROMPTS, greedy, serve_all
 from tests.workers.models import ALL_WINDOWED, WINDOWED, Oracle, random_tokens
 from tests.workers.rings import BLOCK_TOKENS, LocalRing, Turn
@@ -175,18 +175,18 @@ def test_steps_with_drafts_wait_and_others_are_issued_ahead(
     streams: list[LazyStream],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Sequences join and leave; a part of the drafts is wrong, and in some steps no sequence has any."""
+    """Sequences join and leave; a third of the drafts is wrong, and in most steps no sequence has any."""
     recorder, path = KeptFunctions(), model_paths[kind]
     right = {name: oracles[kind].greedy(PROMPTS[name], end) for name, end in ENDS.items()}
-    foretell(monkeypatch, right, least=-40)
+    foretell_seldom(monkeypatch, right)
     with recording(recorder, monkeypatch, is_whole=True), ring_of(path, num_ranks, drafts=True) as ring:
         if is_recorded:
             compile_ranks(ring)
         assert serve_all(ring, greedy()) == right
         status = ring.workers[0].status()
     assert 0 < sum(status.accepted_drafts) < sum(status.checked_drafts)
-    assert dict(status.waited_steps)[DRAFTS] > 3
-    assert streams[0].left.count(2) > 3, "the next step was under way"
+    assert dict(status.waited_steps)[DRAFTS] >= 2
+    assert streams[0].left.count(2) >= 2, "the next step was under way"
     assert bool(recorder.num_replayed) == is_recorded
 
 
