@@ -32,7 +32,7 @@ from ringserve.cp_core.attention.partial import (
     takes_pages,
 )
 from ringserve.cp_core.errors import ConfigError
-from ringserve.cp_core.layout.step_plans import KvRun, RowIndices
+from ringserve.cp_core.layout.step_plans import Band, KvRun, RowIndices, Rows
 from ringserve.services.offline.terminal import Tell
 from ringserve.workers.model.layers import PACKED_ROWS, with_least_rows
 from ringserve.workers.sampling.parameters import SamplingParameters
@@ -169,10 +169,10 @@ class KernelBench:
             q = self._draw(tokens, heads)
             keys = KvRun(*(self._draw(tokens, self._shape.num_kv_heads) for _ in range(2)))
             at = np.arange(tokens)
-            first, stop = np.maximum(at - window + 1, 0), at + 1
-            flops = 4.0 * float((stop - first).sum()) * heads * self._shape.head_dim
+            band = Band(Rows(0, tokens), np.maximum(at - window + 1, 0), at + 1)
+            flops = 4.0 * float((band.stop - band.first).sum()) * heads * self._shape.head_dim
             for backend in self._backends:
-                seconds = self._seconds(partial(attend_band, backend, q, keys, first, stop, scale))
+                seconds = self._seconds(partial(attend_band, backend, q, keys, band, scale))
                 case = f"{tokens:,} x {window:,}"
                 yield kernel_row("window", case, backend.name, seconds, flops / seconds / 1e12, "TFLOP/s")
 

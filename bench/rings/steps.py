@@ -9,7 +9,7 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -208,14 +208,21 @@ class StepBench:
         self._blocks = random.Random(0).sample(range(cases.num_blocks), cases.num_blocks)
         (self._ring,) = InProcessRing(1, RING_SECONDS).transports
 
-    def measure(self, forms: tuple[str, ...], tell: Tell) -> tuple[list[Row], list[LogitsChange]]:
-        """Measure every case by every form, in the order of FORMS. `tell` hears of each form."""
+    def measure(
+        self, forms: tuple[str, ...], tell: Tell, only: Container[str] | None = None
+    ) -> tuple[list[Row], list[LogitsChange]]:
+        """Measure every case by the forms in `only` (None: by all). The layers take all, in the order of FORMS.
+
+        `tell` hears of each form.
+        """
         figures, changes = list[Row](), list[LogitsChange]()
         with torch.inference_mode():
             before = self._logits()
             for form in forms:
                 tell(form)
                 self._take(form)
+                if only is not None and form not in only:
+                    continue
                 figures += self._figures(form)
                 if form == FP8_MLPS:
                     changes.append(LogitsChange.of(form, before, self._logits()))
@@ -290,9 +297,9 @@ class StepBench:
         return np.random.default_rng(0).integers(self._model.info.vocab_size, size=tokens)
 
     def _decode_seconds(self, batch: int, context: int, *, is_ahead: bool, num_drafts: int) -> float:
-        """Return the median seconds of a step, with its tokens; those of a step `is_ahead` are read in the next.
+        """Return the median seconds of a step until its tokens are read.
 
-        Drafts are taken back, even if they are right by chance.
+        If `is_ahead`, the next step is issued before that. Drafts are taken back, even if they are right by chance.
         """
         state = BatchState(0, 1, BLOCK_TOKENS)
         each = blocks_for(context + WARM_STEPS + self._cases.num_steps + num_drafts)

@@ -14,14 +14,16 @@ from ringserve.services.offline.terminal import console, print_table, progress_b
 EXAMPLE = """example:
   python -m bench steps --device cuda
   python -m bench steps --device cuda --model DIR --json
+  python -m bench steps --device cuda --forms compiled,recorded,ahead,drafted --prefill 128,512,1024
   python -m bench steps --model builtin:smollm2 --prefill 512 --decode 1x512
   python -m bench steps --model builtin:smollm2 --packed --prefill 512,2048 --decode 1x512,1x6000,8x300
 """
 HELP = """Prefill and decode of one rank in this process, without a service. transformers runs the model first, with
 attention and cache of its own (transformers). The rank's layers then take these forms one by one: the stock modules
 with the rank's attention (stock), projections with the same input as one layer (joined), compiled by torch
-(compiled), decode steps replayed from recordings (recorded), each of them issued before the tokens of the last are read
-(ahead), MLPs of 8-bit floats (fp8). On a CPU nothing is compiled.
+(compiled), decode steps and short prompts replayed from recordings (recorded), each step issued before the tokens of
+the last are read (ahead), steps that check seven drafts of each sequence, all taken back (drafted), MLPs of 8-bit
+floats (fp8). On a CPU nothing is compiled.
 At the end it says what 8-bit floats change in the logits and the most likely tokens of a prompt.
 With --packed it measures what ranks of CPUs have, in float32: packed weights, fused norms and MLPs (packed)."""
 PIPE_WIDTH = 120
@@ -44,6 +46,9 @@ def add(kinds: Subcommands) -> None:
     )
     parser.add_argument("--steps", type=int, default=30, help="decode steps of a measurement (default: 30)")
     parser.add_argument("--rounds", type=int, default=5, help="prompts of a measurement (default: 5)")
+    parser.add_argument(
+        "--forms", help="forms to measure, with commas (default: all); the layers take those before, too"
+    )
     parser.add_argument("--packed", action="store_true", help="the form of ranks of CPUs beside stock modules, float32")
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
     parser.set_defaults(run=run)
@@ -74,9 +79,13 @@ def run(options: argparse.Namespace) -> int:
     path = None if options.model is None else resolve_model_path(options.model)
     if options.packed:
         forms = FORMS_OF_RANKS
+    only = options.forms.split(",") if options.forms else forms
+    if unknown := [form for form in only if form not in forms]:
+        raise ConfigError(f"--forms: there is no form {unknown[0]!r} here; allowed are {', '.join(forms)}")
+    forms = forms[: 1 + max(map(forms.index, only))]
     dtype = "float32" if options.packed else "bfloat16"
     with bench_model(path, options.layers, dtype, options.device) as model, progress_bar(len(forms)) as tell:
-        figures, changes = StepBench(model, cases, options.rounds).measure(forms, tell)
+        figures, changes = StepBench(model, cases, options.rounds).measure(forms, tell, only)
     if options.json:
         print(json.dumps({"steps": [row.as_dict() for row in figures], "changes": [asdict(each) for each in changes]}))
     else:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -313,21 +312,19 @@ def attend_band(
     backend: AttentionBackend,
     q_thd: torch.Tensor,
     keys: KvRun,
-    first: npt.NDArray[np.int64],
-    stop: npt.NDArray[np.int64],
+    band: Band,
     scale: float,
 ) -> Partial:
-    """Return the part of q[T, H, D] of which query t sees keys [first[t], stop[t]), both ascending.
+    """Return the part of q[T, H, D], the rows of a band, over the keys that it sees.
 
     Only keys that some of BAND_ROWS queries see are read. The LSE of a query that sees none is -inf.
     """
     if attends_between(backend) and q_thd.shape[0]:
-        bounds = (_bound_on(q_thd.device, each) for each in (first, stop))
-        return backend.attend_between(q_thd, keys.k, keys.v, *bounds, scale=scale)
+        return backend.attend_between(q_thd, keys.k, keys.v, *band.bounds_on(q_thd.device), scale=scale)
     parts = []
     for begin in range(0, q_thd.shape[0], BAND_ROWS):
         end = min(begin + BAND_ROWS, q_thd.shape[0])
-        q, low, high = q_thd[begin:end], first[begin:end], stop[begin:end]
+        q, low, high = q_thd[begin:end], band.first[begin:end], band.stop[begin:end]
         least, most = int(low[0]), int(high[-1])
         borders = [least, most]
         if high[0] - low[-1] > MASKED_KEYS:
@@ -338,28 +335,6 @@ def attend_band(
     if len(parts) == 1:
         return parts[0]
     return Partial(torch.cat([part.out for part in parts]), torch.cat([part.lse for part in parts]))
-
-
-# Bounds of the last bands, by the identity of their arrays, which are kept so that no other gets it.
-_UPLOADED: OrderedDict[tuple[int, torch.device], tuple[npt.NDArray[np.int64], torch.Tensor]] = OrderedDict()
-MAX_UPLOADED = 64
-
-
-def _bound_on(device: torch.device, bound: npt.NDArray[np.int64]) -> torch.Tensor:
-    """Return the bound of a band for kernels of the device: int64 on a CPU, int32 elsewhere.
-
-    All layers with a window have the same arrays. The first alone uploads them, without waiting for the device.
-    """
-    if device.type == "cpu":
-        return torch.from_numpy(np.ascontiguousarray(bound, dtype=np.int64))
-    key = id(bound), device
-    if (found := _UPLOADED.get(key)) is None:
-        on_host = torch.from_numpy(bound.astype(np.int32))
-        on_host = on_host.pin_memory() if device.type == "cuda" else on_host
-        found = _UPLOADED[key] = bound, on_host.to(device, non_blocking=True)
-        if len(_UPLOADED) > MAX_UPLOADED:
-            _UPLOADED.popitem(last=False)
-    return found[1]
 
 
 def _attend_span(
@@ -423,7 +398,7 @@ def _attend_bands(
     return [
         RowPartial(
             each.rows,
-            attend_band(backend, q_thd[each.rows.start : each.rows.stop], held, each.first, each.stop, scale),
+            attend_band(backend, q_thd[each.rows.start : each.rows.stop], held, each, scale),
         )
         for each in seen
     ]
@@ -506,6 +481,10 @@ def _by_rows(parts: Sequence[RowPartial]) -> Iterator[tuple[Rows, list[Partial]]
             yield Rows(start, stop), covering
 
 
+MAX_TOGETHER = 8
+"""Most queries of one sequence in a call over pages: with the query heads of a KV head they are one tile of rows."""
+
+
 @dataclass(frozen=True, slots=True)
 class PagedShards:
     """One rank's shards of a batch: pages k[P, G, K, D] and v[P, G, K, D] of one layer, in any order.
@@ -515,8 +494,10 @@ class PagedShards:
     `lengths` has the same counts as int32[B] on the device, for kernels that read them there.
 
     In a layer with a window query b sees no token before firsts[b] (int32[B] on the device), and at most `most_seen`.
-    If sequences have several queries (drafts), queries [ends[e - 1], ends[e]) are those of sequence e, with the same
-    table (int32[E] on the device); any behind the last end are padding.
+    A sequence with drafts has several queries, side by side and with the same table. `ends` int32[E] on the device then
+    has the number behind each sequence's last query. Queries behind the last of all are padding.
+
+    Example: if ends is (3, 4), queries 0 to 2 are of one sequence and query 3 is of another.
     """
 
     k: torch.Tensor
@@ -545,7 +526,7 @@ class PagedBackend(AttentionBackend, Protocol):
     """Kernel that takes block tables. Its pages hold a multiple of `page_multiple` tokens.
 
     A kernel with `skips_empty` reads the lengths on the device and returns (0, -inf) for empty shards. One that
-    `takes_bounds` takes shards with `firsts` and `ends`, of at most 8 queries a sequence.
+    `takes_bounds` takes shards with `firsts` and `ends`, of at most MAX_TOGETHER queries a sequence.
     """
 
     page_multiple: ClassVar[int]

@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ringserve.cp_core.attention.partial import MAX_TOGETHER
+
 # Bytes of one tile of keys: with the tile of values and the next two on their way it fits into shared memory.
 TILE_BYTES = 16 << 10
 MAX_TILE_KEYS = 64
@@ -24,8 +26,7 @@ LEAST_TILE = 16
 # Most queries of a program that attends bands of keys, and their bytes.
 BAND_ROWS = 128
 BAND_BYTES = 32 << 10
-# Most queries of one sequence that are attended together, and numbers of a tile of sums that takes twice the threads.
-MAX_TOGETHER = 8
+# Numbers of a tile of sums that takes twice the threads.
 LARGE_TILE = 8192
 # Programs for each processor of the GPU, and most splits of one sequence.
 PROGRAMS_PER_PROCESSOR = 2

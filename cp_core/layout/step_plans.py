@@ -98,6 +98,24 @@ class Band:
     rows: Rows
     first: npt.NDArray[np.int64]
     stop: npt.NDArray[np.int64]
+    _uploaded: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+    def bounds_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (first, stop) for kernels of the device: int64 on a CPU, int32 elsewhere.
+
+        All layers of a step ask for the same. Only the first uploads them, without waiting for the device.
+        """
+        if device.type == "cpu":
+            first, stop = (torch.from_numpy(np.ascontiguousarray(each)) for each in (self.first, self.stop))
+            return first, stop
+        if device not in self._uploaded:
+            on_host = torch.from_numpy(np.stack([self.first, self.stop]).astype(np.int32))
+            on_host = on_host.pin_memory() if device.type == "cuda" else on_host
+            first, stop = on_host.to(device, non_blocking=True)
+            self._uploaded[device] = first, stop
+        return self._uploaded[device]
 
 
 @lru_cache(maxsize=64)

@@ -38,7 +38,7 @@ from ringserve.cp_core.attention.partial import (
     sink_part,
     takes_pages,
 )
-from ringserve.cp_core.layout.step_plans import DecodePlan, KvRun, PassQRoute, RowIndices, Visit
+from ringserve.cp_core.layout.step_plans import Band, DecodePlan, KvRun, PassQRoute, RowIndices, Rows, Visit
 from ringserve.cp_core.transport.interface import RingTransport
 
 
@@ -224,7 +224,8 @@ def _attend_drafts(
     if any(passed):
         held = join_runs(runs)
         first, behind = np.array(passed), np.array(hidden)
-        return attend_band(backend, q_thd, held, first, held.k.shape[0] - behind, scale)
+        band = Band(Rows(0, len(hidden)), first, held.k.shape[0] - behind)
+        return attend_band(backend, q_thd, held, band, scale)
     if not any(hidden):
         return _attend_shard(q_thd, runs, backend, scale)
     num_new = len(hidden)

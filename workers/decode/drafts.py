@@ -14,11 +14,12 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from ringserve.cp_core.attention.partial import MAX_TOGETHER
 from ringserve.workers.protocol.decode_commands import DRAFT_TEXT_TOKENS
 from ringserve.workers.protocol.prefill_steps import TokenIds
 
-MAX_DRAFTS = 7
-"""Most drafts of a sequence that one step checks: with its newest token they are one tile of a kernel's rows."""
+MAX_DRAFTS = MAX_TOGETHER - 1
+"""Most drafts of a sequence that one step checks, behind its newest token."""
 LEAST_MATCH = 2
 """Newest tokens that must have occurred before."""
 LONGEST_MATCH = 12

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ringserve.cp_core.errors import RingserveError
 from ringserve.cp_core.transport.interface import TransportStats
-from ringserve.workers.decode.inputs import StepInputs
+from ringserve.workers.decode.inputs import LEAST_ROWS, StepInputs
 from ringserve.workers.model.loading import AttentionStep, LoadedModel
 
 if TYPE_CHECKING:
@@ -93,8 +93,8 @@ class CudaRecorder:
 
 
 # Least bucket of whole steps with drafts, whose number changes from step to step: a device that reads all weights for
-# one row takes no longer for so many, and fewer buckets are recorded while users wait.
-DRAFTS_BUCKET = 16
+# one row hardly takes longer for so many, and fewer buckets are recorded while users wait.
+DRAFTS_BUCKET = LEAST_ROWS
 
 
 def bucket_of(num_rows: int) -> int:
@@ -200,8 +200,10 @@ class PromptRunner:
     def hidden_states(self, token_ids: Tensor, positions: Tensor, step: AttentionStep) -> Tensor:
         """Return `LoadedModel.hidden_states`, valid until the next call. A step inside another one is computed."""
         pieces, bucket = self._model.pieces, prompt_bucket(token_ids.shape[0])
-        is_computed = pieces is None or bucket > MOST_RECORDED_TOKENS or bucket not in self._seen
-        if is_computed or bucket in self._broken or self._is_running:
+        is_short = pieces is not None and bucket <= MOST_RECORDED_TOKENS
+        if not is_short or bucket in self._broken or self._is_running:
+            return self._model.hidden_states(token_ids, positions, step)
+        if bucket not in self._seen:
             self._seen.add(bucket)
             return self._model.hidden_states(token_ids, positions, step)
         assert pieces is not None
@@ -219,10 +221,6 @@ class PromptRunner:
             logger.warning("prompts of up to %d tokens are not recorded: %s", bucket, recorded.fault)
             self._broken.add(bucket)
         return states
-
-    def forget(self) -> None:
-        """Drop all recordings."""
-        self._recorded.clear()
 
 
 class RecordedStep:

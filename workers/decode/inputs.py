@@ -15,7 +15,8 @@ from torch import Tensor
 
 # Rows of four int64 arrays (token ids, positions, slots, stored rows); lengths and table are int32 behind them.
 WORD_ARRAYS = 4
-LEAST_ROWS = 8
+# A step with drafts has so many rows at least: recorded steps are forgotten if it makes the buffers anew.
+LEAST_ROWS = 16
 LEAST_WIDTH = 16
 
 

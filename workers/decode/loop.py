@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -180,18 +180,17 @@ class LeadingLoop:
 
     def _drafted(self, header: Header) -> Header:
         """Let the next step check drafts. Return the header that says so."""
-        drafts = self._next_drafts()
-        if not drafts:
+        if not self._drafts:
             return header
+        drafts = tuple(self._next_drafts())
         self._batch.draft(drafts)
         return replace(header, drafts=drafts) if any(drafts) else header
 
-    def _next_drafts(self) -> tuple[tuple[int, ...], ...]:
-        """Return the drafts of each row that follow the tokens that are known and are worth their time."""
-        if not self._drafts:
-            return ()
+    def _next_drafts(self) -> Iterator[tuple[int, ...]]:
+        """Find the drafts of each row that follow the tokens that are known and are worth their time."""
         least_share = self._costs.least_share(len(self._batch))
-        return tuple(self._drafts_of(self._generations[row.sequence_id], least_share) for row in self._batch.rows)
+        for row in self._batch.rows:
+            yield self._drafts_of(self._generations[row.sequence_id], least_share)
 
     def _drafts_of(self, generation: Generation, least_share: float) -> tuple[int, ...]:
         """Return drafts of a sequence, at most as many as its answer may still have behind the next token."""
@@ -322,7 +321,7 @@ class LeadingLoop:
                 reason = BATCH_CHANGES
             elif self._choose_variant(*self._load(UNCHANGED)) != variant:
                 reason = VARIANT_CHANGES
-            elif any(self._next_drafts()):
+            elif self._drafts and any(self._next_drafts()):
                 # They follow the tokens of the step under way: with these there are drafts for the next one, too.
                 reason = DRAFTS
             self._channel.send(Header(HeaderKind.FOLLOW if reason is None else HeaderKind.READ, change=change))

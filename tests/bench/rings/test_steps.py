@@ -86,6 +86,9 @@ def test_the_command_measures_a_model_on_a_cpu(tmp_path: Path, capsys: pytest.Ca
     found = json.loads(capsys.readouterr().out)
     assert [each["form"] for each in found["steps"]] == [form for form in FORMS_OF_RANKS for _ in range(2)]
     assert found["changes"] == []
+    assert main(["steps", "--model", path, "--json", "--forms", "joined", *few]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {each["form"] for each in found["steps"]} == {"joined"}
 
 
 @pytest.mark.parametrize(
@@ -93,6 +96,7 @@ def test_the_command_measures_a_model_on_a_cpu(tmp_path: Path, capsys: pytest.Ca
     [
         ("--decode", "3by4", "--decode: '3by4' is no number of 1 or more"),
         ("--prefill", "0", "--prefill: '0' is no number of 1 or more"),
+        ("--forms", "ahead", "--forms: there is no form 'ahead' here; allowed are transformers, stock, joined, fp8"),
         ("--steps", "0", "--steps: 0 is too few; allowed are 1 or more"),
         ("--device", "cuda", "--device: 'cuda', but torch finds no GPU here; allowed is cpu"),
     ],

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringserve.cp_core.layout.step_plans import DecodePlan, PassQRoute
+from ringserve.cp_core.layout.step_plans import Band, DecodePlan, PassQRoute, Rows
 
 
 @st.composite
@@ -70,3 +72,12 @@ def test_a_plan_that_does_not_fit_its_ring_is_a_bug_and_says_so(
 ) -> None:
     with pytest.raises(AssertionError, match=message):
         DecodePlan(2, owners, held)
+
+
+def test_bounds_of_a_band_are_uploaded_once_for_all_layers() -> None:
+    band = Band(Rows(0, 3), np.array([0, 1, 4]), np.array([2, 5, 6]))
+    elsewhere = torch.device("meta")
+    first, stop = band.bounds_on(elsewhere)
+    assert (first.dtype, first.shape, stop.dtype, stop.shape) == (torch.int32, (3,), torch.int32, (3,))
+    assert all(once is again for once, again in zip((first, stop), band.bounds_on(elsewhere), strict=True))
+    assert [each.tolist() for each in band.bounds_on(torch.device("cpu"))] == [[0, 1, 4], [2, 5, 6]]

@@ -63,7 +63,7 @@ class KeptFunctions:
                 if isinstance(result, Tensor):
                     result.copy_(each)
                 else:
-                    assert result == each, "numbers of rows are those of the bucket"
+                    assert result == each, "a piece gives another number of rows than when it was recorded"
 
         recorded = Recorded(replay, None)
         self.kept.add(replay)

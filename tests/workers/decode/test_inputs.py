@@ -21,7 +21,9 @@ def table_of(inputs: StepInputs, blocks: list[list[int]]) -> list[list[int]]:
 
 @given(
     is_staged=st.booleans(),
-    steps=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 40), st.booleans()), min_size=1, max_size=6),
+    steps=st.lists(
+        st.tuples(st.integers(0, LEAST_ROWS + 4), st.integers(0, 40), st.booleans()), min_size=1, max_size=6
+    ),
 )
 @settings(max_examples=60, deadline=None)
 def test_any_row_of_steps_reads_what_each_of_them_gave(is_staged: bool, steps: list[tuple[int, int, bool]]) -> None:
