@@ -25,11 +25,11 @@ STUDIES := cost-model kv-carrier scheduling
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow quick programs lint format docs clients bench gpu proto clean distclean
+.PHONY: help demo test slow quick programs lint format docs install-test clients bench gpu proto clean distclean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 19
 
 demo: $(USER_READY) ## ask a real model about a document on this machine and check every token
 	$(BIN)/ringserve demo $(if $(DEVICE),--device $(DEVICE))
@@ -65,6 +65,10 @@ format: $(DEV_READY) ## format the source and apply automatic fixes
 
 docs: $(DEV_READY) ## build the documentation as a site in build/site
 	$(BIN)/mkdocs build --strict --quiet
+
+install-test: $(DEV_READY) ## build the image and play the chart's pods without a cluster; needs Linux, root, apt and PyPI
+	@$(if $(filter no,$(PROGRAMS)),,PYTHON=$(PYTHON) tests/system_programs.sh containers)
+	$(BIN)/python -m tests.install.run $(if $(ONLY),--only $(ONLY))
 
 clients: $(USER_READY) ## run other people's clients against a service, and write docs/clients.md; needs PyPI and npm
 	$(BIN)/python -m tests.clients.run $(if $(ONLY),--only $(ONLY))

@@ -1,6 +1,7 @@
 #!/bin/sh
 # Installs the system programs that some tests run, if they are missing, by Debian's packages: `make programs`.
 # Never asks for anything. What it cannot install it names in one line, and the tests that need it are skipped.
+# With the argument `containers` it installs what `make install-test` runs, and nothing else.
 # PYTHON is the interpreter of .venv (default: python3).
 
 PATH=$PATH:/usr/sbin:/sbin # for tc, which users' own PATH lacks on Debian
@@ -14,14 +15,24 @@ need() { # PACKAGE PROGRAM...: any of the programs will do
     case " $missing " in *" $package "*) ;; *) missing="$missing $package" ;; esac
 }
 
-"${PYTHON:-python3}" -c 'import ensurepip, venv' 2>/dev/null || missing="$missing python3-venv"
-need g++ c++ g++ clang++                               # kernels of CPUs
-need chromium chromium chromium-browser google-chrome # the page in a browser
-need curl curl                                        # examples
-need iproute2 ip                                      # shaped and cut links
-need iproute2 tc
-need prometheus prometheus                            # rules and dashboards
-need prometheus promtool
+if [ "${1:-}" = containers ]; then
+    need podman podman
+    need buildah buildah
+    need runc runc
+    need mmdebstrap mmdebstrap # the image that the Dockerfile begins with
+    need iptables iptables     # addresses of pods
+    need netavark netavark /usr/lib/podman/netavark
+    need catatonit catatonit /usr/libexec/podman/catatonit # a pod's first process
+else
+    "${PYTHON:-python3}" -c 'import ensurepip, venv' 2>/dev/null || missing="$missing python3-venv"
+    need g++ c++ g++ clang++                               # kernels of CPUs
+    need chromium chromium chromium-browser google-chrome # the page in a browser
+    need curl curl                                        # examples
+    need iproute2 ip                                      # shaped and cut links
+    need iproute2 tc
+    need prometheus prometheus                            # rules and dashboards
+    need prometheus promtool
+fi
 [ -n "$missing" ] || exit 0
 
 give_up() {

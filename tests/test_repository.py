@@ -105,12 +105,12 @@ def makes_actors(path: Path) -> bool:
 
 
 def test_make_targets_named_in_the_documents_exist() -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {
         (path.name, target)
         for path in sources(".md")
         for code in re.findall(r"`[^`]*`|^```.*?^```", path.read_text(), re.MULTILINE | re.DOTALL)
-        for target in re.findall(r"\bmake ([a-z]+)", code)
+        for target in re.findall(r"\bmake ([a-z-]+)", code)
     }
     assert ("README.md", "demo") in named
     assert {pair for pair in named if pair[1] not in targets} == set()

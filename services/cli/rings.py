@@ -13,11 +13,22 @@ from typer import Option
 from ringserve.cp_core.errors import ConfigError
 from ringserve.services.cli.command import argument, command, flag, option
 from ringserve.services.cli.options import ClusterName, ConfigOptions, JsonFlag
+from ringserve.services.cluster.kubernetes import KubectlProgram, Rollout
 from ringserve.services.cluster.operator import RouterAccess, drain_node, drain_ring, restart_ring, undrain_ring
 from ringserve.services.cluster.state import require_ready, secret_of
 from ringserve.views import RingDrain
 
 TurnSeconds = Annotated[float, Option(metavar="N", help="how long turns may go on")]
+
+
+START_SECONDS = 180.0
+KUBERNETES_START_SECONDS = 1800.0
+"""As the chart's `timeouts.start`: with the pull of the image."""
+
+
+def show_progress(line: str) -> None:
+    """Tell a step beside the outcome, which scripts may read."""
+    print("ringserve:", line, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +47,7 @@ class RouterOptions:
             endpoint=router,
             secret=secret_of(router),
             tls=self.config.load().internal_tls.files,
-            progress=lambda line: print("ringserve:", line, file=sys.stderr, flush=True),
+            progress=show_progress,
         )
 
     def show(self, outcome: dict[str, Any], sentence: str) -> int:
@@ -63,10 +74,21 @@ class UndrainOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RestartOptions:
-    rings: list[str] = argument("names of rings, restarted one after the other")
+    rings: list[str] = argument("names of rings, restarted one after the other", default=[])
     router: RouterOptions
     seconds: TurnSeconds = 600.0
-    start_seconds: float = option("how long each may take to serve again", "N", 180.0)
+    start_seconds: float | None = option(
+        "how long each may take to serve again (default: 180; 1800 on Kubernetes)", "N", None
+    )
+    kubernetes: str = option(
+        "instead of rings: a RayCluster of the Helm chart, by kubectl; pods without its newest template are replaced",
+        "RAYCLUSTER",
+        "",
+    )
+    namespace: str = option("its namespace (default: kubectl's)", "NAME", "")
+    context: str = option("kubectl's context (default: kubectl's)", "NAME", "")
+    all: bool = flag("with --kubernetes: replace every pod, also those that have the newest template")
+    forget: bool = flag("with --kubernetes: replace a head without a journal volume, and forget its conversations")
 
 
 @command(
@@ -100,17 +122,39 @@ def undrain(options: UndrainOptions) -> int:
 @command(
     "ringserve restart decode-0",
     "ringserve restart prefill-0 prefill-1 decode-0 decode-1",
+    "ringserve restart --kubernetes chat-ringserve --namespace serving",
     notes="""One ring after the other takes no new turns, ends those that run, and is started again. New turns go to
-other rings meanwhile; if there is no other of its role, they wait for it.""",
+other rings meanwhile; if there is no other of its role, they wait for it. On Kubernetes the pods of one ring after the
+other drain, are deleted and come back with their newest template, as after 'helm upgrade'. A head whose own template or
+configuration has changed, or another release, takes all pods together.""",
 )
 def restart(options: RestartOptions) -> int:
+    if bool(options.rings) == bool(options.kubernetes):
+        raise ConfigError("rings: name the rings to restart, or with --kubernetes the RayCluster of a release")
+    if options.kubernetes:
+        return _roll_out(options)
+
     async def one_after_the_other() -> None:
-        seconds, start_seconds = options.seconds, options.start_seconds
+        seconds, start_seconds = options.seconds, options.start_seconds or START_SECONDS
         for ring in options.rings:
             await restart_ring(options.router.access(), ring, seconds=seconds, start_seconds=start_seconds)
 
     asyncio.run(one_after_the_other())
     return options.router.show({"rings": options.rings, "serves": True}, f"{', '.join(options.rings)} restarted")
+
+
+def _roll_out(options: RestartOptions) -> int:
+    rollout = Rollout(
+        kubectl=KubectlProgram(namespace=options.namespace, context=options.context),
+        name=options.kubernetes,
+        start_seconds=options.start_seconds or KUBERNETES_START_SECONDS,
+        progress=show_progress,
+        everything=options.all,
+        forget=options.forget,
+    )
+    done = rollout.run()
+    sentence = f"{', '.join(done)} replaced, all rings serve" if done else "nothing to replace"
+    return options.router.show({"replaced": done, "serves": True}, sentence)
 
 
 def _moves(drain: RingDrain | None) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 from collections import Counter
@@ -15,8 +16,16 @@ from rich.table import Table
 from ringserve.client import RingInfo, ServerInfo
 from ringserve.cp_core.errors import ConfigError, NotFound, Unavailable
 from ringserve.services.cli.command import argument, command, flag, option
-from ringserve.services.cli.options import JsonFlag, TargetOptions
-from ringserve.services.cluster.state import OR_TARGET, ClusterStage, ClusterState, require_state, starting_line
+from ringserve.services.cli.options import ConfigOptions, JsonFlag, TargetOptions
+from ringserve.services.cluster.operator import RouterAccess, read_server_info
+from ringserve.services.cluster.state import (
+    OR_TARGET,
+    ClusterStage,
+    ClusterState,
+    require_state,
+    secret_of,
+    starting_line,
+)
 from ringserve.services.offline.terminal import listing, print_table
 from ringserve.views import RankKvUsage, RingDrain
 
@@ -30,6 +39,8 @@ ROLES = ("prefill", "decode")
 class StatusOptions:
     ring: str = argument("name of a ring: show its details", default="")
     gateway: TargetOptions
+    router: str = option("ask the router, as operators' commands do, and no gateway", "HOST:PORT", "")
+    config: ConfigOptions
     wide: bool = flag("show more columns, for wide terminals")
     json: JsonFlag = False
     svg: Path | None = option("also draw what is printed", default=None)
@@ -39,10 +50,15 @@ class StatusOptions:
     "ringserve status",
     "ringserve status prefill-0",
     "ringserve status --target 127.0.0.1:50051 --json",
+    "ringserve status --router 10.0.0.5:6380 --config cluster.yaml",
     "ringserve status --wide --svg status.svg",
     notes="Exit status: 0 if the cluster serves, 3 if a role has no ring that takes turns, or the cluster is starting.",
 )
 def status(options: StatusOptions) -> int:
+    if options.router:
+        tls = options.config.load().internal_tls.files
+        access = RouterAccess(endpoint=options.router, tls=tls, progress=print, secret=secret_of(options.router))
+        return _show_info(asyncio.run(read_server_info(access)), options)
     if not options.gateway.target:
         state = require_state(options.gateway.name, OR_TARGET)
         if state.stage is ClusterStage.STARTING:
@@ -53,6 +69,11 @@ def status(options: StatusOptions) -> int:
     except Unavailable as error:
         reason = "" if options.gateway.target else require_state(options.gateway.name).reason
         raise Unavailable(f"{error}; {reason}" if reason else str(error)) from error
+    return _show_info(info, options)
+
+
+def _show_info(info: ServerInfo, options: StatusOptions) -> int:
+    """Print the state, and return the exit status."""
     if options.json:
         print(json.dumps(asdict(info)))
     else:

@@ -37,6 +37,12 @@ class RouterAccess:
             await peers.close()
 
 
+async def read_server_info(access: RouterAccess) -> ServerInfo:
+    """Return the state of the service, as the router knows it. Raises Unavailable."""
+    async with access.router() as router:
+        return await router.get_server_info()
+
+
 async def drain_ring(access: RouterAccess, ring: str, *, seconds: float, force: bool) -> RingDrain | None:
     """Drain a ring, and wait until it has left.
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import yaml
-from helm_python import lint
+from helm_python import Chart, lint
 from pydantic import TypeAdapter
 
+from ringserve.services.cluster.kubernetes import INDEX
 from ringserve.services.config import Config, config_from
 from ringserve.services.config.sections import InternalTlsConfig, KvTransferConfig, TlsConfig, TracingConfig
 from tests.helm.charts import (
@@ -358,6 +359,22 @@ def test_the_notes_tell_how_to_call_the_service() -> None:
     assert "export RINGSERVE_TOKEN" in secure
     assert "base_url=https://" in secure
     assert "gateway.insecure" not in secure
+
+
+def test_the_notes_of_an_upgrade_name_the_command_that_does_the_rest_and_the_pods_of_each_ring() -> None:
+    values = merged(REQUIRED, CUDA)
+    with Chart.load(CHART) as chart:
+        rendered = chart.render(values, name="test", namespace="serving", is_upgrade=True, is_install=False)
+    (notes,) = (text for name, text in rendered.items() if name.endswith("NOTES.txt"))
+    assert "  ringserve restart --kubernetes test-ringserve --namespace serving\n" in notes
+    selectors = re.findall(r"kubectl -n serving delete pod -l (\S+)", notes)
+    labels = [dict(pair.split("=") for pair in selector.split(",")) for selector in selectors]
+    assert [(each.get("ray.io/group"), each.get(INDEX)) for each in labels] == [
+        ("prefill", "0"), ("prefill", "1"), ("decode", "0"), (None, None),
+    ]  # fmt: skip
+    assert {each["ray.io/cluster"] for each in labels} == {"test-ringserve"}
+    assert labels[-1]["ray.io/node-type"] == "head"
+    assert "restart --kubernetes" not in render_files(values)["NOTES.txt"]
 
 
 def test_the_values_shown_in_the_readme_render() -> None:
