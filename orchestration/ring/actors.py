@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -66,8 +66,10 @@ ranks have more threads than the machine has cores. One that sleeps at once has 
 a decode step. So a thread looks for some 0.05 ms before it sleeps."""
 RANK_NICENESS = 15
 """Nice value of a rank, which is Ray's own for all its workers: router and leaders come before what computes."""
-LEASE_SECONDS = 60.0
-"""Seconds after which a rank without a leader ends: long enough for another leader to start."""
+LEASE_SECONDS = 180.0
+"""Seconds after which a rank without a leader ends: long enough for another to start, also with another head's pod."""
+LEASE_LOOK_SECONDS = 15.0
+"""Seconds between two looks of a leader that renew its ranks' leases."""
 START_NICENESS = 5
 """Addition to a rank's nice value while it imports: the imports get a third of what each process that computes gets."""
 
@@ -447,7 +449,7 @@ class RayRanks:
         while True:
             for rank in self._ranks:
                 rank.renew_lease()
-            await asyncio.sleep(LEASE_SECONDS / 4)
+            await asyncio.sleep(LEASE_LOOK_SECONDS)
 
     async def replace(self, lost: Sequence[int], timeout: float) -> Sequence[RayRank]:
         """Kill lost ranks, and make others in their places. Ray starts each when its place is free."""
@@ -493,23 +495,35 @@ def _place_of(name: str) -> tuple[int, int]:
     return int(index), int(count)
 
 
-def own_places(ring: str) -> dict[str, PlacementGroup]:
-    """Return the placement groups that leaders of a ring have left, by name.
+def _all_places() -> dict[str, PlacementGroup]:
+    """Return the placement groups of the rings of this namespace, by name.
 
     Ray's table lists all namespaces. A ring of the same name in another namespace belongs to another deployment.
     """
     found = {}
     for each in placement_group_table().values():
-        if each["name"].startswith(f"{ring}.") and each["state"] != "REMOVED":
+        if "." in each["name"] and each["state"] != "REMOVED":
             with suppress(ValueError):  # not in this namespace, or removed meanwhile
                 found[each["name"]] = get_placement_group(each["name"])
     return found
+
+
+def own_places(ring: str) -> dict[str, PlacementGroup]:
+    """Return the placement groups that leaders of a ring have left, by name."""
+    return {name: places for name, places in _all_places().items() if name.rpartition(".")[0] == ring}
 
 
 def free_places(ring: str) -> None:
     """End the ranks that leaders of a ring have left, and free their places."""
     for places in own_places(ring).values():
         remove_placement_group(places)
+
+
+def free_places_of_others(rings: Collection[str]) -> None:
+    """End what is left of rings of this namespace other than `rings`: of a configuration that had more."""
+    for name, places in _all_places().items():
+        if name.rpartition(".")[0] not in rings:
+            remove_placement_group(places)
 
 
 def host(name: str, title: str, compose: Callable[[], Hosted]) -> Any:

@@ -89,6 +89,7 @@ class UpOptions:
     ray_address: str = option("run on this Ray cluster, auto or HOST:PORT (default: ray.address)", "ADDRESS", "")
     no_gateway: bool = flag("start none: 'ringserve gateway' runs elsewhere")
     drain_seconds: DrainSeconds = 0.0
+    leave_ranks: bool = flag("on a Ray cluster: leave the ranks to the next cluster of this name, for three minutes")
     detach: bool = flag("return when the cluster serves, and leave it running")
     detached_log: str = hidden("")
     ready_file: Path | None = option("write the addresses here, as JSON, when the cluster serves", default=None)
@@ -228,6 +229,8 @@ def _serve(options: UpOptions, config: Config) -> int:
         with_gateway=not options.no_gateway,
         drain_seconds=options.drain_seconds,
         journal=journal_directory(config, options.name),
+        name=options.name,
+        leaves_ranks=options.leave_ranks,
         note_trouble=record.trouble,
     )
     if options.detached_log:

@@ -18,10 +18,11 @@ from typing import Any
 import psutil
 import ray
 from ray.exceptions import RayError, RayTaskError
+from ray.util import list_named_actors
 
 from ringserve.cp_core.cost.decode import HELIX
 from ringserve.cp_core.errors import ConfigError, RingserveError, Unavailable
-from ringserve.orchestration.ring.actors import free_places
+from ringserve.orchestration.ring.actors import free_places, free_places_of_others
 from ringserve.services.cluster.capacity import carrier_advice, check_fits, check_programs, dtype_advice, this_machine
 from ringserve.services.cluster.gateway import GatewayKeeper
 from ringserve.services.cluster.hosts import LeaderHost, RouterHost
@@ -54,6 +55,8 @@ ACTORS_STOP_SECONDS = 10.0
 POLL_SECONDS = 0.2
 JOIN_SECONDS = 1.0
 """Seconds between two attempts to join a Ray cluster."""
+PREDECESSOR_SECONDS = 30.0
+"""Seconds for the actors of a cluster of the same name to end in: Ray notices a lost node after 4 to 60 s."""
 SLOW_START_SECONDS = 25.0
 """Ray waits 30 s for its own processes, too little on a busy machine. A start that fails sooner would fail again."""
 
@@ -65,6 +68,9 @@ class LocalCluster:
     With `config.ray.address` the cluster runs on that Ray cluster, which it leaves as it was. Router and leaders run on
     the node of this process, where gateways and Prometheus find them. What the router is to remember after its death
     is in the directory `journal`; empty: nothing.
+
+    On a Ray cluster `name` says whose ranks these are. A cluster that ends with `leaves_ranks`, or dies, leaves its
+    ranks for the next of that name, which need not load the model again; see `LEASE_SECONDS`.
     """
 
     def __init__(
@@ -76,6 +82,8 @@ class LocalCluster:
         with_gateway: bool = True,
         drain_seconds: float = 0.0,
         journal: str = "",
+        name: str = "default",
+        leaves_ranks: bool = False,
         note_trouble: Callable[[str], None] = lambda reason: None,
     ) -> None:
         """`note_trouble` gets the reason why a cluster that has started does not serve, and "" when it does again."""
@@ -86,12 +94,15 @@ class LocalCluster:
         self._with_gateway = with_gateway
         self._drain_seconds = drain_seconds
         self._stopped = stopped or threading.Event()
-        # Each cluster has one of its own: names of a cluster that has just ended do not collide.
-        self._namespace = f"ringserve-{uuid.uuid4().hex[:8]}"
+        self._name = name
+        self._leaves_ranks = leaves_ranks and bool(config.ray.address)
+        # Names of a cluster that has just ended do not collide with these: Ray frees them when it likes.
+        self._id = uuid.uuid4().hex[:8]
+        self._namespace = f"ringserve-{name if config.ray.address else self._id}"
         # Other children of this process, such as the resource tracker of multiprocessing, are not ended with Ray.
         self._own_ray: list[psutil.Process] = []
         self._directory = RayDirectory()
-        self._rings = RingKeeper(RayLeader, is_node_alive)
+        self._rings = RingKeeper(lambda host, title: RayLeader(host, self._unique(title)), is_node_alive)
         self._router: RouterKeeper | None = None
         self._gateway: GatewayKeeper | None = None
         self.rings_serving = 0
@@ -154,7 +165,7 @@ class LocalCluster:
         silent = config.timeouts.lost if self._journal else config.timeouts.stuck
         self._router = RouterKeeper(
             router_host,
-            RayRouter,
+            lambda host, title: RayRouter(host, self._unique(title)),
             start_seconds=config.timeouts.start,
             silent_seconds=silent,
             has_spare=config.router.spare,
@@ -244,6 +255,27 @@ class LocalCluster:
             self._stopped.wait(JOIN_SECONDS)
             check_stop(self._stopped)
         check_guarded(ray.get_runtime_context().gcs_address, is_insecure=self._config.internal_tls.insecure)
+        self._await_predecessor()
+        free_places_of_others([pool.ring_name(number) for pool in self._config.pools for number in range(pool.rings)])
+
+    def _unique(self, title: str) -> str:
+        """Return a name for an actor that no other cluster of this name gives."""
+        return f"{title}-{self._id}"
+
+    def _await_predecessor(self) -> None:
+        """Wait until the router and the leaders of a cluster of this name have ended. Raises ConfigError if they run.
+
+        They end with the process that started them. Ray may take some seconds to notice that their node has gone.
+        """
+        deadline = time.monotonic() + PREDECESSOR_SECONDS
+        while others := [name for name in list_named_actors() if "/" not in name]:
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"--name: a cluster called {self._name!r} runs on this Ray cluster ({', '.join(sorted(others))}); "
+                    f"end it, or give this one another name"
+                )
+            self._stopped.wait(JOIN_SECONDS)
+            check_stop(self._stopped)
 
     def _result(self, reference: Any) -> Any:
         timeout = self._config.timeouts.start + self._config.timeouts.control
@@ -355,7 +387,9 @@ class LocalCluster:
         self._directory.remove()
 
     def _stop_actors(self) -> None:
-        stops = [leader.actor.stop.remote() for leader in self._rings.leaders]
+        # Leaders that do not stop in order leave their ranks, and end with this process.
+        leaders = [] if self._leaves_ranks else self._rings.leaders
+        stops = [leader.actor.stop.remote() for leader in leaders]
         if self._router is not None:
             self._router.end_spare()  # there is one, too, while no router runs
         if self._router is not None and isinstance(self._router.process, RayRouter):
@@ -363,7 +397,7 @@ class LocalCluster:
         done, late = ray.wait(stops, num_returns=len(stops), timeout=ACTORS_STOP_SECONDS) if stops else ([], [])
         if late:
             log.warning("%d of %d actors did not stop in time and are ended with Ray", len(late), len(done) + len(late))
-            for leader in self._rings.leaders:
+            for leader in leaders:
                 free_places(leader.host.name)  # ranks outlive their leader, and here also a Ray that goes on
 
 

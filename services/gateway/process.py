@@ -167,7 +167,7 @@ def _serve_metrics(
     pages = {
         "/metrics": metrics_page(shown),
         "/targets": targets_page(router.get_server_info, lambda: own, loop),
-        **probe_pages(lambda: watch.fault, loop),
+        **probe_pages(lambda: watch.fault, loop, lambda: watch.is_admitting),
     }
     endpoint = MetricsEndpoint("gateway.metrics", settings.metrics, pages)
     own = endpoint.address

@@ -35,6 +35,8 @@ SERVER_OPTIONS = (
 
 LIVE = "ringserve.live"
 """Service name for liveness probes: SERVING while the process answers, whether or not it is ready."""
+ADMITTING = "ringserve.admitting"
+"""Service name for readiness probes of gateways behind a load balancer: see `HealthWatch.is_admitting`."""
 
 
 EPOCH_KEY = "ringserve-epoch"
@@ -218,9 +220,15 @@ class GrpcServer:
         for service in ("", *self._services):
             await self._health.set(service, status)
 
+    async def set_admitting(self, is_admitting: bool) -> None:
+        """Set the answer of grpc.health.v1 for `ADMITTING`."""
+        status = health_pb2.HealthCheckResponse
+        await self._health.set(ADMITTING, status.SERVING if is_admitting else status.NOT_SERVING)
+
     async def stop(self, grace: float) -> None:
         """Refuse new calls, and give running calls `grace` seconds."""
         await self.set_serving(False)
+        await self.set_admitting(False)
         await self._server.stop(grace)
 
     async def wait(self) -> None:
@@ -237,6 +245,9 @@ class HealthWatch:
     """Repeated call of `find_fault`: a sentence means NOT_SERVING, an empty text SERVING.
 
     `name` is for logs. Close the watch before the server stops.
+
+    It is admitting once it has served, and as long as a fault may pass by itself: its clients are better answered with
+    the fault than not connected. A process of another release is not.
     """
 
     def __init__(
@@ -248,6 +259,7 @@ class HealthWatch:
         self._interval = interval
         self._shown: str | None = None
         self._asking: asyncio.Task[None] | None = None
+        self.is_admitting = False
 
     @property
     def fault(self) -> str:
@@ -264,23 +276,28 @@ class HealthWatch:
 
     async def look(self) -> None:
         """Check once, and publish the answer if it has changed."""
-        fault = await self._fault()
+        fault, passes = await self._fault()
+        is_admitting = not fault or (passes and self.is_admitting)
+        if self._shown is None or is_admitting != self.is_admitting:
+            await self._server.set_admitting(is_admitting)
+        self.is_admitting = is_admitting
         if self._shown is None or bool(fault) != bool(self._shown):
             log.log(logging.WARNING if fault else logging.INFO, "%s %s", self._name, _is(fault))
             await self._server.set_serving(not fault)
         self._shown = fault
 
-    async def _fault(self) -> str:
+    async def _fault(self) -> tuple[str, bool]:
+        """Return a fault, and whether it may pass by itself."""
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                return await self._find_fault()
+                return await self._find_fault(), True
         except TimeoutError:
-            return f"it could not tell how it is within {ANSWER_SECONDS:.0f} s"
+            return f"it could not tell how it is within {ANSWER_SECONDS:.0f} s", True
         except RingserveError as error:
-            return str(error)
+            return str(error), not isinstance(error, ConfigError)
 
     async def close(self) -> None:
-        self._shown = "it is about to end"
+        self._shown, self.is_admitting = "it is about to end", False
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.gather(self._asking, return_exceptions=True)

@@ -115,6 +115,13 @@ def only(objects: Sequence[Object], kind: str, suffix: str = "") -> Object:
     return found
 
 
+def mounted_config(objects: Sequence[Object]) -> Object:
+    """Return the files that every pod mounts at /etc/ringserve, by name."""
+    (found,) = (item["data"] for item in objects if item["kind"] == "ConfigMap" and "config.yaml" in item["data"])
+    files: Object = found
+    return files
+
+
 def kinds(objects: Sequence[Object]) -> set[str]:
     return {item["kind"] for item in objects}
 

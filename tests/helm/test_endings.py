@@ -10,11 +10,11 @@ import pytest
 import yaml
 
 from ringserve.services.cli.main import parse
-from tests.helm.charts import AUTOSCALED, CUDA, only, pod_templates, render
+from tests.helm.charts import AUTOSCALED, CUDA, mounted_config, only, pod_templates, render
 
 
 def configuration(*values: Mapping[str, Any]) -> Any:
-    return yaml.safe_load(only(render(*values), "ConfigMap")["data"]["config.yaml"])
+    return yaml.safe_load(mounted_config(render(*values))["config.yaml"])
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

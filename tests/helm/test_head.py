@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -18,7 +19,7 @@ from tests.helm.charts import CHART, pod_templates, render
 from tests.waiting import WAIT_SECONDS
 
 RAY = "ray start --head --block"
-RINGSERVE = "ringserve up --config config.yaml --no-gateway --drain-seconds 30"
+RINGSERVE = "ringserve up --config config.yaml --no-gateway --drain-seconds 30 --leave-ranks"
 PROGRAM = """#!{python} -S
 import os, signal, sys
 
@@ -40,10 +41,16 @@ class Head:
     process: subprocess.Popen[bytes]
     programs: Mapping[str, int]
     log: Path
+    starts: TextIO
 
     def fail(self, program: str) -> None:
         """Let a program end by itself."""
         os.kill(self.programs[program], signal.SIGUSR1)
+
+    def next_start(self) -> tuple[int, str]:
+        """Wait for the next start of a program -> (its process id, its command)."""
+        pid, _, command = self.starts.readline().strip().partition(" ")
+        return int(pid), command
 
     def end(self) -> tuple[int, list[str]]:
         """Wait for the head's end -> (its status, the programs that were told to end)."""
@@ -70,17 +77,34 @@ def head(tmp_path: Path) -> Iterator[Head]:
             words = [lines.readline().strip().partition(" ") for _ in range(2)]
             commands = {command: int(pid) for pid, _, command in words}
             assert set(commands) == {RAY, RINGSERVE}
-            yield Head(process, {"ray": commands[RAY], "ringserve": commands[RINGSERVE]}, log)
+            yield Head(process, {"ray": commands[RAY], "ringserve": commands[RINGSERVE]}, log, lines)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait(WAIT_SECONDS)
 
 
-@pytest.mark.parametrize(("failed", "other"), [("ringserve", "ray"), ("ray", "ringserve")])
-def test_the_head_ends_as_failed_when_either_program_ends_by_itself(head: Head, failed: str, other: str) -> None:
-    head.fail(failed)
-    assert head.end() == (1, [f"{other} ends"])
+def test_the_head_ends_as_failed_when_ray_does(head: Head) -> None:
+    head.fail("ray")
+    assert head.end() == (1, ["ringserve ends"])
+
+
+def test_a_ringserve_that_ends_by_itself_is_started_again_beside_the_same_ray(head: Head) -> None:
+    """A new head would cost every worker its Ray, and so its model."""
+    head.fail("ringserve")
+    second, command = head.next_start()
+    assert command == RINGSERVE
+    assert second != head.programs["ringserve"]
+    head.process.send_signal(signal.SIGTERM)
+    assert head.end() == (0, ["ringserve ends", "ray ends"])
+
+
+def test_a_head_is_told_to_end_while_no_ringserve_runs(head: Head) -> None:
+    head.fail("ringserve")
+    head.process.send_signal(signal.SIGTERM)
+    status, told = head.end()
+    assert status == 0
+    assert told in (["ray ends"], ["ringserve ends", "ray ends"])
 
 
 def test_a_head_that_is_told_to_end_ends_the_rings_before_ray(head: Head) -> None:

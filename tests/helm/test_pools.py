@@ -22,6 +22,7 @@ from tests.helm.charts import (
     REQUIRED,
     Object,
     merged,
+    mounted_config,
     only,
     pod_templates,
     render,
@@ -30,7 +31,7 @@ from tests.helm.charts import (
 
 
 def configuration(objects: list[Object]) -> Config:
-    return config_from(yaml.safe_load(only(objects, "ConfigMap")["data"]["config.yaml"]))
+    return config_from(yaml.safe_load(mounted_config(objects)["config.yaml"]))
 
 
 def worker_groups(objects: list[Object]) -> dict[str, Object]:

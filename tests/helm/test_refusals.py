@@ -68,6 +68,14 @@ CASES: dict[str, tuple[Mapping[str, Any], str]] = {
         {"internalTls": {"insecure": False, "secretName": "inside"}, "ray": {"tokenAuthentication": False}},
         "ray.tokenAuthentication: true is required, since Ray runs any peer's code",
     ),
+    "Ray's state on a volume that is not there": (
+        {"ray": {"gcsStorage": "volume"}},
+        "ray.gcsStorage: volume is head.journalVolume, which is empty",
+    ),
+    "Ray's state in a Redis without an address": (
+        {"ray": {"gcsStorage": "redis"}},
+        "ray.redis.address: required with ray.gcsStorage redis",
+    ),
     "certificates without a server name": (
         {"internalTls": {"secretName": "inside", "serverName": ""}},
         "internalTls.serverName: required with internalTls.secretName",

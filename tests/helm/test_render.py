@@ -25,6 +25,7 @@ from tests.helm.charts import (
     SECURE,
     kinds,
     merged,
+    mounted_config,
     only,
     pod_templates,
     render,
@@ -43,7 +44,7 @@ OPTIONS: dict[str, tuple[Mapping[str, Any], set[str]]] = {
 
 def configuration(*values: Mapping[str, Any]) -> Config:
     """Read the pods' configuration as ringserve reads it."""
-    return config_from(yaml.safe_load(only(render(*values), "ConfigMap")["data"]["config.yaml"]))
+    return config_from(yaml.safe_load(mounted_config(render(*values))["config.yaml"]))
 
 
 def test_what_is_optional_is_off_by_default() -> None:

@@ -51,6 +51,7 @@ EVERYTHING: Object = merged(
         "image": {"pullSecrets": []},
         "head": {"journalVolume": {"persistentVolumeClaim": {"claimName": "journal"}}},
         "decode": {"replicas": 2, "parallelism": {"cp": 1}},
+        "ray": {"gcsStorage": "volume"},
         "logs": {"format": "json"},
     },
 )
@@ -176,6 +177,10 @@ class Played:
             self.fault = str(error)
             return 0
 
+    def rank_pids(self) -> dict[str, tuple[int, ...]]:
+        with self.release.client(self.of("gateway")[0]) as client:
+            return {ring.name: ring.rank_pids for ring in client.server_info().rings}
+
     def num_rings(self) -> int:
         return sum(int(self.release.values.get(role, {}).get("replicas", 1)) for role in ("prefill", "decode"))
 
@@ -291,8 +296,11 @@ def check_strangers(run: Played) -> None:
             raise Failed("a client without a token was served")
 
 
-def check_lost_pod(run: Played, *, told: bool) -> None:
-    """Delete a decode pod under a stream, which goes on with the tokens that it has had without a loss."""
+def check_lost_pod(run: Played, *, told: bool, is_head: bool = False) -> None:
+    """Delete a pod under a stream, which goes on with the tokens that it has had without a loss.
+
+    It is the head's, or one of the ring that decodes the stream.
+    """
     sampling = Sampling(max_tokens=LONG, temperature=0.0, ignore_eos=True)
     with run.release.client(run.of("gateway")[0]) as client:
         whole = client.ask("A pod is lost", sampling=sampling, timeout=ANSWER_SECONDS, no_cache=True)
@@ -307,7 +315,7 @@ def check_lost_pod(run: Played, *, told: bool) -> None:
                 longest, latest = max(longest, time.monotonic() - latest), time.monotonic()
                 tokens += piece.token_ids
                 if replaced is None and len(tokens) >= LOST_AT and stream.plan is not None:
-                    pod = run.pod_of(client, stream.plan.decode_ring)
+                    pod = run.of("head")[0] if is_head else run.pod_of(client, stream.plan.decode_ring)
                     replaced = other.submit(run.replace, pod, told=told)
             answer = stream.answer()
             if replaced is None:
@@ -356,13 +364,13 @@ def check_lost_head(run: Played) -> None:
     """Replace the head's pod: a conversation goes on, from the journal's volume."""
     (head,) = run.of("head")
     sampling = Sampling(max_tokens=16, temperature=0.0, ignore_eos=True)
+    pids = run.rank_pids()
     with run.release.client(run.of("gateway")[0]) as client:
         tale = client.talk("kept")
         tale.ask("Once upon a time", sampling=sampling, timeout=ANSWER_SECONDS)
         remembered = client.conversation("kept").num_tokens
     began = time.monotonic()
     run.replace(head, told=True)
-    # KubeRay restarts workers whose Ray has ended, as podman does by their restart policy.
     run.until("rings return to a new head", lambda: run.ready_rings() == run.num_rings(), START_SECONDS)
     with run.release.client(run.of("gateway")[0]) as client:
         found = client.conversation("kept").num_tokens
@@ -371,7 +379,9 @@ def check_lost_head(run: Played) -> None:
             " And then?", conversation_id="kept", mode="append", sampling=sampling, timeout=ANSWER_SECONDS
         )
         check(answer.usage.prompt_tokens > remembered, "the conversation began anew")
-    run.report(f"head replaced: all rings ready after {time.monotonic() - began:.0f} s, the conversation went on")
+    seconds = time.monotonic() - began
+    check(run.rank_pids() == pids, f"ranks were started anew: {run.rank_pids()}, and were {pids}")
+    run.report(f"head replaced: all rings ready after {seconds:.0f} s with the same ranks, the conversation went on")
 
 
 def play(engine: Engine, release: Release) -> None:
@@ -391,6 +401,7 @@ def play(engine: Engine, release: Release) -> None:
         if release.name == "everything":
             check_lost_pod(run, told=True)
             check_upgrade(run)
+            check_lost_pod(run, told=False, is_head=True)
             check_lost_head(run)
 
 

@@ -55,3 +55,45 @@ insecure: {{ .Values.internalTls.insecure }}
 }}
 {{- toYaml (mergeOverwrite $defaults (deepCopy .Values.config) $fixed) }}
 {{- end }}
+
+{{/* What every pod mounts at /etc/ringserve. */}}
+{{- define "ringserve.configData" -}}
+config.yaml: |
+  {{- include "ringserve.config" . | nindent 2 }}
+# Runs Ray's head beside the router and the leaders.
+head.sh: |
+  {{- .Files.Get "files/head.sh" | nindent 2 }}
+{{- end }}
+
+{{/* A name for each content: a container that restarts reads what its pod began with, and not what came since. */}}
+{{- define "ringserve.configName" -}}
+{{ include "ringserve.fullname" . }}-{{ include "ringserve.configData" . | sha256sum | trunc 8 }}
+{{- end }}
+
+{{/* Fields of the RayCluster's spec beside its groups; the user's come last. */}}
+{{- define "ringserve.raySpec" -}}
+{{- $spec := dict "rayVersion" .Values.ray.version }}
+{{- if .Values.ray.tokenAuthentication }}
+{{- $_ := set $spec "authOptions" (dict "mode" "token") }}
+{{- end }}
+{{- if eq .Values.ray.gcsStorage "redis" }}
+{{- $redis := dict "redisAddress" .Values.ray.redis.address }}
+{{- with .Values.ray.redis.passwordSecret }}
+{{- $reference := dict "secretKeyRef" (dict "name" . "key" $.Values.ray.redis.passwordKey) }}
+{{- $_ := set $redis "redisPassword" (dict "valueFrom" $reference) }}
+{{- end }}
+{{- $_ := set $spec "gcsFaultToleranceOptions" $redis }}
+{{- end }}
+{{- if .Values.ray.autoscaling.enabled }}
+{{- /* Pods follow the rings: idle pods of a drained ring are given back, and a returning ring asks for pods. */}}
+{{- $_ := set $spec "enableInTreeAutoscaling" true }}
+{{- $_ := set $spec "autoscalerOptions" (dict
+    "version" "v2"
+    "idleTimeoutSeconds" .Values.ray.autoscaling.idleTimeoutSeconds
+    "securityContext" .Values.securityContext
+    "env" (list (dict "name" "HOME" "value" "/tmp"))
+    "volumeMounts" (list (dict "name" "tmp" "mountPath" "/tmp"))
+) }}
+{{- end }}
+{{- toYaml (mergeOverwrite $spec (omit .Values.ray.spec "headGroupSpec" "workerGroupSpecs")) }}
+{{- end }}

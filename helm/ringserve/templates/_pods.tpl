@@ -77,7 +77,7 @@ volumes:
     emptyDir: {{ with .root.Values.tmpSizeLimit }}{sizeLimit: {{ . }}}{{ else }}{}{{ end }}
   - name: config
     configMap:
-      name: {{ include "ringserve.fullname" .root }}
+      name: {{ include "ringserve.configName" .root }}
   {{- with .root.Values.model.volume }}
   - name: model
     {{- toYaml . | nindent 4 }}
@@ -111,6 +111,14 @@ env:
   - {name: RAY_health_check_period_ms, value: "400"}
   - {name: RAY_health_check_timeout_ms, value: "800"}
   - {name: RAY_health_check_failure_threshold, value: "3"}
+  {{- if eq .root.Values.ray.gcsStorage "volume" }}
+  # A folder for each release of Ray, whose formats differ.
+  - {name: RAY_gcs_storage, value: rocksdb}
+  - {name: RAY_gcs_storage_path, value: /var/lib/ringserve/gcs-{{ .root.Values.ray.version }}}
+  {{- end }}
+  {{- else if and (ne .component "gateway") (eq .root.Values.ray.gcsStorage "volume") }}
+  # Ray of a worker waits that long for another head. KubeRay sets the same with Redis.
+  - {name: RAY_gcs_rpc_server_reconnect_timeout_s, value: "600"}
   {{- end }}
   - name: POD_IP
     valueFrom: {fieldRef: {fieldPath: status.podIP}}

@@ -92,6 +92,12 @@
 {{- if and (not .Values.ray.tokenAuthentication) (not .Values.internalTls.insecure) }}
 {{- fail "ray.tokenAuthentication: true is required, since Ray runs any peer's code; or set internalTls.insecure" }}
 {{- end }}
+{{- if and (eq .Values.ray.gcsStorage "volume") (empty .Values.head.journalVolume) }}
+{{- fail "ray.gcsStorage: volume is head.journalVolume, which is empty; name a volume, or use redis" }}
+{{- end }}
+{{- if and (eq .Values.ray.gcsStorage "redis") (not .Values.ray.redis.address) }}
+{{- fail "ray.redis.address: required with ray.gcsStorage redis, e.g. redis.serving:6379" }}
+{{- end }}
 {{- if lt (int .Values.gateway.autoscaling.maxReplicas) (int .Values.gateway.autoscaling.minReplicas) }}
 {{- fail (printf "gateway.autoscaling: maxReplicas %d is less than minReplicas %d"
     (int .Values.gateway.autoscaling.maxReplicas) (int .Values.gateway.autoscaling.minReplicas)) }}

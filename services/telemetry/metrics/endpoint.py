@@ -1,4 +1,4 @@
-"""Plain HTTP server for Prometheus and for probes: /metrics, /live, /ready, and at a gateway /targets.
+"""Plain HTTP server for Prometheus and for probes: /metrics, /live, /ready, /admitting, and at a gateway /targets.
 
 The probes tell what grpc.health.v1 tells, for clients that cannot show a certificate. /targets lists all metrics
 endpoints of a service, in the format of Prometheus' HTTP service discovery.
@@ -113,11 +113,16 @@ class _Handler(BaseHTTPRequestHandler):
         log.debug(format, *arguments)
 
 
-def probe_pages(find_fault: Callable[[], str], loop: asyncio.AbstractEventLoop) -> dict[str, Page]:
-    """Return the pages /live and /ready.
+def probe_pages(
+    find_fault: Callable[[], str],
+    loop: asyncio.AbstractEventLoop,
+    is_admitting: Callable[[], bool] = lambda: False,
+) -> dict[str, Page]:
+    """Return the pages /live, /ready, and /admitting for what is behind a load balancer.
 
-    `find_fault`, called in any thread, returns why the process does not serve; empty if it does. A process whose
-    event loop `loop` hangs is not live, though this server's threads answer.
+    `find_fault`, called in any thread, returns why the process does not serve; empty if it does. `is_admitting` tells
+    whether clients are to connect all the same. A process whose event loop `loop` hangs is not live, though this
+    server's threads answer.
     """
 
     def check_loop() -> None:
@@ -135,7 +140,10 @@ def probe_pages(find_fault: Callable[[], str], loop: asyncio.AbstractEventLoop) 
         check_loop()
         return Reply(TEXT, b"live\n")
 
-    return {"/live": live, "/ready": ready}
+    def admitting(accept: str) -> Reply:
+        return Reply(TEXT, b"admitting\n") if is_admitting() else ready(accept)
+
+    return {"/live": live, "/ready": ready, "/admitting": admitting}
 
 
 def targets_of(view: ServerInfo, gateway: str) -> list[dict[str, object]]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from tests.helm.charts import CHART, only, render
+from tests.helm.charts import CHART, mounted_config, only, render
 from tests.services.e2e.cluster import Family, Ringserve, wait_until
 from tests.waiting import START_SECONDS, WAIT_SECONDS
 
@@ -37,7 +37,7 @@ class Head:
 
 def configuration(model_path: Path, ray_port: int, router_port: int) -> dict[str, Any]:
     """Render the chart's configuration with ports of the system's choice and a model of the tests."""
-    config: dict[str, Any] = yaml.safe_load(only(render(), "ConfigMap")["data"]["config.yaml"])
+    config: dict[str, Any] = yaml.safe_load(mounted_config(render())["config.yaml"])
     config["model"]["path"] = str(model_path)
     config["ray"]["address"] = f"127.0.0.1:{ray_port}"
     config["router"]["listen"] = f"0.0.0.0:{router_port}"
