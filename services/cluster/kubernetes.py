@@ -1,8 +1,8 @@
 """Rolling restart of a release on Kubernetes, by kubectl: pods of one ring after the other take their new template.
 
 KubeRay makes new pods from the template of the RayCluster, and leaves those that run as they are. So an upgrade is done
-by deleting pods: each drains its ring first, by its own hook. The head goes last. Its end stops all rings, and a pod
-of another release cannot talk to those of the old one: in both cases all pods are replaced together.
+by deleting pods: each drains its ring first, by its own hook. The head goes last. If its end stops all rings, since Ray
+keeps its state nowhere, or for another release, whose pods serve only among themselves, all are replaced together.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ VERSION = "app.kubernetes.io/version"
 CONFIG = "/etc/ringserve/config.yaml"
 ROUTER_PORT = 50050
 JOURNAL = "journal"
+CONFIG_VOLUME = "config"
+"""Volumes of the chart. The object behind the second is named after its content."""
+STORAGE = "RAY_gcs_storage"
 NOT_COMPARED = frozenset({"command", "args", "name"})
 """Fields of a container that KubeRay writes itself."""
 
@@ -117,6 +120,8 @@ class Release:
     head: str
     head_container: str
     has_journal: bool
+    keeps_ranks: bool
+    """Whether the rings' processes outlive the head."""
     replicas: tuple[Replica, ...]
     wanted: Mapping[str, int]
     """Pods of each group that are to run."""
@@ -164,6 +169,7 @@ def read_release(kubectl: Kubectl, name: str) -> Release:
         head=heads[0],
         head_container=head["name"],
         has_journal=JOURNAL in volumes,
+        keeps_ranks="gcsFaultToleranceOptions" in spec or any(each["name"] == STORAGE for each in head.get("env", ())),
         replicas=tuple(found),
         wanted=wanted,
         running=running,
@@ -193,10 +199,11 @@ def difference(template: Object, pod: Object) -> str:
         has = pod["metadata"].get(kind) or {}
         for key, value in (template["metadata"].get(kind) or {}).items():
             if has.get(key) != value:
-                return "configuration" if key == "checksum/config" else key
+                return str(key)
     for field, value in template["spec"].items():
         if field != "containers" and not _contains(pod["spec"].get(field), value):
-            return str(field)
+            is_config = field == "volumes" and _lacks(pod, template, CONFIG_VOLUME)
+            return "configuration" if is_config else str(field)
     by_name = {container["name"]: container for container in pod["spec"]["containers"]}
     for container in template["spec"]["containers"]:
         has = by_name.get(container["name"], {})
@@ -204,6 +211,12 @@ def difference(template: Object, pod: Object) -> str:
             if field not in NOT_COMPARED and not _contains(has.get(field), value):
                 return str(field)
     return ""
+
+
+def _lacks(pod: Object, template: Object, volume: str) -> bool:
+    """Return whether a pod lacks the template's volume of that name."""
+    asked = [each for each in template["spec"]["volumes"] if each["name"] == volume]
+    return not _contains(pod["spec"].get("volumes"), asked)
 
 
 def _contains(has: Any, asked: Any) -> bool:
@@ -251,35 +264,33 @@ class Rollout:
         if not chosen:
             self.progress(f"every pod of {self.name} has its template's configuration and image")
             return []
-        if any(replica.group == HEAD_GROUP for replica in chosen) or any(each.is_other_release for each in chosen):
-            self._replace_together(release)
-            return [replica.name for replica in release.replicas]
-        serving = self._serving(release)
-        for replica in chosen:
-            why = f": {replica.why} differs" if replica.why else ""
-            self.progress(f"{replica.name} drains and is replaced{why}")
-            self.kubectl.delete_pods(replica.pods, replica.grace + GRACE_SECONDS)
-            self._await([replica.group], lambda now: _told_missing(serving - now))
-        return [replica.name for replica in chosen]
-
-    def _replace_together(self, release: Release) -> None:
-        """Replace all pods: a head's end stops all rings, and another release's pods serve only among themselves."""
-        if not release.has_journal and not self.forget:
+        heads = [replica for replica in chosen if replica.group == HEAD_GROUP]
+        if heads and not release.has_journal and not self.forget:
             raise ConfigError(
                 f"--kubernetes: the head of {self.name} is to be replaced, and has no head.journalVolume: its "
                 f"conversations would be forgotten; give --forget to do it all the same"
             )
+        if any(each.is_other_release for each in chosen) or (heads and not release.keeps_ranks):
+            self._replace_together(release)
+            return [replica.name for replica in release.replicas]
+        serving = self._serving(release)
+        order = [*(replica for replica in chosen if replica not in heads), *heads]
+        for replica in order:
+            why = f": {replica.why} differs" if replica.why else ""
+            self.progress(f"{replica.name} drains and is replaced{why}")
+            self.kubectl.delete_pods(replica.pods, replica.grace + GRACE_SECONDS)
+            self._await([replica.group], _count_of(release) if replica in heads else _all_of(serving))
+        return [replica.name for replica in order]
+
+    def _replace_together(self, release: Release) -> None:
+        """Replace all pods: a head's end stops all rings, and another release's pods serve only among themselves."""
         why = next((each.why for each in release.replicas if each.group == HEAD_GROUP and each.why), "release")
         self.progress(
             f"all pods are replaced together, for the head's {why}; running turns end first, and no other begins"
         )
         pods = [pod for replica in release.replicas for pod in replica.pods]
         self.kubectl.delete_pods(pods, max(replica.grace for replica in release.replicas) + GRACE_SECONDS)
-        expected = release.num_rings
-        self._await(
-            [*release.wanted],
-            lambda now: f"{len(now)} of {expected} rings serve" if len(now) < expected else "",
-        )
+        self._await([*release.wanted], _count_of(release))
 
     def _await(self, groups: Sequence[str], lacks: Callable[[set[str]], str]) -> None:
         """Wait until groups have their pods again and the rings that serve lack nothing. Raises DeadlineExceeded."""
@@ -315,6 +326,20 @@ class Rollout:
         return {ring["name"] for ring in rings if ring["state"] == "ready" and not ring["draining"]}
 
 
-def _told_missing(rings: set[str]) -> str:
-    missing = sorted(rings)
-    return f"{', '.join(missing)} {'does' if len(missing) == 1 else 'do'} not serve yet" if missing else ""
+def _all_of(rings: set[str]) -> Callable[[set[str]], str]:
+    """Return what says which of some rings do not serve."""
+
+    def lacking(serving: set[str]) -> str:
+        missing = sorted(rings - serving)
+        return f"{', '.join(missing)} {'does' if len(missing) == 1 else 'do'} not serve yet" if missing else ""
+
+    return lacking
+
+
+def _count_of(release: Release) -> Callable[[set[str]], str]:
+    """Return what says that a release serves with fewer rings than it is to have: another head may have other rings."""
+
+    def lacking(serving: set[str]) -> str:
+        return f"{len(serving)} of {release.num_rings} rings serve" if len(serving) < release.num_rings else ""
+
+    return lacking

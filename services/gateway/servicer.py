@@ -296,6 +296,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Return the state of the service as the router sees it. Raises Unavailable."""
         return await self._whole_router.get_server_info()
 
+    def load_view(self) -> dict[str, object]:
+        """Return this gateway's uptime and its load of the last ten minutes."""
+        return {"uptime_seconds": time.monotonic() - self._started, "load": self._metrics.recent.view()}
+
     async def GetServerInfo(
         self, request: inference_pb2.GetServerInfoRequest, context: Context
     ) -> inference_pb2.GetServerInfoResponse:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from ringserve.services.cli.main import parse
-from tests.helm.charts import AUTOSCALED, CUDA, mounted_config, only, pod_templates, render
+from tests.helm.charts import SECURE, AUTOSCALED, CUDA, mounted_config, only, pod_templates, render
 
 
 def configuration(*values: Mapping[str, Any]) -> Any:
@@ -19,7 +19,7 @@ def configuration(*values: Mapping[str, Any]) -> Any:
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_pod_of_a_ring_drains_it_before_it_ends(role: str) -> None:
-    spec = pod_templates(render({role: {"terminationGracePeriodSeconds": 400}}))[role]["spec"]
+    spec = pod_templates(render(SECURE, {role: {"terminationGracePeriodSeconds": 400}}))[role]["spec"]
     (container,) = spec["containers"]
     shell, flag, line = container["lifecycle"]["preStop"]["exec"]["command"]
     assert (shell, flag) == ("/bin/sh", "-c")
@@ -27,7 +27,10 @@ def test_a_pod_of_a_ring_drains_it_before_it_ends(role: str) -> None:
     assert program == "ringserve"
     options = parse(words).options
     assert (options.node, options.router.target) == ("10.0.0.7", "test-ringserve-router:50050")
-    assert str(options.router.config.config) == "/etc/ringserve/config.yaml"
+    assert options.router.config.config is None, "the head alone mounts the configuration"
+    tls = options.router.config.load().internal_tls
+    assert tls.files is not None
+    assert (str(tls.cert), tls.server_name) == ("/etc/ringserve-internal/tls.crt", "ringserve.internal")
     assert options.seconds == 340 < spec["terminationGracePeriodSeconds"] == 400
     (address,) = (each for each in container["env"] if each["name"] == "POD_IP")
     assert address["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}

@@ -67,7 +67,7 @@ def test_each_content_of_the_configuration_has_an_object_of_its_own_that_never_c
             for volume in template["spec"]["volumes"]
             if "configMap" in volume
         }
-        assert mounted == {found["metadata"]["name"]}
+        assert mounted == {found["metadata"]["name"]}, "the head mounts it"
         return str(found["metadata"]["name"])
 
     assert name(first) == name(render())

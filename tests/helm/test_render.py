@@ -305,13 +305,14 @@ def test_the_image_is_that_of_the_device() -> None:
     assert images == {"registry.example/ringserve:mine"}
 
 
-def test_a_change_of_the_configuration_restarts_the_pods() -> None:
-    def checksums(level: str) -> set[str]:
-        templates = pod_templates(render({"config": {"logs": {"level": level}}})).values()
-        return {template["metadata"]["annotations"]["checksum/config"] for template in templates}
-
-    assert len(checksums("info")) == 1
-    assert checksums("info") != checksums("debug")
+def test_a_change_of_the_configuration_changes_the_head_alone() -> None:
+    """Rings get theirs from the head, gateways as arguments."""
+    first, second = (
+        pod_templates(render({"config": {"router": {"max_conversations": number}}})) for number in (100, 200)
+    )
+    assert [name for name in first if first[name] != second[name]] == ["head"]
+    louder = pod_templates(render({"logs": {"level": "debug"}}))
+    assert [name for name in first if pod_templates(render())[name] != louder[name]] == ["gateway", "head"]
 
 
 def test_ray_is_guarded_by_a_token_unless_switched_off() -> None:

@@ -34,13 +34,13 @@ def test_the_defaults_are_seven_pods_with_addresses_and_folders_of_their_own(sit
     assert [pod.name for pod in pods] == names
     assert [pod.address for pod in pods] == [f"10.0.0.{number}" for number in range(10, 17)]
     folders = [each["hostPath"]["path"] for pod in pods for each in pod.document["spec"]["volumes"]]
-    assert len({*folders}) == len(folders) == 14, "a volume for /tmp and one for the configuration in each pod"
+    assert len({*folders}) == len(folders) == 8, "a volume for /tmp in each pod, and the head's configuration"
     assert all(Path(folder).stat().st_mode & 0o777 == 0o777 for folder in folders), "the image's user writes to them"
     for pod in pods:
         assert "ports" not in container(pod), "podman would take them on this machine's own addresses"
         assert container(pod)["securityContext"]["runAsUser"] == 10001
-        assert (site.folder / "pods" / pod.name / "config" / "head.sh").is_file()
         assert yaml.safe_load(pod.write(site.folder).read_text()) == pod.document
+    assert (site.folder / "pods" / "head" / "config" / "head.sh").is_file()
     assert pods[0].ports.keys() >= {"router", "m-router", "m-prefill-0", "m-decode-0"}
 
 

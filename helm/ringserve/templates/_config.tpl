@@ -9,6 +9,17 @@ allow_plain_kv: {{ .Values.internalTls.allowPlainKv }}
 insecure: {{ .Values.internalTls.insecure }}
 {{- end }}
 
+{{/* The same as options of a command, for pods that do not mount the configuration. Empty without TLS. */}}
+{{- define "ringserve.internalTlsOptions" -}}
+{{- if .Values.internalTls.secretName }}
+{{- $options := list }}
+{{- range $key, $value := include "ringserve.internalTls" . | fromYaml }}
+{{- $options = append $options (printf "--set=internal_tls.%s=%v" $key $value) }}
+{{- end }}
+{{- join " " $options }}
+{{- end }}
+{{- end }}
+
 {{/* Configuration of ringserve. Values that other objects of the chart rely on come last and override the others. */}}
 {{- define "ringserve.config" -}}
 {{- include "ringserve.validate" . }}
@@ -56,7 +67,7 @@ insecure: {{ .Values.internalTls.insecure }}
 {{- toYaml (mergeOverwrite $defaults (deepCopy .Values.config) $fixed) }}
 {{- end }}
 
-{{/* What every pod mounts at /etc/ringserve. */}}
+{{/* What the head mounts at /etc/ringserve. */}}
 {{- define "ringserve.configData" -}}
 config.yaml: |
   {{- include "ringserve.config" . | nindent 2 }}

@@ -8,14 +8,10 @@
      Called with (dict "root" $ "part" values "component" name).
      Secrets by name are mounted at /etc/ringserve-NAME: (dict ... "secrets" (dict "tls" "my-secret")). */}}
 {{- define "ringserve.podMetadata" -}}
+{{- with merge (dict) (.annotations | default dict) .part.podAnnotations }}
 annotations:
-  checksum/config: {{ include "ringserve.config" .root | sha256sum }}
-  {{- with .annotations }}
   {{- toYaml . | nindent 2 }}
-  {{- end }}
-  {{- with .part.podAnnotations }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
+{{- end }}
 labels:
   {{- include "ringserve.labels" .root | nindent 2 }}
   app.kubernetes.io/component: {{ .component }}
@@ -75,9 +71,12 @@ initContainers:
 volumes:
   - name: tmp
     emptyDir: {{ with .root.Values.tmpSizeLimit }}{sizeLimit: {{ . }}}{{ else }}{}{{ end }}
+  {{- if eq .component "head" }}
+  # The head alone reads it: other pods need no replacement for another configuration.
   - name: config
     configMap:
       name: {{ include "ringserve.configName" .root }}
+  {{- end }}
   {{- with .root.Values.model.volume }}
   - name: model
     {{- toYaml . | nindent 4 }}
@@ -129,7 +128,9 @@ resources:
   {{- include "ringserve.resources" .part | nindent 2 }}
 volumeMounts:
   - {name: tmp, mountPath: /tmp}
+  {{- if eq .component "head" }}
   - {name: config, mountPath: /etc/ringserve, readOnly: true}
+  {{- end }}
   {{- if .root.Values.model.volume }}
   - {name: model, mountPath: {{ .root.Values.model.mountPath }}, readOnly: true}
   {{- end }}

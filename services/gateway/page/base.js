@@ -21,6 +21,15 @@ export function drawn(name, attributes = {}, ...children) {
   return made;
 }
 
+/** Make a row of a table; numbers stand at the right. */
+export function row(kind, cells) {
+  return element("tr", {}, ...cells.map((cell) => {
+    const isNumber = typeof cell === "number" || (typeof cell === "string" && /^[\d.,]+( (ms|s|%))?$|^\u2013$/.test(cell));
+    const shown = typeof cell === "number" ? cell.toLocaleString("en") : cell;
+    return element(kind, isNumber ? { class: "number" } : {}, shown);
+  }));
+}
+
 /** Write a time in seconds or milliseconds. */
 export function seconds(value) {
   if (value >= 1) return `${value.toFixed(2)} s`;

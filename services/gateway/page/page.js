@@ -1,9 +1,88 @@
 // Page of a gateway: the state of the service, live. It reads the JSON views that docs/using.md describes.
 
-import { $, count, drawn, element, note, on, seconds, served, token, told } from "./base.js";
-import "./turns.js";
+import { $, count, drawn, element, note, on, row, seconds, served, token, told } from "./base.js";
+import { listConversations } from "./turns.js";
 
 const REFRESH_MS = 1000;
+const LIST_MS = 5000;
+
+// --- load ------------------------------------------------------------------------------------------------------------
+
+const NONE = "\u2013";
+const rate = (value) => (value >= 100 ? Math.round(value).toLocaleString("en") : value.toPrecision(2));
+const share = (value) => `${Math.round(100 * value)} %`;
+const time = (value) => (value === null ? NONE : seconds(value));
+
+/** Show the load of this gateway and the room of the rings, now and in the last ten minutes, one tile each. */
+function showLoad({ load, rings, uptime_seconds: uptime, running_turns: running }) {
+  const { now, ten_minutes: ten, slices } = load;
+  const past = (key) => slices.map((slice) => slice[key]);
+  const waiting = rings.reduce((sum, ring) => sum + ring.num_requests_waiting, 0);
+  const queue = Math.max(0, ...rings.map((ring) => ring.queue_seconds ?? 0));
+  const room = kvOf(rings);
+  const tiles = [
+    ["Requests", `${rate(now.requests_per_second)} /s`, `${count(ten.requests, "request")} in 10 min`,
+      past("requests_per_second")],
+    ["Generated", `${rate(now.generated_tokens_per_second)} tok/s`,
+      `${rate(ten.generated_tokens_per_second)} over 10 min`, past("generated_tokens_per_second")],
+    ["Prompts", `${rate(now.prompt_tokens_per_second)} tok/s`,
+      ten.cached_share === null ? "no prompt in 10 min" : `${share(ten.cached_share)} of them cached`,
+      past("prompt_tokens_per_second")],
+    ["First token", time(now.ttft_seconds_p50),
+      `p95 ${time(now.ttft_seconds_p95)} · 10 min ${time(ten.ttft_seconds_p50)}, p95 ${time(ten.ttft_seconds_p95)}`,
+      past("ttft_seconds_p50")],
+    ["Between tokens", time(now.inter_token_seconds_p50),
+      `p95 ${time(now.inter_token_seconds_p95)} · 10 min ${time(ten.inter_token_seconds_p50)}, ` +
+      `p95 ${time(ten.inter_token_seconds_p95)}`, past("inter_token_seconds_p50")],
+    ["Failed", ten.failed.toLocaleString("en"), `in 10 min; ${ten.refused.toLocaleString("en")} refused`,
+      past("failed"), ten.failed ? "bad" : ""],
+    ["Turns", running.toLocaleString("en"), `running; ${waiting} wait, ${queue ? seconds(queue) : "0 s"} of work`,
+      past("running_turns")],
+    ["KV, fullest ring", room ? share(room.used) : NONE, room ? `${room.ring}; ${share(room.kept)} retained` : "",
+      past("kv")],
+  ];
+  $("tiles").replaceChildren(...tiles.map(tile));
+  $("load-words").textContent = `this gateway, up ${duration(uptime)}`;
+}
+
+function tile([name, value, words, series, kind = ""]) {
+  return element("div", { class: "tile" }, element("h3", {}, name), element("b", { class: kind }, value), line(series),
+    element("p", {}, words));
+}
+
+/** Draw a series as a line from the oldest on; what is not known is a gap. */
+function line(series) {
+  const known = series.filter((value) => value !== null && value !== undefined);
+  const top = Math.max(...known, 1e-9);
+  const picture = drawn("svg", { class: "series", viewBox: "0 0 120 24", preserveAspectRatio: "none", "aria-hidden": true });
+  let points = [];
+  const flush = () => {
+    if (points.length > 1) picture.append(drawn("polyline", { points: points.join(" ") }));
+    points = [];
+  };
+  series.forEach((value, at) => {
+    if (value === null || value === undefined) return flush();
+    points.push(`${120 - series.length + at},${23 - (22 * value) / top}`);
+  });
+  flush();
+  return picture;
+}
+
+/** Return the shares of the fullest ring's KV that running turns use and that is retained. */
+function kvOf(rings) {
+  const shares = rings.filter((ring) => ring.kv_usage.length).map((ring) => {
+    const sum = (key) => ring.kv_usage.reduce((total, rank) => total + rank[key], 0);
+    const total = Math.max(1, sum("total_blocks"));
+    return { ring: ring.name, used: sum("active_blocks") / total, kept: sum("kept_blocks") / total };
+  });
+  return shares.sort((a, b) => b.used + b.kept - a.used - a.kept)[0];
+}
+
+function duration(value) {
+  const [days, hours, minutes] = [value / 86400, (value / 3600) % 24, (value / 60) % 60].map(Math.floor);
+  if (days) return `${days} d ${hours} h`;
+  return hours ? `${hours} h ${minutes} min` : `${minutes} min ${Math.floor(value % 60)} s`;
+}
 
 // --- rings and events ------------------------------------------------------------------------------------------------
 
@@ -19,6 +98,8 @@ async function refresh() {
     $("model").textContent = `${service.model} ${service.version}`;
     say(service.serves ? "good" : "bad", service.serves ? "It serves." : `It does not serve: ${service.fault}.`);
     $("rings-section").hidden = service.rings === undefined;
+    $("load-section").hidden = service.load === undefined;
+    if (service.load) showLoad(service);
     if (service.rings) showRings(service);
     showEvents(service.events ?? []);
     if (before) compare(before, service);
@@ -35,15 +116,18 @@ function say(kind, words) {
   $("state").className = kind;
 }
 
+const COLUMNS = ["ring", "state", "ranks", "running", "waiting", "queue", "KV used", "retained", "KV by rank", ""];
+
 function showRings(service) {
-  const roles = ["prefill", "decode"].map((role) => {
+  const head = element("thead", {}, row("th", COLUMNS));
+  const bodies = ["prefill", "decode"].map((role) => {
     const rings = service.rings.filter((ring) => ring.role === role);
     const serving = rings.some((ring) => ring.state === "ready" && !ring.draining);
-    const gap = serving ? [] : [element("p", { class: "gap" }, `no ${role} ring takes turns`)];
-    const title = element("h3", {}, role);
-    return element("div", { class: "role", "data-role": role }, title, ...rings.map(ringCard), ...gap);
+    const gap = element("td", { class: "gap", colspan: COLUMNS.length }, `no ${role} ring takes turns`);
+    const gaps = serving ? [] : [element("tr", {}, gap)];
+    return element("tbody", { "data-role": role }, ...rings.map(ringRow), ...gaps);
   });
-  $("rings").replaceChildren(...roles);
+  $("rings").replaceChildren(head, ...bodies);
 }
 
 function stateOf(ring) {
@@ -52,41 +136,49 @@ function stateOf(ring) {
   return [ring.state === "rebuilding" ? "warn" : "bad", ring.state];
 }
 
-/** Draw a ring as a circle of its ranks; each is a bar of its KV blocks. */
-function ringCard(ring) {
+function ringRow(ring) {
   const [kind, state] = stateOf(ring);
-  const ranks = Math.max(ring.num_ranks, 1);
-  const picture = drawn("svg", { viewBox: "0 0 200 150", role: "img", "aria-label": `KV of ${ring.name}` });
-  picture.append(drawn("circle", { class: "circle", cx: 100, cy: 75, r: 52 }));
-  const width = Math.max(4, Math.min(18, 300 / ranks));
-  for (let rank = 0; rank < ranks; rank++) {
-    const angle = (2 * Math.PI * rank) / ranks - Math.PI / 2;
-    picture.append(rankBar(ring.kv_usage[rank], rank, 100 + 70 * Math.cos(angle), 75 + 50 * Math.sin(angle), width));
-  }
-  const words = [`${ring.num_requests_running} running, ${ring.num_requests_waiting} waiting`];
-  if (ring.role === "prefill" && ring.queue_seconds !== null) words.push(`queue ${seconds(ring.queue_seconds)}`);
-  if (ring.rebuilds) words.push(count(ring.rebuilds, "rebuild"));
+  const room = kvOf([ring]);
+  const words = [];
+  if (ring.tp > 1) words.push(`tp ${ring.tp}`);
   if (ring.decode_variant) words.push(ring.decode_variant);
-  const title = element("b", {}, `${ring.name} `, element("span", { class: kind }, state));
-  const work = element("p", {}, words.join(" · "));
-  return element("div", { class: "ring", "data-ring": ring.name }, title, picture, work);
+  if (ring.rebuilds) words.push(count(ring.rebuilds, "rebuild"));
+  const cells = [
+    ring.name, element("span", { class: kind }, state), ring.num_ranks, ring.num_requests_running,
+    ring.num_requests_waiting, ring.queue_seconds === null || ring.role !== "prefill" ? NONE : seconds(ring.queue_seconds),
+    room ? share(room.used) : NONE, room ? share(room.kept) : NONE, rankBars(ring), words.join(" \u00b7 "),
+  ];
+  const made = row("td", cells);
+  made.classList.add("ring");
+  made.dataset.ring = ring.name;
+  return made;
 }
 
-function rankBar(usage, rank, x, y, width) {
+/** Draw the KV of a ring's ranks as one bar each. */
+function rankBars(ring) {
+  const ranks = Math.max(ring.num_ranks, 1);
+  const width = Math.max(3, Math.min(14, 240 / ranks));
+  const whole = ranks * (width + 2);
+  const picture = drawn("svg", { class: "ranks", viewBox: `0 0 ${whole} 28`, width: whole, height: 28, role: "img",
+    "aria-label": `KV of ${ring.name}` });
+  for (let rank = 0; rank < ranks; rank++) picture.append(rankBar(ring.kv_usage[rank], rank, rank * (width + 2), width));
+  return picture;
+}
+
+function rankBar(usage, rank, x, width) {
   const bar = drawn("g", {}, drawn("title"));
-  const height = 34;
+  const height = 28;
   const known = usage ?? { total_blocks: 0, active_blocks: 0, kept_blocks: 0, free_blocks: 0 };
   bar.firstChild.textContent = usage
     ? `rank ${rank}: ${usage.active_blocks} running, ${usage.kept_blocks} retained, ${usage.free_blocks} free KV blocks`
     : `rank ${rank}: not known`;
-  let top = y + height / 2;
+  let top = height;
   for (const [kind, blocks] of [["running", known.active_blocks], ["cached", known.kept_blocks]]) {
     const tall = blocks && Math.max(2, (height * blocks) / known.total_blocks);  // a few blocks are seen too
     top -= tall;
-    bar.append(drawn("rect", { class: kind, x: x - width / 2, y: top, width, height: tall }));
+    bar.append(drawn("rect", { class: kind, x, y: top, width, height: tall }));
   }
-  const tall = Math.max(0, top - (y - height / 2));
-  bar.append(drawn("rect", { class: "free", x: x - width / 2, y: top - tall, width, height: tall }));
+  bar.append(drawn("rect", { class: "free", x, y: 0, width, height: Math.max(0, top) }));
   return bar;
 }
 
@@ -127,7 +219,14 @@ on("login", "submit", () => {
   $("events").replaceChildren();
   refresh();
 });
+let listedAt = 0;
 for (;;) {
-  if (!document.hidden) await refresh();
+  if (!document.hidden) {
+    await refresh();
+    if (Date.now() - listedAt > LIST_MS) {
+      listedAt = Date.now();
+      await listConversations();
+    }
+  }
   await new Promise((resolve) => setTimeout(resolve, REFRESH_MS));
 }

@@ -63,6 +63,9 @@ class ViewedService(Protocol):
     async def server_view(self) -> ServerInfo:
         """Return the state of the service as the router sees it. Raises Unavailable."""
 
+    def load_view(self) -> dict[str, object]:
+        """Return this gateway's uptime in seconds and its recent load."""
+
     async def fork_conversation(
         self, tenant: Tenant, source_id: str, new_id: str, at_token: int | None
     ) -> ConversationInfo:
@@ -127,9 +130,8 @@ class ServiceViews:
         known = message_dict(to_message(inference_pb2.GetServerInfoResponse, view))
         for status, ring in zip(view.rings, known["rings"], strict=True):
             ring["queue_seconds"] = queue_seconds(status, self._model)
-        for key in ("version", "uptime_seconds"):  # the router view leaves these gateway fields empty
-            del known[key]
-        return JSONResponse(answer | known)
+        del known["version"]  # as the router's view has it: empty
+        return JSONResponse(answer | known | self._service.load_view())
 
     async def _list(self, request: Request) -> Response:
         router = self._service.router_for(self._caller(request))

@@ -1,8 +1,9 @@
 // Chat with the plan of its last turn, and a conversation as a strip of tokens.
 
-import { $, call, count, drawn, element, note, on, posted, seconds, served, told } from "./base.js";
+import { $, call, count, drawn, element, note, on, posted, row, seconds, served, told } from "./base.js";
 
 const RANK_COLOURS = 8;
+const MAX_LISTED = 200;
 
 // --- chat ------------------------------------------------------------------------------------------------------------
 
@@ -59,7 +60,8 @@ async function send(words) {
       if (choice?.finish_reason) showTurn(predicted, event.ringserve);
     }
     turn.messages = [...asked, { role: "assistant", content: shown.textContent }];
-    if (turn === chat) showConversation(turn.id);
+    if (turn === chat) await showConversation(turn.id);
+    await listConversations();
   } catch (error) {
     const sentence = error.name === "AbortError" ? "You stopped this answer." : error.message;
     shown.className = "message refused";
@@ -76,7 +78,10 @@ function busy(is) {
   $("stop").hidden = !is;
 }
 
-/** Show a finished turn as a bar in time, below what was predicted, above what else was compared. */
+const COLUMNS = ["", "queue", "pull", "prefill", "hand-off", "first token", "decode", ""];
+const OTHER_PARTS = ["queue", "pull", "handoff"];
+
+/** Show a finished turn: what was predicted, what was measured, and what else was compared, a row of times each. */
 function showTurn(predicted, done) {
   const plan = done.plan;
   for (const each of plan.failovers) {
@@ -88,17 +93,18 @@ function showTurn(predicted, done) {
     ...chunksOf(computed, plan.prefill_seconds), ["handoff", plan.handoff_seconds],
   ];
   const rings = predicted?.ring_alternatives ?? [];
-  const bars = [["predicted", predictedParts(predicted), ""], ["measured", measured, ""]];
+  const decode = done.ttit_seconds * Math.max(done.token_ids.length - 1, 0);
+  const rows = [["predicted", predictedParts(predicted), ""], ["measured", measured, "taken", decode]];
   for (const each of rings.filter((ring) => ring.ring !== plan.prefill_ring)) {
-    bars.push([`on ${each.ring}`, ringParts(each, plan.algorithm), "thin"]);
+    rows.push([`on ${each.ring}`, ringParts(each, plan.algorithm), "other"]);
   }
   for (const each of predicted?.alternatives ?? []) {
     const isShown = each.algorithm === plan.algorithm || (each.algorithm === "decode_ring" && rings.length > 0);
-    if (!isShown) bars.push([each.algorithm, [[each.algorithm, each.predicted_prefill_seconds]], "thin"]);
+    if (!isShown) rows.push([each.algorithm, [[each.algorithm, each.predicted_prefill_seconds]], "other"]);
   }
-  const longest = Math.max(...bars.map(([, parts]) => total(parts)), 1e-9);
-  $("bars").replaceChildren(...bars.map(([name, parts, kind]) => timeBar(name, parts, longest, kind)));
-  showDecode($("bars").children[1], done.ttit_seconds * Math.max(done.token_ids.length - 1, 0));
+  const longest = Math.max(...rows.map(([, parts]) => total(parts)), 1e-9);
+  $("bars").replaceChildren(element("thead", {}, row("th", COLUMNS)),
+    element("tbody", {}, ...rows.map((each) => timeRow(each, longest))));
   const where = [...new Set([plan.prefill_ring, plan.decode_ring])].join(" -> ");
   $("reason").textContent =
     `${plan.algorithm} on ${where}: ${count(plan.new_tokens, "new token")}, ` +
@@ -109,12 +115,6 @@ function showTurn(predicted, done) {
   const why = [["why", plan.reason], ...drafted, ...(plan.remarks ?? []).map((each) => ["remark", each])];
   $("why").replaceChildren(...why.map(([name, text]) => element("tr", {}, element("th", {}, name), element("td", {}, text))));
   $("plan").hidden = false;
-}
-
-/** Add the time of decoding to a bar. It is not to scale: it would leave no room for what comes before it. */
-function showDecode(bar, time) {
-  bar.children[1].append(element("i", { class: "decode", title: `decode ${seconds(time)}` }));
-  bar.lastChild.append(` + ${seconds(time)}`);
 }
 
 const total = (parts) => parts.reduce((sum, [, value]) => sum + value, 0);
@@ -135,15 +135,21 @@ const ringParts = (ring, algorithm) => [
   ["handoff", ring.handoff_seconds + ring.stall_seconds],
 ];
 
-function timeBar(name, parts, longest, kind) {
-  const bar = element("div");
+/** Make a row of a turn's times, and the same as a bar. */
+function timeRow([name, parts, kind, decode], longest) {
+  const bar = element("div", { class: "bar" });
   for (const [part, value] of parts.filter(([, each]) => each > 0)) {
     const piece = element("i", { class: part, title: `${part} ${seconds(value)}` });
-    piece.style.width = `${(80 * value) / longest}%`;
+    piece.style.width = `${(100 * value) / longest}%`;
     bar.append(piece);
   }
-  const time = element("span", {}, seconds(total(parts)));
-  return element("div", { class: `bar ${kind}` }, element("span", {}, name), bar, time);
+  const of = (wanted) => total(parts.filter(([part]) => wanted(part)));
+  const shown = (value) => (value > 0 ? seconds(value) : "\u2013");
+  const [queue, pull, handoff] = OTHER_PARTS.map((part) => shown(of((each) => each === part)));
+  const prefill = shown(of((each) => !OTHER_PARTS.includes(each)));
+  const made = row("td", [name, queue, pull, prefill, handoff, shown(total(parts)), shown(decode ?? 0), bar]);
+  if (kind) made.classList.add(kind);
+  return made;
 }
 
 // --- a conversation --------------------------------------------------------------------------------------------------
@@ -180,18 +186,33 @@ function stripRow(place, length) {
   return [element("p", {}, `${place.ring} (${place.role}): ${count(place.num_tokens, "token")}`), picture];
 }
 
-async function listConversations() {
+/** List the conversations that were used last; one that is clicked is shown. */
+export async function listConversations() {
   try {
     const listing = await told("/v1/conversations?limit=1000");
-    $("conversations").replaceChildren(...listing.data.map((each) => element("option", { value: each.id })));
+    const known = listing.data.map((each) => each.ringserve).sort((a, b) => a.idle_seconds - b.idle_seconds);
+    const head = element("thead", {}, row("th", ["conversation", "turns", "tokens", "retained", "last used"]));
+    const rows = known.slice(0, MAX_LISTED).map(conversationRow);
+    const more = known.length > MAX_LISTED || listing.has_more ? [row("td", ["... and more"])] : [];
+    $("conversations").replaceChildren(head, element("tbody", {}, ...rows, ...more));
+    $("conversations").hidden = known.length === 0;
   } catch {
     // The sentence at the top says why.
   }
 }
 
+function conversationRow(each) {
+  const pick = element("button", { type: "button", class: "pick" }, each.conversation_id);
+  pick.addEventListener("click", () => change(showConversation, each.conversation_id));
+  const used = each.running_request_id ? "runs now" : `${ago(each.idle_seconds)} ago`;
+  return row("td", [pick, each.num_turns, each.num_tokens, Math.max(each.kept_on_prefill, each.kept_on_decode), used]);
+}
+
+const ago = (value) => (value < 60 ? `${Math.round(value)} s` : value < 3600 ? `${Math.round(value / 60)} min` :
+  `${Math.round(value / 3600)} h`);
+
 /** Do something to the conversation whose id is given, and say how it went. */
-async function change(work) {
-  const id = $("conversation-id").value.trim();
+async function change(work, id = $("conversation-id").value.trim()) {
   if (!id) return;
   try {
     await work(id);
@@ -205,6 +226,7 @@ async function fork(id) {
   await told("/v1/conversations", posted({ id: made, forked_from: id }));
   note(`${made} begins with the tokens of ${id}`);
   await showConversation(made);
+  await listConversations();
 }
 
 async function forget(id) {
@@ -213,6 +235,7 @@ async function forget(id) {
   if (id === chat.id) newChat();
   $("strip").replaceChildren();
   $("conversation-words").textContent = `${id} is deleted.`;
+  await listConversations();
 }
 
 on("chat", "submit", () => {
@@ -231,6 +254,5 @@ on("new-chat", "click", newChat);
 on("conversation", "submit", () => change(showConversation));
 on("fork", "click", () => change(fork));
 on("delete", "click", () => change(forget));
-$("conversation-id").addEventListener("focus", listConversations);
 
 newChat();

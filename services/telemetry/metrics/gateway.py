@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, product
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -49,14 +51,22 @@ SOURCES = ("kept_on_prefill", "pulled_from_decode", "pulled_from_other", "kept_o
 ALGORITHMS = tuple(algorithm.value for algorithm in Algorithm)
 
 
+SLICE_SECONDS = 5.0
+NUM_SLICES = 120
+NOW_SLICES = 2
+STEP = math.log(1.1)
+SHORTEST_SECONDS = 1e-6
+
+
 class GatewayMetrics:
-    """Series of one gateway process, in a registry of its own.
+    """Series of one gateway process, in a registry of its own, and its recent load.
 
     Where callers are tenants, at most `max_tenants` of them have series of their own.
     """
 
     def __init__(self, max_tenants: int = 0) -> None:
         registry = self.registry = new_registry("gateway")
+        self.recent = RecentLoad()
         self._running = Gauge("ringserve_requests_in_progress", "Requests being served.", registry=registry)
         self._tenants = _TenantMetrics(registry, max_tenants)
         self._requests = _counter(registry, "requests", "Ended requests by outcome.", "outcome", OUTCOMES)
@@ -139,8 +149,13 @@ class GatewayMetrics:
         self._running.dec()
         self._tenants.ended(tenant, outcome)
         self._requests.labels(_known(outcome, OUTCOMES)).inc()
+        recent = self.recent.current
+        recent.requests += 1
         if outcome in REFUSALS:
+            recent.refused += 1
             self._refused.labels(outcome).inc()
+        elif outcome not in FINISHED and outcome != "cancelled":
+            recent.failed += 1
         self._whole.observe(seconds, _exemplar(trace_id))
 
     def planned(self, algorithm: str, prompt_tokens: int, cached: dict[str, int], tenant: str = "") -> None:
@@ -148,6 +163,9 @@ class GatewayMetrics:
         self._tenants.count_tokens(tenant, prompt=prompt_tokens, cached=sum(cached.values()))
         self._plans.labels(_known(algorithm, ALGORITHMS)).inc()
         self._prompt_tokens.inc(prompt_tokens)
+        recent = self.recent.current
+        recent.prompt_tokens += prompt_tokens
+        recent.cached_tokens += sum(cached.values())
         self._prompt_length.observe(prompt_tokens)
         for source, tokens in cached.items():
             self._cached.labels(_known(source, SOURCES)).inc(tokens)
@@ -165,8 +183,11 @@ class GatewayMetrics:
 
         Only the first token has waited. `gap` is None if the turn has no earlier tokens; no wait is then observed.
         """
+        recent = self.recent.current
+        recent.generated_tokens += num_tokens
         if gap is not None:
             self._gap.observe(gap)
+            recent.between_tokens.observe(gap / num_tokens, num_tokens)
         self._gap.observe(0.0, num_tokens - 1)
 
     def lost_ring(self, role: str, went_on: bool) -> None:
@@ -184,6 +205,7 @@ class GatewayMetrics:
         self._answer_length.observe(tokens)
         self._generated.inc(tokens)
         self._ttft.observe(complete.ttft_seconds, _exemplar(trace_id))
+        self.recent.current.first_token.observe(complete.ttft_seconds)
         if tokens > 1:
             self._ttit.observe(complete.ttit_seconds)
         self._decode.observe(complete.ttit_seconds * max(0, tokens - 1))
@@ -197,6 +219,101 @@ class GatewayMetrics:
         if plan.prefill_seconds > 0:
             ratio = plan.predicted_prefill_seconds / plan.prefill_seconds
             self._ratio.labels(_known(enum_name(inference_pb2.Algorithm, plan.algorithm), ALGORITHMS)).observe(ratio)
+
+
+class _Spread:
+    """Times by their logarithm: enough for quantiles within 5 %, whatever their number."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+
+    def observe(self, seconds: float, times: int = 1) -> None:
+        place = round(math.log(max(seconds, SHORTEST_SECONDS)) / STEP)
+        self._counts[place] = self._counts.get(place, 0) + times
+
+    def add(self, other: _Spread) -> None:
+        for place, times in other._counts.items():
+            self._counts[place] = self._counts.get(place, 0) + times
+
+    def quantile(self, share: float) -> float | None:
+        """Return the time that this share of all does not exceed; None without any."""
+        wanted = share * sum(self._counts.values())
+        seen = 0
+        for place, times in sorted(self._counts.items()):
+            seen += times
+            if seen >= wanted:
+                return math.exp(place * STEP)
+        return None
+
+
+class _Slice:
+    """What happened in some seconds."""
+
+    def __init__(self) -> None:
+        self.requests = self.failed = self.refused = 0
+        self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
+        self.first_token, self.between_tokens = _Spread(), _Spread()
+
+    def add(self, other: _Slice) -> None:
+        for name in ("requests", "failed", "refused", "prompt_tokens", "cached_tokens", "generated_tokens"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.first_token.add(other.first_token)
+        self.between_tokens.add(other.between_tokens)
+
+    def view(self, seconds: float) -> dict[str, float | None]:
+        """Return rates by the seconds that this slice lasted, and quantiles."""
+        return {
+            "requests_per_second": self.requests / seconds,
+            "prompt_tokens_per_second": self.prompt_tokens / seconds,
+            "generated_tokens_per_second": self.generated_tokens / seconds,
+            "cached_share": self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None,
+            "ttft_seconds_p50": self.first_token.quantile(0.5),
+            "ttft_seconds_p95": self.first_token.quantile(0.95),
+            "inter_token_seconds_p50": self.between_tokens.quantile(0.5),
+            "inter_token_seconds_p95": self.between_tokens.quantile(0.95),
+            "requests": self.requests,
+            "failed": self.failed,
+            "refused": self.refused,
+        }
+
+
+class RecentLoad:
+    """Load of a gateway in the last ten minutes, in slices, for the status page. `clock` returns seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began = clock()
+        self._slices: deque[_Slice] = deque([_Slice()], maxlen=NUM_SLICES + 1)
+        self._number = 0
+
+    @property
+    def current(self) -> _Slice:
+        """Slice that goes on now."""
+        number = int((self._clock() - self._began) / SLICE_SECONDS)
+        self._slices.extend(_Slice() for _ in range(min(number - self._number, NUM_SLICES + 1)))
+        self._number = number
+        return self._slices[-1]
+
+    def view(self) -> dict[str, object]:
+        """Return the load of the last ten seconds, of ten minutes, and of each slice, the oldest first.
+
+        The slice that goes on counts for the first two, and is not among the others.
+        """
+        whole, now = _Slice(), _Slice()
+        current = self.current
+        for each in self._slices:
+            whole.add(each)
+        for each in list(self._slices)[-1 - NOW_SLICES :]:
+            now.add(each)
+        elapsed = self._clock() - self._began
+        rest = elapsed - self._number * SLICE_SECONDS
+        ended = [each for each in self._slices if each is not current]
+        return {
+            "slice_seconds": SLICE_SECONDS,
+            "now": now.view(max(rest + min(len(ended), NOW_SLICES) * SLICE_SECONDS, 1.0)),
+            "ten_minutes": whole.view(max(rest + len(ended) * SLICE_SECONDS, 1.0)),
+            "slices": [each.view(SLICE_SECONDS) for each in ended],
+        }
 
 
 TENANT_OUTCOMES = ("answered", "busy", "refused", "failed")

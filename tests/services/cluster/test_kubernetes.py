@@ -181,6 +181,29 @@ def test_a_head_without_a_journal_is_replaced_only_by_who_says_so() -> None:
     assert told[1:] == [f"RayCluster {NAME} has no head pod: rings are lost until KubeRay has made another"]
 
 
+KEPT: Object = merged(JOURNAL, {"ray": {"gcsStorage": "volume"}})
+
+
+def test_a_head_whose_ranks_outlive_it_is_replaced_alone_and_last() -> None:
+    kubernetes = FakeKubernetes(KEPT)
+    kubernetes.upgrade(KEPT, {"config": {"router": {"max_conversations": 7}}})
+    made, told = rollout(kubernetes)
+    assert made.run() == ["head"]
+    assert told[0] == "head drains and is replaced: configuration differs"
+    kubernetes.upgrade(KEPT, {"image": {"tag": "new"}})
+    made, _ = rollout(kubernetes)
+    assert made.run() == ["prefill 0", "prefill 1", "decode 0", "decode 1", "head"]
+    assert len(kubernetes.deleted) == 6
+
+
+def test_fewer_rings_are_not_waited_for_after_the_head_has_gone() -> None:
+    kubernetes = FakeKubernetes(KEPT)
+    kubernetes.upgrade(KEPT, {"decode": {"replicas": 1}})
+    kubernetes.pods = {name: pod for name, pod in kubernetes.pods.items() if "-decode-1-" not in name}
+    made, _ = rollout(kubernetes)
+    assert made.run() == ["head"]
+
+
 def test_another_release_replaces_all_pods_together() -> None:
     kubernetes = FakeKubernetes(JOURNAL)
     for template in ("head", "prefill", "decode"):

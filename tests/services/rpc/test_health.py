@@ -10,8 +10,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from ringserve.cp_core.errors import Unavailable
-from ringserve.services.rpc.server import LIVE, GrpcServer, HealthWatch
+from ringserve.cp_core.errors import ConfigError, Unavailable
+from ringserve.services.rpc.server import ADMITTING, LIVE, GrpcServer, HealthWatch
 from ringserve.v1 import inference_pb2_grpc
 from tests.waiting import WAIT_SECONDS
 
@@ -72,6 +72,29 @@ async def test_what_cannot_be_asked_is_not_ready(process: Process) -> None:
     process.error = Unavailable("the router cannot be reached")
     await process.watch.look()
     assert await process.health() == NOT_SERVING
+
+
+async def test_what_has_served_admits_clients_while_its_router_is_away_but_not_beside_another_release(
+    process: Process,
+) -> None:
+    away = Unavailable("the router cannot be reached")
+    other = ConfigError("release: the caller runs ringserve 1 and the called process 2")
+    steps: list[tuple[Exception | None, str, object]] = [
+        (away, "", NOT_SERVING),  # it has never served
+        (other, "", NOT_SERVING),
+        (None, "", SERVING),
+        (away, "", SERVING),
+        (None, "no decode ring is ready", SERVING),
+        (other, "", NOT_SERVING),
+        (away, "", NOT_SERVING),
+        (None, "", SERVING),
+    ]
+    for process.error, process.fault, status in steps:
+        await process.watch.look()
+        assert await process.health(ADMITTING) == status
+        assert process.watch.is_admitting == (status == SERVING)
+    await process.watch.close()
+    assert not process.watch.is_admitting
 
 
 async def test_watchers_hear_of_every_change(process: Process) -> None:

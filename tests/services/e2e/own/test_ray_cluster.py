@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import grpc
+import psutil
 
 from ringserve.client import Client, RingInfo, ServerInfo
 from ringserve.client.retries import NO_RETRIES
@@ -54,10 +55,19 @@ def check_metrics(info: ServerInfo) -> None:
             assert b"ringserve_build_info" in answer.read()
 
 
+def up_of(head: Head) -> psutil.Process:
+    """Return the process of `ringserve up`, which head.sh has started beside Ray."""
+    (found,) = (each for each in psutil.Process(head.process.pid).children() if "up" in each.cmdline())
+    return found
+
+
 def test_rings_serve_on_the_nodes_of_pods_that_come_and_go_and_end_when_their_turns_have(
     ringserve: Ringserve, model_path: Path, stock: StockModel, tmp_path: Path
 ) -> None:
-    """A deleted pod's hook drains the ring, its node goes, another node comes, and turns wait for the ring."""
+    """A deleted pod's hook drains the ring, its node goes, another node comes, and turns wait for the ring.
+
+    When `ringserve up` dies, another takes the ranks over. The head's end lets turns end.
+    """
     ray_port = free_port()
     config = configuration(model_path, ray_port, free_port())
     for role in ("prefill", "decode"):
@@ -95,6 +105,12 @@ def test_rings_serve_on_the_nodes_of_pods_that_come_and_go_and_end_when_their_tu
         under_load(partial(Client, gateway.address, retry=NO_RETRIES), 1, move, stock)
         assert list(ring().nodes) == ["127.0.0.4"]
         check_metrics(inference.info())
+
+        ranks = {ring.name: list(ring.rank_pids) for ring in inference.info().rings}
+        up_of(head).kill()
+        wait_until(lambda: not is_router_there(inference), "the router ends with its maker")
+        wait_until(lambda: is_ready(head, inference), "another takes the rings over", START_SECONDS)
+        assert {ring.name: list(ring.rank_pids) for ring in inference.info().rings} == ranks, "the same ranks"
         with inference.running(ids(random_tokens(50), max_tokens=NUM_TOKENS)) as call:
             head.process.send_signal(signal.SIGTERM)
             *_, last = call

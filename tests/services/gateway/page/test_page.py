@@ -74,12 +74,14 @@ async def test_a_chat_streams_and_its_plan_and_tokens_are_shown(gateway: LocalGa
     assert await page.value("document.querySelector('.message.user').innerText") == "How are you? <b>not bold</b>"
     assert await page.value("document.querySelectorAll('.message.refused, .message b').length") == 0
     assert await page.value(
-        "[...document.querySelectorAll('.bar span:first-child')].slice(0, 2).map(e => e.innerText)"
+        "[...document.querySelectorAll('#bars td:first-child')].slice(0, 2).map(e => e.innerText)"
     ) == [
         "predicted",
         "measured",
     ]
     assert await page.value("document.querySelectorAll('.bar')[1].querySelectorAll('i').length") >= 2
+    times = await page.value("[...document.querySelectorAll('tr.taken td')].map(e => e.innerText)")
+    assert times[5].endswith("s"), "the time to the first token"
     await chat(page, "And now?")
     words = await page.value(text_of("#reason"))
     assert " 0 cached" not in words, "the second turn's history has its KV"
