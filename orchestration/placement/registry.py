@@ -352,6 +352,8 @@ class RingRegistry:
         self.on_lost: Callable[[RegisteredRing, Unavailable], None] = lambda ring, error: None
         self._rings: dict[str, dict[str, RegisteredRing]] = {"prefill": {}, "decode": {}}
         self._num_placed = 0
+        self.placed_seconds = 0.0
+        """Predicted seconds of all prompts that were placed, each on one ring."""
         self._numbers = count(1)
         self._order = RingOrder()
         self._left: dict[str, RingRegistration] = {}  # what rings announced that have said good-bye, by name
@@ -480,6 +482,7 @@ class RingRegistry:
         """
         now = self.clock()
         self._num_placed += 1
+        self.placed_seconds += prefill_seconds
         for ring in (decode,) if prefill is None else (prefill, decode):
             ring.last_placed = self._num_placed
             ring.free_tokens = max(0, ring.free_tokens - num_tokens)

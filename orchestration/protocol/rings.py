@@ -42,12 +42,14 @@ class RingEvent:
     """Event for whatever started a ring: the ring has drained, it is wanted again, or its leader is silent.
 
     A ring that is wanted again starts when the nodes at the addresses `leaving_nodes` are gone. A leader that has not
-    announced its ring for `silent_seconds` is to be replaced; 0 if that is not the event.
+    announced its ring for `silent_seconds` is to be replaced; 0 if that is not the event. A ring that the router itself
+    has `parked` is wanted again when another router takes its place, which does not know of it; False: it is back.
     """
 
     ring: str
     leaving_nodes: tuple[str, ...] = ()
     silent_seconds: float = 0.0
+    parked: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,18 +13,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ringserve.cp_core.errors import Busy, CapacityExceeded, DeadlineExceeded, InvalidRequest, NotFound, RingserveError
 from ringserve.orchestration.placement.registry import RegisteredRing, RingRegistry
+from ringserve.orchestration.placement.scaling import LoadMeter, RoleScaler, ScalingSettings, emptiest
 from ringserve.orchestration.protocol.ports import Peers, PrefillPort
 from ringserve.orchestration.protocol.rings import ROLES, RingEvent
 from ringserve.orchestration.protocol.turns import RingRegistration
+from ringserve.orchestration.protocol.views import EventKind
 
 log = logging.getLogger(__name__)
 
+LOOK_SECONDS = 5.0
+"""Seconds between two looks at the load."""
+SCALED_DRAIN_SECONDS = 600.0
+"""Seconds for the turns of a ring that is not needed."""
 MAX_SECONDS = 86_400.0
 """Seconds that a drain may take at most."""
 
@@ -94,6 +100,10 @@ class RingReturns:
     def note_silence(self, name: str, seconds: float) -> None:
         """Have the leader replaced that has not announced its ring for so long."""
         self._wanted.put_nowait(RingEvent(ring=name, silent_seconds=seconds))
+
+    def note_parked(self, name: str, is_parked: bool) -> None:
+        """Have a ring that this router drains for the load brought back by whoever started it, if this router dies."""
+        self._wanted.put_nowait(RingEvent(ring=name, parked=is_parked))
 
     async def until_news(self, seconds: float) -> None:
         """Wait until a ring announces what the registry did not know, at most so long."""
@@ -257,6 +267,71 @@ class Drains:
 
     def _port(self, ring: RegisteredRing) -> PrefillPort:
         return self._peers.leader(ring.role, ring.registration.endpoint)
+
+
+class Scaling:
+    """Rings that leave while fewer will do, and return when they are needed: drains that the router itself orders.
+
+    `least` is the number of rings by role that always serve; of other roles all do. Rings that operators have drained
+    stay away.
+    """
+
+    def __init__(
+        self,
+        rings: RingRegistry,
+        drains: Drains,
+        returns: RingReturns,
+        settings: ScalingSettings,
+        least: Mapping[str, int],
+    ) -> None:
+        self._rings = rings
+        self._drains = drains
+        self._returns = returns
+        self._meter = LoadMeter(rings, settings)
+        self._least = least
+        self._scalers: dict[str, RoleScaler] = {}
+        self._settings = settings
+        self._parked: dict[str, list[str]] = {role: [] for role in ROLES}
+
+    async def run(self) -> None:
+        """Look at the load again and again. A ring that cannot be told is tried again at the next look."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            for role in self._least:
+                try:
+                    await self.look(role)
+                except RingserveError as error:
+                    log.warning("the number of %s rings stays as it is: %s", role, error)
+
+    async def look(self, role: str) -> None:
+        """Let a role have the rings that it needs. Raises RingserveError."""
+        parked = self._parked[role] = [name for name in self._parked[role] if self._is_away(name)]
+        returning = sum(self._returns.is_expected(name) for name in parked)
+        load = self._meter.prefill(returning) if role == "prefill" else self._meter.decode(returning)
+        most = load.serving + len(parked)
+        # Rings that are lost, or that operators have drained, are not counted: they come back by themselves or not.
+        scaler = self._scalers.setdefault(role, RoleScaler(self._settings, self._least[role]))
+        wanted = scaler.wanted(load, most, self._rings.clock())
+        away = [name for name in parked if not self._returns.is_expected(name)]
+        for name in away[: max(0, wanted - load.serving - returning)]:
+            log.info("ring %s is brought back: %d %s rings are needed", name, wanted, role)
+            self._rings.events.note(EventKind.RING, name, f"ring {name} is brought back for the load")
+            await self._drains.undrain(name)
+            self._returns.note_parked(name, False)
+        serving = list(self._rings.ready(role))
+        for _ in range(load.serving - wanted):
+            ring = emptiest(serving, self._rings.clock())
+            serving.remove(ring)
+            log.info("ring %s is not needed: %d %s rings are", ring.name, wanted, role)
+            self._rings.events.note(EventKind.RING, ring.name, f"ring {ring.name} is not needed for the load")
+            await self._drains.drain(ring.name, SCALED_DRAIN_SECONDS, force=False)
+            parked.append(ring.name)
+            self._returns.note_parked(ring.name, True)
+
+    def _is_away(self, name: str) -> bool:
+        """Return whether a ring that was parked still drains or is away."""
+        ring = self._rings.find(name)
+        return ring is None or ring.registration.is_draining
 
 
 def _is_back(now: RingRegistration, before: RingRegistration) -> bool:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ringserve.cp_core.cost.sparse import SparseLosses
 from ringserve.cp_core.errors import Busy, CapacityExceeded, TurnCancelled, Unavailable
@@ -29,6 +29,7 @@ from ringserve.orchestration.placement.registry import (
     status_of,
     status_without,
 )
+from ringserve.orchestration.placement.scaling import ScalingSettings
 from ringserve.orchestration.placement.sparse import SparseChooser
 from ringserve.orchestration.protocol.inventory import UNKNOWN_EPOCH, KnownEpoch, Registered, RingInventory
 from ringserve.orchestration.protocol.journal import JournalPort, NoJournal
@@ -45,7 +46,7 @@ from ringserve.orchestration.protocol.turns import (
 )
 from ringserve.orchestration.protocol.views import EventKind, roles_fault
 from ringserve.orchestration.router.admission import PromptWaits, TurnAdmission, refused_whole
-from ringserve.orchestration.router.drains import Drains, RingReturns
+from ringserve.orchestration.router.drains import Drains, RingReturns, Scaling
 from ringserve.orchestration.router.lifecycle import TurnLifecycle
 from ringserve.orchestration.router.recovery import TurnRecovery
 from ringserve.orchestration.router.registry import TurnRegistry
@@ -65,7 +66,8 @@ class RouterSettings:
     prompt shares the KV of the longest prefix that rings retain, of its tenant or of one that `share_prompts` names
     beside it. Turns of a router that was started again wait a while
     for `num_rings` rings to tell what they hold (0: for one of each role). Turns may be sparse by `sparse_losses`;
-    those that name no bound of their own, within `bound`.
+    those that name no bound of their own, within `bound`. Of the roles in `least_rings` only as many rings serve as
+    `scaling` finds necessary, at least so many.
     """
 
     max_conversations: int = 10_000
@@ -81,6 +83,8 @@ class RouterSettings:
     num_rings: int = 0
     sparse_losses: SparseLosses | None = None
     bound: Bound | None = None
+    least_rings: Mapping[str, int] = field(default_factory=dict)
+    scaling: ScalingSettings = field(default_factory=ScalingSettings)
 
 
 class Router:
@@ -103,6 +107,8 @@ class Router:
         self._tasks = TaskSet("the router")
         self._lease = settings.ring_lease
         self._leases: asyncio.Task[None] | None = None
+        self._least_rings = settings.least_rings
+        self._scaled: asyncio.Task[None] | None = None
         self._rings = rings = RingRegistry(clock)
         self._conversations = store = ConversationStore(
             settings.max_conversations,
@@ -121,6 +127,7 @@ class Router:
         )
         self._returns = RingReturns(rings, seconds=settings.return_seconds, max_waiting=settings.max_waiting_turns)
         self._drains = Drains(peers, rings, self._returns)
+        self._scaling = Scaling(rings, self._drains, self._returns, settings.scaling, settings.least_rings)
         self._moves = MoveCounts()
         self.placer = RingPlacer(rings, planner)
         self._prompt_waits = PromptWaits(self.prefixes, self.placer, planner, clock) if self.prefixes else None
@@ -317,6 +324,8 @@ class Router:
     def _register(self, ring: RingRegistration, inventory: RingInventory | None) -> int:
         if self._leases is None and self._lease:
             self._leases = self._tasks.spawn(self._watch_leases())
+        if self._scaled is None and self._least_rings:
+            self._scaled = self._tasks.spawn(self._scaling.run())
         if self._rings.register(ring):
             doing = "is being rebuilt" if ring.is_rebuilding else ring.doing
             log.info("%s ring %s %s with %d ranks", ring.role, ring.name, doing, ring.num_ranks)

@@ -16,6 +16,7 @@ from typer import BadParameter
 
 from ringserve.cp_core.cost.profile import read_profile
 from ringserve.cp_core.errors import ConfigError
+from ringserve.orchestration.placement.scaling import ScalingSettings
 from ringserve.services.cli.command import command, option
 from ringserve.services.cli.options import JsonFlag
 from ringserve.services.offline.planning.models import planned_model, to_model_info
@@ -24,6 +25,7 @@ from ringserve.services.offline.reports import require_matplotlib
 from ringserve.services.offline.simulator.cluster import ClusterShape, PoolShape, conversations_for
 from ringserve.services.offline.simulator.placement import POLICIES
 from ringserve.services.offline.simulator.results import SimulationResult, write_simulation_plot
+from ringserve.services.offline.simulator.scaling import WAYS, ScalingShape
 from ringserve.services.offline.simulator.shared import ideal_share
 from ringserve.services.offline.simulator.simulation import Simulation
 from ringserve.services.offline.simulator.trace import (
@@ -68,6 +70,11 @@ class SimulateOptions:
     time: str = option("span in which conversations begin", "TIME", "1h")
     seed: int = option("seed of a synthetic trace", default=0)
     write_trace: Path | None = option("write the trace, as --trace takes it", default=None)
+    scale: str = option("ways in which rings end and come back, to compare: none, load, busy", "WAY,...", "none")
+    least: int = option("rings of a role that always serve", default=1, min=1)
+    ring_start: str = option("time until a ring that comes back serves", "TIME", "90s")
+    max_wait: str = option("wait of a prompt beyond which `load` brings a ring back", "TIME", "2s")
+    target: float = option("share of its time or room that a ring is to be busy when rings scale", "SHARE", 0.6)
     jobs: int = option("placements simulated at a time", default=1, min=1, max=MAX_JOBS)
     json: JsonFlag = False
     plot: Path | None = option("draw TTFT over time and by size of turn", "FILE.png", None)
@@ -84,10 +91,14 @@ class SimulateOptions:
     "ringserve simulate --model llama3-70b --prefill 200x4x8 --decode 100x1x8 --trace trace.jsonl --json",
     "ringserve simulate --model llama3-70b --prefill 8x2x8 --decode 8x1x8 --kv-tokens 20m --max-batch 64 "
     "--trace examples/traces/conversation_trace.jsonl.gz --placement router,least_loaded,round_robin",
+    "ringserve simulate --model llama3-70b --prefill 20x2x8 --decode 20x1x8 --busy 0.4 --time 24h --placement router "
+    "--scale none,load,busy",
     description="""Conversations of several turns arrive at a cluster of rings. A hardware profile predicts durations;
 the code of a running cluster decides. Placements: `router` is that of the service; `least_loaded` and `round_robin`
 ignore KV; `kv_aware` weighs exact queues against the KV that rings hold. Pools are RINGSxCPxTP. A seed fixes the
-conversations; most of them begin in the middle of the time.""",
+conversations; most of them begin in the middle of the time. With --scale rings end while fewer will do: `load` is the
+rule of `min_rings`, `busy` that of Kubernetes' HPA by the share of time in which rings compute. Ring hours are those of
+prefill and of decode.""",
 )
 def simulate(options: SimulateOptions) -> int:
     if options.plot is not None:
@@ -100,7 +111,7 @@ def simulate(options: SimulateOptions) -> int:
                 file.writelines(format_trace(trace))
         except OSError as error:
             raise ConfigError(f"--write-trace: cannot write {options.write_trace}: {error}") from error
-    results = _simulated(cluster, trace, list(dict.fromkeys(options.placement.split(","))), options.jobs)
+    results = _simulated(cluster, trace, _runs(options), options.jobs)
     if options.plot is not None:
         write_simulation_plot(results, options.plot)
     if options.json:
@@ -117,30 +128,61 @@ def simulate(options: SimulateOptions) -> int:
     return 0
 
 
-def _simulated(cluster: ClusterShape, trace: Trace, placements: Sequence[str], jobs: int) -> list[SimulationResult]:
-    """Simulate every placement. Raises ConfigError for an unknown one before the first runs."""
+Run = tuple[str, ScalingShape]
+"""A placement, and how the rings scale."""
+
+
+def _runs(options: SimulateOptions) -> list[Run]:
+    """Return what is compared. Raises ConfigError for an unknown placement or way to scale."""
+    placements, ways = (list(dict.fromkeys(text.split(","))) for text in (options.placement, options.scale))
     for placement in placements:
         if placement not in POLICIES:
             raise ConfigError(f"--placement: {placement!r} is unknown; allowed are {', '.join(POLICIES)}")
+    for way in ways:
+        if way not in WAYS:
+            raise ConfigError(f"--scale: {way!r} is unknown; allowed are {', '.join(WAYS)}")
+    if not 0.0 < options.target <= 1.0:
+        raise ConfigError(f"--target: {options.target} is no share; allowed are numbers above 0 and up to 1")
+    settings = ScalingSettings(busy_share=options.target, max_wait=parse_seconds("--max-wait", options.max_wait))
+    shapes = [
+        ScalingShape(
+            way=way,
+            least=options.least,
+            start_seconds=parse_seconds("--ring-start", options.ring_start),
+            settings=settings,
+        )
+        for way in ways
+    ]
+    return [(placement, shape) for placement in placements for shape in shapes]
+
+
+def _simulated(cluster: ClusterShape, trace: Trace, runs: Sequence[Run], jobs: int) -> list[SimulationResult]:
+    """Simulate every run."""
     with bar() as progress:
         if jobs > 1:
-            task = progress.add_task("placements", total=len(placements))
+            task = progress.add_task("placements", total=len(runs))
             # Not by fork: in a child of a process that has used gRPC a garbage collection waits for threads that it has
             # not, for ever.
             with ProcessPoolExecutor(max_workers=jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-                runs = pool.map(partial(_simulate, cluster, trace), placements)
-                return list(progress.track(runs, task_id=task))
+                done = pool.map(partial(_simulate, cluster, trace), runs)
+                return list(progress.track(done, task_id=task))
         results = []
-        for placement in placements:
-            task = progress.add_task(f"conversations, {placement}", total=len(trace))
-            results.append(_simulate(cluster, trace, placement, partial(progress.advance, task)))
+        for run in runs:
+            task = progress.add_task(f"conversations, {_title(run[0], run[1].way)}", total=len(trace))
+            results.append(_simulate(cluster, trace, run, partial(progress.advance, task)))
         return results
 
 
 def _simulate(
-    cluster: ClusterShape, trace: Trace, placement: str, tell: Callable[[], None] = lambda: None
+    cluster: ClusterShape, trace: Trace, run: Run, tell: Callable[[], None] = lambda: None
 ) -> SimulationResult:
-    return Simulation(cluster, trace, placement).run(tell)
+    placement, scaling = run
+    return Simulation(cluster, trace, placement, scaling=scaling).run(tell)
+
+
+def _title(placement: str, way: str) -> str:
+    """Name a run."""
+    return placement if way == "none" else f"{placement}, by {way}"
 
 
 def _cluster(options: SimulateOptions) -> ClusterShape:
@@ -207,15 +249,17 @@ def _bounds(trace: Sequence[TracedConversation], room: int) -> str:
 
 
 def _table(results: Sequence[SimulationResult]) -> Table:
-    times = ("TTFT p50", "p90", "p99", "mean", "queue p50", "p99", "TTIT")
+    times = ("TTFT p50", "p90", "p95", "p99", "mean", "queue p50", "p99", "TTIT")
     shares = ("cached", "moved", "recomputed", "pass-Q", "busy", "busiest", "batches")
-    table = simple_table("placement", *times, *shares, "asked again", left_aligned=("placement",))
+    table = simple_table("placement", *times, *shares, "asked again", "ring hours", left_aligned=("placement",))
     for each in results:
-        seconds = (each.ttft.p50, each.ttft.p90, each.ttft.p99, each.ttft.mean, each.queue.p50, each.queue.p99)
+        ttft, queue = each.ttft, each.queue
+        seconds = (ttft.p50, ttft.p90, ttft.p95, ttft.p99, ttft.mean, queue.p50, queue.p99)
         tokens = (each.moved_tokens / each.prompt_tokens, each.recomputed_tokens / each.prompt_tokens)
         parts = (each.cached_share, *tokens, each.pass_q_share, each.busy_share, each.busiest_share, each.batch_share)
         cells = [*map(format_seconds, (*seconds, each.ttit_mean)), *(f"{part:.1%}" for part in parts)]
-        table.add_row(each.placement, *cells, str(each.num_retries))
+        hours = f"{each.prefill_ring_seconds / 3600:.1f} + {each.decode_ring_seconds / 3600:.1f}"
+        table.add_row(_title(each.placement, each.scaling), *cells, str(each.num_retries), hours)
     return table
 
 
@@ -226,5 +270,5 @@ def _size_table(results: Sequence[SimulationResult]) -> Table:
         for name, times in each.ttft_of_size.items():
             if times.count:
                 cells = map(format_seconds, (times.p50, times.p90, times.p99, times.most))
-                table.add_row(each.placement, name, str(times.count), *cells)
+                table.add_row(_title(each.placement, each.scaling), name, str(times.count), *cells)
     return table

@@ -18,6 +18,7 @@ from ringserve.cp_core.cost.sparse import SparseLosses
 from ringserve.orchestration.decode.leader import DecodeLeader
 from ringserve.orchestration.journal.journal import SqliteJournal
 from ringserve.orchestration.placement.planner import Planner, PlannerSettings
+from ringserve.orchestration.placement.scaling import ScalingSettings
 from ringserve.orchestration.prefill.leader import PrefillLeader
 from ringserve.orchestration.protocol.rings import RingEvent, RingSettings
 from ringserve.orchestration.protocol.views import ring_fault
@@ -104,6 +105,12 @@ class RunningRouter:
             num_rings=sum(pool.rings for pool in host.config.pools),
             sparse_losses=host.sparse_losses,
             bound=router.bound,
+            least_rings=host.config.least_rings,
+            scaling=ScalingSettings(
+                busy_share=router.scale_busy_share,
+                max_wait=router.scale_wait_seconds,
+                shrink_seconds=router.scale_down_seconds,
+            ),
         )
         self._survivors = FrozenSurvivors()
         with self._survivors.loading():

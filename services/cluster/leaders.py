@@ -128,6 +128,7 @@ class RingKeeper(Generic[L]):
         self._leaders: dict[str, L] = {}
         self._away: dict[str, _Away] = {}
         self._wanted: dict[str, RingEvent] = {}  # whose ring we have not seen leave yet
+        self._parked: set[str] = set()
         self._num_made = 0
 
     @property
@@ -140,6 +141,7 @@ class RingKeeper(Generic[L]):
         self._num_made += 1
         self._away.pop(host.name, None)
         self._wanted.pop(host.name, None)
+        self._parked.discard(host.name)
         self._leaders[host.name] = self._start(host, f"{host.name}-{self._num_made}")
 
     def want(self, event: RingEvent) -> None:
@@ -147,11 +149,20 @@ class RingKeeper(Generic[L]):
         if event.silent_seconds:
             self._replace_silent(event)
             return
+        if event.parked is not None:
+            (self._parked.add if event.parked else self._parked.discard)(event.ring)
+            return
         away = self._away.get(event.ring)
         if away is not None:
             away.wanted = event
         elif event.ring in self._leaders:
             self._wanted[event.ring] = event
+
+    def want_parked(self) -> None:
+        """Have all rings started again that a router has parked and cannot bring back any more."""
+        for ring in sorted(self._parked):
+            self.want(RingEvent(ring=ring))
+        self._parked.clear()
 
     def _replace_silent(self, event: RingEvent) -> None:
         """Kill a leader that stands still, and start another.

@@ -341,11 +341,14 @@ class LocalCluster:
     def watch(self) -> None:
         """Replace a router, leader or gateway that died, until stopped. Raises Unavailable, ConfigError."""
         assert self._router is not None, "the cluster has started"
-        trouble = ""
+        trouble, router = "", self._router.process
         while not self._stopped.wait(POLL_SECONDS):
             if ended := find_ended(self._own_ray):
                 raise Unavailable(f"Ray's {ended} has ended, and all rings with it")
             event = self._router.look()
+            if self._router.process is not router:
+                router = self._router.process
+                self._rings.want_parked()
             if self._router.trouble != trouble:
                 trouble = self._router.trouble
                 self._note_trouble(trouble)

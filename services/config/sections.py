@@ -62,6 +62,15 @@ def _absolute(path: str) -> str:
 SecretFile = Annotated[str, AfterValidator(_absolute), Field(title="the path of a file, or '' for none")]
 
 Rings = Annotated[Whole, Field(ge=1, le=1024, description="Number of rings.", examples=[4])]
+LeastRings = Annotated[
+    Whole,
+    Field(
+        ge=0,
+        le=1024,
+        description="Rings of the role that always serve; the others leave while fewer will do. 0: all always serve.",
+        examples=[1],
+    ),
+]
 Ranks = Annotated[
     Whole, Field(ge=1, le=64, description="Ranks in a ring; they share the tokens of a prompt.", examples=[8])
 ]
@@ -183,6 +192,7 @@ class PrefillConfig:
     """
 
     rings: Rings = 1
+    min_rings: LeastRings = 0
     cp: Ranks = 2
     tp: TensorRanks = 1
     chunk_tokens: Whole = Field(
@@ -232,6 +242,7 @@ class DecodeConfig:
     """Decode rings, their batches, and the prompts that they compute themselves."""
 
     rings: Rings = 1
+    min_rings: LeastRings = 0
     cp: Ranks = 2
     tp: TensorRanks = 1
     max_batch: Whole = Field(
@@ -372,6 +383,28 @@ class RouterConfig:
         default=True,
         description="Keep a second router loaded, which serves at once if the first ends (80 MB of memory).",
         examples=[False],
+    )
+    scale_busy_share: StrictFloat = Field(
+        default=0.6,
+        gt=0.0,
+        le=1.0,
+        description="Share of its time that a prefill ring is to compute, and of its places and KV that turns are to "
+        "take on a decode ring, where min_rings lets rings leave.",
+        examples=[0.4],
+    )
+    scale_wait_seconds: StrictFloat = Field(
+        default=2.0,
+        ge=0.01,
+        le=3600,
+        description="Wait of a new prompt beyond which another ring is brought back, where min_rings lets rings leave.",
+        examples=[0.5],
+    )
+    scale_down_seconds: StrictFloat = Field(
+        default=300.0,
+        ge=1,
+        le=86_400,
+        description="Seconds for which fewer rings must have been enough before one leaves.",
+        examples=[900.0],
     )
     retain_prompts: bool = Field(
         default=True,

@@ -101,10 +101,21 @@ class Config:
         for pool in self.pools_of("decode"):
             if self.decode.variant == "helix" and pool.tp > 1:
                 raise ConfigError(f"decode.variant: 'helix' is not allowed with {pool.key}.tp {pool.tp}; give tp 1")
+        for role, least in self.least_rings.items():
+            if least > (most := sum(pool.rings for pool in self.pools_of(role))):
+                raise ConfigError(
+                    f"{role}.min_rings: {least} is not allowed with {most} {role} rings; give 0 to {most}"
+                )
         self._check_metrics_ports()
         self._check_encryption()
         self._check_exposure()
         return self
+
+    @property
+    def least_rings(self) -> dict[str, int]:
+        """Rings that always serve, of each role of which others may leave."""
+        least = {"prefill": self.prefill.min_rings, "decode": self.decode.min_rings}
+        return {role: number for role, number in least.items() if number}
 
     def _check_metrics_ports(self) -> None:
         """Rings of a role take ports in a row: they must exist, and differ from the other role's on the same host."""

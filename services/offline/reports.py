@@ -32,6 +32,7 @@ class Summary:
     least: float
     p50: float
     p90: float
+    p95: float
     p99: float
     most: float
 
@@ -39,10 +40,11 @@ class Summary:
     def of(cls, values: Sequence[float], scale: float = 1.0) -> Summary:
         """Summarize values in any order, each multiplied by `scale`."""
         if not len(values):
-            return cls(count=0, mean=0.0, least=0.0, p50=0.0, p90=0.0, p99=0.0, most=0.0)
+            return cls(count=0, mean=0.0, least=0.0, p50=0.0, p90=0.0, p95=0.0, p99=0.0, most=0.0)
         scaled = np.asarray(values, dtype=np.float64) * scale
-        least, p50, p90, p99, most = (float(value) for value in np.percentile(scaled, (0, 50, 90, 99, 100)))
-        return cls(count=len(scaled), mean=float(scaled.mean()), least=least, p50=p50, p90=p90, p99=p99, most=most)
+        least, p50, p90, p95, p99, most = (float(value) for value in np.percentile(scaled, (0, 50, 90, 95, 99, 100)))
+        mean = float(scaled.mean())
+        return cls(count=len(scaled), mean=mean, least=least, p50=p50, p90=p90, p95=p95, p99=p99, most=most)
 
 
 def paired_ratio(above: Sequence[float], below: Sequence[float]) -> float:

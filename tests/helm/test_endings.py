@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from ringserve.services.cli.main import parse
-from tests.helm.charts import SECURE, AUTOSCALED, CUDA, mounted_config, only, pod_templates, render
+from tests.helm.charts import AUTOSCALED, CUDA, SECURE, mounted_config, only, pod_templates, render
 
 
 def configuration(*values: Mapping[str, Any]) -> Any:

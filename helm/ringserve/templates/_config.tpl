@@ -44,6 +44,10 @@ insecure: {{ .Values.internalTls.insecure }}
 {{- $own := dict "threads_per_rank" (int $pool.values.threadsPerRank) "resource" (printf "ringserve-%s" $pool.group) }}
 {{- $_ := set (index $further $pool.role) $pool.name (merge $own $size) }}
 {{- else }}
+{{- if and $.Values.ray.autoscaling.enabled $.Values.ray.autoscaling.byLoad (not (kindIs "invalid" $pool.values.minReplicas)) }}
+{{- $others := sub (int (include "ringserve.numRings" (dict "root" $ "role" $pool.role))) (int $pool.values.replicas) }}
+{{- $size = set $size "min_rings" (max 1 (add $others (int $pool.values.minReplicas))) }}
+{{- end }}
 {{- $_ := set $rings $pool.role $size }}
 {{- end }}
 {{- end }}

@@ -13,6 +13,15 @@ const rate = (value) => (value >= 100 ? Math.round(value).toLocaleString("en") :
 const share = (value) => `${Math.round(100 * value)} %`;
 const time = (value) => (value === null ? NONE : seconds(value));
 
+const MAX_SEEN = 120;
+const seen = { running: [], used: [] };  // what the router knows now, as this page has seen it
+
+function remember(series, value) {
+  series.push(value);
+  if (series.length > MAX_SEEN) series.shift();
+  return series;
+}
+
 /** Show the load of this gateway and the room of the rings, now and in the last ten minutes, one tile each. */
 function showLoad({ load, rings, uptime_seconds: uptime, running_turns: running }) {
   const { now, ten_minutes: ten, slices } = load;
@@ -37,9 +46,9 @@ function showLoad({ load, rings, uptime_seconds: uptime, running_turns: running 
     ["Failed", ten.failed.toLocaleString("en"), `in 10 min; ${ten.refused.toLocaleString("en")} refused`,
       past("failed"), ten.failed ? "bad" : ""],
     ["Turns", running.toLocaleString("en"), `running; ${waiting} wait, ${queue ? seconds(queue) : "0 s"} of work`,
-      past("running_turns")],
+      remember(seen.running, running)],
     ["KV, fullest ring", room ? share(room.used) : NONE, room ? `${room.ring}; ${share(room.kept)} retained` : "",
-      past("kv")],
+      remember(seen.used, room ? room.used : null)],
   ];
   $("tiles").replaceChildren(...tiles.map(tile));
   $("load-words").textContent = `this gateway, up ${duration(uptime)}`;

@@ -130,6 +130,11 @@ class Cluster:
                     f"x tp {ring.tp} holds {ring.capacity_tokens}; allowed are larger rings"
                 )
 
+    def forget_kv(self, ring: SimulatedPrefillRing | SimulatedDecodeRing) -> None:
+        """Forget what a ring without turns retains."""
+        ring.kv = self._kv(ring.kv.capacity)
+        ring.entry.free_tokens = ring.kv.capacity
+
     def pull_seconds(self, tokens: int) -> float:
         """Return the seconds to fetch KV from a decode ring, which no computation hides."""
         return self._migration_seconds(tokens, 0.0) if tokens else 0.0

@@ -107,8 +107,9 @@ def _choice(planner: Planner, turn: WantedTurn, prefill: RegisteredRing, decode:
     return Choice(prefill=prefill, decode=decode, prefill_seconds=move + seconds)
 
 
+ROUTER = "router"
 POLICIES: dict[str, Callable[[Cluster, Planner], PlacementPolicy]] = {
-    "router": lambda cluster, planner: RingPlacer(cluster.registry, planner),
+    ROUTER: lambda cluster, planner: RingPlacer(cluster.registry, planner),
     "least_loaded": LeastLoaded,
     "round_robin": RoundRobin,
     "kv_aware": KvAware,

@@ -57,6 +57,7 @@ class SimulationResult:
     """
 
     placement: str
+    scaling: str
     num_turns: int
     num_refusals: int
     num_retries: int
@@ -77,6 +78,9 @@ class SimulationResult:
     busiest_share: float
     batch_share: float
     largest_batch: int
+    prefill_ring_seconds: float
+    decode_ring_seconds: float
+    """Seconds that rings were on, together."""
 
 
 @dataclass(slots=True)

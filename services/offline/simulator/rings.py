@@ -277,6 +277,7 @@ class SimulatedDecodeRing:
         self.kv = kv
         self.largest_batch = 0
         self.sequence_seconds = 0.0  # batch size integrated over time
+        self.busy_seconds = 0.0  # time with any turn
         self._clock = clock
         self._max_batch = max_batch
         self._step_seconds = step_seconds
@@ -321,6 +322,7 @@ class SimulatedDecodeRing:
             seconds = self._clock.now - self._counted_until
             self._num_steps += seconds / self._seconds_per_step
             self.sequence_seconds += seconds * len(self._running)
+            self.busy_seconds += seconds
         self._counted_until = self._clock.now
 
     def _finish(self, epoch: int) -> None:

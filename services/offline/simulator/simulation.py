@@ -18,10 +18,11 @@ from ringserve.orchestration.placement.planner import RETAINED, Planner, Planner
 from ringserve.orchestration.placement.registry import LoadShare, RegisteredRing
 from ringserve.orchestration.protocol.plans import PromptMode, TurnPlan
 from ringserve.orchestration.protocol.turns import PrefillReport
+from ringserve.orchestration.router.drains import LOOK_SECONDS
 from ringserve.orchestration.router.lifecycle import MAX_REFUSALS
 from ringserve.services.offline.reports import Summary
 from ringserve.services.offline.simulator.cluster import Cluster, ClusterShape
-from ringserve.services.offline.simulator.placement import POLICIES
+from ringserve.services.offline.simulator.placement import POLICIES, ROUTER
 from ringserve.services.offline.simulator.results import SimulationResult, Tally, TurnRecord, binned
 from ringserve.services.offline.simulator.rings import (
     Clock,
@@ -30,6 +31,7 @@ from ringserve.services.offline.simulator.rings import (
     SimulatedDecodeRing,
     SimulatedPrefillRing,
 )
+from ringserve.services.offline.simulator.scaling import ClusterScaling, ScalingShape
 from ringserve.services.offline.simulator.shared import SharedPrompts, location
 from ringserve.services.offline.simulator.trace import TracedConversation, TracedTurn
 from ringserve.workers.protocol.prefill_steps import Algorithm
@@ -83,7 +85,12 @@ class Simulation:
     """
 
     def __init__(
-        self, shape: ClusterShape, trace: Iterable[TracedConversation], placement: str, selector: str = "auto"
+        self,
+        shape: ClusterShape,
+        trace: Iterable[TracedConversation],
+        placement: str,
+        selector: str = "auto",
+        scaling: ScalingShape | None = None,
     ) -> None:
         if placement not in POLICIES:
             raise ConfigError(f"placement is {placement!r}; allowed are {', '.join(POLICIES)}")
@@ -97,15 +104,31 @@ class Simulation:
         self._policy = POLICIES[placement](self.cluster, self._planner)
         self._shared = SharedPrompts(self.cluster) if has_blocks else None
         self._tally = Tally()
+        scaling = scaling or ScalingShape()
+        if scaling.way != "none" and placement != ROUTER:
+            raise ConfigError(f"placement is {placement!r}; with scaling only {ROUTER!r} is allowed")
+        self._way = scaling.way
+        self._scaling = ClusterScaling(self.cluster, self._clock, scaling)
+        self._num_open = 0  # conversations that have begun and not ended
+        self._has_begun_all = False
         self._tell: Callable[[], None] = lambda: None
 
     def run(self, tell: Callable[[], None] = lambda: None) -> SimulationResult:
         """Run all turns of the trace to the last token; `tell` is called for every conversation that begins."""
         self._tell = tell
         self._schedule_next(enumerate(self._trace))
+        if self._way != "none":
+            self._scale()
         self._clock.run()
+        self._scaling.count()
         self.cluster.check_integrity()
         return self._summary()
+
+    def _scale(self) -> None:
+        """Look at the load again and again, until the last conversation has ended."""
+        self._scaling.look()
+        if self._num_open or not self._has_begun_all:
+            self._clock.after(LOOK_SECONDS, self._scale)
 
     # --- a turn ------------------------------------------------------------------------------------------------------
 
@@ -113,11 +136,13 @@ class Simulation:
         """Schedule the next conversation, which schedules the one after it when it begins."""
         number, traced = next(coming, (0, None))
         if traced is None:
+            self._has_begun_all = True
             return
         conversation = _Conversation(str(number), traced)
 
         def begin() -> None:
             self._tell()
+            self._num_open += 1
             self._next_turn(conversation)
             self._schedule_next(coming)
 
@@ -126,6 +151,8 @@ class Simulation:
     def _next_turn(self, conversation: _Conversation) -> None:
         if conversation.at < len(conversation.traced.turns):
             self._clock.after(conversation.turn.think_seconds, lambda: self._arrive(conversation, self._clock.now))
+        else:
+            self._num_open -= 1
 
     def _arrive(self, conversation: _Conversation, asked: float) -> None:
         """Place the turn, with as many attempts as the router makes, or let it ask again later."""
@@ -330,6 +357,7 @@ class Simulation:
         computed = sum(ring.computed_tokens for ring in prefill)
         return SimulationResult(
             placement=self._placement,
+            scaling=self._way,
             num_turns=len(every),
             num_refusals=tally.num_refusals,
             num_retries=tally.num_retries,
@@ -350,6 +378,8 @@ class Simulation:
             busiest_share=max(busy) / seconds if seconds else 0.0,
             batch_share=sum(ring.sequence_seconds for ring in decode) / places / seconds if seconds else 0.0,
             largest_batch=max(ring.largest_batch for ring in decode),
+            prefill_ring_seconds=self._scaling.pools["prefill"].ring_seconds,
+            decode_ring_seconds=self._scaling.pools["decode"].ring_seconds,
         )
 
 

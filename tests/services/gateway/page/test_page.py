@@ -89,6 +89,29 @@ async def test_a_chat_streams_and_its_plan_and_tokens_are_shown(gateway: LocalGa
     assert page.faults == []
 
 
+async def test_the_load_and_the_conversations_are_shown_and_one_is_picked(gateway: LocalGateway, page: Browser) -> None:
+    await page.open(gateway.url)
+    await page.until("document.querySelectorAll('.ring').length === 2")
+    await chat(page, "One turn")
+    await page.value("document.getElementById('new-chat').click()")
+    await chat(page, "Another")
+    await page.until("document.querySelectorAll('#conversations .pick').length === 2")
+    await page.until("document.querySelector('#tiles .tile p').innerText === '2 requests in 10 min'")
+    names = await page.value("[...document.querySelectorAll('#tiles h3')].map(e => e.innerText)")
+    assert names == [
+        "Requests", "Generated", "Prompts", "First token", "Between tokens", "Failed", "Turns", "KV, fullest ring"
+    ]  # fmt: skip
+    figures = await page.value("[...document.querySelectorAll('#tiles b')].map(e => e.innerText)")
+    assert figures[3].endswith("s")
+    assert figures[5] == "0"
+    assert "NaN" not in str(figures)
+    older = "[...document.querySelectorAll('#conversations .pick')].at(-1)"
+    await page.value(f"{older}.click()")
+    await page.until(f"document.getElementById('conversation-id').value === {older}.innerText")
+    await page.until("document.getElementById('conversation-words').innerText.includes('after 1 turn;')")
+    assert page.faults == []
+
+
 async def test_the_contract_is_a_page_with_every_path_and_field_and_nothing_from_elsewhere(
     gateway: LocalGateway, http: httpx2.AsyncClient, page: Browser
 ) -> None:
@@ -158,6 +181,7 @@ async def test_it_fits_a_telephone_in_light_and_dark(gateway: LocalGateway, page
     await page.until("document.querySelectorAll('.ring').length === 2")
     await chat(page, "x" * 200)
     assert await page.value("document.documentElement.scrollWidth") <= 360
+    assert await page.value("[...document.querySelectorAll('.tile')].every(e => e.scrollWidth <= e.clientWidth)")
     back, front = await page.value(
         "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"
     )

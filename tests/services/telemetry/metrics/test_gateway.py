@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from prometheus_client.openmetrics import exposition as openmetrics
 
-from ringserve.services.telemetry.metrics.gateway import GatewayMetrics
+from ringserve.services.telemetry.metrics.gateway import NUM_SLICES, SLICE_SECONDS, GatewayMetrics, RecentLoad
 from ringserve.services.telemetry.metrics.registry import GATEWAY_NAMES, WithVllmNames
 from ringserve.v1 import inference_pb2
 
@@ -178,3 +180,55 @@ def test_nothing_is_told_twice_and_no_series_says_when_it_was_made() -> None:
     assert not [name for name in names if name.endswith("_created")]
     assert "ringserve_build_info" in names
     assert "process_resident_memory_bytes" in names
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_recent_load_is_that_of_ten_seconds_of_ten_minutes_and_of_each_slice() -> None:
+    clock = Clock()
+    metrics = GatewayMetrics()
+    metrics.recent = RecentLoad(clock)
+    assert metrics.recent.view()["now"]["requests_per_second"] == 0.0  # type: ignore[index]
+    for second in range(60):
+        clock.now = 100.0 + second
+        metrics.planned("pass_kv", 100, {"kept_on_prefill": 25})
+        metrics.sent_tokens(1, None)
+        metrics.sent_tokens(2, 0.2)
+        metrics.completed(complete(3))
+        metrics.ended("unavailable" if second == 30 else "aborted" if second == 31 else "stop", 0.5)
+    view: Any = metrics.recent.view()
+    assert view["slice_seconds"] == SLICE_SECONDS
+    assert len(view["slices"]) == 11, "eleven whole ones; the twelfth goes on"
+    assert view["slices"][3]["requests_per_second"] == 1.0
+    for part, requests in ((view["now"], 15), (view["ten_minutes"], 60)):
+        assert part["requests"] == requests
+        assert part["generated_tokens_per_second"] == pytest.approx(3.0, rel=0.1)
+        assert part["prompt_tokens_per_second"] == pytest.approx(100.0, rel=0.1)
+        assert part["cached_share"] == 0.25
+        assert part["ttft_seconds_p50"] == pytest.approx(0.03, rel=0.05)
+        assert part["inter_token_seconds_p95"] == pytest.approx(0.1, rel=0.05), "two tokens came together"
+    assert (view["ten_minutes"]["failed"], view["ten_minutes"]["refused"]) == (1, 1)
+    assert view["now"]["failed"] == 0
+
+    clock.now += 2000.0
+    view = metrics.recent.view()
+    assert len(view["slices"]) == NUM_SLICES
+    assert view["ten_minutes"]["requests"] == 0
+    assert view["ten_minutes"]["cached_share"] is view["ten_minutes"]["ttft_seconds_p95"] is None
+
+
+def test_quantiles_of_the_recent_load_are_those_of_its_times_within_five_percent() -> None:
+    clock = Clock()
+    metrics = GatewayMetrics()
+    metrics.recent = RecentLoad(clock)
+    times = [0.001 * 1.07**number for number in range(100)]
+    for seconds in times:
+        metrics.completed(inference_pb2.GenerateComplete(ttft_seconds=seconds))
+    now: Any = metrics.recent.view()["now"]
+    assert now["ttft_seconds_p50"] == pytest.approx(times[49], rel=0.05)
+    assert now["ttft_seconds_p95"] == pytest.approx(times[94], rel=0.05)
