@@ -47,6 +47,7 @@ class RoleScaler:
         self._settings = settings
         self._least = least
         self._wanted: deque[tuple[float, int]] = deque()  # what the load of the last while has wanted
+        self._began: float | None = None
 
     def wanted(self, load: RoleLoad, most: int, now: float) -> int:
         """Return how many rings are to serve, of the `most` that there are."""
@@ -55,12 +56,13 @@ class RoleScaler:
         if load.wait > settings.max_wait and not load.coming:
             needed = max(needed, load.serving + 1)
         needed = min(most, max(self._least, needed))
+        self._began = now if self._began is None else self._began
         self._wanted.append((now, needed))
         while self._wanted[0][0] < now - settings.shrink_seconds:
             self._wanted.popleft()
         current = load.serving + load.coming
-        if needed >= current or self._wanted[0][0] > now - 0.9 * settings.shrink_seconds:
-            return max(needed, min(current, most))  # known for too short a time to shrink
+        if needed >= current or now - self._began < settings.shrink_seconds:
+            return max(needed, min(current, most))
         return min(current, max(number for _, number in self._wanted))
 
 

@@ -192,9 +192,9 @@ class PrefillConfig:
     """
 
     rings: Rings = 1
-    min_rings: LeastRings = 0
     cp: Ranks = 2
     tp: TensorRanks = 1
+    min_rings: LeastRings = 0
     chunk_tokens: Whole = Field(
         default=4096, ge=1, le=1 << 24, description="New tokens that a step computes at most.", examples=[8192]
     )
@@ -242,9 +242,9 @@ class DecodeConfig:
     """Decode rings, their batches, and the prompts that they compute themselves."""
 
     rings: Rings = 1
-    min_rings: LeastRings = 0
     cp: Ranks = 2
     tp: TensorRanks = 1
+    min_rings: LeastRings = 0
     max_batch: Whole = Field(
         default=32, ge=1, le=4096, description="Turns that a ring decodes at a time.", examples=[128]
     )
@@ -386,7 +386,7 @@ class RouterConfig:
     )
     scale_busy_share: StrictFloat = Field(
         default=0.6,
-        gt=0.0,
+        ge=0.01,
         le=1.0,
         description="Share of its time that a prefill ring is to compute, and of its places and KV that turns are to "
         "take on a decode ring, where min_rings lets rings leave.",

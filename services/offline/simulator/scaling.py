@@ -97,7 +97,7 @@ class ClusterScaling:
         """Let every role have the rings that it needs."""
         self.count()
         for pool in self.pools.values():
-            for name in [name for name in pool.draining if self._is_idle(pool.rings[name])]:
+            for name in [name for name in pool.draining if not pool.rings[name].entry.num_turns]:
                 pool.draining.discard(name)
                 self._cluster.forget_kv(pool.rings[name])
         if self._shape.way == "load":
@@ -144,9 +144,6 @@ class ClusterScaling:
             _drain(pool.rings[off[0]].entry, False)
 
         self._clock.after(self._shape.start_seconds, serve)
-
-    def _is_idle(self, ring: SimulatedRing) -> bool:
-        return ring.entry.num_turns == 0 and ring.kv.num_pinned_tokens == 0
 
 
 def _drain(ring: RegisteredRing, is_draining: bool) -> None:

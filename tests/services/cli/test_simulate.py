@@ -101,6 +101,9 @@ def test_results_for_people_say_how_many_turns_were_taken(capsys: pytest.Capture
         (("--first", "4k,many"), "--first: 'many' is no number of tokens"),
         (("--time", "soon"), "--time: 'soon' is no duration"),
         (("--trace", "none.jsonl"), "--trace: none.jsonl cannot be read"),
+        (("--scale", "none,much"), "--scale: 'much' is unknown; allowed are none, load, busy"),
+        (("--target", "0"), "--target: 0.0 is no share; allowed are numbers above 0 and up to 1"),
+        (("--placement", "least_loaded", "--scale", "load"), "placement is 'least_loaded'; with scaling only 'router'"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused_in_one_sentence(

@@ -169,3 +169,22 @@ def test_a_leader_that_hangs_while_it_starts_is_replaced_at_last(machine: Machin
     assert machine.look(after=limit) == 1
     assert machine.look(after=1.0) == 2
     assert machine.made[0].ends == ["kill"]
+
+
+def test_rings_that_a_router_has_parked_return_when_another_takes_its_place(machine: Machine) -> None:
+    machine.keeper.want(RingEvent(ring="decode-0", parked=True))
+    machine.made[0].left = True
+    assert machine.look() == 1, "it stays away"
+    machine.keeper.want_parked()
+    assert machine.look() == 2
+    machine.made[1].left = True
+    machine.keeper.want_parked()
+    assert machine.look() == 2, "the second time somebody else has drained it"
+
+
+def test_a_parked_ring_that_is_back_is_not_started_again(machine: Machine) -> None:
+    machine.keeper.want(RingEvent(ring="decode-0", parked=True))
+    machine.keeper.want(RingEvent(ring="decode-0", parked=False))
+    machine.keeper.want_parked()
+    machine.made[0].left = True
+    assert machine.look() == 1

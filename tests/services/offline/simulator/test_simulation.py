@@ -26,6 +26,7 @@ from ringserve.services.offline.simulator.cluster import (
 )
 from ringserve.services.offline.simulator.placement import POLICIES
 from ringserve.services.offline.simulator.results import SimulationResult
+from ringserve.services.offline.simulator.scaling import ScalingShape
 from ringserve.services.offline.simulator.simulation import Simulation
 from ringserve.services.offline.simulator.trace import (
     FirstPrompts,
@@ -248,3 +249,21 @@ def test_a_conversation_that_can_never_fit_is_refused_before_anything_runs() -> 
         Simulation(CLUSTER, [conversation(0.0, (9_000_000, 10, 0.0))], "router")
     with pytest.raises(ConfigError, match="placement is 'best'; allowed are router, least_loaded, round_robin, kv_awa"):
         Simulation(CLUSTER, [], "best")
+
+
+@pytest.mark.parametrize("way", ["load", "busy"])
+def test_rings_end_while_fewer_will_do_and_all_turns_are_answered_all_the_same(way: str) -> None:
+    """A burst at the beginning and at the end of an hour, and one turn every two minutes between them."""
+    shape = replace(CLUSTER, prefill=PoolShape(num_rings=6, cp=2, tp=2), decode=PoolShape(num_rings=4, cp=1, tp=2))
+    starts = [number * 0.2 for number in range(150)]
+    trace = [conversation(start, (20_000, 100, 0.0)) for start in starts]
+    trace += [conversation(60.0 + 120.0 * number, (2_000, 50, 0.0)) for number in range(29)]
+    trace += [conversation(3600.0 + start, (20_000, 100, 0.0)) for start in starts]
+    fixed = Simulation(shape, trace, "router").run()
+    scaled = Simulation(shape, trace, "router", scaling=ScalingShape(way=way, least=1, start_seconds=30.0)).run()
+    assert fixed.prefill_ring_seconds == pytest.approx(6 * fixed.simulated_seconds)
+    assert fixed.decode_ring_seconds == pytest.approx(4 * fixed.simulated_seconds)
+    assert scaled.num_turns == fixed.num_turns == len(trace)
+    assert scaled.prefill_ring_seconds < 0.7 * fixed.prefill_ring_seconds
+    assert scaled.prefill_ring_seconds > scaled.simulated_seconds, "one ring always serves"
+    assert scaled.ttft.p99 >= fixed.ttft.p99
