@@ -81,7 +81,7 @@ def test_only_its_user_reaches_the_files_and_sockets_of_a_clusters_ray(monkeypat
 def test_a_cluster_whose_ray_has_ended_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "find_ended", lambda processes: "raylet")
     cluster = LocalCluster(CONFIG)
-    monkeypatch.setattr(cluster, "_router", object())
+    monkeypatch.setattr(cluster, "_router", SimpleNamespace(process=None))
     with pytest.raises(Unavailable, match="Ray's raylet has ended, and all rings with it"):
         cluster.watch()
     cluster.stop()

@@ -30,6 +30,7 @@ from tests.waiting import START_SECONDS, WAIT_SECONDS
 from tests.workers.models import random_tokens
 
 NUM_TOKENS = 200
+READY = "ringserve: ready, router at"
 
 
 def is_router_there(inference: Inference) -> bool:
@@ -110,6 +111,8 @@ def test_rings_serve_on_the_nodes_of_pods_that_come_and_go_and_end_when_their_tu
         up_of(head).kill()
         wait_until(lambda: not is_router_there(inference), "the router ends with its maker")
         wait_until(lambda: is_ready(head, inference), "another takes the rings over", START_SECONDS)
+        # One that is told to end while it starts does not wait for turns.
+        wait_until(lambda: head.log.read_text().count(READY) == 2, "the other has started", START_SECONDS)
         assert {ring.name: list(ring.rank_pids) for ring in inference.info().rings} == ranks, "the same ranks"
         with inference.running(ids(random_tokens(50), max_tokens=NUM_TOKENS)) as call:
             head.process.send_signal(signal.SIGTERM)
