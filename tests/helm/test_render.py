@@ -19,6 +19,7 @@ from ringserve.services.config import Config, config_from
 from ringserve.services.config.sections import InternalTlsConfig, KvTransferConfig, TlsConfig, TracingConfig
 from tests.helm.charts import (
     ALL_OPTIONS,
+    AUTOSCALED,
     CHART,
     CUDA,
     REQUIRED,
@@ -313,6 +314,14 @@ def test_a_change_of_the_configuration_changes_the_head_alone() -> None:
     assert [name for name in first if first[name] != second[name]] == ["head"]
     louder = pod_templates(render({"logs": {"level": "debug"}}))
     assert [name for name in first if pod_templates(render())[name] != louder[name]] == ["gateway", "head"]
+
+
+def test_rings_beyond_the_least_leave_by_load_where_that_is_asked_for() -> None:
+    pools = {"pools": {"short": {"replicas": 3, "parallelism": {"cp": 1, "tp": 1}}}}
+    values = merged(AUTOSCALED, {"prefill": pools})
+    assert configuration(values).least_rings == {}
+    by_load = configuration(values, {"ray": {"autoscaling": {"byLoad": True}}})
+    assert by_load.least_rings == {"prefill": 3 + 0}, "the rings of further pools always serve"
 
 
 def test_ray_is_guarded_by_a_token_unless_switched_off() -> None:

@@ -7,6 +7,7 @@ import stat
 import subprocess
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Never
@@ -140,3 +141,22 @@ def test_all_ports_that_are_taken_are_told_at_once_with_the_options_that_help() 
         f"gateway.metrics: cannot listen on {taken}: Address already in use; choose another port, or any free one "
         "with --set gateway.listen=127.0.0.1:0 --set gateway.metrics=127.0.0.1:0"
     )
+
+
+def test_a_second_cluster_of_one_name_on_a_ray_cluster_is_refused_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The actors of one that has died end soon; those of one that runs do not."""
+    seen: list[list[str]] = [["router-1-a", "decode-0.f/0/1"], ["decode-0.f/0/1"]]
+    monkeypatch.setattr(local, "list_named_actors", lambda: seen.pop(0))
+    monkeypatch.setattr(local, "JOIN_SECONDS", 0.0)
+    insecure = replace(CONFIG.internal_tls, insecure=True)
+    config = replace(CONFIG, ray=replace(CONFIG.ray, address="auto"), internal_tls=insecure)
+    cluster = LocalCluster(config, name="chat")
+    cluster._await_predecessor()
+    assert not seen, "ranks are not waited for: they are taken over"
+    monkeypatch.setattr(local, "list_named_actors", lambda: ["router-1-a", "prefill-0-1-a"])
+    monkeypatch.setattr(local, "PREDECESSOR_SECONDS", 0.0)
+    with pytest.raises(ConfigError, match=r"--name: a cluster called 'chat' runs .* \(prefill-0-1-a, router-1-a\)"):
+        cluster._await_predecessor()
+    cluster.stop()

@@ -147,6 +147,10 @@ def test_paths_of_secrets_are_absolute_as_other_processes_read_them(monkeypatch:
             "model.quantization: 'fp8' is not allowed with cuda and float16",
         ),
         (
+            {"decode": {"rings": 2, "min_rings": 4, "pools": {"a": {"rings": 1}}}},
+            "decode.min_rings: 4 is not allowed with 3 decode rings; give 0 to 3",
+        ),
+        (
             {"decode": {"variant": "helix", "tp": 2}},
             "decode.variant: 'helix' is not allowed with decode.tp 2; give tp 1",
         ),
