@@ -353,7 +353,7 @@ class RingRegistry:
         self._rings: dict[str, dict[str, RegisteredRing]] = {"prefill": {}, "decode": {}}
         self._num_placed = 0
         self.placed_seconds = 0.0
-        """Predicted seconds of all prompts that were placed, each on one ring."""
+        """Predicted seconds of all prompts that were placed on prefill rings."""
         self._numbers = count(1)
         self._order = RingOrder()
         self._left: dict[str, RingRegistration] = {}  # what rings announced that have said good-bye, by name
@@ -482,7 +482,7 @@ class RingRegistry:
         """
         now = self.clock()
         self._num_placed += 1
-        self.placed_seconds += prefill_seconds
+        self.placed_seconds += 0.0 if prefill is None else prefill_seconds
         for ring in (decode,) if prefill is None else (prefill, decode):
             ring.last_placed = self._num_placed
             ring.free_tokens = max(0, ring.free_tokens - num_tokens)

@@ -124,9 +124,9 @@ def undrain(options: UndrainOptions) -> int:
     "ringserve restart prefill-0 prefill-1 decode-0 decode-1",
     "ringserve restart --kubernetes chat-ringserve --namespace serving",
     notes="""One ring after the other takes no new turns, ends those that run, and is started again. New turns go to
-other rings meanwhile; if there is no other of its role, they wait for it. On Kubernetes the pods of one ring after the
-other drain, are deleted and come back with their newest template, as after 'helm upgrade'. A head whose own template or
-configuration has changed, or another release, takes all pods together.""",
+other rings meanwhile; if there is no other of its role, they wait for it. On Kubernetes the pods of one ring after
+the other drain, are deleted and come back with their newest template, as after 'helm upgrade'; the head comes last.
+Another release, and a head without ray.gcsStorage, take all pods together.""",
 )
 def restart(options: RestartOptions) -> int:
     if bool(options.rings) == bool(options.kubernetes):
