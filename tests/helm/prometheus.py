@@ -50,6 +50,7 @@ def running_prometheus(directory: Path, configuration: str, port: int) -> Iterat
             f"--config.file={config}",
             f"--storage.tsdb.path={directory / 'data'}",
             f"--web.listen-address=127.0.0.1:{port}",
+            "--enable-feature=exemplar-storage",
         ],
         stdout=log,
         stderr=subprocess.STDOUT,

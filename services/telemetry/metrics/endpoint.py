@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, choose_encoder
 from prometheus_client.registry import Collector
 
 from ringserve.cp_core.errors import ConfigError
@@ -34,20 +34,26 @@ class Reply(NamedTuple):
 Page = Callable[[str], Reply]
 """Page: from the Accept header to the reply."""
 TEXT = "text/plain; charset=utf-8"
+OPEN_METRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+UTF8_NAMES = "application/openmetrics-text; version=1.0.0; escaping=allow-utf-8"
 IDLE_SECONDS = 30.0
 """Seconds after which an idle connection is closed."""
 
 
 def metrics_page(source: Collector) -> Page:
-    """Return the page of a registry, in the format that the scraper prefers among those that keep the names.
+    """Return the page of a registry, in the format that the scraper prefers, with the names as they are.
 
-    prometheus_client writes `vllm_...` for `vllm:...` in OpenMetrics 1.0.0, which Prometheus 2 asks for first.
+    prometheus_client writes `vllm_...` for `vllm:...` to a scraper that knows no UTF-8 names, such as Prometheus 2,
+    though every Prometheus reads colons. In OpenMetrics such a scraper gets the names whole, and with them the
+    exemplars, which plain text has not.
     """
 
     def page(accept: str) -> Reply:
         encode, content_type = choose_encoder(accept)
-        if "escaping=underscores" in content_type:
-            encode, content_type = choose_encoder("text/plain")
+        if "allow-utf-8" not in content_type:
+            is_open = "openmetrics" in content_type
+            encode, _ = choose_encoder(UTF8_NAMES if is_open else "")
+            content_type = OPEN_METRICS if is_open else CONTENT_TYPE_PLAIN_0_0_4
         return Reply(content_type, encode(source))
 
     return page

@@ -119,5 +119,6 @@ class WithVllmNames(Collector):
         copy = Metric(name, metric.documentation, metric.type)
         for sample in metric.samples:
             suffix = sample.name.removeprefix(metric.name)
-            copy.add_sample(name + suffix, {**sample.labels, "model_name": self._model}, sample.value)
+            labels = {**sample.labels, "model_name": self._model}
+            copy.add_sample(name + suffix, labels, sample.value, exemplar=sample.exemplar)
         return copy

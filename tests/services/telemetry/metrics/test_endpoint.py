@@ -7,6 +7,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -20,7 +21,11 @@ from ringserve.services.telemetry.metrics.endpoint import (
 )
 from ringserve.services.telemetry.metrics.gateway import GatewayMetrics
 from ringserve.services.telemetry.metrics.registry import GATEWAY_NAMES, WithVllmNames, new_registry
+from ringserve.v1 import inference_pb2
 from ringserve.views import ServerInfo
+from tests.helm.prometheus import running_prometheus
+from tests.services.e2e.cluster import wait_until
+from tests.services.e2e.ports import free_port
 from tests.services.telemetry.metrics.test_ring import status
 from tests.waiting import WAIT_SECONDS
 
@@ -67,6 +72,27 @@ def test_every_scraper_gets_vllms_names_as_they_are(accept: str) -> None:
     endpoint.close()
     assert "\nvllm:time_to_first_token_seconds_count{" in text
     assert "vllm_" not in text
+
+
+EXEMPLARS = """
+global: {{scrape_interval: 1s}}
+scrape_configs: [{{job_name: gateway, static_configs: [{{targets: ["{address}"]}}]}}]
+"""
+
+
+def test_a_real_prometheus_keeps_the_traces_of_turns_as_exemplars_and_vllms_names(tmp_path: Path) -> None:
+    metrics, trace_id = GatewayMetrics(), "ab" * 16
+    metrics.completed(inference_pb2.GenerateComplete(ttft_seconds=0.03), trace_id=trace_id)
+    shown = WithVllmNames(metrics.registry.collect, GATEWAY_NAMES, "m")
+    endpoint = MetricsEndpoint("gateway.metrics", "127.0.0.1:0", {"/metrics": metrics_page(shown)})
+    try:
+        with running_prometheus(tmp_path, EXEMPLARS.format(address=endpoint.address), free_port()) as server:
+            wait_until(lambda: bool(server.query("vllm:time_to_first_token_seconds_count")), "it has scraped")
+            for name in ("ringserve_time_to_first_token_seconds", "vllm:time_to_first_token_seconds"):
+                found = server.get("query_exemplars", query=f"{name}_bucket", start="0", end="9999999999")
+                assert [each["labels"] for series in found for each in series["exemplars"]] == [{"trace_id": trace_id}]
+    finally:
+        endpoint.close()
 
 
 def test_another_page_is_not_found_by_a_sentence(endpoint: MetricsEndpoint) -> None:
