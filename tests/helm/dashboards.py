@@ -16,6 +16,7 @@ class Query:
     dashboard: str
     panel: str
     expression: str
+    legend: str = ""
 
     def __str__(self) -> str:
         return f"{self.dashboard} / {self.panel}: {self.expression}"
@@ -37,7 +38,7 @@ def panels_of(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
 
 def load_queries() -> list[Query]:
     return [
-        Query(name, panel["title"], target["expr"])
+        Query(name, panel["title"], target["expr"], target.get("legendFormat", ""))
         for name, dashboard in load_dashboards().items()
         for panel in panels_of(dashboard)
         for target in panel["targets"]

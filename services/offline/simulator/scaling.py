@@ -65,7 +65,6 @@ class _Pool:
         self.starting: set[str] = set()
         self.draining: set[str] = set()
         self.ring_seconds = 0.0
-        self.least_serving = len(rings)
 
     @property
     def num_on(self) -> int:
@@ -122,7 +121,6 @@ class ClusterScaling:
             pool.serving.discard(ring.name)
             pool.draining.add(ring.name)
             _drain(ring, True)
-        pool.least_serving = min(pool.least_serving, len(pool.serving))
 
     def _start(self, pool: _Pool) -> None:
         """Let a ring serve again: one that drains at once, one that is off when it has loaded its model."""

@@ -6,7 +6,8 @@ import json
 import re
 import subprocess
 import urllib.request
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -88,6 +89,26 @@ def test_every_expression_of_every_panel_has_data(prometheus: Prometheus) -> Non
     }
     assert sorted(empty) == sorted(query for queries in lacking.values() for query in queries)
     assert len(queries) > 50
+
+
+def test_no_two_lines_of_a_panel_have_one_name(prometheus: Prometheus) -> None:
+    alike = []
+    panels: dict[tuple[str, str], list[str]] = {}
+    for query in load_queries():
+        names = panels.setdefault((query.dashboard, query.panel), [])
+        names.extend(named(query.legend, series["metric"]) for series in prometheus.query(query.resolved))
+    for panel, names in panels.items():
+        alike += [(panel, name) for name, times in Counter(names).items() if times > 1]
+    assert alike == []
+
+
+def named(legend: str, labels: Mapping[str, str]) -> str:
+    """Return the name of a line, as Grafana makes it of a legend."""
+
+    def value(found: re.Match[str]) -> str:
+        return labels.get(found[1], "")
+
+    return re.sub(r"{{\s*(\w+)\s*}}", value, legend)
 
 
 def has_data(prometheus: Prometheus, expression: str) -> bool:
