@@ -96,9 +96,9 @@ class SimulateOptions:
     description="""Conversations of several turns arrive at a cluster of rings. A hardware profile predicts durations;
 the code of a running cluster decides. Placements: `router` is that of the service; `least_loaded` and `round_robin`
 ignore KV; `kv_aware` weighs exact queues against the KV that rings hold. Pools are RINGSxCPxTP. A seed fixes the
-conversations; most of them begin in the middle of the time. With --scale rings end while fewer will do: `load` is the
-rule of `min_rings`, `busy` that of Kubernetes' HPA by the share of time in which rings compute. Ring hours are those of
-prefill and of decode.""",
+conversations; most of them begin in the middle of the time. With --scale rings end while fewer will do. `load` is the
+rule of `min_rings`. `busy` is the rule of Kubernetes' HPA, with the share of time in which rings compute. The table
+shows the hours that prefill rings and decode rings were on.""",
 )
 def simulate(options: SimulateOptions) -> int:
     if options.plot is not None:

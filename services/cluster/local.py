@@ -55,7 +55,7 @@ ACTORS_STOP_SECONDS = 10.0
 POLL_SECONDS = 0.2
 JOIN_SECONDS = 1.0
 """Seconds between two attempts to join a Ray cluster."""
-PREDECESSOR_SECONDS = 30.0
+PREDECESSOR_SECONDS = 75.0
 """Seconds for the actors of a cluster of the same name to end in: Ray notices a lost node after 4 to 60 s."""
 SLOW_START_SECONDS = 25.0
 """Ray waits 30 s for its own processes, too little on a busy machine. A start that fails sooner would fail again."""
@@ -267,8 +267,11 @@ class LocalCluster:
 
         They end with the process that started them. Ray may take some seconds to notice that their node has gone.
         """
-        deadline = time.monotonic() + PREDECESSOR_SECONDS
+        deadline, is_told = time.monotonic() + PREDECESSOR_SECONDS, False
         while others := [name for name in list_named_actors() if "/" not in name]:
+            if not is_told:
+                self._progress(f"waiting for another cluster called {self._name!r} to end")
+                is_told = True
             if time.monotonic() > deadline:
                 raise ConfigError(
                     f"--name: a cluster called {self._name!r} runs on this Ray cluster ({', '.join(sorted(others))}); "

@@ -68,7 +68,7 @@ class Site:
 
 
 def pods_of(objects: Sequence[Object], site: Site) -> list[Pod]:
-    """Return the pods of a release: the head first, then those of each ring, then gateways."""
+    """Return the pods of a release: the head, the pods of each ring, and the gateways, in this order."""
     cluster = only(objects, "RayCluster")["spec"]
     head = cluster["headGroupSpec"]
     node = {"ray.io/cluster": only(objects, "RayCluster")["metadata"]["name"]}

@@ -165,7 +165,7 @@ class Played:
         while not holds():
             if time.monotonic() - began > seconds:
                 raise Failed(f"{what}: not within {seconds:.0f} s; the gateway's last fault: {self.fault}")
-            time.sleep(POLL_SECONDS)
+            time.sleep(POLL_SECONDS)  # containers of another program: nothing tells when they serve
         return time.monotonic() - began
 
     def ready_rings(self) -> int:
@@ -378,7 +378,7 @@ def check_lost_head(run: Played) -> None:
         answer = client.ask(
             " And then?", conversation_id="kept", mode="append", sampling=sampling, timeout=ANSWER_SECONDS
         )
-        check(answer.usage.prompt_tokens > remembered, "the conversation began anew")
+        check(answer.usage.prompt_tokens > remembered, "the conversation has lost its first turn")
     seconds = time.monotonic() - began
     check(run.rank_pids() == pids, f"ranks were started anew: {run.rank_pids()}, and were {pids}")
     run.report(f"head replaced: all rings ready after {seconds:.0f} s with the same ranks, the conversation went on")

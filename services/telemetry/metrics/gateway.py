@@ -290,8 +290,9 @@ class RecentLoad:
     def current(self) -> _Slice:
         """Slice that goes on now."""
         number = int((self._clock() - self._began) / SLICE_SECONDS)
-        self._slices.extend(_Slice() for _ in range(min(number - self._number, NUM_SLICES + 1)))
-        self._number = number
+        if number != self._number:  # asked at every token
+            self._slices.extend(_Slice() for _ in range(min(number - self._number, NUM_SLICES + 1)))
+            self._number = number
         return self._slices[-1]
 
     def view(self) -> dict[str, object]:
