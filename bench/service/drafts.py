@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
+
+import torch
+from safetensors.torch import load_file, save_file
 
 from bench.options import Subcommands
 from bench.report import Report, Row, Target, told_load
@@ -25,10 +32,13 @@ from ringserve.workers.model.builtin import resolve_model_path
 HELP = """A cluster for each form of the decode ring. Every answer is asked for twice, without drafts and with them,
 greedily and up to its own end; rounds alternate, and each has all prompts of a workload: questions about the demo's
 document that are answered by sentences of it (document), a file that is to be copied with small changes (edit), and
-stories (free)."""
+stories (free). With --deepen the model has so many times its layers, all further ones of which change nothing, and the
+model as it is drafts for it: so its guesses are right, and the time is the least that a draft model of that size may
+need."""
 EXAMPLE = """example:
   python -m bench drafts
   python -m bench drafts --forms 1:gather --batches 1 --rounds 5
+  python -m bench drafts --forms 1:gather --batches 1 --deepen 4
 """
 FORMS = "1:gather,2:gather,2:pass_q,2:helix"
 ANSWER = 128
@@ -100,13 +110,19 @@ def batches_of(texts: Sequence[str], size: int) -> list[list[str]]:
 class Service:
     """Cluster of one form, and a client of it."""
 
-    def __init__(self, model: str, form: Form, max_batch: int) -> None:
+    def __init__(self, model: str, form: Form, max_batch: int, draft_model: str = "") -> None:
         config = config_from(
             {
                 "model": {"path": model},
                 "prefill": {"cp": 2},
-                "decode": {"cp": form.ranks, "variant": form.variant, "max_batch": max_batch},
+                "decode": {
+                    "cp": form.ranks,
+                    "variant": form.variant,
+                    "max_batch": max_batch,
+                    "draft_model": draft_model,
+                },
                 "gateway": {"listen": "127.0.0.1:0", "http": "", "metrics": ""},
+                "kv_cache": {"tokens_per_rank": 16_384},
                 "logs": {"level": "error"},
             }
         )
@@ -164,6 +180,24 @@ def measure(service: Service, form: Form, workload: str, batches: Sequence[Seque
     )
 
 
+def deepened(path: Path, directory: Path, factor: int) -> Path:
+    """Write the model in `path` with `factor` times its layers; the further ones add nothing to their inputs."""
+    config = json.loads((path / "config.json").read_text())
+    own = config["num_hidden_layers"]
+    weights = {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    for number in range(own, factor * own):
+        for name in [name for name in weights if name.startswith("model.layers.0.")]:
+            is_end = name.endswith(("o_proj.weight", "down_proj.weight"))
+            copied = torch.zeros_like(weights[name]) if is_end else weights[name].clone()
+            weights[name.replace("layers.0.", f"layers.{number}.")] = copied
+    for file in path.iterdir():
+        if file.suffix != ".safetensors" and file.is_file() and not file.name.endswith(".index.json"):
+            shutil.copy(file, directory)
+    (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": factor * own}))
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
 def between_tokens(answers: Sequence[Answer]) -> float:
     """Return the mean seconds between two tokens of these answers."""
     gaps = [each.usage.completion_tokens - 1 for each in answers]
@@ -192,6 +226,8 @@ def add(kinds: Subcommands) -> None:
     parser.add_argument("--forms", default=FORMS, help=f"decode rings, RANKS:VARIANT with commas (default: {FORMS})")
     parser.add_argument("--batches", default="1,8", help="sequences at a time (default: 1,8)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of each (default: 3)")
+    parser.add_argument("--draft-model", default="", help="directory of a small model that drafts, too")
+    parser.add_argument("--deepen", type=int, default=1, help="times the model's layers, with itself as draft model")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
     parser.set_defaults(run=run)
 
@@ -201,9 +237,12 @@ def run(options: argparse.Namespace) -> int:
     num_rounds = _whole("--rounds", str(options.rounds))
     text = document(TextCodec(resolve_model_path(options.model)))
     before, rows = load_now(), list[Row]()
-    with progress_bar(len(forms) * len(batches) * len(MOST_RATIO)) as tell:
+    model, draft_model = options.model, options.draft_model
+    with tempfile.TemporaryDirectory() as directory, progress_bar(len(forms) * len(batches) * len(MOST_RATIO)) as tell:
+        if options.deepen > 1:
+            model, draft_model = str(deepened(resolve_model_path(model), Path(directory), options.deepen)), model
         for form in forms:
-            service = Service(options.model, form, max(8, *batches))
+            service = Service(model, form, max(8, *batches), draft_model)
             try:
                 for batch in batches:
                     for workload in MOST_RATIO:

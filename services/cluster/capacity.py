@@ -68,8 +68,8 @@ def _gpu_bytes() -> list[float]:
         pynvml.nvmlShutdown()
 
 
-def check_fits(config: Config, model: ModelInfo, machine: Machine) -> None:
-    """Check that all rings fit on one machine. Raises ConfigError, which names the largest pool."""
+def check_fits(config: Config, model: ModelInfo, machine: Machine, draft: ModelInfo | None = None) -> None:
+    """Check that all rings fit on one machine, each with a `draft` model. Raises ConfigError: the largest pool."""
     sizes = {pool.key: pool.rings * pool.cp * pool.tp for pool in config.pools}
     processes = sum(sizes.values())
     largest = max(sizes, key=lambda key: sizes[key])
@@ -88,10 +88,10 @@ def check_fits(config: Config, model: ModelInfo, machine: Machine) -> None:
         )
     if config.model.device == "cuda":
         for counts in _of_one_gpu(config, sharing):
-            _check_memory(config, model, counts, machine.gpu_bytes, "on each GPU")
+            _check_memory(config, model, counts, machine.gpu_bytes, "on each GPU", draft)
     else:
         counts = [(pool, pool.rings * pool.cp * pool.tp) for pool in config.pools]
-        _check_memory(config, model, counts, machine.memory_bytes, "free")
+        _check_memory(config, model, counts, machine.memory_bytes, "free", draft)
 
 
 PACKAGES = {
@@ -162,7 +162,12 @@ def dtype_advice(config: ModelConfig, model: ModelInfo, *, can_multiply: bool) -
 
 
 def _check_memory(
-    config: Config, model: ModelInfo, counts: Sequence[tuple[Pool, int]], memory_bytes: float, where: str
+    config: Config,
+    model: ModelInfo,
+    counts: Sequence[tuple[Pool, int]],
+    memory_bytes: float,
+    where: str,
+    draft: ModelInfo | None,
 ) -> None:
     """Check that one memory holds weights and KV of `counts` processes of each pool. Raises ConfigError."""
     fixed, kv_token = 0.0, 0
@@ -172,6 +177,11 @@ def _check_memory(
         copied = share.tied_parameters if pool.role == "decode" and config.model.device == "cpu" else 0
         fixed += count * (PROCESS_BYTES + (share.num_parameters + copied) * share.element_bytes)
         kv_token += count * share.kv_bytes_per_token
+        if draft is not None and pool.role == "decode":
+            # On the first rank of each ring.
+            kv_bytes = config.decode.max_batch * config.decode.draft_context * draft.kv_bytes_per_token
+            weights = (draft.num_parameters + draft.tied_parameters) * draft.element_bytes
+            fixed += min(count, pool.rings) * (weights + kv_bytes)
     cache, ranks = config.kv_cache, sum(count for _, count in counts)
     # Where memory decides the number of tokens, a block at least has to fit.
     name, tokens = "tokens_per_rank", cache.tokens_per_rank

@@ -237,6 +237,8 @@ class LeaderHost:
                 tls=config.internal_tls.files,
                 max_batch=config.decode.max_batch,
                 drafts=self.role == "decode" and config.decode.drafts == "on",
+                draft_model=config.decode.draft_model if self.role == "decode" else "",
+                draft_context=config.decode.draft_context,
                 decode_variant=config.decode.variant,
                 packs_weights=True,
                 packs_head=self.role == "decode",

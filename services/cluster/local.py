@@ -21,7 +21,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util import list_named_actors
 
 from ringserve.cp_core.cost.decode import HELIX
-from ringserve.cp_core.errors import ConfigError, RingserveError, Unavailable
+from ringserve.cp_core.errors import ConfigError, ModelRefused, RingserveError, Unavailable
 from ringserve.orchestration.ring.actors import free_places, free_places_of_others
 from ringserve.services.cluster.capacity import carrier_advice, check_fits, check_programs, dtype_advice, this_machine
 from ringserve.services.cluster.gateway import GatewayKeeper
@@ -48,6 +48,8 @@ from ringserve.services.telemetry.tracing import check_installed
 from ringserve.workers.model.builtin import PREFIX, resolve_model_path
 from ringserve.workers.model.builtin import PREFIX as BUILTIN_PREFIX
 from ringserve.workers.model.info import multiplies_bfloat16, read_fingerprint, read_model_info, tensor_share
+from ringserve.workers.model.tokenizer import check_same_tokens
+from ringserve.workers.protocol.ranks import ModelInfo
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +61,19 @@ PREDECESSOR_SECONDS = 75.0
 """Seconds for the actors of a cluster of the same name to end in: Ray notices a lost node after 4 to 60 s."""
 SLOW_START_SECONDS = 25.0
 """Ray waits 30 s for its own processes, too little on a busy machine. A start that fails sooner would fail again."""
+
+
+def read_draft_model(config: Config, path: Path) -> ModelInfo | None:
+    """Return the shape of the model that drafts for the one in `path`; None if none does. Raises ConfigError."""
+    if not config.decode.draft_model or config.decode.drafts == "off":
+        return None
+    try:
+        draft_path = resolve_model_path(config.decode.draft_model)
+        info = read_model_info(draft_path, dtype=config.model.dtype, device=config.model.device)
+        check_same_tokens(path, draft_path, "decode.draft_model")
+    except ModelRefused as error:
+        raise ConfigError(f"decode.draft_model: {error}") from error
+    return info
 
 
 class LocalCluster:
@@ -132,8 +147,9 @@ class LocalCluster:
             tensor_share(model, pool.tp, f"{pool.key}.tp")
         if config.decode.variant == HELIX and model.has_sinks:
             raise ConfigError(f"decode.variant: helix is not allowed for {name}, which has attention sinks")
+        draft = read_draft_model(config, path)
         if not config.ray.address:
-            check_fits(config, model, this_machine())
+            check_fits(config, model, this_machine(), draft)
             check_programs(config)
             for advice in (
                 dtype_advice(config.model, model, can_multiply=multiplies_bfloat16()),

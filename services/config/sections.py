@@ -263,6 +263,19 @@ class DecodeConfig:
         "they pay. So a step may give several tokens, which are the same as without guesses.",
         examples=["off"],
     )
+    draft_model: str = Field(
+        default="",
+        description="A small model with the same tokenizer, a directory, that guesses where the text gives none. "
+        "The first rank of a ring computes it beside its own work. Empty: none.",
+        examples=["/models/SmolLM2-135M-Instruct"],
+    )
+    draft_context: Whole = Field(
+        default=2048,
+        ge=64,
+        le=1 << 20,
+        description="Newest tokens of a turn that the draft model sees at most, and has KV for.",
+        examples=[8192],
+    )
     headroom_tokens: Whole = Field(
         default=128,
         ge=1,

@@ -99,6 +99,7 @@ class LocalRing:
         compile: str = "off",
         is_on_stream: bool = False,
         drafts: bool = False,
+        draft_model: Path | str = "",
     ) -> None:
         """Start `num_ranks` ranks that share the tokens, each of `tp` workers that share the heads.
 
@@ -139,7 +140,9 @@ class LocalRing:
                     num_blocks=num_blocks,
                     block_tokens=BLOCK_TOKENS,
                     max_batch=max_batch,
-                    drafts=drafts,
+                    drafts=drafts or bool(draft_model),
+                    draft_model=str(draft_model),
+                    draft_context=64,
                     ring_transport=ring_transport or "auto",
                     decode_variant=decode_variant,
                     attention_backend=attention_backend,

@@ -1,4 +1,4 @@
-"""Drafts of next tokens from a sequence's own text, and how many of them a step checks.
+"""Drafts of next tokens from a sequence's own text, and how many drafts of any source a step checks.
 
 A decode step reads all weights once, whatever the number of tokens that it computes. So a step may compute the newest
 token and guesses of those that follow: if a guess is the token that would have been sampled, the step has two tokens
@@ -32,24 +32,15 @@ PROBE_TOKENS = 24
 FIRST_COST, NEW_WEIGHT = 0.04, 0.2
 
 
-class TextDrafter:
-    """Text of one sequence, the share of its drafts that were right lately, and its next drafts."""
+class Acceptance:
+    """Share of a sequence's drafts from one source that were right lately, and how many it is worth to check."""
 
-    def __init__(self, text: TokenIds) -> None:
-        """Begin with all tokens up to the newest."""
-        kept = text[-DRAFT_TEXT_TOKENS:]
-        self._tokens: npt.NDArray[np.int32] = np.empty(2 * len(kept) + 64, np.int32)
-        self._tokens[: len(kept)] = kept
-        self._length = len(kept)
+    def __init__(self) -> None:
         self._share = FIRST_SHARE
         self._tokens_since = 0
 
-    def push(self, token_id: int) -> None:
-        """Append a token."""
-        if self._length == len(self._tokens):
-            self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens)])
-        self._tokens[self._length] = token_id
-        self._length += 1
+    def pushed(self) -> None:
+        """Note one more token of the answer."""
         self._tokens_since += 1
 
     def checked(self, num_drafts: int, num_accepted: int) -> None:
@@ -61,7 +52,7 @@ class TextDrafter:
     def limit(self, least_share: float) -> int:
         """Return how many drafts are worth their time: as many as are all right with a chance of `least_share`.
 
-        Where none is, one is tried again after a while.
+        If none is, one is tried again after a while.
         """
         chance, count = self._share, 0
         while count < MAX_DRAFTS and chance >= least_share:
@@ -69,9 +60,34 @@ class TextDrafter:
             count += 1
         return count or int(self._tokens_since >= PROBE_TOKENS)
 
+
+class TextDrafter(Acceptance):
+    """Text of one sequence, and drafts of what follows it by what followed its newest tokens before."""
+
+    def __init__(self, text: TokenIds) -> None:
+        """Begin with all tokens up to the newest."""
+        super().__init__()
+        kept = text[-DRAFT_TEXT_TOKENS:]
+        self._tokens: npt.NDArray[np.int32] = np.empty(2 * len(kept) + 64, np.int32)
+        self._tokens[: len(kept)] = kept
+        self._length = len(kept)
+
+    @property
+    def text(self) -> npt.NDArray[np.int32]:
+        """Tokens up to the newest, valid until the next `push`."""
+        return self._tokens[: self._length]
+
+    def push(self, token_id: int) -> None:
+        """Append a token."""
+        if self._length == len(self._tokens):
+            self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens)])
+        self._tokens[self._length] = token_id
+        self._length += 1
+        self.pushed()
+
     def propose(self, limit: int) -> tuple[int, ...]:
         """Return at most `limit` tokens that followed the latest occurrence of the most of the newest tokens."""
-        tokens = self._tokens[: self._length]
+        tokens = self.text
         if limit < 1 or len(tokens) <= LEAST_MATCH:
             return ()
         # Places behind an earlier occurrence of the newest token, the next-to-newest before it, and so on.
@@ -89,11 +105,12 @@ class TextDrafter:
 
 
 class DraftCosts:
-    """Measured decode steps: their time without drafts by batch size, and what a draft adds."""
+    """Measured decode steps: their time without drafts by batch size, what a draft adds, and what a model's costs."""
 
     def __init__(self) -> None:
         self._plain: dict[int, float] = {}
         self._draft: float | None = None
+        self._guess: float | None = None
 
     def note(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
         """Note the time of a step."""
@@ -104,8 +121,13 @@ class DraftCosts:
             known = FIRST_COST * plain if self._draft is None else self._draft
             self._draft = _mean(known, max(0.0, seconds - plain) / num_drafts)
 
-    def least_share(self, num_sequences: int) -> float:
-        """Return the chance from which a draft is worth its time.
+    def note_guesses(self, num_drafts: int, seconds: float) -> None:
+        """Note the time in which a draft model made so many drafts."""
+        each = seconds / num_drafts
+        self._guess = each if self._guess is None else _mean(self._guess, each)
+
+    def least_share(self, num_sequences: int, *, is_guessed: bool = False) -> float:
+        """Return the chance from which a draft is worth its time, with that of a draft model if it `is_guessed`.
 
         A step of B sequences and t seconds has B tokens, so a draft that adds c seconds must be right with more than
         B * c / t. Nothing is drafted before a step without drafts has been timed; a batch of another size counts.
@@ -113,7 +135,8 @@ class DraftCosts:
         if not self._plain:
             return math.inf
         plain = self._plain[min(self._plain, key=lambda size: abs(size - num_sequences))]
-        return num_sequences * (FIRST_COST if self._draft is None else self._draft / plain)
+        checking = FIRST_COST * plain if self._draft is None else self._draft
+        return num_sequences * (checking + ((self._guess or 0.0) if is_guessed else 0.0)) / plain
 
 
 def _mean(known: float, new: float) -> float:

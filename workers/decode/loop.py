@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ringserve.views import RingRates
 from ringserve.workers.decode.batch import BatchState
-from ringserve.workers.decode.drafts import DraftCosts, TextDrafter
+from ringserve.workers.decode.drafts import Acceptance, DraftCosts, TextDrafter
 from ringserve.workers.decode.mailbox import DecodeMailbox
 from ringserve.workers.decode.messages import (
     HEARTBEAT_SECONDS,
@@ -43,6 +44,9 @@ from ringserve.workers.protocol.decode_commands import (
     GrowSequence,
 )
 from ringserve.workers.sampling.parameters import SamplingParameters
+
+if TYPE_CHECKING:
+    from ringserve.workers.decode.draft_model import DraftModel
 
 # Why a step whose tokens could stay on the device was waited for, beside the next one's drafts; the pass has the other
 # reasons.
@@ -68,13 +72,16 @@ class LoopWork:
 class Generation:
     """State of a running sequence that rank 0 alone has. `room[r]` tokens fit into rank r's table.
 
-    `drafter` has its text; None if steps check no drafts of it.
+    `drafter` has its text; None if steps check no drafts of it. `guesses` counts what a draft model's were worth, and
+    `is_guessed` tells that the drafts of the step under way are such.
     """
 
     sampling: SamplingParameters
     num_generated: int
     room: list[int]
     drafter: TextDrafter | None = None
+    guesses: Acceptance = field(default_factory=Acceptance)
+    is_guessed: bool = False
 
     def is_full(self, held: Sequence[int]) -> bool:
         """Return True if the next token has no slot on any rank."""
@@ -132,9 +139,14 @@ class LeadingLoop:
         mailbox: DecodeMailbox,
         *,
         drafts: bool = False,
+        draft_model: DraftModel | None = None,
     ) -> None:
-        """With `drafts` steps check drafts of sequences whose text is known, if that is worth its time."""
+        """With `drafts` steps check drafts of sequences whose text is known, if that is worth its time.
+
+        Those come from the text, and if it has none from `draft_model`.
+        """
         self._drafts = drafts
+        self._draft_model = draft_model
         self._costs = DraftCosts()
         self._accepted: tuple[int, ...] = ()
         self._channel = channel
@@ -182,24 +194,57 @@ class LeadingLoop:
         """Let the next step check drafts. Return the header that says so."""
         if not self._drafts:
             return header
-        drafts = tuple(self._next_drafts())
+        drafts = self._drafts_in_texts()
+        if self._draft_model is not None:
+            drafts = self._guess(self._draft_model, drafts)
         self._batch.draft(drafts)
         return replace(header, drafts=drafts) if any(drafts) else header
 
-    def _next_drafts(self) -> Iterator[tuple[int, ...]]:
+    def _drafts_in_texts(self) -> tuple[tuple[int, ...], ...]:
         """Find the drafts of each row that follow the tokens that are known and are worth their time."""
         least_share = self._costs.least_share(len(self._batch))
-        for row in self._batch.rows:
-            yield self._drafts_of(self._generations[row.sequence_id], least_share)
+        running = (self._generations[row.sequence_id] for row in self._batch.rows)
+        return tuple(
+            each.drafter.propose(self._limit(each, each.drafter, least_share)) if each.drafter is not None else ()
+            for each in running
+        )
 
-    def _drafts_of(self, generation: Generation, least_share: float) -> tuple[int, ...]:
-        """Return drafts of a sequence, at most as many as its answer may still have behind the next token."""
-        if generation.drafter is None:
-            return ()
+    def _guess(self, draft_model: DraftModel, drafts: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+        """Return the drafts of all rows, with a model's for those that have none and for which it pays."""
+        limits = self._limits_of_guesses(drafts)
+        for row in self._batch.rows:
+            self._generations[row.sequence_id].is_guessed = row.sequence_id in limits
+        if not limits:
+            return drafts
+        texts = {name: drafter.text for name in limits if (drafter := self._generations[name].drafter) is not None}
+        guesses = draft_model.guess(texts, limits)
+        if count := sum(map(len, guesses.drafts.values())):
+            self._costs.note_guesses(count, guesses.seconds)
+        return tuple(
+            own or guesses.drafts.get(row.sequence_id, ()) for row, own in zip(self._batch.rows, drafts, strict=True)
+        )
+
+    def _limits_of_guesses(self, drafts: tuple[tuple[int, ...], ...]) -> dict[str, int]:
+        """Return how many of a model's drafts are worth their time, for each sequence without other ones."""
+        least_share = self._costs.least_share(len(self._batch), is_guessed=True)
+        limits = {}
+        for row, own in zip(self._batch.rows, drafts, strict=True):
+            each = self._generations[row.sequence_id]
+            if not own and each.drafter is not None and (limit := self._limit(each, each.guesses, least_share)) > 0:
+                limits[row.sequence_id] = limit
+        return limits
+
+    def _limit(self, generation: Generation, acceptance: Acceptance, least_share: float) -> int:
+        """Return how many drafts are worth their time: no more than the answer may have behind the next token."""
         sampling = generation.sampling
         left = sampling.max_tokens - generation.num_generated - 1
         most = left if sampling.max_drafts is None else min(left, sampling.max_drafts)
-        return generation.drafter.propose(min(generation.drafter.limit(least_share), most))
+        return min(acceptance.limit(least_share), most)
+
+    def _has_drafts(self) -> bool:
+        """Return True if the next step has drafts worth checking, as far as is known without asking a model."""
+        drafts = self._drafts_in_texts()
+        return any(drafts) or (self._draft_model is not None and bool(self._limits_of_guesses(drafts)))
 
     def _next_header(self) -> Header:
         """Take commands and make the next header; wait for commands only while there is nothing to compute."""
@@ -235,6 +280,9 @@ class LeadingLoop:
                 room = [self._batch.block_tokens * len(blocks) for blocks in command.blocks]
                 drafter = TextDrafter(command.text) if self._drafts and len(command.text) else None
                 self._generations[name] = Generation(command.sampling, command.history.num_generated, room, drafter)
+                if self._draft_model is not None and drafter is not None:
+                    shift = command.position + 1 - len(drafter.text)
+                    self._draft_model.begin(name, command.sampling, shift)
             elif isinstance(command, ComputePrompt):
                 self._waiting.append(command)
             elif name not in self._generations:
@@ -279,13 +327,18 @@ class LeadingLoop:
         self, name: str, reason: FinishReason | None, joining: dict[str, AdmitSequence], removed: list[str]
     ) -> DecodeEvent:
         """Remove a sequence from the batch -> its event. Without a reason the sequence is starved."""
-        del self._generations[name]
+        self._forget(name)
         if name in joining:
             return _left(name, reason, joining.pop(name).position)
         removed.append(name)
         # The row's newest token is sampled but not in the batch yet: the next header brings it.
         position = next(row.position for row in self._batch.rows if row.sequence_id == name)
         return _left(name, reason, position + 1)
+
+    def _forget(self, name: str) -> None:
+        del self._generations[name]
+        if self._draft_model is not None:
+            self._draft_model.end(name)
 
     def _compute(self, prompt: ComputePrompt) -> None:
         """Compute a prompt and report the token after it."""
@@ -321,7 +374,7 @@ class LeadingLoop:
                 reason = BATCH_CHANGES
             elif self._choose_variant(*self._load(UNCHANGED)) != variant:
                 reason = VARIANT_CHANGES
-            elif self._drafts and any(self._next_drafts()):
+            elif self._drafts and self._has_drafts():
                 # They follow the tokens of the step under way: with these there are drafts for the next one, too.
                 reason = DRAFTS
             self._channel.send(Header(HeaderKind.FOLLOW if reason is None else HeaderKind.READ, change=change))
@@ -351,10 +404,11 @@ class LeadingLoop:
             generation.num_generated += 1
             if generation.drafter is not None and token_id is not None:
                 generation.drafter.push(token_id)
+                generation.guesses.pushed()
             reason = None if token_id is None else _finish_reason(token_id, generation)
             if reason is not None or token_id is None:
                 self._finished.append(row.sequence_id)
-                del self._generations[row.sequence_id]
+                self._forget(row.sequence_id)
             events.append(
                 DecodeEvent(
                     sequence_id=row.sequence_id,
@@ -389,9 +443,10 @@ class LeadingLoop:
             return
         self._accepted = tuple(count - 1 for count in sampled.values())
         for checked, accepted in zip(self._batch.rows, self._accepted, strict=True):
-            drafter = self._generations[checked.sequence_id].drafter
-            if drafter is not None and checked.drafts:
-                drafter.checked(len(checked.drafts), accepted)
+            generation = self._generations[checked.sequence_id]
+            if generation.drafter is not None and checked.drafts:
+                source = generation.guesses if generation.is_guessed else generation.drafter
+                source.checked(len(checked.drafts), accepted)
                 self._progress.checked(len(checked.drafts), accepted)
         self._batch.settle(self._accepted)
 

@@ -109,12 +109,15 @@ class DecodePass:
         runner: GraphRunner | None = None,
         *,
         is_asynchronous: bool | None = None,
+        sample: Callable[[Sequence[StepToken], Tensor], list[Sampled]] = sample_checked,
     ) -> None:
         """`clock` measures the steps; `control` carries tensors of the host, `transport` itself if None.
 
         `runner` records steps and replays them; without one each is computed as it is. A device that `is_asynchronous`
-        returns from a launch before it has done it; by default GPUs do.
+        returns from a launch before it has done it; by default GPUs do. `sample` draws on the host what follows the
+        step's tokens.
         """
+        self._draw = sample
         self._model = model
         self._transport = transport
         self._control = control or transport
@@ -390,7 +393,7 @@ class DecodePass:
         logits = self._model.logits(states)
         if not self._model.samples:
             return []
-        return sample_checked([self._tokens[number] for number in computed], logits)
+        return self._draw([self._tokens[number] for number in computed], logits)
 
     def _sample_together(self, states: Tensor) -> list[Sampled]:
         """Sample the token after every row on the first rank, from logits of which each rank has a share."""
@@ -398,7 +401,7 @@ class DecodePass:
             largest, tokens = self._model.largest_logits(states)
             return reached(self._tokens, sample_greedy_rows(largest, tokens)) if self._model.samples else []
         logits = self._model.logits(states)
-        return sample_checked(self._tokens, logits) if self._model.samples else []
+        return self._draw(self._tokens, logits) if self._model.samples else []
 
     def _gather_in_order(self, sampled: Sequence[Sampled]) -> list[Sampled]:
         """Gather all ranks' tokens on the first rank, in the batch's order; [] elsewhere."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ringserve.cp_core.errors import InvalidRequest
+from ringserve.cp_core.errors import ConfigError, InvalidRequest
 from ringserve.workers.model.info import read_json
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,17 @@ def load_tokenizer(model_path: Path) -> Any:
 
     logger.warning("%s: %s has other tokens than tokenizer.json, which is used", model_path, type(chosen).__name__)
     return PreTrainedTokenizerFast.from_pretrained(str(model_path), local_files_only=True)
+
+
+def check_same_tokens(model_path: Path, other_path: Path, key: str) -> None:
+    """Check that two models have the same tokens. Raises ConfigError, which names `key` and the other model."""
+    own, others = (load_tokenizer(path).get_vocab() for path in (model_path, other_path))
+    if own != others:
+        raise ConfigError(
+            f"{key}: the tokenizer of {other_path} differs from that of {model_path} in "
+            f"{len(own.items() ^ others.items())} entries; allowed is a model with the same one, such as a smaller one "
+            "of the family"
+        )
 
 
 def _reads_like(tokenizer: Any, file: Path) -> bool:

@@ -33,7 +33,8 @@ class RankSettings:
     "cuda" a process has `gpus_per_rank` of a GPU: with less than 1, several share it. `kv_carrier` moves KV to other
     rings: `sockets`, `nixl` by slots of `kv_slot_bytes`, or `auto`, which is NIXL on "cuda" where it is installed,
     and sockets to ranks that it does not reach. With `drafts` decode steps
-    check guesses of the next tokens. `compile` is one of COMPILE_POLICIES, `quantization` one of
+    check guesses of the next tokens, from the text or by `draft_model`, a directory, which sees the newest
+    `draft_context` tokens. `compile` is one of COMPILE_POLICIES, `quantization` one of
     QUANTIZATIONS. If `fingerprint` is given, a rank refuses to load a model with another one. Two are for comparisons,
     and such ranks hand over no KV: `replicates_kv` allows more processes than KV heads, and with `scatters_rows` each
     process has its share of the rows between attention and MLP.
@@ -57,6 +58,8 @@ class RankSettings:
     tls: PeerTls | None = None
     max_batch: int = 32
     drafts: bool = False
+    draft_model: str = ""
+    draft_context: int = 2048
     decode_variant: str = "auto"
     packs_weights: bool = False
     packs_head: bool = False

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +15,7 @@ from ringserve.cp_core.attention.partial import AttentionBackend
 from ringserve.cp_core.errors import ConfigError, Unavailable
 from ringserve.workers.decode.graphs import CudaRecorder, Recorder
 from ringserve.workers.decode.mailbox import DecodeMailbox
+from ringserve.workers.decode.messages import LEADER
 from ringserve.workers.decode.variants import DecodeChoice
 from ringserve.workers.kv.cache import KvCache
 from ringserve.workers.kv.nixl_agent import has_nixl
@@ -25,6 +28,9 @@ from ringserve.workers.model.layers import FP8_MULTIPLE
 from ringserve.workers.model.loading import DTYPES, LoadedModel, load_model
 from ringserve.workers.protocol.ranks import FP8_MLPS, ModelInfo, RankInfo, RankSettings, RankSpec
 from ringserve.workers.rank.joining import RingJoining
+
+if TYPE_CHECKING:
+    from ringserve.workers.decode.draft_model import DraftModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,7 @@ class RankParts:
     mailbox: DecodeMailbox
     agent: PullAgent | None
     compilation: Compilation | None
+    draft_model: DraftModel | None
 
     def close_kv(self) -> None:
         """End all transfers of this incarnation. Idempotent."""
@@ -101,6 +108,8 @@ def load_parts(spec: RankSpec, *, poisoned: bool) -> RankParts:
     check_quantization(settings, model.share)
     dtype = DTYPES[model.info.kv_dtype]
     backend = select_backend(settings.attention_backend, settings.device, dtype)
+    # Before the cache, which may take what memory is left.
+    draft_model = load_draft_model(model.info, backend, settings, poisoned=poisoned) if spec.rank == LEADER else None
     cache = KvCache(
         num_layers=model.info.num_layers,
         num_blocks=num_blocks_of(settings, model.share) if settings.kv_memory_fraction else settings.num_blocks,
@@ -112,7 +121,34 @@ def load_parts(spec: RankSpec, *, poisoned: bool) -> RankParts:
         head_start=model.head_start,
         poisoned=poisoned,
     )
-    return parts_of(spec, joining, model, backend, cache, compilation_of(settings))
+    return parts_of(spec, joining, model, backend, cache, compilation_of(settings), draft_model)
+
+
+def load_draft_model(
+    info: ModelInfo, backend: AttentionBackend, settings: RankSettings, *, poisoned: bool
+) -> DraftModel | None:
+    """Load the draft model of a ring; None if it has none. Raises ModelRefused, ConfigError (dtype)."""
+    if not settings.drafts or not settings.draft_model:
+        return None
+    # Few rings have one: others do without the module.
+    drafting: Any = import_module("ringserve.workers.decode.draft_model")
+    draft_path = resolve_model_path(settings.draft_model)
+    draft = load_model(draft_path, settings.dtype, settings.device, Path(settings.draft_model).name)
+    if DTYPES[draft.info.kv_dtype] != DTYPES[info.kv_dtype]:
+        raise ConfigError(
+            f"decode.draft_model: its KV is in {draft.info.kv_dtype}, and that of {info.name} in {info.kv_dtype}; "
+            "both must have the same dtype"
+        )
+    made: DraftModel = drafting.DraftModel(
+        draft,
+        backend,
+        vocab_size=info.vocab_size,
+        max_batch=settings.max_batch,
+        context=settings.draft_context,
+        block_tokens=settings.block_tokens,
+        poisoned=poisoned,
+    )
+    return made
 
 
 def check_quantization(settings: RankSettings, share: ModelInfo) -> None:
@@ -168,6 +204,7 @@ def parts_of(
     backend: AttentionBackend,
     cache: KvCache,
     compilation: Compilation | None,
+    draft_model: DraftModel | None = None,
 ) -> RankParts:
     """Return the parts of an incarnation, whose KV receiver is open."""
     settings = spec.settings
@@ -190,6 +227,7 @@ def parts_of(
         mailbox=DecodeMailbox(settings.max_batch),
         agent=agent,
         compilation=compilation,
+        draft_model=draft_model,
     )
 
 

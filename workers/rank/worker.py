@@ -44,7 +44,7 @@ from ringserve.workers.protocol.prefill_steps import PrefillOutput, PrefillStep
 from ringserve.workers.protocol.ranks import GpuMemory, RankEndpoints, RankInfo, RankSpec, RankStatus, RingSpec
 from ringserve.workers.protocol.transfers import BlockPair, KvEnds, KvExpect, KvSend, TransferKey, TransferReport
 from ringserve.workers.rank.joining import RankRings, RingJoining
-from ringserve.workers.rank.parts import RankParts, load_parts, parts_of
+from ringserve.workers.rank.parts import RankParts, compilation_of, load_parts, parts_of
 from ringserve.workers.rank.probe import probe_decode_rates, probe_rates
 from ringserve.workers.sampling.sampler import sample_rows
 
@@ -129,7 +129,9 @@ class RankWorker:
         parts.close_kv()
         self._rings = self._runner = None
         self._progress, self._clock, self._inbox = Progress(), StepClock(), StepInbox()
-        self._started = parts_of(spec, RingJoining(spec), parts.model, parts.backend, parts.cache, parts.compilation)
+        self._started = parts_of(
+            spec, RingJoining(spec), parts.model, parts.backend, parts.cache, parts.compilation, parts.draft_model
+        )
         self.parts.choose_variant.measured(parts.choose_variant.rates)  # until the ring is probed, if it is
         return self._started.info
 
@@ -175,8 +177,13 @@ class RankWorker:
                 model.pack_weights(with_head=settings.packs_head, quantization=settings.quantization)
             if parts.compilation is not None:
                 compiled = model.compiled(parts.compilation.backend)
-                self._started = replace(parts, model=compiled)
+                self._started = replace(self.parts, model=compiled)
                 self._prompts = PromptRunner(compiled, parts.compilation.recorder, parts.cache.device)
+            if parts.draft_model is not None:
+                parts.draft_model.pack_weights()
+                # A recorder of its own: what one recorded is replayed in the order of its recording.
+                if (compilation := compilation_of(settings)) is not None:
+                    parts.draft_model.compile(compilation.backend, compilation.recorder)
             return rates
 
     def probe_between_steps(self, timeout: float) -> RingRates:
@@ -321,7 +328,13 @@ class RankWorker:
             try:
                 if spec.rank == LEADER:
                     lead = LeadingLoop(
-                        channel, work, self._progress, parts.choose_variant, parts.mailbox, drafts=drafts
+                        channel,
+                        work,
+                        self._progress,
+                        parts.choose_variant,
+                        parts.mailbox,
+                        drafts=drafts,
+                        draft_model=parts.draft_model,
                     )
                     lead.run()
                 else:
@@ -332,6 +345,8 @@ class RankWorker:
             finally:
                 if self._runner is not None:
                     self._runner.forget()
+                if parts.draft_model is not None:
+                    parts.draft_model.end_all()
 
     def submit(self, commands: Sequence[DecodeCommand]) -> None:
         """Queue commands for the next step boundary; for the first rank. Raises Unavailable once the loop has ended."""
