@@ -38,7 +38,7 @@ need."""
 EXAMPLE = """example:
   python -m bench drafts
   python -m bench drafts --forms 1:gather --batches 1 --rounds 5
-  python -m bench drafts --forms 1:gather --batches 1 --deepen 4
+  python -m bench drafts --forms 1:gather --batches 1 --workloads free --deepen 4
 """
 FORMS = "1:gather,2:gather,2:pass_q,2:helix"
 ANSWER = 128
@@ -225,6 +225,7 @@ def add(kinds: Subcommands) -> None:
     parser.add_argument("--model", default="builtin:smollm2", help="(default: builtin:smollm2)")
     parser.add_argument("--forms", default=FORMS, help=f"decode rings, RANKS:VARIANT with commas (default: {FORMS})")
     parser.add_argument("--batches", default="1,8", help="sequences at a time (default: 1,8)")
+    parser.add_argument("--workloads", default=",".join(MOST_RATIO), help="some of document,edit,free (default: all)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of each (default: 3)")
     parser.add_argument("--draft-model", default="", help="directory of a small model that drafts, too")
     parser.add_argument("--deepen", type=int, default=1, help="times the model's layers, with itself as draft model")
@@ -235,17 +236,20 @@ def add(kinds: Subcommands) -> None:
 def run(options: argparse.Namespace) -> int:
     forms, batches = _forms(options.forms), [_whole("--batches", each) for each in options.batches.split(",")]
     num_rounds = _whole("--rounds", str(options.rounds))
+    workloads = options.workloads.split(",")
+    if unknown := sorted(set(workloads) - set(MOST_RATIO)):
+        raise ConfigError(f"--workloads: {unknown[0]!r} is not allowed; give some of {', '.join(MOST_RATIO)}")
     text = document(TextCodec(resolve_model_path(options.model)))
     before, rows = load_now(), list[Row]()
     model, draft_model = options.model, options.draft_model
-    with tempfile.TemporaryDirectory() as directory, progress_bar(len(forms) * len(batches) * len(MOST_RATIO)) as tell:
+    with tempfile.TemporaryDirectory() as directory, progress_bar(len(forms) * len(batches) * len(workloads)) as tell:
         if options.deepen > 1:
             model, draft_model = str(deepened(resolve_model_path(model), Path(directory), options.deepen)), model
         for form in forms:
             service = Service(model, form, max(8, *batches), draft_model)
             try:
                 for batch in batches:
-                    for workload in MOST_RATIO:
+                    for workload in workloads:
                         texts = batches_of(prompts(workload, text), batch)
                         rows.append(measure(service, form, workload, texts, num_rounds))
                         tell(f"{form.ranks}:{form.variant} {workload} {batch}")

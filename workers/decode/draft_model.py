@@ -21,7 +21,7 @@ from ringserve.cp_core.layout.shards import ShardMap, TokenRange
 from ringserve.cp_core.transport.inprocess import InProcessRing
 from ringserve.workers.decode.batch import BatchRow, BatchState, StepToken
 from ringserve.workers.decode.drafts import MAX_DRAFTS
-from ringserve.workers.decode.graphs import GraphRunner, PromptRunner, Recorder
+from ringserve.workers.decode.graphs import Compilation, GraphRunner, PromptRunner, Recorder
 from ringserve.workers.decode.prompts import DecodePrompts
 from ringserve.workers.decode.step import DecodePass
 from ringserve.workers.kv.cache import KvCache, runs
@@ -83,9 +83,14 @@ class DraftModel:
         max_batch: int,
         context: int,
         block_tokens: int,
+        compilation: Compilation | None = None,
         poisoned: bool = False,
     ) -> None:
-        """`vocab_size` is the large model's: no other tokens are drafted. `poisoned` fills KV with NaN, for tests."""
+        """`vocab_size` is the large model's: no other tokens are drafted. `poisoned` fills KV with NaN, for tests.
+
+        `compilation` has a recorder of its own: what one recorded is replayed in the order of its recording.
+        """
+        self._compilation = compilation
         blocks_each = -(-min(context, model.info.max_positions) // block_tokens)
         self._model = model
         self._backend = backend
@@ -107,24 +112,30 @@ class DraftModel:
         self._use(model, None)
 
     def _use(self, model: LoadedModel, recorder: Recorder | None) -> None:
-        alone, parts = InProcessRing(1).transports[0], (model, self._cache, self._backend)
+        alone, cache = InProcessRing(1).transports[0], self._cache
         self._model = model
-        runner = prompts = None
-        if recorder is not None:
-            runner = GraphRunner(model, recorder, self._cache.device)
-            prompts = PromptRunner(model, recorder, self._cache.device)
+        runner = None if recorder is None else GraphRunner(model, recorder, cache.device)
+        prompts = None if recorder is None else PromptRunner(model, recorder, cache.device)
         self._step = DecodePass(
-            model, alone, *parts[1:], self._batch, runner=runner, is_asynchronous=False, sample=self._draw_last
+            model,
+            alone,
+            cache,
+            self._backend,
+            self._batch,
+            None,
+            None,
+            runner,
+            is_asynchronous=False,
+            sample=self._draw_last,
         )
-        self._prompts = DecodePrompts(model, alone, *parts[1:], runner=prompts)
+        self._prompts = DecodePrompts(model, alone, cache, self._backend, runner=prompts)
 
-    def pack_weights(self) -> None:
-        """Bring the weights into the form that kernels read fastest, with the head. Idempotent."""
-        self._model.pack_weights(with_head=True)
-
-    def compile(self, backend: str, recorder: Recorder) -> None:
-        """Compile the layers by a backend of torch, and let `recorder` record their steps."""
-        self._use(self._model.compiled(backend), recorder)
+    def make_fast(self, *, packs_weights: bool) -> None:
+        """Pack the weights, then compile the layers and record their steps where the ring does. Idempotent."""
+        if packs_weights:
+            self._model.pack_weights(with_head=True)
+        if self._compilation is not None:
+            self._use(self._model.compiled(self._compilation.backend), self._compilation.recorder)
 
     def begin(self, sequence_id: str, sampling: SamplingParameters, shift: int) -> None:
         """Take in a sequence; position p of it is place p - `shift` of its text."""

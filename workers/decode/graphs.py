@@ -92,6 +92,14 @@ class CudaRecorder:
         return graph, results
 
 
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """Backend of torch's compiler for a model's layers, and the recorder of its decode steps."""
+
+    backend: str
+    recorder: Recorder
+
+
 # Least bucket of whole steps with drafts, whose number changes from step to step: a device that reads all weights for
 # one row hardly takes longer for so many, and fewer buckets are recorded while users wait.
 DRAFTS_BUCKET = LEAST_ROWS

@@ -109,15 +109,15 @@ class DecodePass:
         runner: GraphRunner | None = None,
         *,
         is_asynchronous: bool | None = None,
-        sample: Callable[[Sequence[StepToken], Tensor], list[Sampled]] = sample_checked,
+        sample: Callable[[Sequence[StepToken], Tensor], list[Sampled]] | None = None,
     ) -> None:
         """`clock` measures the steps; `control` carries tensors of the host, `transport` itself if None.
 
         `runner` records steps and replays them; without one each is computed as it is. A device that `is_asynchronous`
-        returns from a launch before it has done it; by default GPUs do. `sample` draws on the host what follows the
-        step's tokens.
+        returns from a launch before it has done it; by default GPUs do. `sample` draws what follows the step's
+        tokens, in place of `sample_checked`.
         """
-        self._draw = sample
+        self._draw = sample or sample_checked
         self._model = model
         self._transport = transport
         self._control = control or transport

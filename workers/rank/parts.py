@@ -13,7 +13,7 @@ import torch
 from ringserve.cp_core.attention.backends import select_backend
 from ringserve.cp_core.attention.partial import AttentionBackend
 from ringserve.cp_core.errors import ConfigError, Unavailable
-from ringserve.workers.decode.graphs import CudaRecorder, Recorder
+from ringserve.workers.decode.graphs import Compilation, CudaRecorder
 from ringserve.workers.decode.mailbox import DecodeMailbox
 from ringserve.workers.decode.messages import LEADER
 from ringserve.workers.decode.variants import DecodeChoice
@@ -31,14 +31,6 @@ from ringserve.workers.rank.joining import RingJoining
 
 if TYPE_CHECKING:
     from ringserve.workers.decode.draft_model import DraftModel
-
-
-@dataclass(frozen=True, slots=True)
-class Compilation:
-    """Backend of torch's compiler for a model's layers, and the recorder of its decode steps."""
-
-    backend: str
-    recorder: Recorder
 
 
 def compilation_of(settings: RankSettings) -> Compilation | None:
@@ -146,6 +138,7 @@ def load_draft_model(
         max_batch=settings.max_batch,
         context=settings.draft_context,
         block_tokens=settings.block_tokens,
+        compilation=compilation_of(settings),
         poisoned=poisoned,
     )
     return made

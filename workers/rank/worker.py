@@ -44,7 +44,7 @@ from ringserve.workers.protocol.prefill_steps import PrefillOutput, PrefillStep
 from ringserve.workers.protocol.ranks import GpuMemory, RankEndpoints, RankInfo, RankSpec, RankStatus, RingSpec
 from ringserve.workers.protocol.transfers import BlockPair, KvEnds, KvExpect, KvSend, TransferKey, TransferReport
 from ringserve.workers.rank.joining import RankRings, RingJoining
-from ringserve.workers.rank.parts import RankParts, compilation_of, load_parts, parts_of
+from ringserve.workers.rank.parts import RankParts, load_parts, parts_of
 from ringserve.workers.rank.probe import probe_decode_rates, probe_rates
 from ringserve.workers.sampling.sampler import sample_rows
 
@@ -180,10 +180,7 @@ class RankWorker:
                 self._started = replace(self.parts, model=compiled)
                 self._prompts = PromptRunner(compiled, parts.compilation.recorder, parts.cache.device)
             if parts.draft_model is not None:
-                parts.draft_model.pack_weights()
-                # A recorder of its own: what one recorded is replayed in the order of its recording.
-                if (compilation := compilation_of(settings)) is not None:
-                    parts.draft_model.compile(compilation.backend, compilation.recorder)
+                parts.draft_model.make_fast(packs_weights=settings.packs_weights)
             return rates
 
     def probe_between_steps(self, timeout: float) -> RingRates:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from ringserve.services.cluster.capacity import (
     dtype_advice,
     this_machine,
 )
-from ringserve.services.cluster.local import LocalCluster
+from ringserve.services.cluster.local import LocalCluster, read_draft_model
 from ringserve.services.config import Config, config_from
 from ringserve.workers.model.builtin import resolve_model_path
 from ringserve.workers.model.info import read_model_info, tensor_share
@@ -212,3 +213,33 @@ def test_what_ranks_need_and_this_machine_lacks_is_named_in_a_sentence(
     with pytest.raises(ConfigError, match=re.escape(missing)) as raised:
         check_programs(config(**sections), torch_version, {"CC": "cc"})
     assert "a C compiler" not in str(raised.value)
+
+
+def test_each_decode_ring_has_a_draft_model_and_its_kv(model: ModelInfo) -> None:
+    decode = config(decode={"rings": 3, "cp": 2, "draft_context": 1000, "max_batch": 10})
+    drafting = replace(model, num_parameters=10**9, tied_parameters=0)
+    need = 3 * (4e9 + 10_000 * model.kv_bytes_per_token)
+    machine = Machine(cores=64, memory_bytes=need + 8e9)
+    check_fits(decode, model, machine, drafting)
+    with pytest.raises(ConfigError, match=r"their weights and processes 1\d\.\d GB"):
+        check_fits(decode, model, replace(machine, memory_bytes=need), drafting)
+    check_fits(decode, model, replace(machine, memory_bytes=8e9))
+
+
+def test_a_draft_model_must_have_the_models_tokens(tmp_path: Path) -> None:
+    own = resolve_model_path("builtin:tiny")
+    assert read_draft_model(Config(), own) is None
+    off = config(decode={"draft_model": "/none", "drafts": "off"})
+    assert read_draft_model(off, own) is None
+    same = read_draft_model(config(decode={"draft_model": "builtin:tiny"}), own)
+    assert same is not None
+    assert same.num_layers
+    with pytest.raises(ConfigError, match=r"^decode\.draft_model: model path '/none' is not a directory"):
+        read_draft_model(config(decode={"draft_model": "/none"}), own)
+    other = tmp_path / "other"
+    shutil.copytree(own, other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    tokenizer["added_tokens"][-1]["content"] = "<|done|>"
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match=r"^decode\.draft_model: the tokenizer of .*/other differs .* in 3 entries; "):
+        read_draft_model(config(decode={"draft_model": str(other)}), own)

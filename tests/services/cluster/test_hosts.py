@@ -52,3 +52,10 @@ def test_a_rank_takes_its_processors_its_gpu_and_a_place_of_its_pool() -> None:
 def test_an_address_on_one_interface_is_told_as_it_is() -> None:
     assert reachable("127.0.0.1:50050") == "127.0.0.1:50050"
     assert reachable("10.1.2.3:1") == "10.1.2.3:1"
+
+
+def test_decode_rings_alone_have_the_draft_model() -> None:
+    decode = {"draft_model": "/models/small", "draft_context": 512}
+    ranks = {role: host(role, decode=decode).settings().ranks for role in ("prefill", "decode")}
+    assert (ranks["decode"].draft_model, ranks["decode"].draft_context) == ("/models/small", 512)
+    assert not ranks["prefill"].draft_model

@@ -146,7 +146,7 @@ def recording(
     """
     recorders = itertools.repeat(recorder) if isinstance(recorder, KeptFunctions) else iter(recorder)
     with monkeypatch.context() as patch:
-        patch.setattr(rank_parts, "compilation_of", lambda _: rank_parts.Compilation(backend, next(recorders)))
+        patch.setattr(rank_parts, "compilation_of", lambda _: graphs.Compilation(backend, next(recorders)))
         patch.setattr(RankWorker, "_probe", lambda *_: RATES)
         patch.setattr(graphs, "RecordedPieces", PoisonedPieces)
         patch.setattr(compiler, "trace", traced_once)

@@ -21,6 +21,7 @@ from ringserve.workers.decode.step import DoneStep
 from ringserve.workers.model.loading import load_model
 from ringserve.workers.sampling.parameters import SamplingParameters
 from ringserve.workers.sampling.sampler import draw
+from tests.workers.decode.recording import KeptFunctions, compile_ranks, recording
 from tests.workers.decode.test_variants import ENDS, PROMPTS, greedy, serve_all
 from tests.workers.models import ALL_WINDOWED, VOCAB_SIZE, WINDOWED, Oracle, random_tokens
 from tests.workers.rings import LocalRing
@@ -122,6 +123,25 @@ def test_a_ring_that_is_built_again_keeps_its_draft_model(model_paths: Models, o
             name: oracles["llama_gqa"].greedy(PROMPTS[name], end) for name, end in ENDS.items()
         }
         assert sum(ring.workers[0].status().accepted_drafts)
+
+
+@pytest.mark.usefixtures("without_texts")
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_draft_model_is_compiled_and_recorded_where_its_ring_is(
+    is_whole: bool, model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of several lengths fill buckets of their own; those after the first tokens are replayed."""
+    path, recorders = model_paths["llama_gqa"], [KeptFunctions() for _ in range(3)]
+    with (
+        recording(recorders, monkeypatch, is_whole=is_whole),
+        LocalRing(path, 2, decode_variant=GATHER, draft_model=path, is_on_stream=True) as ring,
+    ):
+        compile_ranks(ring)
+        answers = serve_all(ring, greedy())
+        status = ring.workers[0].status()
+    assert answers == {name: oracles["llama_gqa"].greedy(PROMPTS[name], end) for name, end in ENDS.items()}
+    assert sum(status.accepted_drafts) > 0.8 * sum(status.checked_drafts) > 4
+    assert recorders[0].num_replayed > recorders[0].num_recorded, "the first rank's draft model is made first"
 
 
 @pytest.fixture(scope="module")

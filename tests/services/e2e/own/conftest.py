@@ -74,6 +74,8 @@ def secure(ringserve: Ringserve, model_path: Path, tmp_path_factory: pytest.Temp
         },
         "auth": {"tokens": str(file)},
         "gateway": {"model_name": "tiny-and-secret"},
+        # The model drafts for itself, too.
+        "decode": {"draft_model": str(model_path), "draft_context": 128},
         "logs": {"level": "debug"},  # the log is looked through for secrets
     }
     config = directory / "cluster.yaml"
