@@ -71,6 +71,13 @@ INLINE void put(bf16 *at, float value) {
     *at = value != value ? 0x7fc0 : (bf16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+INLINE void put(float *at, vf value) { store(at, value); }
+INLINE void put(bf16 *at, vf value) {
+    vu bits = (vu)value, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const vi is_number = value == value;
+    *(vh_u *)at = __builtin_convertvector((rounded & (vu)is_number) | (0x7fc0 & ~(vu)is_number), vh_u);
+}
+
 #if defined(__clang__)
 #define LANES(...) __VA_ARGS__
 #define SHUFFLE(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
@@ -540,7 +547,7 @@ struct Linear {
     const void *weight, *second;  // packed [N, C]; `second` may be null
     const void *bias;           // [N], or null
     void *out;                  // [T, N], of the weights' type
-    int64_t rows, in_features, out_features;
+    int64_t rows, in_features, out_features, panels, band;
 };
 
 #if W == 8
@@ -549,8 +556,11 @@ struct Linear {
 #define OUT_BLOCKS 4
 #endif
 #define OUT_LANES (OUT_BLOCKS * W)
+// A task has GROUP_ROWS rows and OUT_LANES outputs. Weights of COLUMN_BLOCK columns stay in the first cache, and a band
+// of rows, of BAND_FLOATS together, in the second.
 #define GROUP_ROWS 96
-#define COLUMN_BLOCK 256
+#define BAND_FLOATS (1 << 17)
+#define COLUMN_BLOCK 128
 
 // sums[ROWS][OUT_LANES] += x[ROWS][columns] x weight[BLOCKS][columns][W]; rows of x and blocks lie `in_features` apart.
 template <class Stored, int ROWS, int BLOCKS>
@@ -602,38 +612,46 @@ void multiply_group(const float *x, const Stored *weight, float *sums, int64_t r
 
 template <class Stored>
 void multiply_task(const Linear &a, int64_t task) {
-    const int64_t line = task * OUT_LANES, left = a.out_features - line, lanes = left < OUT_LANES ? left : OUT_LANES;
+    // Tasks side by side read the same weights and, a band of rows at a time, rows that the cache still has.
+    const int64_t above = task / (a.band * a.panels) * a.band, groups = (a.rows + GROUP_ROWS - 1) / GROUP_ROWS - above;
+    const int64_t height = groups < a.band ? groups : a.band, within = task - above * a.panels;
+    const int64_t line = within / height * OUT_LANES, first = (above + within % height) * GROUP_ROWS;
+    const int64_t left = a.out_features - line, lanes = left < OUT_LANES ? left : OUT_LANES;
     const int64_t at = line * a.in_features;
     float *sums = scratch.scores, *ups = sums + GROUP_ROWS * OUT_LANES;
-    for (int64_t first = 0; first < a.rows; first += GROUP_ROWS) {
-        const int64_t rows = a.rows - first < GROUP_ROWS ? a.rows - first : GROUP_ROWS;
-        const float *x = a.x + first * a.in_features;
-        for (int part = 0; part < (a.second ? 2 : 1); ++part) {
-            float *to = part ? ups : sums;
-            const Stored *from = (const Stored *)(part ? a.second : a.weight) + at;
-            switch ((lanes + W - 1) / W) {
-                case 1: multiply_group<Stored, 1>(x, from, to, rows, a.in_features); break;
-                case 2: multiply_group<Stored, 2>(x, from, to, rows, a.in_features); break;
+    const int64_t rows = a.rows - first < GROUP_ROWS ? a.rows - first : GROUP_ROWS;
+    const float *x = a.x + first * a.in_features;
+    for (int part = 0; part < (a.second ? 2 : 1); ++part) {
+        float *to = part ? ups : sums;
+        const Stored *from = (const Stored *)(part ? a.second : a.weight) + at;
+        switch ((lanes + W - 1) / W) {
+            case 1: multiply_group<Stored, 1>(x, from, to, rows, a.in_features); break;
+            case 2: multiply_group<Stored, 2>(x, from, to, rows, a.in_features); break;
 #if OUT_BLOCKS == 4
-                case 3: multiply_group<Stored, 3>(x, from, to, rows, a.in_features); break;
-                case 4: multiply_group<Stored, 4>(x, from, to, rows, a.in_features); break;
+            case 3: multiply_group<Stored, 3>(x, from, to, rows, a.in_features); break;
+            case 4: multiply_group<Stored, 4>(x, from, to, rows, a.in_features); break;
 #endif
-            }
         }
-        for (int64_t row = 0; row < rows; ++row) {
-            if (a.second)
-                for (int64_t lane = 0; lane < OUT_LANES; lane += W) {
-                    vf gate = load(sums + row * OUT_LANES + lane), up = load(ups + row * OUT_LANES + lane);
-                    // 1 / (1 + e^-x) with an exponent that is never positive.
-                    vf size = select(gate < 0.0f, -gate, gate), small = exponential(-size);
-                    vf part = select(gate < 0.0f, small, all(1.0f)) / (small + 1.0f);
-                    store(sums + row * OUT_LANES + lane, gate * part * up);
-                }
-            Stored *out = (Stored *)a.out + (first + row) * a.out_features + line;
-            for (int64_t lane = 0; lane < lanes; ++lane) {
-                float value = sums[row * OUT_LANES + lane];
-                put(out + lane, a.bias ? value + widen(((const Stored *)a.bias)[line + lane]) : value);
+    }
+    for (int64_t row = 0; row < rows; ++row) {
+        if (a.second)
+            for (int64_t lane = 0; lane < OUT_LANES; lane += W) {
+                vf gate = load(sums + row * OUT_LANES + lane), up = load(ups + row * OUT_LANES + lane);
+                // 1 / (1 + e^-x) with an exponent that is never positive.
+                vf size = select(gate < 0.0f, -gate, gate), small = exponential(-size);
+                vf part = select(gate < 0.0f, small, all(1.0f)) / (small + 1.0f);
+                store(sums + row * OUT_LANES + lane, gate * part * up);
             }
+        Stored *out = (Stored *)a.out + (first + row) * a.out_features + line;
+        const Stored *bias = a.bias ? (const Stored *)a.bias + line : nullptr;
+        int64_t lane = 0;
+        for (; lane + W <= lanes; lane += W) {
+            vf value = load(sums + row * OUT_LANES + lane);
+            put(out + lane, bias ? value + load(bias + lane) : value);
+        }
+        for (; lane < lanes; ++lane) {
+            float value = sums[row * OUT_LANES + lane];
+            put(out + lane, bias ? value + widen(bias[lane]) : value);
         }
     }
 }
@@ -744,8 +762,9 @@ void ringserve_pack(const void *weight, void *packed, int64_t out_features, int6
 
 void ringserve_linear(const float *x, const void *weight, const void *second, const void *bias, void *out, int64_t rows,
                       int64_t in_features, int64_t out_features, int is_wide, int threads) {
-    Linear a = {x, weight, second, bias, out, rows, in_features, out_features};
-    const int64_t tasks = (out_features + OUT_LANES - 1) / OUT_LANES;
+    const int64_t panels = (out_features + OUT_LANES - 1) / OUT_LANES, band = BAND_FLOATS / (GROUP_ROWS * in_features);
+    Linear a = {x, weight, second, bias, out, rows, in_features, out_features, panels, band < 1 ? 1 : band};
+    const int64_t tasks = (rows + GROUP_ROWS - 1) / GROUP_ROWS * panels;
     if (is_wide) run_tasks<Linear, multiply_task<float>>(a, tasks, threads);
     else run_tasks<Linear, multiply_task<bf16>>(a, tasks, threads);
 }

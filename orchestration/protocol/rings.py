@@ -70,8 +70,8 @@ class RingSettings:
 
     Each rank is asked for a heartbeat every `watch_interval`, and is lost after `lost_timeout` without one.
 
-    At most `kept_fraction` of the ranks' blocks are retained between turns. With `measures_steps` a ring that starts
-    computes a few steps, which make its rates more exact and its first turn faster.
+    At most `kept_fraction` of the ranks' blocks are retained between turns. A ring that is measured computes a few
+    steps, which make its rates more exact; with `measures_at_start` it does so before it serves.
     """
 
     role: str
@@ -97,7 +97,7 @@ class RingSettings:
     announce_interval: float = HEARTBEAT_SECONDS
     drain_interval: float = 0.2
     retry_pause: float = 0.5
-    measures_steps: bool = False
+    measures_at_start: bool = False
 
     @property
     def num_processes(self) -> int:

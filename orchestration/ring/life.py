@@ -242,7 +242,7 @@ class Ring:
         if known is None:
             probed = await gather_first_error(rank.probe(settings.start_timeout) for rank in ranks)
             common = rates_of_ring(probed, settings.ranks.tp)
-            if settings.measures_steps and self._correction is None:
+            if settings.measures_at_start and self._correction is None:
                 self._correction = await measure_steps(ranks, sized, infos[0].model, common)
         rates = known or self._corrected(common)
         await self._have_kept(ranks[0], rates, infos)
@@ -275,7 +275,7 @@ class Ring:
         settings = self.settings
         rates = await gather_first_error(rank.probe(settings.start_timeout) for rank in self.ranks)
         common = rates_of_ring(rates, settings.ranks.tp)
-        if settings.measures_steps and not self.pool.inventory():
+        if not self.pool.inventory():
             self._correction = await measure_steps(self.ranks, self._sized(self.infos), self.model, common)
         self.rates = self._corrected(common)
         await self._have_kept(self.ranks[0], self.rates, self.infos)

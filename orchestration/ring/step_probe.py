@@ -72,7 +72,7 @@ async def measure_steps(
     lengths = [max(1, min(tokens, room)) for tokens in (SHORT_TOKENS, LONG_TOKENS)]
     measured = [median(await _seconds(ranks, settings, num_tokens)) for num_tokens in lengths]
     # A sampled token takes the rank of the last position longer, when it waits for no other.
-    own = await _rank_seconds(ranks, settings, lengths[0])
+    own = await _rank_seconds(ranks, settings, lengths[0]) if settings.num_processes > 1 else []
     predictor = StepPredictor(
         tensor_share(model, settings.ranks.tp).shape, PrefillRates(ring=rates), settings.num_ranks
     )

@@ -162,18 +162,11 @@ SHAPE = {"rings", "cp", "tp", "threads_per_rank", "pools"}
 def fit_shape(cores: int, given: Mapping[str, set[str]]) -> list[str]:
     """Return values for roles whose shape is not `given`, for one machine without GPUs, as --set takes them.
 
-    Prompts are computed by two ranks with a thread for every core. A decode ring has one rank, as all ranks would read
-    their weights from the same memory and wait for each other's messages. It has a thread for every core too: one core
-    does not read as fast as the memory can (decision 0038).
+    Each ring has one rank with a thread for every core: several would read their weights from the same memory, and
+    wait for each other's messages (decision 0038).
     """
-    prefill = [f"prefill.cp={min(2, cores)}", f"prefill.threads_per_rank={max(1, cores // 2)}"]
-    decode = ["decode.cp=1", f"decode.threads_per_rank={cores}"]
-    return [
-        value
-        for role, values in (("prefill", prefill), ("decode", decode))
-        if not given[role] & SHAPE
-        for value in values
-    ]
+    values = ("cp=1", f"threads_per_rank={cores}")
+    return [f"{role}.{value}" for role in ("prefill", "decode") if not given[role] & SHAPE for value in values]
 
 
 @command(

@@ -177,7 +177,8 @@ class LeaderHost:
     """Builder of the leader of one ring of a pool. Picklable.
 
     With an empty `listen_host` leader and ranks listen at the addresses of their nodes. All ranks of a cluster refuse
-    to load a model of another `fingerprint`; see `workers.model.info.read_fingerprint`.
+    to load a model of another `fingerprint`; see `workers.model.info.read_fingerprint`. Its ring measures its steps
+    before it serves, unless the starter does not want it to and calls `measure` later.
     """
 
     config: Config
@@ -187,6 +188,7 @@ class LeaderHost:
     number: int
     router_endpoint: str
     listen_host: str = "127.0.0.1"
+    measures_at_start: bool = True
 
     @property
     def name(self) -> str:
@@ -260,7 +262,7 @@ class LeaderHost:
             announce_interval=timeouts.heartbeat,
             watch_interval=timeouts.heartbeat,
             lost_timeout=timeouts.lost,
-            measures_steps=True,
+            measures_at_start=self.measures_at_start,
         )
 
 

@@ -11,7 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import ray
@@ -144,6 +144,10 @@ class RingKeeper(Generic[L]):
         self._parked.discard(host.name)
         self._leaders[host.name] = self._start(host, f"{host.name}-{self._num_made}")
 
+    def _make_again(self, host: LeaderHost) -> None:
+        # Nobody else starts meanwhile, and nobody asks the ring to measure itself later.
+        self.make(replace(host, measures_at_start=True))
+
     def want(self, event: RingEvent) -> None:
         """Note that a ring which has left, or is about to, is to be started again, or replace a silent leader."""
         if event.silent_seconds:
@@ -175,7 +179,7 @@ class RingKeeper(Generic[L]):
         if leader.started_at < self._clock() - event.silent_seconds:
             log.warning("the leader of ring %s sends no heartbeat; it is killed and started again", event.ring)
             leader.kill()
-            self.make(leader.host)
+            self._make_again(leader.host)
 
     def look(self) -> None:
         """Stop the leaders of rings that have drained; restart leaders that failed and rings that are wanted."""
@@ -185,11 +189,11 @@ class RingKeeper(Generic[L]):
             elif (reason := self._failure_of(leader)) and self._clock() - leader.started_at > RESTART_SECONDS:
                 log.warning("the leader of ring %s %s; it is started again", leader.host.name, reason)
                 leader.kill()
-                self.make(leader.host)
+                self._make_again(leader.host)
         for away in list(self._away.values()):
             if away.wanted is not None and self._may_return(away, away.wanted):
                 log.info("ring %s is started again", away.host.name)
-                self.make(away.host)
+                self._make_again(away.host)
 
     def _failure_of(self, leader: L) -> str:
         limit = START_STAGES * leader.host.config.timeouts.start

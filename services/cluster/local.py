@@ -200,6 +200,8 @@ class LocalCluster:
                 number=number,
                 router_endpoint=self.router_endpoint,
                 listen_host="" if config.ray.address else "127.0.0.1",
+                # Prefill rings are measured below. The steps of a ring that decodes cannot be, once its loop runs.
+                measures_at_start=pool.role == "decode",
             )
             for pool in config.pools
             for number in range(pool.rings)

@@ -38,7 +38,7 @@ from ringserve.workers.model.layers import (
 from ringserve.workers.model.support import SLIDING, WINDOWS
 from ringserve.workers.model.tensor_parallel import TensorParallel
 from ringserve.workers.model.tokenizer import load_tokenizer, tokenizer_json
-from ringserve.workers.model.weights import Weights, whole_shapes
+from ringserve.workers.model.weights import Weights, release_pages, whole_shapes
 from ringserve.workers.protocol.ranks import FP8_MLPS, NO_QUANTIZATION, ModelInfo
 from ringserve.workers.sampling.grammar import Grammars
 
@@ -121,7 +121,7 @@ class LoadedModel:
     With tensor parallelism `hidden_states` and `logits` are collective over `tensor`, and their results are whole. With
     helix they are collective over the whole ring, `helix`, whose ranks compute the same rows. `pieces` are the compiled
     layers, if they are compiled. By layer, `scales` are the factors of attention's scores, `windows` the sliding
-    windows (0: none) and `attention` the modules.
+    windows (0: none) and `attention` the modules. `path` is the directory.
     """
 
     model: PreTrainedModel
@@ -135,6 +135,7 @@ class LoadedModel:
     scales: tuple[float, ...]
     windows: tuple[int, ...]
     attention: tuple[Module, ...]
+    path: Path
     pieces: Pieces | None = None
 
     @property
@@ -192,6 +193,8 @@ class LoadedModel:
         for module in self.body.modules():
             if (forward := GatedMlp.try_of(module) or FusedNorm.try_of(module)) is not None:
                 module.forward = forward
+        if is_on_cpu:
+            release_pages(self.path)
 
     def compiled(self, backend: str) -> LoadedModel:
         """Return the model with its layers compiled by a backend of torch; its weights are cut and packed no more.
@@ -396,4 +399,5 @@ def _loaded(
         scales,
         windows,
         tuple(layers),
+        path,
     )

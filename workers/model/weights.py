@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
@@ -42,6 +45,28 @@ class _TorchFile(dict[str, Tensor]):
 
     def get_tensor(self, name: str) -> Tensor:
         return self[name]
+
+
+def release_pages(path: Path) -> None:
+    """Give up memory of a directory's files that is mapped here and has been read; its contents stay readable.
+
+    Packed weights are copies, and the pages they were read from would count as this process's for good. The kernel
+    keeps them as a cache of the files. Mappings with pages that were written to are left alone.
+    """
+    files = {str(file.resolve()) for file in path.iterdir()}
+    madvise, at = getattr(ctypes.CDLL(None), "madvise", None), None
+    if madvise is None or not MAPPINGS.is_file():
+        return
+    for line in MAPPINGS.read_text().splitlines():
+        if (found := MAPPING.fullmatch(line)) is not None:
+            start, stop = int(found["start"], 16), int(found["stop"], 16)
+            at = (start, stop - start) if found["path"] in files else None
+        elif at is not None and line.split() == ["Anonymous:", "0", "kB"]:
+            madvise(ctypes.c_void_p(at[0]), ctypes.c_size_t(at[1]), mmap.MADV_DONTNEED)
+
+
+MAPPINGS = Path("/proc/self/smaps")
+MAPPING = re.compile(r"(?P<start>[0-9a-f]+)-(?P<stop>[0-9a-f]+) \S+ \S+ \S+ \d+ *(?P<path>.*)")
 
 
 def _open_files(path: Path, stack: ExitStack) -> Mapping[str, WeightFile]:

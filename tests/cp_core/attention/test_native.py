@@ -171,6 +171,27 @@ def test_a_product_matches_the_oracle_and_its_rows_do_not_know_of_each_other(
     assert multiply(rows[:0], packed, num_out).shape == (0, num_out)
 
 
+@pytest.mark.parametrize(("num_in", "num_out"), [(300, 129), (1500, 40), (40, 200)])
+def test_many_rows_are_multiplied_in_bands_that_may_end_anywhere(num_in: int, num_out: int) -> None:
+    """Of four tasks' rows, of one, and of more than there are."""
+    rows, weight = torch.randn(1000, num_in), torch.randn(num_out, num_in)
+    packed = pack_weight(weight)
+    product = multiply(rows, packed, num_out)
+    assert largest(product.double() - rows.double() @ weight.double().T) <= 1e-6 * num_in
+    for count in (96, 97, 385, 575, 999):
+        assert torch.equal(multiply(rows[:count], packed, num_out), product[:count])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype) -> None:
+    rows, packed = torch.ones(3, 32), pack_weight(torch.ones(70, 32).to(dtype))
+    rows[1, 5], rows[2, 7] = torch.nan, torch.inf
+    product = multiply(rows, packed, 70)
+    assert (product[0] == 32).all()
+    assert product[1].isnan().all()
+    assert (product[2] == torch.inf).all()
+
+
 def test_results_have_the_same_bits_with_any_number_of_threads() -> None:
     tokens, packed = random_tokens(300), pack_weight(torch.randn(200, 256))
     shards = scattered([(tokens.k, tokens.v)], 16)

@@ -135,13 +135,13 @@ def test_serve_is_up_with_a_model(
 @pytest.mark.parametrize(
     ("cores", "given", "shape"),
     [
-        (2, [], (2, 1, 1, 2)),
+        (2, [], (1, 2, 1, 2)),
         (1, [], (1, 1, 1, 1)),
-        (16, [], (2, 8, 1, 16)),
+        (16, [], (1, 16, 1, 16)),
         (16, ["--set", "prefill.cp=4"], (4, 1, 1, 16)),
-        (16, ["--set", "decode.threads_per_rank=3"], (2, 8, 2, 3)),
+        (16, ["--set", "decode.threads_per_rank=3"], (1, 16, 2, 3)),
         (16, ["--tensor-parallel-size", "2"], (2, 1, 2, 1)),
-        (16, ["--set", "decode.max_batch=7"], (2, 8, 1, 16)),
+        (16, ["--set", "decode.max_batch=7"], (1, 16, 1, 16)),
         (16, ["--set", "model.device=cuda"], (2, 1, 2, 1)),
         (16, ["--ray-address", "auto", "--set", "internal_tls.insecure=true"], (2, 1, 2, 1)),
     ],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -49,7 +49,7 @@ class Machine:
         config = config_from({})
         (pool,) = config.pools_of("decode")
         host = LeaderHost(config=config, model_path="", fingerprint="", pool=pool, number=0, router_endpoint="")
-        self.keeper.make(host)
+        self.keeper.make(replace(host, measures_at_start=False))
 
     def _start(self, host: LeaderHost, name: str) -> FakeLeader:
         self.made.append(FakeLeader(host, name, self.now))
@@ -74,6 +74,7 @@ def test_a_leader_that_failed_is_started_again_by_another_name(machine: Machine)
     machine.made[0].reason = "died"
     assert machine.look() == 2
     assert [leader.name for leader in machine.made] == ["decode-0-1", "decode-0-2"]
+    assert machine.made[1].host.measures_at_start, "nobody asks it to measure itself later"
     assert machine.made[0].ends == ["kill"]
     assert machine.look() == 2
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,12 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import Linear
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaMLP
 
+from ringserve.cp_core.attention import native
 from ringserve.cp_core.cost.memory import kv_bytes_per_token
 from ringserve.cp_core.errors import ModelRefused
+from ringserve.workers.model import layers
 from ringserve.workers.model.info import multiplies_bfloat16, read_fingerprint, read_model_info
-from ringserve.workers.model.layers import PackedLinear
+from ringserve.workers.model.layers import GatedMlp, PackedLinear, pack
 from ringserve.workers.model.loading import load_model
 from ringserve.workers.model.support import FAMILIES, check_supported, layer_windows
 from ringserve.workers.protocol.prefill_steps import Algorithm
@@ -87,6 +91,45 @@ def test_a_packed_layer_answers_as_a_plain_one_and_keeps_its_hooks(
     else:  # the kernels sum in another order
         torch.testing.assert_close(linear(rows), plain)
     assert [name for name, _ in linear.named_parameters()] == ["bias"] * has_bias
+
+
+def test_packing_gives_up_the_pages_that_it_has_read_and_no_others(
+    model_paths: Mapping[str, Path], tmp_path: Path
+) -> None:
+    """What stays plain, as embeddings do, is read from the file again; pages that were written to are the only copy."""
+    shutil.copytree(model_paths["llama_gqa"], tmp_path / "model")
+    path = tmp_path / "model"
+    (path / "tokens.bin").write_bytes(bytes(1 << 20))
+    written = torch.from_file(str(path / "tokens.bin"), shared=False, size=1 << 18, dtype=torch.float32)
+    written.fill_(3.0)
+    model = load_model(path, "float32", "cpu")
+    embeddings = model.model.get_input_embeddings().weight.clone()
+    assert mapped_kilobytes(path / "model.safetensors") > 0
+    model.pack_weights(with_head=True)
+    assert mapped_kilobytes(path / "model.safetensors") == 0
+    assert torch.equal(model.model.get_input_embeddings().weight, embeddings)
+    assert (written == 3.0).all()
+
+
+def mapped_kilobytes(file: Path) -> int:
+    """Return how much of a file's mappings is in memory of this process."""
+    found = re.findall(rf" {re.escape(str(file))}\n(?:\w+:.*\n)*?Rss: +(\d+) kB", Path("/proc/self/smaps").read_text())
+    return sum(map(int, found))
+
+
+def test_a_wide_mlp_is_computed_in_parts_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    if native.library() is None:
+        pytest.skip("no compiler")
+    mlp = LlamaMLP(LlamaConfig(hidden_size=24, intermediate_size=56, num_attention_heads=2)).requires_grad_(False)
+    rows = torch.randn(1, 50, 24)
+    plain = mlp(rows)
+    pack(mlp)
+    forward = GatedMlp.try_of(mlp)
+    assert forward is not None
+    whole = forward(rows)
+    torch.testing.assert_close(whole, plain)
+    monkeypatch.setattr(layers, "PRODUCT_NUMBERS", 7 * 56 + 1)
+    assert torch.equal(forward(rows), whole)
 
 
 @pytest.mark.parametrize("is_fast", [False, True] if CAN_PACK_BFLOAT16 else [False])
