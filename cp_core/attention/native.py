@@ -252,13 +252,21 @@ def _one_page(num_rows: int) -> torch.Tensor:
     return torch.zeros(num_rows, 1, dtype=torch.int32)
 
 
-def pack_weight(weight: torch.Tensor) -> torch.Tensor:
-    """Return weight[N, C] in the order in which `multiply` reads it: new memory, N rounded up to whole vectors."""
+def packed_shape(weight: torch.Tensor) -> tuple[int, int]:
+    """Return the shape of weight[N, C] when it is packed: N rounded up to whole vectors."""
+    found = library()
+    assert found is not None
+    lanes = found.ringserve_lanes()
+    return -(-weight.shape[0] // lanes) * lanes, weight.shape[1]
+
+
+def pack_weight(weight: torch.Tensor, packed: torch.Tensor | None = None) -> torch.Tensor:
+    """Return weight[N, C] in the order in which `multiply` reads it, in `packed` or in new memory."""
     found = library()
     assert found is not None
     num_out, num_in = weight.shape
-    lanes = found.ringserve_lanes()
-    packed = torch.empty(-(-num_out // lanes) * lanes, num_in, dtype=weight.dtype)
+    if packed is None:
+        packed = torch.empty(packed_shape(weight), dtype=weight.dtype)
     weight = weight.contiguous()
     found.ringserve_pack(weight.data_ptr(), packed.data_ptr(), num_out, num_in, weight.dtype == torch.float32)
     return packed

@@ -133,7 +133,7 @@ class DraftModel:
     def make_fast(self, *, packs_weights: bool) -> None:
         """Pack the weights, then compile the layers and record their steps where the ring does. Idempotent."""
         if packs_weights:
-            self._model.pack_weights(with_head=True)
+            self._model.pack_weights(with_head=True, is_shared=True)
         if self._compilation is not None:
             self._use(self._model.compiled(self._compilation.backend), self._compilation.recorder)
 

@@ -171,11 +171,11 @@ class KvCache:
         return pieces
 
     def joined(self, where: Sequence[SlotRun]) -> list[SlotRun | Tensor]:
-        """Return runs as pieces for many-query kernels: on a GPU one index of all runs, on a CPU the runs themselves.
+        """Return runs as pieces for many-query kernels: on a GPU one index of all runs, on a CPU `pieces`.
 
-        On a GPU, launching a kernel costs the host more than copying costs the device. On a CPU views are cheaper.
+        Launching a kernel costs the host of a GPU more than copying costs the device.
         """
-        return [self.index(where)] if self.joins_runs and len(where) > 1 else list(where)
+        return [self.index(where)] if self.joins_runs and len(where) > 1 else self.pieces(where)
 
     def scattered(self, where: Sequence[SlotRun]) -> Tensor | None:
         """Return an index of the runs if there are too many to write one by one. A step asks once for all layers."""

@@ -7,8 +7,10 @@ Shapes: T rows, C input features.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch.nn import Linear, Module, Parameter, SiLU
 from ringserve.cp_core.attention import native
 from ringserve.workers.model.hugging_face import SiLUActivation
 from ringserve.workers.model.info import multiplies_bfloat16
+from ringserve.workers.model.shared import shared_bytes
 
 
 class PackedLinear(Linear):
@@ -32,8 +35,11 @@ class PackedLinear(Linear):
     is_native: bool
 
     @staticmethod
-    def pack(linear: Linear) -> None:
-        """Turn `linear` into a packed layer in place. Forward hooks stay; the plain weight is dropped."""
+    def pack(linear: Linear, packed: Tensor | None = None) -> None:
+        """Turn `linear` into a packed layer in place. Forward hooks stay; the plain weight is dropped.
+
+        `packed` is its weight as `native.pack_weight` orders it, if that has been done.
+        """
         weight = linear.weight.detach()
         num_rows = PACKED_ROWS if weight.dtype == torch.float32 else None
         del linear.weight
@@ -41,7 +47,7 @@ class PackedLinear(Linear):
         assert isinstance(linear, PackedLinear)
         linear.is_native = weight.dtype == torch.float32 and native.library() is not None
         if linear.is_native:
-            linear.packed = native.pack_weight(weight)
+            linear.packed = native.pack_weight(weight) if packed is None else packed
         else:
             linear.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), num_rows)
 
@@ -164,12 +170,44 @@ def packed_dtypes() -> set[torch.dtype]:
     return {torch.float32, torch.bfloat16} if multiplies_bfloat16() else {torch.float32}
 
 
-def pack(module: Module) -> None:
-    """Pack the linear CPU layers in `module`: fp32 layers, and bf16 layers if the CPU multiplies bf16."""
+def pack(module: Module, key: str = "") -> None:
+    """Pack the linear CPU layers in `module`: fp32 layers, and bf16 layers if the CPU multiplies bf16.
+
+    Processes of this machine that give the same `key` share the memory of fp32 layers, as far as there are kernels for
+    them. It must say everything that their weights depend on.
+    """
     dtypes = packed_dtypes()
-    for linear in list(module.modules()):
-        if type(linear) is Linear and linear.weight.dtype in dtypes and linear.weight.device.type == "cpu":
-            PackedLinear.pack(linear)
+    linears = [
+        each
+        for each in module.modules()
+        if type(each) is Linear and each.weight.dtype in dtypes and each.weight.device.type == "cpu"
+    ]
+    shared = _packed_together([each.weight.detach() for each in linears], key) if key else None
+    for place, linear in enumerate(linears):
+        PackedLinear.pack(linear, None if shared is None else shared[place])
+
+
+def _packed_together(weights: Sequence[Tensor], key: str) -> list[Tensor] | None:
+    """Return packed weights in memory that processes with this key share; None if that is not possible."""
+    if native.library() is None or any(weight.dtype != torch.float32 for weight in weights):
+        return None
+    shapes = [native.packed_shape(weight) for weight in weights]
+    ends = list(accumulate(-(-math.prod(shape) // LINE_NUMBERS) * LINE_NUMBERS for shape in shapes))
+
+    def cut(memory: Tensor) -> list[Tensor]:
+        starts, numbers = [0, *ends[:-1]], memory.view(torch.float32)
+        return [numbers[at : at + math.prod(shape)].view(shape) for at, shape in zip(starts, shapes, strict=True)]
+
+    def fill(memory: Tensor) -> None:
+        for weight, packed in zip(weights, cut(memory), strict=True):
+            native.pack_weight(weight, packed)
+
+    memory = shared_bytes(f"{key} version {native.VERSION}, {shapes}", 4 * ends[-1], fill) if ends else None
+    return None if memory is None else cut(memory)
+
+
+LINE_NUMBERS = 16
+"""fp32 numbers of a cache line, at whose start each weight begins."""
 
 
 ATTENTION_LAYERS = ("q_proj", "k_proj", "v_proj")

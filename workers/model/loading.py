@@ -173,12 +173,22 @@ class LoadedModel:
         is_packed = any(isinstance(module, PackedLinear | Columns) for module in self.body.modules())
         return not is_packed and not self.info.has_sinks and TensorParallel.can_cut(self.model)
 
-    def pack_weights(self, *, with_head: bool, quantization: str = NO_QUANTIZATION) -> None:
+    @property
+    def _key(self) -> str:
+        """Name of the weights here: the files that they come from, and what of them."""
+        files = [(file.name, file.stat()) for file in sorted(self.path.iterdir())]
+        stored = [(name, each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns) for name, each in files]
+        shares = [(each.rank, each.size) for each in (self.tensor, self.helix)]
+        return f"{stored} {self.info.dtype} {shares}"
+
+    def pack_weights(self, *, with_head: bool, quantization: str = NO_QUANTIZATION, is_shared: bool = False) -> None:
         """Bring the weights of all layers into the form that kernels read fastest. Idempotent.
 
         Projections with the same input become one layer. On a CPU layers are packed, MLPs run in two calls of its
         kernels instead, which apply the activation, and RMS norms in one. The packed copy of a head that is the
-        embedding, too, takes memory of its own. On a GPU with `quantization` "fp8" MLPs become such of 8-bit floats.
+        embedding, too, takes memory of its own. With `is_shared` all ranks of a machine with the same weights have one
+        copy of those that are packed for this package's kernels; they must be as they were read. On a GPU with
+        `quantization` "fp8" MLPs become such of 8-bit floats.
         """
         is_on_cpu = self.model.device.type == "cpu"
         if not is_on_cpu or self.body.dtype in packed_dtypes():  # where files are mapped, a copy would take memory
@@ -187,9 +197,10 @@ class LoadedModel:
             join_layers(self.body, MLP_LAYERS)
         if quantization == FP8_MLPS:
             quantize_mlps(self.body)
-        pack(self.body)
+        key = self._key if is_shared else ""
+        pack(self.body, key)
         if with_head:
-            pack(self.head)
+            pack(self.head, key)
         for module in self.body.modules():
             if (forward := GatedMlp.try_of(module) or FusedNorm.try_of(module)) is not None:
                 module.forward = forward

@@ -174,7 +174,7 @@ class RankWorker:
             settings, model = parts.spec.settings, parts.choose_variant.share_weights(parts.model, ring)
             self._started = replace(parts, model=model)
             if settings.packs_weights:
-                model.pack_weights(with_head=settings.packs_head, quantization=settings.quantization)
+                model.pack_weights(with_head=settings.packs_head, quantization=settings.quantization, is_shared=True)
             if parts.compilation is not None:
                 compiled = model.compiled(parts.compilation.backend)
                 self._started = replace(self.parts, model=compiled)

@@ -1,0 +1,163 @@
+"""Memory that several processes hold once: who fills it, who can show it to others, and what becomes of it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ringserve.cp_core.attention import native
+from ringserve.workers.model import shared
+from ringserve.workers.model.layers import PackedLinear, pack
+from ringserve.workers.model.shared import shared_bytes
+from tests.waiting import WAIT_SECONDS
+
+OTHER = """
+import sys
+from ringserve.workers.model.shared import shared_bytes
+
+def fill(memory):
+    memory.fill_(int(sys.argv[1]))
+    print("filled", flush=True)
+
+memory = shared_bytes("a test", 1000, fill)
+print(memory.unique().tolist(), flush=True)
+sys.stdin.read()
+"""
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no such memory on this system")
+
+
+class Other:
+    """Another process, which wants memory full of its number and holds it until it ends."""
+
+    def __init__(self, number: int, directory: Path) -> None:
+        environment = os.environ | {"TMPDIR": str(directory)}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen([sys.executable, "-c", OTHER, str(number)], env=environment, **pipes)  # type: ignore[call-overload]
+
+    def said(self) -> list[str]:
+        """Return what it says until it holds the memory."""
+        lines = [self.process.stdout.readline().strip()]
+        while lines[-1] == "filled":
+            lines.append(self.process.stdout.readline().strip())
+        return lines
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait(WAIT_SECONDS)
+        self.process.stdout.close()
+        self.process.stdin.close()
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Return a directory for temporary files of this test and its processes; this process shows what it does in it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(shared, "_shown", {})
+    yield tmp_path
+    for fd in shared._shown.values():
+        os.close(fd)
+
+
+@pytest.fixture
+def others(directory: Path) -> Iterator[list[Other]]:
+    begun: list[Other] = []
+    yield begun
+    for each in begun:
+        each.end()
+
+
+def test_the_first_fills_it_and_any_that_lives_shows_it_to_others(directory: Path, others: list[Other]) -> None:
+    others += [Other(5, directory)]
+    assert others[0].said() == ["filled", "[5]"]
+    others += [Other(6, directory)]
+    assert others[1].said() == ["[5]"]
+    others[0].end()
+    own = shared_bytes("a test", 1000, lambda memory: memory.fill_(7))
+    assert own is not None
+    assert own.tolist() == [5] * 1000
+    others[1].end()
+    others += [Other(8, directory)]
+    assert others[2].said() == ["[5]"], "from this process"
+    (file,) = (directory / f"ringserve-shared-{os.getuid()}").iterdir()
+    pids = [line.split()[0] for line in file.read_text().splitlines()]
+    assert sorted(pids) == sorted([str(os.getpid()), str(others[2].process.pid)]), "those that have ended are forgotten"
+
+
+def test_what_nobody_holds_any_more_is_filled_anew(directory: Path, others: list[Other]) -> None:
+    others += [Other(5, directory)]
+    others[0].said()
+    others[0].end()
+    own = shared_bytes("a test", 1000, lambda memory: memory.fill_(7))
+    assert own is not None
+    assert own.tolist() == [7] * 1000
+
+
+def test_of_several_at_a_time_one_fills_it(directory: Path, others: list[Other]) -> None:
+    others += [Other(number, directory) for number in range(4)]
+    said = [each.said() for each in others]
+    (first,) = (lines for lines in said if lines[0] == "filled")
+    assert all(lines[-1] == first[-1] for lines in said)
+
+
+def test_nobody_can_change_it_for_others(directory: Path) -> None:
+    one = shared_bytes("a test", 1000, lambda memory: memory.fill_(7))
+    other = shared_bytes("a test", 1000, lambda memory: memory.fill_(8))
+    assert one is not None
+    assert other is not None
+    one.fill_(1)
+    assert other.tolist() == [7] * 1000
+    (fd,) = shared._shown.values()
+    with pytest.raises(PermissionError):
+        os.pwrite(fd, b"1", 0)
+
+
+def test_other_keys_and_sizes_have_other_memory(directory: Path) -> None:
+    made = [
+        shared_bytes(key, size, lambda memory, size=size: memory.fill_(size % 251))  # type: ignore[misc]
+        for key, size in (("a", 1000), ("a", 1001), ("b", 1000))
+    ]
+    assert all(memory is not None and (memory == len(memory) % 251).all() for memory in made)
+    assert len(shared._shown) == 3
+
+
+@pytest.mark.parametrize("lack", ["memory", "directory", "lock"])
+def test_without_it_there_is_none(lack: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if lack == "memory":
+        monkeypatch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError("no space")))
+    elif lack == "directory":
+        (directory / "elsewhere").mkdir()
+        (directory / f"ringserve-shared-{os.getuid()}").symlink_to(directory / "elsewhere")
+    else:
+        monkeypatch.setattr(shared, "LOCK_SECONDS", 0.0)
+        monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(BlockingIOError))
+    assert shared_bytes("a test", 1000, lambda memory: memory.fill_(7)) is None
+    linear = torch.nn.Linear(40, 70).requires_grad_(False)
+    rows = torch.randn(3, 40)
+    plain = linear(rows)
+    pack(linear, key="a model")
+    torch.testing.assert_close(linear(rows), plain)
+
+
+@pytest.mark.skipif(native.library() is None, reason="no compiler")
+def test_layers_that_are_packed_together_answer_as_each_alone(directory: Path) -> None:
+    def made() -> torch.nn.Sequential:
+        torch.manual_seed(3)
+        parts = (torch.nn.Linear(40, 70), torch.nn.Linear(70, 33, bias=False), torch.nn.Linear(33, 1))
+        return torch.nn.Sequential(*parts).requires_grad_(False)
+
+    rows, alone, first, second = torch.randn(5, 40), made(), made(), made()
+    pack(alone)
+    for each in (first, second):
+        pack(each, key="a model")
+    assert len(shared._shown) == 1
+    assert torch.equal(first(rows), alone(rows))
+    assert torch.equal(second(rows), alone(rows))
+    assert all(isinstance(each, PackedLinear) and each.packed.data_ptr() % 64 == 0 for each in first)

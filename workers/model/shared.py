@@ -1,0 +1,118 @@
+"""Memory that processes of one user share on a machine: what several ranks would hold alike.
+
+It has no name in a file system and no owner: the kernel frees it when the last process that holds it has ended, however
+that ends. A small file, locked while it is read or written, says by which processes it can be found.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import Tensor
+
+LOCK_SECONDS = 60.0
+"""Limit on the wait for another process that fills the memory."""
+POLL_SECONDS = 0.01
+SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_WRITE", "F_SEAL_SEAL")
+
+# What this process can show to others stays open for as long as it lives.
+_shown: dict[str, int] = {}
+
+
+def shared_bytes(key: str, num_bytes: int, fill: Callable[[Tensor], object]) -> Tensor | None:
+    """Return `num_bytes`, as uint8, that `fill` has written here or in another process with the same `key`.
+
+    The key must say everything that the bytes depend on. None if this system has no such memory, or not enough.
+    Example: `shared_bytes("weights of m, packed", 1 << 20, lambda memory: memory.zero_())`.
+    """
+    if not hasattr(os, "memfd_create") or not num_bytes:
+        return None
+    name = f"ringserve-{hashlib.sha256(f'{key} {num_bytes}'.encode()).hexdigest()[:32]}"
+    try:
+        with _locked(_directory() / name) as holders:
+            if name not in _shown:
+                found = next((fd for line in holders if (fd := _open(line, name, num_bytes)) is not None), None)
+                _shown[name] = _filled(name, num_bytes, fill) if found is None else found
+            holders.seek(0)
+            others = [line for line in holders if not line.startswith(f"{os.getpid()} ") and _is_there(line, name)]
+            holders.seek(0)
+            holders.truncate()
+            holders.writelines([*others, f"{os.getpid()} {_shown[name]}\n"])
+        # Pages are shared until they are written to: what is written here by mistake stays here.
+        return _view(_shown[name], num_bytes, mmap.MAP_PRIVATE)
+    except OSError:
+        return None
+
+
+def _directory() -> Path:
+    """Return a directory of this user alone. Raises OSError."""
+    path = Path(tempfile.gettempdir()) / f"ringserve-shared-{os.getuid()}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    if path.is_symlink() or path.stat().st_uid != os.getuid():
+        raise PermissionError(f"{path} belongs to somebody else")
+    return path
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[IO[str]]:
+    """Open a file that no other process reads or writes meanwhile. Raises OSError."""
+    deadline = time.monotonic() + LOCK_SECONDS
+    with path.open("a+") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(POLL_SECONDS)
+        file.seek(0)
+        yield file
+
+
+def _is_there(line: str, name: str) -> bool:
+    """Return True if a line of the file names a process that still shows the memory."""
+    pid, fd = line.split()
+    with suppress(OSError):
+        return os.readlink(f"/proc/{pid}/fd/{fd}").startswith(f"/memfd:{name}")
+    return False
+
+
+def _open(line: str, name: str, num_bytes: int) -> int | None:
+    """Return a descriptor of another process's memory; None if that has ended."""
+    if not _is_there(line, name):
+        return None
+    pid, fd = line.split()
+    with suppress(OSError):
+        found = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        if os.fstat(found).st_size == num_bytes:
+            return found
+        os.close(found)
+    return None
+
+
+def _filled(name: str, num_bytes: int, fill: Callable[[Tensor], object]) -> int:
+    """Return a descriptor of new memory that is filled, and that nobody can write to any more. Raises OSError."""
+    made = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(made, 0, num_bytes)  # fails here, and not by a signal, if there is not enough
+        fill(_view(made, num_bytes, mmap.MAP_SHARED))
+        fcntl.fcntl(made, fcntl.F_ADD_SEALS, sum(getattr(fcntl, seal) for seal in SEALS))
+    except BaseException:
+        os.close(made)
+        raise
+    return made
+
+
+def _view(fd: int, num_bytes: int, flags: int) -> Tensor:
+    return torch.frombuffer(mmap.mmap(fd, num_bytes, flags=flags), dtype=torch.uint8)
