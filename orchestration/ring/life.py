@@ -18,7 +18,8 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from ringserve.cp_core.cost.decode import GATHER
@@ -26,13 +27,15 @@ from ringserve.cp_core.errors import RingserveError, Unavailable
 from ringserve.orchestration.protocol.ports import RankFactory, RankPort
 from ringserve.orchestration.protocol.rings import RingSettings, RingState
 from ringserve.orchestration.ring.kv_pool import KvPool
-from ringserve.orchestration.ring.step_probe import StepCorrection, measure_steps
+from ringserve.orchestration.ring.step_probe import StepCorrection, measure_steps, room_for_steps
 from ringserve.orchestration.tasks import TaskSet, gather_all, gather_first_error
 from ringserve.views import RingRates
 from ringserve.workers.protocol.ranks import ModelInfo, RankInfo, RankSpec, RankStatus, RingSpec
 
 log = logging.getLogger(__name__)
 
+# Name of the KV of steps that are measured, and of the turn that has it.
+STEPS_KV = "measured steps"
 MAX_RETRY_PAUSE = 30.0
 """Seconds between attempts to rebuild at most; they double up to this limit."""
 RENEW_SECONDS = 10.0
@@ -269,16 +272,32 @@ class Ring:
     async def measure(self) -> None:
         """Let the ranks measure their rates again. The caller guarantees that they do nothing else meanwhile.
 
-        Their steps are measured again while the ring holds no KV.
+        Their steps are measured again, unless KV would have to go for them.
         """
         self.require_ready()
         settings = self.settings
         rates = await gather_first_error(rank.probe(settings.start_timeout) for rank in self.ranks)
         common = rates_of_ring(rates, settings.ranks.tp)
-        if not self.pool.inventory():
-            self._correction = await measure_steps(self.ranks, self._sized(self.infos), self.model, common)
+        with self._room_for_steps() as tables:
+            if tables is not None:
+                sized = self._sized(self.infos)
+                self._correction = await measure_steps(self.ranks, sized, self.model, common, tables)
         self.rates = self._corrected(common)
         await self._have_kept(self.ranks[0], self.rates, self.infos)
+
+    @contextmanager
+    def _room_for_steps(self) -> Iterator[Sequence[Sequence[int]] | None]:
+        """Reserve free blocks of each rank for steps that are measured; None if too few are free."""
+        pool, held = self.pool, room_for_steps(self._sized(self.infos), self.model)
+        if max(held) > min(rank.free_blocks for rank in pool.usage()) * pool.block_tokens:
+            yield None
+            return
+        sequence = pool.pin(STEPS_KV, STEPS_KV, 0)
+        try:
+            pool.make_room(sequence, held)
+            yield [sequence.table(rank) for rank in range(self.settings.num_ranks)]
+        finally:
+            pool.settle(STEPS_KV, STEPS_KV, 0)
 
     async def _have_kept(self, rank: RankPort, rates: RingRates, infos: Sequence[RankInfo]) -> None:
         await rank.remember(Measured(rates, self._correction, _hosts(infos)), self.settings.control_timeout)

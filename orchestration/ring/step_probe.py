@@ -61,18 +61,38 @@ class StepCorrection:
         )
 
 
+def lengths_of_steps(settings: RingSettings, model: ModelInfo) -> tuple[int, int]:
+    """Return the tokens of the short and of the long step: no more than the ring has room for."""
+    room = min(settings.ranks.num_blocks * settings.ranks.block_tokens * settings.num_ranks, model.max_positions)
+    return max(1, min(SHORT_TOKENS, room)), max(1, min(LONG_TOKENS, room))
+
+
+def room_for_steps(settings: RingSettings, model: ModelInfo) -> list[int]:
+    """Return the tokens that each rank stores in the long step."""
+    _, longest = lengths_of_steps(settings, model)
+    layout = balanced_layout(0, longest, (0,) * settings.num_ranks)
+    return [layout.tokens_on(rank) for rank in range(settings.num_ranks)]
+
+
 async def measure_steps(
-    ranks: Sequence[RankPort], settings: RingSettings, model: ModelInfo, rates: RingRates
+    ranks: Sequence[RankPort],
+    settings: RingSettings,
+    model: ModelInfo,
+    rates: RingRates,
+    tables: Sequence[Sequence[int]] | None = None,
 ) -> StepCorrection:
     """Compute steps on the ranks of a ring, and compare them with `rates`.
 
-    They write KV to the first blocks of every rank, so the ring must not hold any. Raises Unavailable.
+    They write KV to the blocks `tables[r]` of each rank r, which have `room_for_steps`; without tables to the first
+    ones, and the ring must not hold any KV. Raises Unavailable.
     """
-    room = min(settings.ranks.num_blocks * settings.ranks.block_tokens * settings.num_ranks, model.max_positions)
-    lengths = [max(1, min(tokens, room)) for tokens in (SHORT_TOKENS, LONG_TOKENS)]
-    measured = [median(await _seconds(ranks, settings, num_tokens)) for num_tokens in lengths]
+    if tables is None:
+        room = room_for_steps(settings, model)
+        tables = [range(-(-tokens // settings.ranks.block_tokens)) for tokens in room]
+    lengths = lengths_of_steps(settings, model)
+    measured = [median(await _seconds(ranks, settings, num_tokens, tables)) for num_tokens in lengths]
     # A sampled token takes the rank of the last position longer, when it waits for no other.
-    own = await _rank_seconds(ranks, settings, lengths[0]) if settings.num_processes > 1 else []
+    own = await _rank_seconds(ranks, settings, lengths[0], tables) if settings.num_processes > 1 else []
     predictor = StepPredictor(
         tensor_share(model, settings.ranks.tp).shape, PrefillRates(ring=rates), settings.num_ranks
     )
@@ -108,24 +128,32 @@ def correction_of(measured: Sequence[float], predicted: Sequence[float], product
     return StepCorrection(step_seconds=max(0.0, measured[0] - short), products=factor)
 
 
-async def _seconds(ranks: Sequence[RankPort], settings: RingSettings, num_tokens: int) -> list[float]:
+async def _seconds(
+    ranks: Sequence[RankPort], settings: RingSettings, num_tokens: int, tables: Sequence[Sequence[int]]
+) -> list[float]:
     """Return the seconds of steps with one new prompt, as the leader of a prefill ring measures them."""
     seconds = []
     for _ in range(REPEATS + 1):
         began = time.monotonic()
-        await _computed(ranks, settings, num_tokens, SamplingParameters(temperature=0.0))
+        await _computed(ranks, settings, num_tokens, tables, SamplingParameters(temperature=0.0))
         seconds.append(time.monotonic() - began)
     return seconds[1:]
 
 
-async def _rank_seconds(ranks: Sequence[RankPort], settings: RingSettings, num_tokens: int) -> list[list[float]]:
+async def _rank_seconds(
+    ranks: Sequence[RankPort], settings: RingSettings, num_tokens: int, tables: Sequence[Sequence[int]]
+) -> list[list[float]]:
     """Return the seconds of each process in steps that sample no token, as the ranks measure them."""
-    steps = [await _computed(ranks, settings, num_tokens, None) for _ in range(LATENESS_REPEATS)]
+    steps = [await _computed(ranks, settings, num_tokens, tables, None) for _ in range(LATENESS_REPEATS)]
     return [[output.seconds for output in outputs] for outputs in steps]
 
 
 async def _computed(
-    ranks: Sequence[RankPort], settings: RingSettings, num_tokens: int, sample: SamplingParameters | None
+    ranks: Sequence[RankPort],
+    settings: RingSettings,
+    num_tokens: int,
+    tables: Sequence[Sequence[int]],
+    sample: SamplingParameters | None,
 ) -> Sequence[PrefillOutput]:
     """Compute a step with one new prompt."""
     layout = balanced_layout(0, num_tokens, (0,) * settings.num_ranks)
@@ -138,7 +166,7 @@ async def _computed(
                     token_ids=np.zeros(num_tokens, np.int64),
                     layout=layout,
                     cached=(0,) * settings.num_ranks,
-                    blocks=tuple(range(-(-layout.tokens_on(rank // settings.ranks.tp) // settings.ranks.block_tokens))),
+                    blocks=tuple(tables[rank // settings.ranks.tp]),
                     sample=sample,
                 ),
             ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -13,8 +13,9 @@ import pytest
 from ringserve.cp_core.cost.decode import HELIX
 from ringserve.cp_core.errors import ModelRefused, RingserveError, Unavailable
 from ringserve.orchestration.protocol.rings import RingSettings, RingState
-from ringserve.orchestration.ring import life
+from ringserve.orchestration.ring import life, step_probe
 from ringserve.orchestration.ring.life import Measured, Ring
+from ringserve.orchestration.ring.step_probe import StepCorrection
 from ringserve.workers.protocol.ranks import RankInfo, RankSettings, RankSpec, RankStatus
 from tests.orchestration.fake_ranks import RATES, FakeRanks
 from tests.waiting import WAIT_SECONDS, eventually
@@ -176,6 +177,37 @@ async def test_a_ring_closed_while_it_starts_does_not_come_up() -> None:
 
 
 # --- a leader's successor --------------------------------------------------------------------------------------------
+
+
+async def test_steps_are_measured_in_free_blocks_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first turns may come before, and others meanwhile."""
+    tables: list[Sequence[Sequence[int]]] = []
+    correction = StepCorrection(step_seconds=0.5, products=2.0)
+
+    async def measured(*given: object) -> StepCorrection:
+        tables.append(given[-1])  # type: ignore[arg-type]
+        reserved = rings.ring.pool.pin("b", "turn", 0)
+        rings.ring.pool.make_room(reserved, (4, 4, 4))
+        for rank, table in enumerate(tables[-1]):
+            assert not {*kept.table(rank), *reserved.table(rank)} & {*table}
+        rings.ring.pool.settle("b", "turn", 0)
+        return correction
+
+    monkeypatch.setattr(life, "measure_steps", measured)
+    monkeypatch.setattr(step_probe, "LONG_TOKENS", 24)
+    async with started() as rings:
+        pool = rings.ring.pool
+        kept = pool.pin("a", "turn", 0)
+        pool.make_room(kept, (4, 8, 4))
+        free = pool.usage()
+        await rings.ring.measure()
+        assert [[len(table) for table in each] for each in tables] == [[2, 2, 2]]
+        assert rings.ring.rates == correction.applied(RATES)
+        assert pool.usage() == free
+        pool.make_room(kept, (4, 16, 4))
+        await rings.ring.measure()
+        assert len(tables) == 1, "one block is free on the second rank"
+        assert rings.ring.rates == correction.applied(RATES)
 
 
 async def test_a_leader_takes_over_the_ranks_of_a_dead_one_and_what_it_had_measured() -> None:
