@@ -91,7 +91,7 @@ class DraftModel:
         `compilation` has a recorder of its own: what one recorded is replayed in the order of its recording.
         """
         self._compilation = compilation
-        blocks_each = -(-min(context, model.info.max_positions) // block_tokens)
+        blocks_each = min(-(-context // block_tokens), max(1, model.info.max_positions // block_tokens))
         self._model = model
         self._backend = backend
         self._vocab_size = min(vocab_size, model.info.vocab_size)
