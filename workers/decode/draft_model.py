@@ -203,7 +203,7 @@ class DraftModel:
             num_right += 1
         num_kept = num_sure + num_right
         if len(text) - reading.first + MAX_DRAFTS > self._capacity:
-            # Half of the room is for what is to come; what was read is read anew, at other positions.
+            # Positions change, so the newer half of the text is read again. The other half of the room stays free.
             reading.first, num_kept = max(0, len(text) - self._capacity // 2), 0
         reading.num_sure, reading.guessed = num_kept, ()
         row = reading.row

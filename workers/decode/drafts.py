@@ -127,7 +127,7 @@ class DraftCosts:
         self._guess = each if self._guess is None else _mean(self._guess, each)
 
     def least_share(self, num_sequences: int, *, is_guessed: bool = False) -> float:
-        """Return the chance from which a draft is worth its time, with that of a draft model if it `is_guessed`.
+        """Return the chance from which a draft is worth its time. If it `is_guessed`, a draft model's time counts too.
 
         A step of B sequences and t seconds has B tokens, so a draft that adds c seconds must be right with more than
         B * c / t. Nothing is drafted before a step without drafts has been timed; a batch of another size counts.

@@ -76,6 +76,8 @@ def with_least_rows(input: Tensor, packed: Tensor) -> Tensor:
 # Numbers of an MLP's widest tensor that are computed at a time: memory of a larger one is new in every layer, and takes
 # a tenth of the MLP's time.
 PRODUCT_NUMBERS = 1 << 21
+# Rows of a part at least: all weights of the MLP are read for each part.
+LEAST_PRODUCT_ROWS = 384
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,7 @@ class GatedMlp:
         """Map input[..., hidden_size] -> [..., hidden_size]."""
         gate, up = self.gate, self.up
         if gate.is_native:
-            most = max(1, PRODUCT_NUMBERS // gate.out_features)
+            most = max(LEAST_PRODUCT_ROWS, PRODUCT_NUMBERS // gate.out_features)
             if input.shape[-2] > most:
                 return torch.cat([self(part) for part in input.split(most, dim=-2)], dim=-2)
             product = native.multiply(input, gate.packed, gate.out_features, second=up.packed)

@@ -121,7 +121,8 @@ class LoadedModel:
     With tensor parallelism `hidden_states` and `logits` are collective over `tensor`, and their results are whole. With
     helix they are collective over the whole ring, `helix`, whose ranks compute the same rows. `pieces` are the compiled
     layers, if they are compiled. By layer, `scales` are the factors of attention's scores, `windows` the sliding
-    windows (0: none) and `attention` the modules. `path` is the directory.
+    windows (0: none) and `attention` the modules. `path` is the directory, and
+    `files` says which files were in it before they were read.
     """
 
     model: PreTrainedModel
@@ -136,6 +137,7 @@ class LoadedModel:
     windows: tuple[int, ...]
     attention: tuple[Module, ...]
     path: Path
+    files: str = ""
     pieces: Pieces | None = None
 
     @property
@@ -175,11 +177,9 @@ class LoadedModel:
 
     @property
     def _key(self) -> str:
-        """Name of the weights here: the files that they come from, and what of them."""
-        files = [(file.name, file.stat()) for file in sorted(self.path.iterdir())]
-        stored = [(name, each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns) for name, each in files]
+        """Name of the weights here: the files that they come from, and what of them. Empty for drawn weights."""
         shares = [(each.rank, each.size) for each in (self.tensor, self.helix)]
-        return f"{stored} {self.info.dtype} {shares}"
+        return f"{self.files} {self.info.dtype} {shares}" if self.files else ""
 
     def pack_weights(self, *, with_head: bool, quantization: str = NO_QUANTIZATION, is_shared: bool = False) -> None:
         """Bring the weights of all layers into the form that kernels read fastest. Idempotent.
@@ -311,6 +311,7 @@ def load_model(
     unreadable, unsupported or incomplete, ConfigError for a `tp` that does not divide the KV heads.
     """
     info = read_model_info(path, dtype, name, device)
+    files = name_files(path)  # not later: what replaces them meanwhile is not what is read
     share = tensor_share(info, tp, replicates_kv=replicates_kv)
     model = _without_weights(path, info)
     with Weights.opened(path, model) as weights:
@@ -324,7 +325,13 @@ def load_model(
             loaded = loaded.cut_over_ring(helix_rank, helix)
         weights.read_share(whole, loaded.helix if loaded.is_helix else tensor)
     model.to(device).eval().requires_grad_(False)
-    return loaded
+    return replace(loaded, files=files)
+
+
+def name_files(path: Path) -> str:
+    """Return what tells the files of a directory from any others of this machine, and from what they become later."""
+    found = [(file.name, file.stat()) for file in sorted(path.iterdir())]
+    return str([(name, each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns) for name, each in found])
 
 
 def draw_model(path: Path, dtype: str, device: str) -> LoadedModel:

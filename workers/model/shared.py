@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import mmap
 import os
 import tempfile
@@ -19,6 +20,8 @@ from typing import IO
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 LOCK_SECONDS = 60.0
 """Limit on the wait for another process that fills the memory."""
@@ -50,7 +53,8 @@ def shared_bytes(key: str, num_bytes: int, fill: Callable[[Tensor], object]) -> 
             holders.writelines([*others, f"{os.getpid()} {_shown[name]}\n"])
         # Pages are shared until they are written to: what is written here by mistake stays here.
         return _view(_shown[name], num_bytes, mmap.MAP_PRIVATE)
-    except OSError:
+    except (OSError, ValueError) as error:  # the latter for a file that another program has written to
+        logger.info("packed weights are not shared with other processes: %s", error)
         return None
 
 

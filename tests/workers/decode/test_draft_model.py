@@ -199,7 +199,7 @@ def test_a_text_without_room_is_read_anew_from_its_middle(model_paths: Models, o
             assert list(guessed["a"]) == oracle.greedy(known[first:], 3)
             known = [*known, guessed["a"][0], text[len(known)]]
         lengths.append(len(known))
-    assert lengths[-1] > 160, "it was read anew twice"
+    assert lengths[-1] > 160, "it was read again twice"
 
 
 def test_long_texts_are_read_a_part_at_a_time(model_paths: Models, monkeypatch: pytest.MonkeyPatch) -> None:

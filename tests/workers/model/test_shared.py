@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from ringserve.cp_core.attention import native
 from ringserve.workers.model import shared
 from ringserve.workers.model.layers import PackedLinear, pack
 from ringserve.workers.model.shared import shared_bytes
+from tests.programs import require
 from tests.waiting import WAIT_SECONDS
 
 OTHER = """
@@ -128,13 +130,17 @@ def test_other_keys_and_sizes_have_other_memory(directory: Path) -> None:
     assert len(shared._shown) == 3
 
 
-@pytest.mark.parametrize("lack", ["memory", "directory", "lock"])
+@pytest.mark.parametrize("lack", ["memory", "directory", "lock", "order"])
 def test_without_it_there_is_none(lack: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if lack == "memory":
         monkeypatch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError("no space")))
     elif lack == "directory":
         (directory / "elsewhere").mkdir()
         (directory / f"ringserve-shared-{os.getuid()}").symlink_to(directory / "elsewhere")
+    elif lack == "order":
+        (directory / f"ringserve-shared-{os.getuid()}").mkdir()
+        name = hashlib.sha256(b"a test 1000").hexdigest()[:32]
+        (directory / f"ringserve-shared-{os.getuid()}" / f"ringserve-{name}").write_text("what is this?\n")
     else:
         monkeypatch.setattr(shared, "LOCK_SECONDS", 0.0)
         monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(BlockingIOError))
@@ -146,8 +152,10 @@ def test_without_it_there_is_none(lack: str, directory: Path, monkeypatch: pytes
     torch.testing.assert_close(linear(rows), plain)
 
 
-@pytest.mark.skipif(native.library() is None, reason="no compiler")
 def test_layers_that_are_packed_together_answer_as_each_alone(directory: Path) -> None:
+    if native.library() is None:
+        require("c++", "g++", "clang++")
+
     def made() -> torch.nn.Sequential:
         torch.manual_seed(3)
         parts = (torch.nn.Linear(40, 70), torch.nn.Linear(70, 33, bias=False), torch.nn.Linear(33, 1))
