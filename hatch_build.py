@@ -20,7 +20,9 @@ SOURCE = FOLDER / "native.cpp"
 # Nothing of C++'s own library is needed. Products and sums may become one instruction.
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-shared", "-fno-exceptions", "-fno-rtti", "-ffp-contract=fast", "-Wno-psabi"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"]
-X86 = {"avx512": AVX512, "avx2": ["-mavx2", "-mfma"]}
+AMX = ["-mamx-tile", "-mamx-bf16"]
+X86 = {"avx512": [[*AVX512, *AMX], AVX512], "avx2": [["-mavx2", "-mfma"]]}
+"""Flags of each instruction set, the best first: a compiler that does not know some is given the next."""
 COMPILERS = ("c++", "g++", "clang++")
 
 
@@ -49,21 +51,25 @@ def compile_kernels(root: Path) -> list[Path]:
     compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None or not (root / SOURCE).is_file():
         return []
-    kinds = X86 if platform.machine() in ("x86_64", "AMD64") else {"default": []}
-    libraries = {root / FOLDER / f"native-{kind}.so": flags for kind, flags in kinds.items()}
+    kinds = X86 if platform.machine() in ("x86_64", "AMD64") else {"default": [[]]}
+    libraries = {root / FOLDER / f"native-{kind}.so": list(flags) for kind, flags in kinds.items()}
     # The source and these flags say what a library is.
     newest = max((root / SOURCE).stat().st_mtime, Path(__file__).stat().st_mtime)
-    running = []
-    for library, flags in libraries.items():
-        if library.exists() and library.stat().st_mtime > newest:
-            continue
-        made = library.with_suffix(f".{os.getpid()}")
-        command = [*compiler.split(), *FLAGS, *flags, "-o", str(made), str(root / SOURCE)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        running.append((library, made, command, process))
-    for library, made, command, process in running:
-        said, _ = process.communicate()
-        if process.returncode:
-            raise RuntimeError(f"{' '.join(command)}:\n{said}")
-        os.replace(made, library)
+    missing = [each for each in libraries if not each.exists() or each.stat().st_mtime <= newest]
+    while missing:
+        running = []
+        for library in missing:
+            made = library.with_suffix(f".{os.getpid()}")
+            command = [*compiler.split(), *FLAGS, *libraries[library].pop(0), "-o", str(made), str(root / SOURCE)]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            running.append((library, made, command, process))
+        missing = []
+        for library, made, command, process in running:
+            said, _ = process.communicate()
+            if not process.returncode:
+                os.replace(made, library)
+            elif libraries[library]:
+                missing.append(library)
+            else:
+                raise RuntimeError(f"{' '.join(command)}:\n{said}")
     return list(libraries)

@@ -1,4 +1,4 @@
-// Kernels of CPUs: attention with its log-sum-exp, linear layers, and norms.
+// Kernels of CPUs: attention with its log-sum-exp, linear layers, norms, and rotary positions.
 //
 // One source, compiled once for each instruction set (hatch_build.py) and called through ctypes (native.py): it needs no
 // header of Python or torch. Vectors are those of gcc and clang, W floats wide.
@@ -10,6 +10,13 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+
+#if defined(__AMX_BF16__)
+#include <cpuid.h>
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #if defined(__AVX512F__)
 #define W 16
@@ -545,8 +552,8 @@ void merge_chunks(const Paged &a, int64_t row) {
 struct Linear {
     const float *x;             // [T, C]
     const void *weight, *second;  // packed [N, C]; `second` may be null
-    const void *bias;           // [N], or null
-    void *out;                  // [T, N], of the weights' type
+    const void *bias;           // [N] of the result's type, or null
+    void *out;                  // [T, N]
     int64_t rows, in_features, out_features, panels, band;
 };
 
@@ -561,10 +568,14 @@ struct Linear {
 #define GROUP_ROWS 96
 #define BAND_FLOATS (1 << 17)
 #define COLUMN_BLOCK 128
+// Rows that are worth the widening of weights into memory.
+#define LEAST_WIDENED_ROWS 25
 
-// sums[ROWS][OUT_LANES] += x[ROWS][columns] x weight[BLOCKS][columns][W]; rows of x and blocks lie `in_features` apart.
+// sums[ROWS][OUT_LANES] += x[ROWS][columns] x weight[BLOCKS][columns][W]; rows of x lie `in_features` apart, and blocks
+// of W outputs `apart` columns.
 template <class Stored, int ROWS, int BLOCKS>
-INLINE void multiply_tile(const float *x, const Stored *weight, float *sums, int64_t in_features, int64_t columns) {
+INLINE void multiply_tile(const float *x, const Stored *weight, float *sums, int64_t in_features, int64_t apart,
+                          int64_t columns) {
     vf each[ROWS][BLOCKS];
 #pragma GCC unroll 6
     for (int row = 0; row < ROWS; ++row)
@@ -573,7 +584,7 @@ INLINE void multiply_tile(const float *x, const Stored *weight, float *sums, int
     for (int64_t column = 0; column < columns; ++column) {
         vf some[BLOCKS];
 #pragma GCC unroll 4
-        for (int block = 0; block < BLOCKS; ++block) some[block] = load(weight + (block * in_features + column) * W);
+        for (int block = 0; block < BLOCKS; ++block) some[block] = load(weight + (block * apart + column) * W);
 #pragma GCC unroll 6
         for (int row = 0; row < ROWS; ++row)
 #pragma GCC unroll 4
@@ -588,29 +599,71 @@ INLINE void multiply_tile(const float *x, const Stored *weight, float *sums, int
         }
 }
 
+// The same for any number of rows.
+template <class Stored, int BLOCKS>
+void multiply_columns(const float *x, const Stored *weight, float *sums, int64_t rows, int64_t in_features, int64_t apart,
+                      int64_t columns) {
+    int64_t row = 0;
+    for (; row + 6 <= rows; row += 6)
+        multiply_tile<Stored, 6, BLOCKS>(x + row * in_features, weight, sums + row * OUT_LANES, in_features, apart, columns);
+    x += row * in_features;
+    float *to = sums + row * OUT_LANES;
+    switch (rows - row) {
+        case 5: multiply_tile<Stored, 5, BLOCKS>(x, weight, to, in_features, apart, columns); break;
+        case 4: multiply_tile<Stored, 4, BLOCKS>(x, weight, to, in_features, apart, columns); break;
+        case 3: multiply_tile<Stored, 3, BLOCKS>(x, weight, to, in_features, apart, columns); break;
+        case 2: multiply_tile<Stored, 2, BLOCKS>(x, weight, to, in_features, apart, columns); break;
+        case 1: multiply_tile<Stored, 1, BLOCKS>(x, weight, to, in_features, apart, columns); break;
+    }
+}
+
 template <class Stored, int BLOCKS>
 void multiply_group(const float *x, const Stored *weight, float *sums, int64_t rows, int64_t in_features) {
     memset(sums, 0, sizeof(float) * rows * OUT_LANES);
     for (int64_t column = 0; column < in_features; column += COLUMN_BLOCK) {
         const int64_t columns = in_features - column < COLUMN_BLOCK ? in_features - column : COLUMN_BLOCK;
         const Stored *some = weight + column * W;
-        const float *from = x + column;
-        int64_t row = 0;
-        for (; row + 6 <= rows; row += 6)
-            multiply_tile<Stored, 6, BLOCKS>(from + row * in_features, some, sums + row * OUT_LANES, in_features, columns);
-        from += row * in_features;
-        float *to = sums + row * OUT_LANES;
-        switch (rows - row) {
-            case 5: multiply_tile<Stored, 5, BLOCKS>(from, some, to, in_features, columns); break;
-            case 4: multiply_tile<Stored, 4, BLOCKS>(from, some, to, in_features, columns); break;
-            case 3: multiply_tile<Stored, 3, BLOCKS>(from, some, to, in_features, columns); break;
-            case 2: multiply_tile<Stored, 2, BLOCKS>(from, some, to, in_features, columns); break;
-            case 1: multiply_tile<Stored, 1, BLOCKS>(from, some, to, in_features, columns); break;
+        if (sizeof(Stored) == sizeof(float) || rows < LEAST_WIDENED_ROWS) {
+            multiply_columns<Stored, BLOCKS>(x + column, some, sums, rows, in_features, in_features, columns);
+            continue;
+        }
+        float *wide = scratch.k;
+        for (int block = 0; block < BLOCKS; ++block)
+            for (int64_t at = 0; at < columns * W; at += W)
+                store(wide + block * COLUMN_BLOCK * W + at, load(some + block * in_features * W + at));
+        multiply_columns<float, BLOCKS>(x + column, wide, sums, rows, in_features, COLUMN_BLOCK, columns);
+    }
+}
+
+// Write rows [first, first + rows) and outputs [line, line + width) of a product: its sums, or with a second weight the
+// product of their silu and `ups`; both [rows][width].
+template <class Result>
+void finish_rows(const Linear &a, int64_t first, int64_t rows, int64_t line, int64_t width, float *sums, const float *ups) {
+    const int64_t left = a.out_features - line, lanes = left < width ? left : width;
+    for (int64_t row = 0; row < rows; ++row, sums += width, ups += width) {
+        if (a.second)
+            for (int64_t lane = 0; lane < width; lane += W) {
+                vf gate = load(sums + lane), up = load(ups + lane);
+                // 1 / (1 + e^-x) with an exponent that is never positive.
+                vf size = select(gate < 0.0f, -gate, gate), small = exponential(-size);
+                vf part = select(gate < 0.0f, small, all(1.0f)) / (small + 1.0f);
+                store(sums + lane, gate * part * up);
+            }
+        Result *out = (Result *)a.out + (first + row) * a.out_features + line;
+        const Result *bias = a.bias ? (const Result *)a.bias + line : nullptr;
+        int64_t lane = 0;
+        for (; lane + W <= lanes; lane += W) {
+            vf value = load(sums + lane);
+            put(out + lane, bias ? value + load(bias + lane) : value);
+        }
+        for (; lane < lanes; ++lane) {
+            float value = sums[lane];
+            put(out + lane, bias ? value + widen(bias[lane]) : value);
         }
     }
 }
 
-template <class Stored>
+template <class Stored, class Result>
 void multiply_task(const Linear &a, int64_t task) {
     // Tasks side by side read the same weights and, a band of rows at a time, rows that the cache still has.
     const int64_t above = task / (a.band * a.panels) * a.band, groups = (a.rows + GROUP_ROWS - 1) / GROUP_ROWS - above;
@@ -633,27 +686,7 @@ void multiply_task(const Linear &a, int64_t task) {
 #endif
         }
     }
-    for (int64_t row = 0; row < rows; ++row) {
-        if (a.second)
-            for (int64_t lane = 0; lane < OUT_LANES; lane += W) {
-                vf gate = load(sums + row * OUT_LANES + lane), up = load(ups + row * OUT_LANES + lane);
-                // 1 / (1 + e^-x) with an exponent that is never positive.
-                vf size = select(gate < 0.0f, -gate, gate), small = exponential(-size);
-                vf part = select(gate < 0.0f, small, all(1.0f)) / (small + 1.0f);
-                store(sums + row * OUT_LANES + lane, gate * part * up);
-            }
-        Stored *out = (Stored *)a.out + (first + row) * a.out_features + line;
-        const Stored *bias = a.bias ? (const Stored *)a.bias + line : nullptr;
-        int64_t lane = 0;
-        for (; lane + W <= lanes; lane += W) {
-            vf value = load(sums + row * OUT_LANES + lane);
-            put(out + lane, bias ? value + load(bias + lane) : value);
-        }
-        for (; lane < lanes; ++lane) {
-            float value = sums[row * OUT_LANES + lane];
-            put(out + lane, bias ? value + widen(bias[lane]) : value);
-        }
-    }
+    finish_rows<Result>(a, first, rows, line, OUT_LANES, sums, ups);
 }
 
 template <class Stored>
@@ -670,6 +703,447 @@ void pack_weight(const Stored *weight, Stored *packed, int64_t out_features, int
         }
     }
 }
+
+bool uses_tiles = false;
+
+#if defined(__AMX_BF16__)
+
+// Products of many rows by tiles (AMX), as exact as those of vectors.
+//
+// The processor multiplies tiles of bfloat16 sixteen times as fast as vectors of fp32. An fp32 number is the sum of
+// three bfloat16 numbers of 8 bits each, so a product of two is the sum of six products of such parts; what is left out
+// is smaller than the rounding of an fp32 sum. A block of numbers that are bfloat16, as the weights of most models are,
+// is narrow: its first parts are the whole.
+//
+// A block is 32 rows of 32 numbers: two tiles of 16 rows for each part. A row of a tile has pairs of numbers, the first
+// from columns 0 to 15 and the second from columns 16 to 31.
+
+#define BLOCK 32
+#define PARTS 3
+#define TILE_NUMBERS (16 * BLOCK)
+#define PART_NUMBERS (2 * TILE_NUMBERS)
+#define BLOCK_NUMBERS (PARTS * PART_NUMBERS)
+// A task of a linear layer splits the weights of some outputs, which then stay in the second cache, and 32 rows at a
+// time: blocks of columns, parts of weights' blocks, and blocks of rows and of sums at most.
+#define SPLIT_DEPTH 24
+#define SPLIT_PARTS 648
+#define SPLIT_ROWS 32
+#define SPLIT_SUMS 144
+// Fewer rows are not worth the splitting of fp32 weights, or the order of tiles.
+#define LEAST_SPLIT_ROWS 128
+#define LEAST_TILE_ROWS 32
+
+struct alignas(64) LinearScratch {
+    bf16 weights[SPLIT_PARTS * PART_NUMBERS];  // [outputs / 32][columns / 32]
+    bf16 rows[SPLIT_DEPTH * BLOCK_NUMBERS];    // [columns / 32]
+    float sums[SPLIT_SUMS][BLOCK * BLOCK], some[BLOCK * BLOCK];
+};
+thread_local LinearScratch linear_scratch;
+
+#define LOAD_TILE(tile, from, stride) \
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(from), "r"((int64_t)(stride)) : "memory")
+#define STORE_TILE(tile, to, stride) \
+    __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(to), "r"((int64_t)(stride)) : "memory")
+#define CLEAR_TILE(tile) __asm__ volatile("tilezero %%tmm" #tile ::)
+#define MULTIPLY_TILES(sum, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #sum ::)
+
+INLINE void configure_tiles() {
+    static const struct alignas(64) { uint8_t palette, start, none[14]; uint16_t bytes[16]; uint8_t rows[16]; } eight = {
+        1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+    __asm__ volatile("ldtilecfg %0" ::"m"(eight));
+}
+// The system saves tiles whenever it stops a thread that has some.
+INLINE void release_tiles() { __asm__ volatile("tilerelease" ::); }
+
+// Sums of a product of two blocks are four tiles: rows 0 to 15 of the first block by rows 0 to 15 and 16 to 31 of the
+// second, then rows 16 to 31. In memory the second of each two is `right` numbers behind the first, the second two
+// `down`; a tile's rows are `stride` numbers apart.
+INLINE void clear_sums() { CLEAR_TILE(0); CLEAR_TILE(1); CLEAR_TILE(2); CLEAR_TILE(3); }
+INLINE void load_sums(const float *from, int64_t right, int64_t down, int64_t stride) {
+    LOAD_TILE(0, from, 4 * stride);
+    LOAD_TILE(1, from + right, 4 * stride);
+    LOAD_TILE(2, from + down, 4 * stride);
+    LOAD_TILE(3, from + down + right, 4 * stride);
+}
+INLINE void store_sums(float *to, int64_t right, int64_t down, int64_t stride) {
+    STORE_TILE(0, to, 4 * stride);
+    STORE_TILE(1, to + right, 4 * stride);
+    STORE_TILE(2, to + down, 4 * stride);
+    STORE_TILE(3, to + down + right, 4 * stride);
+}
+
+#define LOAD_PAIR(first, second, block, part)                 \
+    LOAD_TILE(first, block + part * PART_NUMBERS, 2 * BLOCK); \
+    LOAD_TILE(second, block + part * PART_NUMBERS + TILE_NUMBERS, 2 * BLOCK)
+#define MULTIPLY_PAIRS() \
+    MULTIPLY_TILES(0, 4, 6); MULTIPLY_TILES(1, 4, 7); MULTIPLY_TILES(2, 5, 6); MULTIPLY_TILES(3, 5, 7)
+
+// Add the product of two blocks to the sums: of parts whose numbers add up to 2 or less.
+INLINE void multiply_blocks(const bf16 *a, const bf16 *b, bool a_is_narrow, bool b_is_narrow) {
+    LOAD_PAIR(4, 5, a, 0);
+    if (!b_is_narrow) {
+        LOAD_PAIR(6, 7, b, 2);
+        MULTIPLY_PAIRS();
+        LOAD_PAIR(6, 7, b, 1);
+        MULTIPLY_PAIRS();
+    }
+    LOAD_PAIR(6, 7, b, 0);
+    MULTIPLY_PAIRS();
+    if (a_is_narrow) return;
+    LOAD_PAIR(4, 5, a, 2);
+    MULTIPLY_PAIRS();
+    LOAD_PAIR(4, 5, a, 1);
+    MULTIPLY_PAIRS();
+    if (b_is_narrow) return;
+    LOAD_PAIR(6, 7, b, 1);
+    MULTIPLY_PAIRS();
+}
+
+// Split off the first 8 bits of a number, rounded. What is not finite leaves a rest that is a NaN.
+INLINE vf split(vf &rest) {
+    const vf part = (vf)(((vu)rest + 0x8000) & 0xffff0000);
+    rest -= part;
+    return part;
+}
+INLINE vf paired(vf first, vf second) { return (vf)(((vu)first >> 16) | ((vu)second & 0xffff0000)); }
+
+// Write a half of a block: pairs of numbers `second` apart, in lines `stride` apart. With TRANSPOSED a line's numbers are
+// one column of the half. Returns bits of what is left behind the first part; with FIRST_ONLY only that is written.
+template <bool TRANSPOSED, bool FIRST_ONLY, class Stored>
+INLINE vu split_half(bf16 *half, const Stored *from, int64_t stride, int64_t second) {
+    vu left = {};
+    vf parts[PARTS][16];
+#pragma GCC unroll 16
+    for (int line = 0; line < 16; ++line) {
+        vf one = load(from + line * stride), other = load(from + line * stride + second);
+        vf top = split(one), beside = split(other);
+        parts[0][line] = paired(top, beside);
+        left |= (vu)one | (vu)other;
+        if (FIRST_ONLY) continue;
+        top = split(one), beside = split(other);
+        parts[1][line] = paired(top, beside);
+        parts[2][line] = paired(one, other);
+    }
+    for (int part = 0; part < (FIRST_ONLY ? 1 : PARTS); ++part) {
+        if (TRANSPOSED) transpose(parts[part]);
+#pragma GCC unroll 16
+        for (int line = 0; line < 16; ++line) store((float *)(half + part * PART_NUMBERS) + line * W, parts[part][line]);
+    }
+    return left;
+}
+
+// Split a block whose halves of 16 rows begin at `upper` and `lower`. Returns whether it is narrow; if it is likely, the
+// other parts are left out at first.
+template <bool TRANSPOSED, class Stored>
+INLINE bool split_block(bf16 *block, const Stored *upper, const Stored *lower, int64_t stride, int64_t second, bool likely) {
+    for (;;) {
+        vu left;
+        if (likely || sizeof(Stored) == sizeof(bf16)) {
+            left = split_half<TRANSPOSED, true>(block, upper, stride, second);
+            left |= split_half<TRANSPOSED, true>(block + TILE_NUMBERS, lower, stride, second);
+        } else {
+            left = split_half<TRANSPOSED, false>(block, upper, stride, second);
+            left |= split_half<TRANSPOSED, false>(block + TILE_NUMBERS, lower, stride, second);
+        }
+        // A zero may have a sign.
+        const bool is_narrow = !_mm512_test_epi32_mask((__m512i)left, _mm512_set1_epi32(0x7fffffff));
+        if (is_narrow || !likely) return is_narrow;
+        likely = false;
+    }
+}
+
+struct TiledLinear {
+    Linear linear;
+    int64_t rows, panels, depth;  // of a task, in blocks: rows, outputs, and columns at a time
+};
+
+// Split columns [0, columns) of up to 32 rows; what is missing in the last blocks are zeros.
+void split_rows(const float *x, int64_t rows, int64_t columns, int64_t stride, bf16 *blocks, float *some) {
+    for (int64_t column = 0; column < columns; column += BLOCK, blocks += BLOCK_NUMBERS) {
+        const float *from = x + column;
+        int64_t width = columns - column < BLOCK ? columns - column : BLOCK, apart = stride;
+        if (rows < BLOCK || width < BLOCK) {
+            memset(some, 0, sizeof(float) * BLOCK * BLOCK);
+            for (int64_t row = 0; row < rows; ++row) memcpy(some + row * BLOCK, from + row * stride, sizeof(float) * width);
+            from = some, apart = BLOCK;
+        }
+        split_half<false, false>(blocks, from, apart, 16);
+        split_half<false, false>(blocks + TILE_NUMBERS, from + 16 * apart, apart, 16);
+    }
+}
+
+// Split columns [0, columns) of the packed weights of 16 outputs, and of 16 others unless there are none.
+template <class Stored>
+void split_panel(const Stored *weight, const Stored *others, int64_t columns, bf16 *blocks) {
+    constexpr bool is_narrow = sizeof(Stored) == sizeof(bf16);
+    Stored some[BLOCK * W];
+    for (int64_t column = 0; column < columns; column += BLOCK, blocks += is_narrow ? PART_NUMBERS : BLOCK_NUMBERS)
+        for (int half = 0; half < 2; ++half) {
+            const Stored *from = half ? others : weight;
+            if (from && columns - column >= BLOCK) {
+                split_half<false, is_narrow>(blocks + half * TILE_NUMBERS, from + column * W, W, 16 * W);
+                continue;
+            }
+            memset(some, 0, sizeof(some));
+            if (from) memcpy(some, from + column * W, sizeof(Stored) * W * (columns - column));
+            split_half<false, is_narrow>(blocks + half * TILE_NUMBERS, some, W, 16 * W);
+        }
+}
+
+template <class Stored>
+void multiply_by_tiles(const TiledLinear &a, int64_t task) {
+    LinearScratch &s = linear_scratch;
+    const Linear &l = a.linear;
+    constexpr bool is_narrow = sizeof(Stored) == sizeof(bf16);
+    const int64_t above = (l.rows + BLOCK * a.rows - 1) / (BLOCK * a.rows), size = is_narrow ? PART_NUMBERS : BLOCK_NUMBERS;
+    const int64_t first = task % above * a.rows * BLOCK, line = task / above * a.panels * BLOCK, count = l.second ? 2 : 1;
+    const int64_t stop = first + a.rows * BLOCK < l.rows ? first + a.rows * BLOCK : l.rows;
+    const int64_t right = (l.out_features - line + BLOCK - 1) / BLOCK, panels = right < a.panels ? right : a.panels;
+    const bool at_once = a.depth * BLOCK >= l.in_features;
+    configure_tiles();
+    for (int64_t column = 0; column < l.in_features; column += a.depth * BLOCK) {
+        const int64_t behind = l.in_features - column, columns = behind < a.depth * BLOCK ? behind : a.depth * BLOCK;
+        const int64_t depth = (columns + BLOCK - 1) / BLOCK;
+        for (int64_t panel = 0; panel < panels; ++panel)
+            for (int64_t which = 0; which < count; ++which) {
+                const int64_t at = line + panel * BLOCK;
+                const Stored *weight = (const Stored *)(which ? l.second : l.weight) + at * l.in_features + column * W;
+                const Stored *others = at + W < l.out_features ? weight + W * l.in_features : nullptr;
+                split_panel(weight, others, columns, s.weights + (panel * count + which) * depth * size);
+            }
+        for (int64_t row = first; row < stop; row += BLOCK) {
+            const int64_t height = stop - row < BLOCK ? stop - row : BLOCK;
+            split_rows(l.x + row * l.in_features + column, height, columns, l.in_features, s.rows, s.some);
+            for (int64_t panel = 0; panel < panels; ++panel) {
+                float(*sums)[BLOCK * BLOCK] = s.sums + (at_once ? 0 : ((row - first) / BLOCK * panels + panel) * count);
+                for (int64_t which = 0; which < count; ++which) {
+                    const bf16 *weights = s.weights + (panel * count + which) * depth * size;
+                    clear_sums();
+                    for (int64_t block = 0; block < depth; ++block)
+                        multiply_blocks(s.rows + block * BLOCK_NUMBERS, weights + block * size, false, is_narrow);
+                    if (!column) {
+                        store_sums(sums[which], W, 16 * BLOCK, BLOCK);
+                        continue;
+                    }
+                    store_sums(s.some, W, 16 * BLOCK, BLOCK);
+                    for (int64_t at = 0; at < BLOCK * BLOCK; at += W)
+                        store(sums[which] + at, load(sums[which] + at) + load(s.some + at));
+                }
+                if (behind == columns)
+                    finish_rows<float>(l, row, height, line + panel * BLOCK, BLOCK, sums[0], sums[1]);
+            }
+        }
+    }
+    release_tiles();
+}
+
+// Divide a product into tasks, of which each thread gets some. Larger ones split rows and weights less often.
+int64_t divide(TiledLinear &a, bool is_narrow, int threads) {
+    const int64_t rows = (a.linear.rows + BLOCK - 1) / BLOCK, panels = (a.linear.out_features + BLOCK - 1) / BLOCK;
+    const int64_t columns = (a.linear.in_features + BLOCK - 1) / BLOCK, times = (columns + SPLIT_DEPTH - 1) / SPLIT_DEPTH;
+    const int64_t count = a.linear.second ? 2 : 1;
+    a.depth = (columns + times - 1) / times;
+    int64_t wide = SPLIT_PARTS / (is_narrow ? 1 : PARTS) / a.depth / count, most = SPLIT_ROWS;
+    if (times > 1) {
+        if (wide * 4 * count > SPLIT_SUMS) wide = SPLIT_SUMS / 4 / count;
+        if (most > SPLIT_SUMS / (wide * count)) most = SPLIT_SUMS / (wide * count);
+    }
+    for (;;) {
+        const int64_t above = (rows + most - 1) / most, beside = (panels + wide - 1) / wide;
+        a.rows = (rows + above - 1) / above, a.panels = (panels + beside - 1) / beside;
+        if (above * beside >= 2 * threads || (most == 1 && wide == 1))
+            return ((rows + a.rows - 1) / a.rows) * ((panels + a.panels - 1) / a.panels);
+        if (most > 4 || wide == 1) most = (most + 1) / 2;
+        else wide = (wide + 1) / 2;
+    }
+}
+
+// Attention of many queries by tiles. Scores are computed transposed, keys by rows, so that 16 rows have one lane each
+// in all that follows, and neither keys nor weights need another order for their products.
+
+// Rows of queries of a task and keys at a time, at most: D of more than 128 and 64 halve them.
+#define TILED_QUERIES 384
+#define TILED_KEYS 256
+
+struct alignas(64) AttentionScratch {
+    bf16 q[QUERY_BLOCK / BLOCK * MAX_DIM / BLOCK * BLOCK_NUMBERS];  // [rows / 32][D / 32]
+    bf16 k[KEY_BLOCK / BLOCK * MAX_DIM / BLOCK * BLOCK_NUMBERS];    // [keys / 32][D / 32]
+    bf16 v[KEY_BLOCK / BLOCK * MAX_DIM / BLOCK * BLOCK_NUMBERS];    // [D / 32][keys / 32], of [D][keys]
+    bf16 weights[TILED_KEYS / BLOCK * BLOCK_NUMBERS];               // [keys / 32]
+    float scores[2][TILED_KEYS * W];                                // of 16 rows: [keys][16]
+    float out[QUERY_BLOCK * MAX_DIM];                               // of 16 rows: [D][16]
+    float highest[TILED_QUERIES], total[TILED_QUERIES];
+    float some[BLOCK * BLOCK];
+};
+thread_local AttentionScratch attention_scratch;
+
+// Split a block of up to 32 tokens of k or v; missing tokens and dimensions are zeros. Returns whether it is narrow.
+template <bool IS_V, class Stored>
+INLINE bool split_tokens(bf16 *block, const Stored *from, int64_t stride, int64_t tokens, int64_t width, float *memory,
+                         bool likely) {
+    if (tokens < BLOCK || width < BLOCK) {
+        Stored *some = (Stored *)memory;
+        memset(some, 0, sizeof(Stored) * BLOCK * BLOCK);
+        for (int64_t token = 0; token < tokens && token < BLOCK; ++token)
+            memcpy(some + token * BLOCK, from + token * stride, sizeof(Stored) * (width < BLOCK ? width : BLOCK));
+        from = some, stride = BLOCK;
+    }
+    if (IS_V) return split_block<true>(block, from, from + 16, stride, 16 * stride, likely);
+    return split_block<false>(block, from, from + 16 * stride, stride, 16, likely);
+}
+
+// 2^x for x <= 0 within 2 units in the last place. A NaN stays one.
+INLINE vf power_of_two(vf x) {
+    x = (vf)_mm512_max_ps(_mm512_set1_ps(-160.0f), (__m512)x);  // the second, if either is a NaN
+    const vf whole = (vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), rest = x - whole;
+    vf sum = all(1.5353362e-4f);
+    sum = sum * rest + 1.3398874e-3f;
+    sum = sum * rest + 9.6184369e-3f;
+    sum = sum * rest + 5.5503324e-2f;
+    sum = sum * rest + 2.4022648e-1f;
+    sum = sum * rest + 6.9314718e-1f;
+    sum = sum * rest + 1.0f;
+    return (vf)_mm512_scalef_ps((__m512)sum, (__m512)whole);
+}
+INLINE vf most_of(vf some, vf most) { return (vf)_mm512_max_ps((__m512)some, (__m512)most); }  // passes over a NaN
+
+// Turn the scores of 16 rows into weights, by powers of two: `scale` includes the logarithm. Each row sees keys [from,
+// to), or all. `highest` are the rows' largest scores so far, scaled. The weights go to halves of blocks.
+INLINE void weigh(float *scores, int64_t keys, float scale, bool sees_all, vi from, vi to, float *highest, float *total,
+                  float *out, int64_t dim, bf16 *halves) {
+    vf most = all(-INFINITE), sum = {}, other = {};
+    for (int64_t key = 0; key < keys; ++key) {
+        vf score = load(scores + key * W) * scale;
+        if (!sees_all) {
+            const vi at = (int32_t)key - (vi){};
+            score = select((at >= from) & (at < to), score, all(-INFINITE));
+        }
+        most = most_of(score, most);
+        store(scores + key * W, score);
+    }
+    const vf before = load(highest), now = most_of(most, before), shift = select(now == -INFINITE, all(0.0f), now);
+    for (int64_t key = 0; key < keys; key += BLOCK, halves += BLOCK_NUMBERS)
+        for (int64_t line = 0; line < 16; ++line) {
+            vf weight = power_of_two(load(scores + (key + line) * W) - shift);
+            vf next = power_of_two(load(scores + (key + line + 16) * W) - shift);
+            sum += weight;
+            other += next;
+            float *to = (float *)halves + line * W;
+            for (int part = 0; part < PARTS - 1; ++part) {
+                const vf top = split(weight), beside = split(next);
+                store(to + part * PART_NUMBERS / 2, paired(top, beside));
+            }
+            store(to + PART_NUMBERS, paired(weight, next));
+        }
+    const vf decay = select(now == before, all(1.0f), power_of_two(before - shift));
+    store(highest, now);
+    store(total, load(total) * decay + (sum + other));
+    for (int64_t d = 0; d < dim; ++d) store(out + d * W, load(out + d * W) * decay);
+}
+
+template <class Stored>
+void attend_by_tiles(const Attention &a, int64_t task) {
+    AttentionScratch &s = attention_scratch;
+    const int64_t group = a.heads / a.kv_heads, depth = (a.dim + BLOCK - 1) / BLOCK, dim = depth * BLOCK;
+    const int64_t kv_head = task % a.kv_heads;
+    const int64_t per_block = a.per_block, blocks = (a.tokens + per_block - 1) / per_block;
+    const int64_t first_token = (blocks - 1 - task / a.kv_heads) * per_block;
+    const int64_t tokens = a.tokens - first_token < per_block ? a.tokens - first_token : per_block, rows = tokens * group;
+    const int64_t *low = a.low + first_token, *high = a.high + first_token;
+    bool q_is_narrow = true;
+    configure_tiles();
+    for (int64_t row = 0; row < rows; row += BLOCK)
+        for (int64_t d = 0; d < dim; d += BLOCK) {
+            memset(s.some, 0, sizeof(s.some));
+            for (int64_t each = 0; each < BLOCK && row + each < rows; ++each)
+                memcpy(s.some + each * BLOCK,
+                       a.q + (first_token + (row + each) / group) * a.q_token +
+                           (kv_head * group + (row + each) % group) * a.q_head + d,
+                       sizeof(float) * (a.dim - d < BLOCK ? a.dim - d : BLOCK));
+            bf16 *block = s.q + (row / BLOCK * depth + d / BLOCK) * BLOCK_NUMBERS;
+            q_is_narrow &= split_block<true>(block, s.some, s.some + 16 * BLOCK, BLOCK, 16, q_is_narrow);
+        }
+    for (int64_t row = 0; row < TILED_QUERIES; ++row) s.highest[row] = -INFINITE, s.total[row] = 0.0f;
+    memset(s.out, 0, sizeof(float) * (rows + BLOCK - 1) / BLOCK * BLOCK * dim);
+    const int64_t most = dim > 64 ? TILED_KEYS / 2 : TILED_KEYS;
+    for (int64_t key = low[0]; key < high[tokens - 1]; key += most) {
+        const int64_t left = high[tokens - 1] - key, keys = left < most ? left : most;
+        const int64_t parts = (keys + BLOCK - 1) / BLOCK;
+        const Stored *k = (const Stored *)a.k + key * a.k_token + kv_head * a.k_head;
+        const Stored *v = (const Stored *)a.v + key * a.v_token + kv_head * a.v_head;
+        bool k_is_narrow = true, v_is_narrow = true;
+        for (int64_t part = 0; part < parts; ++part)
+            for (int64_t d = 0; d < depth; ++d) {
+                const int64_t first = part * BLOCK, at = d * BLOCK;
+                k_is_narrow &= split_tokens<false>(s.k + (part * depth + d) * BLOCK_NUMBERS, k + first * a.k_token + at,
+                                                   a.k_token, keys - first, a.dim - at, s.some, k_is_narrow);
+                v_is_narrow &= split_tokens<true>(s.v + (d * parts + part) * BLOCK_NUMBERS, v + first * a.v_token + at,
+                                                  a.v_token, keys - first, a.dim - at, s.some, v_is_narrow);
+            }
+        for (int64_t top = 0; top < rows; top += BLOCK) {
+            const int64_t last = (top + BLOCK < rows ? top + BLOCK : rows) - 1;
+            // Both bounds ascend: rows of which the last sees none of these keys yet, or the first has passed them.
+            if (high[last / group] <= key || low[top / group] >= key + keys) continue;
+            const int64_t end = high[last / group] - key < keys ? high[last / group] - key : keys;
+            const int64_t seen = (end + BLOCK - 1) / BLOCK;
+            const bool sees_all = high[top / group] >= key + seen * BLOCK && low[last / group] <= key;
+            for (int64_t part = 0; part < seen; ++part) {
+                clear_sums();
+                for (int64_t d = 0; d < depth; ++d)
+                    multiply_blocks(s.k + (part * depth + d) * BLOCK_NUMBERS,
+                                    s.q + (top / BLOCK * depth + d) * BLOCK_NUMBERS, k_is_narrow, q_is_narrow);
+                store_sums(s.scores[0] + part * BLOCK * W, TILED_KEYS * W, 16 * W, W);
+            }
+            for (int half = 0; half < 2; ++half) {
+                const int64_t begin = top + half * W;
+                vi from = {}, to = {};
+                if (!sees_all)
+                    for (int64_t lane = 0; lane < W && begin + lane < rows; ++lane) {
+                        const int64_t token = (begin + lane) / group, first = low[token] - key, stop = high[token] - key;
+                        from[lane] = (int32_t)(first < 0 ? 0 : first < keys ? first : keys);
+                        to[lane] = (int32_t)(stop < 0 ? 0 : stop < keys ? stop : keys);
+                    }
+                weigh(s.scores[half], seen * BLOCK, a.scale * 1.44269504f, sees_all, from, to, s.highest + begin,
+                      s.total + begin, s.out + begin * dim, dim, s.weights + half * TILE_NUMBERS);
+            }
+            for (int64_t d = 0; d < depth; ++d) {
+                float *out = s.out + top * dim + d * BLOCK * W;
+                load_sums(out, dim * W, 16 * W, W);
+                for (int64_t part = 0; part < seen; ++part)
+                    multiply_blocks(s.v + (d * parts + part) * BLOCK_NUMBERS, s.weights + part * BLOCK_NUMBERS, v_is_narrow,
+                                    false);
+                store_sums(out, dim * W, 16 * W, W);
+            }
+        }
+    }
+    release_tiles();
+    for (int64_t begin = 0; begin < rows; begin += W) {
+        const vf total = load(s.total + begin), by = select(total == 0.0f, all(0.0f), 1.0f / total);
+        for (int64_t d = 0; d < a.dim; d += W) {
+            vf lines[W];
+#pragma GCC unroll 16
+            for (int each = 0; each < W; ++each) lines[each] = load(s.out + begin * dim + (d + each) * W) * by;
+            transpose(lines);
+            for (int64_t each = 0; each < W && begin + each < rows; ++each) {
+                const int64_t row = begin + each;
+                store(a.out + ((first_token + row / group) * a.heads + kv_head * group + row % group) * a.dim + d, lines[each]);
+            }
+        }
+        for (int64_t row = begin; row < begin + W && row < rows; ++row)
+            a.lse[(first_token + row / group) * a.heads + kv_head * group + row % group] =
+                s.total[row] == 0.0f ? -INFINITE : s.highest[row] * 0.693147181f + __builtin_logf(s.total[row]);
+    }
+}
+
+// Ask the system for the tiles' registers, once for all threads: it gives them if the processor has them and every
+// thread's stack of signals has room to save them.
+bool may_use_tiles() {
+    unsigned eax, ebx, ecx, edx;
+    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !(edx >> 22 & 1) || !(edx >> 24 & 1)) return false;
+    const long request = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return !syscall(SYS_arch_prctl, request, tile_data);
+}
+#endif
 
 // Norms by the root of the mean square: x / sqrt(mean(x^2) + epsilon) * weight.
 
@@ -698,23 +1172,73 @@ void normalize_task(const Norm &a, int64_t task) {
     }
 }
 
+// Rotary positions: the halves of each head are turned by the angles of its token.
+
+struct Rotation {
+    const float *x, *cos, *sin;  // [T, H, D], [T, D]
+    float *out;                  // [T, H, D]
+    int64_t rows, heads, dim, token, head;  // strides of x in elements
+};
+
+#define ROTATED_ROWS 16
+
+void rotate_task(const Rotation &a, int64_t task) {
+    const int64_t stop = (task + 1) * ROTATED_ROWS < a.rows ? (task + 1) * ROTATED_ROWS : a.rows, half = a.dim / 2;
+    for (int64_t row = task * ROTATED_ROWS; row < stop; ++row)
+        for (int64_t head = 0; head < a.heads; ++head) {
+            const float *x = a.x + row * a.token + head * a.head, *cos = a.cos + row * a.dim, *sin = a.sin + row * a.dim;
+            float *out = a.out + (row * a.heads + head) * a.dim;
+            int64_t at = 0;
+            for (; at + W <= half; at += W) {
+                const vf low = load(x + at), high = load(x + half + at);
+                store(out + at, low * load(cos + at) - high * load(sin + at));
+                store(out + half + at, high * load(cos + half + at) + low * load(sin + half + at));
+            }
+            for (; at < half; ++at) {
+                const float low = x[at], high = x[half + at];
+                out[at] = low * cos[at] - high * sin[at];
+                out[half + at] = high * cos[half + at] + low * sin[half + at];
+            }
+        }
+}
+
 }  // namespace
 
 extern "C" {
 
-int ringserve_version() { return 2; }
+int ringserve_version() { return 3; }
+
+// Multiply by tiles from now on, or not. Returns whether it does: the processor and the system must allow it.
+int ringserve_use_tiles(int wanted) {
+#if defined(__AMX_BF16__)
+    uses_tiles = wanted && may_use_tiles();
+#endif
+    return uses_tiles;
+}
 
 void ringserve_use_pool(void *given) { parallel = (Parallel)given; }
 
 void ringserve_attend(const float *q, const void *k, const void *v, const int64_t *low, const int64_t *high, float *out,
                       float *lse, const int64_t *sizes, float scale, int is_wide, int threads) {
     const int64_t group = sizes[1] / sizes[2];
-    const int64_t rows = sizes[0] * group > 8 * QUERY_BLOCK ? QUERY_BLOCK : SHORT_BLOCK;
+    const int64_t all = sizes[0] * group;
+    int64_t rows = all > 8 * QUERY_BLOCK ? QUERY_BLOCK : SHORT_BLOCK;
+#if defined(__AMX_BF16__)
+    const bool by_tiles = uses_tiles && all >= LEAST_TILE_ROWS;
+    if (by_tiles && all > 8 * TILED_QUERIES && sizes[3] <= 128) rows = TILED_QUERIES;
+#endif
     Attention a = {q,        k,        v,        low,          high,     out,      lse,      sizes[0], sizes[1],
                    sizes[2], sizes[3], rows / group, sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9],
                    scale};
     const int64_t per_block = a.per_block;
     const int64_t tasks = (a.tokens + per_block - 1) / per_block * a.kv_heads;
+#if defined(__AMX_BF16__)
+    if (by_tiles) {
+        if (is_wide) run_tasks<Attention, attend_by_tiles<float>>(a, tasks, threads);
+        else run_tasks<Attention, attend_by_tiles<bf16>>(a, tasks, threads);
+        return;
+    }
+#endif
     if (is_wide) run_tasks<Attention, attend_block<float>>(a, tasks, threads);
     else run_tasks<Attention, attend_block<bf16>>(a, tasks, threads);
 }
@@ -753,6 +1277,12 @@ void ringserve_normalize(const float *x, const float *weight, float *out, int64_
     run_tasks<Norm, normalize_task>(a, tasks, tasks > 1 ? threads : 1);
 }
 
+void ringserve_rotate(const float *x, const float *cos, const float *sin, float *out, const int64_t *sizes, int threads) {
+    Rotation a = {x, cos, sin, out, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]};
+    const int64_t tasks = (a.rows + ROTATED_ROWS - 1) / ROTATED_ROWS;
+    run_tasks<Rotation, rotate_task>(a, tasks, tasks > 1 ? threads : 1);
+}
+
 int ringserve_lanes() { return W; }
 
 void ringserve_pack(const void *weight, void *packed, int64_t out_features, int64_t in_features, int is_wide) {
@@ -760,12 +1290,24 @@ void ringserve_pack(const void *weight, void *packed, int64_t out_features, int6
     else pack_weight((const bf16 *)weight, (bf16 *)packed, out_features, in_features);
 }
 
+// `types`: 0 for weights and results of bfloat16, 1 for fp32, 2 for weights of bfloat16 and results of fp32. With `alone`
+// a row's bits do not depend on the number of rows.
 void ringserve_linear(const float *x, const void *weight, const void *second, const void *bias, void *out, int64_t rows,
-                      int64_t in_features, int64_t out_features, int is_wide, int threads) {
+                      int64_t in_features, int64_t out_features, int types, int alone, int threads) {
     const int64_t panels = (out_features + OUT_LANES - 1) / OUT_LANES, band = BAND_FLOATS / (GROUP_ROWS * in_features);
     Linear a = {x, weight, second, bias, out, rows, in_features, out_features, panels, band < 1 ? 1 : band};
+#if defined(__AMX_BF16__)
+    if (uses_tiles && types && !alone && rows >= (types == 1 ? LEAST_SPLIT_ROWS : LEAST_TILE_ROWS)) {
+        TiledLinear tiled = {a, 0, 0, 0};
+        const int64_t parts = divide(tiled, types == 2, threads);
+        if (types == 1) run_tasks<TiledLinear, multiply_by_tiles<float>>(tiled, parts, threads);
+        else run_tasks<TiledLinear, multiply_by_tiles<bf16>>(tiled, parts, threads);
+        return;
+    }
+#endif
     const int64_t tasks = (rows + GROUP_ROWS - 1) / GROUP_ROWS * panels;
-    if (is_wide) run_tasks<Linear, multiply_task<float>>(a, tasks, threads);
-    else run_tasks<Linear, multiply_task<bf16>>(a, tasks, threads);
+    if (types == 1) run_tasks<Linear, multiply_task<float, float>>(a, tasks, threads);
+    else if (types == 2) run_tasks<Linear, multiply_task<bf16, float>>(a, tasks, threads);
+    else run_tasks<Linear, multiply_task<bf16, bf16>>(a, tasks, threads);
 }
 }

@@ -1,4 +1,4 @@
-"""Kernels of CPUs that are compiled when ringserve is installed (`native.cpp`): attention, linear layers, norms.
+"""Kernels of CPUs that are compiled when ringserve is installed (`native.cpp`): attention, linear layers, norms, positions.
 
 Shapes: T query tokens, S stored tokens, B single queries, H query heads, K key/value heads, D head dimension, C input
 features, N output features.
@@ -7,7 +7,9 @@ features, N output features.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import ClassVar
@@ -18,7 +20,7 @@ from ringserve.cp_core.attention.partial import PagedShards, Partial, empty_part
 from ringserve.cp_core.attention.torch_cpu import TorchCpuFlash
 from ringserve.cp_core.layout.step_plans import KvRun
 
-VERSION = 2
+VERSION = 3
 """Of the libraries' functions: one that was compiled for others is not called."""
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -52,12 +54,14 @@ def load(kind: str) -> ctypes.CDLL | None:
     found.ringserve_attend.argtypes = [*[pointer] * 8, ctypes.c_float, ctypes.c_int, ctypes.c_int]
     found.ringserve_attend_pages.argtypes = [*[pointer] * 9, ctypes.c_float, ctypes.c_int, ctypes.c_int]
     found.ringserve_pack.argtypes = [pointer, pointer, integer, integer, ctypes.c_int]
-    found.ringserve_linear.argtypes = [*[pointer] * 5, integer, integer, integer, ctypes.c_int, ctypes.c_int]
+    found.ringserve_linear.argtypes = [*[pointer] * 5, *[integer] * 3, *[ctypes.c_int] * 3]
     found.ringserve_normalize.argtypes = [pointer, pointer, pointer, integer, integer, ctypes.c_float, ctypes.c_int]
+    found.ringserve_rotate.argtypes = [*[pointer] * 5, ctypes.c_int]
     found.ringserve_paged_floats.argtypes = [integer] * 4
     found.ringserve_paged_floats.restype = integer
     found.ringserve_use_pool.argtypes = [pointer]
     found.ringserve_use_pool(_pool())
+    found.ringserve_use_tiles(True)
     return found
 
 
@@ -279,15 +283,17 @@ def multiply(
     bias: torch.Tensor | None = None,
     second: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return rows[..., C] times a packed weight -> [..., N], in the weight's dtype, plus bias[N].
+    """Return rows[..., C] times a packed weight -> [..., N], in the rows' dtype, plus bias[N].
 
-    With `second`, a packed weight as large, it is silu(first product) * second product. A row's bits do not depend on
-    the rows beside it.
+    fp32 rows may have a weight of bfloat16. With `second`, a packed weight as large, it is silu(first product) * second
+    product. Many rows are multiplied by tiles, if the processor has them, and then their sums have another order: see
+    `rows_alone`.
     """
     found = library()
     assert found is not None
+    out = torch.empty(*rows.shape[:-1], num_out, dtype=rows.dtype)
+    types = 0 if rows.dtype == torch.bfloat16 else 1 if packed.dtype == torch.float32 else 2
     rows = rows.float().contiguous()
-    out = torch.empty(*rows.shape[:-1], num_out, dtype=packed.dtype)
     found.ringserve_linear(
         rows.data_ptr(),
         packed.data_ptr(),
@@ -297,10 +303,31 @@ def multiply(
         rows.numel() // rows.shape[-1],
         rows.shape[-1],
         num_out,
-        packed.dtype == torch.float32,
+        types,
+        _calls.are_alone,
         torch.get_num_threads(),
     )
     return out
+
+
+class _Calls(threading.local):
+    are_alone = False
+
+
+_calls = _Calls()
+
+
+@contextmanager
+def rows_alone() -> Iterator[None]:
+    """Give every row of this thread's products the bits that it has alone, however many rows are beside it.
+
+    Example: a decode step, in which a draft must not change the token that its sequence has without it.
+    """
+    before, _calls.are_alone = _calls.are_alone, True
+    try:
+        yield
+    finally:
+        _calls.are_alone = before
 
 
 def normalize(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -319,4 +346,19 @@ def normalize(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch
         epsilon,
         torch.get_num_threads(),
     )
+    return out
+
+
+def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Return states[T, H, D] turned by the angles of cos[T, D] and sin[T, D], all fp32: a new tensor.
+
+    Number d of the first half and d + D / 2 are one pair: (a, b) becomes (a cos - b sin, b cos + a sin).
+    """
+    found = library()
+    assert found is not None
+    cos, sin = cos.contiguous(), sin.contiguous()
+    out = torch.empty(states.shape)
+    sizes = (ctypes.c_int64 * 5)(*states.shape, *states.stride()[:2])
+    pointers = (each.data_ptr() for each in (states, cos, sin, out))
+    found.ringserve_rotate(*pointers, sizes, torch.get_num_threads())
     return out

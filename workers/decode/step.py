@@ -16,6 +16,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from ringserve.cp_core.attention.native import rows_alone
 from ringserve.cp_core.attention.partial import AttentionBackend, PagedShards, takes_pages
 from ringserve.cp_core.cost.decode import HELIX
 from ringserve.cp_core.cost.model import PASS_Q
@@ -173,7 +174,7 @@ class DecodePass:
         issued: IssuedStep | None = None
         is_last = False
         while not is_last:
-            with self._clock.step():
+            with self._clock.step(), rows_alone():
                 issued, following = issued or self._issue(variant), None
                 if is_followed():
                     self._batch.advance_untold()

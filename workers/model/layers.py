@@ -8,9 +8,11 @@ Shapes: T rows, C input features.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import accumulate
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -26,8 +28,9 @@ from ringserve.workers.model.shared import shared_bytes
 class PackedLinear(Linear):
     """CPU linear layer whose weight is stored in the order in which kernels read it.
 
-    fp32 weights are read by this package's kernels if they are compiled here (`is_native`), all others by oneDNN's.
-    oneDNN would reorder a plain weight in every call, which costs relatively more for few rows: one row takes 1.2 times
+    fp32 weights are read by this package's kernels if they are compiled here (`is_native`), all others by oneDNN's. The
+    former are stored as bfloat16 if that changes no number: half of the bytes are read, and the sums are the same. oneDNN
+    would reorder a plain weight in every call, which costs relatively more for few rows: one row takes 1.2 times
     as long in fp32 and 1.4 times in bf16, and 8 rows twice as long.
     """
 
@@ -47,7 +50,7 @@ class PackedLinear(Linear):
         assert isinstance(linear, PackedLinear)
         linear.is_native = weight.dtype == torch.float32 and native.library() is not None
         if linear.is_native:
-            linear.packed = native.pack_weight(weight) if packed is None else packed
+            linear.packed = native.pack_weight(narrowed(weight)) if packed is None else packed
         else:
             linear.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), num_rows)
 
@@ -59,6 +62,21 @@ class PackedLinear(Linear):
         out = torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")
         assert isinstance(out, Tensor)
         return out if rows is input else out[..., : input.shape[-2], :]
+
+
+def narrowed(weight: Tensor) -> Tensor:
+    """Return an fp32 weight as bfloat16 if all its numbers are such, as those of most models were; else the weight.
+
+    Example: a model that was stored in bfloat16 and is served in float32.
+    """
+    for some in weight.detach().flatten().split(CHECKED_NUMBERS):
+        if some.view(torch.int32).bitwise_and(0xFFFF).any():
+            return weight
+    return weight.bfloat16()
+
+
+CHECKED_NUMBERS = 1 << 20
+"""Numbers of a weight that are checked at a time."""
 
 
 def with_least_rows(input: Tensor, packed: Tensor) -> Tensor:
@@ -96,13 +114,15 @@ class GatedMlp:
     def try_of(cls, mlp: Module) -> GatedMlp | None:
         """Return the forward pass of an fp32 `mlp`, or None for other modules and if its first two layers have hooks.
 
-        In bf16 it would round less often than transformers.
+        In bf16 it would round less often than transformers. The kernels want the first two layers in one type.
         """
         gate, up, down = (getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
         if not (isinstance(gate, PackedLinear) and isinstance(up, PackedLinear) and isinstance(down, Module)):
             return None
         is_silu = isinstance(getattr(mlp, "act_fn", None), SiLU | SiLUActivation)
-        is_plain = is_silu and gate.packed.dtype == torch.float32
+        is_plain = is_silu and (gate.is_native or gate.packed.dtype == torch.float32)
+        if gate.packed.dtype != up.packed.dtype:
+            return None
         if gate.is_native and any(getattr(each, "bias", None) is not None for each in (gate, up)):
             return None
         return cls(gate, up, down) if is_plain and not (gate._forward_hooks or up._forward_hooks) else None
@@ -160,6 +180,59 @@ class FusedNorm:
         return native.normalize(hidden_states, self.weight, self.epsilon)
 
 
+ROTATION = "apply_rotary_pos_emb"
+"""Function that the attention of most families turns its queries and keys with."""
+LEAST_ROTATED_ROWS = 16
+
+
+def rotating_forward(attention: Module) -> Callable[..., Any] | None:
+    """Return the forward pass of an attention module of a CPU with rotary positions in one call instead of ten.
+
+    Its code stays the module's own: only the function that it calls for the positions is replaced. None for other
+    modules, for families whose function gives other numbers (Cohere pairs neighbours), and if kernels are not compiled.
+    """
+    forward = type(attention).forward
+    code, stock = getattr(forward, "__code__", None), getattr(forward, "__globals__", {}).get(ROTATION)
+    if code is None or ROTATION not in code.co_names or stock is None or not _rotates_alike(stock):
+        return None
+    found = {**forward.__globals__, ROTATION: partial(_rotated, stock)}
+    replaced = FunctionType(code, found, forward.__name__, forward.__defaults__, forward.__closure__)
+    replaced.__kwdefaults__ = forward.__kwdefaults__
+    return MethodType(replaced, attention)
+
+
+@cache
+def _rotates_alike(stock: Callable[..., Any]) -> bool:
+    """Return True if a family's function turns halves of heads, as the kernel does."""
+    if native.library() is None:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    num_rows = LEAST_ROTATED_ROWS
+    q, k = (torch.randn(1, heads, num_rows, 64, generator=generator) for heads in (4, 2))
+    cos, sin = (torch.randn(1, num_rows, 64, generator=generator) for _ in range(2))
+    try:
+        wanted = stock(q, k, cos, sin)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    found = _rotated(stock, q, k, cos, sin)
+    return all(torch.allclose(*each, rtol=1e-5, atol=1e-5) for each in zip(found, wanted, strict=True))
+
+
+def _rotated(
+    stock: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *others: Any, **named: Any
+) -> tuple[Tensor, Tensor]:
+    """Turn q[1, H, T, D] and k[1, K, T, D] as `stock` does; what the kernel does not know is left to it."""
+    tensors = (q, k, cos, sin)
+    # A few rows take less time than two calls of the kernel.
+    is_plain = q.shape[-2] >= LEAST_ROTATED_ROWS and not others and not named and q.ndim == 4 and cos.shape == sin.shape == (1, q.shape[2], q.shape[3])
+    if not is_plain or any(each.dtype != torch.float32 or each.shape[0] != 1 or each.stride(-1) != 1 for each in tensors):
+        found: tuple[Tensor, Tensor] = stock(q, k, cos, sin, *others, **named)
+        return found
+    turned = (native.rotate(each[0].transpose(0, 1), cos[0], sin[0]) for each in (q, k))
+    rotated_q, rotated_k = (each.transpose(0, 1).unsqueeze(0) for each in turned)
+    return rotated_q, rotated_k
+
+
 # Number of rows that fp32 weights are packed for. oneDNN uses the same order for any larger number of rows.
 PACKED_ROWS = 256
 LEAST_ROWS = 4 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 1
@@ -193,23 +266,26 @@ def _packed_together(weights: Sequence[Tensor], key: str) -> list[Tensor] | None
     """Return packed weights in memory that processes with this key share; None if that is not possible."""
     if native.library() is None or any(weight.dtype != torch.float32 for weight in weights):
         return None
+    weights = [narrowed(weight) for weight in weights]
     shapes = [native.packed_shape(weight) for weight in weights]
-    ends = list(accumulate(-(-math.prod(shape) // LINE_NUMBERS) * LINE_NUMBERS for shape in shapes))
+    sizes = [math.prod(shape) * each.element_size() for shape, each in zip(shapes, weights, strict=True)]
+    ends = list(accumulate(-(-size // LINE_BYTES) * LINE_BYTES for size in sizes))
 
     def cut(memory: Tensor) -> list[Tensor]:
-        starts, numbers = [0, *ends[:-1]], memory.view(torch.float32)
-        return [numbers[at : at + math.prod(shape)].view(shape) for at, shape in zip(starts, shapes, strict=True)]
+        parts = zip([0, *ends[:-1]], sizes, shapes, weights, strict=True)
+        return [memory[at : at + size].view(each.dtype).view(shape) for at, size, shape, each in parts]
 
     def fill(memory: Tensor) -> None:
         for weight, packed in zip(weights, cut(memory), strict=True):
             native.pack_weight(weight, packed)
 
-    memory = shared_bytes(f"{key} version {native.VERSION}, {shapes}", 4 * ends[-1], fill) if ends else None
+    types = [str(each.dtype) for each in weights]
+    memory = shared_bytes(f"{key} version {native.VERSION}, {shapes} {types}", ends[-1], fill) if ends else None
     return None if memory is None else cut(memory)
 
 
-LINE_NUMBERS = 16
-"""fp32 numbers of a cache line, at whose start each weight begins."""
+LINE_BYTES = 64
+"""Bytes of a cache line, at whose start each weight begins."""
 
 
 ATTENTION_LAYERS = ("q_proj", "k_proj", "v_proj")

@@ -34,6 +34,7 @@ from ringserve.workers.model.layers import (
     pack,
     packed_dtypes,
     quantize_mlps,
+    rotating_forward,
 )
 from ringserve.workers.model.support import SLIDING, WINDOWS
 from ringserve.workers.model.tensor_parallel import TensorParallel
@@ -185,7 +186,7 @@ class LoadedModel:
         """Bring the weights of all layers into the form that kernels read fastest. Idempotent.
 
         Projections with the same input become one layer. On a CPU layers are packed, MLPs run in two calls of its
-        kernels instead, which apply the activation, and RMS norms in one. The packed copy of a head that is the
+        kernels instead, which apply the activation, RMS norms and rotary positions in one. The packed copy of a head that is the
         embedding, too, takes memory of its own. With `is_shared` all ranks of a machine with the same weights have one
         copy of those that are packed for this package's kernels; they must be as they were read. On a GPU with
         `quantization` "fp8" MLPs become such of 8-bit floats.
@@ -203,6 +204,9 @@ class LoadedModel:
             pack(self.head, key)
         for module in self.body.modules():
             if (forward := GatedMlp.try_of(module) or FusedNorm.try_of(module)) is not None:
+                module.forward = forward
+        for module in self.attention if is_on_cpu and self.info.dtype == "float32" else ():
+            if (forward := rotating_forward(module)) is not None:
                 module.forward = forward
         if is_on_cpu:
             release_pages(self.path)

@@ -256,7 +256,9 @@ class HttpServer:
 
 def _listener(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = _Listener(family)
+    # asyncio sends small parts at once (TCP_NODELAY) only if a socket says that its protocol is TCP. Otherwise the first
+    # event of a stream waits for the client's acknowledgement of the headers, up to 40 ms.
+    listener = _Listener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     # No SO_REUSEPORT: a port in use must be an error, not a shared port.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

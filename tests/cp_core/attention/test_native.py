@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hatch_build import X86, compile_kernels
@@ -23,6 +24,19 @@ CAPABILITY = torch.backends.cpu.get_cpu_capability().lower()
 COMPILED = {path.stem.removeprefix("native-") for path in compile_kernels(ROOT)}
 KINDS = sorted(COMPILED - ({"avx512"} if CAPABILITY != "avx512" else set()))
 """Instruction sets of the libraries here that this processor has."""
+FOUND = native.library()
+HAS_TILES = FOUND is not None and bool(FOUND.ringserve_use_tiles(True))
+WAYS = ["vectors", *["tiles"] * HAS_TILES]
+"""Ways in which many rows are multiplied and attended here."""
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    found = native.library()
+    assert found is not None
+    found.ringserve_use_tiles(request.param == "tiles")
+    yield request.param
+    found.ringserve_use_tiles(True)
 
 
 @pytest.fixture(autouse=True)
@@ -111,14 +125,17 @@ def test_heads_of_other_sizes_are_attended_by_torch(head_dim: int, num_heads: in
     num_stored=st.integers(1, 400),
     window=st.integers(1, 300),
     heads=st.sampled_from([(1, 1), (9, 3), (6, 1), (3, 3)]),
+    head_dim=st.sampled_from([16, 64, 80, 256]),
     seed=st.integers(0, 100),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_range_of_keys_of_each_query_matches_the_oracle(
-    num_tokens: int, num_stored: int, window: int, heads: tuple[int, int], seed: int
+    way: str, num_tokens: int, num_stored: int, window: int, heads: tuple[int, int], head_dim: int, seed: int
 ) -> None:
     """Some queries see no key; keys that no query sees are never read."""
-    tokens = random_tokens(max(num_tokens, num_stored), num_heads=heads[0], num_kv_heads=heads[1], seed=seed)
+    tokens = random_tokens(
+        max(num_tokens, num_stored), num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, seed=seed
+    )
     stop = (torch.arange(num_tokens) + num_stored - num_tokens + 1).clamp(0, num_stored)
     first = (stop - window).clamp(0)
     k, v = tokens.k[:num_stored].clone(), tokens.v[:num_stored].clone()
@@ -136,7 +153,7 @@ def test_any_range_of_keys_of_each_query_matches_the_oracle(
 
 @pytest.mark.parametrize("num_tokens", [1, MAX_SINGLE_TOKENS, MAX_SINGLE_TOKENS + 1])
 @pytest.mark.parametrize("poisoned", ["q", "k", "v"])
-def test_a_number_that_is_none_stays_in_its_rows(poisoned: str, num_tokens: int) -> None:
+def test_a_number_that_is_none_stays_in_its_rows(poisoned: str, num_tokens: int, way: str) -> None:
     """A NaN query spoils its own row, a NaN key every row that sees it; a NaN value may spoil rows of its block."""
     tokens = random_tokens(40)
     given = {"q": tokens.q[-num_tokens:].clone(), "k": tokens.k.clone(), "v": tokens.v.clone()}
@@ -172,14 +189,66 @@ def test_a_product_matches_the_oracle_and_its_rows_do_not_know_of_each_other(
 
 
 @pytest.mark.parametrize(("num_in", "num_out"), [(300, 129), (1500, 40), (40, 200)])
-def test_many_rows_are_multiplied_in_bands_that_may_end_anywhere(num_in: int, num_out: int) -> None:
-    """Of four tasks' rows, of one, and of more than there are."""
-    rows, weight = torch.randn(1000, num_in), torch.randn(num_out, num_in)
-    packed = pack_weight(weight)
-    product = multiply(rows, packed, num_out)
-    assert largest(product.double() - rows.double() @ weight.double().T) <= 1e-6 * num_in
-    for count in (96, 97, 385, 575, 999):
-        assert torch.equal(multiply(rows[:count], packed, num_out), product[:count])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_rows_are_multiplied_in_parts_that_may_end_anywhere(
+    num_in: int, num_out: int, dtype: torch.dtype, way: str
+) -> None:
+    """Of several tasks' rows, of one, and of more than there are; weights that are bfloat16 are read as such."""
+    rows, weight, second = torch.randn(1000, num_in), *torch.randn(2, num_out, num_in).to(dtype)
+    bias, packed, gates = torch.randn(num_out), pack_weight(weight), pack_weight(second)
+    product = multiply(rows, packed, num_out, bias)
+    right = rows.double() @ weight.double().T
+    assert largest(product.double() - right - bias.double()) <= 1e-6 * num_in
+    gated = multiply(rows, gates, num_out, second=packed)
+    wanted = torch.nn.functional.silu(rows.double() @ second.double().T) * right
+    assert largest(gated.double() - wanted) <= 1e-6 * num_in * max(1.0, largest(right))
+    for count in (128, 129, 385, 575, 999):
+        assert torch.equal(multiply(rows[:count], packed, num_out, bias), product[:count])
+        assert torch.equal(multiply(rows[:count], gates, num_out, second=packed), gated[:count])
+    with native.rows_alone():
+        alone = multiply(rows, packed, num_out, bias)
+        for count in (1, 2, 31, 97, 127, 999):
+            assert torch.equal(multiply(rows[:count], packed, num_out, bias), alone[:count])
+    if dtype == torch.bfloat16 and way == "vectors":
+        assert torch.equal(multiply(rows, pack_weight(weight.float()), num_out, bias), product)
+
+
+def test_numbers_of_every_size_are_split_into_parts(way: str) -> None:
+    """Also those whose parts round up, and next to none: a sum is as close as that of fp32 numbers."""
+    generator = torch.Generator().manual_seed(3)
+    rows, weight = (torch.randn(150, 320, generator=generator) for _ in range(2))
+    sizes = torch.logspace(-12, 12, 320)
+    rows, weight = rows * sizes, weight / sizes
+    rows[0, :] = sizes * (1 + 2**-8 - 2**-23)
+    weight[0, :] = (1 - 2**-24) / sizes
+    product = multiply(rows, pack_weight(weight), 150)
+    right = rows.double() @ weight.double().T
+    assert largest(product.double() - right) <= 6e-5
+    assert largest(product[0, 0].double() - right[0, 0]) <= 320 * 2**-23 * float(right[0, 0])
+
+
+@pytest.mark.parametrize("poisoned", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_in_its_row_of_many(poisoned: float, way: str) -> None:
+    rows, packed = torch.ones(140, 40), pack_weight(torch.full((70, 40), 1 + 2**-20))
+    rows[33, 5] = poisoned
+    product = multiply(rows, packed, 70)
+    assert not product[33].isfinite().any()
+    assert product[torch.arange(140) != 33].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", sorted(HEAD_DIMS))
+def test_many_queries_have_the_bits_of_fewer(head_dim: int, dtype: torch.dtype, way: str) -> None:
+    """For every size of head, over more keys than a block of them, and of any type; the oracle's within rounding."""
+    tokens = random_tokens(290, num_heads=6, num_kv_heads=2, head_dim=head_dim, dtype=dtype)
+    q, scale = tokens.q.float(), head_dim**-0.5
+    whole = KERNEL.partial_attention(q, tokens.k, tokens.v, causal=True, scale=scale)
+    right = oracle_partial(q, tokens.k, tokens.v, causal=True, scale=scale)
+    assert largest(whole.out.double() - right.out) <= 3e-6 * max(1.0, largest(tokens.v.float()))
+    assert largest(whole.lse.double() - right.lse) <= 1e-5
+    some = KERNEL.attend_newest(q[-100:], tokens.k, tokens.v, scale=scale)
+    assert torch.equal(some.out, whole.out[-100:])
+    assert torch.equal(some.lse, whole.lse[-100:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -192,7 +261,7 @@ def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype) -> None:
     assert (product[2] == torch.inf).all()
 
 
-def test_results_have_the_same_bits_with_any_number_of_threads() -> None:
+def test_results_have_the_same_bits_with_any_number_of_threads(way: str) -> None:
     tokens, packed = random_tokens(300), pack_weight(torch.randn(200, 256))
     shards = scattered([(tokens.k, tokens.v)], 16)
 
@@ -238,7 +307,7 @@ def test_the_kernels_of_every_instruction_set_match_the_oracle(kind: str, monkey
     torch.testing.assert_close(normed, torch.nn.functional.rms_norm(rows, (70,), weight[0], 1e-5), atol=1e-5, rtol=0)
 
 
-def test_several_threads_may_call_at_once() -> None:
+def test_several_threads_may_call_at_once(way: str) -> None:
     """Each has memory of its own for what it holds between the parts of a call."""
     tokens = random_tokens(200)
     right = KERNEL.partial_attention(tokens.q, tokens.k, tokens.v, causal=True, scale=0.125)
