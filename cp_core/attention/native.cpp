@@ -85,6 +85,13 @@ INLINE void put(bf16 *at, vf value) {
     *(vh_u *)at = __builtin_convertvector((rounded & (vu)is_number) | (0x7fc0 & ~(vu)is_number), vh_u);
 }
 
+// A number as it is after it was stored, which bfloat16 rounds.
+INLINE vf stored(vf value, const float *) { return value; }
+INLINE vf stored(vf value, const bf16 *) {
+    const vu bits = (vu)value;
+    return select(value == value, (vf)((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000), value);
+}
+
 #if defined(__clang__)
 #define LANES(...) __VA_ARGS__
 #define SHUFFLE(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
@@ -550,7 +557,7 @@ void merge_chunks(const Paged &a, int64_t row) {
 // its order. Each sum adds its products one after the other: its bits do not depend on the rows beside it.
 
 struct Linear {
-    const float *x;             // [T, C]
+    const void *x;              // [T, C]: fp32, or for tiles of bfloat16 results bfloat16
     const void *weight, *second;  // packed [N, C]; `second` may be null
     const void *bias;           // [N] of the result's type, or null
     void *out;                  // [T, N]
@@ -636,18 +643,19 @@ void multiply_group(const float *x, const Stored *weight, float *sums, int64_t r
 }
 
 // Write rows [first, first + rows) and outputs [line, line + width) of a product: its sums, or with a second weight the
-// product of their silu and `ups`; both [rows][width].
+// product of their silu and `ups`; both [rows][width]. Where a model stores results, they are rounded.
 template <class Result>
 void finish_rows(const Linear &a, int64_t first, int64_t rows, int64_t line, int64_t width, float *sums, const float *ups) {
     const int64_t left = a.out_features - line, lanes = left < width ? left : width;
     for (int64_t row = 0; row < rows; ++row, sums += width, ups += width) {
         if (a.second)
             for (int64_t lane = 0; lane < width; lane += W) {
-                vf gate = load(sums + lane), up = load(ups + lane);
+                const Result *kind = nullptr;
+                vf gate = stored(load(sums + lane), kind), up = stored(load(ups + lane), kind);
                 // 1 / (1 + e^-x) with an exponent that is never positive.
                 vf size = select(gate < 0.0f, -gate, gate), small = exponential(-size);
                 vf part = select(gate < 0.0f, small, all(1.0f)) / (small + 1.0f);
-                store(sums + lane, gate * part * up);
+                store(sums + lane, stored(gate * part, kind) * up);
             }
         Result *out = (Result *)a.out + (first + row) * a.out_features + line;
         const Result *bias = a.bias ? (const Result *)a.bias + line : nullptr;
@@ -673,7 +681,7 @@ void multiply_task(const Linear &a, int64_t task) {
     const int64_t at = line * a.in_features;
     float *sums = scratch.scores, *ups = sums + GROUP_ROWS * OUT_LANES;
     const int64_t rows = a.rows - first < GROUP_ROWS ? a.rows - first : GROUP_ROWS;
-    const float *x = a.x + first * a.in_features;
+    const float *x = (const float *)a.x + first * a.in_features;
     for (int part = 0; part < (a.second ? 2 : 1); ++part) {
         float *to = part ? ups : sums;
         const Stored *from = (const Stored *)(part ? a.second : a.weight) + at;
@@ -705,6 +713,9 @@ void pack_weight(const Stored *weight, Stored *packed, int64_t out_features, int
 }
 
 bool uses_tiles = false;
+// Fewer rows are not worth the splitting of fp32 weights, or the order of tiles.
+#define LEAST_SPLIT_ROWS 128
+#define LEAST_TILE_ROWS 32
 
 #if defined(__AMX_BF16__)
 
@@ -729,9 +740,6 @@ bool uses_tiles = false;
 #define SPLIT_PARTS 648
 #define SPLIT_ROWS 32
 #define SPLIT_SUMS 144
-// Fewer rows are not worth the splitting of fp32 weights, or the order of tiles.
-#define LEAST_SPLIT_ROWS 128
-#define LEAST_TILE_ROWS 32
 
 struct alignas(64) LinearScratch {
     bf16 weights[SPLIT_PARTS * PART_NUMBERS];  // [outputs / 32][columns / 32]
@@ -858,17 +866,20 @@ struct TiledLinear {
 };
 
 // Split columns [0, columns) of up to 32 rows; what is missing in the last blocks are zeros.
-void split_rows(const float *x, int64_t rows, int64_t columns, int64_t stride, bf16 *blocks, float *some) {
+template <class Stored>
+void split_rows(const Stored *x, int64_t rows, int64_t columns, int64_t stride, bf16 *blocks, float *memory) {
+    constexpr bool is_narrow = sizeof(Stored) == sizeof(bf16);
+    Stored *some = (Stored *)memory;
     for (int64_t column = 0; column < columns; column += BLOCK, blocks += BLOCK_NUMBERS) {
-        const float *from = x + column;
+        const Stored *from = x + column;
         int64_t width = columns - column < BLOCK ? columns - column : BLOCK, apart = stride;
         if (rows < BLOCK || width < BLOCK) {
-            memset(some, 0, sizeof(float) * BLOCK * BLOCK);
-            for (int64_t row = 0; row < rows; ++row) memcpy(some + row * BLOCK, from + row * stride, sizeof(float) * width);
+            memset(some, 0, sizeof(Stored) * BLOCK * BLOCK);
+            for (int64_t row = 0; row < rows; ++row) memcpy(some + row * BLOCK, from + row * stride, sizeof(Stored) * width);
             from = some, apart = BLOCK;
         }
-        split_half<false, false>(blocks, from, apart, 16);
-        split_half<false, false>(blocks + TILE_NUMBERS, from + 16 * apart, apart, 16);
+        split_half<false, is_narrow>(blocks, from, apart, 16);
+        split_half<false, is_narrow>(blocks + TILE_NUMBERS, from + 16 * apart, apart, 16);
     }
 }
 
@@ -890,11 +901,11 @@ void split_panel(const Stored *weight, const Stored *others, int64_t columns, bf
         }
 }
 
-template <class Stored>
+template <class Row, class Stored>
 void multiply_by_tiles(const TiledLinear &a, int64_t task) {
     LinearScratch &s = linear_scratch;
     const Linear &l = a.linear;
-    constexpr bool is_narrow = sizeof(Stored) == sizeof(bf16);
+    constexpr bool is_narrow = sizeof(Stored) == sizeof(bf16), x_is_narrow = sizeof(Row) == sizeof(bf16);
     const int64_t above = (l.rows + BLOCK * a.rows - 1) / (BLOCK * a.rows), size = is_narrow ? PART_NUMBERS : BLOCK_NUMBERS;
     const int64_t first = task % above * a.rows * BLOCK, line = task / above * a.panels * BLOCK, count = l.second ? 2 : 1;
     const int64_t stop = first + a.rows * BLOCK < l.rows ? first + a.rows * BLOCK : l.rows;
@@ -913,14 +924,14 @@ void multiply_by_tiles(const TiledLinear &a, int64_t task) {
             }
         for (int64_t row = first; row < stop; row += BLOCK) {
             const int64_t height = stop - row < BLOCK ? stop - row : BLOCK;
-            split_rows(l.x + row * l.in_features + column, height, columns, l.in_features, s.rows, s.some);
+            split_rows((const Row *)l.x + row * l.in_features + column, height, columns, l.in_features, s.rows, s.some);
             for (int64_t panel = 0; panel < panels; ++panel) {
                 float(*sums)[BLOCK * BLOCK] = s.sums + (at_once ? 0 : ((row - first) / BLOCK * panels + panel) * count);
                 for (int64_t which = 0; which < count; ++which) {
                     const bf16 *weights = s.weights + (panel * count + which) * depth * size;
                     clear_sums();
                     for (int64_t block = 0; block < depth; ++block)
-                        multiply_blocks(s.rows + block * BLOCK_NUMBERS, weights + block * size, false, is_narrow);
+                        multiply_blocks(s.rows + block * BLOCK_NUMBERS, weights + block * size, x_is_narrow, is_narrow);
                     if (!column) {
                         store_sums(sums[which], W, 16 * BLOCK, BLOCK);
                         continue;
@@ -930,7 +941,7 @@ void multiply_by_tiles(const TiledLinear &a, int64_t task) {
                         store(sums[which] + at, load(sums[which] + at) + load(s.some + at));
                 }
                 if (behind == columns)
-                    finish_rows<float>(l, row, height, line + panel * BLOCK, BLOCK, sums[0], sums[1]);
+                    finish_rows<Row>(l, row, height, line + panel * BLOCK, BLOCK, sums[0], sums[1]);
             }
         }
     }
@@ -1148,56 +1159,65 @@ bool may_use_tiles() {
 // Norms by the root of the mean square: x / sqrt(mean(x^2) + epsilon) * weight.
 
 struct Norm {
-    const float *x, *weight;  // [T, C], [C]
-    float *out;               // [T, C]
+    const void *x, *weight;  // [T, C], [C]
+    void *out;               // [T, C]
     int64_t rows, features;
     float epsilon;
 };
 
 #define NORM_ROWS 16
 
+template <class Stored>
 void normalize_task(const Norm &a, int64_t task) {
     const int64_t stop = (task + 1) * NORM_ROWS < a.rows ? (task + 1) * NORM_ROWS : a.rows;
+    const Stored *weight = (const Stored *)a.weight;
     for (int64_t row = task * NORM_ROWS; row < stop; ++row) {
-        const float *x = a.x + row * a.features;
-        float *out = a.out + row * a.features;
+        const Stored *x = (const Stored *)a.x + row * a.features;
+        Stored *out = (Stored *)a.out + row * a.features;
         vf squares = {};
         int64_t at = 0;
         for (; at + W <= a.features; at += W) squares += load(x + at) * load(x + at);
         float sum = sum_of(squares);
-        for (int64_t rest = at; rest < a.features; ++rest) sum += x[rest] * x[rest];
+        for (int64_t rest = at; rest < a.features; ++rest) sum += widen(x[rest]) * widen(x[rest]);
         const float by = 1.0f / __builtin_sqrtf(sum / (float)a.features + a.epsilon);
-        for (at = 0; at + W <= a.features; at += W) store(out + at, load(x + at) * by * load(a.weight + at));
-        for (; at < a.features; ++at) out[at] = x[at] * by * a.weight[at];
+        for (at = 0; at + W <= a.features; at += W) put(out + at, stored(load(x + at) * by, x) * load(weight + at));
+        for (; at < a.features; ++at) put(out + at, stored(all(widen(x[at]) * by), x)[0] * widen(weight[at]));
     }
 }
 
 // Rotary positions: the halves of each head are turned by the angles of its token.
 
 struct Rotation {
-    const float *x, *cos, *sin;  // [T, H, D], [T, D]
-    float *out;                  // [T, H, D]
+    const void *x, *cos, *sin;  // [T, H, D], [T, D]
+    void *out;                  // [T, H, D]
     int64_t rows, heads, dim, token, head;  // strides of x in elements
 };
 
 #define ROTATED_ROWS 16
 
+template <class Stored>
+INLINE vf turned(vf x, vf cos, vf other, vf sin, const Stored *kind) {
+    return stored(x * cos, kind) + stored(other * sin, kind);
+}
+
+template <class Stored>
 void rotate_task(const Rotation &a, int64_t task) {
     const int64_t stop = (task + 1) * ROTATED_ROWS < a.rows ? (task + 1) * ROTATED_ROWS : a.rows, half = a.dim / 2;
     for (int64_t row = task * ROTATED_ROWS; row < stop; ++row)
         for (int64_t head = 0; head < a.heads; ++head) {
-            const float *x = a.x + row * a.token + head * a.head, *cos = a.cos + row * a.dim, *sin = a.sin + row * a.dim;
-            float *out = a.out + (row * a.heads + head) * a.dim;
+            const Stored *x = (const Stored *)a.x + row * a.token + head * a.head;
+            const Stored *cos = (const Stored *)a.cos + row * a.dim, *sin = (const Stored *)a.sin + row * a.dim;
+            Stored *out = (Stored *)a.out + (row * a.heads + head) * a.dim;
             int64_t at = 0;
             for (; at + W <= half; at += W) {
                 const vf low = load(x + at), high = load(x + half + at);
-                store(out + at, low * load(cos + at) - high * load(sin + at));
-                store(out + half + at, high * load(cos + half + at) + low * load(sin + half + at));
+                put(out + at, turned(low, load(cos + at), -high, load(sin + at), x));
+                put(out + half + at, turned(high, load(cos + half + at), low, load(sin + half + at), x));
             }
             for (; at < half; ++at) {
-                const float low = x[at], high = x[half + at];
-                out[at] = low * cos[at] - high * sin[at];
-                out[half + at] = high * cos[half + at] + low * sin[half + at];
+                const vf low = all(widen(x[at])), high = all(widen(x[half + at]));
+                put(out + at, turned(low, all(widen(cos[at])), -high, all(widen(sin[at])), x)[0]);
+                put(out + half + at, turned(high, all(widen(cos[half + at])), low, all(widen(sin[half + at])), x)[0]);
             }
         }
 }
@@ -1269,18 +1289,21 @@ void ringserve_attend_pages(const float *q, const void *k, const void *v, const 
     free(groups);
 }
 
-void ringserve_normalize(const float *x, const float *weight, float *out, int64_t rows, int64_t features, float epsilon,
-                         int threads) {
+void ringserve_normalize(const void *x, const void *weight, void *out, int64_t rows, int64_t features, float epsilon,
+                         int is_wide, int threads) {
     Norm a = {x, weight, out, rows, features, epsilon};
     // A few rows take less time than other threads take to begin.
     const int64_t tasks = (rows + NORM_ROWS - 1) / NORM_ROWS;
-    run_tasks<Norm, normalize_task>(a, tasks, tasks > 1 ? threads : 1);
+    if (is_wide) run_tasks<Norm, normalize_task<float>>(a, tasks, tasks > 1 ? threads : 1);
+    else run_tasks<Norm, normalize_task<bf16>>(a, tasks, tasks > 1 ? threads : 1);
 }
 
-void ringserve_rotate(const float *x, const float *cos, const float *sin, float *out, const int64_t *sizes, int threads) {
+void ringserve_rotate(const void *x, const void *cos, const void *sin, void *out, const int64_t *sizes, int is_wide,
+                      int threads) {
     Rotation a = {x, cos, sin, out, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]};
     const int64_t tasks = (a.rows + ROTATED_ROWS - 1) / ROTATED_ROWS;
-    run_tasks<Rotation, rotate_task>(a, tasks, tasks > 1 ? threads : 1);
+    if (is_wide) run_tasks<Rotation, rotate_task<float>>(a, tasks, tasks > 1 ? threads : 1);
+    else run_tasks<Rotation, rotate_task<bf16>>(a, tasks, tasks > 1 ? threads : 1);
 }
 
 int ringserve_lanes() { return W; }
@@ -1290,18 +1313,23 @@ void ringserve_pack(const void *weight, void *packed, int64_t out_features, int6
     else pack_weight((const bf16 *)weight, (bf16 *)packed, out_features, in_features);
 }
 
-// `types`: 0 for weights and results of bfloat16, 1 for fp32, 2 for weights of bfloat16 and results of fp32. With `alone`
-// a row's bits do not depend on the number of rows.
-void ringserve_linear(const float *x, const void *weight, const void *second, const void *bias, void *out, int64_t rows,
+// `types`: 0 for weights and results of bfloat16, 1 for fp32, 2 for weights of bfloat16 and results of fp32. Rows are
+// fp32, but for types 0 by tiles bfloat16. With `alone` a row's bits do not depend on the number of rows.
+int ringserve_takes_tiles(int64_t rows, int types, int alone) {
+    return uses_tiles && !alone && rows >= (types == 1 ? LEAST_SPLIT_ROWS : LEAST_TILE_ROWS);
+}
+
+void ringserve_linear(const void *x, const void *weight, const void *second, const void *bias, void *out, int64_t rows,
                       int64_t in_features, int64_t out_features, int types, int alone, int threads) {
     const int64_t panels = (out_features + OUT_LANES - 1) / OUT_LANES, band = BAND_FLOATS / (GROUP_ROWS * in_features);
     Linear a = {x, weight, second, bias, out, rows, in_features, out_features, panels, band < 1 ? 1 : band};
 #if defined(__AMX_BF16__)
-    if (uses_tiles && types && !alone && rows >= (types == 1 ? LEAST_SPLIT_ROWS : LEAST_TILE_ROWS)) {
+    if (ringserve_takes_tiles(rows, types, alone)) {
         TiledLinear tiled = {a, 0, 0, 0};
-        const int64_t parts = divide(tiled, types == 2, threads);
-        if (types == 1) run_tasks<TiledLinear, multiply_by_tiles<float>>(tiled, parts, threads);
-        else run_tasks<TiledLinear, multiply_by_tiles<bf16>>(tiled, parts, threads);
+        const int64_t parts = divide(tiled, types != 1, threads);
+        if (types == 1) run_tasks<TiledLinear, multiply_by_tiles<float, float>>(tiled, parts, threads);
+        else if (types == 2) run_tasks<TiledLinear, multiply_by_tiles<float, bf16>>(tiled, parts, threads);
+        else run_tasks<TiledLinear, multiply_by_tiles<bf16, bf16>>(tiled, parts, threads);
         return;
     }
 #endif

@@ -55,8 +55,9 @@ def load(kind: str) -> ctypes.CDLL | None:
     found.ringserve_attend_pages.argtypes = [*[pointer] * 9, ctypes.c_float, ctypes.c_int, ctypes.c_int]
     found.ringserve_pack.argtypes = [pointer, pointer, integer, integer, ctypes.c_int]
     found.ringserve_linear.argtypes = [*[pointer] * 5, *[integer] * 3, *[ctypes.c_int] * 3]
-    found.ringserve_normalize.argtypes = [pointer, pointer, pointer, integer, integer, ctypes.c_float, ctypes.c_int]
-    found.ringserve_rotate.argtypes = [*[pointer] * 5, ctypes.c_int]
+    found.ringserve_takes_tiles.argtypes = [integer, ctypes.c_int, ctypes.c_int]
+    found.ringserve_normalize.argtypes = [*[pointer] * 3, integer, integer, ctypes.c_float, ctypes.c_int, ctypes.c_int]
+    found.ringserve_rotate.argtypes = [*[pointer] * 5, ctypes.c_int, ctypes.c_int]
     found.ringserve_paged_floats.argtypes = [integer] * 4
     found.ringserve_paged_floats.restype = integer
     found.ringserve_use_pool.argtypes = [pointer]
@@ -286,21 +287,24 @@ def multiply(
     """Return rows[..., C] times a packed weight -> [..., N], in the rows' dtype, plus bias[N].
 
     fp32 rows may have a weight of bfloat16. With `second`, a packed weight as large, it is silu(first product) * second
-    product. Many rows are multiplied by tiles, if the processor has them, and then their sums have another order: see
+    product, each rounded to the rows' dtype. Many rows are multiplied by tiles, if the processor has them, and then their sums have another order: see
     `rows_alone`.
     """
     found = library()
     assert found is not None
     out = torch.empty(*rows.shape[:-1], num_out, dtype=rows.dtype)
     types = 0 if rows.dtype == torch.bfloat16 else 1 if packed.dtype == torch.float32 else 2
-    rows = rows.float().contiguous()
+    num_rows = rows.numel() // rows.shape[-1]
+    if types or not found.ringserve_takes_tiles(num_rows, types, _calls.are_alone):
+        rows = rows.float()
+    rows = rows.contiguous()
     found.ringserve_linear(
         rows.data_ptr(),
         packed.data_ptr(),
         None if second is None else second.data_ptr(),
         None if bias is None else bias.data_ptr(),
         out.data_ptr(),
-        rows.numel() // rows.shape[-1],
+        num_rows,
         rows.shape[-1],
         num_out,
         types,
@@ -331,7 +335,7 @@ def rows_alone() -> Iterator[None]:
 
 
 def normalize(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Return rows[..., C] / sqrt(mean(rows^2) + epsilon) * weight[C], all fp32."""
+    """Return rows[..., C] / sqrt(mean(rows^2) + epsilon) * weight[C], of one dtype, which rounds the quotient, too."""
     found = library()
     assert found is not None
     rows = rows.contiguous()
@@ -344,21 +348,28 @@ def normalize(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch
         rows.numel() // num_features,
         num_features,
         epsilon,
+        rows.dtype == torch.float32,
         torch.get_num_threads(),
     )
     return out
 
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return states[T, H, D] turned by the angles of cos[T, D] and sin[T, D], all fp32: a new tensor.
+    """Return states[T, H, D] turned by the angles of cos[T, D] and sin[T, D], of one dtype: a new tensor.
 
-    Number d of the first half and d + D / 2 are one pair: (a, b) becomes (a cos - b sin, b cos + a sin).
+    Both products of a number are rounded to the dtype. Number d of the first half and d + D / 2 are one pair: (a, b) becomes (a cos - b sin, b cos + a sin).
     """
     found = library()
     assert found is not None
     cos, sin = cos.contiguous(), sin.contiguous()
-    out = torch.empty(states.shape)
+    out = torch.empty(states.shape, dtype=states.dtype)
     sizes = (ctypes.c_int64 * 5)(*states.shape, *states.stride()[:2])
     pointers = (each.data_ptr() for each in (states, cos, sin, out))
-    found.ringserve_rotate(*pointers, sizes, torch.get_num_threads())
+    found.ringserve_rotate(*pointers, sizes, states.dtype == torch.float32, torch.get_num_threads())
     return out
+
+
+def has_tiles() -> bool:
+    """Return True if many rows are multiplied by tiles here: those of bfloat16 in a fraction of the time of fp32."""
+    found = library()
+    return found is not None and bool(found.ringserve_takes_tiles(1 << 20, 0, False))

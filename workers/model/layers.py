@@ -28,10 +28,11 @@ from ringserve.workers.model.shared import shared_bytes
 class PackedLinear(Linear):
     """CPU linear layer whose weight is stored in the order in which kernels read it.
 
-    fp32 weights are read by this package's kernels if they are compiled here (`is_native`), all others by oneDNN's. The
-    former are stored as bfloat16 if that changes no number: half of the bytes are read, and the sums are the same. oneDNN
-    would reorder a plain weight in every call, which costs relatively more for few rows: one row takes 1.2 times
-    as long in fp32 and 1.4 times in bf16, and 8 rows twice as long.
+    Weights are read by this package's kernels (`is_native`) if they are compiled here, those of bfloat16 only if the
+    processor has tiles; all others are read by oneDNN's. fp32 weights of which each number is a bfloat16 are stored as
+    such: half of the bytes are read, and the sums are the same. oneDNN would reorder a plain weight in every call, which
+    costs relatively more for few rows: one row takes 1.2 times as long in fp32 and 1.4 times in bf16, and 8 rows twice
+    as long.
     """
 
     packed: Tensor
@@ -48,7 +49,7 @@ class PackedLinear(Linear):
         del linear.weight
         linear.__class__ = PackedLinear
         assert isinstance(linear, PackedLinear)
-        linear.is_native = weight.dtype == torch.float32 and native.library() is not None
+        linear.is_native = _is_native(weight)
         if linear.is_native:
             linear.packed = native.pack_weight(narrowed(weight)) if packed is None else packed
         else:
@@ -64,12 +65,16 @@ class PackedLinear(Linear):
         return out if rows is input else out[..., : input.shape[-2], :]
 
 
+def _is_native(weight: Tensor) -> bool:
+    return native.has_tiles() or (weight.dtype == torch.float32 and native.library() is not None)
+
+
 def narrowed(weight: Tensor) -> Tensor:
     """Return an fp32 weight as bfloat16 if all its numbers are such, as those of most models were; else the weight.
 
     Example: a model that was stored in bfloat16 and is served in float32.
     """
-    for some in weight.detach().flatten().split(CHECKED_NUMBERS):
+    for some in weight.detach().flatten().split(CHECKED_NUMBERS) if weight.dtype == torch.float32 else ():
         if some.view(torch.int32).bitwise_and(0xFFFF).any():
             return weight
     return weight.bfloat16()
@@ -112,17 +117,17 @@ class GatedMlp:
 
     @classmethod
     def try_of(cls, mlp: Module) -> GatedMlp | None:
-        """Return the forward pass of an fp32 `mlp`, or None for other modules and if its first two layers have hooks.
+        """Return the forward pass of an `mlp`, or None for other modules and if its first two layers have hooks.
 
-        In bf16 it would round less often than transformers. The kernels want the first two layers in one type.
+        In bf16 oneDNN would round less often than transformers; this package's kernels round where it does. The kernels
+        want the first two layers in one type.
         """
         gate, up, down = (getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
         if not (isinstance(gate, PackedLinear) and isinstance(up, PackedLinear) and isinstance(down, Module)):
             return None
         is_silu = isinstance(getattr(mlp, "act_fn", None), SiLU | SiLUActivation)
         is_plain = is_silu and (gate.is_native or gate.packed.dtype == torch.float32)
-        if gate.packed.dtype != up.packed.dtype:
-            return None
+        is_plain &= gate.packed.dtype == up.packed.dtype
         if gate.is_native and any(getattr(each, "bias", None) is not None for each in (gate, up)):
             return None
         return cls(gate, up, down) if is_plain and not (gate._forward_hooks or up._forward_hooks) else None
@@ -147,14 +152,17 @@ class GatedMlp:
 
 @dataclass(frozen=True, slots=True)
 class FusedNorm:
-    """Forward pass of an RMS norm in one call instead of six: x / sqrt(mean(x^2) + epsilon) * weight."""
+    """Forward pass of an RMS norm in one call instead of six: x / sqrt(mean(x^2) + epsilon) * weight.
+
+    In bf16 the quotient is rounded before it is multiplied, as in Llama's.
+    """
 
     weight: Tensor
     epsilon: float
 
     @classmethod
     def try_of(cls, norm: Module) -> FusedNorm | None:
-        """Return the forward pass of an fp32 RMS norm on a CPU; None for other modules and if kernels are not compiled.
+        """Return the forward pass of an RMS norm on a CPU; None for other modules and if kernels are not compiled.
 
         Families differ in the weight (Gemma multiplies by 1 + weight) and may differ in more: what gives other numbers
         than the module itself is not taken.
@@ -163,15 +171,15 @@ class FusedNorm:
         epsilon: object = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
         if not (type(norm).__name__.endswith("RMSNorm") and isinstance(weight, Tensor) and isinstance(epsilon, float)):
             return None
-        is_plain = weight.ndim == 1 and weight.dtype == torch.float32 and weight.device.type == "cpu"
+        is_plain = weight.ndim == 1 and weight.dtype in native.DTYPES and weight.device.type == "cpu"
         if not is_plain or native.library() is None or norm._forward_hooks or norm._forward_pre_hooks:
             return None
         # Large and small rows: a norm that forgets epsilon, or adds it elsewhere, differs in the small ones.
         rows = torch.linspace(-1.0, 1.0, 4 * weight.shape[0]).view(4, -1) * torch.tensor([[1e-4], [1e-2], [1.0], [1e2]])
-        wanted = norm(rows)
+        wanted = norm(rows.to(weight.dtype))
         for scales in (weight.detach(), 1.0 + weight.detach()):
             found = cls(scales, epsilon)
-            if torch.allclose(found(rows), wanted, rtol=1e-5, atol=1e-7):
+            if _are_alike(found(rows.to(weight.dtype)), wanted):
                 return found
         return None
 
@@ -179,6 +187,16 @@ class FusedNorm:
         """Map hidden_states[..., C] -> [..., C]."""
         return native.normalize(hidden_states, self.weight, self.epsilon)
 
+
+def _are_alike(found: Tensor, wanted: Tensor) -> bool:
+    """Return True if numbers differ by the order of a sum at most. In bf16 few of them may, in their last bit."""
+    if wanted.dtype == torch.float32:
+        return torch.allclose(found, wanted, rtol=1e-5, atol=1e-7)
+    return bool((found != wanted).float().mean() <= MAX_ROUNDED) and torch.allclose(found, wanted, rtol=2**-7, atol=0.0)
+
+
+MAX_ROUNDED = 0.01
+"""Share of bf16 numbers that an fp32 difference in the last bit may round to a neighbour."""
 
 ROTATION = "apply_rotary_pos_emb"
 """Function that the attention of most families turns its queries and keys with."""
@@ -206,16 +224,18 @@ def _rotates_alike(stock: Callable[..., Any]) -> bool:
     """Return True if a family's function turns halves of heads, as the kernel does."""
     if native.library() is None:
         return False
-    generator = torch.Generator().manual_seed(0)
-    num_rows = LEAST_ROTATED_ROWS
+    generator, num_rows = torch.Generator().manual_seed(0), LEAST_ROTATED_ROWS
     q, k = (torch.randn(1, heads, num_rows, 64, generator=generator) for heads in (4, 2))
-    cos, sin = (torch.randn(1, num_rows, 64, generator=generator) for _ in range(2))
-    try:
-        wanted = stock(q, k, cos, sin)
-    except (RuntimeError, TypeError, ValueError):
-        return False
-    found = _rotated(stock, q, k, cos, sin)
-    return all(torch.allclose(*each, rtol=1e-5, atol=1e-5) for each in zip(found, wanted, strict=True))
+    angles = [torch.randn(1, num_rows, 64, generator=generator) for _ in range(2)]
+    for dtype in native.DTYPES:
+        tensors = [each.to(dtype) for each in (q, k, *angles)]
+        try:
+            wanted = stock(*tensors)
+        except (RuntimeError, TypeError, ValueError):
+            return False
+        if not all(map(_are_alike, _rotated(stock, *tensors), wanted)):
+            return False
+    return True
 
 
 def _rotated(
@@ -225,7 +245,10 @@ def _rotated(
     tensors = (q, k, cos, sin)
     # A few rows take less time than two calls of the kernel.
     is_plain = q.shape[-2] >= LEAST_ROTATED_ROWS and not others and not named and q.ndim == 4 and cos.shape == sin.shape == (1, q.shape[2], q.shape[3])
-    if not is_plain or any(each.dtype != torch.float32 or each.shape[0] != 1 or each.stride(-1) != 1 for each in tensors):
+    is_plain &= q.dtype in native.DTYPES and all(
+        each.dtype == q.dtype and each.shape[0] == 1 and each.stride(-1) == 1 for each in tensors
+    )
+    if not is_plain:
         found: tuple[Tensor, Tensor] = stock(q, k, cos, sin, *others, **named)
         return found
     turned = (native.rotate(each[0].transpose(0, 1), cos[0], sin[0]) for each in (q, k))
@@ -248,8 +271,7 @@ def packed_dtypes() -> set[torch.dtype]:
 def pack(module: Module, key: str = "") -> None:
     """Pack the linear CPU layers in `module`: fp32 layers, and bf16 layers if the CPU multiplies bf16.
 
-    Processes of this machine that give the same `key` share the memory of fp32 layers, as far as there are kernels for
-    them. It must say everything that their weights depend on.
+    Processes of this machine that give the same `key` share the memory of layers that this package's kernels read. It must say everything that their weights depend on.
     """
     dtypes = packed_dtypes()
     linears = [
@@ -264,7 +286,7 @@ def pack(module: Module, key: str = "") -> None:
 
 def _packed_together(weights: Sequence[Tensor], key: str) -> list[Tensor] | None:
     """Return packed weights in memory that processes with this key share; None if that is not possible."""
-    if native.library() is None or any(weight.dtype != torch.float32 for weight in weights):
+    if not all(map(_is_native, weights)):
         return None
     weights = [narrowed(weight) for weight in weights]
     shapes = [native.packed_shape(weight) for weight in weights]

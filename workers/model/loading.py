@@ -205,7 +205,7 @@ class LoadedModel:
         for module in self.body.modules():
             if (forward := GatedMlp.try_of(module) or FusedNorm.try_of(module)) is not None:
                 module.forward = forward
-        for module in self.attention if is_on_cpu and self.info.dtype == "float32" else ():
+        for module in self.attention if is_on_cpu else ():
             if (forward := rotating_forward(module)) is not None:
                 module.forward = forward
         if is_on_cpu:

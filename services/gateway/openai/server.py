@@ -136,7 +136,9 @@ class _Listener(socket.socket):
     """
 
     def __init__(self, family: int) -> None:
-        super().__init__(family)
+        # asyncio sends small parts at once (TCP_NODELAY) only if a socket says that its protocol is TCP. Otherwise the
+        # first event of a stream waits up to 40 ms for the client to acknowledge the headers.
+        super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._limit = count_connections()
         self._connections: MutableSet[socket.socket] = WeakSet()
         self._by_network: dict[str, MutableSet[socket.socket]] = {}
@@ -256,9 +258,7 @@ class HttpServer:
 
 def _listener(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sends small parts at once (TCP_NODELAY) only if a socket says that its protocol is TCP. Otherwise the first
-    # event of a stream waits for the client's acknowledgement of the headers, up to 40 ms.
-    listener = _Listener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener = _Listener(family)
     # No SO_REUSEPORT: a port in use must be an error, not a shared port.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

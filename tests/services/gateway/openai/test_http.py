@@ -565,3 +565,21 @@ async def test_a_value_of_many_levels_is_quoted_in_a_refusal(http: httpx2.AsyncC
     body = f'{{"model": "{MODEL}", "prompt": "x", "structured_outputs": {{"choice": {deep}}}}}'
     answer = await http.post("/v1/completions", content=body)
     assert answer.status_code == 400, answer.text
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+async def test_connections_send_small_parts_at_once(host: str) -> None:
+    """Else the first event of a stream waits for the client to acknowledge the headers: 40 ms of each request."""
+    sends_at_once: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def note(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted = writer.get_extra_info("socket")
+        sends_at_once.set_result(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        writer.close()
+
+    listener = server._listener(host, 0)
+    async with await asyncio.start_server(note, sock=listener):
+        _, writer = await asyncio.open_connection(*listener.getsockname()[:2])
+        async with asyncio.timeout(WAIT_SECONDS):
+            assert await sends_at_once
+        writer.close()
