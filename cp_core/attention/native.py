@@ -1,4 +1,4 @@
-"""Kernels of CPUs that are compiled when ringserve is installed (`native.cpp`): attention, linear layers, norms, positions.
+"""Kernels of CPUs that are compiled when ringserve is installed (`native.cpp`): attention, layers, norms, positions.
 
 Shapes: T query tokens, S stored tokens, B single queries, H query heads, K key/value heads, D head dimension, C input
 features, N output features.
@@ -287,8 +287,8 @@ def multiply(
     """Return rows[..., C] times a packed weight -> [..., N], in the rows' dtype, plus bias[N].
 
     fp32 rows may have a weight of bfloat16. With `second`, a packed weight as large, it is silu(first product) * second
-    product, each rounded to the rows' dtype. Many rows are multiplied by tiles, if the processor has them, and then their sums have another order: see
-    `rows_alone`.
+    product, each rounded to the rows' dtype. Many rows are multiplied by tiles, if the processor has them, and then
+    their sums have another order: see `rows_alone`.
     """
     found = library()
     assert found is not None
@@ -357,7 +357,8 @@ def normalize(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Return states[T, H, D] turned by the angles of cos[T, D] and sin[T, D], of one dtype: a new tensor.
 
-    Both products of a number are rounded to the dtype. Number d of the first half and d + D / 2 are one pair: (a, b) becomes (a cos - b sin, b cos + a sin).
+    Both products of a number are rounded to the dtype. Number d of the first half and d + D / 2 are one pair: (a, b)
+    becomes (a cos - b sin, b cos + a sin).
     """
     found = library()
     assert found is not None

@@ -272,12 +272,14 @@ def predict_profiled_step(
     batch: int,
     context_tokens: float,
     variant: str = PASS_Q,
+    num_drafts: int = 0,
 ) -> StepCost:
-    """Return the cost of one token for each of `batch` sequences of `context_tokens`, on a ring of cp x tp processes.
+    """Return the cost of a step of `batch` sequences of `context_tokens`, on a ring of cp x tp processes.
 
-    Raises ConfigError for an unknown variant.
+    Each has one row for its newest token and one for each of `num_drafts`, which read its KV together. Raises
+    ConfigError for an unknown variant.
     """
-    load = DecodeLoad(batch=batch, stored_tokens=batch * context_tokens, num_ranks=cp)
+    load = DecodeLoad(batch=batch * (1 + num_drafts), stored_tokens=batch * context_tokens, num_ranks=cp)
     rates = DecodeRates.of_profile(profile, model, tp)
     return predict_step(variant, load, model.share(tp), rates, (weights.layers + weights.head) / tp)
 
@@ -291,6 +293,7 @@ def fastest_step(
     tp: int,
     batch: int,
     context_tokens: float,
+    num_drafts: int = 0,
 ) -> StepCost:
     """Return the cost of the variant that is predicted to take less, as `predict_profiled_step` does.
 
@@ -298,11 +301,63 @@ def fastest_step(
     """
     steps = (
         predict_profiled_step(
-            model, weights, profile, cp=cp, tp=tp, batch=batch, context_tokens=context_tokens, variant=variant
+            model,
+            weights,
+            profile,
+            cp=cp,
+            tp=tp,
+            batch=batch,
+            context_tokens=context_tokens,
+            variant=variant,
+            num_drafts=num_drafts,
         )
         for variant in (VARIANTS if tp == 1 else STEP_VARIANTS)
     )
     return min(steps, key=lambda step: step.total_seconds)
+
+
+MAX_DRAFTS = 7
+"""Most drafts of a sequence that one step checks, behind its newest token."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftedStep:
+    """Predicted step that checks `num_drafts` drafts of each sequence, and the mean number of tokens that it gives."""
+
+    cost: StepCost
+    num_drafts: int
+    tokens: float
+
+    @property
+    def ttit_seconds(self) -> float:
+        """Mean time to a sequence's next token."""
+        return self.cost.total_seconds / self.tokens
+
+
+def fastest_drafted_step(
+    model: ModelShape,
+    weights: WeightBytes,
+    profile: HardwareProfile,
+    *,
+    cp: int,
+    tp: int,
+    batch: int,
+    context_tokens: float,
+    accepted_share: float,
+) -> DraftedStep:
+    """Return the step with the number of drafts that gives tokens soonest, if each draft is right with a chance.
+
+    A draft counts only if all before it are right: k drafts of which each is right with chance p give 1 + p + ... + p^k
+    tokens. With `accepted_share` 0 there are none.
+    """
+    steps = []
+    for num_drafts in range((MAX_DRAFTS if accepted_share else 0) + 1):
+        cost = fastest_step(
+            model, weights, profile, cp=cp, tp=tp, batch=batch, context_tokens=context_tokens, num_drafts=num_drafts
+        )
+        tokens = sum(accepted_share**place for place in range(num_drafts + 1))
+        steps.append(DraftedStep(cost=cost, num_drafts=num_drafts, tokens=tokens))
+    return min(steps, key=lambda step: step.ttit_seconds)
 
 
 def _call_seconds(rows: float, tokens: float, model: ModelShape, rates: DecodeRates) -> float:

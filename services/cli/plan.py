@@ -46,6 +46,7 @@ class PlanOptions:
     device: str = one_of("its device: KV on cpu is float32", ("cuda", "cpu"), "cuda")
     context: str = option("prompt lengths; 128k:9,1m:1 weighs them", "TOKENS,...")
     cached: float = option("share of a prompt that is cached", "SHARE", 0.0)
+    accepted: float = option("share of drafts that are right; 0 plans without drafts", "SHARE", 0.0)
     chunk: str = option(
         "longest prefill step, as the service's; 'whole' for prompts in one step",
         "TOKENS",
@@ -114,6 +115,12 @@ def _print_plan(
             f"prompts are computed in steps of {workload.chunk_tokens:,} tokens (prefill.chunk_tokens): longer steps "
             f"save messages and take memory (--chunk 64k, or {WHOLE} for one step)"
         )
+    if workload.accepted_share:
+        drafted = smallest.contexts[0]
+        print_lines(
+            f"TTIT is that of drafts of which {workload.accepted_share:.0%} are right: on that ring a lone step checks "
+            f"{drafted.num_drafts} and gives {drafted.tokens_per_step:.1f} tokens"
+        )
     if workload.longest > model.max_positions:
         made_for = format_tokens(model.max_positions)
         print_lines(
@@ -124,7 +131,10 @@ def _print_plan(
 def _workload(options: PlanOptions) -> Workload:
     if not 0.0 <= options.cached < 1.0:
         raise ConfigError(f"--cached: {options.cached} is no share; allowed are 0 to below 1")
+    if not 0.0 <= options.accepted < 1.0:
+        raise ConfigError(f"--accepted: {options.accepted} is no share; allowed are 0 to below 1")
     return Workload(
+        accepted_share=options.accepted,
         contexts=parse_contexts("--context", options.context),
         cached_share=options.cached,
         chunk_tokens=None if options.chunk == WHOLE else parse_tokens("--chunk", options.chunk),

@@ -16,11 +16,10 @@ import numpy.typing as npt
 from torch import Tensor
 
 from ringserve.cp_core.attention.partial import AttentionBackend
-from ringserve.cp_core.cost.decode import GATHER
+from ringserve.cp_core.cost.decode import GATHER, MAX_DRAFTS
 from ringserve.cp_core.layout.shards import ShardMap, TokenRange
 from ringserve.cp_core.transport.inprocess import InProcessRing
 from ringserve.workers.decode.batch import BatchRow, BatchState, StepToken
-from ringserve.workers.decode.drafts import MAX_DRAFTS
 from ringserve.workers.decode.graphs import Compilation, GraphRunner, PromptRunner, Recorder
 from ringserve.workers.decode.prompts import DecodePrompts
 from ringserve.workers.decode.step import DecodePass

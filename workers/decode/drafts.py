@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ringserve.cp_core.attention.partial import MAX_TOGETHER
+from ringserve.cp_core.cost.decode import MAX_DRAFTS
 from ringserve.workers.protocol.decode_commands import DRAFT_TEXT_TOKENS
 from ringserve.workers.protocol.prefill_steps import TokenIds
 
-MAX_DRAFTS = MAX_TOGETHER - 1
-"""Most drafts of a sequence that one step checks, behind its newest token."""
+assert MAX_DRAFTS < MAX_TOGETHER, "drafts and the newest token are attended together"
 LEAST_MATCH = 2
 """Newest tokens that must have occurred before."""
 LONGEST_MATCH = 12

@@ -30,9 +30,9 @@ class PackedLinear(Linear):
 
     Weights are read by this package's kernels (`is_native`) if they are compiled here, those of bfloat16 only if the
     processor has tiles; all others are read by oneDNN's. fp32 weights of which each number is a bfloat16 are stored as
-    such: half of the bytes are read, and the sums are the same. oneDNN would reorder a plain weight in every call, which
-    costs relatively more for few rows: one row takes 1.2 times as long in fp32 and 1.4 times in bf16, and 8 rows twice
-    as long.
+    such: half of the bytes are read, and the sums are the same. oneDNN would reorder a plain weight in every call,
+    which costs relatively more for few rows: one row takes 1.2 times as long in fp32 and 1.4 times in bf16, and 8 rows
+    twice as long.
     """
 
     packed: Tensor
@@ -244,7 +244,13 @@ def _rotated(
     """Turn q[1, H, T, D] and k[1, K, T, D] as `stock` does; what the kernel does not know is left to it."""
     tensors = (q, k, cos, sin)
     # A few rows take less time than two calls of the kernel.
-    is_plain = q.shape[-2] >= LEAST_ROTATED_ROWS and not others and not named and q.ndim == 4 and cos.shape == sin.shape == (1, q.shape[2], q.shape[3])
+    is_plain = (
+        q.shape[-2] >= LEAST_ROTATED_ROWS
+        and not others
+        and not named
+        and q.ndim == 4
+        and cos.shape == sin.shape == (1, q.shape[2], q.shape[3])
+    )
     is_plain &= q.dtype in native.DTYPES and all(
         each.dtype == q.dtype and each.shape[0] == 1 and each.stride(-1) == 1 for each in tensors
     )
@@ -271,7 +277,8 @@ def packed_dtypes() -> set[torch.dtype]:
 def pack(module: Module, key: str = "") -> None:
     """Pack the linear CPU layers in `module`: fp32 layers, and bf16 layers if the CPU multiplies bf16.
 
-    Processes of this machine that give the same `key` share the memory of layers that this package's kernels read. It must say everything that their weights depend on.
+    Processes of this machine that give the same `key` share the memory of layers that this package's kernels read. It
+    must say everything that their weights depend on.
     """
     dtypes = packed_dtypes()
     linears = [

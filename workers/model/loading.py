@@ -186,10 +186,10 @@ class LoadedModel:
         """Bring the weights of all layers into the form that kernels read fastest. Idempotent.
 
         Projections with the same input become one layer. On a CPU layers are packed, MLPs run in two calls of its
-        kernels instead, which apply the activation, RMS norms and rotary positions in one. The packed copy of a head that is the
-        embedding, too, takes memory of its own. With `is_shared` all ranks of a machine with the same weights have one
-        copy of those that are packed for this package's kernels; they must be as they were read. On a GPU with
-        `quantization` "fp8" MLPs become such of 8-bit floats.
+        kernels instead, which apply the activation, RMS norms and rotary positions in one. The packed copy of a head
+        that is the embedding, too, takes memory of its own. With `is_shared` all ranks of a machine with the same
+        weights have one copy of those that are packed for this package's kernels; they must be as they were read. On a
+        GPU with `quantization` "fp8" MLPs become such of 8-bit floats.
         """
         is_on_cpu = self.model.device.type == "cpu"
         if not is_on_cpu or self.body.dtype in packed_dtypes():  # where files are mapped, a copy would take memory
@@ -206,8 +206,8 @@ class LoadedModel:
             if (forward := GatedMlp.try_of(module) or FusedNorm.try_of(module)) is not None:
                 module.forward = forward
         for module in self.attention if is_on_cpu else ():
-            if (forward := rotating_forward(module)) is not None:
-                module.forward = forward
+            if (rotating := rotating_forward(module)) is not None:
+                module.forward = rotating
         if is_on_cpu:
             release_pages(self.path)
 

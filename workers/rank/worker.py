@@ -19,11 +19,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ringserve.cp_core.cost.decode import MAX_DRAFTS
 from ringserve.cp_core.errors import Unavailable
 from ringserve.cp_core.transport.interface import RingTransport
 from ringserve.views import RingRates
 from ringserve.workers.decode.batch import BatchState
-from ringserve.workers.decode.drafts import MAX_DRAFTS
 from ringserve.workers.decode.graphs import GraphRunner, PromptRunner
 from ringserve.workers.decode.loop import FollowingLoop, LeadingLoop, LoopWork
 from ringserve.workers.decode.messages import LEADER, HeaderChannel

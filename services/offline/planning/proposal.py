@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ringserve.cp_core.cost.decode import fastest_step
+from ringserve.cp_core.cost.decode import fastest_drafted_step
 from ringserve.cp_core.cost.memory import process_memory
 from ringserve.cp_core.cost.prefill import predict_migration
 from ringserve.cp_core.cost.profile import HardwareProfile
@@ -186,10 +186,17 @@ def _decode_pool(
     most = min(traffic.max_batch, 1 + int(spare // mean))
 
     def seconds(batch: int) -> float:
-        step = fastest_step(
-            model.shape, model.weights, profile, cp=shape.cp, tp=shape.tp, batch=batch, context_tokens=mean
+        step = fastest_drafted_step(
+            model.shape,
+            model.weights,
+            profile,
+            cp=shape.cp,
+            tp=shape.tp,
+            batch=batch,
+            context_tokens=mean,
+            accepted_share=workload.accepted_share,
         )
-        return step.total_seconds
+        return step.ttit_seconds
 
     limit = traffic.max_ttit_seconds or math.inf
     batches = [batch for batch in range(1, most + 1) if seconds(batch) <= limit]

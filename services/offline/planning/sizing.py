@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ringserve.cp_core.cost.decode import fastest_step
+from ringserve.cp_core.cost.decode import fastest_drafted_step
 from ringserve.cp_core.cost.memory import ProcessMemory, process_memory
 from ringserve.cp_core.cost.model import PREFILL_ALGORITHMS
 from ringserve.cp_core.cost.prefill import predict_turn
@@ -38,7 +38,8 @@ class RingShape:
 class ContextForecast:
     """Forecast of one context on an otherwise idle ring. Seconds; bytes of one process.
 
-    `ttft_seconds` contains neither queue nor migration; `ttit_seconds` is that of a batch of one. The ring's KV holds
+    `ttft_seconds` contains neither queue nor migration; `ttit_seconds` is that of a batch of one, whose steps check
+    `num_drafts` drafts and give `tokens_per_step`. The ring's KV holds
     `max_contexts` of this length, beside the buffers of a step of this context alone.
     """
 
@@ -49,6 +50,8 @@ class ContextForecast:
     prompt_tokens_per_second: float
     ttit_seconds: float
     decode_variant: str
+    num_drafts: int
+    tokens_per_step: float
     kv_bytes: float
     max_contexts: int
 
@@ -75,12 +78,14 @@ class RingForecast:
 class Workload:
     """Turns of these contexts, of each a `cached_share` (0 to below 1) cached from earlier turns.
 
-    New tokens are cut into chunks of `chunk_tokens`; None computes each turn in one step.
+    New tokens are cut into chunks of `chunk_tokens`; None computes each turn in one step. Answers are drafted if an
+    `accepted_share` of the drafts is right.
     """
 
     contexts: tuple[ContextShare, ...]
     cached_share: float = 0.0
     chunk_tokens: int | None = None
+    accepted_share: float = 0.0
 
     @property
     def longest(self) -> int:
@@ -173,7 +178,16 @@ def _forecast(
     tokens: int,
 ) -> ContextForecast:
     algorithm, turn = fastest_turn(model, profile, shape, workload, tokens)
-    step = fastest_step(model.shape, model.weights, profile, cp=shape.cp, tp=shape.tp, batch=1, context_tokens=tokens)
+    step = fastest_drafted_step(
+        model.shape,
+        model.weights,
+        profile,
+        cp=shape.cp,
+        tp=shape.tp,
+        batch=1,
+        context_tokens=tokens,
+        accepted_share=workload.accepted_share,
+    )
     new = tokens - workload.cached_tokens(tokens)
     return ContextForecast(
         tokens=tokens,
@@ -181,8 +195,10 @@ def _forecast(
         algorithm=algorithm,
         ttft_seconds=turn.total_seconds,
         prompt_tokens_per_second=new / turn.total_seconds,
-        ttit_seconds=step.total_seconds,
-        decode_variant=step.variant,
+        ttit_seconds=step.ttit_seconds,
+        decode_variant=step.cost.variant,
+        num_drafts=step.num_drafts,
+        tokens_per_step=step.tokens,
         kv_bytes=-(-tokens // shape.cp) * memory.kv_bytes_per_token,
         max_contexts=memory.max_tokens(shape.cp) // tokens,
     )

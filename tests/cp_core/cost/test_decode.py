@@ -12,6 +12,7 @@ from bench.papers.published import published_model
 from ringserve.cp_core.cost.decode import (
     GATHER,
     HELIX,
+    MAX_DRAFTS,
     START_BATCHES,
     START_TOKENS,
     STEP_VARIANTS,
@@ -21,6 +22,7 @@ from ringserve.cp_core.cost.decode import (
     StepCost,
     choose_at_start,
     choose_variant,
+    fastest_drafted_step,
     fastest_step,
     predict_profiled_step,
     predict_step,
@@ -121,6 +123,37 @@ def test_the_faster_variant_is_taken(batch: int, cp: int, context: int) -> None:
     }
     taken = fastest_step(model.shape, model.weights, profile, cp=cp, tp=8, batch=batch, context_tokens=context)
     assert taken.total_seconds == min(times.values())
+
+
+@given(accepted=st.floats(0.0, 0.95), batch=st.integers(1, 64), cp=st.integers(1, 4))
+def test_drafts_are_planned_as_far_as_they_pay(accepted: float, batch: int, cp: int) -> None:
+    """A step with k drafts has k + 1 rows of each sequence and reads its KV once."""
+    model, profile = published_model(), read_profile("gtt")
+    found = fastest_drafted_step(
+        model.shape, model.weights, profile, cp=cp, tp=8, batch=batch, context_tokens=9_000, accepted_share=accepted
+    )
+    ways = {}
+    for drafts in range(MAX_DRAFTS + 1):
+        rows = fastest_step(
+            model.shape, model.weights, profile, cp=cp, tp=8, batch=batch, context_tokens=9_000, num_drafts=drafts
+        )
+        ways[drafts] = rows.total_seconds / sum(accepted**place for place in range(drafts + 1))
+    assert found.ttit_seconds == pytest.approx(min(ways.values()))
+    assert found.ttit_seconds == pytest.approx(ways[found.num_drafts])
+    if not accepted:
+        assert (found.num_drafts, found.tokens) == (0, 1.0)
+
+
+def test_drafts_read_weights_and_kv_once() -> None:
+    plain, drafted = (
+        predict_profiled_step(
+            TINY, WEIGHTS, ROUND, cp=1, tp=1, batch=1, context_tokens=10, variant="gather", num_drafts=drafts
+        )
+        for drafts in (0, 3)
+    )
+    rows = step(cp=1, batch=4, variant="gather")
+    assert drafted.linear_seconds == rows.linear_seconds
+    assert plain.call_seconds <= drafted.call_seconds < rows.call_seconds
 
 
 def test_an_unknown_variant_is_refused() -> None:

@@ -77,6 +77,26 @@ def test_plan_proposes_a_ratio_for_traffic(capsys: pytest.CaptureFixture[str]) -
     assert left * shapes[1] == right * shapes[0]
 
 
+def test_plan_knows_of_drafts(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("plan", *MODEL, "--context", "128k", "--rate", "1/min")
+    plain, drafted = printed(capsys, *options), printed(capsys, *options, "--accepted", "0.8")
+    for before, after in zip(plain["rings"], drafted["rings"], strict=True):
+        (without,), (context,) = before["contexts"], after["contexts"]
+        assert (without["num_drafts"], without["tokens_per_step"]) == (0, 1.0)
+        assert context["num_drafts"] > 0
+        assert context["tokens_per_step"] == pytest.approx(
+            sum(0.8**place for place in range(context["num_drafts"] + 1))
+        )
+        assert context["ttit_seconds"] < without["ttit_seconds"]
+        assert context["ttft_seconds"] == without["ttft_seconds"]
+    assert drafted["proposal"]["decode"]["tokens_per_second"] > plain["proposal"]["decode"]["tokens_per_second"]
+    assert main([*options, "--accepted", "0.8"]) == 0
+    shown = capsys.readouterr().out
+    assert "drafts of which 80% are right: on that ring a lone step checks" in shown
+    assert main([*options, "--accepted", "1"]) == 1
+    assert "--accepted: 1.0 is no share; allowed are 0 to below 1" in capsys.readouterr().err
+
+
 def test_plan_for_people_says_what_fits_and_what_is_proposed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *MODEL, "--context", "1m", "--rate", "1/min", "--chunk", "whole"]) == 0
     shown = capsys.readouterr().out

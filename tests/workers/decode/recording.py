@@ -17,9 +17,9 @@ from torch.nn import Module
 
 from ringserve.cp_core.attention.partial import PagedShards, Partial
 from ringserve.cp_core.attention.reference import ReferenceAttention
+from ringserve.cp_core.cost.decode import MAX_DRAFTS
 from ringserve.views import RingRates
 from ringserve.workers.decode import graphs
-from ringserve.workers.decode.drafts import MAX_DRAFTS
 from ringserve.workers.decode.graphs import Recorded, RecordedPieces
 from ringserve.workers.model import pieces as compiler
 from ringserve.workers.model.loading import AttentionStep

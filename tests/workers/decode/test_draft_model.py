@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ringserve.cp_core.attention.backends import select_backend
-from ringserve.cp_core.cost.decode import GATHER, VARIANTS
+from ringserve.cp_core.cost.decode import GATHER, MAX_DRAFTS, VARIANTS
 from ringserve.workers.decode import draft_model as module
 from ringserve.workers.decode.draft_model import DraftModel
-from ringserve.workers.decode.drafts import MAX_DRAFTS, Acceptance, TextDrafter
+from ringserve.workers.decode.drafts import Acceptance, TextDrafter
 from ringserve.workers.decode.step import DoneStep
 from ringserve.workers.model.loading import load_model
 from ringserve.workers.rank import parts as rank_parts

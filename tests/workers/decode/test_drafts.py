@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringserve.cp_core.cost.decode import GATHER, HELIX, VARIANTS
+from ringserve.cp_core.cost.decode import GATHER, HELIX, MAX_DRAFTS, VARIANTS
 from ringserve.cp_core.cost.model import PASS_Q
 from ringserve.cp_core.layout.shards import ShardMap, TokenRange
 from ringserve.workers.decode import drafts as drafts_module
 from ringserve.workers.decode import loop
 from ringserve.workers.decode.batch import BatchState
-from ringserve.workers.decode.drafts import LONGEST_MATCH, MAX_DRAFTS, DraftCosts, TextDrafter
+from ringserve.workers.decode.drafts import LONGEST_MATCH, DraftCosts, TextDrafter
 from ringserve.workers.decode.messages import BatchChange
 from ringserve.workers.kv.cache import runs
 from ringserve.workers.sampling.parameters import SamplingParameters, TokenBias, TokenSequence
