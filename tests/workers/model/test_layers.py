@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import Linear, Module, Parameter
 
+from ringserve.cp_core.attention import native
+from ringserve.workers.model import shared
 from ringserve.workers.model.layers import (
     ATTENTION_LAYERS,
     FP8,
@@ -19,8 +23,12 @@ from ringserve.workers.model.layers import (
     Columns,
     Fp8Linear,
     FusedNorm,
+    GatedMlp,
+    PackedLinear,
     join_layers,
+    pack,
     quantize_mlps,
+    rotating_forward,
     scaled_rows,
 )
 from ringserve.workers.model.loading import LoadedModel, load_model
@@ -145,3 +153,138 @@ def test_a_norm_that_computes_anything_else_or_has_a_hook_stays_as_it_is() -> No
     hooked.register_forward_hook(lambda _module, _inputs, output: output + 1)
     for norm in (PlainRMSNorm(inner=1e-6), PlainRMSNorm(offset=0.5), hooked, PlainRMSNorm().double(), Linear(3, 3)):
         assert FusedNorm.try_of(norm) is None
+
+
+class LlamaRMSNorm(PlainRMSNorm):
+    """Llama's norm in any type: the quotient is rounded before it is multiplied."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        wide = rows.float()
+        quotient = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * quotient.to(rows.dtype)
+
+
+def test_a_norm_of_bfloat16_rounds_where_the_module_does() -> None:
+    norm = LlamaRMSNorm().bfloat16()
+    fused = FusedNorm.try_of(norm)
+    assert fused is not None
+    rows = (torch.randn(200, 37) * 10.0 ** torch.arange(-18, 19)).bfloat16()
+    assert fused(rows).dtype == torch.bfloat16
+    assert (fused(rows) != norm(rows)).float().mean() < 1e-3
+    assert FusedNorm.try_of(PlainRMSNorm(offset=0.5).bfloat16()) is None
+
+
+def hold_bfloat16(*sizes: int) -> torch.Tensor:
+    """Draw fp32 numbers that are bfloat16, zeros of both signs and infinity among them."""
+    numbers = torch.randn(sizes).bfloat16().float()
+    numbers[0, :3] = torch.tensor([-0.0, 0.0, torch.inf])
+    return numbers
+
+
+@pytest.mark.skipif(native.library() is None, reason="kernels need a compiler")
+@pytest.mark.parametrize("num_rows", [1, 7, 40, 300])
+def test_weights_that_are_bfloat16_are_stored_as_such_and_give_the_same_bits(num_rows: int) -> None:
+    weight, rows = hold_bfloat16(50, 70), torch.randn(num_rows, 70)
+    linear = Linear(70, 50).requires_grad_(False)
+    linear.weight.copy_(weight)
+    PackedLinear.pack(linear)
+    assert isinstance(linear, PackedLinear)
+    assert linear.packed.dtype == torch.bfloat16
+    with native.rows_alone():
+        wide = native.multiply(rows, native.pack_weight(weight), 50, linear.bias)
+        assert torch.equal(linear(rows), wide)
+    torch.testing.assert_close(linear(rows)[:, 1:], wide[:, 1:])
+
+
+@pytest.mark.skipif(native.library() is None, reason="kernels need a compiler")
+def test_one_other_number_keeps_a_weight_in_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "_directory", lambda: tmp_path)
+    weight = torch.randn(50, 70).bfloat16().float()
+    weight[49, 69] += 2.0**-20
+    linears = [Linear(70, 50).requires_grad_(False) for _ in range(2)]
+    for linear, given in zip(linears, (weight, weight.bfloat16().float()), strict=True):
+        linear.weight.copy_(given)
+    pack(torch.nn.Sequential(*linears), "a weight that is nearly bfloat16")  # in shared memory
+    assert [each.packed.dtype for each in linears if isinstance(each, PackedLinear)] == [torch.float32, torch.bfloat16]
+    rows = torch.randn(4, 70)
+    torch.testing.assert_close(linears[0](rows), rows @ weight.T + linears[0].bias)
+    torch.testing.assert_close(linears[1](rows), rows @ weight.bfloat16().float().T + linears[1].bias)
+
+
+class Gated(Module):
+    """MLP of Llama."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = Linear(64, 96, False), Linear(64, 96, False), Linear(96, 64)
+        self.act_fn = torch.nn.SiLU()
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        down: torch.Tensor = self.down_proj(self.act_fn(self.gate_proj(rows)) * self.up_proj(rows))
+        return down
+
+
+@pytest.mark.parametrize("num_rows", [1, 9, 33, 200])
+def test_an_mlp_of_bfloat16_rounds_where_the_module_does(num_rows: int) -> None:
+    """Only where kernels multiply bfloat16: oneDNN would round less often, so there the module's code stays."""
+    mlp = Gated().bfloat16().requires_grad_(False)
+    rows = torch.randn(1, num_rows, 64).bfloat16()
+    wanted = mlp(rows)
+    pack(mlp)
+    fused = GatedMlp.try_of(mlp)
+    assert (fused is not None) == native.has_tiles()
+    if fused is not None:
+        assert (fused(rows) != wanted).float().mean() < 0.02
+        torch.testing.assert_close(fused(rows), wanted, rtol=2**-6, atol=2**-9)
+    gate = Gated().requires_grad_(False)
+    gate.gate_proj.weight.copy_(gate.gate_proj.weight.bfloat16())
+    wanted = gate(rows.float())
+    pack(gate)
+    assert native.library() is None or GatedMlp.try_of(gate) is None, "two types in one call"
+    torch.testing.assert_close(gate(rows.float()), wanted)
+
+
+def attention_of(family: str) -> Module:
+    """Return an attention module of a family without weights: its code is what counts."""
+    modeling = import_module(f"transformers.models.{family}.modeling_{family}")
+    name = next(name for name in vars(modeling) if name.endswith("Attention") and name.lower().startswith(family[:3]))
+    attention: Module = vars(modeling)[name].__new__(vars(modeling)[name])
+    Module.__init__(attention)
+    return attention
+
+
+@pytest.mark.skipif(native.library() is None, reason="kernels need a compiler")
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "granite", "olmo2"])
+@pytest.mark.parametrize("dtype", native.DTYPES)
+def test_positions_in_one_call_are_those_of_the_family(family: str, dtype: torch.dtype) -> None:
+    """Of heads that lie among others, for few rows and many; a NaN stays in its row; other shapes are left to it."""
+    attention = attention_of(family)
+    forward = rotating_forward(attention)
+    assert isinstance(forward, MethodType)
+    own, stock = (function.__globals__["apply_rotary_pos_emb"] for function in (forward, type(attention).forward))
+    assert own is not stock
+    for num_rows, dim in ((1, 64), (16, 64), (33, 80), (100, 24)):
+        product = torch.randn(1, num_rows, 7 * dim).to(dtype)
+        q, k = (product[..., a * dim : b * dim].unflatten(-1, (-1, dim)).transpose(1, 2) for a, b in ((0, 4), (4, 6)))
+        cos, sin = torch.randn(2, 1, num_rows, dim).to(dtype)
+        for found, wanted in zip(own(q, k, cos, sin), stock(q, k, cos, sin), strict=True):
+            assert found.dtype == dtype
+            if dtype == torch.bfloat16:
+                assert torch.equal(found, wanted)
+            torch.testing.assert_close(found, wanted)
+    product[0, 3] = torch.nan
+    turned, _ = own(q, k, cos, sin)
+    assert turned.isnan().any(-1).any(1)[0].tolist() == [row == 3 for row in range(100)]
+    flat = (each.transpose(1, 2) for each in (q, k))
+    others = own(*flat, cos, sin, unsqueeze_dim=2)
+    assert all(
+        torch.equal(each.transpose(1, 2)[:, :, 4:], some[:, :, 4:])
+        for each, some in zip(others, stock(q, k, cos, sin), strict=True)
+    )
+
+
+@pytest.mark.parametrize("family", ["cohere", "gpt_oss"])
+def test_a_family_that_turns_heads_otherwise_keeps_its_code(family: str) -> None:
+    """Cohere pairs neighbours, and the angles of gpt-oss are half as many."""
+    assert rotating_forward(attention_of(family)) is None
+    assert rotating_forward(Linear(3, 3)) is None
