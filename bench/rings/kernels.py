@@ -193,7 +193,8 @@ class KernelBench:
     def linear(self, sizes: Sizes) -> Iterator[Row]:
         """Measure linear layers of fp32 on a CPU: this package's kernel, oneDNN's with packed weights, and torch's.
 
-        Matrices are multiplied in turn, so that none stays in a cache.
+        Matrices are multiplied in turn, so that none stays in a cache. `native_bfloat16` has weights of which each
+        number is a bfloat16; `native_alone` multiplies many rows as it multiplies few.
         """
         num_in, num_out = sizes.linear_features
         weights = [torch.randn(num_out, num_in) for _ in range(-(-sizes.linear_bytes // (4 * num_in * num_out)))]
@@ -211,6 +212,8 @@ class KernelBench:
                 [native.pack_weight(each) for each in weights],
                 lambda rows, packed: native.multiply(rows, packed, num_out),
             )
+            forms["native_bfloat16"] = [native.pack_weight(each.bfloat16()) for each in weights], forms["native"][1]
+            forms["native_alone"] = forms["native"][0], native.rows_alone()(forms["native"][1])
         num_bytes = 4 * num_in * num_out * len(weights)
         for count in sizes.linear:
             rows = torch.randn(count, num_in)

@@ -37,15 +37,15 @@ def test_every_kind_of_kernel_is_measured_and_told() -> None:
     assert len(told) == NUM_KINDS
     if native.library() is None:
         require("c++", "g++", "clang++")
-    assert [(each.keys["what"], each.keys["kernel"]) for each in figures[:15]] == [
+    assert [(each.keys["what"], each.keys["kernel"]) for each in figures[:19]] == [
         ("copy", "torch"),
         *[("prefill", "native_cpu"), ("prefill", "torch_cpu_flash")] * 2,
         *[("window", "native_cpu"), ("window", "torch_cpu_flash")],
         ("decode", "native_cpu"),
-        *[("linear", name) for name in ("torch", "onednn", "native")] * 2,
+        *[("linear", name) for name in ("torch", "onednn", "native", "native_bfloat16", "native_alone")] * 2,
         ("merge", "merge"),
     ]
-    assert [each.keys["kernel"] for each in figures[15:]] == ["greedy", "drawn", "top_p"] * 2
+    assert [each.keys["kernel"] for each in figures[19:]] == ["greedy", "drawn", "top_p"] * 2
     assert all(each.value("milliseconds") > 0 and each.value("rate") > 0 for each in figures)
     assert table([each.cells() for each in figures]).row_count == len(figures)
 

@@ -92,6 +92,17 @@ def test_a_prefill_ring_computes_the_rest(changes: dict[str, object], turn: Want
     assert choice.computing.name == "p0"
 
 
+def test_in_a_tie_the_kv_stays_where_it_is() -> None:
+    """The prefill ring has all of it, and its way is predicted to be a little shorter: by less than predictions err."""
+    for slower, is_direct in ((1.0, True), (1.15, True), (1.5, False)):
+        made = cluster(rates=replace(RATES, attention_flops=RATES.attention_flops / slower))
+        choice = made.placer.choose(follow_up(100, lag=0))
+        itself, over = sorted(choice.alternatives, key=lambda way: way.ring)
+        assert choice.is_direct is is_direct
+        if slower == 1.15:
+            assert over.total_seconds < itself.total_seconds < 1.1 * over.total_seconds
+
+
 @pytest.mark.parametrize("selector", ["pass_kv", "pass_q"])
 def test_an_algorithm_that_is_configured_is_taken(selector: str) -> None:
     assert not cluster(selector=selector).placer.choose(follow_up()).is_direct
