@@ -1,7 +1,7 @@
 // Kernels of CPUs: attention with its log-sum-exp, linear layers, norms, and rotary positions.
 //
-// One source, compiled once for each instruction set (hatch_build.py) and called through ctypes (native.py): it needs no
-// header of Python or torch. Vectors are those of gcc and clang, W floats wide.
+// One source, compiled once for each instruction set (hatch_build.py) and called through ctypes (native.py): it needs
+// no header of Python or torch. Vectors are those of gcc and clang, W floats wide.
 //
 // Shapes: T query tokens, S keys, B single queries, H query heads, K key/value heads, D head dimension, P pages of G
 // tokens, M pages of the longest table, C input features, N output features. K and V are fp32 or bfloat16, and so are
@@ -36,8 +36,8 @@
 
 #define MAX_DIM 256
 #define KEY_BLOCK 128
-// Rows of queries of one task: many, so that keys are fetched and transposed seldom; fewer in short calls, so that every
-// thread has some.
+// Rows of queries of one task: many, so that keys are fetched and transposed seldom; fewer in short calls, so that
+// every thread has some.
 #define QUERY_BLOCK 192
 #define SHORT_BLOCK 96
 // Keys of one task of paged attention. It does not depend on the number of threads, so neither do the results' bits.
@@ -477,7 +477,8 @@ void attend_heads(const Paged &a, const Tile &tile, float *part) {
         for (int which = 0; which < 2; ++which) {
             const void *stored = which ? a.v : a.k;
             const char *next = (const char *)((const Stored *)stored + tile.next * stride);
-            for (int64_t at = 0; at < W * stride * (int64_t)sizeof(Stored); at += 64) __builtin_prefetch(next + at, 0, 1);
+            const int64_t bytes = W * stride * (int64_t)sizeof(Stored);
+            for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(next + at, 0, 1);
         }
     for (int64_t first = 0; first < a.heads; first += group)
         for (int64_t head = first; head < first + group;) {
@@ -553,8 +554,9 @@ void merge_chunks(const Paged &a, int64_t row) {
     }
 }
 
-// Linear layers: x W^T + bias, or silu(x W^T) * (x second^T). Weights are packed: [N / W][C][W], so W outputs are summed side by side, and a weight is read once, in
-// its order. Each sum adds its products one after the other: its bits do not depend on the rows beside it.
+// Linear layers: x W^T + bias, or silu(x W^T) * (x second^T). Weights are packed: [N / W][C][W], so W outputs are
+// summed side by side, and a weight is read once, in its order. Each sum adds its products one after the other: its bits
+// do not depend on the rows beside it.
 
 struct Linear {
     const void *x;              // [T, C]: fp32, or for tiles of bfloat16 results bfloat16
@@ -595,7 +597,8 @@ INLINE void multiply_tile(const float *x, const Stored *weight, float *sums, int
 #pragma GCC unroll 6
         for (int row = 0; row < ROWS; ++row)
 #pragma GCC unroll 4
-            for (int block = 0; block < BLOCKS; ++block) each[row][block] += x[row * in_features + column] * some[block];
+            for (int block = 0; block < BLOCKS; ++block)
+                each[row][block] += x[row * in_features + column] * some[block];
     }
 #pragma GCC unroll 6
     for (int row = 0; row < ROWS; ++row)
@@ -608,11 +611,12 @@ INLINE void multiply_tile(const float *x, const Stored *weight, float *sums, int
 
 // The same for any number of rows.
 template <class Stored, int BLOCKS>
-void multiply_columns(const float *x, const Stored *weight, float *sums, int64_t rows, int64_t in_features, int64_t apart,
-                      int64_t columns) {
+void multiply_columns(const float *x, const Stored *weight, float *sums, int64_t rows, int64_t in_features,
+                      int64_t apart, int64_t columns) {
     int64_t row = 0;
     for (; row + 6 <= rows; row += 6)
-        multiply_tile<Stored, 6, BLOCKS>(x + row * in_features, weight, sums + row * OUT_LANES, in_features, apart, columns);
+        multiply_tile<Stored, 6, BLOCKS>(x + row * in_features, weight, sums + row * OUT_LANES, in_features, apart,
+                                         columns);
     x += row * in_features;
     float *to = sums + row * OUT_LANES;
     switch (rows - row) {
@@ -645,7 +649,8 @@ void multiply_group(const float *x, const Stored *weight, float *sums, int64_t r
 // Write rows [first, first + rows) and outputs [line, line + width) of a product: its sums, or with a second weight the
 // product of their silu and `ups`; both [rows][width]. Where a model stores results, they are rounded.
 template <class Result>
-void finish_rows(const Linear &a, int64_t first, int64_t rows, int64_t line, int64_t width, float *sums, const float *ups) {
+void finish_rows(const Linear &a, int64_t first, int64_t rows, int64_t line, int64_t width, float *sums,
+                 const float *ups) {
     const int64_t left = a.out_features - line, lanes = left < width ? left : width;
     for (int64_t row = 0; row < rows; ++row, sums += width, ups += width) {
         if (a.second)
@@ -756,8 +761,11 @@ thread_local LinearScratch linear_scratch;
 #define MULTIPLY_TILES(sum, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #sum ::)
 
 INLINE void configure_tiles() {
-    static const struct alignas(64) { uint8_t palette, start, none[14]; uint16_t bytes[16]; uint8_t rows[16]; } eight = {
-        1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+    static const struct alignas(64) {
+        uint8_t palette, start, none[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } eight = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
     __asm__ volatile("ldtilecfg %0" ::"m"(eight));
 }
 // The system saves tiles whenever it stops a thread that has some.
@@ -815,8 +823,8 @@ INLINE vf split(vf &rest) {
 }
 INLINE vf paired(vf first, vf second) { return (vf)(((vu)first >> 16) | ((vu)second & 0xffff0000)); }
 
-// Write a half of a block: pairs of numbers `second` apart, in lines `stride` apart. With TRANSPOSED a line's numbers are
-// one column of the half. Returns bits of what is left behind the first part; with FIRST_ONLY only that is written.
+// Write a half of a block: pairs of numbers `second` apart, in lines `stride` apart. With TRANSPOSED a line's numbers
+// are one column of the half. Returns bits of what is left behind the first part; with FIRST_ONLY only that is written.
 template <bool TRANSPOSED, bool FIRST_ONLY, class Stored>
 INLINE vu split_half(bf16 *half, const Stored *from, int64_t stride, int64_t second) {
     vu left = {};
@@ -835,15 +843,17 @@ INLINE vu split_half(bf16 *half, const Stored *from, int64_t stride, int64_t sec
     for (int part = 0; part < (FIRST_ONLY ? 1 : PARTS); ++part) {
         if (TRANSPOSED) transpose(parts[part]);
 #pragma GCC unroll 16
-        for (int line = 0; line < 16; ++line) store((float *)(half + part * PART_NUMBERS) + line * W, parts[part][line]);
+        for (int line = 0; line < 16; ++line)
+            store((float *)(half + part * PART_NUMBERS) + line * W, parts[part][line]);
     }
     return left;
 }
 
-// Split a block whose halves of 16 rows begin at `upper` and `lower`. Returns whether it is narrow; if it is likely, the
-// other parts are left out at first.
+// Split a block whose halves of 16 rows begin at `upper` and `lower`. Returns whether it is narrow; if that is likely,
+// the other parts are left out at first.
 template <bool TRANSPOSED, class Stored>
-INLINE bool split_block(bf16 *block, const Stored *upper, const Stored *lower, int64_t stride, int64_t second, bool likely) {
+INLINE bool split_block(bf16 *block, const Stored *upper, const Stored *lower, int64_t stride, int64_t second,
+                        bool likely) {
     for (;;) {
         vu left;
         if (likely || sizeof(Stored) == sizeof(bf16)) {
@@ -875,7 +885,8 @@ void split_rows(const Stored *x, int64_t rows, int64_t columns, int64_t stride, 
         int64_t width = columns - column < BLOCK ? columns - column : BLOCK, apart = stride;
         if (rows < BLOCK || width < BLOCK) {
             memset(some, 0, sizeof(Stored) * BLOCK * BLOCK);
-            for (int64_t row = 0; row < rows; ++row) memcpy(some + row * BLOCK, from + row * stride, sizeof(Stored) * width);
+            for (int64_t row = 0; row < rows; ++row)
+                memcpy(some + row * BLOCK, from + row * stride, sizeof(Stored) * width);
             from = some, apart = BLOCK;
         }
         split_half<false, is_narrow>(blocks, from, apart, 16);
@@ -906,8 +917,9 @@ void multiply_by_tiles(const TiledLinear &a, int64_t task) {
     LinearScratch &s = linear_scratch;
     const Linear &l = a.linear;
     constexpr bool is_narrow = sizeof(Stored) == sizeof(bf16), x_is_narrow = sizeof(Row) == sizeof(bf16);
-    const int64_t above = (l.rows + BLOCK * a.rows - 1) / (BLOCK * a.rows), size = is_narrow ? PART_NUMBERS : BLOCK_NUMBERS;
-    const int64_t first = task % above * a.rows * BLOCK, line = task / above * a.panels * BLOCK, count = l.second ? 2 : 1;
+    const int64_t size = is_narrow ? PART_NUMBERS : BLOCK_NUMBERS, count = l.second ? 2 : 1;
+    const int64_t above = (l.rows + BLOCK * a.rows - 1) / (BLOCK * a.rows);
+    const int64_t first = task % above * a.rows * BLOCK, line = task / above * a.panels * BLOCK;
     const int64_t stop = first + a.rows * BLOCK < l.rows ? first + a.rows * BLOCK : l.rows;
     const int64_t right = (l.out_features - line + BLOCK - 1) / BLOCK, panels = right < a.panels ? right : a.panels;
     const bool at_once = a.depth * BLOCK >= l.in_features;
@@ -951,8 +963,8 @@ void multiply_by_tiles(const TiledLinear &a, int64_t task) {
 // Divide a product into tasks, of which each thread gets some. Larger ones split rows and weights less often.
 int64_t divide(TiledLinear &a, bool is_narrow, int threads) {
     const int64_t rows = (a.linear.rows + BLOCK - 1) / BLOCK, panels = (a.linear.out_features + BLOCK - 1) / BLOCK;
-    const int64_t columns = (a.linear.in_features + BLOCK - 1) / BLOCK, times = (columns + SPLIT_DEPTH - 1) / SPLIT_DEPTH;
-    const int64_t count = a.linear.second ? 2 : 1;
+    const int64_t columns = (a.linear.in_features + BLOCK - 1) / BLOCK, count = a.linear.second ? 2 : 1;
+    const int64_t times = (columns + SPLIT_DEPTH - 1) / SPLIT_DEPTH;
     a.depth = (columns + times - 1) / times;
     int64_t wide = SPLIT_PARTS / (is_narrow ? 1 : PARTS) / a.depth / count, most = SPLIT_ROWS;
     if (times > 1) {
@@ -1006,7 +1018,8 @@ INLINE bool split_tokens(bf16 *block, const Stored *from, int64_t stride, int64_
 // 2^x for x <= 0 within 2 units in the last place. A NaN stays one.
 INLINE vf power_of_two(vf x) {
     x = (vf)_mm512_max_ps(_mm512_set1_ps(-160.0f), (__m512)x);  // the second, if either is a NaN
-    const vf whole = (vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), rest = x - whole;
+    const vf whole = (vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const vf rest = x - whole;
     vf sum = all(1.5353362e-4f);
     sum = sum * rest + 1.3398874e-3f;
     sum = sum * rest + 9.6184369e-3f;
@@ -1059,7 +1072,7 @@ void attend_by_tiles(const Attention &a, int64_t task) {
     const int64_t kv_head = task % a.kv_heads;
     const int64_t per_block = a.per_block, blocks = (a.tokens + per_block - 1) / per_block;
     const int64_t first_token = (blocks - 1 - task / a.kv_heads) * per_block;
-    const int64_t tokens = a.tokens - first_token < per_block ? a.tokens - first_token : per_block, rows = tokens * group;
+    const int64_t left = a.tokens - first_token, tokens = left < per_block ? left : per_block, rows = tokens * group;
     const int64_t *low = a.low + first_token, *high = a.high + first_token;
     bool q_is_narrow = true;
     configure_tiles();
@@ -1110,7 +1123,8 @@ void attend_by_tiles(const Attention &a, int64_t task) {
                 vi from = {}, to = {};
                 if (!sees_all)
                     for (int64_t lane = 0; lane < W && begin + lane < rows; ++lane) {
-                        const int64_t token = (begin + lane) / group, first = low[token] - key, stop = high[token] - key;
+                        const int64_t token = (begin + lane) / group;
+                        const int64_t first = low[token] - key, stop = high[token] - key;
                         from[lane] = (int32_t)(first < 0 ? 0 : first < keys ? first : keys);
                         to[lane] = (int32_t)(stop < 0 ? 0 : stop < keys ? stop : keys);
                     }
@@ -1121,8 +1135,8 @@ void attend_by_tiles(const Attention &a, int64_t task) {
                 float *out = s.out + top * dim + d * BLOCK * W;
                 load_sums(out, dim * W, 16 * W, W);
                 for (int64_t part = 0; part < seen; ++part)
-                    multiply_blocks(s.v + (d * parts + part) * BLOCK_NUMBERS, s.weights + part * BLOCK_NUMBERS, v_is_narrow,
-                                    false);
+                    multiply_blocks(s.v + (d * parts + part) * BLOCK_NUMBERS, s.weights + part * BLOCK_NUMBERS,
+                                    v_is_narrow, false);
                 store_sums(out, dim * W, 16 * W, W);
             }
         }
@@ -1136,8 +1150,8 @@ void attend_by_tiles(const Attention &a, int64_t task) {
             for (int each = 0; each < W; ++each) lines[each] = load(s.out + begin * dim + (d + each) * W) * by;
             transpose(lines);
             for (int64_t each = 0; each < W && begin + each < rows; ++each) {
-                const int64_t row = begin + each;
-                store(a.out + ((first_token + row / group) * a.heads + kv_head * group + row % group) * a.dim + d, lines[each]);
+                const int64_t row = begin + each, token = first_token + row / group;
+                store(a.out + (token * a.heads + kv_head * group + row % group) * a.dim + d, lines[each]);
             }
         }
         for (int64_t row = begin; row < begin + W && row < rows; ++row)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -337,3 +338,26 @@ def test_the_libraries_here_are_compiled_from_the_source_beside_them() -> None:
     assert {path.stem.removeprefix("native-") for path in libraries} in ({*X86}, {"default"})
     newest = (ROOT / "cp_core/attention/native.cpp").stat().st_mtime
     assert all(path.stat().st_mtime > newest for path in libraries)
+
+
+@pytest.mark.parametrize("unknown", ["", "-mamx-tile", "-mavx512f"])
+def test_a_compiler_that_does_not_know_all_flags_is_given_fewer(
+    unknown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An old one has no tiles: the same libraries without them. Without AVX-512 there is nothing to give it instead."""
+    compiler = tmp_path / "compiler"
+    refuse = f'case " $* " in *" {unknown} "*) echo "unknown option" >&2; exit 1;; esac' if unknown else ":"
+    compiler.write_text(f'#!/bin/sh\n{refuse}\necho "$*" > "$(echo "$*" | sed "s/.*-o \\([^ ]*\\).*/\\1/")"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    (tmp_path / "cp_core/attention").mkdir(parents=True)
+    (tmp_path / "cp_core/attention/native.cpp").touch()
+    if unknown == "-mavx512f":
+        with pytest.raises(RuntimeError, match="unknown option"):
+            compile_kernels(tmp_path)
+        return
+    made = {path.stem: path.read_text() for path in compile_kernels(tmp_path)}
+    assert set(made) == {"native-avx512", "native-avx2"}
+    assert ("-mamx-tile" in made["native-avx512"]) is (not unknown)
+    assert "-mavx512f" in made["native-avx512"]
