@@ -295,12 +295,12 @@ class PrefillLeader(RingLeader):
         self.spawn(self.settle(request.kv_id, request.turn_id, 0))
 
     async def measure(self) -> None:
-        """Measure the ring's rates between two steps."""
-        assert self.loop is not None, "the ring has started"
-        async with self.loop.at_work:
-            await self.ring.measure()
-            scheduler, work = self.loop.scheduler, WorkModel.of_shape(self.ring.model.shape)
-            scheduler.limit_steps(self._limits(work), self._lone_limits(work))
+        """Measure the ring's rates between steps: a turn waits for a part of the measurement at most."""
+        loop = self.loop
+        assert loop is not None, "the ring has started"
+        await self.ring.measure(lambda: loop.at_work)
+        work = WorkModel.of_shape(self.ring.model.shape)
+        loop.scheduler.limit_steps(self._limits(work), self._lone_limits(work))
         await self.announce()
 
     @property

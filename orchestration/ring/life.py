@@ -19,7 +19,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 from ringserve.cp_core.cost.decode import GATHER
@@ -27,7 +27,7 @@ from ringserve.cp_core.errors import RingserveError, Unavailable
 from ringserve.orchestration.protocol.ports import RankFactory, RankPort
 from ringserve.orchestration.protocol.rings import RingSettings, RingState
 from ringserve.orchestration.ring.kv_pool import KvPool
-from ringserve.orchestration.ring.step_probe import StepCorrection, measure_steps, room_for_steps
+from ringserve.orchestration.ring.step_probe import Alone, StepCorrection, measure_steps, room_for_steps
 from ringserve.orchestration.tasks import TaskSet, gather_all, gather_first_error
 from ringserve.views import RingRates
 from ringserve.workers.protocol.ranks import ModelInfo, RankInfo, RankSpec, RankStatus, RingSpec
@@ -269,19 +269,20 @@ class Ring:
         if settings.role == "decode":
             self._watch += [asyncio.create_task(self._watch_loop(rank, incarnation)) for rank in ranks]
 
-    async def measure(self) -> None:
-        """Let the ranks measure their rates again. The caller guarantees that they do nothing else meanwhile.
+    async def measure(self, alone: Alone = nullcontext) -> None:
+        """Let the ranks measure their rates again, in parts that are each `alone`: turns may compute between them.
 
         Their steps are measured again, unless KV would have to go for them.
         """
         self.require_ready()
         settings = self.settings
-        rates = await gather_first_error(rank.probe(settings.start_timeout) for rank in self.ranks)
+        async with alone():
+            rates = await gather_first_error(rank.probe(settings.start_timeout) for rank in self.ranks)
         common = rates_of_ring(rates, settings.ranks.tp)
         with self._room_for_steps() as tables:
             if tables is not None:
                 sized = self._sized(self.infos)
-                self._correction = await measure_steps(self.ranks, sized, self.model, common, tables)
+                self._correction = await measure_steps(self.ranks, sized, self.model, common, tables, alone)
         self.rates = self._corrected(common)
         await self._have_kept(self.ranks[0], self.rates, self.infos)
 

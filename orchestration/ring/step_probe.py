@@ -11,7 +11,8 @@ that takes less time than another has begun later.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -74,25 +75,31 @@ def room_for_steps(settings: RingSettings, model: ModelInfo) -> list[int]:
     return [layout.tokens_on(rank) for rank in range(settings.num_ranks)]
 
 
+Alone = Callable[[], AbstractAsyncContextManager[object]]
+"""Makes a context in which the ring does nothing else."""
+
+
 async def measure_steps(
     ranks: Sequence[RankPort],
     settings: RingSettings,
     model: ModelInfo,
     rates: RingRates,
     tables: Sequence[Sequence[int]] | None = None,
+    alone: Alone = nullcontext,
 ) -> StepCorrection:
     """Compute steps on the ranks of a ring, and compare them with `rates`.
 
     They write KV to the blocks `tables[r]` of each rank r, which have `room_for_steps`; without tables to the first
-    ones, and the ring must not hold any KV. Raises Unavailable.
+    ones, and the ring must not hold any KV. Each step is `alone`; between two of them others may be computed. Raises
+    Unavailable.
     """
     if tables is None:
         room = room_for_steps(settings, model)
         tables = [range(-(-tokens // settings.ranks.block_tokens)) for tokens in room]
     lengths = lengths_of_steps(settings, model)
-    measured = [median(await _seconds(ranks, settings, num_tokens, tables)) for num_tokens in lengths]
+    measured = [median(await _seconds(ranks, settings, num_tokens, tables, alone)) for num_tokens in lengths]
     # A sampled token takes the rank of the last position longer, when it waits for no other.
-    own = await _rank_seconds(ranks, settings, lengths[0], tables) if settings.num_processes > 1 else []
+    own = await _rank_seconds(ranks, settings, lengths[0], tables, alone) if settings.num_processes > 1 else []
     predictor = StepPredictor(
         tensor_share(model, settings.ranks.tp).shape, PrefillRates(ring=rates), settings.num_ranks
     )
@@ -129,22 +136,26 @@ def correction_of(measured: Sequence[float], predicted: Sequence[float], product
 
 
 async def _seconds(
-    ranks: Sequence[RankPort], settings: RingSettings, num_tokens: int, tables: Sequence[Sequence[int]]
+    ranks: Sequence[RankPort], settings: RingSettings, num_tokens: int, tables: Sequence[Sequence[int]], alone: Alone
 ) -> list[float]:
     """Return the seconds of steps with one new prompt, as the leader of a prefill ring measures them."""
     seconds = []
     for _ in range(REPEATS + 1):
-        began = time.monotonic()
-        await _computed(ranks, settings, num_tokens, tables, SamplingParameters(temperature=0.0))
-        seconds.append(time.monotonic() - began)
+        async with alone():
+            began = time.monotonic()
+            await _computed(ranks, settings, num_tokens, tables, SamplingParameters(temperature=0.0))
+            seconds.append(time.monotonic() - began)
     return seconds[1:]
 
 
 async def _rank_seconds(
-    ranks: Sequence[RankPort], settings: RingSettings, num_tokens: int, tables: Sequence[Sequence[int]]
+    ranks: Sequence[RankPort], settings: RingSettings, num_tokens: int, tables: Sequence[Sequence[int]], alone: Alone
 ) -> list[list[float]]:
     """Return the seconds of each process in steps that sample no token, as the ranks measure them."""
-    steps = [await _computed(ranks, settings, num_tokens, tables, None) for _ in range(LATENESS_REPEATS)]
+    steps = []
+    for _ in range(LATENESS_REPEATS):
+        async with alone():
+            steps.append(await _computed(ranks, settings, num_tokens, tables, None))
     return [[output.seconds for output in outputs] for outputs in steps]
 
 

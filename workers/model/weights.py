@@ -48,13 +48,18 @@ class _TorchFile(dict[str, Tensor]):
 
 
 def release_pages(path: Path) -> None:
-    """Give up memory of a directory's files that is mapped here and has been read; its contents stay readable.
+    """Give up memory of weights that were packed: the allocator's, and what is mapped of a directory's files.
 
     Packed weights are copies, and the pages they were read from would count as this process's for good. The kernel
-    keeps them as a cache of the files. Mappings with pages that were written to are left alone.
+    keeps them as a cache of the files, whose contents stay readable. Mappings with pages that were written to are left
+    alone. Weights that were converted as they were read were in memory of the allocator, which keeps it when it is
+    freed: three quarters of a gigabyte for SmolLM2 in fp32 from a file of bfloat16.
     """
     files = {str(file.resolve()) for file in path.iterdir()}
-    madvise, at = getattr(ctypes.CDLL(None), "madvise", None), None
+    system = ctypes.CDLL(None)
+    if (trim := getattr(system, "malloc_trim", None)) is not None:  # of glibc alone
+        trim(ctypes.c_size_t(0))
+    madvise, at = getattr(system, "madvise", None), None
     if madvise is None or not MAPPINGS.is_file():
         return
     for line in MAPPINGS.read_text().splitlines():

@@ -185,7 +185,7 @@ async def test_steps_are_measured_in_free_blocks_or_not_at_all(monkeypatch: pyte
     correction = StepCorrection(step_seconds=0.5, products=2.0)
 
     async def measured(*given: object) -> StepCorrection:
-        tables.append(given[-1])  # type: ignore[arg-type]
+        tables.append(given[-2])  # type: ignore[arg-type]
         reserved = rings.ring.pool.pin("b", "turn", 0)
         rings.ring.pool.make_room(reserved, (4, 4, 4))
         for rank, table in enumerate(tables[-1]):

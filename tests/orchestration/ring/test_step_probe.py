@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
@@ -102,6 +103,29 @@ async def test_steps_take_no_more_room_than_the_ring_has_and_end_with_a_token(mo
         assert not sequence.sends
     samples = [step.sequences[0].sample is not None for step in machine.steps]
     assert samples.index(False) == 8, "the head is a part of a step"
+
+
+async def test_other_steps_may_come_between_two_that_are_measured_and_do_not_count() -> None:
+    """A turn that begins meanwhile waits for one of them, not for all; a fair lock lets it go next."""
+    lock, others = asyncio.Lock(), 0
+
+    async def compute_others() -> None:
+        nonlocal others
+        while True:
+            async with lock:
+                machine.now += 1000.0
+                others += 1
+            await asyncio.sleep(0)
+
+    machine = Machine(lambda num_tokens: predicted(PrefillRates(ring=GPU_RATES), num_tokens))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ringserve.orchestration.ring.step_probe.time.monotonic", lambda: machine.now)
+        competing = asyncio.create_task(compute_others())
+        found = await measure_steps(machine.ports(2), SETTINGS, LLAMA_8B, GPU_RATES, alone=lambda: lock)
+        competing.cancel()
+    assert len(machine.steps) - 1 <= others <= len(machine.steps) + 1
+    assert found.step_seconds == pytest.approx(0.0, abs=1e-9)
+    assert found.products == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 import shutil
@@ -11,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -26,6 +28,7 @@ from ringserve.workers.model.info import multiplies_bfloat16, read_fingerprint, 
 from ringserve.workers.model.layers import GatedMlp, PackedLinear, pack
 from ringserve.workers.model.loading import load_model
 from ringserve.workers.model.support import FAMILIES, check_supported, layer_windows
+from ringserve.workers.model.weights import release_pages
 from ringserve.workers.protocol.prefill_steps import Algorithm
 from ringserve.workers.protocol.ranks import RankSettings, RankSpec
 from ringserve.workers.rank import parts as rank_parts
@@ -117,6 +120,19 @@ def mapped_kilobytes(file: Path) -> int:
     """Return how much of a file's mappings is in memory of this process."""
     found = re.findall(rf" {re.escape(str(file))}\n(?:\w+:.*\n)*?Rss: +(\d+) kB", Path("/proc/self/smaps").read_text())
     return sum(map(int, found))
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the allocator is not glibc's")
+def test_packing_gives_back_what_the_allocator_holds_of_freed_weights(tmp_path: Path) -> None:
+    """It takes tensors from its own heap once a larger one was freed, and keeps them while a later one lives."""
+    torch.ones(7 << 20)
+    weights = [torch.ones(1 << 18) for _ in range(200)]
+    later = torch.ones(1 << 18)
+    weights.clear()
+    before = psutil.Process().memory_info().rss
+    release_pages(tmp_path)
+    assert before - psutil.Process().memory_info().rss > 100 << 20
+    assert later.sum() == 1 << 18
 
 
 def test_files_that_replace_those_that_were_read_have_another_name(
