@@ -371,6 +371,6 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 
 
 def has_tiles() -> bool:
-    """Return True if many rows are multiplied by tiles here: those of bfloat16 in a fraction of the time of fp32."""
+    """Return True if this processor and this library multiply many rows by tiles (AMX)."""
     found = library()
     return found is not None and bool(found.ringserve_takes_tiles(1 << 20, 0, False))

@@ -82,7 +82,7 @@ class _Option(NamedTuple):
         """Return whether the decode ring computes the prompt: asked for, or sooner."""
         if self.direct is None:
             return False
-        # In a tie the KV stays where it is: the other way has a second process, and predictions do not count that.
+        # A tie goes to the decode ring, which has the KV: predictions leave out what a second process costs.
         is_sooner = self.direct.alternative.total_seconds < (1.0 + TIE) * (self.cost.total + self.handoff)
         return turn.asks_for_direct or (is_sooner and not self.direct.is_too_long)
 

@@ -118,8 +118,8 @@ def _print_plan(
     if workload.accepted_share:
         drafted = smallest.contexts[0]
         print_lines(
-            f"TTIT is that of drafts of which {workload.accepted_share:.0%} are right: on that ring a lone step checks "
-            f"{drafted.num_drafts} and gives {drafted.tokens_per_step:.1f} tokens"
+            f"TTIT assumes that {workload.accepted_share:.0%} of all drafts are right: a step of one sequence checks "
+            f"{drafted.num_drafts} drafts on that ring and gives {drafted.tokens_per_step:.1f} tokens"
         )
     if workload.longest > model.max_positions:
         made_for = format_tokens(model.max_positions)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import partial
@@ -56,10 +56,9 @@ def release_pages(path: Path) -> None:
     freed: three quarters of a gigabyte for SmolLM2 in fp32 from a file of bfloat16.
     """
     files = {str(file.resolve()) for file in path.iterdir()}
-    system = ctypes.CDLL(None)
-    if (trim := getattr(system, "malloc_trim", None)) is not None:  # of glibc alone
-        trim(ctypes.c_size_t(0))
-    madvise, at = getattr(system, "madvise", None), None
+    if (trim := find_trim()) is not None:
+        trim(0)
+    madvise, at = getattr(ctypes.CDLL(None), "madvise", None), None
     if madvise is None or not MAPPINGS.is_file():
         return
     for line in MAPPINGS.read_text().splitlines():
@@ -68,6 +67,12 @@ def release_pages(path: Path) -> None:
             at = (start, stop - start) if found["path"] in files else None
         elif at is not None and line.split() == ["Anonymous:", "0", "kB"]:
             madvise(ctypes.c_void_p(at[0]), ctypes.c_size_t(at[1]), mmap.MADV_DONTNEED)
+
+
+def find_trim() -> Callable[[int], int] | None:
+    """Return glibc's `malloc_trim`; None if the C library has none."""
+    trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return trim
 
 
 MAPPINGS = Path("/proc/self/smaps")

@@ -8,7 +8,6 @@ T this rank's tokens.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +29,7 @@ from ringserve.workers.decode.messages import LEADER, HeaderChannel
 from ringserve.workers.decode.prompts import DecodePrompts
 from ringserve.workers.decode.step import DecodePass
 from ringserve.workers.kv.lane import CarrierCounts
+from ringserve.workers.model.weights import find_trim
 from ringserve.workers.prefill.step import (
     PrefillPass,
     StepEnded,
@@ -54,12 +54,6 @@ STOP_SECONDS = 3.0
 TRIM_SECONDS = 10.0
 """Least time between two trims of the allocator, each of which takes 10 to 50 ms."""
 BeforeLayer = Callable[[], None] | None
-
-
-def find_trim() -> Callable[[int], int] | None:
-    """Return glibc's `malloc_trim`; None if the C library has none."""
-    trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    return trim
 
 
 class FreedMemory:

@@ -92,7 +92,7 @@ def test_plan_knows_of_drafts(capsys: pytest.CaptureFixture[str]) -> None:
     assert drafted["proposal"]["decode"]["tokens_per_second"] > plain["proposal"]["decode"]["tokens_per_second"]
     assert main([*options, "--accepted", "0.8"]) == 0
     shown = capsys.readouterr().out
-    assert "drafts of which 80% are right: on that ring a lone step checks" in shown
+    assert "TTIT assumes that 80% of all drafts are right: a step of one sequence checks" in shown
     assert main([*options, "--accepted", "1"]) == 1
     assert "--accepted: 1.0 is no share; allowed are 0 to below 1" in capsys.readouterr().err
 

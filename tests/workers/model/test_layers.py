@@ -32,10 +32,19 @@ from ringserve.workers.model.layers import (
     scaled_rows,
 )
 from ringserve.workers.model.loading import LoadedModel, load_model
+from tests.programs import require
 from tests.workers.model.test_pieces import Mixing
 from tests.workers.models import KINDS
 
 IDS, POSITIONS = torch.tensor([5, 250, 17, 5]), torch.tensor([0, 31, 7, 100])
+
+
+@pytest.fixture
+def kernels() -> None:
+    """Skip a test without a compiler. With a compiler, fail it if there is no library."""
+    if native.library() is None:
+        require("c++", "g++", "clang++")
+        pytest.fail("there is a compiler and no library: pip install -e . again")
 
 
 def states_of(model: LoadedModel) -> torch.Tensor:
@@ -181,7 +190,7 @@ def hold_bfloat16(*sizes: int) -> torch.Tensor:
     return numbers
 
 
-@pytest.mark.skipif(native.library() is None, reason="kernels need a compiler")
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("num_rows", [1, 7, 40, 300])
 def test_weights_that_are_bfloat16_are_stored_as_such_and_give_the_same_bits(num_rows: int) -> None:
     weight, rows = hold_bfloat16(50, 70), torch.randn(num_rows, 70)
@@ -196,7 +205,7 @@ def test_weights_that_are_bfloat16_are_stored_as_such_and_give_the_same_bits(num
     torch.testing.assert_close(linear(rows)[:, 1:], wide[:, 1:])
 
 
-@pytest.mark.skipif(native.library() is None, reason="kernels need a compiler")
+@pytest.mark.usefixtures("kernels")
 def test_one_other_number_keeps_a_weight_in_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "_directory", lambda: tmp_path)
     weight = torch.randn(50, 70).bfloat16().float()
@@ -253,7 +262,7 @@ def attention_of(family: str) -> Module:
     return attention
 
 
-@pytest.mark.skipif(native.library() is None, reason="kernels need a compiler")
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "granite", "olmo2"])
 @pytest.mark.parametrize("dtype", native.DTYPES)
 def test_positions_in_one_call_are_those_of_the_family(family: str, dtype: torch.dtype) -> None:

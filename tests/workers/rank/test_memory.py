@@ -9,7 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ringserve.workers.rank.worker import TRIM_SECONDS, FreedMemory, find_trim
+from ringserve.workers.model.weights import find_trim
+from ringserve.workers.rank.worker import TRIM_SECONDS, FreedMemory
 from ringserve.workers.sampling.parameters import SamplingParameters
 from tests.waiting import WAIT_SECONDS
 from tests.workers.models import random_tokens
