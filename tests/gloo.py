@@ -20,6 +20,9 @@ from ringserve.cp_core.transport.nccl import ProcessGroupRing
 HOST = "127.0.0.1"
 # Tag of messages that no rank ever sends.
 CLOSING_TAG = 1
+FORGOTTEN_SECONDS = 60.0
+"""Limit of one wait. gloo forgets an operation that begins just as its connection breaks, in 7 of 16,500 breaks, and
+nothing else ends the wait for it."""
 
 
 class GlooRing(ProcessGroupRing):
@@ -27,7 +30,7 @@ class GlooRing(ProcessGroupRing):
 
     def wait_for(self, work: Work, deadline: float) -> None:
         # gloo counts whole milliseconds: rounded down, the wait would end before the deadline.
-        left = max(deadline - time.monotonic(), 0.0)
+        left = min(max(deadline - time.monotonic(), 0.0), FORGOTTEN_SECONDS)
         work.wait(timedelta(milliseconds=math.floor(left * 1e3) + 1))
 
     def _break_connections(self) -> None:
