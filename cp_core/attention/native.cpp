@@ -559,10 +559,11 @@ void merge_chunks(const Paged &a, int64_t row) {
 // do not depend on the rows beside it.
 
 struct Linear {
-    const void *x;              // [T, C]: fp32, or for tiles of bfloat16 results bfloat16
+    const void *x;                // [T, C] of the result's type; fp32 where vectors multiply
     const void *weight, *second;  // packed [N, C]; `second` may be null
-    const void *bias;           // [N] of the result's type, or null
-    void *out;                  // [T, N]
+    const void *bias;             // [N] of the result's type, or null
+    const void *added;            // [T, N] of the result's type, or null; it may be `out`
+    void *out;                    // [T, N]
     int64_t rows, in_features, out_features, panels, band;
 };
 
@@ -647,7 +648,8 @@ void multiply_group(const float *x, const Stored *weight, float *sums, int64_t r
 }
 
 // Write rows [first, first + rows) and outputs [line, line + width) of a product: its sums, or with a second weight the
-// product of their silu and `ups`; both [rows][width]. Where a model stores results, they are rounded.
+// product of their silu and `ups`; both [rows][width]. Where a model stores results, they are rounded: products before
+// `added` is added to them.
 template <class Result>
 void finish_rows(const Linear &a, int64_t first, int64_t rows, int64_t line, int64_t width, float *sums,
                  const float *ups) {
@@ -662,16 +664,20 @@ void finish_rows(const Linear &a, int64_t first, int64_t rows, int64_t line, int
                 vf part = select(gate < 0.0f, small, all(1.0f)) / (small + 1.0f);
                 store(sums + lane, stored(gate * part, kind) * up);
             }
-        Result *out = (Result *)a.out + (first + row) * a.out_features + line;
+        const int64_t at = (first + row) * a.out_features + line;
+        Result *out = (Result *)a.out + at;
         const Result *bias = a.bias ? (const Result *)a.bias + line : nullptr;
+        const Result *added = a.added ? (const Result *)a.added + at : nullptr;
         int64_t lane = 0;
         for (; lane + W <= lanes; lane += W) {
             vf value = load(sums + lane);
-            put(out + lane, bias ? value + load(bias + lane) : value);
+            if (bias) value += load(bias + lane);
+            put(out + lane, added ? load(added + lane) + stored(value, added) : value);
         }
         for (; lane < lanes; ++lane) {
             float value = sums[lane];
-            put(out + lane, bias ? value + widen(bias[lane]) : value);
+            if (bias) value += widen(bias[lane]);
+            put(out + lane, added ? widen(added[lane]) + stored(all(value), added)[0] : value);
         }
     }
 }
@@ -1177,6 +1183,7 @@ struct Norm {
     void *out;               // [T, C]
     int64_t rows, features;
     float epsilon;
+    int64_t beside, apart;  // rows that lie one behind the other, and numbers between such groups, of x and of out
 };
 
 #define NORM_ROWS 16
@@ -1186,8 +1193,9 @@ void normalize_task(const Norm &a, int64_t task) {
     const int64_t stop = (task + 1) * NORM_ROWS < a.rows ? (task + 1) * NORM_ROWS : a.rows;
     const Stored *weight = (const Stored *)a.weight;
     for (int64_t row = task * NORM_ROWS; row < stop; ++row) {
-        const Stored *x = (const Stored *)a.x + row * a.features;
-        Stored *out = (Stored *)a.out + row * a.features;
+        const int64_t begin = row / a.beside * a.apart + row % a.beside * a.features;
+        const Stored *x = (const Stored *)a.x + begin;
+        Stored *out = (Stored *)a.out + begin;
         vf squares = {};
         int64_t at = 0;
         for (; at + W <= a.features; at += W) squares += load(x + at) * load(x + at);
@@ -1236,11 +1244,65 @@ void rotate_task(const Rotation &a, int64_t task) {
         }
 }
 
+void normalize(const Norm &a, int is_wide, int threads) {
+    // A few rows take less time than other threads take to begin.
+    const int64_t tasks = (a.rows + NORM_ROWS - 1) / NORM_ROWS;
+    if (is_wide) run_tasks<Norm, normalize_task<float>>(a, tasks, tasks > 1 ? threads : 1);
+    else run_tasks<Norm, normalize_task<bf16>>(a, tasks, tasks > 1 ? threads : 1);
+}
+
+void rotate(const Rotation &a, int is_wide, int threads) {
+    const int64_t tasks = (a.rows + ROTATED_ROWS - 1) / ROTATED_ROWS;
+    if (is_wide) run_tasks<Rotation, rotate_task<float>>(a, tasks, tasks > 1 ? threads : 1);
+    else run_tasks<Rotation, rotate_task<bf16>>(a, tasks, tasks > 1 ? threads : 1);
+}
+
+// `types`: 0 for weights, rows and results of bfloat16, 1 for fp32, 2 for weights of bfloat16 and all else of fp32. With
+// `alone` a row's bits do not depend on the number of rows.
+bool takes_tiles(int64_t rows, int types, int alone) {
+    return uses_tiles && !alone && rows >= (types == 1 ? LEAST_SPLIT_ROWS : LEAST_TILE_ROWS);
+}
+
+void multiply(Linear a, int types, int alone, int threads) {
+#if defined(__AMX_BF16__)
+    if (takes_tiles(a.rows, types, alone)) {
+        TiledLinear tiled = {a, 0, 0, 0};
+        const int64_t parts = divide(tiled, types != 1, threads);
+        if (types == 1) run_tasks<TiledLinear, multiply_by_tiles<float, float>>(tiled, parts, threads);
+        else if (types == 2) run_tasks<TiledLinear, multiply_by_tiles<float, bf16>>(tiled, parts, threads);
+        else run_tasks<TiledLinear, multiply_by_tiles<bf16, bf16>>(tiled, parts, threads);
+        return;
+    }
+#endif
+    a.panels = (a.out_features + OUT_LANES - 1) / OUT_LANES;
+    a.band = BAND_FLOATS / (GROUP_ROWS * a.in_features);
+    if (a.band < 1) a.band = 1;
+    const int64_t tasks = (a.rows + GROUP_ROWS - 1) / GROUP_ROWS * a.panels;
+    if (types == 1) return run_tasks<Linear, multiply_task<float, float>>(a, tasks, threads);
+    if (types == 2) return run_tasks<Linear, multiply_task<bf16, float>>(a, tasks, threads);
+    const bf16 *narrow = (const bf16 *)a.x;
+    const int64_t numbers = a.rows * a.in_features;
+    float *wide = (float *)malloc(sizeof(float) * numbers);
+    for (int64_t at = 0; at < numbers; ++at) wide[at] = widen(narrow[at]);
+    a.x = wide;
+    run_tasks<Linear, multiply_task<bf16, bf16>>(a, tasks, threads);
+    free(wide);
+}
+
+// A decoder layer around its attention, in two calls: norm, joined projections [H + 2 K heads], norms of the heads of
+// queries and keys unless they are null, and rotary positions; then projection, norm and gated MLP, each added to the
+// layer's input.
+struct Layer {
+    const void *norm, *joined, *joined_bias, *q_norm, *k_norm, *out, *out_bias, *mlp_norm, *gate, *up, *down, *down_bias;
+    int64_t features, heads, kv_heads, dim, middle, is_wide, joined_types, out_types, gate_types, down_types;
+    float norm_epsilon, q_epsilon, k_epsilon, mlp_epsilon;
+};
+
 }  // namespace
 
 extern "C" {
 
-int ringserve_version() { return 3; }
+int ringserve_version() { return 4; }
 
 // Multiply by tiles from now on, or not. Returns whether it does: the processor and the system must allow it.
 int ringserve_use_tiles(int wanted) {
@@ -1305,19 +1367,12 @@ void ringserve_attend_pages(const float *q, const void *k, const void *v, const 
 
 void ringserve_normalize(const void *x, const void *weight, void *out, int64_t rows, int64_t features, float epsilon,
                          int is_wide, int threads) {
-    Norm a = {x, weight, out, rows, features, epsilon};
-    // A few rows take less time than other threads take to begin.
-    const int64_t tasks = (rows + NORM_ROWS - 1) / NORM_ROWS;
-    if (is_wide) run_tasks<Norm, normalize_task<float>>(a, tasks, tasks > 1 ? threads : 1);
-    else run_tasks<Norm, normalize_task<bf16>>(a, tasks, tasks > 1 ? threads : 1);
+    normalize({x, weight, out, rows, features, epsilon, 1, features}, is_wide, threads);
 }
 
 void ringserve_rotate(const void *x, const void *cos, const void *sin, void *out, const int64_t *sizes, int is_wide,
                       int threads) {
-    Rotation a = {x, cos, sin, out, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]};
-    const int64_t tasks = (a.rows + ROTATED_ROWS - 1) / ROTATED_ROWS;
-    if (is_wide) run_tasks<Rotation, rotate_task<float>>(a, tasks, tasks > 1 ? threads : 1);
-    else run_tasks<Rotation, rotate_task<bf16>>(a, tasks, tasks > 1 ? threads : 1);
+    rotate({x, cos, sin, out, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]}, is_wide, threads);
 }
 
 int ringserve_lanes() { return W; }
@@ -1327,29 +1382,44 @@ void ringserve_pack(const void *weight, void *packed, int64_t out_features, int6
     else pack_weight((const bf16 *)weight, (bf16 *)packed, out_features, in_features);
 }
 
-// `types`: 0 for weights and results of bfloat16, 1 for fp32, 2 for weights of bfloat16 and results of fp32. Rows are
-// fp32, but for types 0 by tiles bfloat16. With `alone` a row's bits do not depend on the number of rows.
-int ringserve_takes_tiles(int64_t rows, int types, int alone) {
-    return uses_tiles && !alone && rows >= (types == 1 ? LEAST_SPLIT_ROWS : LEAST_TILE_ROWS);
-}
+int ringserve_takes_tiles(int64_t rows, int types, int alone) { return takes_tiles(rows, types, alone); }
 
 void ringserve_linear(const void *x, const void *weight, const void *second, const void *bias, void *out, int64_t rows,
                       int64_t in_features, int64_t out_features, int types, int alone, int threads) {
-    const int64_t panels = (out_features + OUT_LANES - 1) / OUT_LANES, band = BAND_FLOATS / (GROUP_ROWS * in_features);
-    Linear a = {x, weight, second, bias, out, rows, in_features, out_features, panels, band < 1 ? 1 : band};
-#if defined(__AMX_BF16__)
-    if (ringserve_takes_tiles(rows, types, alone)) {
-        TiledLinear tiled = {a, 0, 0, 0};
-        const int64_t parts = divide(tiled, types != 1, threads);
-        if (types == 1) run_tasks<TiledLinear, multiply_by_tiles<float, float>>(tiled, parts, threads);
-        else if (types == 2) run_tasks<TiledLinear, multiply_by_tiles<float, bf16>>(tiled, parts, threads);
-        else run_tasks<TiledLinear, multiply_by_tiles<bf16, bf16>>(tiled, parts, threads);
-        return;
+    multiply({x, weight, second, bias, nullptr, out, rows, in_features, out_features, 0, 0}, types, alone, threads);
+}
+
+void ringserve_before_attention(const Layer *layer, const void *x, const void *cos, const void *sin, void *normed,
+                                void *joined, void *q, void *k, int64_t rows, int alone, int threads) {
+    const Layer &l = *layer;
+    const int64_t width = (l.heads + 2 * l.kv_heads) * l.dim, size = l.is_wide ? sizeof(float) : sizeof(bf16);
+    char *const k_part = (char *)joined + l.heads * l.dim * size;
+    normalize({x, l.norm, normed, rows, l.features, l.norm_epsilon, 1, l.features}, l.is_wide, threads);
+    multiply({normed, l.joined, nullptr, l.joined_bias, nullptr, joined, rows, l.features, width, 0, 0}, l.joined_types,
+             alone, threads);
+    if (l.q_norm) {
+        normalize({joined, l.q_norm, joined, rows * l.heads, l.dim, l.q_epsilon, l.heads, width}, l.is_wide, threads);
+        normalize({k_part, l.k_norm, k_part, rows * l.kv_heads, l.dim, l.k_epsilon, l.kv_heads, width}, l.is_wide,
+                  threads);
     }
-#endif
-    const int64_t tasks = (rows + GROUP_ROWS - 1) / GROUP_ROWS * panels;
-    if (types == 1) run_tasks<Linear, multiply_task<float, float>>(a, tasks, threads);
-    else if (types == 2) run_tasks<Linear, multiply_task<bf16, float>>(a, tasks, threads);
-    else run_tasks<Linear, multiply_task<bf16, bf16>>(a, tasks, threads);
+    rotate({joined, cos, sin, q, rows, l.heads, l.dim, width, l.dim}, l.is_wide, threads);
+    rotate({k_part, cos, sin, k, rows, l.kv_heads, l.dim, width, l.dim}, l.is_wide, threads);
+}
+
+void ringserve_behind_attention(const Layer *layer, const void *x, const void *attended, void *normed, void *product,
+                                void *out, int64_t rows, int64_t part, int alone, int threads) {
+    const Layer &l = *layer;
+    const int64_t size = l.is_wide ? sizeof(float) : sizeof(bf16);
+    multiply({attended, l.out, nullptr, l.out_bias, x, out, rows, l.heads * l.dim, l.features, 0, 0}, l.out_types, alone,
+             threads);
+    normalize({out, l.mlp_norm, normed, rows, l.features, l.mlp_epsilon, 1, l.features}, l.is_wide, threads);
+    for (int64_t first = 0; first < rows; first += part) {
+        const int64_t some = rows - first < part ? rows - first : part, at = first * l.features * size;
+        void *const result = (char *)out + at;
+        multiply({(char *)normed + at, l.gate, l.up, nullptr, nullptr, product, some, l.features, l.middle, 0, 0},
+                 l.gate_types, alone, threads);
+        multiply({product, l.down, nullptr, l.down_bias, result, result, some, l.middle, l.features, 0, 0}, l.down_types,
+                 alone, threads);
+    }
 }
 }

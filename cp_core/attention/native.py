@@ -20,7 +20,7 @@ from ringserve.cp_core.attention.partial import PagedShards, Partial, empty_part
 from ringserve.cp_core.attention.torch_cpu import TorchCpuFlash
 from ringserve.cp_core.layout.step_plans import KvRun
 
-VERSION = 3
+VERSION = 4
 """Of the libraries' functions: one that was compiled for others is not called."""
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -30,6 +30,27 @@ MAX_GROUP = 96
 
 # Up to this many tokens each reads the keys as they lie. More are worth the keys' transposition.
 MAX_SINGLE_TOKENS = 8
+
+
+class Layer(ctypes.Structure):
+    """Weights of a decoder layer, packed, and norms, by address (0: none), with their sizes; the caller keeps them.
+
+    `joined` are the projections of queries, keys and values. `q_norm` and `k_norm` are norms of each head. The types of
+    products are those of `types_of`.
+    """
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("norm", "joined", "joined_bias", "q_norm", "k_norm", "out", "out_bias")),
+        *((name, ctypes.c_void_p) for name in ("mlp_norm", "gate", "up", "down", "down_bias")),
+        *((name, ctypes.c_int64) for name in ("features", "heads", "kv_heads", "dim", "middle", "is_wide")),
+        *((name, ctypes.c_int64) for name in ("joined_types", "out_types", "gate_types", "down_types")),
+        *((name, ctypes.c_float) for name in ("norm_epsilon", "q_epsilon", "k_epsilon", "mlp_epsilon")),
+    ]
+    features: int
+    heads: int
+    kv_heads: int
+    dim: int
+    middle: int
 
 
 @cache
@@ -58,6 +79,9 @@ def load(kind: str) -> ctypes.CDLL | None:
     found.ringserve_takes_tiles.argtypes = [integer, ctypes.c_int, ctypes.c_int]
     found.ringserve_normalize.argtypes = [*[pointer] * 3, integer, integer, ctypes.c_float, ctypes.c_int, ctypes.c_int]
     found.ringserve_rotate.argtypes = [*[pointer] * 5, ctypes.c_int, ctypes.c_int]
+    layer = ctypes.POINTER(Layer)
+    found.ringserve_before_attention.argtypes = [layer, *[pointer] * 7, integer, ctypes.c_int, ctypes.c_int]
+    found.ringserve_behind_attention.argtypes = [layer, *[pointer] * 5, integer, integer, ctypes.c_int, ctypes.c_int]
     found.ringserve_paged_floats.argtypes = [integer] * 4
     found.ringserve_paged_floats.restype = integer
     found.ringserve_use_pool.argtypes = [pointer]
@@ -293,10 +317,8 @@ def multiply(
     found = library()
     assert found is not None
     out = torch.empty(*rows.shape[:-1], num_out, dtype=rows.dtype)
-    types = 0 if rows.dtype == torch.bfloat16 else 1 if packed.dtype == torch.float32 else 2
+    types = types_of(rows.dtype, packed)
     num_rows = rows.numel() // rows.shape[-1]
-    if types or not found.ringserve_takes_tiles(num_rows, types, _calls.are_alone):
-        rows = rows.float()
     rows = rows.contiguous()
     found.ringserve_linear(
         rows.data_ptr(),
@@ -312,6 +334,11 @@ def multiply(
         torch.get_num_threads(),
     )
     return out
+
+
+def types_of(dtype: torch.dtype, packed: torch.Tensor) -> int:
+    """Return how the kernels call a product of rows of a dtype with a packed weight."""
+    return 0 if dtype == torch.bfloat16 else 1 if packed.dtype == torch.float32 else 2
 
 
 class _Calls(threading.local):
@@ -367,6 +394,60 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     sizes = (ctypes.c_int64 * 5)(*states.shape, *states.stride()[:2])
     pointers = (each.data_ptr() for each in (states, cos, sin, out))
     found.ringserve_rotate(*pointers, sizes, states.dtype == torch.float32, torch.get_num_threads())
+    return out
+
+
+def before_attention(
+    layer: Layer, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Run a layer up to its attention: states[T, C] -> q[T, H, D], k and v[T, K, D]. cos and sin are [T, D].
+
+    All are of one dtype and contiguous, except v.
+    """
+    found = library()
+    assert found is not None
+    rows, heads, kv_heads, dim = states.shape[0], layer.heads, layer.kv_heads, layer.dim
+    joined = states.new_empty(rows, heads + 2 * kv_heads, dim)
+    q, k = states.new_empty(rows, heads, dim), states.new_empty(rows, kv_heads, dim)
+    normed = torch.empty_like(states)
+    found.ringserve_before_attention(
+        layer,
+        states.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        normed.data_ptr(),
+        joined.data_ptr(),
+        q.data_ptr(),
+        k.data_ptr(),
+        rows,
+        _calls.are_alone,
+        torch.get_num_threads(),
+    )
+    return q, k, joined[:, heads + kv_heads :]
+
+
+def behind_attention(layer: Layer, states: torch.Tensor, attended: torch.Tensor, most: int) -> torch.Tensor:
+    """Run the rest of a layer: its input states[T, C] and attended[T, H, D], both contiguous -> [T, C].
+
+    The MLP computes `most` rows at a time at most.
+    """
+    found = library()
+    assert found is not None
+    rows, part = states.shape[0], min(states.shape[0], most)
+    out, normed = torch.empty_like(states), torch.empty_like(states)
+    product = states.new_empty(part, layer.middle)
+    found.ringserve_behind_attention(
+        layer,
+        states.data_ptr(),
+        attended.data_ptr(),
+        normed.data_ptr(),
+        product.data_ptr(),
+        out.data_ptr(),
+        rows,
+        part,
+        _calls.are_alone,
+        torch.get_num_threads(),
+    )
     return out
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Linear, Module, Parameter, SiLU
 
 from ringserve.cp_core.attention import native
+from ringserve.cp_core.errors import ModelRefused
 from ringserve.workers.model.hugging_face import SiLUActivation
 from ringserve.workers.model.info import multiplies_bfloat16
 from ringserve.workers.model.shared import shared_bytes
@@ -260,6 +261,133 @@ def _rotated(
     turned = (native.rotate(each[0].transpose(0, 1), cos[0], sin[0]) for each in (q, k))
     rotated_q, rotated_k = (each.transpose(0, 1).unsqueeze(0) for each in turned)
     return rotated_q, rotated_k
+
+
+class FusedLayer:
+    """Forward pass of a decoder layer in two calls and the attention between them, instead of fifteen modules.
+
+    What the modules compute stays: each layer is compared with them once. Python and the dispatch of torch took more
+    than half of the time of a step of 16 tokens.
+    """
+
+    def __init__(self, layer: Module, attention: Any, mlp: GatedMlp, norms: Sequence[FusedNorm | None]) -> None:
+        """Fuse a `layer`; `norms` are those before attention and MLP, and of the heads of queries and keys."""
+        joined, out = attention.get_submodule(JOINED), attention.o_proj
+        first, second, q_norm, k_norm = norms
+        assert first is not None and second is not None, "every layer has both"
+        dtype = first.weight.dtype
+        self._stock: Callable[..., Any] = layer.forward
+        self._attention = attention
+        self._weights = [joined, out, mlp, *norms]  # whose addresses the kernels get
+        self._most = max(LEAST_PRODUCT_ROWS, PRODUCT_NUMBERS // mlp.gate.out_features)
+        dim = attention.head_dim
+        kv_heads = (joined.out_features - out.in_features) // (2 * dim)
+
+        def at(tensor: Tensor | None) -> int | None:
+            return None if tensor is None else tensor.data_ptr()
+
+        down: Any = mlp.down
+        self._layer = native.Layer(
+            norm=at(first.weight),
+            joined=at(joined.packed),
+            joined_bias=at(joined.bias),
+            q_norm=at(q_norm.weight if q_norm else None),
+            k_norm=at(k_norm.weight if k_norm else None),
+            out=at(out.packed),
+            out_bias=at(out.bias),
+            mlp_norm=at(second.weight),
+            gate=at(mlp.gate.packed),
+            up=at(mlp.up.packed),
+            down=at(down.packed),
+            down_bias=at(down.bias),
+            features=out.out_features,
+            heads=out.in_features // dim,
+            kv_heads=kv_heads,
+            dim=dim,
+            middle=mlp.gate.out_features,
+            is_wide=dtype == torch.float32,
+            joined_types=native.types_of(dtype, joined.packed),
+            out_types=native.types_of(dtype, out.packed),
+            gate_types=native.types_of(dtype, mlp.gate.packed),
+            down_types=native.types_of(dtype, down.packed),
+            norm_epsilon=first.epsilon,
+            q_epsilon=q_norm.epsilon if q_norm else 0.0,
+            k_epsilon=k_norm.epsilon if k_norm else 0.0,
+            mlp_epsilon=second.epsilon,
+        )
+        self._dtype = dtype
+
+    @classmethod
+    def try_of(cls, layer: Module) -> FusedLayer | None:
+        """Return the forward pass of a decoder layer whose parts have their fast forms already; None for others.
+
+        None, too, for layers with hooks, such as those whose weights are cut over ranks, and for families that compute
+        anything else: more norms, other factors, experts, other positions.
+        """
+        attention, mlp = getattr(layer, "self_attn", None), getattr(getattr(layer, "mlp", None), "forward", None)
+        joined, out = getattr(attention, JOINED, None), getattr(attention, "o_proj", None)
+        if not (isinstance(attention, Module) and isinstance(mlp, GatedMlp)):
+            return None
+        products = (joined, out, mlp.gate, mlp.up, mlp.down)
+        if not all(isinstance(each, PackedLinear) and each.is_native for each in products):
+            return None
+        modules = [layer, *(each for each in layer.modules() if each is not attention)]
+        if attention._forward_hooks or any(each._forward_hooks or each._forward_pre_hooks for each in modules):
+            return None
+        norms = [getattr(layer, name, None) for name in ("input_layernorm", "post_attention_layernorm")]
+        norms += [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        forms = [getattr(each, "forward", None) for each in norms]
+        if not all(isinstance(form, FusedNorm) or each is None for each, form in zip(norms, forms, strict=True)):
+            return None
+        if None in norms[:2] or (norms[2] is None) != (norms[3] is None):
+            return None
+        found = cls(layer, attention, mlp, forms)
+        return found if found._is_alike() else None
+
+    def _is_alike(self) -> bool:
+        """Return True if the layer computes what its modules do."""
+        made, generator = self._layer, torch.Generator().manual_seed(0)
+        step = _SomeAttention(made.heads // made.kv_heads)
+        states = torch.randn(1, CHECKED_ROWS, made.features, generator=generator).to(self._dtype)
+        angles = [torch.randn(1, CHECKED_ROWS, made.dim, generator=generator).to(self._dtype) for _ in range(2)]
+        named = {"position_embeddings": tuple(angles), "attention_mask": None, "ring_step": step}
+        try:
+            wanted = self._stock(states, **named)
+        except (RuntimeError, TypeError, ValueError, KeyError, ModelRefused):
+            return False
+        if not isinstance(wanted, Tensor):
+            return False
+        most = 1e-5 if self._dtype == torch.float32 else 1e-3  # rotary positions may differ in a number's last bit
+        return bool((self(states, **named) - wanted).float().norm() <= most * wanted.float().norm())
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **named: Any) -> Any:
+        """Map hidden_states[1, T, C] -> [1, T, C] as the layer's modules do."""
+        made, angles, step = self._layer, named.get("position_embeddings"), named.get("ring_step")
+        shape = (1, hidden_states.shape[1], made.dim)
+        if args or step is None or not (isinstance(angles, tuple) and all(self._takes(each, shape) for each in angles)):
+            return self._stock(hidden_states, *args, **named)
+        states, (cos, sin) = hidden_states[0].contiguous(), angles
+        q, k, v = native.before_attention(made, states, cos.contiguous(), sin.contiguous())
+        attention = self._attention
+        attended = step.attend(attention.layer_idx, q.float(), k.float(), v.float(), attention.scaling)
+        attended = attended.to(self._dtype).contiguous()
+        return native.behind_attention(made, states, attended, self._most).unsqueeze(0)
+
+    def _takes(self, angle: Tensor, shape: tuple[int, ...]) -> bool:
+        return angle.shape == shape and angle.dtype == self._dtype
+
+
+CHECKED_ROWS = 3
+
+
+class _SomeAttention:
+    """Step whose attention shows queries, keys and values of each row in its result."""
+
+    def __init__(self, group: int) -> None:
+        self._group = group
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return q + (k - 2.0 * v).repeat_interleave(self._group, dim=1)
 
 
 # Number of rows that fp32 weights are packed for. oneDNN uses the same order for any larger number of rows.

@@ -27,6 +27,7 @@ from ringserve.workers.model.layers import (
     ATTENTION_LAYERS,
     MLP_LAYERS,
     Columns,
+    FusedLayer,
     FusedNorm,
     GatedMlp,
     PackedLinear,
@@ -208,6 +209,9 @@ class LoadedModel:
         for module in self.attention if is_on_cpu else ():
             if (rotating := rotating_forward(module)) is not None:
                 module.forward = rotating
+        for module in list(self.body.modules()) if is_on_cpu else ():
+            if (layer := FusedLayer.try_of(module)) is not None:
+                module.forward = layer
         if is_on_cpu:
             release_pages(self.path)
 
