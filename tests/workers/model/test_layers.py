@@ -13,7 +13,7 @@ import torch
 from torch.nn import Linear, Module, Parameter
 
 from ringserve.cp_core.attention import native
-from ringserve.workers.model import shared
+from ringserve.workers.model import layers, shared
 from ringserve.workers.model.layers import (
     ATTENTION_LAYERS,
     FP8,
@@ -22,6 +22,7 @@ from ringserve.workers.model.layers import (
     MLP_LAYERS,
     Columns,
     Fp8Linear,
+    FusedLayer,
     FusedNorm,
     GatedMlp,
     PackedLinear,
@@ -34,7 +35,7 @@ from ringserve.workers.model.layers import (
 from ringserve.workers.model.loading import LoadedModel, load_model
 from tests.programs import require
 from tests.workers.model.test_pieces import Mixing
-from tests.workers.models import KINDS
+from tests.workers.models import FAMILY_SWITCHES, KINDS, save_family
 
 IDS, POSITIONS = torch.tensor([5, 250, 17, 5]), torch.tensor([0, 31, 7, 100])
 
@@ -297,3 +298,92 @@ def test_a_family_that_turns_heads_otherwise_keeps_its_code(family: str) -> None
     """Cohere pairs neighbours, and the angles of gpt-oss are half as many."""
     assert rotating_forward(attention_of(family)) is None
     assert rotating_forward(Linear(3, 3)) is None
+
+
+def fused_in(model: LoadedModel) -> list[bool]:
+    """Return, for each decoder layer, whether it runs in two calls."""
+    return [isinstance(each.forward, FusedLayer) for each in model.body.modules() if hasattr(each, "self_attn")]
+
+
+def states_of_rows(model: LoadedModel, num_rows: int) -> torch.Tensor:
+    with torch.inference_mode():
+        ids = torch.arange(num_rows) * 7 % 256
+        return model.hidden_states(ids, torch.arange(num_rows) * 3, Mixing())
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_in_two_calls_computes_what_its_modules_do(
+    kind: str, dtype: str, model_paths: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With biases (qwen2) and norms of heads (qwen3), for rows that one product takes and for more."""
+    if dtype == "bfloat16" and not native.has_tiles():
+        return  # its weights are oneDNN's then
+    monkeypatch.setattr(layers, "LEAST_PRODUCT_ROWS", 30)
+    monkeypatch.setattr(layers, "PRODUCT_NUMBERS", 30)
+    stock, fused = (load_model(model_paths[kind], dtype, "cpu") for _ in range(2))
+    fused.pack_weights(with_head=False)
+    assert fused_in(fused) == [True, True]
+    for num_rows in (1, 5, 33, 100, 200):
+        found, wanted = states_of_rows(fused, num_rows), states_of_rows(stock, num_rows)
+        assert found.dtype == wanted.dtype
+        most = 1e-5 if dtype == "float32" else 2e-2
+        assert (found - wanted).float().norm() <= most * wanted.float().norm(), num_rows
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_row_of_a_layer_in_two_calls_has_the_same_bits_beside_any_others(model_paths: Mapping[str, Path]) -> None:
+    """So a draft changes no token. A NaN stays in its row."""
+    model = load_model(model_paths["qwen3"], "float32", "cpu")
+    model.pack_weights(with_head=False)
+    with native.rows_alone():
+        all_rows, one = states_of_rows(model, 150), states_of_rows(model, 1)
+    assert torch.equal(all_rows[:1], one)
+    layer = next(each.forward for each in model.body.modules() if isinstance(each.forward, FusedLayer))
+    states, angles = torch.randn(1, 20, 64), tuple(torch.randn(2, 1, 20, model.info.head_dim))
+    states[0, 3] = torch.nan
+    out = layer(states, position_embeddings=angles, ring_step=Mixing())
+    assert out.isnan().any(-1)[0].tolist() == [row == 3 for row in range(20)]
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("family", "taken"),
+    [
+        ("cwm", [True, True]),
+        ("smollm3", [True, False]),  # the second has no positions
+        ("qwen2_moe", [True, False]),  # the second has experts
+        *((family, [False, False]) for family in ("granite", "gemma3_text", "olmo2", "cohere", "phi3", "ministral3")),
+    ],
+)
+def test_only_layers_that_compute_this_run_in_two_calls(family: str, taken: list[bool], tmp_path: Path) -> None:
+    """Others have factors, more norms, other pairs of numbers, joined weights, or scales by position."""
+    switches = next(each for each in FAMILY_SWITCHES[family] if "partial_rotary_factor" not in each)
+    path = save_family(family, switches, tmp_path / family)
+    stock, packed = (load_model(path, "float32", "cpu") for _ in range(2))
+    packed.pack_weights(with_head=False)
+    assert sorted(fused_in(packed)) == sorted(taken)
+    torch.testing.assert_close(states_of_rows(packed, 9), states_of_rows(stock, 9), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_layer_with_a_hook_or_of_a_cut_model_keeps_its_modules(model_paths: Mapping[str, Path]) -> None:
+    cut = load_model(model_paths["llama_gqa"], "float32", "cpu", tp=2, tp_rank=1)
+    cut.pack_weights(with_head=False)
+    assert fused_in(cut) == [False, False]
+    hooked = load_model(model_paths["llama_gqa"], "float32", "cpu")
+    hooked.attention[1].register_forward_hook(lambda *_: None)
+    hooked.pack_weights(with_head=False)
+    assert fused_in(hooked) == [True, False]
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_call_that_a_layer_in_two_calls_does_not_know_goes_to_its_modules(model_paths: Mapping[str, Path]) -> None:
+    """Such as arguments without names."""
+    model = load_model(model_paths["llama_gqa"], "float32", "cpu")
+    model.pack_weights(with_head=False)
+    layer = next(each for each in model.body.modules() if isinstance(each.forward, FusedLayer))
+    states, mask = torch.randn(1, 4, 64), None
+    named = {"position_embeddings": tuple(torch.randn(2, 1, 4, model.info.head_dim)), "ring_step": Mixing()}
+    assert torch.equal(layer(states, mask, **named), type(layer).forward(layer, states, mask, **named))
