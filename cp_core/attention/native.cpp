@@ -42,6 +42,8 @@
 #define SHORT_BLOCK 96
 // Keys of one task of paged attention. It does not depend on the number of threads, so neither do the results' bits.
 #define PAGED_CHUNK 256
+// Fewer numbers of keys and values are read in less time than another thread takes to wake.
+#define LEAST_SHARED_NUMBERS (1 << 18)
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -1359,6 +1361,9 @@ void ringserve_attend_pages(const float *q, const void *k, const void *v, const 
     Paged a = {q,       k,        v,        table,    lengths,  out,
                lse,     parts,    groups,   rows,     columns,  sizes[2],
                sizes[3], sizes[4], sizes[5], (sizes[6] + PAGED_CHUNK - 1) / PAGED_CHUNK, scale};
+    int64_t numbers = 0;
+    for (int64_t group = 0; group < count; ++group) numbers += 2 * lengths[groups[group]] * a.kv_heads * a.dim;
+    if (numbers < LEAST_SHARED_NUMBERS) threads = 1;
     if (is_wide) run_tasks<Paged, attend_paged<float>>(a, count * a.chunks, threads);
     else run_tasks<Paged, attend_paged<bf16>>(a, count * a.chunks, threads);
     for (int64_t row = 0; row < rows; ++row) merge_chunks(a, row);
