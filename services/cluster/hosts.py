@@ -243,7 +243,7 @@ class LeaderHost:
                 draft_context=config.decode.draft_context,
                 decode_variant=config.decode.variant,
                 packs_weights=True,
-                # On one machine the rings share the packed head, which is memory of its own if it is the embedding, too.
+                # Rings of one machine share the packed head, which is memory of its own if it is the embedding, too.
                 packs_head=self.role == "decode" or not config.ray.address,
                 compile=config.model.compile,
                 quantization=config.model.quantization,
