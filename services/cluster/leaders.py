@@ -10,12 +10,13 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayTaskError
 
 from ringserve.orchestration.protocol.rings import RingEvent
 from ringserve.orchestration.ring.actors import free_places
@@ -62,27 +63,24 @@ class RayLeader:
         self.actor = host_actor(name, f"{host.name} leader", host)
         self.serves = self.actor.start.remote()
         self.started_at = time.monotonic()
-        self._pid = self.actor.pid.remote()
-        self._leaves = self.actor.wait_event.remote()  # answers when the ring has drained, or by failing
+        # Futures, which can be looked at without a call of Ray.
+        self._served = self.serves.future()
+        self._pid = self.actor.pid.remote().future()
+        self._leaves = self.actor.wait_event.remote().future()  # is done when the ring has drained, or by failing
 
     def has_left(self) -> bool:
-        return is_done(self._leaves) and not _has_failed(self._leaves)
+        return self._leaves.done() and self._leaves.exception() is None
 
     def failure(self) -> str:
-        if is_done(self._leaves) and not self.has_left():
+        if self._leaves.done() and not self.has_left():
             return "died"
-        if self.is_starting():
-            return ""
-        try:
-            ray.get(self.serves)
-        except RayTaskError as error:
+        error = None if self.is_starting() else self._served.exception()
+        if isinstance(error, RayTaskError):
             return f"could not start its ring: {error.cause}"
-        except RayError:
-            return "died"
-        return ""
+        return "died" if error is not None else ""
 
     def is_starting(self) -> bool:
-        return not is_done(self.serves)
+        return not self._served.done()
 
     def end(self) -> None:
         if not ray.wait([self.actor.stop.remote()], timeout=STOP_SECONDS)[0]:
@@ -92,9 +90,7 @@ class RayLeader:
 
     def kill(self) -> None:
         """End the process, also one that stands still and hears nothing of Ray. Its ranks wait for another leader."""
-        if is_done(self._pid) and not _has_failed(self._pid):
-            with suppress(ProcessLookupError):
-                os.kill(ray.get(self._pid), signal.SIGKILL)  # on this node: see `host_actor`
+        kill_process(self._pid)
         ray.kill(self.actor)
 
 
@@ -219,18 +215,13 @@ class RingKeeper(Generic[L]):
         return True
 
 
-def is_done(reference: Any) -> bool:
-    return bool(ray.wait([reference], timeout=0)[0])
+def kill_process(pid: Future[int]) -> None:
+    """End the process of an actor of this node (see `host_actor`), if it has told its id."""
+    if pid.done() and pid.exception() is None:
+        with suppress(ProcessLookupError):
+            os.kill(pid.result(), signal.SIGKILL)
 
 
 def is_node_alive(address: str) -> bool:
     """Return whether Ray takes a node at that address for alive."""
     return any(node["Alive"] and node["NodeManagerAddress"] == address for node in ray.nodes())
-
-
-def _has_failed(reference: Any) -> bool:
-    try:
-        ray.get(reference)
-    except RayError:
-        return True
-    return False

@@ -55,6 +55,8 @@ log = logging.getLogger(__name__)
 
 ACTORS_STOP_SECONDS = 10.0
 POLL_SECONDS = 0.2
+RAY_SECONDS = 1.0
+"""Seconds between two looks at Ray's own processes."""
 JOIN_SECONDS = 1.0
 """Seconds between two attempts to join a Ray cluster."""
 PREDECESSOR_SECONDS = 75.0
@@ -362,10 +364,12 @@ class LocalCluster:
     def watch(self) -> None:
         """Replace a router, leader or gateway that died, until stopped. Raises Unavailable, ConfigError."""
         assert self._router is not None, "the cluster has started"
-        trouble, router = "", self._router.process
+        trouble, router, looked_at = "", self._router.process, 0.0
         while not self._stopped.wait(POLL_SECONDS):
-            if ended := find_ended(self._own_ray):
-                raise Unavailable(f"Ray's {ended} has ended, and all rings with it")
+            if (now := time.monotonic()) - looked_at > RAY_SECONDS:
+                looked_at = now
+                if ended := find_ended(self._own_ray):
+                    raise Unavailable(f"Ray's {ended} has ended, and all rings with it")
             event = self._router.look()
             if self._router.process is not router:
                 router = self._router.process

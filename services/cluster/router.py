@@ -9,11 +9,8 @@ its modules loaded, so that it only has to start the server.
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
@@ -24,7 +21,7 @@ from ringserve.cp_core.errors import DiskFull, Unavailable
 from ringserve.orchestration.protocol.rings import RingEvent
 from ringserve.orchestration.ring.actors import host as host_actor
 from ringserve.services.cluster.hosts import RouterHost
-from ringserve.services.cluster.leaders import is_done
+from ringserve.services.cluster.leaders import kill_process
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +30,7 @@ RESTART_WAITS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds before each attempt to start a router again, after the last one that served."""
 DISK_WAIT_SECONDS = 5.0
 """Seconds between two starts while the journal's disk is full."""
-PROBE_SECONDS = 0.25
+PROBE_SECONDS = 0.5
 """Seconds between two questions whether the router answers."""
 SPARE_WAIT = 5.0
 """Seconds from a router's start of serving to the load of its spare: turns that it has to settle come first."""
@@ -69,17 +66,19 @@ class RayRouter:
 
     def __init__(self, host: RouterHost, name: str) -> None:
         self.actor = host_actor(name, ROUTER_NAME, host)
-        self._pid = self.actor.pid.remote()
-        self._event = self.actor.wait_event.remote()
+        # Futures, which can be looked at without a call of Ray.
+        self._pid = self.actor.pid.remote().future()
+        self._event = self.actor.wait_event.remote().future()
 
     def begin(self) -> None:
-        self.serves = self._answer = self.actor.start.remote()
+        self.serves = self.actor.start.remote()
+        self._served = self._answer = self.serves.future()
 
     def endpoint(self) -> str | None:
-        if not is_done(self.serves):
+        if not self._served.done():
             return None
         try:
-            endpoint: str = ray.get(self.serves)
+            endpoint: str = self._served.result()
         except RayError as error:
             if isinstance(cause := getattr(error, "cause", None), DiskFull):
                 raise cause from None
@@ -87,26 +86,24 @@ class RayRouter:
         return endpoint
 
     def event(self) -> RingEvent | None:
-        if not is_done(self._event):
+        if not self._event.done():
             return None
         try:
-            event: RingEvent = ray.get(self._event)
+            event: RingEvent = self._event.result()
         except RayError as error:
             raise Unavailable("the router died") from error
-        self._event = self.actor.wait_event.remote()
+        self._event = self.actor.wait_event.remote().future()
         return event
 
     def answers(self) -> bool:
-        if not is_done(self._answer):
+        if not self._answer.done():
             return False
-        self._answer = self.actor.measure.remote()
+        self._answer = self.actor.measure.remote().future()
         return True
 
     def kill(self) -> None:
         """End the process, also one that stands still and hears nothing of Ray."""
-        if is_done(self._pid):
-            with suppress(ProcessLookupError, RayError):
-                os.kill(ray.get(self._pid), signal.SIGKILL)  # on this node: see `host_actor`
+        kill_process(self._pid)
         ray.kill(self.actor)
 
 
