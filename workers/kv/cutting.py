@@ -93,6 +93,12 @@ class OutgoingPart:
         self._cut_to = 0
         self._frames: tuple[FrameLayout, ...] = ()
 
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer."""
+        pieces = self._pieces
+        return sum(len(each.tokens) * _token_bytes(self._cache, each.head_start, each.head_stop) for each in pieces)
+
     def frames(self, frame_bytes: int = FRAME_BYTES) -> tuple[FrameLayout, ...]:
         """Cut the pieces into frames of at most `frame_bytes`, or of one token.
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
 
 from ringserve.cp_core.errors import RingserveError, StaleIncarnation, TransferError, Unavailable
 from ringserve.cp_core.transport.peer_tls import PeerTls
@@ -16,13 +18,22 @@ from ringserve.workers.kv.outgoing import OutgoingTransfer
 from ringserve.workers.kv.pulls import PullAgent
 from ringserve.workers.protocol.transfers import KvSend, TransferKey, TransferReport
 
+HELD_BYTES = 2 << 20
+"""Bytes of written layers that a rank's sender holds back at most. The sending of each wakes threads here and at the
+destination, which take time from a step that computes: twice the time of a step of 16 tokens on two cores."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """Share that one `begin` adds to a transfer, for example a prefill chunk. `waiting` has the unwritten layers."""
+    """Share that one `begin` adds to a transfer, for example a prefill chunk.
+
+    `waiting` has the unwritten layers, and `held` those that are written and not sent yet.
+    """
 
     parts: tuple[tuple[Carrier, OutgoingPart], ...]
     waiting: set[int]
+    layer_bytes: int
+    held: list[tuple[int, torch.Event | None]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +50,8 @@ class KvSender:
     For each step, call `begin` with the step's share of a transfer, then `layer_ready` after each layer. After all
     steps, call `finish`. Blocks are read between `begin` and the return of `finish` or `abandon`, never later. A
     destination that accepts no byte for `stall_seconds` counts as gone. `open_lane` makes the lane to an endpoint, by
-    default over TCP, encrypted with `tls`. With an `agent`, payloads go by NIXL; its owner closes it afterwards.
+    default over TCP, encrypted with `tls`. With an `agent`, payloads go by NIXL; its owner closes it afterwards. Layers
+    are sent together once they have `held_bytes`, or all are written.
     """
 
     def __init__(
@@ -52,6 +64,7 @@ class KvSender:
         tls: PeerTls | None = None,
         agent: PullAgent | None = None,
         open_lane: Callable[[str], Carrier] | None = None,
+        held_bytes: int = 0,
     ) -> None:
         def open_tcp(endpoint: str) -> Carrier:
             return Lane(
@@ -66,6 +79,7 @@ class KvSender:
 
         self.counts = CarrierCounts()
         self._cache = cache
+        self._held_bytes = held_bytes
         self._incarnation = incarnation
         self._open_lane = open_lane or open_tcp
         self._lock = threading.Lock()
@@ -97,11 +111,12 @@ class KvSender:
                 if part.pieces
             )
             sending = self._sending.setdefault(send.key, _Sending(OutgoingTransfer(send.key), []))
-            sending.shares.append(_Share(parts, set(range(self._cache.num_layers))))
+            layer_bytes = sum(part.layer_bytes for _, part in parts)
+            sending.shares.append(_Share(parts, set(range(self._cache.num_layers)), layer_bytes))
             sending.transfer.add(len(parts) * self._cache.num_layers)
 
     def layer_ready(self, key: TransferKey, layer: int) -> None:
-        """Send a layer whose KV is written, for the oldest share that still waits for it. Returns at once.
+        """Send a layer whose KV is written, for the oldest share that still waits for it, or hold it. Returns at once.
 
         If the transfer has failed or was abandoned, nothing is sent or raised: the step continues for other sequences.
         """
@@ -114,9 +129,14 @@ class KvSender:
             if share is None:
                 raise TransferError(f"{sending.transfer} does not wait for layer {layer}")
             share.waiting.discard(layer)
-            # Inside the lock, so that the layers of all shares enter a lane in the order of these calls.
-            for lane, part in share.parts:
-                lane.send_layer(sending.transfer, part, layer, ready)
+            share.held.append((layer, ready))
+            if share.waiting and len(share.held) * share.layer_bytes < self._held_bytes:
+                return
+            # Inside the lock, so that the layers of a share enter a lane in the order of these calls.
+            for held, written in share.held:
+                for lane, part in share.parts:
+                    lane.send_layer(sending.transfer, part, held, written)
+            share.held.clear()
 
     def finish(self, key: TransferKey, timeout: float) -> TransferReport:
         """Wait until every destination has confirmed all layers of all shares, then drop the transfer.

@@ -21,7 +21,7 @@ from ringserve.workers.kv.cache import KvCache
 from ringserve.workers.kv.nixl_agent import has_nixl
 from ringserve.workers.kv.pulls import NUM_SLOTS, PullAgent
 from ringserve.workers.kv.receiver import KvReceiver
-from ringserve.workers.kv.sender import KvSender
+from ringserve.workers.kv.sender import HELD_BYTES, KvSender
 from ringserve.workers.model.builtin import resolve_model_path
 from ringserve.workers.model.info import check_fingerprint
 from ringserve.workers.model.layers import FP8_MULTIPLE
@@ -216,7 +216,7 @@ def parts_of(
         choose_variant=DecodeChoice(settings.decode_variant, model.share.shape, spec.cp),
         cache=cache,
         receiver=receiver,
-        sender=KvSender(cache, spec.incarnation, tls=settings.tls, agent=agent),
+        sender=KvSender(cache, spec.incarnation, tls=settings.tls, agent=agent, held_bytes=HELD_BYTES),
         mailbox=DecodeMailbox(settings.max_batch),
         agent=agent,
         compilation=compilation,

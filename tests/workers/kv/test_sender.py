@@ -6,6 +6,7 @@ import dataclasses
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 import torch
@@ -77,6 +78,40 @@ def test_a_layer_leaves_when_it_is_ready_and_not_before(sender: KvSender, destin
         assert isinstance(frame, LayerFrame)
         assert (frame.layer, frame.starts.tolist(), frame.counts.tolist()) == (layer, [0], [TOKENS])
         assert payload == TRUTH.payload(layer, range(TOKENS))
+
+
+class NotedLane:
+    """Carrier that notes the layers which it is to send."""
+
+    def __init__(self) -> None:
+        self.layers: list[int] = []
+
+    def send_layer(self, transfer: object, part: object, layer: int, ready: object) -> None:
+        self.layers.append(layer)
+
+    def settle(self, transfer: object) -> None: ...
+    def release(self, transfer: object) -> None: ...
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("held_bytes", "sent"),
+    [(0, [[1], [1, 0], [1, 0, 2]]), (2 * LAYER_BYTES, [[], [1, 0], [1, 0, 2]]), (1 << 40, [[], [], [1, 0, 2]])],
+)
+def test_layers_leave_together_once_they_have_bytes_enough_or_are_all(
+    held_bytes: int, sent: list[list[int]], cache: KvCache
+) -> None:
+    """A share that was begun later holds its own, and what an abandoned transfer holds is never sent."""
+    lane = NotedLane()
+    with closing(KvSender(cache, SOURCE, open_lane=lambda _: lane, held_bytes=held_bytes)) as sender:
+        for name in ("given up", "turn-1"):
+            sender.begin(send_of(key_of(name), "anywhere:1", TOKENS, BLOCKS))
+        if held_bytes:
+            sender.layer_ready(key_of("given up"), 0)
+        sender.abandon(key_of("given up"))
+        for layer, wanted in zip((1, 0, 2), sent, strict=True):
+            sender.layer_ready(key_of(), layer)
+            assert lane.layers == wanted
 
 
 def test_finish_asks_and_returns_when_the_destination_has_confirmed(
