@@ -18,7 +18,7 @@ from ringserve.workers.kv.outgoing import OutgoingTransfer
 from ringserve.workers.kv.pulls import PullAgent
 from ringserve.workers.protocol.transfers import KvSend, TransferKey, TransferReport
 
-HELD_BYTES = 2 << 20
+HELD_BYTES = 16 << 20
 """Bytes of written layers that a rank's sender holds back at most. The sending of each wakes threads here and at the
 destination, which take time from a step that computes: twice the time of a step of 16 tokens on two cores."""
 
