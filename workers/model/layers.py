@@ -200,7 +200,6 @@ MAX_ROUNDED = 0.01
 
 ROTATION = "apply_rotary_pos_emb"
 """Function that the attention of most families turns its queries and keys with."""
-LEAST_ROTATED_ROWS = 16
 
 
 def rotating_forward(attention: Module) -> Callable[..., Any] | None:
@@ -224,7 +223,7 @@ def _rotates_alike(stock: Callable[..., Any]) -> bool:
     """Return True if a family's function turns halves of heads, as the kernel does."""
     if native.library() is None:
         return False
-    generator, num_rows = torch.Generator().manual_seed(0), LEAST_ROTATED_ROWS
+    generator, num_rows = torch.Generator().manual_seed(0), 16
     q, k = (torch.randn(1, heads, num_rows, 64, generator=generator) for heads in (4, 2))
     angles = [torch.randn(1, num_rows, 64, generator=generator) for _ in range(2)]
     for dtype in native.DTYPES:
@@ -243,14 +242,7 @@ def _rotated(
 ) -> tuple[Tensor, Tensor]:
     """Turn q[1, H, T, D] and k[1, K, T, D] as `stock` does; what the kernel does not know is left to it."""
     tensors = (q, k, cos, sin)
-    # A few rows take less time than two calls of the kernel.
-    is_plain = (
-        q.shape[-2] >= LEAST_ROTATED_ROWS
-        and not others
-        and not named
-        and q.ndim == 4
-        and cos.shape == sin.shape == (1, q.shape[2], q.shape[3])
-    )
+    is_plain = not others and not named and q.ndim == 4 and cos.shape == sin.shape == (1, q.shape[2], q.shape[3])
     is_plain &= q.dtype in native.DTYPES and all(
         each.dtype == q.dtype and each.shape[0] == 1 and each.stride(-1) == 1 for each in tensors
     )
@@ -325,7 +317,10 @@ class FusedLayer:
         """
         attention, mlp = getattr(layer, "self_attn", None), getattr(getattr(layer, "mlp", None), "forward", None)
         joined, out = getattr(attention, JOINED, None), getattr(attention, "o_proj", None)
-        if not (isinstance(attention, Module) and isinstance(mlp, GatedMlp)):
+        dim = getattr(attention, "head_dim", None)
+        if not (isinstance(attention, Module) and isinstance(mlp, GatedMlp) and isinstance(dim, int)):
+            return None
+        if not (isinstance(joined, PackedLinear) and isinstance(out, PackedLinear)):
             return None
         products = (joined, out, mlp.gate, mlp.up, mlp.down)
         if not all(isinstance(each, PackedLinear) and each.is_native for each in products):
@@ -339,6 +334,12 @@ class FusedLayer:
         if not all(isinstance(form, FusedNorm) or each is None for each, form in zip(norms, forms, strict=True)):
             return None
         if None in norms[:2] or (norms[2] is None) != (norms[3] is None):
+            return None
+        weights = [form.weight for form in forms if form is not None]
+        if len({each.dtype for each in weights}) > 1 or any(len(each) != dim for each in weights[2:]):
+            return None
+        kv_features = (joined.out_features - out.in_features) // 2
+        if kv_features <= 0 or kv_features % dim or out.in_features % kv_features:
             return None
         found = cls(layer, attention, mlp, forms)
         return found if found._is_alike() else None
@@ -363,7 +364,9 @@ class FusedLayer:
         """Map hidden_states[1, T, C] -> [1, T, C] as the layer's modules do."""
         made, angles, step = self._layer, named.get("position_embeddings"), named.get("ring_step")
         shape = (1, hidden_states.shape[1], made.dim)
-        if args or step is None or not (isinstance(angles, tuple) and all(self._takes(each, shape) for each in angles)):
+        if args or step is None or hidden_states.dtype != self._dtype or not isinstance(angles, tuple):
+            return self._stock(hidden_states, *args, **named)
+        if any(each.shape != shape or each.dtype != self._dtype for each in angles):
             return self._stock(hidden_states, *args, **named)
         states, (cos, sin) = hidden_states[0].contiguous(), angles
         q, k, v = native.before_attention(made, states, cos.contiguous(), sin.contiguous())
@@ -371,9 +374,6 @@ class FusedLayer:
         attended = step.attend(attention.layer_idx, q.float(), k.float(), v.float(), attention.scaling)
         attended = attended.to(self._dtype).contiguous()
         return native.behind_attention(made, states, attended, self._most).unsqueeze(0)
-
-    def _takes(self, angle: Tensor, shape: tuple[int, ...]) -> bool:
-        return angle.shape == shape and angle.dtype == self._dtype
 
 
 CHECKED_ROWS = 3

@@ -210,7 +210,8 @@ class LoadedModel:
             if (rotating := rotating_forward(module)) is not None:
                 module.forward = rotating
         for module in list(self.body.modules()) if is_on_cpu else ():
-            if (layer := FusedLayer.try_of(module)) is not None:
+            is_fused = isinstance(getattr(module, "forward", None), FusedLayer)
+            if not is_fused and (layer := FusedLayer.try_of(module)) is not None:
                 module.forward = layer
         if is_on_cpu:
             release_pages(self.path)

@@ -380,10 +380,13 @@ def test_a_layer_with_a_hook_or_of_a_cut_model_keeps_its_modules(model_paths: Ma
 
 @pytest.mark.usefixtures("kernels")
 def test_a_call_that_a_layer_in_two_calls_does_not_know_goes_to_its_modules(model_paths: Mapping[str, Path]) -> None:
-    """Such as arguments without names."""
+    """Such as arguments without names. To pack the model again changes nothing."""
     model = load_model(model_paths["llama_gqa"], "float32", "cpu")
     model.pack_weights(with_head=False)
     layer = next(each for each in model.body.modules() if isinstance(each.forward, FusedLayer))
+    forward = layer.forward
+    model.pack_weights(with_head=False)
+    assert layer.forward is forward
     states, mask = torch.randn(1, 4, 64), None
     named = {"position_embeddings": tuple(torch.randn(2, 1, 4, model.info.head_dim)), "ring_step": Mixing()}
     assert torch.equal(layer(states, mask, **named), type(layer).forward(layer, states, mask, **named))
