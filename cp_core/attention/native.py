@@ -35,8 +35,8 @@ MAX_SINGLE_TOKENS = 8
 class Layer(ctypes.Structure):
     """Weights of a decoder layer, packed, and norms, by address (0: none), with their sizes; the caller keeps them.
 
-    `joined` are the projections of queries, keys and values. `q_norm` and `k_norm` are norms of each head. The types of
-    products are those of `types_of`.
+    `joined` are the projections of queries, keys and values. `q_norm` and `k_norm` are norms of each head. `types_of`
+    gives the types of each product.
     """
 
     _fields_: ClassVar = [
@@ -365,6 +365,7 @@ def normalize(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch
     """Return rows[..., C] / sqrt(mean(rows^2) + epsilon) * weight[C], of one dtype, which rounds the quotient, too."""
     found = library()
     assert found is not None
+    assert weight.dtype == rows.dtype, f"a norm of {weight.dtype} for rows of {rows.dtype}"
     rows = rows.contiguous()
     out = torch.empty_like(rows)
     num_features = rows.shape[-1]

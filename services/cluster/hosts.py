@@ -214,6 +214,17 @@ class LeaderHost:
         host, _, port = (metrics.prefill if self.role == "prefill" else metrics.decode).rpartition(":")
         return f"{host}:{int(port) and int(port) + self.pool.num_before + self.number}" if host else ""
 
+    def _packs_head(self) -> bool:
+        """Return whether ranks pack the head, which takes memory of its own if it is the embedding, too.
+
+        Decode ranks gain by it in each step. Prefill ranks do it if they share that memory with a decode rank: on one
+        machine, with the same share of the weights, which more than one decode rank may cut later.
+        """
+        if self.role == "decode":
+            return True
+        others = self.config.pools_of("decode")
+        return not self.config.ray.address and any(each.cp == 1 and each.tp == self.pool.tp for each in others)
+
     def settings(self) -> RingSettings:
         config, timeouts, pool = self.config, self.config.timeouts, self.pool
         return RingSettings(
@@ -243,8 +254,7 @@ class LeaderHost:
                 draft_context=config.decode.draft_context,
                 decode_variant=config.decode.variant,
                 packs_weights=True,
-                # Rings of one machine share the packed head, which is memory of its own if it is the embedding, too.
-                packs_head=self.role == "decode" or not config.ray.address,
+                packs_head=self._packs_head(),
                 compile=config.model.compile,
                 quantization=config.model.quantization,
             ),

@@ -380,13 +380,13 @@ CHECKED_ROWS = 3
 
 
 class _SomeAttention:
-    """Step whose attention shows queries, keys and values of each row in its result."""
+    """Step whose attention shows all that it is given in its result: each row's, the layer, and the scale."""
 
     def __init__(self, group: int) -> None:
         self._group = group
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return q + (k - 2.0 * v).repeat_interleave(self._group, dim=1)
+        return (1.0 + scale) * q + ((1.0 + layer) * k - 2.0 * v).repeat_interleave(self._group, dim=1)
 
 
 # Number of rows that fp32 weights are packed for. oneDNN uses the same order for any larger number of rows.

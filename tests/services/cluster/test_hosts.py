@@ -59,3 +59,20 @@ def test_decode_rings_alone_have_the_draft_model() -> None:
     ranks = {role: host(role, decode=decode).settings().ranks for role in ("prefill", "decode")}
     assert (ranks["decode"].draft_model, ranks["decode"].draft_context) == ("/models/small", 512)
     assert not ranks["prefill"].draft_model
+
+
+@pytest.mark.parametrize(
+    ("sections", "packs"),
+    [
+        ({"decode": {"cp": 1}}, True),
+        ({"decode": {"cp": 2}}, False),
+        ({"decode": {"cp": 1, "tp": 2}}, False),
+        ({"decode": {"cp": 2, "pools": {"lone": {"cp": 1}}}}, True),
+        ({"decode": {"cp": 1}, "ray": {"address": "auto"}, "internal_tls": {"insecure": True}}, False),
+    ],
+)
+def test_prefill_ranks_pack_the_head_if_a_decode_rank_has_the_same_memory(
+    sections: dict[str, Any], packs: bool
+) -> None:
+    assert host("prefill", **sections).settings().ranks.packs_head == packs
+    assert host("decode", **sections).settings().ranks.packs_head

@@ -390,3 +390,29 @@ def test_a_call_that_a_layer_in_two_calls_does_not_know_goes_to_its_modules(mode
     states, mask = torch.randn(1, 4, 64), None
     named = {"position_embeddings": tuple(torch.randn(2, 1, 4, model.info.head_dim)), "ring_step": Mixing()}
     assert torch.equal(layer(states, mask, **named), type(layer).forward(layer, states, mask, **named))
+
+
+class Doubling:
+    """Step that attends with twice the scale of another one."""
+
+    def __init__(self, step: Any) -> None:
+        self._step = step
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        found: torch.Tensor = self._step.attend(layer, q, k, v, 2 * scale)
+        return found
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_layer_that_attends_with_another_scale_than_its_module_says_keeps_its_modules(
+    model_paths: Mapping[str, Path],
+) -> None:
+    model = load_model(model_paths["llama_gqa"], "float32", "cpu")
+    model.pack_weights(with_head=False)
+    layer = next(each for each in model.body.modules() if isinstance(each.forward, FusedLayer))
+    del layer.forward
+    assert FusedLayer.try_of(layer) is not None
+    attention: Any = layer.self_attn
+    own = attention.forward
+    attention.forward = lambda *args, ring_step, **named: own(*args, ring_step=Doubling(ring_step), **named)
+    assert FusedLayer.try_of(layer) is None
