@@ -23,7 +23,7 @@ from ringserve.orchestration.placement.planner import Planner, PlannerSettings
 from ringserve.orchestration.prefill.leader import PrefillLeader
 from ringserve.orchestration.protocol.inventory import UNKNOWN_EPOCH, KnownEpoch, Registered
 from ringserve.orchestration.protocol.plans import Bound, PromptMode
-from ringserve.orchestration.protocol.rings import PrefillScheduling, RingSettings
+from ringserve.orchestration.protocol.rings import HEARTBEAT_SECONDS, PrefillScheduling, RingSettings
 from ringserve.orchestration.protocol.turns import (
     BegunTurn,
     EndingEvent,
@@ -47,6 +47,8 @@ from tests.waiting import WAIT_SECONDS, eventually
 BLOCK_TOKENS = 4
 TIMEOUT = 2 * WAIT_SECONDS
 """Seconds of every timeout of the service: what a test waits for must not come about by one."""
+QUIET = 3600.0
+"""`heartbeat` of rings that announce themselves when a test says so."""
 Shape = int | tuple[int, int]
 """Ranks of a ring; or (ranks, processes a rank)."""
 
@@ -145,6 +147,7 @@ class Service:
         rates: RingRates = RATES,
         sparse_losses: SparseLosses | None = None,
         bound: Bound | None = None,
+        heartbeat: float = HEARTBEAT_SECONDS,
     ) -> None:
         """Set up the rings. `other_prefill` and `other_decode` are further ones: prefill-1, decode-1 and so on.
 
@@ -192,6 +195,7 @@ class Service:
                 stuck_timeout=TIMEOUT,
                 attach_timeout=TIMEOUT,
                 lost_timeout=TIMEOUT,
+                announce_interval=heartbeat,
                 ranks=RankSettings(
                     tp=tp,
                     model_path=str(model_path),

@@ -17,6 +17,7 @@ from ringserve.orchestration.tasks import TaskSet
 from ringserve.views import KvMoves
 from tests.orchestration.conversations.moving import Leader
 from tests.orchestration.conversations.test_drain_rebalancing import ANSWER, Draining
+from tests.orchestration.service import QUIET
 from tests.rings import registration
 from tests.waiting import eventually
 from tests.workers.models import Oracle
@@ -29,15 +30,15 @@ NAMES = "abcdef"
 @pytest.fixture
 def service(model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]) -> Draining:
     """Run a decode ring of 3 ranks with 32 blocks each, and another with four times as many."""
-    made = Draining(model_paths[KIND], oracles[KIND], num_blocks=NUM_BLOCKS, other_prefill=[], other_decode=[3])
+    made = Draining(
+        model_paths[KIND], oracles[KIND], num_blocks=NUM_BLOCKS, other_prefill=[], other_decode=[3], heartbeat=QUIET
+    )
     for name, leader in made.peers.leaders.items():
         blocks = NUM_BLOCKS * (1 if name == "decode-0" else 4)
         leader.ring.settings = replace(
             leader.ring.settings,
             ranks=replace(leader.ring.settings.ranks, num_blocks=blocks),
-            announce_interval=3600.0,
         )
-        leader.settings = replace(leader.settings, announce_interval=3600.0)
     return made
 
 

@@ -10,7 +10,7 @@ import pytest
 from ringserve.orchestration.protocol.plans import PromptMode
 from ringserve.orchestration.router import recovery, registry
 from tests.orchestration.router.failures.test_router_restart import announce, begin
-from tests.orchestration.service import Service, is_idle
+from tests.orchestration.service import QUIET, Service, is_idle
 from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens
 
@@ -25,7 +25,7 @@ async def test_a_turn_goes_on_whose_ring_tells_of_it_after_a_restarted_router_ha
 ) -> None:
     monkeypatch.setattr(recovery, "ADOPT_SECONDS", 0.1)
     num_tokens = 40 if has_ended else 400
-    async with Service(model_paths[MODEL], 2, 2, journal=tmp_path) as service:
+    async with Service(model_paths[MODEL], 2, 2, journal=tmp_path, heartbeat=QUIET) as service:
         prompt = random_tokens(30)
         first = await service.answer(service.request(prompt, conversation="c"))
         turn = service.request([1, 2], max_tokens=num_tokens, conversation="c", mode=PromptMode.APPEND)
@@ -53,14 +53,12 @@ async def test_a_late_turn_ends_where_its_conversation_has_taken_another(
     model_paths: Models, oracles: Oracles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recovery, "ADOPT_SECONDS", 0.1)
-    async with Service(model_paths[MODEL], 2, 2, journal=tmp_path, other_decode=[2]) as service:
+    async with Service(model_paths[MODEL], 2, 2, journal=tmp_path, other_decode=[2], heartbeat=QUIET) as service:
         free, prompt = service.free_blocks(), random_tokens(30)
         first = await service.answer(service.request(prompt, conversation="c"))
         turn = service.request([1, 2], max_tokens=400, conversation="c", mode=PromptMode.APPEND)
         reader = await begin(service, turn)
         late = service.peers.leaders.pop(reader.begun.decode_endpoint)
-        assert late._announcing is not None
-        late._announcing.cancel()  # the router hears of it when the test says so
         await service.crash_router()
         service.start_router()
         await eventually(lambda: not service.router._recovery.pending)
@@ -82,15 +80,13 @@ async def test_an_answer_counts_whose_ring_could_not_be_reached_until_its_turn_w
     model_paths: Models, oracles: Oracles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "FAILOVER_SECONDS", 0.05)
-    async with Service(model_paths[MODEL], 2, 2, journal=tmp_path) as service:
+    async with Service(model_paths[MODEL], 2, 2, journal=tmp_path, heartbeat=QUIET) as service:
         free, prompt = service.free_blocks(), random_tokens(30)
         reader = await begin(service, service.request(prompt, max_tokens=60, conversation="c"))
         router, running = service.router, service.router._turns.of_turn(reader.begun.turn_id)
         assert running is not None
         # The link between router and ring is cut: the ring's lease ends, while the client goes on reading.
         leader = service.peers.leaders.pop("decode-0")
-        assert leader._announcing is not None
-        leader._announcing.cancel()  # the router hears of it when the test says so
         router._turns.interrupt(running, "decode")
         await eventually(lambda: router.num_running == 0)
         assert router.num_conversations == 0

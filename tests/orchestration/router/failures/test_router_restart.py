@@ -17,7 +17,7 @@ from ringserve.orchestration.router import recovery
 from ringserve.orchestration.router.turn import RunningTurn
 from ringserve.workers.protocol.prefill_steps import Algorithm
 from tests.orchestration.journal import records
-from tests.orchestration.service import Service
+from tests.orchestration.service import QUIET, Service
 from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens
 
@@ -157,7 +157,7 @@ async def test_a_turn_that_no_ring_reports_fails_and_leaves_its_conversation_as_
     model_paths: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recovery, "ADOPT_SECONDS", 0.1)
-    async with Service(model_paths[MODEL], 2, 2, journal=tmp_path) as service:
+    async with Service(model_paths[MODEL], 2, 2, journal=tmp_path, heartbeat=QUIET) as service:
         free = service.free_blocks()
         first = await service.answer(service.request(random_tokens(30), conversation="c"))
         reader = await begin(service, service.request([1, 2], max_tokens=300, conversation="c", mode=PromptMode.APPEND))
