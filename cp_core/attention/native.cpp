@@ -54,6 +54,7 @@ typedef float vf_u __attribute__((vector_size(4 * W), aligned(4)));
 typedef int32_t vi __attribute__((vector_size(4 * W)));
 typedef uint16_t vh_u __attribute__((vector_size(2 * W), aligned(2)));
 typedef uint32_t vu __attribute__((vector_size(4 * W)));
+typedef uint32_t vu_u __attribute__((vector_size(4 * W), aligned(2)));
 typedef uint16_t bf16;
 
 const float INFINITE = __builtin_inff();
@@ -69,7 +70,7 @@ INLINE float widen(bf16 value) {
 }
 INLINE void store(float *at, vf value) { *(vf_u *)at = value; }
 INLINE vf all(float value) { return value - (vf){}; }
-INLINE vf select(vi chosen, vf yes, vf no) { return (vf)((chosen & (vi)yes) | (~chosen & (vi)no)); }
+INLINE vf select(vi chosen, vf yes, vf no) { return chosen ? yes : no; }
 INLINE vf larger(vf a, vf b) { return select(a > b, a, b); }
 
 INLINE void put(float *at, float value) { *at = value; }
@@ -223,8 +224,7 @@ void run_tasks(const Arguments &arguments, int64_t tasks, int threads) {
 // Attention of many queries.
 
 struct Attention {
-    const float *q;                                             // [T, H, D]
-    const void *k, *v;                                          // [S, K, D]
+    const void *q, *k, *v;                                      // [T, H, D], [S, K, D], of one type
     const int64_t *low, *high;                                  // query t sees keys [low[t], high[t]); both ascend
     float *out, *lse;                                           // [T, H, D], [T, H]
     int64_t tokens, heads, kv_heads, dim;
@@ -314,10 +314,10 @@ void attend_block(const Attention &a, int64_t task) {
     const int64_t *low = a.low + first_token, *high = a.high + first_token;
     for (int64_t row = 0; row < tiles * TILE_ROWS; ++row) {
         float *to = s.q + row / TILE_ROWS * TILE_ROWS * dim + row % TILE_ROWS;
-        const float *from = row < rows ? a.q + (first_token + row / group) * a.q_token +
+        const Stored *from = row < rows ? (const Stored *)a.q + (first_token + row / group) * a.q_token +
                                              (kv_head * group + row % group) * a.q_head
                                        : nullptr;
-        for (int64_t d = 0; d < dim; ++d) to[d * TILE_ROWS] = from ? from[d] * a.scale : 0.0f;
+        for (int64_t d = 0; d < dim; ++d) to[d * TILE_ROWS] = from ? widen(from[d]) * a.scale : 0.0f;
         s.highest[row] = -INFINITE;
         s.total[row] = 0.0f;
         s.decay[row] = 1.0f;
@@ -559,6 +559,8 @@ void merge_chunks(const Paged &a, int64_t row) {
 // Linear layers: x W^T + bias, or silu(x W^T) * (x second^T). Weights are packed: [N / W][C][W], so W outputs are
 // summed side by side, and a weight is read once, in its order. Each sum adds its products one after the other: its bits
 // do not depend on the rows beside it.
+//
+// Columns of bfloat16 weights lie in pairs, as tiles want them: [N / W][C / 2][W][2], with C rounded up to even.
 
 struct Linear {
     const void *x;                // [T, C] of the result's type; fp32 where vectors multiply
@@ -583,26 +585,48 @@ struct Linear {
 // Rows that are worth the widening of weights into memory.
 #define LEAST_WIDENED_ROWS 25
 
+template <class Stored>
+INLINE int64_t packed_columns(int64_t columns) {
+    return sizeof(Stored) == sizeof(bf16) ? (columns + 1) / 2 * 2 : columns;
+}
+
+// The weights of W outputs in column `column + side` of packed weights that begin at an even column.
+INLINE vf load_column(const float *at, int) { return load(at); }
+INLINE vf load_column(const bf16 *at, int side) {
+    const vu both = *(const vu_u *)at;
+    return (vf)(side ? both & 0xffff0000 : both << 16);
+}
+
+template <class Stored, int ROWS, int BLOCKS>
+INLINE void add_column(vf (&each)[ROWS][BLOCKS], const float *x, const Stored *weight, int64_t in_features,
+                       int64_t apart, int side) {
+    vf some[BLOCKS];
+#pragma GCC unroll 4
+    for (int block = 0; block < BLOCKS; ++block) some[block] = load_column(weight + block * apart * W, side);
+#pragma GCC unroll 6
+    for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 4
+        for (int block = 0; block < BLOCKS; ++block) each[row][block] += x[row * in_features + side] * some[block];
+}
+
 // sums[ROWS][OUT_LANES] += x[ROWS][columns] x weight[BLOCKS][columns][W]; rows of x lie `in_features` apart, and blocks
 // of W outputs `apart` columns.
 template <class Stored, int ROWS, int BLOCKS>
 INLINE void multiply_tile(const float *x, const Stored *weight, float *sums, int64_t in_features, int64_t apart,
                           int64_t columns) {
+    constexpr int beside = sizeof(Stored) == sizeof(bf16) ? 2 : 1;
     vf each[ROWS][BLOCKS];
 #pragma GCC unroll 6
     for (int row = 0; row < ROWS; ++row)
 #pragma GCC unroll 4
         for (int block = 0; block < BLOCKS; ++block) each[row][block] = (vf){};
-    for (int64_t column = 0; column < columns; ++column) {
-        vf some[BLOCKS];
-#pragma GCC unroll 4
-        for (int block = 0; block < BLOCKS; ++block) some[block] = load(weight + (block * apart + column) * W);
-#pragma GCC unroll 6
-        for (int row = 0; row < ROWS; ++row)
-#pragma GCC unroll 4
-            for (int block = 0; block < BLOCKS; ++block)
-                each[row][block] += x[row * in_features + column] * some[block];
+    int64_t column = 0;
+    for (; column + beside <= columns; column += beside) {
+#pragma GCC unroll 2
+        for (int side = 0; side < beside; ++side)
+            add_column<Stored, ROWS, BLOCKS>(each, x + column, weight + column * W, in_features, apart, side);
     }
+    if (column < columns) add_column<Stored, ROWS, BLOCKS>(each, x + column, weight + column * W, in_features, apart, 0);
 #pragma GCC unroll 6
     for (int row = 0; row < ROWS; ++row)
 #pragma GCC unroll 4
@@ -633,18 +657,20 @@ void multiply_columns(const float *x, const Stored *weight, float *sums, int64_t
 
 template <class Stored, int BLOCKS>
 void multiply_group(const float *x, const Stored *weight, float *sums, int64_t rows, int64_t in_features) {
+    const int64_t apart = packed_columns<Stored>(in_features);
     memset(sums, 0, sizeof(float) * rows * OUT_LANES);
     for (int64_t column = 0; column < in_features; column += COLUMN_BLOCK) {
         const int64_t columns = in_features - column < COLUMN_BLOCK ? in_features - column : COLUMN_BLOCK;
         const Stored *some = weight + column * W;
         if (sizeof(Stored) == sizeof(float) || rows < LEAST_WIDENED_ROWS) {
-            multiply_columns<Stored, BLOCKS>(x + column, some, sums, rows, in_features, in_features, columns);
+            multiply_columns<Stored, BLOCKS>(x + column, some, sums, rows, in_features, apart, columns);
             continue;
         }
         float *wide = scratch.k;
         for (int block = 0; block < BLOCKS; ++block)
-            for (int64_t at = 0; at < columns * W; at += W)
-                store(wide + block * COLUMN_BLOCK * W + at, load(some + block * in_features * W + at));
+            for (int64_t at = 0; at < columns; at += 2)
+                for (int side = 0; side < 2; ++side)
+                    store(wide + (block * COLUMN_BLOCK + at + side) * W, load_column(some + (block * apart + at) * W, side));
         multiply_columns<float, BLOCKS>(x + column, wide, sums, rows, in_features, COLUMN_BLOCK, columns);
     }
 }
@@ -691,7 +717,7 @@ void multiply_task(const Linear &a, int64_t task) {
     const int64_t height = groups < a.band ? groups : a.band, within = task - above * a.panels;
     const int64_t line = within / height * OUT_LANES, first = (above + within % height) * GROUP_ROWS;
     const int64_t left = a.out_features - line, lanes = left < OUT_LANES ? left : OUT_LANES;
-    const int64_t at = line * a.in_features;
+    const int64_t at = line * packed_columns<Stored>(a.in_features);
     float *sums = scratch.scores, *ups = sums + GROUP_ROWS * OUT_LANES;
     const int64_t rows = a.rows - first < GROUP_ROWS ? a.rows - first : GROUP_ROWS;
     const float *x = (const float *)a.x + first * a.in_features;
@@ -712,15 +738,18 @@ void multiply_task(const Linear &a, int64_t task) {
 
 template <class Stored>
 void pack_weight(const Stored *weight, Stored *packed, int64_t out_features, int64_t in_features) {
+    constexpr int64_t beside = sizeof(Stored) == sizeof(bf16) ? 2 : 1;
+    const int64_t apart = packed_columns<Stored>(in_features);
     for (int64_t line = 0; line < out_features; line += W) {
-        Stored *to = packed + line * in_features;
+        Stored *to = packed + line * apart;
         const int64_t lanes = out_features - line < W ? out_features - line : W;
-        for (int64_t first = 0; first < in_features; first += W) {
+        for (int64_t first = 0; first < apart; first += W) {
             // A few columns of all lines at a time: each cache line is read once.
-            const int64_t stop = first + W < in_features ? first + W : in_features;
+            const int64_t stop = first + W < apart ? first + W : apart;
             for (int64_t lane = 0; lane < W; ++lane)
                 for (int64_t column = first; column < stop; ++column)
-                    to[column * W + lane] = lane < lanes ? weight[(line + lane) * in_features + column] : Stored{};
+                    to[(column / beside * W + lane) * beside + column % beside] =
+                        lane < lanes && column < in_features ? weight[(line + lane) * in_features + column] : Stored{};
         }
     }
 }
@@ -739,24 +768,26 @@ bool uses_tiles = false;
 // is smaller than the rounding of an fp32 sum. A block of numbers that are bfloat16, as the weights of most models are,
 // is narrow: its first parts are the whole.
 //
-// A block is 32 rows of 32 numbers: two tiles of 16 rows for each part. A row of a tile has pairs of numbers, the first
-// from columns 0 to 15 and the second from columns 16 to 31.
+// A block is 32 rows of 32 numbers: two tiles of 16 rows for each part. A row of a tile has pairs of numbers. Those of
+// linear layers are from neighbouring columns, those of attention from columns 0 to 15 and 16 to 31.
 
 #define BLOCK 32
 #define PARTS 3
 #define TILE_NUMBERS (16 * BLOCK)
 #define PART_NUMBERS (2 * TILE_NUMBERS)
 #define BLOCK_NUMBERS (PARTS * PART_NUMBERS)
-// A task of a linear layer splits the weights of some outputs, which then stay in the second cache, and 32 rows at a
-// time: blocks of columns, parts of weights' blocks, and blocks of rows and of sums at most.
+// A task of a linear layer takes the weights of some outputs, which then stay in the second cache, and 32 rows at a
+// time: blocks of columns, parts of weights' blocks, and blocks of rows and of sums at most. fp32 weights are split;
+// those of bfloat16 are read where they lie.
 #define SPLIT_DEPTH 24
+#define NARROW_DEPTH 48
 #define SPLIT_PARTS 648
 #define SPLIT_ROWS 32
 #define SPLIT_SUMS 144
 
 struct alignas(64) LinearScratch {
     bf16 weights[SPLIT_PARTS * PART_NUMBERS];  // [outputs / 32][columns / 32]
-    bf16 rows[SPLIT_DEPTH * BLOCK_NUMBERS];    // [columns / 32]
+    bf16 rows[NARROW_DEPTH * BLOCK_NUMBERS];   // [columns / 32]
     float sums[SPLIT_SUMS][BLOCK * BLOCK], some[BLOCK * BLOCK];
 };
 thread_local LinearScratch linear_scratch;
@@ -796,30 +827,33 @@ INLINE void store_sums(float *to, int64_t right, int64_t down, int64_t stride) {
     STORE_TILE(3, to + down + right, 4 * stride);
 }
 
-#define LOAD_PAIR(first, second, block, part)                 \
+#define LOAD_PAIR(first, second, block, part, beside)         \
     LOAD_TILE(first, block + part * PART_NUMBERS, 2 * BLOCK); \
-    LOAD_TILE(second, block + part * PART_NUMBERS + TILE_NUMBERS, 2 * BLOCK)
+    LOAD_TILE(second, block + part * PART_NUMBERS + beside, 2 * BLOCK)
 #define MULTIPLY_PAIRS() \
     MULTIPLY_TILES(0, 4, 6); MULTIPLY_TILES(1, 4, 7); MULTIPLY_TILES(2, 5, 6); MULTIPLY_TILES(3, 5, 7)
 
-// Add the product of two blocks to the sums: of parts whose numbers add up to 2 or less.
-INLINE void multiply_blocks(const bf16 *a, const bf16 *b, bool a_is_narrow, bool b_is_narrow) {
-    LOAD_PAIR(4, 5, a, 0);
-    if (!b_is_narrow) {
-        LOAD_PAIR(6, 7, b, 2);
-        MULTIPLY_PAIRS();
-        LOAD_PAIR(6, 7, b, 1);
+// Add the product of two blocks to the sums: of parts whose numbers add up to 2 or less. A block has 1 to 3 parts. The
+// tiles of the second are `beside` numbers apart.
+INLINE void multiply_blocks(const bf16 *a, const bf16 *b, int a_parts, int b_parts, int64_t beside = TILE_NUMBERS) {
+    LOAD_PAIR(4, 5, a, 0, TILE_NUMBERS);
+    if (b_parts > 2) {
+        LOAD_PAIR(6, 7, b, 2, beside);
         MULTIPLY_PAIRS();
     }
-    LOAD_PAIR(6, 7, b, 0);
+    if (b_parts > 1) {
+        LOAD_PAIR(6, 7, b, 1, beside);
+        MULTIPLY_PAIRS();
+    }
+    LOAD_PAIR(6, 7, b, 0, beside);
     MULTIPLY_PAIRS();
-    if (a_is_narrow) return;
-    LOAD_PAIR(4, 5, a, 2);
+    if (a_parts == 1) return;
+    LOAD_PAIR(4, 5, a, 2, TILE_NUMBERS);
     MULTIPLY_PAIRS();
-    LOAD_PAIR(4, 5, a, 1);
+    LOAD_PAIR(4, 5, a, 1, TILE_NUMBERS);
     MULTIPLY_PAIRS();
-    if (b_is_narrow) return;
-    LOAD_PAIR(6, 7, b, 1);
+    if (b_parts == 1) return;
+    LOAD_PAIR(6, 7, b, 1, beside);
     MULTIPLY_PAIRS();
 }
 
@@ -830,26 +864,35 @@ INLINE vf split(vf &rest) {
     return part;
 }
 INLINE vf paired(vf first, vf second) { return (vf)(((vu)first >> 16) | ((vu)second & 0xffff0000)); }
+// The same 16 + 16 numbers, in their order.
+INLINE vf in_order(vf first, vf second) {
+    alignas(64) static const uint16_t upper[2 * W] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                                                      33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+    return (vf)_mm512_permutex2var_epi16((__m512i)first, _mm512_load_si512(upper), (__m512i)second);
+}
 
-// Write a half of a block: pairs of numbers `second` apart, in lines `stride` apart. With TRANSPOSED a line's numbers
-// are one column of the half. Returns bits of what is left behind the first part; with FIRST_ONLY only that is written.
-template <bool TRANSPOSED, bool FIRST_ONLY, class Stored>
+// How the numbers of a half of a block lie in its lines: pairs of a number and one behind it, the same with a line for
+// each column, or in their order.
+enum Order { PAIRED, TRANSPOSED, IN_ORDER };
+
+// Write a half of a block: pairs of numbers `second` apart, in lines `stride` apart. Returns bits of what is left behind
+// the first part; with FIRST_ONLY only that is written.
+template <Order ORDER, bool FIRST_ONLY, class Stored>
 INLINE vu split_half(bf16 *half, const Stored *from, int64_t stride, int64_t second) {
     vu left = {};
     vf parts[PARTS][16];
 #pragma GCC unroll 16
     for (int line = 0; line < 16; ++line) {
         vf one = load(from + line * stride), other = load(from + line * stride + second);
-        vf top = split(one), beside = split(other);
-        parts[0][line] = paired(top, beside);
-        left |= (vu)one | (vu)other;
-        if (FIRST_ONLY) continue;
-        top = split(one), beside = split(other);
-        parts[1][line] = paired(top, beside);
-        parts[2][line] = paired(one, other);
+        for (int part = 0; part < (FIRST_ONLY ? 1 : PARTS); ++part) {
+            const bool is_rest = part == PARTS - 1;
+            const vf top = is_rest ? one : split(one), beside = is_rest ? other : split(other);
+            parts[part][line] = ORDER == IN_ORDER ? in_order(top, beside) : paired(top, beside);
+            if (!part) left |= (vu)one | (vu)other;
+        }
     }
     for (int part = 0; part < (FIRST_ONLY ? 1 : PARTS); ++part) {
-        if (TRANSPOSED) transpose(parts[part]);
+        if (ORDER == TRANSPOSED) transpose(parts[part]);
 #pragma GCC unroll 16
         for (int line = 0; line < 16; ++line)
             store((float *)(half + part * PART_NUMBERS) + line * W, parts[part][line]);
@@ -859,17 +902,17 @@ INLINE vu split_half(bf16 *half, const Stored *from, int64_t stride, int64_t sec
 
 // Split a block whose halves of 16 rows begin at `upper` and `lower`. Returns whether it is narrow; if that is likely,
 // the other parts are left out at first.
-template <bool TRANSPOSED, class Stored>
+template <Order ORDER, class Stored>
 INLINE bool split_block(bf16 *block, const Stored *upper, const Stored *lower, int64_t stride, int64_t second,
                         bool likely) {
     for (;;) {
         vu left;
         if (likely || sizeof(Stored) == sizeof(bf16)) {
-            left = split_half<TRANSPOSED, true>(block, upper, stride, second);
-            left |= split_half<TRANSPOSED, true>(block + TILE_NUMBERS, lower, stride, second);
+            left = split_half<ORDER, true>(block, upper, stride, second);
+            left |= split_half<ORDER, true>(block + TILE_NUMBERS, lower, stride, second);
         } else {
-            left = split_half<TRANSPOSED, false>(block, upper, stride, second);
-            left |= split_half<TRANSPOSED, false>(block + TILE_NUMBERS, lower, stride, second);
+            left = split_half<ORDER, false>(block, upper, stride, second);
+            left |= split_half<ORDER, false>(block + TILE_NUMBERS, lower, stride, second);
         }
         // A zero may have a sign.
         const bool is_narrow = !_mm512_test_epi32_mask((__m512i)left, _mm512_set1_epi32(0x7fffffff));
@@ -883,26 +926,36 @@ struct TiledLinear {
     int64_t rows, panels, depth;  // of a task, in blocks: rows, outputs, and columns at a time
 };
 
+// Return up to 32 rows of 32 numbers, `stride` apart, which becomes BLOCK if they are copied: missing ones are zeros.
+template <class Stored>
+INLINE const Stored *whole_block(const Stored *from, int64_t &stride, int64_t rows, int64_t width, float *memory) {
+    if (rows >= BLOCK && width >= BLOCK) return from;
+    Stored *some = (Stored *)memory;
+    memset(some, 0, sizeof(Stored) * BLOCK * BLOCK);
+    for (int64_t row = 0; row < rows && row < BLOCK; ++row)
+        memcpy(some + row * BLOCK, from + row * stride, sizeof(Stored) * (width < BLOCK ? width : BLOCK));
+    stride = BLOCK;
+    return some;
+}
+
 // Split columns [0, columns) of up to 32 rows; what is missing in the last blocks are zeros.
 template <class Stored>
 void split_rows(const Stored *x, int64_t rows, int64_t columns, int64_t stride, bf16 *blocks, float *memory) {
     constexpr bool is_narrow = sizeof(Stored) == sizeof(bf16);
-    Stored *some = (Stored *)memory;
-    for (int64_t column = 0; column < columns; column += BLOCK, blocks += BLOCK_NUMBERS) {
-        const Stored *from = x + column;
-        int64_t width = columns - column < BLOCK ? columns - column : BLOCK, apart = stride;
-        if (rows < BLOCK || width < BLOCK) {
-            memset(some, 0, sizeof(Stored) * BLOCK * BLOCK);
-            for (int64_t row = 0; row < rows; ++row)
-                memcpy(some + row * BLOCK, from + row * stride, sizeof(Stored) * width);
-            from = some, apart = BLOCK;
+    for (int64_t column = 0; column < columns; column += BLOCK, blocks += is_narrow ? PART_NUMBERS : BLOCK_NUMBERS) {
+        int64_t apart = stride;
+        const Stored *from = whole_block(x + column, apart, rows, columns - column, memory);
+        if (is_narrow) {
+            for (int64_t row = 0; row < BLOCK; ++row) memcpy(blocks + row * BLOCK, from + row * apart, 2 * BLOCK);
+            continue;
         }
-        split_half<false, is_narrow>(blocks, from, apart, 16);
-        split_half<false, is_narrow>(blocks + TILE_NUMBERS, from + 16 * apart, apart, 16);
+        split_half<IN_ORDER, false>(blocks, from, apart, 16);
+        split_half<IN_ORDER, false>(blocks + TILE_NUMBERS, from + 16 * apart, apart, 16);
     }
 }
 
-// Split columns [0, columns) of the packed weights of 16 outputs, and of 16 others unless there are none.
+// Split columns [0, columns) of the packed weights of 16 outputs, and of 16 others unless there are none. Those of
+// bfloat16 are copied.
 template <class Stored>
 void split_panel(const Stored *weight, const Stored *others, int64_t columns, bf16 *blocks) {
     constexpr bool is_narrow = sizeof(Stored) == sizeof(bf16);
@@ -910,13 +963,15 @@ void split_panel(const Stored *weight, const Stored *others, int64_t columns, bf
     for (int64_t column = 0; column < columns; column += BLOCK, blocks += is_narrow ? PART_NUMBERS : BLOCK_NUMBERS)
         for (int half = 0; half < 2; ++half) {
             const Stored *from = half ? others : weight;
-            if (from && columns - column >= BLOCK) {
-                split_half<false, is_narrow>(blocks + half * TILE_NUMBERS, from + column * W, W, 16 * W);
+            const int64_t left = columns - column < BLOCK ? columns - column : BLOCK;
+            if (from && left == BLOCK && !is_narrow) {
+                split_half<PAIRED, false>(blocks + half * TILE_NUMBERS, from + column * W, 2 * W, W);
                 continue;
             }
             memset(some, 0, sizeof(some));
-            if (from) memcpy(some, from + column * W, sizeof(Stored) * W * (columns - column));
-            split_half<false, is_narrow>(blocks + half * TILE_NUMBERS, some, W, 16 * W);
+            if (from) memcpy(some, from + column * W, sizeof(Stored) * W * packed_columns<Stored>(left));
+            if (is_narrow) memcpy(blocks + half * TILE_NUMBERS, some, sizeof(some));
+            else split_half<PAIRED, false>(blocks + half * TILE_NUMBERS, some, 2 * W, W);
         }
 }
 
@@ -924,8 +979,9 @@ template <class Row, class Stored>
 void multiply_by_tiles(const TiledLinear &a, int64_t task) {
     LinearScratch &s = linear_scratch;
     const Linear &l = a.linear;
-    constexpr bool is_narrow = sizeof(Stored) == sizeof(bf16), x_is_narrow = sizeof(Row) == sizeof(bf16);
-    const int64_t size = is_narrow ? PART_NUMBERS : BLOCK_NUMBERS, count = l.second ? 2 : 1;
+    constexpr bool is_narrow = sizeof(Stored) == sizeof(bf16);
+    constexpr int parts = is_narrow ? 1 : PARTS, x_parts = sizeof(Row) == sizeof(bf16) ? 1 : PARTS;
+    const int64_t count = l.second ? 2 : 1, apart = packed_columns<Stored>(l.in_features);
     const int64_t above = (l.rows + BLOCK * a.rows - 1) / (BLOCK * a.rows);
     const int64_t first = task % above * a.rows * BLOCK, line = task / above * a.panels * BLOCK;
     const int64_t stop = first + a.rows * BLOCK < l.rows ? first + a.rows * BLOCK : l.rows;
@@ -935,44 +991,71 @@ void multiply_by_tiles(const TiledLinear &a, int64_t task) {
     for (int64_t column = 0; column < l.in_features; column += a.depth * BLOCK) {
         const int64_t behind = l.in_features - column, columns = behind < a.depth * BLOCK ? behind : a.depth * BLOCK;
         const int64_t depth = (columns + BLOCK - 1) / BLOCK;
+        const auto packed = [&](int64_t panel, int64_t which) {
+            return (const Stored *)(which ? l.second : l.weight) + (line + panel * BLOCK) * apart + column * W;
+        };
+        const auto split_weights = [&](int64_t panel, int64_t which) {
+            bf16 *to = s.weights + (panel * count + which) * depth * parts * PART_NUMBERS;
+            const Stored *from = packed(panel, which);
+            split_panel(from, line + panel * BLOCK + W < l.out_features ? from + W * apart : nullptr, columns, to);
+        };
+        // Whole tiles of bfloat16 weights need no other order.
+        const auto is_whole = [&](int64_t panel) {
+            return is_narrow && depth * BLOCK == columns && line + (panel + 1) * BLOCK <= l.out_features;
+        };
         for (int64_t panel = 0; panel < panels; ++panel)
-            for (int64_t which = 0; which < count; ++which) {
-                const int64_t at = line + panel * BLOCK;
-                const Stored *weight = (const Stored *)(which ? l.second : l.weight) + at * l.in_features + column * W;
-                const Stored *others = at + W < l.out_features ? weight + W * l.in_features : nullptr;
-                split_panel(weight, others, columns, s.weights + (panel * count + which) * depth * size);
-            }
+            for (int64_t which = 0; which < count && !is_whole(panel); ++which) split_weights(panel, which);
+        // Vectors finish a few rows of the sums before, `done` of `height`, beside each product of two blocks.
+        struct {
+            int64_t row, height, line, done;
+            float *sums;
+        } last = {};
+        const auto finish = [&](int64_t upto) {
+            if (upto > last.height) upto = last.height;
+            if (upto <= last.done) return;
+            float *sums = last.sums + last.done * BLOCK;
+            finish_rows<Row>(l, last.row + last.done, upto - last.done, last.line, BLOCK, sums, sums + BLOCK * BLOCK);
+            last.done = upto;
+        };
+        const int64_t share = (BLOCK + depth * count - 1) / (depth * count);
         for (int64_t row = first; row < stop; row += BLOCK) {
             const int64_t height = stop - row < BLOCK ? stop - row : BLOCK;
             split_rows((const Row *)l.x + row * l.in_features + column, height, columns, l.in_features, s.rows, s.some);
             for (int64_t panel = 0; panel < panels; ++panel) {
-                float(*sums)[BLOCK * BLOCK] = s.sums + (at_once ? 0 : ((row - first) / BLOCK * panels + panel) * count);
+                const int64_t number = (row - first) / BLOCK * panels + panel, at = at_once ? number % 2 : number;
+                float(*sums)[BLOCK * BLOCK] = s.sums + at * count;
                 for (int64_t which = 0; which < count; ++which) {
-                    const bf16 *weights = s.weights + (panel * count + which) * depth * size;
+                    const bf16 *weights = s.weights + (panel * count + which) * depth * parts * PART_NUMBERS;
+                    int64_t size = parts * PART_NUMBERS, beside = TILE_NUMBERS;
+                    if (is_whole(panel)) weights = (const bf16 *)packed(panel, which), size = TILE_NUMBERS, beside = W * apart;
                     clear_sums();
-                    for (int64_t block = 0; block < depth; ++block)
-                        multiply_blocks(s.rows + block * BLOCK_NUMBERS, weights + block * size, x_is_narrow, is_narrow);
+                    for (int64_t block = 0; block < depth; ++block) {
+                        multiply_blocks(s.rows + block * x_parts * PART_NUMBERS, weights + block * size, x_parts, parts,
+                                        beside);
+                        finish((which * depth + block + 1) * share);
+                    }
                     if (!column) {
                         store_sums(sums[which], W, 16 * BLOCK, BLOCK);
                         continue;
                     }
                     store_sums(s.some, W, 16 * BLOCK, BLOCK);
-                    for (int64_t at = 0; at < BLOCK * BLOCK; at += W)
-                        store(sums[which] + at, load(sums[which] + at) + load(s.some + at));
+                    for (int64_t each = 0; each < BLOCK * BLOCK; each += W)
+                        store(sums[which] + each, load(sums[which] + each) + load(s.some + each));
                 }
-                if (behind == columns)
-                    finish_rows<Row>(l, row, height, line + panel * BLOCK, BLOCK, sums[0], sums[1]);
+                if (behind == columns) last = {row, height, line + panel * BLOCK, 0, sums[0]};
             }
         }
+        finish(BLOCK);
     }
     release_tiles();
 }
 
 // Divide a product into tasks, of which each thread gets some. Larger ones split rows and weights less often.
-int64_t divide(TiledLinear &a, bool is_narrow, int threads) {
+int64_t divide(TiledLinear &a, bool is_narrow, bool x_is_narrow, int threads) {
     const int64_t rows = (a.linear.rows + BLOCK - 1) / BLOCK, panels = (a.linear.out_features + BLOCK - 1) / BLOCK;
     const int64_t columns = (a.linear.in_features + BLOCK - 1) / BLOCK, count = a.linear.second ? 2 : 1;
-    const int64_t times = (columns + SPLIT_DEPTH - 1) / SPLIT_DEPTH;
+    const int64_t deepest = is_narrow ? x_is_narrow ? PARTS * NARROW_DEPTH : NARROW_DEPTH : SPLIT_DEPTH;
+    const int64_t times = (columns + deepest - 1) / deepest;
     a.depth = (columns + times - 1) / times;
     int64_t wide = SPLIT_PARTS / (is_narrow ? 1 : PARTS) / a.depth / count, most = SPLIT_ROWS;
     if (times > 1) {
@@ -991,6 +1074,9 @@ int64_t divide(TiledLinear &a, bool is_narrow, int threads) {
 
 // Attention of many queries by tiles. Scores are computed transposed, keys by rows, so that 16 rows have one lane each
 // in all that follows, and neither keys nor weights need another order for their products.
+//
+// If queries, keys and values are bfloat16, each has one part, and weights have two: they are rounded to 16 bits, and
+// what comes of it to 8.
 
 // Rows of queries of a task and keys at a time, at most: D of more than 128 and 64 halve them.
 #define TILED_QUERIES 384
@@ -1012,22 +1098,15 @@ thread_local AttentionScratch attention_scratch;
 template <bool IS_V, class Stored>
 INLINE bool split_tokens(bf16 *block, const Stored *from, int64_t stride, int64_t tokens, int64_t width, float *memory,
                          bool likely) {
-    if (tokens < BLOCK || width < BLOCK) {
-        Stored *some = (Stored *)memory;
-        memset(some, 0, sizeof(Stored) * BLOCK * BLOCK);
-        for (int64_t token = 0; token < tokens && token < BLOCK; ++token)
-            memcpy(some + token * BLOCK, from + token * stride, sizeof(Stored) * (width < BLOCK ? width : BLOCK));
-        from = some, stride = BLOCK;
-    }
-    if (IS_V) return split_block<true>(block, from, from + 16, stride, 16 * stride, likely);
-    return split_block<false>(block, from, from + 16 * stride, stride, 16, likely);
+    from = whole_block(from, stride, tokens, width, memory);
+    if (IS_V) return split_block<TRANSPOSED>(block, from, from + 16, stride, 16 * stride, likely);
+    return split_block<PAIRED>(block, from, from + 16 * stride, stride, 16, likely);
 }
 
-// 2^x for x <= 0 within 2 units in the last place. A NaN stays one.
+// 2^x for x <= 0 within 2 units in the last place, 0 below -126. A NaN stays one.
 INLINE vf power_of_two(vf x) {
-    x = (vf)_mm512_max_ps(_mm512_set1_ps(-160.0f), (__m512)x);  // the second, if either is a NaN
-    const vf whole = (vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const vf rest = x - whole;
+    const vf shifted = x + (12582912.0f + 127.0f);  // rounds to the nearest integer; the exponent is in the lowest bits
+    const vf rest = x - (shifted - (12582912.0f + 127.0f));
     vf sum = all(1.5353362e-4f);
     sum = sum * rest + 1.3398874e-3f;
     sum = sum * rest + 9.6184369e-3f;
@@ -1035,37 +1114,42 @@ INLINE vf power_of_two(vf x) {
     sum = sum * rest + 2.4022648e-1f;
     sum = sum * rest + 6.9314718e-1f;
     sum = sum * rest + 1.0f;
-    return (vf)_mm512_scalef_ps((__m512)sum, (__m512)whole);
+    const __mmask16 is_some = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+    return (vf)_mm512_maskz_mul_ps(is_some, (__m512)sum, (__m512)((vi)shifted << 23));
 }
 INLINE vf most_of(vf some, vf most) { return (vf)_mm512_max_ps((__m512)some, (__m512)most); }  // passes over a NaN
 
-// Turn the scores of 16 rows into weights, by powers of two: `scale` includes the logarithm. Each row sees keys [from,
-// to), or all. `highest` are the rows' largest scores so far, scaled. The weights go to halves of blocks.
+// Turn the scores of 16 rows into weights of some parts, by powers of two: `scale` includes the logarithm. Each row sees
+// keys [from, to), or all. `highest` are the rows' largest scores so far, scaled. The weights go to halves of blocks,
+// which are `apart` numbers apart.
+template <int SOME_PARTS>
 INLINE void weigh(float *scores, int64_t keys, float scale, bool sees_all, vi from, vi to, float *highest, float *total,
-                  float *out, int64_t dim, bf16 *halves) {
-    vf most = all(-INFINITE), sum = {}, other = {};
-    for (int64_t key = 0; key < keys; ++key) {
-        vf score = load(scores + key * W) * scale;
-        if (!sees_all) {
+                  float *out, int64_t dim, bf16 *halves, int64_t apart) {
+    vf most = all(-INFINITE), next_most = most, sum = {}, other = {};
+    if (!sees_all)
+        for (int64_t key = 0; key < keys; ++key) {
             const vi at = (int32_t)key - (vi){};
-            score = select((at >= from) & (at < to), score, all(-INFINITE));
+            store(scores + key * W, select((at >= from) & (at < to), load(scores + key * W), most));
         }
-        most = most_of(score, most);
-        store(scores + key * W, score);
+    for (int64_t key = 0; key < keys; key += 4) {
+        most = most_of(load(scores + key * W), most_of(load(scores + (key + 1) * W), most));
+        next_most = most_of(load(scores + (key + 2) * W), most_of(load(scores + (key + 3) * W), next_most));
     }
-    const vf before = load(highest), now = most_of(most, before), shift = select(now == -INFINITE, all(0.0f), now);
-    for (int64_t key = 0; key < keys; key += BLOCK, halves += BLOCK_NUMBERS)
+    most = most_of(most, next_most);
+    const vf before = load(highest), now = most_of(most * scale, before);
+    const vf shift = select(now == -INFINITE, all(0.0f), now);
+    for (int64_t key = 0; key < keys; key += BLOCK, halves += apart)
         for (int64_t line = 0; line < 16; ++line) {
-            vf weight = power_of_two(load(scores + (key + line) * W) - shift);
-            vf next = power_of_two(load(scores + (key + line + 16) * W) - shift);
+            vf weight = power_of_two(load(scores + (key + line) * W) * scale - shift);
+            vf next = power_of_two(load(scores + (key + line + 16) * W) * scale - shift);
             sum += weight;
             other += next;
             float *to = (float *)halves + line * W;
-            for (int part = 0; part < PARTS - 1; ++part) {
-                const vf top = split(weight), beside = split(next);
+            for (int part = 0; part < SOME_PARTS; ++part) {
+                const bool is_rest = part == PARTS - 1;
+                const vf top = is_rest ? weight : split(weight), beside = is_rest ? next : split(next);
                 store(to + part * PART_NUMBERS / 2, paired(top, beside));
             }
-            store(to + PART_NUMBERS, paired(weight, next));
         }
     const vf decay = select(now == before, all(1.0f), power_of_two(before - shift));
     store(highest, now);
@@ -1076,6 +1160,9 @@ INLINE void weigh(float *scores, int64_t keys, float scale, bool sees_all, vi fr
 template <class Stored>
 void attend_by_tiles(const Attention &a, int64_t task) {
     AttentionScratch &s = attention_scratch;
+    constexpr bool is_narrow = sizeof(Stored) == sizeof(bf16);
+    constexpr int weight_parts = is_narrow ? 2 : PARTS;
+    constexpr int64_t size = is_narrow ? PART_NUMBERS : BLOCK_NUMBERS, apart = weight_parts * PART_NUMBERS;
     const int64_t group = a.heads / a.kv_heads, depth = (a.dim + BLOCK - 1) / BLOCK, dim = depth * BLOCK;
     const int64_t kv_head = task % a.kv_heads;
     const int64_t per_block = a.per_block, blocks = (a.tokens + per_block - 1) / per_block;
@@ -1086,18 +1173,19 @@ void attend_by_tiles(const Attention &a, int64_t task) {
     configure_tiles();
     for (int64_t row = 0; row < rows; row += BLOCK)
         for (int64_t d = 0; d < dim; d += BLOCK) {
-            memset(s.some, 0, sizeof(s.some));
+            Stored *some = (Stored *)s.some;
+            memset(some, 0, sizeof(Stored) * BLOCK * BLOCK);
             for (int64_t each = 0; each < BLOCK && row + each < rows; ++each)
-                memcpy(s.some + each * BLOCK,
-                       a.q + (first_token + (row + each) / group) * a.q_token +
+                memcpy(some + each * BLOCK,
+                       (const Stored *)a.q + (first_token + (row + each) / group) * a.q_token +
                            (kv_head * group + (row + each) % group) * a.q_head + d,
-                       sizeof(float) * (a.dim - d < BLOCK ? a.dim - d : BLOCK));
-            bf16 *block = s.q + (row / BLOCK * depth + d / BLOCK) * BLOCK_NUMBERS;
-            q_is_narrow &= split_block<true>(block, s.some, s.some + 16 * BLOCK, BLOCK, 16, q_is_narrow);
+                       sizeof(Stored) * (a.dim - d < BLOCK ? a.dim - d : BLOCK));
+            bf16 *block = s.q + (row / BLOCK * depth + d / BLOCK) * size;
+            q_is_narrow &= split_block<TRANSPOSED>(block, some, some + 16 * BLOCK, BLOCK, 16, q_is_narrow);
         }
     for (int64_t row = 0; row < TILED_QUERIES; ++row) s.highest[row] = -INFINITE, s.total[row] = 0.0f;
     memset(s.out, 0, sizeof(float) * (rows + BLOCK - 1) / BLOCK * BLOCK * dim);
-    const int64_t most = dim > 64 ? TILED_KEYS / 2 : TILED_KEYS;
+    const int64_t most = dim > 64 || is_narrow ? TILED_KEYS / 2 : TILED_KEYS;
     for (int64_t key = low[0]; key < high[tokens - 1]; key += most) {
         const int64_t left = high[tokens - 1] - key, keys = left < most ? left : most;
         const int64_t parts = (keys + BLOCK - 1) / BLOCK;
@@ -1107,9 +1195,9 @@ void attend_by_tiles(const Attention &a, int64_t task) {
         for (int64_t part = 0; part < parts; ++part)
             for (int64_t d = 0; d < depth; ++d) {
                 const int64_t first = part * BLOCK, at = d * BLOCK;
-                k_is_narrow &= split_tokens<false>(s.k + (part * depth + d) * BLOCK_NUMBERS, k + first * a.k_token + at,
+                k_is_narrow &= split_tokens<false>(s.k + (part * depth + d) * size, k + first * a.k_token + at,
                                                    a.k_token, keys - first, a.dim - at, s.some, k_is_narrow);
-                v_is_narrow &= split_tokens<true>(s.v + (d * parts + part) * BLOCK_NUMBERS, v + first * a.v_token + at,
+                v_is_narrow &= split_tokens<true>(s.v + (d * parts + part) * size, v + first * a.v_token + at,
                                                   a.v_token, keys - first, a.dim - at, s.some, v_is_narrow);
             }
         for (int64_t top = 0; top < rows; top += BLOCK) {
@@ -1122,8 +1210,8 @@ void attend_by_tiles(const Attention &a, int64_t task) {
             for (int64_t part = 0; part < seen; ++part) {
                 clear_sums();
                 for (int64_t d = 0; d < depth; ++d)
-                    multiply_blocks(s.k + (part * depth + d) * BLOCK_NUMBERS,
-                                    s.q + (top / BLOCK * depth + d) * BLOCK_NUMBERS, k_is_narrow, q_is_narrow);
+                    multiply_blocks(s.k + (part * depth + d) * size, s.q + (top / BLOCK * depth + d) * size,
+                                    is_narrow || k_is_narrow ? 1 : PARTS, is_narrow || q_is_narrow ? 1 : PARTS);
                 store_sums(s.scores[0] + part * BLOCK * W, TILED_KEYS * W, 16 * W, W);
             }
             for (int half = 0; half < 2; ++half) {
@@ -1136,15 +1224,16 @@ void attend_by_tiles(const Attention &a, int64_t task) {
                         from[lane] = (int32_t)(first < 0 ? 0 : first < keys ? first : keys);
                         to[lane] = (int32_t)(stop < 0 ? 0 : stop < keys ? stop : keys);
                     }
-                weigh(s.scores[half], seen * BLOCK, a.scale * 1.44269504f, sees_all, from, to, s.highest + begin,
-                      s.total + begin, s.out + begin * dim, dim, s.weights + half * TILE_NUMBERS);
+                weigh<weight_parts>(s.scores[half], seen * BLOCK, a.scale * 1.44269504f, sees_all, from, to,
+                                    s.highest + begin, s.total + begin, s.out + begin * dim, dim,
+                                    s.weights + half * TILE_NUMBERS, apart);
             }
             for (int64_t d = 0; d < depth; ++d) {
                 float *out = s.out + top * dim + d * BLOCK * W;
                 load_sums(out, dim * W, 16 * W, W);
                 for (int64_t part = 0; part < seen; ++part)
-                    multiply_blocks(s.v + (d * parts + part) * BLOCK_NUMBERS, s.weights + part * BLOCK_NUMBERS,
-                                    v_is_narrow, false);
+                    multiply_blocks(s.v + (d * parts + part) * size, s.weights + part * apart,
+                                    is_narrow || v_is_narrow ? 1 : PARTS, weight_parts);
                 store_sums(out, dim * W, 16 * W, W);
             }
         }
@@ -1269,7 +1358,7 @@ void multiply(Linear a, int types, int alone, int threads) {
 #if defined(__AMX_BF16__)
     if (takes_tiles(a.rows, types, alone)) {
         TiledLinear tiled = {a, 0, 0, 0};
-        const int64_t parts = divide(tiled, types != 1, threads);
+        const int64_t parts = divide(tiled, types != 1, types == 0, threads);
         if (types == 1) run_tasks<TiledLinear, multiply_by_tiles<float, float>>(tiled, parts, threads);
         else if (types == 2) run_tasks<TiledLinear, multiply_by_tiles<float, bf16>>(tiled, parts, threads);
         else run_tasks<TiledLinear, multiply_by_tiles<bf16, bf16>>(tiled, parts, threads);
@@ -1304,7 +1393,7 @@ struct Layer {
 
 extern "C" {
 
-int ringserve_version() { return 4; }
+int ringserve_version() { return 5; }
 
 // Multiply by tiles from now on, or not. Returns whether it does: the processor and the system must allow it.
 int ringserve_use_tiles(int wanted) {
@@ -1316,7 +1405,7 @@ int ringserve_use_tiles(int wanted) {
 
 void ringserve_use_pool(void *given) { parallel = (Parallel)given; }
 
-void ringserve_attend(const float *q, const void *k, const void *v, const int64_t *low, const int64_t *high, float *out,
+void ringserve_attend(const void *q, const void *k, const void *v, const int64_t *low, const int64_t *high, float *out,
                       float *lse, const int64_t *sizes, float scale, int is_wide, int threads) {
     const int64_t group = sizes[1] / sizes[2];
     const int64_t all = sizes[0] * group;

@@ -20,7 +20,7 @@ from ringserve.cp_core.attention.partial import PagedShards, Partial, empty_part
 from ringserve.cp_core.attention.torch_cpu import TorchCpuFlash
 from ringserve.cp_core.layout.step_plans import KvRun
 
-VERSION = 4
+VERSION = 5
 """Of the libraries' functions: one that was compiled for others is not called."""
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -213,7 +213,8 @@ def _attend(
     """Attend q[T, H, D] over k[S, K, D] and v[S, K, D]: query t sees keys [low[t], high[t]); both bounds ascend."""
     found = library()
     assert found is not None
-    q = q.float()
+    if q.dtype != k.dtype:
+        q, k, v = q.float(), k.float(), v.float()
     num_tokens, num_heads, head_dim = q.shape
     out = torch.empty(q.shape, dtype=torch.float32)
     lse = torch.empty(q.shape[:2], dtype=torch.float32)
@@ -281,12 +282,13 @@ def _one_page(num_rows: int) -> torch.Tensor:
     return torch.zeros(num_rows, 1, dtype=torch.int32)
 
 
-def packed_shape(weight: torch.Tensor) -> tuple[int, int]:
-    """Return the shape of weight[N, C] when it is packed: N rounded up to whole vectors."""
+def packed_shape(weight: torch.Tensor, dtype: torch.dtype) -> tuple[int, int]:
+    """Return the shape of weight[N, C] when it is packed in `dtype`: N rounded up to vectors, C of bfloat16 to pairs."""
     found = library()
     assert found is not None
     lanes = found.ringserve_lanes()
-    return -(-weight.shape[0] // lanes) * lanes, weight.shape[1]
+    num_out, num_in = weight.shape
+    return -(-num_out // lanes) * lanes, num_in + (num_in % 2 if dtype == torch.bfloat16 else 0)
 
 
 def pack_weight(weight: torch.Tensor, packed: torch.Tensor | None = None) -> torch.Tensor:
@@ -295,7 +297,7 @@ def pack_weight(weight: torch.Tensor, packed: torch.Tensor | None = None) -> tor
     assert found is not None
     num_out, num_in = weight.shape
     if packed is None:
-        packed = torch.empty(packed_shape(weight), dtype=weight.dtype)
+        packed = torch.empty(packed_shape(weight, weight.dtype), dtype=weight.dtype)
     weight = weight.contiguous()
     found.ringserve_pack(weight.data_ptr(), packed.data_ptr(), num_out, num_in, weight.dtype == torch.float32)
     return packed

@@ -34,8 +34,7 @@ def multiplies_bfloat16(flags: Path = CPU_FLAGS) -> bool:
 def read_model_info(path: Path, dtype: str | None = None, name: str | None = None, device: str = "cpu") -> ModelInfo:
     """Read the shape of the model in `path`. `dtype` overrides the directory's dtype, `name` its name.
 
-    On a GPU, attention and KV have the model's dtype. On a CPU both are float32, because the kernel would widen
-    narrower KV on every call.
+    Attention and KV have the model's dtype. A float16 model has them in float32 on a CPU, whose kernels know no float16.
 
     Raises ModelRefused if a file is missing or unreadable, or if the model needs an unsupported feature.
     """
@@ -44,7 +43,7 @@ def read_model_info(path: Path, dtype: str | None = None, name: str | None = Non
     chosen = dtype or config.get("dtype") or config.get("torch_dtype") or "float32"
     if chosen not in ELEMENT_BYTES:
         raise ModelRefused(f"dtype {chosen!r} is not supported; use one of {', '.join(ELEMENT_BYTES)}")
-    kv_dtype = "float32" if device == "cpu" else str(chosen)
+    kv_dtype = "float32" if device == "cpu" and chosen == "float16" else str(chosen)
     reader = _Reader(path, config)
     num_heads = reader.count("num_attention_heads")
     mlp = _MlpWidths.read(reader)

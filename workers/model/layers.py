@@ -371,7 +371,7 @@ class FusedLayer:
         states, (cos, sin) = hidden_states[0].contiguous(), angles
         q, k, v = native.before_attention(made, states, cos.contiguous(), sin.contiguous())
         attention = self._attention
-        attended = step.attend(attention.layer_idx, q.float(), k.float(), v.float(), attention.scaling)
+        attended = step.attend(attention.layer_idx, q, k, v, attention.scaling)
         attended = attended.to(self._dtype).contiguous()
         return native.behind_attention(made, states, attended, self._most).unsqueeze(0)
 
@@ -422,8 +422,8 @@ def _packed_together(weights: Sequence[Tensor], key: str) -> list[Tensor] | None
     """Return packed weights in memory that processes with this key share; None if that is not possible."""
     if not all(map(_is_native, weights)):
         return None
-    shapes = [native.packed_shape(weight) for weight in weights]
     dtypes = [_stored_dtype(weight) for weight in weights]
+    shapes = [native.packed_shape(weight, dtype) for weight, dtype in zip(weights, dtypes, strict=True)]
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
     ends = list(accumulate(-(-size // LINE_BYTES) * LINE_BYTES for size in sizes))
 

@@ -81,8 +81,8 @@ def attend_in_ring(
 ) -> tuple[Tensor, None]:
     """Attend rotated query[1,H,T,D] to key and value[1,K,T,D] -> (out[1,T,H,D], None), as transformers calls it.
 
-    On a CPU all three are widened to fp32, once; the step stores, sends and merges fp32, and `out` is narrowed. Raises
-    ModelRefused if the layer wants another attention than causal softmax over all earlier tokens.
+    The step stores and sends them in their dtype, and merges fp32. On a CPU float16 is widened first. Raises ModelRefused
+    if the layer wants another attention than causal softmax over all earlier tokens.
     """
     if unserved := [name for name in UNSERVED_ATTENTION if others.get(name) is not None]:
         raise ModelRefused(f"attention with {unserved[0]} cannot be served")
@@ -91,7 +91,7 @@ def attend_in_ring(
     layer = module.layer_idx
     assert isinstance(layer, int)
     q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
-    if query.device.type == "cpu":
+    if query.device.type == "cpu" and query.dtype == torch.float16:
         q, k, v = q.float(), k.float(), v.float()
     out = ring_step.attend(layer, q, k, v, scaling)
     return out.to(query.dtype).unsqueeze(0), None
