@@ -11,9 +11,11 @@
 #include <stdlib.h>
 #include <string.h>
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 #if defined(__AMX_BF16__)
 #include <cpuid.h>
-#include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -93,6 +95,27 @@ INLINE vf stored(vf value, const float *) { return value; }
 INLINE vf stored(vf value, const bf16 *) {
     const vu bits = (vu)value;
     return select(value == value, (vf)((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000), value);
+}
+
+// The same for kernels that multiply by tiles, whose processors have an instruction for it. It writes tiny numbers as
+// zeros.
+template <bool BY_TILES, class Result>
+INLINE void put_rounded(Result *at, vf value) {
+#if defined(__AMX_BF16__)
+    if (BY_TILES && sizeof(Result) == sizeof(bf16)) {
+        *(vh_u *)at = (vh_u)_mm512_cvtneps_pbh((__m512)value);
+        return;
+    }
+#endif
+    put(at, value);
+}
+template <bool BY_TILES, class Result>
+INLINE vf rounded(vf value, const Result *kind) {
+#if defined(__AMX_BF16__)
+    if (BY_TILES && sizeof(Result) == sizeof(bf16))
+        return (vf)(__builtin_convertvector((vh_u)_mm512_cvtneps_pbh((__m512)value), vu) << 16);
+#endif
+    return stored(value, kind);
 }
 
 #if defined(__clang__)
@@ -185,6 +208,16 @@ INLINE vf exponential(vf x) {
     sum = sum * rest * rest + rest + 1.0f;
     vf power = (vf)(((vi)shifted + (127 - 0x4b400000)) << 23);
     return select(x < least, all(0.0f), sum * power);
+}
+
+// 1 / x for x in [1, 2], within a unit in the last place.
+INLINE vf inverse(vf x) {
+#if defined(__AVX512F__)
+    const vf near = (vf)_mm512_rcp14_ps((__m512)x);
+    return near + near * (1.0f - x * near);
+#else
+    return 1.0f / x;
+#endif
 }
 
 float exponential(float x) {
@@ -678,7 +711,7 @@ void multiply_group(const float *x, const Stored *weight, float *sums, int64_t r
 // Write rows [first, first + rows) and outputs [line, line + width) of a product: its sums, or with a second weight the
 // product of their silu and `ups`; both [rows][width]. Where a model stores results, they are rounded: products before
 // `added` is added to them.
-template <class Result>
+template <class Result, bool BY_TILES>
 void finish_rows(const Linear &a, int64_t first, int64_t rows, int64_t line, int64_t width, float *sums,
                  const float *ups) {
     const int64_t left = a.out_features - line, lanes = left < width ? left : width;
@@ -686,11 +719,11 @@ void finish_rows(const Linear &a, int64_t first, int64_t rows, int64_t line, int
         if (a.second)
             for (int64_t lane = 0; lane < width; lane += W) {
                 const Result *kind = nullptr;
-                vf gate = stored(load(sums + lane), kind), up = stored(load(ups + lane), kind);
+                vf gate = rounded<BY_TILES>(load(sums + lane), kind), up = rounded<BY_TILES>(load(ups + lane), kind);
                 // 1 / (1 + e^-x) with an exponent that is never positive.
                 vf size = select(gate < 0.0f, -gate, gate), small = exponential(-size);
-                vf part = select(gate < 0.0f, small, all(1.0f)) / (small + 1.0f);
-                store(sums + lane, stored(gate * part, kind) * up);
+                vf part = select(gate < 0.0f, small, all(1.0f)) * inverse(small + 1.0f);
+                store(sums + lane, rounded<BY_TILES>(gate * part, kind) * up);
             }
         const int64_t at = (first + row) * a.out_features + line;
         Result *out = (Result *)a.out + at;
@@ -700,7 +733,7 @@ void finish_rows(const Linear &a, int64_t first, int64_t rows, int64_t line, int
         for (; lane + W <= lanes; lane += W) {
             vf value = load(sums + lane);
             if (bias) value += load(bias + lane);
-            put(out + lane, added ? load(added + lane) + stored(value, added) : value);
+            put_rounded<BY_TILES>(out + lane, added ? load(added + lane) + rounded<BY_TILES>(value, added) : value);
         }
         for (; lane < lanes; ++lane) {
             float value = sums[lane];
@@ -733,7 +766,7 @@ void multiply_task(const Linear &a, int64_t task) {
 #endif
         }
     }
-    finish_rows<Result>(a, first, rows, line, OUT_LANES, sums, ups);
+    finish_rows<Result, false>(a, first, rows, line, OUT_LANES, sums, ups);
 }
 
 template <class Stored>
@@ -784,6 +817,7 @@ bool uses_tiles = false;
 #define SPLIT_PARTS 648
 #define SPLIT_ROWS 32
 #define SPLIT_SUMS 144
+#define FINISHED_ROWS 2
 
 struct alignas(64) LinearScratch {
     bf16 weights[SPLIT_PARTS * PART_NUMBERS];  // [outputs / 32][columns / 32]
@@ -1011,13 +1045,13 @@ void multiply_by_tiles(const TiledLinear &a, int64_t task) {
             float *sums;
         } last = {};
         const auto finish = [&](int64_t upto) {
-            if (upto > last.height) upto = last.height;
-            if (upto <= last.done) return;
+            if (upto >= last.height) upto = last.height;
+            else if (upto < last.done + FINISHED_ROWS) return;
+            if (upto == last.done) return;
             float *sums = last.sums + last.done * BLOCK;
-            finish_rows<Row>(l, last.row + last.done, upto - last.done, last.line, BLOCK, sums, sums + BLOCK * BLOCK);
+            finish_rows<Row, true>(l, last.row + last.done, upto - last.done, last.line, BLOCK, sums, sums + BLOCK * BLOCK);
             last.done = upto;
         };
-        const int64_t share = (BLOCK + depth * count - 1) / (depth * count);
         for (int64_t row = first; row < stop; row += BLOCK) {
             const int64_t height = stop - row < BLOCK ? stop - row : BLOCK;
             split_rows((const Row *)l.x + row * l.in_features + column, height, columns, l.in_features, s.rows, s.some);
@@ -1032,7 +1066,7 @@ void multiply_by_tiles(const TiledLinear &a, int64_t task) {
                     for (int64_t block = 0; block < depth; ++block) {
                         multiply_blocks(s.rows + block * x_parts * PART_NUMBERS, weights + block * size, x_parts, parts,
                                         beside);
-                        finish((which * depth + block + 1) * share);
+                        finish((which * depth + block + 1) * BLOCK / (depth * count));
                     }
                     if (!column) {
                         store_sums(sums[which], W, 16 * BLOCK, BLOCK);
