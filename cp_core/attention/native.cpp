@@ -802,7 +802,7 @@ bool uses_tiles = false;
 // is narrow: its first parts are the whole.
 //
 // A block is 32 rows of 32 numbers: two tiles of 16 rows for each part. A row of a tile has pairs of numbers. Those of
-// linear layers are from neighbouring columns, those of attention from columns 0 to 15 and 16 to 31.
+// linear layers, and of bfloat16 queries and keys, are neighbours; others are from columns 0 to 15 and 16 to 31.
 
 #define BLOCK 32
 #define PARTS 3
@@ -905,28 +905,39 @@ INLINE vf in_order(vf first, vf second) {
     return (vf)_mm512_permutex2var_epi16((__m512i)first, _mm512_load_si512(upper), (__m512i)second);
 }
 
-// How the numbers of a half of a block lie in its lines: pairs of a number and one behind it, the same with a line for
-// each column, or in their order.
-enum Order { PAIRED, TRANSPOSED, IN_ORDER };
+// How the numbers of a half of a block lie in its lines: pairs of numbers `second` apart, or of neighbours; and, of
+// pairs, whether a line has those of one column.
+enum Order { PAIRED, TRANSPOSED, IN_ORDER, IN_ORDER_TRANSPOSED };
 
-// Write a half of a block: pairs of numbers `second` apart, in lines `stride` apart. Returns bits of what is left behind
-// the first part; with FIRST_ONLY only that is written.
+// Write a half of a block whose lines are `stride` apart. Returns bits of what is left behind the first part; with
+// FIRST_ONLY only that is written.
 template <Order ORDER, bool FIRST_ONLY, class Stored>
 INLINE vu split_half(bf16 *half, const Stored *from, int64_t stride, int64_t second) {
+    constexpr bool is_narrow = sizeof(Stored) == sizeof(bf16);
+    constexpr bool is_in_order = ORDER == IN_ORDER || ORDER == IN_ORDER_TRANSPOSED;
+    constexpr int num_parts = FIRST_ONLY || is_narrow ? 1 : PARTS;
     vu left = {};
     vf parts[PARTS][16];
 #pragma GCC unroll 16
     for (int line = 0; line < 16; ++line) {
-        vf one = load(from + line * stride), other = load(from + line * stride + second);
-        for (int part = 0; part < (FIRST_ONLY ? 1 : PARTS); ++part) {
-            const bool is_rest = part == PARTS - 1;
-            const vf top = is_rest ? one : split(one), beside = is_rest ? other : split(other);
-            parts[part][line] = ORDER == IN_ORDER ? in_order(top, beside) : paired(top, beside);
-            if (!part) left |= (vu)one | (vu)other;
+        const Stored *one_at = from + line * stride, *other_at = one_at + second;
+        if constexpr (is_narrow && is_in_order) {
+            parts[0][line] = *(const vf_u *)one_at;
+        } else if constexpr (is_narrow) {
+            const vu one = __builtin_convertvector(*(const vh_u *)one_at, vu);
+            parts[0][line] = (vf)(one | __builtin_convertvector(*(const vh_u *)other_at, vu) << 16);
+        } else {
+            vf one = load(one_at), other = load(other_at);
+            for (int part = 0; part < num_parts; ++part) {
+                const bool is_rest = part == PARTS - 1;
+                const vf top = is_rest ? one : split(one), beside = is_rest ? other : split(other);
+                parts[part][line] = is_in_order ? in_order(top, beside) : paired(top, beside);
+                if (!part) left |= (vu)one | (vu)other;
+            }
         }
     }
-    for (int part = 0; part < (FIRST_ONLY ? 1 : PARTS); ++part) {
-        if (ORDER == TRANSPOSED) transpose(parts[part]);
+    for (int part = 0; part < num_parts; ++part) {
+        if (ORDER == TRANSPOSED || ORDER == IN_ORDER_TRANSPOSED) transpose(parts[part]);
 #pragma GCC unroll 16
         for (int line = 0; line < 16; ++line)
             store((float *)(half + part * PART_NUMBERS) + line * W, parts[part][line]);
@@ -979,10 +990,6 @@ void split_rows(const Stored *x, int64_t rows, int64_t columns, int64_t stride, 
     for (int64_t column = 0; column < columns; column += BLOCK, blocks += is_narrow ? PART_NUMBERS : BLOCK_NUMBERS) {
         int64_t apart = stride;
         const Stored *from = whole_block(x + column, apart, rows, columns - column, memory);
-        if (is_narrow) {
-            for (int64_t row = 0; row < BLOCK; ++row) memcpy(blocks + row * BLOCK, from + row * apart, 2 * BLOCK);
-            continue;
-        }
         split_half<IN_ORDER, false>(blocks, from, apart, 16);
         split_half<IN_ORDER, false>(blocks + TILE_NUMBERS, from + 16 * apart, apart, 16);
     }
@@ -1134,7 +1141,7 @@ INLINE bool split_tokens(bf16 *block, const Stored *from, int64_t stride, int64_
                          bool likely) {
     from = whole_block(from, stride, tokens, width, memory);
     if (IS_V) return split_block<TRANSPOSED>(block, from, from + 16, stride, 16 * stride, likely);
-    return split_block<PAIRED>(block, from, from + 16 * stride, stride, 16, likely);
+    return split_block<sizeof(Stored) == sizeof(bf16) ? IN_ORDER : PAIRED>(block, from, from + 16 * stride, stride, 16, likely);
 }
 
 // 2^x for x <= 0 within 2 units in the last place, 0 below -126. A NaN stays one.
@@ -1215,7 +1222,8 @@ void attend_by_tiles(const Attention &a, int64_t task) {
                            (kv_head * group + (row + each) % group) * a.q_head + d,
                        sizeof(Stored) * (a.dim - d < BLOCK ? a.dim - d : BLOCK));
             bf16 *block = s.q + (row / BLOCK * depth + d / BLOCK) * size;
-            q_is_narrow &= split_block<TRANSPOSED>(block, some, some + 16 * BLOCK, BLOCK, 16, q_is_narrow);
+            q_is_narrow &= split_block<is_narrow ? IN_ORDER_TRANSPOSED : TRANSPOSED>(block, some, some + 16 * BLOCK, BLOCK,
+                                                                                     16, q_is_narrow);
         }
     for (int64_t row = 0; row < TILED_QUERIES; ++row) s.highest[row] = -INFINITE, s.total[row] = 0.0f;
     memset(s.out, 0, sizeof(float) * (rows + BLOCK - 1) / BLOCK * BLOCK * dim);
