@@ -27,8 +27,9 @@ RESTART_WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds between attempts to restart a gateway: a connection of another program may hold its port for a while."""
 MAX_TICK_SECONDS = 1.0
 """Silence that one look counts at most: this process may have stood still itself."""
-SPARE_WAIT = 5.0
-"""Seconds from a successor's start of serving to the load of the next: turns that were cut begin again meanwhile."""
+SPARE_WAIT = 15.0
+"""Seconds from a gateway's start of serving to the load of its spare: first turns, and those that were cut and begin
+again, come first."""
 FAILED_SPARE_WAIT = 60.0
 """Seconds from the end of a spare that has not served to the load of another."""
 SPARE_SECONDS = 5.0
@@ -136,8 +137,7 @@ class GatewayKeeper:
         self._process: _Process | None = None
         self._spare: _Process | None = None
         self._has_spare = has_spare
-        self._spare_at = 0.0
-        self._looked_at = self._silence = 0.0
+        self._looked_at = self._silence = self._spare_at = 0.0
 
     @property
     def pid(self) -> int:
@@ -164,6 +164,7 @@ class GatewayKeeper:
             self.settings, listen=addresses["gateway"], http=addresses["http"], metrics=addresses["metrics"]
         )
         self._looked_at, self._silence = self._clock(), 0.0
+        self._spare_at = self._looked_at + SPARE_WAIT
 
     def look(self, stopped: threading.Event) -> None:
         """Let a successor serve if the gateway has died or stands still. Raises ConfigError if none can."""
@@ -186,7 +187,6 @@ class GatewayKeeper:
         self._end_process()
         if not self._take_spare():
             self._start_again(stopped)
-        self._spare_at = self._clock() + SPARE_WAIT
 
     def _start_again(self, stopped: threading.Event) -> None:
         for seconds in (*RESTART_WAITS, None):

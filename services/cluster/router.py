@@ -32,8 +32,9 @@ DISK_WAIT_SECONDS = 5.0
 """Seconds between two starts while the journal's disk is full."""
 PROBE_SECONDS = 0.5
 """Seconds between two questions whether the router answers."""
-SPARE_WAIT = 5.0
-"""Seconds from a router's start of serving to the load of its spare: turns that it has to settle come first."""
+SPARE_WAIT = 15.0
+"""Seconds from a router's start of serving to the load of its spare: turns that it has to settle, and the first turns
+of a service, come first."""
 FAILED_SPARE_WAIT = 60.0
 """Seconds from the end of a spare to the load of another."""
 MAX_TICK_SECONDS = 1.0

@@ -128,7 +128,9 @@ def spared(clock: Clock) -> Iterator[GatewayKeeper]:
     keeper.start()
     try:
         keeper.await_serving()
-        look(keeper, clock)
+        look(keeper, clock, gateway.SPARE_WAIT - 1)
+        assert not spare_pid(keeper), "first turns come first"
+        look(keeper, clock, 1)
         wait_until(lambda: keeper._spare is not None and not keeper._spare.lines.empty(), "a loaded spare")
         yield keeper
     finally:
@@ -188,7 +190,7 @@ def test_a_spare_that_still_loads_is_waited_for(clock: Clock, monkeypatch: pytes
     keeper.start()
     try:
         keeper.await_serving()
-        look(keeper, clock)
+        look(keeper, clock, gateway.SPARE_WAIT)
         assert spare_pid(keeper) == die(keeper, clock)
     finally:
         keeper.end()
@@ -210,7 +212,7 @@ def test_a_spare_ends_with_its_parent_and_listens_nowhere_before_its_turn() -> N
     try:
         keeper.await_serving()
         address, stopped = keeper.settings.listen, threading.Event()
-        keeper.look(stopped)
+        keeper._keep_spare(float("inf"))
         spare = psutil.Process(spare_pid(keeper))
         first = keeper.pid
         os.kill(first, signal.SIGKILL)
