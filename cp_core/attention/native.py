@@ -283,7 +283,7 @@ def _one_page(num_rows: int) -> torch.Tensor:
 
 
 def packed_shape(weight: torch.Tensor, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the shape of weight[N, C] when it is packed in `dtype`: N rounded up to vectors, C of bfloat16 to pairs."""
+    """Return the shape of weight[N, C] that is packed in `dtype`: N rounded up to vectors, C of bfloat16 to pairs."""
     found = library()
     assert found is not None
     lanes = found.ringserve_lanes()

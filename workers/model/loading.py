@@ -81,8 +81,8 @@ def attend_in_ring(
 ) -> tuple[Tensor, None]:
     """Attend rotated query[1,H,T,D] to key and value[1,K,T,D] -> (out[1,T,H,D], None), as transformers calls it.
 
-    The step stores and sends them in their dtype, and merges fp32. On a CPU float16 is widened first. Raises ModelRefused
-    if the layer wants another attention than causal softmax over all earlier tokens.
+    The step stores and sends them in their dtype, and merges fp32. On a CPU float16 is widened first. Raises
+    ModelRefused if the layer wants another attention than causal softmax over all earlier tokens.
     """
     if unserved := [name for name in UNSERVED_ATTENTION if others.get(name) is not None]:
         raise ModelRefused(f"attention with {unserved[0]} cannot be served")
