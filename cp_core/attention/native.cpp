@@ -1,4 +1,4 @@
-// Kernels of CPUs: attention with its log-sum-exp, linear layers, norms, and rotary positions.
+// Kernels of CPUs: attention with its log-sum-exp, merges of its parts, linear layers, norms, and rotary positions.
 //
 // One source, compiled once for each instruction set (hatch_build.py) and called through ctypes (native.py): it needs
 // no header of Python or torch. Vectors are those of gcc and clang, W floats wide.
@@ -659,7 +659,8 @@ INLINE void multiply_tile(const float *x, const Stored *weight, float *sums, int
         for (int side = 0; side < beside; ++side)
             add_column<Stored, ROWS, BLOCKS>(each, x + column, weight + column * W, in_features, apart, side);
     }
-    if (column < columns) add_column<Stored, ROWS, BLOCKS>(each, x + column, weight + column * W, in_features, apart, 0);
+    if (column < columns)
+        add_column<Stored, ROWS, BLOCKS>(each, x + column, weight + column * W, in_features, apart, 0);
 #pragma GCC unroll 6
     for (int row = 0; row < ROWS; ++row)
 #pragma GCC unroll 4
@@ -703,7 +704,8 @@ void multiply_group(const float *x, const Stored *weight, float *sums, int64_t r
         for (int block = 0; block < BLOCKS; ++block)
             for (int64_t at = 0; at < columns; at += 2)
                 for (int side = 0; side < 2; ++side)
-                    store(wide + (block * COLUMN_BLOCK + at + side) * W, load_column(some + (block * apart + at) * W, side));
+                    store(wide + (block * COLUMN_BLOCK + at + side) * W,
+                          load_column(some + (block * apart + at) * W, side));
         multiply_columns<float, BLOCKS>(x + column, wide, sums, rows, in_features, COLUMN_BLOCK, columns);
     }
 }
@@ -1056,7 +1058,8 @@ void multiply_by_tiles(const TiledLinear &a, int64_t task) {
             else if (upto < last.done + FINISHED_ROWS) return;
             if (upto == last.done) return;
             float *sums = last.sums + last.done * BLOCK;
-            finish_rows<Row, true>(l, last.row + last.done, upto - last.done, last.line, BLOCK, sums, sums + BLOCK * BLOCK);
+            finish_rows<Row, true>(l, last.row + last.done, upto - last.done, last.line, BLOCK, sums,
+                                   sums + BLOCK * BLOCK);
             last.done = upto;
         };
         for (int64_t row = first; row < stop; row += BLOCK) {
@@ -1068,7 +1071,10 @@ void multiply_by_tiles(const TiledLinear &a, int64_t task) {
                 for (int64_t which = 0; which < count; ++which) {
                     const bf16 *weights = s.weights + (panel * count + which) * depth * parts * PART_NUMBERS;
                     int64_t size = parts * PART_NUMBERS, beside = TILE_NUMBERS;
-                    if (is_whole(panel)) weights = (const bf16 *)packed(panel, which), size = TILE_NUMBERS, beside = W * apart;
+                    if (is_whole(panel)) {
+                        weights = (const bf16 *)packed(panel, which);
+                        size = TILE_NUMBERS, beside = W * apart;
+                    }
                     clear_sums();
                     for (int64_t block = 0; block < depth; ++block) {
                         multiply_blocks(s.rows + block * x_parts * PART_NUMBERS, weights + block * size, x_parts, parts,
@@ -1140,8 +1146,9 @@ template <bool IS_V, class Stored>
 INLINE bool split_tokens(bf16 *block, const Stored *from, int64_t stride, int64_t tokens, int64_t width, float *memory,
                          bool likely) {
     from = whole_block(from, stride, tokens, width, memory);
+    constexpr Order order = sizeof(Stored) == sizeof(bf16) ? IN_ORDER : PAIRED;
     if (IS_V) return split_block<TRANSPOSED>(block, from, from + 16, stride, 16 * stride, likely);
-    return split_block<sizeof(Stored) == sizeof(bf16) ? IN_ORDER : PAIRED>(block, from, from + 16 * stride, stride, 16, likely);
+    return split_block<order>(block, from, from + 16 * stride, stride, 16, likely);
 }
 
 // 2^x for x <= 0 within 2 units in the last place, 0 below -126. A NaN stays one.
@@ -1203,6 +1210,7 @@ void attend_by_tiles(const Attention &a, int64_t task) {
     AttentionScratch &s = attention_scratch;
     constexpr bool is_narrow = sizeof(Stored) == sizeof(bf16);
     constexpr int weight_parts = is_narrow ? 2 : PARTS;
+    constexpr Order order = is_narrow ? IN_ORDER_TRANSPOSED : TRANSPOSED;
     constexpr int64_t size = is_narrow ? PART_NUMBERS : BLOCK_NUMBERS, apart = weight_parts * PART_NUMBERS;
     const int64_t group = a.heads / a.kv_heads, depth = (a.dim + BLOCK - 1) / BLOCK, dim = depth * BLOCK;
     const int64_t kv_head = task % a.kv_heads;
@@ -1222,8 +1230,7 @@ void attend_by_tiles(const Attention &a, int64_t task) {
                            (kv_head * group + (row + each) % group) * a.q_head + d,
                        sizeof(Stored) * (a.dim - d < BLOCK ? a.dim - d : BLOCK));
             bf16 *block = s.q + (row / BLOCK * depth + d / BLOCK) * size;
-            q_is_narrow &= split_block<is_narrow ? IN_ORDER_TRANSPOSED : TRANSPOSED>(block, some, some + 16 * BLOCK, BLOCK,
-                                                                                     16, q_is_narrow);
+            q_is_narrow &= split_block<order>(block, some, some + 16 * BLOCK, BLOCK, 16, q_is_narrow);
         }
     for (int64_t row = 0; row < TILED_QUERIES; ++row) s.highest[row] = -INFINITE, s.total[row] = 0.0f;
     memset(s.out, 0, sizeof(float) * (rows + BLOCK - 1) / BLOCK * BLOCK * dim);
@@ -1308,6 +1315,64 @@ bool may_use_tiles() {
     return !syscall(SYS_arch_prctl, request, tile_data);
 }
 #endif
+
+// Merge of parts of attention over the same rows, each row of one head: see partial.py.
+
+struct Merge {
+    const float *const *outs, *const *lses;  // [M] of [T, D] and [T]
+    void *out;                               // [T, D]
+    float *lse;                              // [T]
+    int64_t parts, rows, dim;
+};
+
+#define MERGED_PARTS 64
+#define MERGED_ROWS (4 * W)
+// Fewer numbers are merged in less time than another thread takes to wake.
+#define LEAST_MERGED_NUMBERS (1 << 17)
+
+template <class Result>
+void merge_task(const Merge &a, int64_t task) {
+    const int64_t stop = (task + 1) * MERGED_ROWS < a.rows ? (task + 1) * MERGED_ROWS : a.rows;
+    for (int64_t first = task * MERGED_ROWS; first < stop; first += W) {
+        const int64_t lanes = stop - first < W ? stop - first : W;
+        alignas(64) float weights[MERGED_PARTS][W];
+        vf highest = all(-INFINITE), total = {};
+        for (int64_t part = 0; part < a.parts; ++part) {
+            store(weights[part], all(-INFINITE));
+            memcpy(weights[part], a.lses[part] + first, sizeof(float) * lanes);
+            highest = larger(load(weights[part]), highest);
+        }
+        const vf base = select(highest == -INFINITE, all(0.0f), highest);
+        for (int64_t part = 0; part < a.parts; ++part) {
+            const vf weight = exponential(load(weights[part]) - base);
+            store(weights[part], weight);
+            total += weight;
+        }
+        // A row without any key has no weight, and an out of 0. An LSE that is a NaN makes all weights of its row one.
+        const vf by = select(total == 0.0f, all(1.0f), total);
+        for (int64_t part = 0; part < a.parts; ++part) store(weights[part], load(weights[part]) / by);
+        for (int64_t lane = 0; lane < lanes; ++lane) {
+            const int64_t row = first + lane;
+            Result *out = (Result *)a.out + row * a.dim;
+            a.lse[row] = total[lane] == 0.0f ? -INFINITE : highest[lane] + __builtin_logf(total[lane]);
+            int64_t d = 0;
+            for (; d + W <= a.dim; d += W) {
+                vf sum = {};
+                for (int64_t part = 0; part < a.parts; ++part)
+                    if (const float weight = weights[part][lane]; weight != 0.0f)
+                        sum += weight * load(a.outs[part] + row * a.dim + d);
+                put(out + d, sum);
+            }
+            for (; d < a.dim; ++d) {
+                float sum = 0.0f;
+                for (int64_t part = 0; part < a.parts; ++part)
+                    if (const float weight = weights[part][lane]; weight != 0.0f)
+                        sum += weight * a.outs[part][row * a.dim + d];
+                put(out + d, sum);
+            }
+        }
+    }
+}
 
 // Norms by the root of the mean square: x / sqrt(mean(x^2) + epsilon) * weight.
 
@@ -1509,6 +1574,17 @@ void ringserve_normalize(const void *x, const void *weight, void *out, int64_t r
 void ringserve_rotate(const void *x, const void *cos, const void *sin, void *out, const int64_t *sizes, int is_wide,
                       int threads) {
     rotate({x, cos, sin, out, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]}, is_wide, threads);
+}
+
+int ringserve_most_parts() { return MERGED_PARTS; }
+
+void ringserve_merge(const float *const *outs, const float *const *lses, void *out, float *lse, int64_t parts,
+                     int64_t rows, int64_t dim, int is_wide, int threads) {
+    const Merge a = {outs, lses, out, lse, parts, rows, dim};
+    const int64_t tasks = (rows + MERGED_ROWS - 1) / MERGED_ROWS;
+    if (rows * dim * parts < LEAST_MERGED_NUMBERS) threads = 1;
+    if (is_wide) run_tasks<Merge, merge_task<float>>(a, tasks, threads);
+    else run_tasks<Merge, merge_task<bf16>>(a, tasks, threads);
 }
 
 int ringserve_lanes() { return W; }

@@ -1,4 +1,4 @@
-"""Kernels of CPUs that are compiled when ringserve is installed (`native.cpp`): attention, layers, norms, positions.
+"""Kernels of CPUs that are compiled when ringserve is installed (`native.cpp`): attention, layers, norms and others.
 
 Shapes: T query tokens, S stored tokens, B single queries, H query heads, K key/value heads, D head dimension, C input
 features, N output features.
@@ -74,6 +74,7 @@ def load(kind: str) -> ctypes.CDLL | None:
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     found.ringserve_attend.argtypes = [*[pointer] * 8, ctypes.c_float, ctypes.c_int, ctypes.c_int]
     found.ringserve_attend_pages.argtypes = [*[pointer] * 9, ctypes.c_float, ctypes.c_int, ctypes.c_int]
+    found.ringserve_merge.argtypes = [*[pointer] * 4, *[integer] * 3, ctypes.c_int, ctypes.c_int]
     found.ringserve_pack.argtypes = [pointer, pointer, integer, integer, ctypes.c_int]
     found.ringserve_linear.argtypes = [*[pointer] * 5, *[integer] * 3, *[ctypes.c_int] * 3]
     found.ringserve_takes_tiles.argtypes = [integer, ctypes.c_int, ctypes.c_int]
@@ -256,6 +257,30 @@ def _attend_pages(
         torch.get_num_threads(),
     )
     return Partial(out, lse)
+
+
+MERGES_EARLY = False
+"""See `MergeKernels`."""
+
+
+def merge_parts(
+    outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], into: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `MergeKernels`."""
+    found = library()
+    assert found is not None
+    if len(outs) > (most := found.ringserve_most_parts()):
+        first = merge_parts(outs[:most], lses[:most])
+        return merge_parts([first[0], *outs[most:]], [first[1], *lses[most:]], into)
+    outs, lses = ([each.float().contiguous() for each in parts] for parts in (outs, lses))
+    out = torch.empty(outs[0].shape) if into is None or into.dtype not in DTYPES else into
+    assert out.is_contiguous(), "rows of the result lie side by side"
+    lse = torch.empty(lses[0].shape)
+    pointers = ((ctypes.c_void_p * len(parts))(*(each.data_ptr() for each in parts)) for parts in (outs, lses))
+    is_wide = out.dtype == torch.float32
+    sizes = (len(outs), lse.numel(), out.shape[-1], is_wide, torch.get_num_threads())
+    found.ringserve_merge(*pointers, out.data_ptr(), lse.data_ptr(), *sizes)
+    return out if into is None or into is out else into.copy_(out), lse
 
 
 @lru_cache(maxsize=64)

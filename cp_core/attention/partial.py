@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import accumulate, pairwise
-from typing import ClassVar, Protocol, TypeGuard
+from typing import Any, ClassVar, Protocol, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -165,7 +165,13 @@ class PartialBuffer:
 
 
 class MergeKernels(Protocol):
-    """Merge of parts in one kernel launch, without a wait on the host: `cp_core.attention.triton_kernels`."""
+    """Merge of parts in one call, without a wait on the host: `triton_kernels` and `native` in `cp_core.attention`.
+
+    With MERGES_EARLY, a sequence's parts are merged before all have come, to hold few of them in a GPU's memory.
+    Without it they are merged once, in their order, so that every algorithm gives the same bits.
+    """
+
+    MERGES_EARLY: bool
 
     def merge_parts(
         self, outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], into: torch.Tensor | None = None
@@ -180,10 +186,12 @@ class MergeKernels(Protocol):
 @cache
 def kernels_on(device: torch.device) -> MergeKernels | None:
     """Return the merge kernels for this device, or None if plain tensor operations merge parts."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+    name = "triton_kernels" if device.type == "cuda" else "native"
+    if device.type not in ("cuda", "cpu") or (name == "triton_kernels" and importlib.util.find_spec("triton") is None):
         return None
-    kernels: MergeKernels = importlib.import_module("ringserve.cp_core.attention.triton_kernels")
-    return kernels
+    kernels: Any = importlib.import_module(f"ringserve.cp_core.attention.{name}")
+    found: MergeKernels | None = None if name == "native" and kernels.library() is None else kernels
+    return found
 
 
 def merge_in_kernel(kernels: MergeKernels, parts: Sequence[Partial], into: torch.Tensor | None = None) -> Partial:
@@ -200,11 +208,12 @@ def merge(parts: Sequence[Partial]) -> Partial:
     Example: two parts of one row with lse 0 and out 1 and 3 merge to out 2 and lse log 2.
     """
     assert parts, "nothing to merge"
-    if kernels := kernels_on(parts[0].lse.device):
-        # GPU kernels return a NaN out for a NaN LSE, so a single part is right as it is.
-        return merge_in_kernel(kernels, parts) if len(parts) > 1 else parts[0]
     if len(parts) == 1:
-        return _without_a_number(parts[0])
+        # GPU kernels return a NaN out for a NaN LSE.
+        return parts[0] if parts[0].lse.device.type == "cuda" else _without_a_number(parts[0])
+    kernels = kernels_on(parts[0].lse.device)
+    if kernels is not None and parts[0].lse.dtype == torch.float32:
+        return merge_in_kernel(kernels, parts)
     weights_mth, lse_th, has_unseen = _weights(torch.stack([part.lse for part in parts]))
     out_thd: torch.Tensor | None = None
     for part, weight_th in zip(parts, weights_mth, strict=True):
@@ -443,7 +452,7 @@ def merge_rows(parts: Sequence[RowPartial], out_thd: torch.Tensor, sink_h: torch
     """
     if sink_h is not None:
         parts = [*parts, RowPartial(Rows(0, out_thd.shape[0]), sink_part(out_thd, sink_h))]
-    kernels = kernels_on(out_thd.device)
+    kernels = kernels_on(out_thd.device) if out_thd.dtype != torch.float64 else None
     for rows, covering in _by_rows(parts):
         if kernels is not None and out_thd.is_contiguous():
             merge_in_kernel(kernels, covering, into=out_thd[rows.start : rows.stop])
@@ -456,11 +465,9 @@ MAX_HELD_PARTS = 4
 
 
 def merge_held(parts: list[RowPartial], like_thd: torch.Tensor) -> list[RowPartial]:
-    """Merge a sequence's parts into one if there are too many to hold on a GPU.
-
-    On a CPU all parts stay until one merge in source-rank order, so that every algorithm gives the same bits.
-    """
-    if len(parts) <= MAX_HELD_PARTS or kernels_on(like_thd.device) is None:
+    """Merge a sequence's parts into one if there are too many to hold on a GPU: see `MergeKernels`."""
+    kernels = kernels_on(like_thd.device)
+    if len(parts) <= MAX_HELD_PARTS or kernels is None or not kernels.MERGES_EARLY:
         return parts
     whole = empty_partial(like_thd)
     for rows, covering in _by_rows(parts):

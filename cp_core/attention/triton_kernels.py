@@ -160,6 +160,9 @@ def attend_between(
     return out, lse
 
 
+MERGES_EARLY = True
+
+
 def merge_parts(
     outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], into: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:

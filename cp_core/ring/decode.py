@@ -282,7 +282,7 @@ def _merged(
 
 def merged_out(parts: Sequence[Partial]) -> torch.Tensor:
     """Merge M parts to out[B, H, D], with 0 in rows that attended nothing. The result may be a part's own out."""
-    if kernels := kernels_on(parts[0].lse.device):
+    if (kernels := kernels_on(parts[0].lse.device)) and parts[0].lse.dtype == torch.float32:
         return merge_in_kernel(kernels, parts).out
     lse_mbh = torch.stack([part.lse for part in parts]) if len(parts) > 1 else parts[0].lse[None]
     # One number read from the device decides. `amin` returns NaN if any LSE is NaN, and a finite minimum means that no

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hatch_build import X86, compile_kernels
 from ringserve.cp_core.attention import native
 from ringserve.cp_core.attention.native import HEAD_DIMS, MAX_SINGLE_TOKENS, NativeCpu, multiply, pack_weight
-from ringserve.cp_core.attention.partial import PagedShards
+from ringserve.cp_core.attention.partial import PagedShards, Partial, merge, merge_in_kernel
 from tests.cp_core.attention.test_paged import scattered
 from tests.oracles import largest, oracle_partial, random_tokens
 from tests.programs import require
@@ -46,6 +46,35 @@ def compiled() -> None:
     if native.library() is None:
         require("c++", "g++", "clang++")
         pytest.fail("there is a compiler and no library: pip install -e . again")
+
+
+@given(
+    shape=st.tuples(st.integers(0, 70), st.integers(1, 5), st.sampled_from([5, 16, 64, 80])),
+    num_parts=st.sampled_from([1, 2, 5, 64, 65, 130]),
+    seed=st.integers(0, 100),
+)
+@settings(max_examples=60, deadline=None)
+def test_parts_merge_as_in_fp64(shape: tuple[int, int, int], num_parts: int, seed: int) -> None:
+    """Some parts attended nothing in some rows, and their outs there are NaN; some lie transposed."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = []
+    for number in range(num_parts):
+        out, lse = torch.randn(shape, generator=generator), 9 * torch.randn(shape[:2], generator=generator)
+        blind = torch.rand(shape[:2], generator=generator) < 0.3
+        out[blind], lse[blind] = torch.nan, -torch.inf
+        if number % 2:
+            out, lse = out.transpose(0, 1).contiguous().transpose(0, 1), lse.t().contiguous().t()
+        parts.append(Partial(out, lse))
+    found = merge_in_kernel(native, parts)
+    right = merge([*(Partial(part.out.double(), part.lse.double()) for part in parts)] * 2)  # twice: more than one part
+    assert largest(found.out - right.out) <= 5e-6  # the difference of two LSEs of 30 is rounded by 2e-6
+    assert torch.equal(found.lse.isneginf(), right.lse.isneginf())
+    assert torch.allclose(found.lse, (right.lse - torch.log(torch.tensor(2.0))).float(), rtol=1e-6, atol=1e-6)
+    narrow = torch.zeros(shape[0] + 2, *shape[1:], dtype=torch.bfloat16)
+    merge_in_kernel(native, parts, into=narrow[1:-1])
+    assert torch.equal(narrow[1:-1], found.out.bfloat16())
+    assert not narrow[0].any()
+    assert not narrow[-1].any()
 
 
 @given(

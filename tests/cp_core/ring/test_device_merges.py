@@ -20,6 +20,7 @@ from tests.oracles import fp32_bound, largest, oracle_causal, random_tokens
 class PlainKernels:
     """Merge kernels of plain tensor operations; `most` is the most parts of one launch."""
 
+    MERGES_EARLY = True
     most = 0
 
     def merge_parts(
