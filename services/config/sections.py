@@ -206,11 +206,11 @@ class PrefillConfig:
         examples=[20_000.0],
     )
     step_seconds: StrictFloat = Field(
-        default=0.15,
+        default=0.5,
         ge=0,
         le=3600,
         description="Aim for a step's seconds by measured rates, about as long as a short prompt waits; 0 is no aim.",
-        examples=[0.5],
+        examples=[0.25],
     )
     min_chunk_tokens: Whole = Field(
         default=256, ge=1, le=1 << 24, description="Least tokens of a long prompt in a step.", examples=[1024]

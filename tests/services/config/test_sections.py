@@ -23,7 +23,7 @@ GPU = {"device": "cuda"}
 
 def test_the_scheduler_gets_the_keys_of_prefill() -> None:
     config = config_from({"prefill": {"step_budget": 2e4, "whole_tokens": 0}})
-    assert config.prefill.scheduling == PrefillScheduling(step_budget=2e4, step_seconds=0.15, whole_tokens=0)
+    assert config.prefill.scheduling == PrefillScheduling(step_budget=2e4, step_seconds=0.5, whole_tokens=0)
 
 
 def test_a_rank_has_the_whole_blocks_that_fit() -> None:
