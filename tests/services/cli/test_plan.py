@@ -117,6 +117,7 @@ def test_plan_reads_a_model_directory_and_a_measured_profile(
     plan = printed(capsys, "plan", *arguments, "--context", "8k", "--cp", "2", "--tp", "1,2,4")
     assert [ring["shape"]["tp"] for ring in plan["rings"]] == [1, 2, 4]
     assert plan["rings"][0]["memory"]["kv_bytes_per_token"] == 2 * 8 * 4 * 128 * 2
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"dtype": "float16"}))
     on_cpu = printed(capsys, "plan", *arguments, "--context", "8k", "--cp", "2", "--tp", "1", "--device", "cpu")
     assert on_cpu["rings"][0]["memory"]["kv_bytes_per_token"] == 2 * 8 * 4 * 128 * 4
 

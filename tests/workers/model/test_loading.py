@@ -165,9 +165,9 @@ def test_a_wide_mlp_is_computed_in_parts_of_its_rows(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("is_fast", [False, True] if CAN_PACK_BFLOAT16 else [False])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize(("num_ranks", "variant"), [(1, "gather"), (2, "pass_q"), (3, "gather"), (3, "pass_q")])
 def test_a_bfloat16_model_answers_as_transformers_does_with_attention_in_float32(
-    num_ranks: int, is_fast: bool, model_paths: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
+    num_ranks: int, variant: str, is_fast: bool, model_paths: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three turns of uneven shards, one of a single token, which leaves ranks without any; caches are poisoned."""
     monkeypatch.setattr("ringserve.workers.model.layers.multiplies_bfloat16", lambda: is_fast)
@@ -175,12 +175,12 @@ def test_a_bfloat16_model_answers_as_transformers_does_with_attention_in_float32
     path = model_paths["llama_gqa"]
     oracle = Oracle(path, torch.bfloat16)
     sampling = SamplingParameters(max_tokens=8)
-    with LocalRing(path, num_ranks, dtype="bfloat16", packs_weights=True, decode_variant="gather") as ring:
+    with LocalRing(path, num_ranks, dtype="bfloat16", packs_weights=True, decode_variant=variant) as ring:
         assert {worker.parts.cache.dtype for worker in ring.workers} == {torch.bfloat16}
         packed = [module for module in ring.workers[0].parts.model.model.modules() if isinstance(module, PackedLinear)]
         assert bool(packed) is is_fast
         conversation = ring.open("a", 96)
-        for number, algorithm in enumerate((Algorithm.PASS_KV, Algorithm.PASS_Q, Algorithm.PASS_KV)):
+        for number, algorithm in enumerate((Algorithm.PASS_KV, Algorithm.PASS_Q, Algorithm.GATHER_KV)):
             new = random_tokens((37, 1, 6)[number], seed=number)
             first = ring.prefill([Turn(conversation, new, sampling)], algorithm)["a"]
             prompt = list(conversation.tokens)
