@@ -56,7 +56,7 @@ typedef float vf_u __attribute__((vector_size(4 * W), aligned(4)));
 typedef int32_t vi __attribute__((vector_size(4 * W)));
 typedef uint16_t vh_u __attribute__((vector_size(2 * W), aligned(2)));
 typedef uint32_t vu __attribute__((vector_size(4 * W)));
-typedef uint32_t vu_u __attribute__((vector_size(4 * W), aligned(2)));
+typedef uint32_t vu_u __attribute__((vector_size(4 * W), aligned(2), may_alias));  // two bfloat16 a lane
 typedef uint16_t bf16;
 
 const float INFINITE = __builtin_inff();
@@ -813,7 +813,7 @@ bool uses_tiles = false;
 #define BLOCK_NUMBERS (PARTS * PART_NUMBERS)
 // A task of a linear layer takes the weights of some outputs, which then stay in the second cache, and 32 rows at a
 // time: blocks of columns, parts of weights' blocks, and blocks of rows and of sums at most. fp32 weights are split;
-// those of bfloat16 are read where they lie.
+// those of bfloat16 are read where they lie. A few rows of sums are finished at a time, since each call costs some.
 #define SPLIT_DEPTH 24
 #define NARROW_DEPTH 48
 #define SPLIT_PARTS 648
@@ -924,7 +924,7 @@ INLINE vu split_half(bf16 *half, const Stored *from, int64_t stride, int64_t sec
     for (int line = 0; line < 16; ++line) {
         const Stored *one_at = from + line * stride, *other_at = one_at + second;
         if constexpr (is_narrow && is_in_order) {
-            parts[0][line] = *(const vf_u *)one_at;
+            parts[0][line] = (vf)(*(const vu_u *)one_at);
         } else if constexpr (is_narrow) {
             const vu one = __builtin_convertvector(*(const vh_u *)one_at, vu);
             parts[0][line] = (vf)(one | __builtin_convertvector(*(const vh_u *)other_at, vu) << 16);

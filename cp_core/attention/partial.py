@@ -186,11 +186,14 @@ class MergeKernels(Protocol):
 @cache
 def kernels_on(device: torch.device) -> MergeKernels | None:
     """Return the merge kernels for this device, or None if plain tensor operations merge parts."""
-    name = "triton_kernels" if device.type == "cuda" else "native"
-    if device.type not in ("cuda", "cpu") or (name == "triton_kernels" and importlib.util.find_spec("triton") is None):
-        return None
-    kernels: Any = importlib.import_module(f"ringserve.cp_core.attention.{name}")
-    found: MergeKernels | None = None if name == "native" and kernels.library() is None else kernels
+    kernels: Any = None
+    if device.type == "cpu":
+        kernels = importlib.import_module("ringserve.cp_core.attention.native")
+        if kernels.library() is None:
+            return None
+    elif device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        kernels = importlib.import_module("ringserve.cp_core.attention.triton_kernels")
+    found: MergeKernels | None = kernels
     return found
 
 
