@@ -76,7 +76,12 @@ def add(commands: Subcommands) -> None:
         "--device",
         choices=["cuda", "cpu"],
         help="measure the kernels of this device in one process instead of rings: prefill, decode, linear layers on "
-        "CPUs, merge, sampling; bf16 on a GPU and fp32 on a CPU",
+        "CPUs, merge, sampling",
+    )
+    attention.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        help="with --device: type of queries, KV and weights (default: bfloat16 on a GPU, float32 on a CPU)",
     )
     attention.set_defaults(run=run_attention)
 
@@ -130,6 +135,7 @@ def run_attention(options: argparse.Namespace) -> int:
     shape = AttentionShape(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
     if options.device is not None:
         return _run_kernels(options, shape)
+    _refuse(options, ("dtype",), "needs --device; rings are measured in float32")
     if options.cached < 0:
         raise ConfigError(f"--cached: {options.cached} is negative; allowed are 0 or more")
     if options.window < 0:
@@ -156,7 +162,8 @@ def _run_kernels(options: argparse.Namespace, shape: AttentionShape) -> int:
     _refuse(options, ("transport", "plot"), "not with --device, which measures no rings")
     is_gpu = options.device == "cuda"
     device = torch.device("cuda", 0) if is_gpu else torch.device("cpu")
-    dtype, sizes = (torch.bfloat16, GPU_SIZES) if is_gpu else (torch.float32, CPU_SIZES)
+    chosen = options.dtype or ("bfloat16" if is_gpu else "float32")
+    dtype, sizes = getattr(torch, chosen), GPU_SIZES if is_gpu else CPU_SIZES
     with progress_bar(NUM_KINDS) as tell:
         rows = measure_kernels(shape, device, dtype, sizes, options.rounds, tell)
     if options.json:

@@ -191,17 +191,19 @@ class KernelBench:
                     )
 
     def linear(self, sizes: Sizes) -> Iterator[Row]:
-        """Measure linear layers of fp32 on a CPU: this package's kernel, oneDNN's with packed weights, and torch's.
+        """Measure linear layers of a CPU: this package's kernel, oneDNN's with packed weights, and torch's.
 
-        Matrices are multiplied in turn, so that none stays in a cache. `native_bfloat16` has weights of which each
-        number is a bfloat16; `native_alone` multiplies many rows as it multiplies few.
+        Matrices are multiplied in turn, so that none stays in a cache. `native_bfloat16` has fp32 rows, and weights of
+        which each number is a bfloat16; `native_alone` multiplies many rows as it multiplies few.
         """
         num_in, num_out = sizes.linear_features
-        weights = [torch.randn(num_out, num_in) for _ in range(-(-sizes.linear_bytes // (4 * num_in * num_out)))]
+        dtype, is_wide = self._dtype, self._dtype == torch.float32
+        count = -(-sizes.linear_bytes // (dtype.itemsize * num_in * num_out))
+        weights = [torch.randn(num_out, num_in).to(dtype) for _ in range(count)]
         forms: dict[str, tuple[list[torch.Tensor], Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
             "torch": (weights, torch.nn.functional.linear),
             "onednn": (
-                [torch.ops.mkldnn._reorder_linear_weight(each, PACKED_ROWS) for each in weights],
+                [torch.ops.mkldnn._reorder_linear_weight(each, PACKED_ROWS if is_wide else None) for each in weights],
                 lambda rows, packed: torch.ops.mkldnn._linear_pointwise(
                     with_least_rows(rows, packed), packed, None, "none", [], ""
                 ),
@@ -212,11 +214,12 @@ class KernelBench:
                 [native.pack_weight(each) for each in weights],
                 lambda rows, packed: native.multiply(rows, packed, num_out),
             )
-            forms["native_bfloat16"] = [native.pack_weight(each.bfloat16()) for each in weights], forms["native"][1]
+            if is_wide:
+                forms["native_bfloat16"] = [native.pack_weight(each.bfloat16()) for each in weights], forms["native"][1]
             forms["native_alone"] = forms["native"][0], native.rows_alone()(forms["native"][1])
-        num_bytes = 4 * num_in * num_out * len(weights)
+        num_bytes = dtype.itemsize * num_in * num_out * len(weights)
         for count in sizes.linear:
-            rows = torch.randn(count, num_in)
+            rows = torch.randn(count, num_in).to(dtype)
             for name, (packed, compute) in forms.items():
                 seconds = self._seconds(partial(_each, compute, rows, packed))
                 rate = 2.0 * count * num_in * num_out * len(weights) / seconds / 1e12, "TFLOP/s"

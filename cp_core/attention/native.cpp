@@ -1037,17 +1037,16 @@ void multiply_by_tiles(const TiledLinear &a, int64_t task) {
         const auto packed = [&](int64_t panel, int64_t which) {
             return (const Stored *)(which ? l.second : l.weight) + (line + panel * BLOCK) * apart + column * W;
         };
-        const auto split_weights = [&](int64_t panel, int64_t which) {
-            bf16 *to = s.weights + (panel * count + which) * depth * parts * PART_NUMBERS;
-            const Stored *from = packed(panel, which);
-            split_panel(from, line + panel * BLOCK + W < l.out_features ? from + W * apart : nullptr, columns, to);
-        };
         // Whole tiles of bfloat16 weights need no other order.
         const auto is_whole = [&](int64_t panel) {
             return is_narrow && depth * BLOCK == columns && line + (panel + 1) * BLOCK <= l.out_features;
         };
         for (int64_t panel = 0; panel < panels; ++panel)
-            for (int64_t which = 0; which < count && !is_whole(panel); ++which) split_weights(panel, which);
+            for (int64_t which = 0; which < count && !is_whole(panel); ++which) {
+                const Stored *from = packed(panel, which);
+                const Stored *others = line + panel * BLOCK + W < l.out_features ? from + W * apart : nullptr;
+                split_panel(from, others, columns, s.weights + (panel * count + which) * depth * parts * PART_NUMBERS);
+            }
         // Vectors finish a few rows of the sums before, `done` of `height`, beside each product of two blocks.
         struct {
             int64_t row, height, line, done;

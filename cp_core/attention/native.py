@@ -214,6 +214,7 @@ def _attend(
     """Attend q[T, H, D] over k[S, K, D] and v[S, K, D]: query t sees keys [low[t], high[t]); both bounds ascend."""
     found = library()
     assert found is not None
+    assert scale > 0.0, f"the largest score is scaled after it is found, and the scale is {scale}"
     if q.dtype != k.dtype:
         q, k, v = q.float(), k.float(), v.float()
     num_tokens, num_heads, head_dim = q.shape

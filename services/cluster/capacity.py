@@ -173,8 +173,8 @@ def _check_memory(
     fixed, kv_token = 0.0, 0
     for pool, count in counts:
         share = tensor_share(model, pool.tp, f"{pool.key}.tp")
-        # Decode ranks on CPUs pack the head: that of a model whose head is the embedding is a copy. Prefill ranks have
-        # the same copy, if any.
+        # If the head is the embedding, a decode rank on a CPU has it twice, since it packs the head. Prefill ranks
+        # share the packed one, or pack none.
         copied = share.tied_parameters if pool.role == "decode" and config.model.device == "cpu" else 0
         fixed += count * (PROCESS_BYTES + (share.num_parameters + copied) * share.element_bytes)
         kv_token += count * share.kv_bytes_per_token

@@ -50,6 +50,12 @@ def test_every_kind_of_kernel_is_measured_and_told() -> None:
     assert table([each.cells() for each in figures]).row_count == len(figures)
 
 
+def test_linear_layers_are_measured_in_the_asked_type() -> None:
+    bench = KernelBench(SHAPE, CPU, torch.bfloat16, [TorchCpuFlash()], 1)
+    forms = ("torch", "onednn", "native", "native_alone")
+    assert [each.keys["kernel"] for each in bench.linear(SIZES)] == [*forms] * 2
+
+
 def test_decode_is_measured_by_kernels_that_follow_block_tables_alone() -> None:
     bench = KernelBench(SHAPE, CPU, torch.float32, [TorchCpuFlash(), ReferenceAttention()], 1)
     assert [(each.keys["case"], each.keys["kernel"]) for each in bench.decode(SIZES)] == [("3 x 40", "reference")]
@@ -60,3 +66,8 @@ def test_where_there_is_no_gpu_the_command_says_so(capsys: pytest.CaptureFixture
     assert "--device: 'cuda', but torch finds no GPU here" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="no GPU here"):
         measure_kernels(SHAPE, torch.device("cuda", 0), torch.bfloat16, SIZES, 1, print)
+
+
+def test_a_type_is_that_of_kernels_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["attention", "--dtype", "bfloat16"]) != 0
+    assert "--dtype: needs --device; rings are measured in float32" in capsys.readouterr().err
