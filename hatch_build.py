@@ -20,8 +20,8 @@ SOURCE = FOLDER / "native.cpp"
 # Nothing of C++'s own library is needed. Products and sums may become one instruction.
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-shared", "-fno-exceptions", "-fno-rtti", "-ffp-contract=fast", "-Wno-psabi"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"]
-AMX = ["-mamx-tile", "-mamx-bf16", "-mavx512bf16"]
-X86 = {"avx512": [[*AVX512, *AMX], AVX512], "avx2": [["-mavx2", "-mfma"]]}
+BFLOAT16, AMX = ["-mavx512bf16"], ["-mamx-tile", "-mamx-bf16"]
+X86 = {"avx512": [[*AVX512, *BFLOAT16, *AMX], [*AVX512, *BFLOAT16], AVX512], "avx2": [["-mavx2", "-mfma"]]}
 """Flags of each instruction set, the best first: a compiler that does not know some is given the next."""
 COMPILERS = ("c++", "g++", "clang++")
 

@@ -14,8 +14,10 @@
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
-#if defined(__AMX_BF16__)
+#if defined(__AVX512BF16__)
 #include <cpuid.h>
+#endif
+#if defined(__AMX_BF16__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -73,7 +75,14 @@ INLINE float widen(bf16 value) {
 INLINE void store(float *at, vf value) { *(vf_u *)at = value; }
 INLINE vf all(float value) { return value - (vf){}; }
 INLINE vf select(vi chosen, vf yes, vf no) { return chosen ? yes : no; }
-INLINE vf larger(vf a, vf b) { return select(a > b, a, b); }
+// The larger of two numbers: b if a is a NaN.
+INLINE vf larger(vf a, vf b) {
+#if W == 16
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return select(a > b, a, b);
+#endif
+}
 
 INLINE void put(float *at, float value) { *at = value; }
 INLINE void put(bf16 *at, float value) {
@@ -97,25 +106,41 @@ INLINE vf stored(vf value, const bf16 *) {
     return select(value == value, (vf)((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000), value);
 }
 
-// The same for kernels that multiply by tiles, whose processors have an instruction for it. It writes tiny numbers as
+// The same for kernels that multiply bfloat16, whose processors have an instruction for it. It writes tiny numbers as
 // zeros.
-template <bool BY_TILES, class Result>
+template <bool IN_ONE, class Result>
 INLINE void put_rounded(Result *at, vf value) {
-#if defined(__AMX_BF16__)
-    if (BY_TILES && sizeof(Result) == sizeof(bf16)) {
+#if defined(__AVX512BF16__)
+    if (IN_ONE && sizeof(Result) == sizeof(bf16)) {
         *(vh_u *)at = (vh_u)_mm512_cvtneps_pbh((__m512)value);
         return;
     }
 #endif
     put(at, value);
 }
-template <bool BY_TILES, class Result>
+template <bool IN_ONE, class Result>
 INLINE vf rounded(vf value, const Result *kind) {
-#if defined(__AMX_BF16__)
-    if (BY_TILES && sizeof(Result) == sizeof(bf16))
+#if defined(__AVX512BF16__)
+    if (IN_ONE && sizeof(Result) == sizeof(bf16))
         return (vf)(__builtin_convertvector((vh_u)_mm512_cvtneps_pbh((__m512)value), vu) << 16);
 #endif
     return stored(value, kind);
+}
+
+// sum + x y of two bfloat16 numbers a lane, rounded as sums of fp32 are. Processors that have an instruction for it
+// take tiny numbers for zeros.
+INLINE vf add_pairs(vf sum, vf x, vf y) {
+#if defined(__AVX512BF16__)
+    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y);
+#else
+    const uint32_t high = 0xffff0000;
+    return sum + (vf)((vu)x & high) * (vf)((vu)y & high) + (vf)((vu)x << 16) * (vf)((vu)y << 16);
+#endif
+}
+INLINE vf all_pairs(const bf16 *at) {
+    uint32_t both;
+    memcpy(&both, at, sizeof(both));
+    return (vf)(both + (vu){});
 }
 
 #if defined(__clang__)
@@ -210,6 +235,26 @@ INLINE vf exponential(vf x) {
     return select(x < least, all(0.0f), sum * power);
 }
 
+// 2^x for x <= 0 within 2 units in the last place, 0 below -126. A NaN stays one.
+INLINE vf power_of_two(vf x) {
+    const vf shifted = x + (12582912.0f + 127.0f);  // rounds to the nearest integer; the exponent is in the lowest bits
+    const vf rest = x - (shifted - (12582912.0f + 127.0f));
+    vf sum = all(1.5353362e-4f);
+    sum = sum * rest + 1.3398874e-3f;
+    sum = sum * rest + 9.6184369e-3f;
+    sum = sum * rest + 5.5503324e-2f;
+    sum = sum * rest + 2.4022648e-1f;
+    sum = sum * rest + 6.9314718e-1f;
+    sum = sum * rest + 1.0f;
+    const vf power = (vf)((vi)shifted << 23);
+#if W == 16
+    const __mmask16 is_some = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+    return (vf)_mm512_maskz_mul_ps(is_some, (__m512)sum, (__m512)power);
+#else
+    return select(x < -126.0f, all(0.0f), sum * power);
+#endif
+}
+
 // 1 / x for x in [1, 2], within a unit in the last place.
 INLINE vf inverse(vf x) {
 #if defined(__AVX512F__)
@@ -266,27 +311,35 @@ struct Attention {
     float scale;
 };
 
+// Queries and keys of bfloat16 that are multiplied in pairs lie so, too: a pair takes the place of an fp32 number.
 struct alignas(64) Scratch {
-    float q[QUERY_BLOCK * MAX_DIM];           // tiles of [D][TILE_ROWS]
-    float k[MAX_DIM * KEY_BLOCK];             // [D][KEY_BLOCK]
-    float v[KEY_BLOCK * MAX_DIM];             // [KEY_BLOCK][D]
+    float q[QUERY_BLOCK * MAX_DIM];  // tiles of [D][TILE_ROWS]
+    float k[MAX_DIM * KEY_BLOCK];    // [D][KEY_BLOCK]
+    float v[KEY_BLOCK * MAX_DIM];    // [KEY_BLOCK][D]
     float scores[QUERY_BLOCK * KEY_BLOCK];
     float out[QUERY_BLOCK * MAX_DIM];
     float highest[QUERY_BLOCK], total[QUERY_BLOCK], decay[QUERY_BLOCK];
 };
 thread_local Scratch scratch;
 
-// scores[rows][KEY_BLOCK] = q tile x k, for all keys of the block.
-INLINE void multiply_keys(const float *q, const float *k, float *scores, int64_t dim, int64_t vectors) {
+// scores[rows][KEY_BLOCK] = q tile x k, for all keys of the block; `depth` numbers or pairs.
+template <bool IN_PAIRS>
+INLINE void multiply_keys(const float *q, const float *k, float *scores, int64_t depth, int64_t vectors) {
     for (int64_t at = 0; at < vectors; at += TILE_VECTORS) {
         vf sums[TILE_ROWS][TILE_VECTORS] = {};
         const float *column = k + at * W, *each = q;
-        for (int64_t d = 0; d < dim; ++d, column += KEY_BLOCK, each += TILE_ROWS) {
+        for (int64_t d = 0; d < depth; ++d, column += KEY_BLOCK, each += TILE_ROWS) {
             vf first = load(column), second = load(column + W);
 #pragma GCC unroll 12
             for (int row = 0; row < TILE_ROWS; ++row) {
-                sums[row][0] += each[row] * first;
-                sums[row][1] += each[row] * second;
+                if (IN_PAIRS) {
+                    const vf both = all_pairs((const bf16 *)(each + row));
+                    sums[row][0] = add_pairs(sums[row][0], both, first);
+                    sums[row][1] = add_pairs(sums[row][1], both, second);
+                } else {
+                    sums[row][0] += each[row] * first;
+                    sums[row][1] += each[row] * second;
+                }
             }
         }
 #pragma GCC unroll 12
@@ -319,25 +372,41 @@ INLINE void add_values(const float *weights, const float *v, float *out, const f
         for (int each = 0; each < VECTORS; ++each) store(out + row * dim + (at + each) * W, sums[row][each]);
 }
 
-template <class Stored>
-void transpose_keys(const Stored *k, int64_t stride, int64_t keys, int64_t dim, float *out) {
+// A vector of numbers, or of pairs of which the last may be missing.
+template <bool IN_PAIRS>
+INLINE vf load_some(const float *at, int64_t) { return load(at); }
+template <bool IN_PAIRS>
+INLINE vf load_some(const bf16 *at, int64_t pairs) {
+    if (!IN_PAIRS) return load(at);
+    if (pairs >= W) return (vf)(*(const vu_u *)at);
+    vf some = {};
+    memcpy(&some, at, sizeof(float) * pairs);
+    return some;
+}
+
+template <bool IN_PAIRS, class Stored>
+void transpose_keys(const Stored *k, int64_t stride, int64_t keys, int64_t depth, float *out) {
+    constexpr int beside = IN_PAIRS ? 2 : 1;
     // Keys behind the last are zeros: their scores are never used.
     for (int64_t first = 0; first < keys; first += W)
-        for (int64_t d = 0; d < dim; d += W) {
+        for (int64_t d = 0; d < depth; d += W) {
             vf lines[W];
 #pragma GCC unroll 16
             for (int key = 0; key < W; ++key)
-                lines[key] = first + key < keys ? load(k + (first + key) * stride + d) : all(0.0f);
+                lines[key] = first + key < keys
+                                 ? load_some<IN_PAIRS>(k + (first + key) * stride + d * beside, depth - d)
+                                 : all(0.0f);
             transpose(lines);
 #pragma GCC unroll 16
-            for (int column = 0; column < W; ++column) store(out + (d + column) * KEY_BLOCK + first, lines[column]);
+            for (int column = 0; column < W; ++column)
+                if (!IN_PAIRS || d + column < depth) store(out + (d + column) * KEY_BLOCK + first, lines[column]);
         }
 }
 
-template <class Stored>
+template <bool IN_PAIRS, class Stored>
 void attend_block(const Attention &a, int64_t task) {
     Scratch &s = scratch;
-    const int64_t group = a.heads / a.kv_heads, dim = a.dim;
+    const int64_t group = a.heads / a.kv_heads, dim = a.dim, depth = IN_PAIRS ? dim / 2 : dim;
     const int64_t kv_head = task % a.kv_heads;
     // The last blocks of a causal call are the longest: they are taken first.
     const int64_t per_block = a.per_block, blocks = (a.tokens + per_block - 1) / per_block;
@@ -345,12 +414,17 @@ void attend_block(const Attention &a, int64_t task) {
     const int64_t tokens = a.tokens - first_token < per_block ? a.tokens - first_token : per_block;
     const int64_t rows = tokens * group, tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     const int64_t *low = a.low + first_token, *high = a.high + first_token;
+    const float scale = a.scale * 1.44269504f;  // weights are powers of two
     for (int64_t row = 0; row < tiles * TILE_ROWS; ++row) {
-        float *to = s.q + row / TILE_ROWS * TILE_ROWS * dim + row % TILE_ROWS;
+        float *to = s.q + row / TILE_ROWS * TILE_ROWS * depth + row % TILE_ROWS;
         const Stored *from = row < rows ? (const Stored *)a.q + (first_token + row / group) * a.q_token +
                                              (kv_head * group + row % group) * a.q_head
                                        : nullptr;
-        for (int64_t d = 0; d < dim; ++d) to[d * TILE_ROWS] = from ? widen(from[d]) * a.scale : 0.0f;
+        for (int64_t d = 0; d < depth; ++d) {
+            if (!from) to[d * TILE_ROWS] = 0.0f;
+            else if (IN_PAIRS) memcpy(to + d * TILE_ROWS, from + 2 * d, sizeof(float));
+            else to[d * TILE_ROWS] = widen(from[d]);
+        }
         s.highest[row] = -INFINITE;
         s.total[row] = 0.0f;
         s.decay[row] = 1.0f;
@@ -360,7 +434,8 @@ void attend_block(const Attention &a, int64_t task) {
     for (int64_t key = begin; key < end; key += KEY_BLOCK) {
         const int64_t keys = end - key < KEY_BLOCK ? end - key : KEY_BLOCK;
         const int64_t vectors = (keys + W * TILE_VECTORS - 1) / (W * TILE_VECTORS) * TILE_VECTORS;
-        transpose_keys((const Stored *)a.k + key * a.k_token + kv_head * a.k_head, a.k_token, keys, dim, s.k);
+        const Stored *k = (const Stored *)a.k + key * a.k_token + kv_head * a.k_head;
+        transpose_keys<IN_PAIRS>(k, a.k_token, keys, depth, s.k);
         const Stored *v = (const Stored *)a.v + key * a.v_token + kv_head * a.v_head;
         for (int64_t each = 0; each < keys; ++each)
             for (int64_t d = 0; d < dim; d += W) store(s.v + each * dim + d, load(v + each * a.v_token + d));
@@ -370,7 +445,7 @@ void attend_block(const Attention &a, int64_t task) {
             // Both bounds ascend: a tile whose last row sees none of these keys yet, or whose first has passed them.
             if (high[last / group] <= key || low[top / group] >= key + keys) continue;
             float *scores = s.scores + top * KEY_BLOCK;
-            multiply_keys(s.q + top * dim, s.k, scores, dim, vectors);
+            multiply_keys<IN_PAIRS>(s.q + top * depth, s.k, scores, depth, vectors);
             const bool all_seen = high[top / group] >= key + keys && low[last / group] <= key;
             for (int64_t row = top; row < top + TILE_ROWS; ++row) {
                 float *line = s.scores + row * KEY_BLOCK;
@@ -383,14 +458,14 @@ void attend_block(const Attention &a, int64_t task) {
                 }
                 vf most = load(line);
                 for (int64_t at = 1; at < vectors; ++at) most = larger(load(line + at * W), most);
-                float highest = largest_of(most);
+                float highest = largest_of(most) * scale;
                 if (!(highest > s.highest[row])) highest = s.highest[row];
                 const float shift = highest == -INFINITE ? 0.0f : highest;
-                s.decay[row] = highest == s.highest[row] ? 1.0f : exponential(s.highest[row] - shift);
+                s.decay[row] = highest == s.highest[row] ? 1.0f : power_of_two(all(s.highest[row] - shift))[0];
                 s.highest[row] = highest;
                 vf sum = {};
                 for (int64_t at = 0; at < vectors; ++at) {
-                    vf weight = exponential(load(line + at * W) - shift);
+                    vf weight = power_of_two(load(line + at * W) * scale - shift);
                     store(line + at * W, weight);
                     sum += weight;
                 }
@@ -407,7 +482,7 @@ void attend_block(const Attention &a, int64_t task) {
         const int64_t at = (first_token + row / group) * a.heads + kv_head * group + row % group;
         const float total = s.total[row], by = total == 0.0f ? 0.0f : 1.0f / total;
         for (int64_t d = 0; d < dim; d += W) store(a.out + at * dim + d, load(s.out + row * dim + d) * by);
-        a.lse[at] = total == 0.0f ? -INFINITE : s.highest[row] + __builtin_logf(total);
+        a.lse[at] = total == 0.0f ? -INFINITE : s.highest[row] * 0.693147181f + __builtin_logf(total);
     }
 }
 
@@ -596,7 +671,7 @@ void merge_chunks(const Paged &a, int64_t row) {
 // Columns of bfloat16 weights lie in pairs, as tiles want them: [N / W][C / 2][W][2], with C rounded up to even.
 
 struct Linear {
-    const void *x;                // [T, C] of the result's type; fp32 where vectors multiply
+    const void *x;                // [T, C] of the result's type; fp32 where vectors multiply, unless they do in pairs
     const void *weight, *second;  // packed [N, C]; `second` may be null
     const void *bias;             // [N] of the result's type, or null
     const void *added;            // [T, N] of the result's type, or null; it may be `out`
@@ -630,22 +705,42 @@ INLINE vf load_column(const bf16 *at, int side) {
     return (vf)(side ? both & 0xffff0000 : both << 16);
 }
 
+// Add the products of a column, or of two if rows and weights are bfloat16: the second may be missing.
 template <class Stored, int ROWS, int BLOCKS>
-INLINE void add_column(vf (&each)[ROWS][BLOCKS], const float *x, const Stored *weight, int64_t in_features,
-                       int64_t apart, int side) {
+INLINE void add_columns(vf (&each)[ROWS][BLOCKS], const float *x, const Stored *weight, int64_t in_features,
+                        int64_t apart, bool both) {
+    constexpr int beside = sizeof(Stored) == sizeof(bf16) ? 2 : 1;
+#pragma GCC unroll 2
+    for (int side = 0; side < beside; ++side) {
+        if (side && !both) break;
+        vf some[BLOCKS];
+#pragma GCC unroll 4
+        for (int block = 0; block < BLOCKS; ++block) some[block] = load_column(weight + block * apart * W, side);
+#pragma GCC unroll 6
+        for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 4
+            for (int block = 0; block < BLOCKS; ++block) each[row][block] += x[row * in_features + side] * some[block];
+    }
+}
+template <class Stored, int ROWS, int BLOCKS>
+INLINE void add_columns(vf (&each)[ROWS][BLOCKS], const bf16 *x, const Stored *weight, int64_t in_features,
+                        int64_t apart, bool both) {
     vf some[BLOCKS];
 #pragma GCC unroll 4
-    for (int block = 0; block < BLOCKS; ++block) some[block] = load_column(weight + block * apart * W, side);
+    for (int block = 0; block < BLOCKS; ++block) some[block] = load((const float *)(weight + block * apart * W));
 #pragma GCC unroll 6
-    for (int row = 0; row < ROWS; ++row)
+    for (int row = 0; row < ROWS; ++row) {
+        const bf16 *at = x + row * in_features;
+        const vf pair = both ? all_pairs(at) : (vf)((uint32_t)*at + (vu){});
 #pragma GCC unroll 4
-        for (int block = 0; block < BLOCKS; ++block) each[row][block] += x[row * in_features + side] * some[block];
+        for (int block = 0; block < BLOCKS; ++block) each[row][block] = add_pairs(each[row][block], pair, some[block]);
+    }
 }
 
 // sums[ROWS][OUT_LANES] += x[ROWS][columns] x weight[BLOCKS][columns][W]; rows of x lie `in_features` apart, and blocks
 // of W outputs `apart` columns.
-template <class Stored, int ROWS, int BLOCKS>
-INLINE void multiply_tile(const float *x, const Stored *weight, float *sums, int64_t in_features, int64_t apart,
+template <class Row, class Stored, int ROWS, int BLOCKS>
+INLINE void multiply_tile(const Row *x, const Stored *weight, float *sums, int64_t in_features, int64_t apart,
                           int64_t columns) {
     constexpr int beside = sizeof(Stored) == sizeof(bf16) ? 2 : 1;
     vf each[ROWS][BLOCKS];
@@ -654,13 +749,10 @@ INLINE void multiply_tile(const float *x, const Stored *weight, float *sums, int
 #pragma GCC unroll 4
         for (int block = 0; block < BLOCKS; ++block) each[row][block] = (vf){};
     int64_t column = 0;
-    for (; column + beside <= columns; column += beside) {
-#pragma GCC unroll 2
-        for (int side = 0; side < beside; ++side)
-            add_column<Stored, ROWS, BLOCKS>(each, x + column, weight + column * W, in_features, apart, side);
-    }
+    for (; column + beside <= columns; column += beside)
+        add_columns<Stored, ROWS, BLOCKS>(each, x + column, weight + column * W, in_features, apart, true);
     if (column < columns)
-        add_column<Stored, ROWS, BLOCKS>(each, x + column, weight + column * W, in_features, apart, 0);
+        add_columns<Stored, ROWS, BLOCKS>(each, x + column, weight + column * W, in_features, apart, false);
 #pragma GCC unroll 6
     for (int row = 0; row < ROWS; ++row)
 #pragma GCC unroll 4
@@ -671,33 +763,34 @@ INLINE void multiply_tile(const float *x, const Stored *weight, float *sums, int
 }
 
 // The same for any number of rows.
-template <class Stored, int BLOCKS>
-void multiply_columns(const float *x, const Stored *weight, float *sums, int64_t rows, int64_t in_features,
+template <class Row, class Stored, int BLOCKS>
+void multiply_columns(const Row *x, const Stored *weight, float *sums, int64_t rows, int64_t in_features,
                       int64_t apart, int64_t columns) {
     int64_t row = 0;
     for (; row + 6 <= rows; row += 6)
-        multiply_tile<Stored, 6, BLOCKS>(x + row * in_features, weight, sums + row * OUT_LANES, in_features, apart,
-                                         columns);
+        multiply_tile<Row, Stored, 6, BLOCKS>(x + row * in_features, weight, sums + row * OUT_LANES, in_features, apart,
+                                              columns);
     x += row * in_features;
     float *to = sums + row * OUT_LANES;
     switch (rows - row) {
-        case 5: multiply_tile<Stored, 5, BLOCKS>(x, weight, to, in_features, apart, columns); break;
-        case 4: multiply_tile<Stored, 4, BLOCKS>(x, weight, to, in_features, apart, columns); break;
-        case 3: multiply_tile<Stored, 3, BLOCKS>(x, weight, to, in_features, apart, columns); break;
-        case 2: multiply_tile<Stored, 2, BLOCKS>(x, weight, to, in_features, apart, columns); break;
-        case 1: multiply_tile<Stored, 1, BLOCKS>(x, weight, to, in_features, apart, columns); break;
+#define CASE(n) case n: multiply_tile<Row, Stored, n, BLOCKS>(x, weight, to, in_features, apart, columns); break;
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5)
+#undef CASE
     }
 }
 
-template <class Stored, int BLOCKS>
-void multiply_group(const float *x, const Stored *weight, float *sums, int64_t rows, int64_t in_features) {
+template <class Row, class Stored, int BLOCKS>
+void multiply_group(const Row *x, const Stored *weight, float *sums, int64_t rows, int64_t in_features) {
     const int64_t apart = packed_columns<Stored>(in_features);
+    // Weights that are read as they lie may be twice as many, if each takes half of the room.
+    constexpr bool is_widened = sizeof(Stored) < sizeof(Row);
+    constexpr int64_t most = COLUMN_BLOCK * (int64_t)(is_widened ? 1 : sizeof(float) / sizeof(Stored));
     memset(sums, 0, sizeof(float) * rows * OUT_LANES);
-    for (int64_t column = 0; column < in_features; column += COLUMN_BLOCK) {
-        const int64_t columns = in_features - column < COLUMN_BLOCK ? in_features - column : COLUMN_BLOCK;
+    for (int64_t column = 0; column < in_features; column += most) {
+        const int64_t columns = in_features - column < most ? in_features - column : most;
         const Stored *some = weight + column * W;
-        if (sizeof(Stored) == sizeof(float) || rows < LEAST_WIDENED_ROWS) {
-            multiply_columns<Stored, BLOCKS>(x + column, some, sums, rows, in_features, apart, columns);
+        if (!is_widened || rows < LEAST_WIDENED_ROWS) {
+            multiply_columns<Row, Stored, BLOCKS>(x + column, some, sums, rows, in_features, apart, columns);
             continue;
         }
         float *wide = scratch.k;
@@ -706,14 +799,14 @@ void multiply_group(const float *x, const Stored *weight, float *sums, int64_t r
                 for (int side = 0; side < 2; ++side)
                     store(wide + (block * COLUMN_BLOCK + at + side) * W,
                           load_column(some + (block * apart + at) * W, side));
-        multiply_columns<float, BLOCKS>(x + column, wide, sums, rows, in_features, COLUMN_BLOCK, columns);
+        multiply_columns<Row, float, BLOCKS>(x + column, wide, sums, rows, in_features, COLUMN_BLOCK, columns);
     }
 }
 
 // Write rows [first, first + rows) and outputs [line, line + width) of a product: its sums, or with a second weight the
 // product of their silu and `ups`; both [rows][width]. Where a model stores results, they are rounded: products before
 // `added` is added to them.
-template <class Result, bool BY_TILES>
+template <class Result, bool IN_ONE>
 void finish_rows(const Linear &a, int64_t first, int64_t rows, int64_t line, int64_t width, float *sums,
                  const float *ups) {
     const int64_t left = a.out_features - line, lanes = left < width ? left : width;
@@ -721,11 +814,11 @@ void finish_rows(const Linear &a, int64_t first, int64_t rows, int64_t line, int
         if (a.second)
             for (int64_t lane = 0; lane < width; lane += W) {
                 const Result *kind = nullptr;
-                vf gate = rounded<BY_TILES>(load(sums + lane), kind), up = rounded<BY_TILES>(load(ups + lane), kind);
+                vf gate = rounded<IN_ONE>(load(sums + lane), kind), up = rounded<IN_ONE>(load(ups + lane), kind);
                 // 1 / (1 + e^-x) with an exponent that is never positive.
                 vf size = select(gate < 0.0f, -gate, gate), small = exponential(-size);
                 vf part = select(gate < 0.0f, small, all(1.0f)) * inverse(small + 1.0f);
-                store(sums + lane, rounded<BY_TILES>(gate * part, kind) * up);
+                store(sums + lane, rounded<IN_ONE>(gate * part, kind) * up);
             }
         const int64_t at = (first + row) * a.out_features + line;
         Result *out = (Result *)a.out + at;
@@ -735,7 +828,7 @@ void finish_rows(const Linear &a, int64_t first, int64_t rows, int64_t line, int
         for (; lane + W <= lanes; lane += W) {
             vf value = load(sums + lane);
             if (bias) value += load(bias + lane);
-            put_rounded<BY_TILES>(out + lane, added ? load(added + lane) + rounded<BY_TILES>(value, added) : value);
+            put_rounded<IN_ONE>(out + lane, added ? load(added + lane) + rounded<IN_ONE>(value, added) : value);
         }
         for (; lane < lanes; ++lane) {
             float value = sums[lane];
@@ -745,7 +838,7 @@ void finish_rows(const Linear &a, int64_t first, int64_t rows, int64_t line, int
     }
 }
 
-template <class Stored, class Result>
+template <class Row, class Stored, class Result>
 void multiply_task(const Linear &a, int64_t task) {
     // Tasks side by side read the same weights and, a band of rows at a time, rows that the cache still has.
     const int64_t above = task / (a.band * a.panels) * a.band, groups = (a.rows + GROUP_ROWS - 1) / GROUP_ROWS - above;
@@ -755,20 +848,20 @@ void multiply_task(const Linear &a, int64_t task) {
     const int64_t at = line * packed_columns<Stored>(a.in_features);
     float *sums = scratch.scores, *ups = sums + GROUP_ROWS * OUT_LANES;
     const int64_t rows = a.rows - first < GROUP_ROWS ? a.rows - first : GROUP_ROWS;
-    const float *x = (const float *)a.x + first * a.in_features;
+    const Row *x = (const Row *)a.x + first * a.in_features;
     for (int part = 0; part < (a.second ? 2 : 1); ++part) {
         float *to = part ? ups : sums;
         const Stored *from = (const Stored *)(part ? a.second : a.weight) + at;
         switch ((lanes + W - 1) / W) {
-            case 1: multiply_group<Stored, 1>(x, from, to, rows, a.in_features); break;
-            case 2: multiply_group<Stored, 2>(x, from, to, rows, a.in_features); break;
+            case 1: multiply_group<Row, Stored, 1>(x, from, to, rows, a.in_features); break;
+            case 2: multiply_group<Row, Stored, 2>(x, from, to, rows, a.in_features); break;
 #if OUT_BLOCKS == 4
-            case 3: multiply_group<Stored, 3>(x, from, to, rows, a.in_features); break;
-            case 4: multiply_group<Stored, 4>(x, from, to, rows, a.in_features); break;
+            case 3: multiply_group<Row, Stored, 3>(x, from, to, rows, a.in_features); break;
+            case 4: multiply_group<Row, Stored, 4>(x, from, to, rows, a.in_features); break;
 #endif
         }
     }
-    finish_rows<Result, false>(a, first, rows, line, OUT_LANES, sums, ups);
+    finish_rows<Result, sizeof(Row) == sizeof(bf16)>(a, first, rows, line, OUT_LANES, sums, ups);
 }
 
 template <class Stored>
@@ -789,7 +882,7 @@ void pack_weight(const Stored *weight, Stored *packed, int64_t out_features, int
     }
 }
 
-bool uses_tiles = false;
+bool uses_tiles = false, uses_pairs = false;
 // Fewer rows are not worth the splitting of fp32 weights, or the order of tiles.
 #define LEAST_SPLIT_ROWS 128
 #define LEAST_TILE_ROWS 32
@@ -1150,22 +1243,6 @@ INLINE bool split_tokens(bf16 *block, const Stored *from, int64_t stride, int64_
     return split_block<order>(block, from, from + 16 * stride, stride, 16, likely);
 }
 
-// 2^x for x <= 0 within 2 units in the last place, 0 below -126. A NaN stays one.
-INLINE vf power_of_two(vf x) {
-    const vf shifted = x + (12582912.0f + 127.0f);  // rounds to the nearest integer; the exponent is in the lowest bits
-    const vf rest = x - (shifted - (12582912.0f + 127.0f));
-    vf sum = all(1.5353362e-4f);
-    sum = sum * rest + 1.3398874e-3f;
-    sum = sum * rest + 9.6184369e-3f;
-    sum = sum * rest + 5.5503324e-2f;
-    sum = sum * rest + 2.4022648e-1f;
-    sum = sum * rest + 6.9314718e-1f;
-    sum = sum * rest + 1.0f;
-    const __mmask16 is_some = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
-    return (vf)_mm512_maskz_mul_ps(is_some, (__m512)sum, (__m512)((vi)shifted << 23));
-}
-INLINE vf most_of(vf some, vf most) { return (vf)_mm512_max_ps((__m512)some, (__m512)most); }  // passes over a NaN
-
 // Turn the scores of 16 rows into weights of some parts, by powers of two: `scale` includes the logarithm. Each row sees
 // keys [from, to), or all. `highest` are the rows' largest scores so far, scaled. The weights go to halves of blocks,
 // which are `apart` numbers apart.
@@ -1179,11 +1256,11 @@ INLINE void weigh(float *scores, int64_t keys, float scale, bool sees_all, vi fr
             store(scores + key * W, select((at >= from) & (at < to), load(scores + key * W), most));
         }
     for (int64_t key = 0; key < keys; key += 4) {
-        most = most_of(load(scores + key * W), most_of(load(scores + (key + 1) * W), most));
-        next_most = most_of(load(scores + (key + 2) * W), most_of(load(scores + (key + 3) * W), next_most));
+        most = larger(load(scores + key * W), larger(load(scores + (key + 1) * W), most));
+        next_most = larger(load(scores + (key + 2) * W), larger(load(scores + (key + 3) * W), next_most));
     }
-    most = most_of(most, next_most);
-    const vf before = load(highest), now = most_of(most * scale, before);
+    most = larger(most, next_most);
+    const vf before = load(highest), now = larger(most * scale, before);
     const vf shift = select(now == -INFINITE, all(0.0f), now);
     for (int64_t key = 0; key < keys; key += BLOCK, halves += apart)
         for (int64_t line = 0; line < 16; ++line) {
@@ -1475,14 +1552,15 @@ void multiply(Linear a, int types, int alone, int threads) {
     a.band = BAND_FLOATS / (GROUP_ROWS * a.in_features);
     if (a.band < 1) a.band = 1;
     const int64_t tasks = (a.rows + GROUP_ROWS - 1) / GROUP_ROWS * a.panels;
-    if (types == 1) return run_tasks<Linear, multiply_task<float, float>>(a, tasks, threads);
-    if (types == 2) return run_tasks<Linear, multiply_task<bf16, float>>(a, tasks, threads);
+    if (types == 1) return run_tasks<Linear, multiply_task<float, float, float>>(a, tasks, threads);
+    if (types == 2) return run_tasks<Linear, multiply_task<float, bf16, float>>(a, tasks, threads);
+    if (uses_pairs) return run_tasks<Linear, multiply_task<bf16, bf16, bf16>>(a, tasks, threads);
     const bf16 *narrow = (const bf16 *)a.x;
     const int64_t numbers = a.rows * a.in_features;
     float *wide = (float *)malloc(sizeof(float) * numbers);
     for (int64_t at = 0; at < numbers; ++at) wide[at] = widen(narrow[at]);
     a.x = wide;
-    run_tasks<Linear, multiply_task<bf16, bf16>>(a, tasks, threads);
+    run_tasks<Linear, multiply_task<float, bf16, bf16>>(a, tasks, threads);
     free(wide);
 }
 
@@ -1499,7 +1577,7 @@ struct Layer {
 
 extern "C" {
 
-int ringserve_version() { return 5; }
+int ringserve_version() { return 6; }
 
 // Multiply by tiles from now on, or not. Returns whether it does: the processor and the system must allow it.
 int ringserve_use_tiles(int wanted) {
@@ -1507,6 +1585,15 @@ int ringserve_use_tiles(int wanted) {
     uses_tiles = wanted && may_use_tiles();
 #endif
     return uses_tiles;
+}
+
+// Multiply bfloat16 numbers in pairs from now on, or not. Returns whether it does: the processor must have it.
+int ringserve_use_pairs(int wanted) {
+#if defined(__AVX512BF16__)
+    unsigned eax, ebx, ecx, edx;
+    uses_pairs = wanted && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 5 & 1);
+#endif
+    return uses_pairs;
 }
 
 void ringserve_use_pool(void *given) { parallel = (Parallel)given; }
@@ -1532,8 +1619,9 @@ void ringserve_attend(const void *q, const void *k, const void *v, const int64_t
         return;
     }
 #endif
-    if (is_wide) run_tasks<Attention, attend_block<float>>(a, tasks, threads);
-    else run_tasks<Attention, attend_block<bf16>>(a, tasks, threads);
+    if (is_wide) run_tasks<Attention, attend_block<false, float>>(a, tasks, threads);
+    else if (uses_pairs) run_tasks<Attention, attend_block<true, bf16>>(a, tasks, threads);
+    else run_tasks<Attention, attend_block<false, bf16>>(a, tasks, threads);
 }
 
 int64_t ringserve_paged_floats(int64_t rows, int64_t most, int64_t heads, int64_t dim) {
@@ -1593,7 +1681,7 @@ void ringserve_pack(const void *weight, void *packed, int64_t out_features, int6
     else pack_weight((const bf16 *)weight, (bf16 *)packed, out_features, in_features);
 }
 
-int ringserve_takes_tiles(int64_t rows, int types, int alone) { return takes_tiles(rows, types, alone); }
+int ringserve_multiplies_bfloat16() { return uses_tiles || uses_pairs; }
 
 void ringserve_linear(const void *x, const void *weight, const void *second, const void *bias, void *out, int64_t rows,
                       int64_t in_features, int64_t out_features, int types, int alone, int threads) {

@@ -20,7 +20,7 @@ from ringserve.cp_core.attention.partial import PagedShards, Partial, empty_part
 from ringserve.cp_core.attention.torch_cpu import TorchCpuFlash
 from ringserve.cp_core.layout.step_plans import KvRun
 
-VERSION = 5
+VERSION = 6
 """Of the libraries' functions: one that was compiled for others is not called."""
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -77,7 +77,6 @@ def load(kind: str) -> ctypes.CDLL | None:
     found.ringserve_merge.argtypes = [*[pointer] * 4, *[integer] * 3, ctypes.c_int, ctypes.c_int]
     found.ringserve_pack.argtypes = [pointer, pointer, integer, integer, ctypes.c_int]
     found.ringserve_linear.argtypes = [*[pointer] * 5, *[integer] * 3, *[ctypes.c_int] * 3]
-    found.ringserve_takes_tiles.argtypes = [integer, ctypes.c_int, ctypes.c_int]
     found.ringserve_normalize.argtypes = [*[pointer] * 3, integer, integer, ctypes.c_float, ctypes.c_int, ctypes.c_int]
     found.ringserve_rotate.argtypes = [*[pointer] * 5, ctypes.c_int, ctypes.c_int]
     layer = ctypes.POINTER(Layer)
@@ -88,6 +87,7 @@ def load(kind: str) -> ctypes.CDLL | None:
     found.ringserve_use_pool.argtypes = [pointer]
     found.ringserve_use_pool(_pool())
     found.ringserve_use_tiles(True)
+    found.ringserve_use_pairs(True)
     return found
 
 
@@ -480,7 +480,9 @@ def behind_attention(layer: Layer, states: torch.Tensor, attended: torch.Tensor,
     return out
 
 
-def has_tiles() -> bool:
-    """Return True if this processor and this library multiply many rows by tiles (AMX)."""
+def serves(dtype: torch.dtype) -> bool:
+    """Return True if these kernels multiply a dtype: bfloat16 if the processor does (AVX512-BF16 or AMX)."""
     found = library()
-    return found is not None and bool(found.ringserve_takes_tiles(1 << 20, 0, False))
+    if found is None or dtype not in DTYPES:
+        return False
+    return dtype == torch.float32 or bool(found.ringserve_multiplies_bfloat16())

@@ -29,10 +29,10 @@ class PackedLinear(Linear):
     """CPU linear layer whose weight is stored in the order in which kernels read it.
 
     Weights are read by this package's kernels (`is_native`) if they are compiled here, those of bfloat16 only if the
-    processor has tiles; all others are read by oneDNN's. fp32 weights of which each number is a bfloat16 are stored as
-    such: half of the bytes are read, and the sums are the same. oneDNN would reorder a plain weight in every call,
-    which costs relatively more for few rows: one row takes 1.2 times as long in fp32 and 1.4 times in bf16, and 8 rows
-    twice as long.
+    processor multiplies such numbers; all others are read by oneDNN's. fp32 weights of which each number is a bfloat16
+    are stored as such: half of the bytes are read, and the sums are the same. oneDNN would reorder a plain weight in
+    every call, which costs relatively more for few rows: one row takes 1.2 times as long in fp32 and 1.4 times in bf16,
+    and 8 rows twice as long.
     """
 
     packed: Tensor
@@ -66,7 +66,7 @@ class PackedLinear(Linear):
 
 
 def _is_native(weight: Tensor) -> bool:
-    return native.has_tiles() or (weight.dtype == torch.float32 and native.library() is not None)
+    return native.serves(weight.dtype)
 
 
 def _stored_dtype(weight: Tensor) -> torch.dtype:
