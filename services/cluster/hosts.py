@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -225,6 +226,13 @@ class LeaderHost:
         others = self.config.pools_of("decode")
         return not self.config.ray.address and any(each.cp == 1 and each.tp == self.pool.tp for each in others)
 
+    def _cores(self) -> str:
+        """Return the name of the cores that all rings share; "" if each has cores of its own, or they may."""
+        num_threads = sum(pool.num_threads for pool in self.config.pools)
+        has_enough = num_threads <= len(os.sched_getaffinity(0))
+        is_spread = self.config.ray.address or self.config.model.device != "cpu"
+        return "" if is_spread or has_enough else f"service with its router at {self.router_endpoint}"
+
     def settings(self) -> RingSettings:
         config, timeouts, pool = self.config, self.config.timeouts, self.pool
         return RingSettings(
@@ -249,6 +257,8 @@ class LeaderHost:
                 listen_host=self.listen_host,
                 tls=config.internal_tls.files,
                 max_batch=config.decode.max_batch,
+                cores=self._cores(),
+                least_share=config.decode.least_share,
                 drafts=self.role == "decode" and config.decode.drafts == "on",
                 draft_model=config.decode.draft_model if self.role == "decode" else "",
                 draft_context=config.decode.draft_context,

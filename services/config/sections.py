@@ -298,6 +298,15 @@ class DecodeConfig:
         description="Predicted delay of the batch by such a prompt at most, in seconds.",
         examples=[0.5],
     )
+    least_share: StrictFloat = Field(
+        default=0.25,
+        ge=0.05,
+        le=1,
+        description="Share of the time that decode steps have while a prefill ring computes on the same cores, which "
+        "are those of one machine with fewer cores than threads of ranks. A step and the pause behind it take 0.2 s at "
+        "most; with 1 there are no pauses, and prompts take longer.",
+        examples=[0.5],
+    )
 
 
 @dataclass(frozen=True, kw_only=True, config=KNOWN_KEYS)

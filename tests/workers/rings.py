@@ -100,6 +100,7 @@ class LocalRing:
         is_on_stream: bool = False,
         drafts: bool = False,
         draft_model: Path | str = "",
+        cores: str = "",
     ) -> None:
         """Start `num_ranks` ranks that share the tokens, each of `tp` workers that share the heads.
 
@@ -149,6 +150,8 @@ class LocalRing:
                     packs_weights=packs_weights,
                     packs_head=packs_weights,
                     kv_carrier=kv_carrier,
+                    cores=cores,
+                    least_share=0.25,
                     device=device,
                     compile=compile,
                 ),

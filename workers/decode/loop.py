@@ -138,13 +138,17 @@ class LeadingLoop:
         choose_variant: VariantChoice,
         mailbox: DecodeMailbox,
         *,
+        pause_after: Callable[[float], float] = lambda seconds: 0.0,
         drafts: bool = False,
         draft_model: DraftModel | None = None,
     ) -> None:
         """With `drafts` steps check drafts of sequences whose text is known, if that is worth its time.
 
-        Those come from the text, and if it has none from `draft_model`.
+        Those come from the text, and if it has none from `draft_model`. `pause_after` says for how long to leave the
+        cores to others after steps that took some seconds.
         """
+        self._pause_after = pause_after
+        self._step_seconds = 0.0
         self._drafts = drafts
         self._draft_model = draft_model
         self._costs = DraftCosts()
@@ -178,13 +182,15 @@ class LeadingLoop:
                 self._compute(header.change.prompt)
                 self._progress.stepped(len(self._batch))
             is_followed = partial(self._is_followed, header.variant)
-            began, recordings = time.perf_counter(), self._work.step.num_recordings
+            started = began = time.perf_counter()
+            recordings = self._work.step.num_recordings
             for done in self._work.step.run(header.variant, is_followed) if len(self._batch) else ():
                 if recordings == self._work.step.num_recordings:
                     self._costs.note(len(self._batch), len(done.rows) - len(self._batch), time.perf_counter() - began)
                 self._commit(done)
                 self._progress.decoded(len(self._batch), header.variant)
                 began, recordings = time.perf_counter(), self._work.step.num_recordings
+            self._step_seconds = began - started
             if not len(self._batch):
                 self._progress.alive(running=0)
                 self._work.rest()
@@ -247,11 +253,14 @@ class LeadingLoop:
         return any(drafts) or (self._draft_model is not None and bool(self._limits_of_guesses(drafts)))
 
     def _next_header(self) -> Header:
-        """Take commands and make the next header; wait for commands only while there is nothing to compute."""
+        """Take commands and make the next header; wait for commands while there is nothing to compute, or a pause."""
         if self._mailbox.take_question():
             return Header(HeaderKind.PROBE)
         is_idle = not len(self._batch)
-        commands = self._mailbox.take(HEARTBEAT_SECONDS if is_idle and not self._waiting else 0.0)
+        seconds = 0.0
+        if not self._waiting:
+            seconds = HEARTBEAT_SECONDS if is_idle else self._pause_after(self._step_seconds)
+        commands = self._mailbox.take(seconds)
         if self._mailbox.is_closed:
             return Header(HeaderKind.STOP)
         change = self._change(commands)

@@ -80,12 +80,19 @@ class DecodeMailbox:
             return DecodeEvents(start=after, stop=self._last_event, events=tuple(self._events))
 
     def take(self, timeout: float) -> list[DecodeCommand]:
-        """Take all commands; with none, wait up to `timeout` seconds for one, for the end, or for `ask_rates`."""
+        """Take all commands; wait up to `timeout` seconds for one, for the end, or for `ask_rates`.
+
+        Tables that grow do not end the wait: only a step has use for them.
+        """
         with self._changed:
             if timeout > 0:
-                self._changed.wait_for(lambda: self._commands or self._closed is not None or self._wants_rates, timeout)
+                self._changed.wait_for(self._has_news, timeout)
             taken, self._commands = self._commands, []
             return taken
+
+    def _has_news(self) -> bool:
+        has_other = any(not isinstance(command, GrowSequence) for command in self._commands)
+        return has_other or self._closed is not None or self._wants_rates
 
     def take_growth(self) -> list[GrowSequence] | None:
         """Take all commands if each lets a table grow; None if a step boundary has anything else to do."""

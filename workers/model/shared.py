@@ -42,7 +42,7 @@ def shared_bytes(key: str, num_bytes: int, fill: Callable[[Tensor], object]) -> 
         return None
     name = f"ringserve-{hashlib.sha256(f'{key} {num_bytes}'.encode()).hexdigest()[:32]}"
     try:
-        with _locked(_directory() / name) as holders:
+        with _locked(shared_directory() / name) as holders:
             if name not in _shown:
                 found = next((fd for line in holders if (fd := _open(line, name, num_bytes)) is not None), None)
                 _shown[name] = _filled(name, num_bytes, fill) if found is None else found
@@ -58,8 +58,8 @@ def shared_bytes(key: str, num_bytes: int, fill: Callable[[Tensor], object]) -> 
         return None
 
 
-def _directory() -> Path:
-    """Return a directory of this user alone. Raises OSError."""
+def shared_directory() -> Path:
+    """Return the directory of what processes of this user share, which is theirs alone. Raises OSError."""
     path = Path(tempfile.gettempdir()) / f"ringserve-shared-{os.getuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
     if path.is_symlink() or path.stat().st_uid != os.getuid():

@@ -34,7 +34,8 @@ class RankSettings:
     rings: `sockets`, `nixl` by slots of `kv_slot_bytes`, or `auto`, which is NIXL on "cuda" where it is installed,
     and sockets to ranks that it does not reach. With `drafts` decode steps
     check guesses of the next tokens, from the text or by `draft_model`, a directory, which sees the newest
-    `draft_context` tokens. `compile` is one of COMPILE_POLICIES, `quantization` one of
+    `draft_context` tokens. Ranks with the same `cores`, unless it is empty, share them: decode steps have `least_share`
+    of the time while a prefill rank computes. `compile` is one of COMPILE_POLICIES, `quantization` one of
     QUANTIZATIONS. If `fingerprint` is given, a rank refuses to load a model with another one. Two are for comparisons,
     and such ranks hand over no KV: `replicates_kv` allows more processes than KV heads, and with `scatters_rows` each
     process has its share of the rows between attention and MLP.
@@ -57,6 +58,8 @@ class RankSettings:
     listen_host: str = "127.0.0.1"
     tls: PeerTls | None = None
     max_batch: int = 32
+    cores: str = ""
+    least_share: float = 1.0
     drafts: bool = False
     draft_model: str = ""
     draft_context: int = 2048

@@ -27,6 +27,7 @@ from ringserve.workers.model.info import check_fingerprint
 from ringserve.workers.model.layers import FP8_MULTIPLE
 from ringserve.workers.model.loading import DTYPES, LoadedModel, load_model
 from ringserve.workers.protocol.ranks import FP8_MLPS, ModelInfo, RankInfo, RankSettings, RankSpec
+from ringserve.workers.rank.cores import SharedCores
 from ringserve.workers.rank.joining import RingJoining
 
 if TYPE_CHECKING:
@@ -51,12 +52,14 @@ class RankParts:
     receiver: KvReceiver
     sender: KvSender
     mailbox: DecodeMailbox
+    cores: SharedCores
     agent: PullAgent | None
     compilation: Compilation | None
     draft_model: DraftModel | None
 
-    def close_kv(self) -> None:
-        """End all transfers of this incarnation. Idempotent."""
+    def close(self) -> None:
+        """End all transfers of this incarnation, and leave shared cores to others. Idempotent."""
+        self.cores.close()
         self.sender.close()
         self.receiver.close()
         if self.agent is not None:
@@ -218,6 +221,7 @@ def parts_of(
         receiver=receiver,
         sender=KvSender(cache, spec.incarnation, tls=settings.tls, agent=agent, held_bytes=HELD_BYTES),
         mailbox=DecodeMailbox(settings.max_batch),
+        cores=SharedCores(settings.cores),
         agent=agent,
         compilation=compilation,
         draft_model=draft_model,

@@ -120,7 +120,7 @@ class RankWorker:
             raise Unavailable(f"rank {spec.rank} still computes")
         self._computing.release()
         parts.cache.settle()  # a step may have been issued that was not read
-        parts.close_kv()
+        parts.close()
         self._rings = self._runner = None
         self._progress, self._clock, self._inbox = Progress(), StepClock(), StepInbox()
         self._started = parts_of(
@@ -211,7 +211,7 @@ class RankWorker:
         """
         self._give_back()
         self._begin_sends(step)
-        with self._compute() as ring, self._inbox.serving(step):
+        with self._compute() as ring, self._inbox.serving(step), self.parts.cores.computing():
             before_layer = partial(self._yield, step, ring) if step.yields else None
             with self._clock.step(), suppress(StepEnded):
                 return self._prefill(step, ring, before_layer)
@@ -324,6 +324,7 @@ class RankWorker:
                         self._progress,
                         parts.choose_variant,
                         parts.mailbox,
+                        pause_after=partial(parts.cores.pause_after, least_share=spec.settings.least_share),
                         drafts=drafts,
                         draft_model=parts.draft_model,
                     )
@@ -434,7 +435,7 @@ class RankWorker:
         for transport in self._transports:
             transport.close()
         if parts is not None:
-            parts.close_kv()
+            parts.close()
 
     @contextmanager
     def _compute(self) -> Iterator[RingTransport]:

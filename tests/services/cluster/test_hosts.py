@@ -76,3 +76,21 @@ def test_prefill_ranks_pack_the_head_if_a_decode_rank_has_the_same_memory(
 ) -> None:
     assert host("prefill", **sections).settings().ranks.packs_head == packs
     assert host("decode", **sections).settings().ranks.packs_head
+
+
+def test_rings_of_one_machine_share_its_cores_if_they_have_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(4)))
+    few, many = {"cp": 1, "threads_per_rank": 2}, {"cp": 1, "threads_per_rank": 3}
+
+    def cores(prefill: dict[str, Any], **sections: dict[str, Any]) -> str:
+        hosts = (host(role, prefill=prefill, decode=few, **sections) for role in ("prefill", "decode"))
+        one, other = (each.settings().ranks.cores for each in hosts)
+        assert one == other
+        return one
+
+    assert cores(many)
+    assert not cores(few), "each thread has a core"
+    spread = {"ray": {"address": "auto"}, "internal_tls": {"insecure": True}}
+    assert not cores(many, **spread), "ranks may be on any machine"
+    assert not cores(many, model={"device": "cuda"})
+    assert host("decode", decode={"least_share": 0.5}).settings().ranks.least_share == 0.5

@@ -86,6 +86,15 @@ def test_growth_is_taken_alone_and_left_where_there_is_more_to_do() -> None:
     assert mailbox.take_growth() is None
 
 
+def test_tables_that_grow_end_no_wait() -> None:
+    mailbox = DecodeMailbox(max_batch=4)
+    growth = GrowSequence(sequence_id="a", blocks=((1,),))
+    mailbox.submit([growth])
+    taken = run_in_thread(lambda: mailbox.take(WAIT_SECONDS))
+    mailbox.submit([RemoveSequence(sequence_id="a")])
+    assert taken.result(WAIT_SECONDS) == [growth, RemoveSequence(sequence_id="a")]
+
+
 def test_a_batch_is_never_overfilled_and_no_sequence_is_in_it_twice() -> None:
     mailbox = DecodeMailbox(max_batch=2)
     mailbox.submit([admission("a"), admission("b")])

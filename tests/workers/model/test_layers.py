@@ -208,7 +208,7 @@ def test_weights_that_are_bfloat16_are_stored_as_such_and_give_the_same_bits(num
 
 @pytest.mark.usefixtures("kernels")
 def test_one_other_number_keeps_a_weight_in_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "_directory", lambda: tmp_path)
+    monkeypatch.setattr(shared, "shared_directory", lambda: tmp_path)
     weight = torch.randn(50, 70).bfloat16().float()
     weight[49, 69] += 2.0**-20
     linears = [Linear(70, 50).requires_grad_(False) for _ in range(2)]

@@ -669,7 +669,7 @@ def test_a_rank_refuses_a_model_that_was_replaced_before_or_while_it_loads(
     model = save_model("llama_gqa", tmp_path / "model")
     settings = RankSettings(model_path=str(model), fingerprint=read_fingerprint(model), num_blocks=4)
     spec = RankSpec(ring="ring", rank=0, num_ranks=1, incarnation="first", settings=settings)
-    rank_parts.load_parts(spec, poisoned=False).close_kv()
+    rank_parts.load_parts(spec, poisoned=False).close()
     original = (model / "model.safetensors").read_bytes()
     _change_one_tensor(model)
     refusal = (
