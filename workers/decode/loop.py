@@ -138,7 +138,7 @@ class LeadingLoop:
         choose_variant: VariantChoice,
         mailbox: DecodeMailbox,
         *,
-        pause_after: Callable[[float], float] = lambda seconds: 0.0,
+        pause_after: Callable[[float], float] | None = None,
         drafts: bool = False,
         draft_model: DraftModel | None = None,
     ) -> None:
@@ -259,7 +259,8 @@ class LeadingLoop:
         is_idle = not len(self._batch)
         seconds = 0.0
         if not self._waiting:
-            seconds = HEARTBEAT_SECONDS if is_idle else self._pause_after(self._step_seconds)
+            pause = self._pause_after(self._step_seconds) if self._pause_after else 0.0
+            seconds = HEARTBEAT_SECONDS if is_idle else pause
         commands = self._mailbox.take(seconds)
         if self._mailbox.is_closed:
             return Header(HeaderKind.STOP)

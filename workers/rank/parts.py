@@ -26,8 +26,8 @@ from ringserve.workers.model.builtin import resolve_model_path
 from ringserve.workers.model.info import check_fingerprint
 from ringserve.workers.model.layers import FP8_MULTIPLE
 from ringserve.workers.model.loading import DTYPES, LoadedModel, load_model
+from ringserve.workers.model.shared import SharedCores
 from ringserve.workers.protocol.ranks import FP8_MLPS, ModelInfo, RankInfo, RankSettings, RankSpec
-from ringserve.workers.rank.cores import SharedCores
 from ringserve.workers.rank.joining import RingJoining
 
 if TYPE_CHECKING:
@@ -52,14 +52,15 @@ class RankParts:
     receiver: KvReceiver
     sender: KvSender
     mailbox: DecodeMailbox
-    cores: SharedCores
+    cores: SharedCores | None
     agent: PullAgent | None
     compilation: Compilation | None
     draft_model: DraftModel | None
 
     def close(self) -> None:
         """End all transfers of this incarnation, and leave shared cores to others. Idempotent."""
-        self.cores.close()
+        if self.cores is not None:
+            self.cores.close()
         self.sender.close()
         self.receiver.close()
         if self.agent is not None:
@@ -221,7 +222,7 @@ def parts_of(
         receiver=receiver,
         sender=KvSender(cache, spec.incarnation, tls=settings.tls, agent=agent, held_bytes=HELD_BYTES),
         mailbox=DecodeMailbox(settings.max_batch),
-        cores=SharedCores(settings.cores),
+        cores=SharedCores(settings.cores) if settings.cores else None,
         agent=agent,
         compilation=compilation,
         draft_model=draft_model,

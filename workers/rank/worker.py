@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -211,7 +211,9 @@ class RankWorker:
         """
         self._give_back()
         self._begin_sends(step)
-        with self._compute() as ring, self._inbox.serving(step), self.parts.cores.computing():
+        cores = self.parts.cores
+        taken = nullcontext() if cores is None else cores.computing()
+        with self._compute() as ring, self._inbox.serving(step), taken:
             before_layer = partial(self._yield, step, ring) if step.yields else None
             with self._clock.step(), suppress(StepEnded):
                 return self._prefill(step, ring, before_layer)
@@ -311,7 +313,7 @@ class RankWorker:
             if parts.compilation is not None:
                 recorder, agrees = parts.compilation.recorder, partial(is_true_everywhere, transports=[control])
                 self._runner = GraphRunner(parts.model, recorder, parts.cache.device, ring.stats, agrees)
-            drafts = spec.settings.drafts
+            drafts, cores, least_share = spec.settings.drafts, parts.cores, spec.settings.least_share
             step = DecodePass(parts.model, ring, parts.cache, parts.backend, batch, self._clock, control, self._runner)
             prompts = DecodePrompts(parts.model, ring, parts.cache, parts.backend, self._clock, control, self._prompts)
             channel = HeaderChannel(self._rings.header_hops, spec.settings.max_batch, MAX_DRAFTS if drafts else 0)
@@ -324,7 +326,7 @@ class RankWorker:
                         self._progress,
                         parts.choose_variant,
                         parts.mailbox,
-                        pause_after=partial(parts.cores.pause_after, least_share=spec.settings.least_share),
+                        pause_after=None if cores is None else partial(cores.pause_after, least_share=least_share),
                         drafts=drafts,
                         draft_model=parts.draft_model,
                     )

@@ -82,7 +82,7 @@ def test_rings_of_one_machine_share_its_cores_if_they_have_more_threads(monkeypa
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(4)))
     few, many = {"cp": 1, "threads_per_rank": 2}, {"cp": 1, "threads_per_rank": 3}
 
-    def cores(prefill: dict[str, Any], **sections: dict[str, Any]) -> str:
+    def cores(prefill: dict[str, Any], **sections: Any) -> str:
         hosts = (host(role, prefill=prefill, decode=few, **sections) for role in ("prefill", "decode"))
         one, other = (each.settings().ranks.cores for each in hosts)
         assert one == other

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from ringserve.workers.model.shared import SharedCores
+from ringserve.workers.prefill import step as prefill_step
 from ringserve.workers.protocol.decode_commands import DecodeCommand
 from ringserve.workers.rank import worker as rank_worker
-from ringserve.workers.rank.cores import SharedCores
 from ringserve.workers.sampling.parameters import SamplingParameters
 from tests.waiting import WAIT_SECONDS
 from tests.workers.models import Oracle, random_tokens
@@ -22,7 +23,7 @@ from tests.workers.rings import LocalRing, Turn
 
 HOLDER = """
 import sys
-from ringserve.workers.rank.cores import SharedCores
+from ringserve.workers.model.shared import SharedCores
 with SharedCores(sys.argv[1]).computing():
     print("computes", flush=True)
     sys.stdin.read()
@@ -45,10 +46,7 @@ def test_steps_pause_while_any_prompt_of_their_group_is_computed(group: str) -> 
         assert decode.pause_after(0.15, 0.25) == pytest.approx(0.05), "with its step 0.2 s"
         assert decode.pause_after(3.0, 0.25) == 0.0
         assert others.pause_after(0.04, 0.25) == 0.0
-        assert SharedCores("").pause_after(0.04, 0.25) == 0.0
     assert decode.pause_after(0.04, 0.25) == 0.0
-    with SharedCores("").computing():
-        assert decode.pause_after(0.04, 0.25) == 0.0
     for each in (first, second, decode, others):
         each.close()
         each.close()
@@ -88,12 +86,13 @@ def test_a_batch_pauses_beside_a_prompt_and_has_the_same_tokens(
 ) -> None:
     """A decode loop waits between two steps as long as a prefill rank computes, and not once it has ended."""
     prompt, sampling = random_tokens(33), SamplingParameters(max_tokens=24)
-    run_prefill, seen, pauses = rank_worker.run_prefill, [], []
+    seen: list[bool] = []
+    pauses: list[float] = []
     watch = SharedCores(group)
 
     def prefilled(*arguments: Any) -> Any:
         seen.append(watch.pause_after(0.04, 0.25) > 0.0)
-        return run_prefill(*arguments)
+        return prefill_step.run_prefill(*arguments)
 
     def recording(take: Callable[[float], list[DecodeCommand]]) -> Callable[[float], list[DecodeCommand]]:
         def taken(seconds: float) -> list[DecodeCommand]:
