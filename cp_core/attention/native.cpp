@@ -127,8 +127,8 @@ INLINE vf rounded(vf value, const Result *kind) {
     return stored(value, kind);
 }
 
-// sum + x y of two bfloat16 numbers a lane, rounded as sums of fp32 are. Processors that have an instruction for it
-// take tiny numbers for zeros.
+// Add the products of two bfloat16 numbers a lane to a sum, in fp32. The processor's instruction for it takes tiny
+// numbers for zeros.
 INLINE vf add_pairs(vf sum, vf x, vf y) {
 #if defined(__AVX512BF16__)
     return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y);
@@ -789,17 +789,19 @@ void multiply_group(const Row *x, const Stored *weight, float *sums, int64_t row
     for (int64_t column = 0; column < in_features; column += most) {
         const int64_t columns = in_features - column < most ? in_features - column : most;
         const Stored *some = weight + column * W;
-        if (!is_widened || rows < LEAST_WIDENED_ROWS) {
-            multiply_columns<Row, Stored, BLOCKS>(x + column, some, sums, rows, in_features, apart, columns);
-            continue;
+        if constexpr (is_widened) {
+            if (rows >= LEAST_WIDENED_ROWS) {
+                float *wide = scratch.k;
+                for (int block = 0; block < BLOCKS; ++block)
+                    for (int64_t at = 0; at < columns; at += 2)
+                        for (int side = 0; side < 2; ++side)
+                            store(wide + (block * COLUMN_BLOCK + at + side) * W,
+                                  load_column(some + (block * apart + at) * W, side));
+                multiply_columns<Row, float, BLOCKS>(x + column, wide, sums, rows, in_features, COLUMN_BLOCK, columns);
+                continue;
+            }
         }
-        float *wide = scratch.k;
-        for (int block = 0; block < BLOCKS; ++block)
-            for (int64_t at = 0; at < columns; at += 2)
-                for (int side = 0; side < 2; ++side)
-                    store(wide + (block * COLUMN_BLOCK + at + side) * W,
-                          load_column(some + (block * apart + at) * W, side));
-        multiply_columns<Row, float, BLOCKS>(x + column, wide, sums, rows, in_features, COLUMN_BLOCK, columns);
+        multiply_columns<Row, Stored, BLOCKS>(x + column, some, sums, rows, in_features, apart, columns);
     }
 }
 

@@ -302,9 +302,9 @@ class DecodeConfig:
         default=0.25,
         ge=0.05,
         le=1,
-        description="Share of the time that decode steps have while a prefill ring computes on the same cores, which "
-        "are those of one machine with fewer cores than threads of ranks. A step and the pause behind it take 0.2 s at "
-        "most; with 1 there are no pauses, and prompts take longer.",
+        description="On one machine with fewer cores than threads of ranks: share of the time that decode steps get "
+        "while a prompt is computed. They pause for the rest, until 0.2 s after a step began at most. 1 means no "
+        "pauses: answers come faster then, and prompts later.",
         examples=[0.5],
     )
 

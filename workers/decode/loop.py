@@ -258,9 +258,10 @@ class LeadingLoop:
             return Header(HeaderKind.PROBE)
         is_idle = not len(self._batch)
         seconds = 0.0
-        if not self._waiting:
-            pause = self._pause_after(self._step_seconds) if self._pause_after else 0.0
-            seconds = HEARTBEAT_SECONDS if is_idle else pause
+        if is_idle and not self._waiting:
+            seconds = HEARTBEAT_SECONDS
+        elif self._pause_after is not None and not self._waiting:
+            seconds = self._pause_after(self._step_seconds)
         commands = self._mailbox.take(seconds)
         if self._mailbox.is_closed:
             return Header(HeaderKind.STOP)

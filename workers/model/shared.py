@@ -28,7 +28,7 @@ LOCK_SECONDS = 60.0
 """Limit on the wait for another process that fills the memory."""
 POLL_SECONDS = 0.01
 MAX_GAP_SECONDS = 0.2
-"""Limit on a pause and the step before it: text that comes five times a second is read as it comes."""
+"""A pause ends so many seconds after its step began, at most: people read text that comes five times a second."""
 FLOCK = "hhqqi0q"
 """`struct flock` of Linux on machines of 64 bits: type, whence, start, length, process."""
 SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_WRITE", "F_SEAL_SEAL")

@@ -117,7 +117,7 @@ def test_a_batch_pauses_beside_a_prompt_and_has_the_same_tokens(
             if computes:
                 with watch.computing():
                     answers.append(ring.decode(conversations[0], firsts[0], sampling))
-                assert sum(0.0 < seconds <= 0.2 for seconds in pauses) >= 20
+                assert any(0.0 < seconds <= 0.2 for seconds in pauses)
             else:
                 answers.append(ring.decode(conversations[1], firsts[1], sampling))
                 assert not any(0.0 < seconds <= 0.2 for seconds in pauses)
