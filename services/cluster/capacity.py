@@ -1,10 +1,10 @@
-"""Check of a configuration against this machine before a cluster starts: cores, GPUs, memory."""
+"""What this machine can hold: its resources, a configuration checked against them, the time to load a spare."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -28,6 +28,16 @@ PROCESS_BYTES = 300e6
 LEAST_PARAMETERS = 50_000_000
 """Parameters from which bfloat16 is worth naming: products of smaller matrices are not what takes the time."""
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+SPARE_WAIT = 15.0
+"""Seconds from the start of serving to the load of a spare: turns that were cut and begin again, and the first turns of
+a service, come first."""
+FAILED_SPARE_WAIT = 60.0
+"""Seconds from the end of a spare that has not served to the load of another."""
+BUSY_SPARE_WAIT = 60.0
+"""Seconds more that a spare waits for an idle core: a service that is never idle needs it most."""
+IDLE_CORES = 0.8
+"""Cores that were idle for `IDLE_SECONDS` when a spare is loaded, which takes one for a second or two."""
+IDLE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +63,39 @@ def this_machine() -> Machine:
         gpus=len(gpus) if chosen is None else min(len(gpus), len(chosen)),
         gpu_bytes=min(gpus, default=0.0),
     )
+
+
+def idle_seconds() -> float:
+    """Return the seconds that all cores of this machine together were idle since its start."""
+    return float(psutil.cpu_times().idle)
+
+
+class SpareSchedule:
+    """When the spare of a process is loaded: once its predecessor has served for a while and a core is idle.
+
+    `has_spare` is False where there is none, `idle_seconds` as of the function above. Ask `is_due` twice a second or
+    more often: it looks at the cores between two questions.
+    """
+
+    def __init__(self, *, has_spare: bool = True, idle_seconds: Callable[[], float] = idle_seconds) -> None:
+        self._has_spare = has_spare
+        self._idle_seconds = idle_seconds
+        self._earliest = self._seen_at = self._seen_idle = 0.0
+        self._has_idle_core = False
+
+    def wait(self, now: float, seconds: float = SPARE_WAIT) -> None:
+        """Have none loaded for these seconds, in units of `now`."""
+        self._earliest = now + seconds
+
+    def is_due(self, now: float) -> bool:
+        """Return whether it is time to load one."""
+        if not self._has_spare:
+            return False
+        if now - self._seen_at >= IDLE_SECONDS:
+            idle = self._idle_seconds()
+            self._has_idle_core = idle - self._seen_idle >= IDLE_CORES * (now - self._seen_at)
+            self._seen_at, self._seen_idle = now, idle
+        return now >= self._earliest and (self._has_idle_core or now >= self._earliest + BUSY_SPARE_WAIT)
 
 
 def _gpu_bytes() -> list[float]:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from ringserve.cp_core.errors import ConfigError
+from ringserve.services.cluster.capacity import FAILED_SPARE_WAIT, SpareSchedule
 from ringserve.services.cluster.ray_guard import without_ray_token
 from ringserve.services.gateway.settings import GatewaySettings
 
@@ -27,11 +28,6 @@ RESTART_WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds between attempts to restart a gateway: a connection of another program may hold its port for a while."""
 MAX_TICK_SECONDS = 1.0
 """Silence that one look counts at most: this process may have stood still itself."""
-SPARE_WAIT = 15.0
-"""Seconds from a gateway's start of serving to the load of its spare: first turns, and those that were cut and begin
-again, come first."""
-FAILED_SPARE_WAIT = 60.0
-"""Seconds from the end of a spare that has not served to the load of another."""
 SPARE_SECONDS = 5.0
 """Seconds that a loaded spare has to serve; one that still loads has as long as a gateway that starts."""
 ENDED = b""
@@ -125,7 +121,7 @@ class GatewayKeeper:
         *,
         start_seconds: float,
         silent_seconds: float,
-        has_spare: bool = True,
+        spares: SpareSchedule | None = None,
         command: Callable[[GatewaySettings], Sequence[str]] = gateway_command,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -136,8 +132,8 @@ class GatewayKeeper:
         self._clock = clock
         self._process: _Process | None = None
         self._spare: _Process | None = None
-        self._has_spare = has_spare
-        self._looked_at = self._silence = self._spare_at = 0.0
+        self._spares = spares or SpareSchedule()
+        self._looked_at = self._silence = 0.0
 
     @property
     def pid(self) -> int:
@@ -164,7 +160,7 @@ class GatewayKeeper:
             self.settings, listen=addresses["gateway"], http=addresses["http"], metrics=addresses["metrics"]
         )
         self._looked_at, self._silence = self._clock(), 0.0
-        self._spare_at = self._looked_at + SPARE_WAIT
+        self._spares.wait(self._looked_at)
 
     def look(self, stopped: threading.Event) -> None:
         """Let a successor serve if the gateway has died or stands still. Raises ConfigError if none can."""
@@ -199,12 +195,11 @@ class GatewayKeeper:
                     raise
 
     def _keep_spare(self, now: float) -> None:
-        """Have a spare loaded, but not at once after another."""
         if self._spare is not None and self._spare.exit_status is not None:
             log.warning("the spare gateway died (exit %s)", self._spare.exit_status)
             self._end_spare()
-            self._spare_at = now + FAILED_SPARE_WAIT
-        if self._has_spare and self._spare is None and now >= self._spare_at:
+            self._spares.wait(now, FAILED_SPARE_WAIT)
+        if self._spare is None and self._spares.is_due(now):
             self._spare = _Process(self._command(replace(self.settings, is_spare=True)))
 
     def _take_spare(self) -> bool:

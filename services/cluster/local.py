@@ -23,7 +23,14 @@ from ray.util import list_named_actors
 from ringserve.cp_core.cost.decode import HELIX
 from ringserve.cp_core.errors import ConfigError, ModelRefused, RingserveError, Unavailable
 from ringserve.orchestration.ring.actors import free_places, free_places_of_others
-from ringserve.services.cluster.capacity import carrier_advice, check_fits, check_programs, dtype_advice, this_machine
+from ringserve.services.cluster.capacity import (
+    SpareSchedule,
+    carrier_advice,
+    check_fits,
+    check_programs,
+    dtype_advice,
+    this_machine,
+)
 from ringserve.services.cluster.gateway import GatewayKeeper
 from ringserve.services.cluster.hosts import LeaderHost, RouterHost
 from ringserve.services.cluster.leaders import RayLeader, RingKeeper, is_node_alive
@@ -186,7 +193,7 @@ class LocalCluster:
             lambda host, title: RayRouter(host, self._unique(title)),
             start_seconds=config.timeouts.start,
             silent_seconds=silent,
-            has_spare=config.router.spare,
+            spares=SpareSchedule(has_spare=config.router.spare),
         )
         router = self._router.process
         assert isinstance(router, RayRouter), "just made"
@@ -214,7 +221,7 @@ class LocalCluster:
                 self._gateway_settings(path),
                 start_seconds=config.timeouts.start,
                 silent_seconds=config.timeouts.lost,
-                has_spare=config.gateway.spare,
+                spares=SpareSchedule(has_spare=config.gateway.spare),
             )
             self._gateway.start()
         for host in hosts:

@@ -20,6 +20,7 @@ from ray.exceptions import RayError
 from ringserve.cp_core.errors import DiskFull, Unavailable
 from ringserve.orchestration.protocol.rings import RingEvent
 from ringserve.orchestration.ring.actors import host as host_actor
+from ringserve.services.cluster.capacity import FAILED_SPARE_WAIT, SpareSchedule
 from ringserve.services.cluster.hosts import RouterHost
 from ringserve.services.cluster.leaders import kill_process
 
@@ -32,11 +33,6 @@ DISK_WAIT_SECONDS = 5.0
 """Seconds between two starts while the journal's disk is full."""
 PROBE_SECONDS = 0.5
 """Seconds between two questions whether the router answers."""
-SPARE_WAIT = 15.0
-"""Seconds from a router's start of serving to the load of its spare: turns that it has to settle, and the first turns
-of a service, come first."""
-FAILED_SPARE_WAIT = 60.0
-"""Seconds from the end of a spare to the load of another."""
 MAX_TICK_SECONDS = 1.0
 """Silence that one question counts at most: this process may have stood still itself."""
 
@@ -122,19 +118,19 @@ class RouterKeeper:
         *,
         start_seconds: float,
         silent_seconds: float,
-        has_spare: bool = True,
+        spares: SpareSchedule | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._host = host
         self._make = make
         self._start_seconds = start_seconds
         self._silent_seconds = silent_seconds
-        self._has_spare = has_spare
+        self._spares = spares or SpareSchedule()
         self._clock = clock
         self._num_made = 0
         self._num_failed = 0
         self._serves = False
-        self._probed_at = self._start_at = self._begun_at = self._spare_at = clock()
+        self._probed_at = self._start_at = self._begun_at = clock()
         self._spare: RouterProcess | None = None
         self._silence = 0.0
         self.trouble = ""
@@ -161,7 +157,7 @@ class RouterKeeper:
 
     def _note_serving(self) -> None:
         self._serves, self._silence, self._probed_at = True, 0.0, self._clock()
-        self._spare_at = self._probed_at + SPARE_WAIT
+        self._spares.wait(self._probed_at)
 
     def look(self) -> RingEvent | None:
         """Let another serve if the router cannot. Return what it wants to be done for a ring, if anything.
@@ -192,9 +188,8 @@ class RouterKeeper:
         return None
 
     def _keep_spare(self, now: float) -> None:
-        """Have a spare loaded, but not at once after another."""
         if self._spare is None:
-            if self._has_spare and now >= self._spare_at:
+            if self._spares.is_due(now):
                 self._spare = self._new()
             return
         try:
@@ -202,7 +197,7 @@ class RouterKeeper:
         except Unavailable as error:
             log.warning("the spare of the router is lost: %s", error)
             self.end_spare()
-            self._spare_at = now + FAILED_SPARE_WAIT
+            self._spares.wait(now, FAILED_SPARE_WAIT)
 
     def end_spare(self) -> None:
         """End the spare, if there is one."""

@@ -14,7 +14,11 @@ import pytest
 from ringserve.cp_core.errors import ConfigError
 from ringserve.services.cluster import capacity, local
 from ringserve.services.cluster.capacity import (
+    BUSY_SPARE_WAIT,
+    FAILED_SPARE_WAIT,
+    SPARE_WAIT,
     Machine,
+    SpareSchedule,
     carrier_advice,
     check_fits,
     check_programs,
@@ -243,3 +247,19 @@ def test_a_draft_model_must_have_the_models_tokens(tmp_path: Path) -> None:
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ConfigError, match=r"^decode\.draft_model: the tokenizer of .*/other differs .* in 3 entries; "):
         read_draft_model(config(decode={"draft_model": str(other)}), own)
+
+
+def test_a_spare_waits_for_an_idle_core_but_not_for_ever() -> None:
+    idle = 0.0
+    spares = SpareSchedule(idle_seconds=lambda: idle)
+    spares.wait(0.0)
+    assert not any(spares.is_due(now) for now in (1.0, SPARE_WAIT - 1, SPARE_WAIT, SPARE_WAIT + 9)), "all are busy"
+    idle += 0.5
+    assert not spares.is_due(SPARE_WAIT + 10), "half a core"
+    idle += 1.0
+    assert spares.is_due(SPARE_WAIT + 11)
+    spares.wait(SPARE_WAIT + 11, FAILED_SPARE_WAIT)
+    assert not spares.is_due(FAILED_SPARE_WAIT), "after another that failed"
+    assert not spares.is_due(SPARE_WAIT + 11 + FAILED_SPARE_WAIT + BUSY_SPARE_WAIT - 1)
+    assert spares.is_due(SPARE_WAIT + 11 + FAILED_SPARE_WAIT + BUSY_SPARE_WAIT)
+    assert not SpareSchedule(has_spare=False).is_due(float("inf"))

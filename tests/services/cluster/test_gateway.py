@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from ringserve.cp_core.errors import ConfigError
-from ringserve.services.cluster import gateway
+from ringserve.services.cluster import capacity, gateway
+from ringserve.services.cluster.capacity import SpareSchedule
 from ringserve.services.cluster.gateway import GatewayKeeper
 from ringserve.services.gateway.settings import GatewaySettings
 from ringserve.workers.model.builtin import PREFIX, TINY
@@ -62,7 +63,12 @@ def clock() -> Clock:
 @pytest.fixture(params=[True, False], ids=["spare", "alone"])
 def keeper(clock: Clock, request: pytest.FixtureRequest) -> Iterator[GatewayKeeper]:
     keeper = GatewayKeeper(
-        SETTINGS, start_seconds=60.0, silent_seconds=4.0, has_spare=request.param, command=command, clock=clock
+        SETTINGS,
+        start_seconds=60.0,
+        silent_seconds=4.0,
+        spares=SpareSchedule(has_spare=request.param, idle_seconds=clock),
+        command=command,
+        clock=clock,
     )
     keeper.start()
     try:
@@ -124,11 +130,18 @@ def test_a_gateway_that_cannot_start_ends_the_cluster(
 @pytest.fixture
 def spared(clock: Clock) -> Iterator[GatewayKeeper]:
     """Return a keeper of a gateway that serves, with a spare."""
-    keeper = GatewayKeeper(SETTINGS, start_seconds=60.0, silent_seconds=4.0, command=command, clock=clock)
+    keeper = GatewayKeeper(
+        SETTINGS,
+        start_seconds=60.0,
+        silent_seconds=4.0,
+        spares=SpareSchedule(idle_seconds=clock),
+        command=command,
+        clock=clock,
+    )
     keeper.start()
     try:
         keeper.await_serving()
-        look(keeper, clock, gateway.SPARE_WAIT - 1)
+        look(keeper, clock, capacity.SPARE_WAIT - 1)
         assert not spare_pid(keeper), "first turns come first"
         look(keeper, clock, 1)
         wait_until(lambda: keeper._spare is not None and not keeper._spare.lines.empty(), "a loaded spare")
@@ -152,7 +165,7 @@ def test_the_spare_is_the_next_gateway_and_another_is_loaded_later(spared: Gatew
     spare = spare_pid(spared)
     assert die(spared, clock) == spare
     assert (spared.settings.listen, spared.settings.is_spare) == ("host:7", False)
-    look(spared, clock, gateway.SPARE_WAIT - 1)
+    look(spared, clock, capacity.SPARE_WAIT - 1)
     assert not spare_pid(spared)
     look(spared, clock, 1)
     assert spare_pid(spared)
@@ -164,7 +177,7 @@ def test_a_spare_that_dies_is_replaced_but_not_at_once(
     first = spare_pid(spared)
     os.kill(first, signal.SIGKILL)
     wait_until(lambda: bool(look(spared, clock, 0.0)) and not spare_pid(spared), "the end of the spare")
-    look(spared, clock, gateway.FAILED_SPARE_WAIT - 1)
+    look(spared, clock, capacity.FAILED_SPARE_WAIT - 1)
     assert not spare_pid(spared)
     look(spared, clock, 1)
     assert spare_pid(spared) not in (0, first)
@@ -186,11 +199,18 @@ def test_without_a_spare_that_serves_another_gateway_is_started(
 def test_a_spare_that_still_loads_is_waited_for(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway, "SPARE_SECONDS", 0.0)
     monkeypatch.setitem(globals(), "LOAD_SECONDS", "1")
-    keeper = GatewayKeeper(SETTINGS, start_seconds=60.0, silent_seconds=4.0, command=command, clock=clock)
+    keeper = GatewayKeeper(
+        SETTINGS,
+        start_seconds=60.0,
+        silent_seconds=4.0,
+        spares=SpareSchedule(idle_seconds=clock),
+        command=command,
+        clock=clock,
+    )
     keeper.start()
     try:
         keeper.await_serving()
-        look(keeper, clock, gateway.SPARE_WAIT)
+        look(keeper, clock, capacity.SPARE_WAIT)
         assert spare_pid(keeper) == die(keeper, clock)
     finally:
         keeper.end()

@@ -6,13 +6,12 @@ import pytest
 
 from ringserve.cp_core.errors import DiskFull, Unavailable
 from ringserve.orchestration.protocol.rings import RingEvent
+from ringserve.services.cluster.capacity import FAILED_SPARE_WAIT, SPARE_WAIT, SpareSchedule
 from ringserve.services.cluster.hosts import RouterHost
 from ringserve.services.cluster.router import (
     DISK_WAIT_SECONDS,
-    FAILED_SPARE_WAIT,
     PROBE_SECONDS,
     RESTART_WAITS,
-    SPARE_WAIT,
     RouterKeeper,
 )
 from ringserve.services.config import config_from
@@ -73,7 +72,7 @@ class Keeping:
             self._make,
             start_seconds=START,
             silent_seconds=SILENT,
-            has_spare=has_spare,
+            spares=SpareSchedule(has_spare=has_spare, idle_seconds=lambda: self.now),
             clock=lambda: self.now,
         )
         self.keeper.serves_at("10.0.0.7:4711")
