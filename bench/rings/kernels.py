@@ -34,7 +34,7 @@ from ringserve.cp_core.attention.partial import (
 from ringserve.cp_core.errors import ConfigError
 from ringserve.cp_core.layout.step_plans import Band, KvRun, RowIndices, Rows
 from ringserve.services.offline.terminal import Tell
-from ringserve.workers.model.layers import PACKED_ROWS, with_least_rows
+from ringserve.workers.model.layers import PACKED_ROWS, packed_dtypes, with_least_rows
 from ringserve.workers.sampling.parameters import SamplingParameters
 from ringserve.workers.sampling.sampler import RowSampler, sample_rows
 
@@ -191,7 +191,7 @@ class KernelBench:
                     )
 
     def linear(self, sizes: Sizes) -> Iterator[Row]:
-        """Measure linear layers of a CPU: this package's kernel, oneDNN's with packed weights, and torch's.
+        """Measure linear layers of a CPU: torch's kernel, oneDNN's with packed weights if it packs them here, and ours.
 
         Matrices are multiplied in turn, so that none stays in a cache. `native_bfloat16` has fp32 rows, and weights of
         which each number is a bfloat16; `native_alone` multiplies many rows as it multiplies few.
@@ -201,14 +201,15 @@ class KernelBench:
         count = -(-sizes.linear_bytes // (dtype.itemsize * num_in * num_out))
         weights = [torch.randn(num_out, num_in).to(dtype) for _ in range(count)]
         forms: dict[str, tuple[list[torch.Tensor], Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
-            "torch": (weights, torch.nn.functional.linear),
-            "onednn": (
+            "torch": (weights, torch.nn.functional.linear)
+        }
+        if dtype in packed_dtypes():
+            forms["onednn"] = (
                 [torch.ops.mkldnn._reorder_linear_weight(each, PACKED_ROWS if is_wide else None) for each in weights],
                 lambda rows, packed: torch.ops.mkldnn._linear_pointwise(
                     with_least_rows(rows, packed), packed, None, "none", [], ""
                 ),
-            ),
-        }
+            )
         if native.library() is not None:
             forms["native"] = (
                 [native.pack_weight(each) for each in weights],
