@@ -21,8 +21,7 @@ from ringserve.cp_core.attention.backends import BACKENDS, select_backend
 from ringserve.cp_core.attention.partial import Partial, merge, merge_in_kernel
 from ringserve.cp_core.attention.triton_kernels import attend_pages
 from ringserve.cp_core.errors import ConfigError
-from ringserve.workers.decode.graphs import RECORDING, RECORDING_FAILED, CudaRecorder
-from ringserve.workers.decode.inputs import InputBuffers
+from ringserve.workers.decode.graphs import RECORDING, RECORDING_FAILED, CudaRecorder, InputBuffers
 from ringserve.workers.decode.loop import BATCH_CHANGES
 from ringserve.workers.decode.step import DRAFTS, DecodePass
 from ringserve.workers.model.info import read_model_info

@@ -26,8 +26,8 @@ TORCH_FREE = (
     "ringserve.cp_core.cost.fit",
     "ringserve.cp_core.cost.prefill",
     "ringserve.cp_core.cost.decode",
-    "ringserve.workers.protocol.decode_commands",
-    "ringserve.workers.protocol.prefill_steps",
+    "ringserve.workers.protocol.steps",
+    "ringserve.workers.protocol.steps",
     "ringserve.workers.protocol.ranks",
     "ringserve.workers.model.info",
 )

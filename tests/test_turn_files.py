@@ -21,8 +21,8 @@ from tests.workers.models import save_model
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = ("services", "orchestration", "workers", "cp_core")
-MAX_FILES = 96
-"""Files that an ordinary turn may execute. A reader of its path opens them all, so the number is to fall: to 75."""
+MAX_FILES = 75
+"""Files that an ordinary turn may execute. A reader of its path opens them all."""
 
 
 @contextmanager

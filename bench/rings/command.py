@@ -18,7 +18,7 @@ from ringserve.cp_core.transport.ring_backend import SERVING
 from ringserve.services.cli.import_model import prepare
 from ringserve.services.offline.reports import load_now, require_matplotlib
 from ringserve.services.offline.terminal import Tell, console, print_table, progress_bar
-from ringserve.workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
+from ringserve.workers.protocol.steps import RING_ALGORITHMS, Algorithm
 
 if TYPE_CHECKING:
     from bench.rings.attention import AttentionShape

@@ -21,8 +21,8 @@ from ringserve.cp_core.errors import ConfigError
 from ringserve.cp_core.layout.shards import level_counts
 from ringserve.services.offline.reports import paired_ratio
 from ringserve.workers.model.info import read_model_info
-from ringserve.workers.protocol.decode_commands import AdmitSequence
 from ringserve.workers.protocol.ranks import ModelInfo
+from ringserve.workers.protocol.steps import AdmitSequence
 from ringserve.workers.sampling.parameters import SamplingParameters
 
 EVENT_SECONDS = 120.0

@@ -25,8 +25,8 @@ from ringserve.cp_core.transport.interface import RingTransport
 from ringserve.views import RingRates
 from ringserve.workers.model.builtin import resolve_model_path
 from ringserve.workers.model.info import read_model_info
-from ringserve.workers.protocol.prefill_steps import Algorithm, PrefillStep, SequencePrefill
 from ringserve.workers.protocol.ranks import RankSettings, RankSpec
+from ringserve.workers.protocol.steps import Algorithm, PrefillStep, SequencePrefill
 from ringserve.workers.rank.worker import RankWorker
 
 BLOCK_TOKENS = 16

@@ -24,8 +24,8 @@ from ringserve.services.offline.reference import StockModel
 from ringserve.services.offline.reports import paired_ratio
 from ringserve.workers.model.builtin import resolve_model_path
 from ringserve.workers.model.info import read_model_info, tensor_share
-from ringserve.workers.protocol.prefill_steps import Algorithm, SequencePrefill, TokenIds
 from ringserve.workers.protocol.ranks import ModelInfo
+from ringserve.workers.protocol.steps import Algorithm, SequencePrefill, TokenIds
 from ringserve.workers.sampling.parameters import SamplingParameters
 
 

@@ -39,9 +39,8 @@ from ringserve.workers.model.builtin import write_tokenizer
 from ringserve.workers.model.layers import ATTENTION_LAYERS, MLP_LAYERS, join_layers, quantize_mlps
 from ringserve.workers.model.loading import DTYPES, IMPLEMENTATION, LoadedModel, draw_model, load_model
 from ringserve.workers.prefill.step import run_prefill
-from ringserve.workers.protocol.decode_commands import AdmitSequence
-from ringserve.workers.protocol.prefill_steps import Algorithm, PrefillStep, SequencePrefill, TokenIds
 from ringserve.workers.protocol.ranks import FP8_MLPS
+from ringserve.workers.protocol.steps import AdmitSequence, Algorithm, PrefillStep, SequencePrefill, TokenIds
 from ringserve.workers.protocol.transfers import TransferKey
 from ringserve.workers.sampling.parameters import Sampled, SamplingParameters
 

@@ -24,8 +24,8 @@ from ringserve.orchestration.protocol.turns import TurnOutcome
 from ringserve.orchestration.router.router import Router, RouterSettings
 from ringserve.services.cluster.garbage import FrozenSurvivors
 from ringserve.services.offline.reports import Summary
-from ringserve.workers.protocol.prefill_steps import Algorithm, TokenIds
 from ringserve.workers.protocol.ranks import ModelInfo
+from ringserve.workers.protocol.steps import Algorithm, TokenIds
 
 VOCABULARY = 32_000
 MAX_FOLLOWED = 20_000

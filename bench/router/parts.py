@@ -22,7 +22,7 @@ from ringserve.orchestration.journal.journal import SqliteJournal
 from ringserve.orchestration.placement.kv_locations import KvLocation, KvLocations
 from ringserve.orchestration.ring.kv_pool import KvPool
 from ringserve.services.offline.reports import Summary
-from ringserve.workers.protocol.prefill_steps import TokenIds
+from ringserve.workers.protocol.steps import TokenIds
 
 LOOKED_UP = 1 << 17
 """Tokens of the prompt that the prefix index looks up."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from ringserve.orchestration.protocol.journal import BegunRecord, CommittedRecord, RingIncarnation
 from ringserve.orchestration.protocol.plans import PromptMode
 from ringserve.orchestration.protocol.turns import TurnRequest
-from ringserve.workers.protocol.decode_commands import FinishReason
-from ringserve.workers.protocol.prefill_steps import TokenIds
+from ringserve.workers.protocol.steps import FinishReason, TokenIds
 from ringserve.workers.sampling.parameters import SamplingParameters
 
 DEADLINE_SECONDS = 60.0

@@ -34,7 +34,7 @@ from ringserve.orchestration.protocol.rings import HEARTBEAT_SECONDS, ROLES
 from ringserve.orchestration.protocol.turns import BegunTurn, RingRegistration
 from ringserve.orchestration.ring.leader import RETRY_SECONDS
 from ringserve.services.config import Config
-from ringserve.services.gateway.failover import begin_with_retries
+from ringserve.services.gateway.turn_stream import begin_with_retries
 from ringserve.services.offline.reports import Summary
 from ringserve.services.rpc.peers import GrpcPeers, make_peer_metadata
 from ringserve.services.rpc.server import GrpcServer

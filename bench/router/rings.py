@@ -8,15 +8,21 @@ from functools import cache
 
 from ringserve.cp_core.errors import NotFound, RingserveError
 from ringserve.cp_core.layout.shards import ShardMap, spread
-from ringserve.orchestration.protocol.kv import ForkedKv, ForkKv, RetainedKv, SendKv, SentKv, TakeKv, TakenKv
 from ringserve.orchestration.protocol.turns import (
     Admit,
+    ForkedKv,
+    ForkKv,
     PrefillDone,
     PrefillReport,
     PrefillTurn,
     Reservation,
     Reserve,
+    RetainedKv,
     RingRegistration,
+    SendKv,
+    SentKv,
+    TakeKv,
+    TakenKv,
     TurnEvent,
 )
 from ringserve.services.config.sections import DecodeConfig

@@ -57,8 +57,8 @@ from ringserve.services.offline.terminal import Tell
 from ringserve.views import RingRates
 from ringserve.workers.model.builtin import resolve_model_path
 from ringserve.workers.model.info import read_model_info
-from ringserve.workers.protocol.prefill_steps import CALIBRATED_ALGORITHMS, RING_ALGORITHMS, Algorithm
 from ringserve.workers.protocol.ranks import ModelInfo
+from ringserve.workers.protocol.steps import CALIBRATED_ALGORITHMS, RING_ALGORITHMS, Algorithm
 
 Show = Callable[[SelectionReport], None]
 """Callback that gets the report of what is measured so far."""

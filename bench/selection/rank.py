@@ -22,7 +22,7 @@ from ringserve.services.offline.calibration.measurement import Cell
 from ringserve.views import RingRates
 from ringserve.workers.model.builtin import resolve_model_path
 from ringserve.workers.model.info import read_model_info
-from ringserve.workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm, PrefillStep, SequencePrefill
+from ringserve.workers.protocol.steps import RING_ALGORITHMS, Algorithm, PrefillStep, SequencePrefill
 from ringserve.workers.rank.worker import RankWorker
 from ringserve.workers.sampling.parameters import SamplingParameters
 

@@ -35,8 +35,7 @@ from ringserve.services.rpc.servicers import DecodeServicer, RouterServicer
 from ringserve.services.telemetry.metrics.router import RouterMetrics, RouterView
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from ringserve.workers.model.builtin import resolve_model_path
-from ringserve.workers.protocol.decode_commands import FinishReason
-from ringserve.workers.protocol.prefill_steps import Algorithm
+from ringserve.workers.protocol.steps import Algorithm, FinishReason
 
 if TYPE_CHECKING:
     from ringserve.services.cluster.gateway import GatewayKeeper

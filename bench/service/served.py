@@ -34,8 +34,8 @@ from ringserve.services.offline.reports import paired_ratio
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 from ringserve.workers.model.builtin import resolve_model_path
 from ringserve.workers.model.info import read_model_info
-from ringserve.workers.protocol.prefill_steps import TokenIds
 from ringserve.workers.protocol.ranks import ModelInfo
+from ringserve.workers.protocol.steps import TokenIds
 
 SERVICE = "service"
 STOCK = "transformers"

@@ -22,8 +22,7 @@ from itertools import pairwise
 
 import torch
 
-from ringserve.cp_core.attention.partial import AttentionBackend, KeyShard, newest_tokens
-from ringserve.cp_core.attention.varlen import attend_pairs
+from ringserve.cp_core.attention.partial import AttentionBackend, KeyShard, attend_pairs, newest_tokens
 from ringserve.cp_core.cost.chain import LAYERS_AHEAD
 from ringserve.cp_core.errors import InvalidRequest
 from ringserve.cp_core.layout.step_plans import KvRun, PrefillPlan, Shard

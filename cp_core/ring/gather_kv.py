@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ringserve.cp_core.attention.partial import AttentionBackend, KeyShard
-from ringserve.cp_core.attention.varlen import attend_pairs
+from ringserve.cp_core.attention.partial import AttentionBackend, KeyShard, attend_pairs
 from ringserve.cp_core.layout.step_plans import PrefillPlan
 from ringserve.cp_core.ring.pass_kv import SequenceParts, merge_all_held, pack_keys, unpack_keys
 from ringserve.cp_core.transport.interface import RingTransport

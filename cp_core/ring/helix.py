@@ -20,10 +20,11 @@ from ringserve.cp_core.attention.partial import (
     KeyShard,
     Partial,
     attend_pair,
+    attend_runs,
+    attend_together,
     empty_partial,
     newest_tokens,
 )
-from ringserve.cp_core.attention.varlen import attend_runs, attend_together
 from ringserve.cp_core.layout.shards import TokenRange, even_share
 from ringserve.cp_core.layout.step_plans import DecodePlan, KvRun, RowIndices, Shard
 from ringserve.cp_core.ring.decode import Shards, attend_rows, merged_out

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ringserve.cp_core.attention.partial import AttentionBackend, KeyShard, RowPartial, merge_held
-from ringserve.cp_core.attention.varlen import attend_pairs
+from ringserve.cp_core.attention.partial import AttentionBackend, KeyShard, RowPartial, attend_pairs, merge_held
 from ringserve.cp_core.layout.step_plans import KvRun, PrefillPlan, Shard
 from ringserve.cp_core.transport.interface import RingTransport
 

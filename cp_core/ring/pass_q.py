@@ -17,8 +17,8 @@ from ringserve.cp_core.attention.partial import (
     Partial,
     PartialBuffer,
     RowPartial,
+    attend_pairs,
 )
-from ringserve.cp_core.attention.varlen import attend_pairs
 from ringserve.cp_core.layout.step_plans import PrefillPlan, Rows, seen_rows, split_new
 from ringserve.cp_core.ring.pass_kv import SequenceParts
 from ringserve.cp_core.transport.interface import RingTransport

@@ -26,12 +26,14 @@ from ringserve.cp_core.attention.partial import (
     KeyShard,
     Partial,
     attend_pair,
+    attend_pairs,
+    attend_runs,
+    attend_together,
     join_runs,
     merge,
     merge_rows,
     sink_part,
 )
-from ringserve.cp_core.attention.varlen import attend_pairs, attend_runs, attend_together
 from ringserve.cp_core.layout.head_shares import HeadShare, head_shares
 from ringserve.cp_core.layout.shards import TokenRange, even_share
 from ringserve.cp_core.layout.step_plans import KvRun, PrefillPlan, Shard

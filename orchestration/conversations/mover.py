@@ -12,12 +12,11 @@ import uuid
 from dataclasses import dataclass
 
 from ringserve.cp_core.errors import RingserveError, Unavailable
-from ringserve.orchestration.conversations.conversation import Conversation
-from ringserve.orchestration.conversations.store import ConversationStore
+from ringserve.orchestration.conversations.store import Conversation, ConversationStore
 from ringserve.orchestration.placement.kv_locations import KvLocation
 from ringserve.orchestration.placement.registry import RegisteredRing
-from ringserve.orchestration.protocol.kv import TakeKv, TakenKv
 from ringserve.orchestration.protocol.ports import Peers, PrefillPort
+from ringserve.orchestration.protocol.turns import TakeKv, TakenKv
 from ringserve.orchestration.protocol.views import MoveReason
 from ringserve.views import KvMoves
 

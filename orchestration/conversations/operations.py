@@ -11,14 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ringserve.cp_core.errors import Busy, InvalidRequest, NotFound, RingserveError
-from ringserve.orchestration.conversations.conversation import Conversation
 from ringserve.orchestration.conversations.quotas import KvQuotas, RunningTurnsPort
-from ringserve.orchestration.conversations.store import ConversationStore
+from ringserve.orchestration.conversations.store import Conversation, ConversationStore
 from ringserve.orchestration.placement.kv_locations import KvLocation
 from ringserve.orchestration.placement.registry import RingRegistry
-from ringserve.orchestration.protocol.kv import ForkKv, RetainedKv
 from ringserve.orchestration.protocol.ports import Peers
-from ringserve.orchestration.protocol.turns import KvQuota
+from ringserve.orchestration.protocol.turns import ForkKv, KvQuota, RetainedKv
 from ringserve.orchestration.tasks import TaskSet
 from ringserve.views import ConversationInfo, ConversationPage, ConversationSummary
 

@@ -26,12 +26,11 @@ from itertools import islice
 
 import numpy as np
 
-from ringserve.orchestration.conversations.conversation import UNNAMED, Conversation, common_prefix
-from ringserve.orchestration.conversations.store import ConversationStore
+from ringserve.orchestration.conversations.store import UNNAMED, Conversation, ConversationStore, common_prefix
 from ringserve.orchestration.placement.kv_locations import Choice, KvLocation, KvLocations, WantedTurn
 from ringserve.orchestration.placement.registry import RingRegistry
 from ringserve.orchestration.protocol.turns import tenant_of
-from ringserve.workers.protocol.prefill_steps import TokenIds
+from ringserve.workers.protocol.steps import TokenIds
 
 MIN_SHARED = 16
 """Fewest tokens worth sharing: a full block of the usual size, so that something is shared and not only copied."""

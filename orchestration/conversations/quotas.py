@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from ringserve.cp_core.errors import CapacityExceeded, InvalidRequest
-from ringserve.orchestration.conversations.conversation import Conversation
-from ringserve.orchestration.conversations.store import ConversationStore
+from ringserve.orchestration.conversations.store import Conversation, ConversationStore
 from ringserve.orchestration.protocol.turns import KvQuota
 
 USUAL_ANSWER_TOKENS = 1024

@@ -18,9 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ringserve.cp_core.errors import CapacityExceeded, RingserveError
-from ringserve.orchestration.conversations.conversation import Conversation
 from ringserve.orchestration.conversations.mover import ConversationMover, MoveCounts
-from ringserve.orchestration.conversations.store import ConversationStore
+from ringserve.orchestration.conversations.store import Conversation, ConversationStore
 from ringserve.orchestration.placement.planner import Planner
 from ringserve.orchestration.placement.registry import RegisteredRing, RingRegistry
 from ringserve.orchestration.protocol.views import MoveReason

@@ -1,34 +1,389 @@
-"""Execution on a decode ring: the feed and the room of its present incarnation, and the prompts that it computes."""
+"""Execution on a decode ring: the feed and the room of its present incarnation, and the prompts that it computes.
+
+The *feed* belongs to the decode loop on the ring's first rank. The loop applies commands at its next step boundary.
+Tokens come by a long poll with a cursor: a lost answer is asked for again, and no token is seen twice.
+
+The *room* decides about KV blocks, and the engine carries it out. A turn's tables begin with room for its prompt and a
+headroom, and get another headroom when half of it is used. If no block is free, the pool first evicts retained
+conversations. Then turns go through the states STARVED, PREEMPTED and RESUMING (`DecodeTurnState`).
+
+No turn waits for ever. A turn is preempted only for an older one, so the oldest in the batch never is, and ends after
+at most max_tokens steps. New turns are refused while a turn is held up, and preempted turns come back in order of
+arrival. So the number of turns falls until the oldest of all has the blocks that it needs. Alone it fits, because the
+router refuses turns that do not.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from bisect import insort
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
-from ringserve.cp_core.errors import InvalidRequest, NotFinite, NotFound, RingserveError, TurnCancelled, Unavailable
-from ringserve.cp_core.layout.shards import TokenRange
-from ringserve.orchestration.decode.feed import DecodeFeed
-from ringserve.orchestration.decode.room import DecodeRoom
+from ringserve.cp_core.errors import (
+    CapacityExceeded,
+    InvalidRequest,
+    NotFinite,
+    NotFound,
+    RingserveError,
+    TurnCancelled,
+    Unavailable,
+)
+from ringserve.cp_core.layout.shards import TokenRange, level_counts
 from ringserve.orchestration.decode.turn import DecodeTurn, DecodeTurnState
 from ringserve.orchestration.protocol.plans import PlannedChunk
-from ringserve.orchestration.protocol.ports import RouterPort
+from ringserve.orchestration.protocol.ports import RankPort, RouterPort
 from ringserve.orchestration.protocol.turns import Admit, PrefillReport, ResumeTurn
-from ringserve.orchestration.ring.kv_pool import SequenceKv
+from ringserve.orchestration.ring.kv_pool import KvPool, SequenceKv
 from ringserve.orchestration.ring.kv_transfers import drop
 from ringserve.orchestration.ring.life import Ring
-from ringserve.workers.protocol.decode_commands import ComputePrompt, DecodeEvent, FinishReason
-from ringserve.workers.protocol.prefill_steps import Algorithm, TokenIds
+from ringserve.workers.protocol.steps import (
+    Algorithm,
+    ComputePrompt,
+    DecodeCommand,
+    DecodeEvent,
+    FinishReason,
+    GrowSequence,
+    RemoveSequence,
+    TokenIds,
+)
 from ringserve.workers.sampling.parameters import TokenHistory
 
-log = logging.getLogger(__name__)
+URGENT_TOKENS = 4
+"""Free slots at or below which a turn takes a younger turn's blocks; above, turns that end may free some in time."""
 
+OWNER_DRIFT = 2
+"""Tokens by which a rank may have more than a level share of an answer, so that rows find owners on all ranks."""
+POLL_SECONDS = 2.0
+log = logging.getLogger(__name__)
 RESUME_PAUSE_SECONDS = 0.5
 """Seconds between attempts to resume a turn that no prefill ring can take now; the turn's deadline bounds them."""
-
 Spawn = Callable[[Coroutine[None, None, None]], asyncio.Task[None]]
 """Starts work in the background, which lives at most as long as the leader."""
+
+
+class RoomActions(Protocol):
+    """Effects of the room's decisions. None of them waits."""
+
+    def grow(self, turn: DecodeTurn, blocks: list[list[int]]) -> None:
+        """Tell the ranks of blocks that were appended to the tables."""
+
+    def rejoin(self, turn: DecodeTurn) -> None:
+        """Put a starved turn, which has new blocks, back into the batch."""
+
+    def preempt(self, turn: DecodeTurn) -> None:
+        """Take the turn out of the batch, then call `DecodeRoom.preempted`."""
+
+    def resume(self, turn: DecodeTurn) -> None:
+        """Have the KV of a turn with new, empty blocks made again, then call `enter` or `release`."""
+
+
+class DecodeRoom:
+    """Blocks of one ring incarnation and the turns that want them. `headroom` is in tokens of the whole ring."""
+
+    def __init__(self, pool: KvPool, headroom: int, actions: RoomActions) -> None:
+        self.num_preemptions = 0
+        self._pool = pool
+        self._headroom = max(headroom, 1)
+        self._actions = actions
+        self._active: list[DecodeTurn] = []  # in the batch, waiting for a place in it, or starved; by arrival
+        self._preempted: list[DecodeTurn] = []  # by arrival
+        self._resuming: set[str] = set()  # ids of turns from RESUMING to SEALED
+        self._leaving: set[str] = set()  # ids of turns whose blocks are about to be free
+
+    @property
+    def num_held_up(self) -> int:
+        """Turns that have begun and wait for blocks or for their KV to be made again."""
+        starved = sum(turn.state is DecodeTurnState.STARVED for turn in self._active)
+        return len(self._preempted) + len(self._resuming) + starved
+
+    def reserve(self, sequence: SequenceKv, filled: tuple[int, ...], max_tokens: int) -> int:
+        """Reserve blocks for a new turn whose prompt fills `filled[r]` slots of rank r; return its room in tokens.
+
+        Raises CapacityExceeded, having changed nothing.
+        """
+        if self.num_held_up:
+            raise CapacityExceeded(
+                f"kv cache: {self.num_held_up} running turns wait for free blocks; retry when others have ended"
+            )
+        answer = min(self._headroom, max_tokens)
+        room = sum(filled) + answer
+        self._pool.make_room(sequence, self._slots_for(filled, answer))
+        return room
+
+    def enter(self, turn: DecodeTurn) -> None:
+        """Add a turn whose KV is whole; it may be preempted from now on. It joins the batch after this."""
+        self._resuming.discard(turn.turn_id)
+        insort(self._active, turn, key=lambda other: other.arrival)
+        self.balance()
+
+    def note_token(self, turn: DecodeTurn) -> None:
+        """Give the turn, which has one token more, new blocks if it needs them."""
+        if self._wants(turn):
+            self.balance()
+
+    def starve(self, turn: DecodeTurn) -> None:
+        """Record that the turn left the batch because its tables are full."""
+        turn.to(DecodeTurnState.STARVED)
+        self.balance()
+
+    def preempted(self, turn: DecodeTurn) -> None:
+        """Take back the blocks of a turn that has left the batch by `RoomActions.preempt`. No rank uses them now."""
+        if turn in self._active:  # it may have ended instead
+            self._leaving.discard(turn.turn_id)
+            self._active.remove(turn)
+            self.num_preemptions += 1
+            turn.to(DecodeTurnState.PREEMPTED)
+            self.release(turn)
+
+    def release(self, turn: DecodeTurn) -> None:
+        """Free the blocks of a preempted turn, which waits for new ones at its place in the order of arrival."""
+        self._resuming.discard(turn.turn_id)
+        self._pool.pin(turn.request.kv_id, turn.turn_id, 0)
+        turn.owners.clear()
+        turn.room = 0
+        insort(self._preempted, turn, key=lambda other: other.arrival)
+        self.balance()
+
+    def end(self, turn: DecodeTurn) -> None:
+        """Drop the wishes of a turn that is ending. `freed` follows when its blocks are free."""
+        for turns in (self._active, self._preempted):
+            if turn in turns:
+                turns.remove(turn)
+        self._resuming.discard(turn.turn_id)
+        self._leaving.add(turn.turn_id)
+
+    def freed(self, turn: DecodeTurn) -> None:
+        """Hand out the blocks of an ended turn, which are free now."""
+        self._leaving.discard(turn.turn_id)
+        self.balance()
+
+    def balance(self) -> None:
+        """Hand out free blocks: the oldest turn first, turns that decode before turns that were preempted."""
+        for turn in list(self._active):
+            if turn.turn_id in self._leaving:
+                continue
+            if self._wants(turn) and not self._extend(turn) and _free_slots(turn) <= URGENT_TOKENS:
+                self._preempt_for(turn)
+                return
+            if turn.state is DecodeTurnState.STARVED and _free_slots(turn) > 0:
+                turn.to(DecodeTurnState.ADMITTED)
+                self._actions.rejoin(turn)
+        while self._preempted and self._reserve_again(self._preempted[0]):
+            turn = self._preempted.pop(0)
+            turn.to(DecodeTurnState.RESUMING)
+            self._resuming.add(turn.turn_id)
+            self._actions.resume(turn)
+
+    def _wants(self, turn: DecodeTurn) -> bool:
+        return turn.room < turn.final_tokens and _free_slots(turn) <= self._headroom // 2
+
+    def _extend(self, turn: DecodeTurn) -> bool:
+        """Add a headroom to the turn's tables, or a block on each rank if that is all there is."""
+        for step in (self._headroom, self._pool.block_tokens * self._pool.num_ranks):
+            room = min(turn.kv_tokens + step, turn.final_tokens)
+            if room <= turn.room:
+                continue
+            before = [len(table) for table in turn.sequence.blocks]
+            try:
+                self._pool.make_room(turn.sequence, self._slots_for(turn.held, room - turn.kv_tokens))
+            except CapacityExceeded:
+                continue
+            turn.room = room
+            blocks = [table[known:] for table, known in zip(turn.sequence.blocks, before, strict=True)]
+            if any(blocks):
+                self._actions.grow(turn, blocks)
+            return True
+        return False
+
+    def _preempt_for(self, turn: DecodeTurn) -> None:
+        """Preempt the youngest turn that is younger than `turn`, unless one is leaving already."""
+        if not self._leaving and self._active[-1] is not turn:
+            self._leaving.add(self._active[-1].turn_id)
+            self._actions.preempt(self._active[-1])
+
+    def _reserve_again(self, turn: DecodeTurn) -> bool:
+        room = min(turn.kv_tokens + self._headroom, turn.final_tokens)
+        try:
+            self._pool.make_room(turn.sequence, self._slots_for(turn.held, room))
+        except CapacityExceeded:
+            return False
+        turn.room = room
+        return True
+
+    def _slots_for(self, held: Sequence[int], num_tokens: int) -> list[int]:
+        """Return the slots that each rank needs for its `held` tokens and its share of `num_tokens` decoded ones.
+
+        The share has `OWNER_DRIFT` tokens more than a level one, as far as a rank has blocks.
+        """
+        most = self._pool.capacity_tokens // self._pool.num_ranks
+        return [
+            max(own + more, min(own + more + OWNER_DRIFT, own + num_tokens, most))
+            for own, more in zip(held, level_counts(held, num_tokens), strict=True)
+        ]
+
+
+def _free_slots(turn: DecodeTurn) -> int:
+    """Return the slots that the turn's tables have beyond its KV."""
+    return turn.room - turn.kv_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A turn whose prompt the loop computes, and the future of the event that answers."""
+
+    turn: DecodeTurn
+    answer: asyncio.Future[DecodeEvent]
+
+
+class DecodeFeed:
+    """Turns in the loop's batch, at most `max_batch`, and turns that wait for a place, in order of arrival.
+
+    One object a ring incarnation. `on_event` gets every event of a turn in the batch. Turns join and leave at every
+    step. Admissions tell the places of `tail_tokens` tokens.
+    """
+
+    def __init__(
+        self,
+        lead: RankPort,
+        max_batch: int,
+        timeout: float,
+        on_event: Callable[[DecodeTurn, DecodeEvent], None],
+        tail_tokens: int = 0,
+    ) -> None:
+        self._lead = lead
+        self._max_batch = max_batch
+        self._timeout = timeout
+        self._on_event = on_event
+        self._tail_tokens = tail_tokens
+        self._waiting: list[DecodeTurn] = []
+        self._running: dict[str, DecodeTurn] = {}
+        self._prompts: dict[str, _Prompt] = {}
+        self._submitting = asyncio.Lock()  # fair: commands reach the loop in the order of the calls
+        self._submissions: set[asyncio.Task[None]] = set()
+        self._failure: BaseException | None = None
+
+    @property
+    def num_running(self) -> int:
+        """Turns in the batch."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Turns that wait for a place in the batch."""
+        return len(self._waiting)
+
+    async def join(self, turn: DecodeTurn) -> None:
+        """Admit the turn, or queue it for a place. Raises Unavailable when the ring cannot be reached."""
+        if (submission := self.join_soon(turn)) is not None:
+            await asyncio.shield(submission)
+
+    def join_soon(self, turn: DecodeTurn) -> asyncio.Task[None] | None:
+        """Join without waiting for the ring's acknowledgement; a failure is raised by `read`."""
+        turn.left_batch.clear()
+        insort(self._waiting, turn, key=lambda other: other.arrival)
+        return self._fill()
+
+    async def compute(self, turn: DecodeTurn, prompt: ComputePrompt) -> DecodeEvent:
+        """Have the loop compute the turn's prompt; return the event of its first token, or of its removal by `leave`.
+
+        The turn does not join the batch. Raises the error that ended the ring.
+        """
+        turn.left_batch.clear()
+        answer: asyncio.Future[DecodeEvent] = asyncio.get_running_loop().create_future()
+        self._prompts[turn.turn_id] = _Prompt(turn, answer)
+        self._submit([prompt])
+        return await answer
+
+    def grow(self, turn: DecodeTurn, blocks: Sequence[Sequence[int]]) -> None:
+        """Append blocks to the loop's tables of the turn. A turn that joins later joins with its whole tables."""
+        if turn.turn_id in self._running:
+            self._submit([GrowSequence(sequence_id=turn.turn_id, blocks=tuple(map(tuple, blocks)))])
+
+    async def leave(self, turn: DecodeTurn) -> None:
+        """Take the turn out; return when the loop no longer writes to its blocks."""
+        if turn in self._waiting:
+            self._waiting.remove(turn)
+            return
+        if turn.turn_id in self._running or turn.turn_id in self._prompts:
+            await asyncio.shield(self._submit([RemoveSequence(sequence_id=turn.turn_id)]))
+            await turn.left_batch.wait()
+
+    def _fill(self) -> asyncio.Task[None] | None:
+        """Admit turns that wait to free places of the batch."""
+        admitted: list[DecodeCommand] = []
+        while self._waiting and len(self._running) < self._max_batch:
+            turn = self._waiting.pop(0)
+            self._running[turn.turn_id] = turn
+            admitted.append(turn.admission(self._tail_tokens))
+        return self._submit(admitted) if admitted else None
+
+    def _submit(self, commands: Sequence[DecodeCommand]) -> asyncio.Task[None]:
+        """Hand commands to the loop in the order of the calls, also when the caller is cancelled.
+
+        A removal that overtook its admission would remove nothing, and admissions may belong to other turns.
+        """
+        submission = asyncio.create_task(self._submit_in_order(commands))
+        self._submissions.add(submission)
+        submission.add_done_callback(self._on_submitted)
+        return submission
+
+    async def _submit_in_order(self, commands: Sequence[DecodeCommand]) -> None:
+        async with self._submitting:
+            await self._lead.submit(commands, self._timeout)
+
+    def _on_submitted(self, submission: asyncio.Task[None]) -> None:
+        self._submissions.discard(submission)
+        if not submission.cancelled():
+            self._failure = self._failure or submission.exception()
+
+    async def read(self) -> None:
+        """Read events for as long as the ring lives; raise the error that ended it.
+
+        Lost commands end it too: the members of the loop's batch are then unknown.
+        """
+        cursor = 0
+        while True:
+            batch = await self._lead.poll(cursor, POLL_SECONDS, POLL_SECONDS + self._timeout)
+            if self._failure is not None:
+                raise self._failure
+            cursor = batch.stop
+            has_place = False
+            for event in batch.events:
+                if event.sequence_id in self._prompts:
+                    self._on_computed(self._prompts.pop(event.sequence_id), event)
+                    continue
+                turn = self._running.get(event.sequence_id)
+                if turn is None:
+                    continue
+                if event.has_left:
+                    del self._running[event.sequence_id]
+                    turn.left_batch.set()
+                    has_place = True
+                self._on_event(turn, event)
+            if has_place:
+                self._fill()
+
+    def _on_computed(self, prompt: _Prompt, event: DecodeEvent) -> None:
+        """Answer the caller of `compute`; the loop writes no more KV of the prompt."""
+        prompt.turn.left_batch.set()
+        if not prompt.answer.done():
+            prompt.answer.set_result(event)
+
+    def abandon(self, error: RingserveError) -> None:
+        """Empty the batch of a lost ring, whose ranks no longer write."""
+        for prompt in self._prompts.values():
+            prompt.turn.left_batch.set()
+            if not prompt.answer.done():
+                prompt.answer.set_exception(error)
+        self._prompts.clear()
+        for turn in self._running.values():
+            turn.left_batch.set()
+        self._running.clear()
+        self._waiting.clear()
 
 
 class DecodeEngine:

@@ -14,7 +14,6 @@ from ringserve.orchestration.decode.engine import DecodeEngine
 from ringserve.orchestration.decode.registry import DecodeTurns
 from ringserve.orchestration.decode.turn import Answer, Attempt, DecodeTurn, DecodeTurnState
 from ringserve.orchestration.protocol.inventory import TurnOnRing
-from ringserve.orchestration.protocol.kv import SendKv, SentKv
 from ringserve.orchestration.protocol.ports import Peers, RankFactory, RouterPort
 from ringserve.orchestration.protocol.rings import RingSettings
 from ringserve.orchestration.protocol.turns import (
@@ -25,14 +24,15 @@ from ringserve.orchestration.protocol.turns import (
     Reservation,
     Reserve,
     ScoredEvent,
+    SendKv,
+    SentKv,
     TurnEvent,
 )
 from ringserve.orchestration.ring.kv_transfers import copy_blocks, expect, send
 from ringserve.orchestration.ring.leader import Announce, RingLeader
 from ringserve.orchestration.tasks import begin_joined, gather_first_error
 from ringserve.views import RingInfo
-from ringserve.workers.protocol.decode_commands import FinishReason
-from ringserve.workers.protocol.prefill_steps import TokenIds
+from ringserve.workers.protocol.steps import FinishReason, TokenIds
 from ringserve.workers.protocol.transfers import TransferKey
 
 CAUSE_SECONDS = 1.0

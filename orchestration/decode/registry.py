@@ -24,7 +24,7 @@ from ringserve.orchestration.protocol.turns import EndingEvent, FinishedEvent, T
 from ringserve.orchestration.ring.kv_transfers import drop
 from ringserve.orchestration.ring.life import Ring
 from ringserve.orchestration.tasks import gather_all, until_reached
-from ringserve.workers.protocol.decode_commands import FinishReason
+from ringserve.workers.protocol.steps import FinishReason
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ import numpy as np
 
 from ringserve.cp_core.errors import InvalidRequest, RingserveError
 from ringserve.cp_core.layout.shards import ShardMap, appended
-from ringserve.orchestration.protocol.kv import SentKv
 from ringserve.orchestration.protocol.turns import (
     Attributes,
     FinishedEvent,
@@ -24,12 +23,12 @@ from ringserve.orchestration.protocol.turns import (
     Reservation,
     Reserve,
     ScoredEvent,
+    SentKv,
     TimeSpan,
     just_ended,
 )
 from ringserve.orchestration.ring.kv_pool import KvPool, SequenceKv
-from ringserve.workers.protocol.decode_commands import DRAFT_TEXT_TOKENS, AdmitSequence, FinishReason
-from ringserve.workers.protocol.prefill_steps import TokenIds
+from ringserve.workers.protocol.steps import DRAFT_TEXT_TOKENS, AdmitSequence, FinishReason, TokenIds
 from ringserve.workers.protocol.transfers import TransferKey
 from ringserve.workers.sampling.parameters import TokenHistory, TokenLogprobs
 

@@ -31,9 +31,8 @@ from ringserve.orchestration.journal.writer import GroupCommit
 from ringserve.orchestration.protocol.journal import BegunRecord, CommittedRecord, StoredConversation
 from ringserve.orchestration.protocol.plans import TurnPlan
 from ringserve.orchestration.protocol.turns import BegunTurn, EndedAnswer
-from ringserve.workers.protocol.decode_commands import FinishReason
 from ringserve.workers.protocol.encoding import Codec
-from ringserve.workers.protocol.prefill_steps import TokenIds
+from ringserve.workers.protocol.steps import FinishReason, TokenIds
 
 RECORDS, PLANS, SPARSITIES = Codec(BegunRecord), Codec(TurnPlan), Codec(Sparsity)
 NO_TOKENS: TokenIds = np.empty(0, dtype=np.int64)

@@ -23,8 +23,8 @@ from ringserve.cp_core.layout.sparsity import Sparsity
 from ringserve.orchestration.protocol.turns import RingRegistration
 from ringserve.views import Correction, RingInfo, RingRates
 from ringserve.workers.model.info import tensor_share
-from ringserve.workers.protocol.prefill_steps import Algorithm
 from ringserve.workers.protocol.ranks import ModelInfo
+from ringserve.workers.protocol.steps import Algorithm
 
 MAX_KNOWN = 4096
 """Kinds of rings whose predictors are cached. Each new measurement of a ring's rates makes another kind."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from ringserve.cp_core.layout.shards import ShardMap
 from ringserve.orchestration.placement.registry import RegisteredRing
 from ringserve.orchestration.protocol.plans import RingAlternative
-from ringserve.workers.protocol.prefill_steps import Algorithm
+from ringserve.workers.protocol.steps import Algorithm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

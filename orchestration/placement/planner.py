@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 from ringserve.cp_core.cost.profile import HardwareProfile
 from ringserve.cp_core.cost.selector import NAMES, duration, forced, least, why_fastest
-from ringserve.cp_core.cost.work import StepLimits, WorkModel, cut
+from ringserve.cp_core.cost.steps import StepLimits, WorkModel, cut
 from ringserve.cp_core.layout.shards import TokenRange
 from ringserve.cp_core.layout.sparsity import Sparsity
 from ringserve.orchestration.placement.costs import RingCorrections, RingCosts, StepSeconds
 from ringserve.orchestration.protocol.plans import CachedSource, PlannedChunk, PromptMode, SparsePlan, TurnPlan
 from ringserve.orchestration.protocol.turns import PrefillReport, RingRegistration
-from ringserve.workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
 from ringserve.workers.protocol.ranks import ModelInfo
+from ringserve.workers.protocol.steps import RING_ALGORITHMS, Algorithm
 
 AUTO, PULL, RECOMPUTE = "auto", "pull", "recompute"
 MISSING_KV = (AUTO, PULL, RECOMPUTE)

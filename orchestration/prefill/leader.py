@@ -8,7 +8,7 @@ import math
 import time
 from dataclasses import dataclass, field, replace
 
-from ringserve.cp_core.cost.work import StepLimits, WorkModel
+from ringserve.cp_core.cost.steps import StepLimits, WorkModel
 from ringserve.cp_core.errors import (
     CapacityExceeded,
     DeadlineExceeded,
@@ -18,10 +18,9 @@ from ringserve.cp_core.errors import (
     Unavailable,
 )
 from ringserve.cp_core.layout.shards import TokenRange
-from ringserve.orchestration.prefill.layouts import worst_case_held
 from ringserve.orchestration.prefill.loop import PrefillLoop
 from ringserve.orchestration.prefill.run import PrefillRun
-from ringserve.orchestration.prefill.scheduler import PrefillScheduler
+from ringserve.orchestration.prefill.scheduler import PrefillScheduler, worst_case_held
 from ringserve.orchestration.protocol.inventory import TurnOnRing
 from ringserve.orchestration.protocol.ports import Peers, RankFactory
 from ringserve.orchestration.protocol.rings import RingSettings

@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 
 from ringserve.cp_core.errors import NotFinite, RingserveError, Unavailable
 from ringserve.cp_core.layout.shards import ranks_of_whole
-from ringserve.orchestration.prefill.layouts import StepForm
 from ringserve.orchestration.prefill.run import PrefillRun, PreparedPiece
-from ringserve.orchestration.prefill.scheduler import PrefillScheduler, ScheduledStep
+from ringserve.orchestration.prefill.scheduler import PrefillScheduler, ScheduledStep, StepForm
 from ringserve.orchestration.ring.life import Ring
 from ringserve.orchestration.tasks import gather_first_error
-from ringserve.workers.protocol.prefill_steps import Algorithm, PrefillStep
+from ringserve.workers.protocol.steps import Algorithm, PrefillStep
 
 PATIENCE = 5.0
 """Times the predicted seconds of a step after which it counts as stuck."""

@@ -10,16 +10,15 @@ import numpy as np
 
 from ringserve.cp_core.errors import RingserveError
 from ringserve.cp_core.layout.shards import ShardMap, TokenRange, spread
-from ringserve.orchestration.prefill.layouts import StepForm, lay_out
-from ringserve.orchestration.protocol.kv import SentKv
+from ringserve.orchestration.prefill.scheduler import StepForm, lay_out
 from ringserve.orchestration.protocol.plans import LayoutFallback, PlannedChunk
 from ringserve.orchestration.protocol.ports import Peers
-from ringserve.orchestration.protocol.turns import Attributes, PrefillTurn, TimeSpan, just_ended
+from ringserve.orchestration.protocol.turns import Attributes, PrefillTurn, SentKv, TimeSpan, just_ended
 from ringserve.orchestration.ring.kv_pool import KvPool, SequenceKv
 from ringserve.orchestration.ring.kv_transfers import copy_blocks, fetch, sends_for
 from ringserve.orchestration.ring.life import Ring
 from ringserve.orchestration.tasks import gather_all, gather_first_error
-from ringserve.workers.protocol.prefill_steps import Algorithm, PrefillOutput, PromptScore, SequencePrefill
+from ringserve.workers.protocol.steps import Algorithm, PrefillOutput, PromptScore, SequencePrefill
 from ringserve.workers.protocol.transfers import TransferKey
 from ringserve.workers.sampling.parameters import NO_HISTORY, TokenHistory, TokenLogprobs
 

@@ -12,8 +12,7 @@ from typing import Protocol
 from ringserve.cp_core.layout.sparsity import Sparsity
 from ringserve.orchestration.protocol.plans import SparsePlan, TurnPlan
 from ringserve.orchestration.protocol.turns import BegunTurn, TurnRequest
-from ringserve.workers.protocol.decode_commands import FinishReason
-from ringserve.workers.protocol.prefill_steps import TokenIds
+from ringserve.workers.protocol.steps import FinishReason, TokenIds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from ringserve.cp_core.layout.shards import TokenRange
 from ringserve.cp_core.layout.sparsity import Sparsity
-from ringserve.workers.protocol.prefill_steps import Algorithm
+from ringserve.workers.protocol.steps import Algorithm
 
 
 class PromptMode(StrEnum):

@@ -11,25 +11,30 @@ from typing import Literal, Protocol, overload
 
 from ringserve.cp_core.errors import RingserveError
 from ringserve.orchestration.protocol.inventory import UNKNOWN_EPOCH, KnownEpoch, Registered
-from ringserve.orchestration.protocol.kv import ForkedKv, ForkKv, RetainedKv, SendKv, SentKv, TakeKv, TakenKv
 from ringserve.orchestration.protocol.turns import (
     Admit,
     BegunTurn,
+    ForkedKv,
+    ForkKv,
     KvQuota,
     PrefillDone,
     PrefillTurn,
     Reservation,
     Reserve,
     ResumeTurn,
+    RetainedKv,
     RingRegistration,
+    SendKv,
+    SentKv,
+    TakeKv,
+    TakenKv,
     TurnEvent,
     TurnOutcome,
     TurnRequest,
 )
 from ringserve.views import ConversationInfo, ConversationPage, RingInfo, RingRates, ServerInfo
-from ringserve.workers.protocol.decode_commands import DecodeCommand, DecodeEvents
-from ringserve.workers.protocol.prefill_steps import PrefillOutput, PrefillStep
 from ringserve.workers.protocol.ranks import RankEndpoints, RankInfo, RankSpec, RankStatus, RingSpec
+from ringserve.workers.protocol.steps import DecodeCommand, DecodeEvents, PrefillOutput, PrefillStep
 from ringserve.workers.protocol.transfers import BlockPair, KvExpect, KvSend, TransferKey, TransferReport
 
 

@@ -39,8 +39,6 @@ from ringserve.cp_core.errors import RingserveError, StaleIncarnation, Unavailab
 from ringserve.orchestration.protocol.rings import RingEvent
 from ringserve.views import RingRates
 from ringserve.workers.kv.arrivals import Arrivals
-from ringserve.workers.protocol.decode_commands import DecodeCommand, DecodeEvents
-from ringserve.workers.protocol.prefill_steps import PrefillOutput, PrefillStep
 from ringserve.workers.protocol.ranks import (
     RankEndpoints,
     RankInfo,
@@ -49,6 +47,7 @@ from ringserve.workers.protocol.ranks import (
     RankStatus,
     RingSpec,
 )
+from ringserve.workers.protocol.steps import DecodeCommand, DecodeEvents, PrefillOutput, PrefillStep
 from ringserve.workers.protocol.transfers import BlockPair, KvEnds, KvExpect, KvSend, TransferKey, TransferReport
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from ringserve.cp_core.errors import RingserveError
 from ringserve.cp_core.layout.reshard import plan_reshard
 from ringserve.cp_core.layout.shards import ShardMap, TokenRange, spread
-from ringserve.orchestration.protocol.kv import SendKv, SentKv, TakeKv, TakenKv
 from ringserve.orchestration.protocol.ports import Peers, PrefillPort
+from ringserve.orchestration.protocol.turns import SendKv, SentKv, TakeKv, TakenKv
 from ringserve.orchestration.ring.kv_pool import KvPool, SequenceKv
 from ringserve.orchestration.ring.life import Ring
 from ringserve.orchestration.tasks import begin_joined, finish_despite_cancellation, gather_all, gather_first_error

@@ -14,10 +14,22 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from ringserve.cp_core.errors import CapacityExceeded, RingserveError, StaleIncarnation, Unavailable
 from ringserve.orchestration.protocol.inventory import KnownEpoch, Registered, RingInventory, TurnOnRing
-from ringserve.orchestration.protocol.kv import ForkedKv, ForkKv, RetainedKv, SendKv, SentKv, TakeKv, TakenKv
 from ringserve.orchestration.protocol.ports import Peers, RankFactory
 from ringserve.orchestration.protocol.rings import RingSettings, RingState
-from ringserve.orchestration.protocol.turns import NoTracer, Reserve, RingRegistration, Tracer, exceeds_share
+from ringserve.orchestration.protocol.turns import (
+    ForkedKv,
+    ForkKv,
+    NoTracer,
+    Reserve,
+    RetainedKv,
+    RingRegistration,
+    SendKv,
+    SentKv,
+    TakeKv,
+    TakenKv,
+    Tracer,
+    exceeds_share,
+)
 from ringserve.orchestration.ring.kv_transfers import KvMoves, copy_blocks
 from ringserve.orchestration.ring.life import Ring
 from ringserve.orchestration.tasks import TaskSet, gather_first_error

@@ -26,8 +26,8 @@ from ringserve.orchestration.protocol.rings import RingSettings
 from ringserve.orchestration.tasks import gather_first_error
 from ringserve.views import RingRates
 from ringserve.workers.model.info import tensor_share
-from ringserve.workers.protocol.prefill_steps import Algorithm, PrefillOutput, PrefillStep, SequencePrefill
 from ringserve.workers.protocol.ranks import ModelInfo
+from ringserve.workers.protocol.steps import Algorithm, PrefillOutput, PrefillStep, SequencePrefill
 from ringserve.workers.sampling.parameters import SamplingParameters
 
 SHORT_TOKENS, LONG_TOKENS = 16, 256

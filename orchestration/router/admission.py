@@ -24,7 +24,6 @@ from ringserve.cp_core.errors import (
     Unavailable,
 )
 from ringserve.cp_core.layout.sparsity import Sparsity
-from ringserve.orchestration.conversations.conversation import Conversation, common_prefix
 from ringserve.orchestration.conversations.operations import ConversationOperations
 from ringserve.orchestration.conversations.prefixes import (
     MIN_SHARED,
@@ -34,18 +33,16 @@ from ringserve.orchestration.conversations.prefixes import (
     SharedKv,
 )
 from ringserve.orchestration.conversations.quotas import USUAL_ANSWER_TOKENS, KvQuotas
-from ringserve.orchestration.conversations.store import ConversationStore
+from ringserve.orchestration.conversations.store import Conversation, ConversationStore, common_prefix
 from ringserve.orchestration.placement.kv_locations import Choice, WantedTurn
-from ringserve.orchestration.placement.placer import RingPlacer
+from ringserve.orchestration.placement.placer import RingPlacer, SparseChooser
 from ringserve.orchestration.placement.planner import Planner, RetainedPrefix
-from ringserve.orchestration.placement.sparse import SparseChooser
 from ringserve.orchestration.protocol.plans import PromptMode
 from ringserve.orchestration.protocol.turns import TurnRequest
 from ringserve.orchestration.router.drains import RingReturns
-from ringserve.orchestration.router.registry import TurnRegistry
-from ringserve.orchestration.router.turn import Admitted, Attempt, RunningTurn, new_turn_id
+from ringserve.orchestration.router.registry import Admitted, Attempt, RunningTurn, TurnRegistry, new_turn_id
 from ringserve.orchestration.tasks import TaskSet
-from ringserve.workers.protocol.prefill_steps import Algorithm, TokenIds
+from ringserve.workers.protocol.steps import Algorithm, TokenIds
 
 log = logging.getLogger(__name__)
 

@@ -30,11 +30,9 @@ from ringserve.orchestration.protocol.turns import (
     RetainingRing,
 )
 from ringserve.orchestration.protocol.views import MoveReason
-from ringserve.orchestration.router.registry import TurnRegistry
-from ringserve.orchestration.router.turn import RunningTurn, TurnState, note_computed
+from ringserve.orchestration.router.registry import RunningTurn, TurnRegistry, TurnState, note_computed
 from ringserve.orchestration.tasks import TaskSet, begin_joined
-from ringserve.workers.protocol.decode_commands import DRAFT_TEXT_TOKENS
-from ringserve.workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm, TokenIds
+from ringserve.workers.protocol.steps import DRAFT_TEXT_TOKENS, RING_ALGORITHMS, Algorithm, TokenIds
 
 log = logging.getLogger(__name__)
 

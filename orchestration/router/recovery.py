@@ -39,8 +39,7 @@ from ringserve.cp_core.errors import (
     Unavailable,
 )
 from ringserve.cp_core.layout.shards import ShardMap, TokenRange
-from ringserve.orchestration.conversations.conversation import Conversation
-from ringserve.orchestration.conversations.store import ConversationStore
+from ringserve.orchestration.conversations.store import Conversation, ConversationStore
 from ringserve.orchestration.placement.kv_locations import Choice, KvLocation, WantedTurn
 from ringserve.orchestration.placement.placer import RingPlacer
 from ringserve.orchestration.placement.registry import RegisteredRing, RingRegistry
@@ -52,10 +51,16 @@ from ringserve.orchestration.protocol.turns import BegunTurn, LostTurn, Reservat
 from ringserve.orchestration.router.admission import TurnAdmission
 from ringserve.orchestration.router.drains import RingReturns
 from ringserve.orchestration.router.lifecycle import TurnLifecycle
-from ringserve.orchestration.router.registry import LEASE_SECONDS, TurnRegistry
-from ringserve.orchestration.router.turn import Admitted, Attempt, RunningTurn, TurnState
+from ringserve.orchestration.router.registry import (
+    LEASE_SECONDS,
+    Admitted,
+    Attempt,
+    RunningTurn,
+    TurnRegistry,
+    TurnState,
+)
 from ringserve.orchestration.tasks import TaskSet, finish_despite_cancellation
-from ringserve.workers.protocol.prefill_steps import RING_ALGORITHMS
+from ringserve.workers.protocol.steps import RING_ALGORITHMS
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from ringserve.orchestration.conversations.operations import ConversationOperati
 from ringserve.orchestration.conversations.prefixes import PromptPrefixes
 from ringserve.orchestration.conversations.rebalancing import DrainRebalancing, FullRebalancing
 from ringserve.orchestration.conversations.store import ConversationStore
-from ringserve.orchestration.placement.placer import RingPlacer
+from ringserve.orchestration.placement.placer import RingPlacer, SparseChooser
 from ringserve.orchestration.placement.planner import Planner
 from ringserve.orchestration.placement.registry import (
     LEASE_TICKS,
@@ -30,7 +30,6 @@ from ringserve.orchestration.placement.registry import (
     status_without,
 )
 from ringserve.orchestration.placement.scaling import ScalingSettings
-from ringserve.orchestration.placement.sparse import SparseChooser
 from ringserve.orchestration.protocol.inventory import UNKNOWN_EPOCH, KnownEpoch, Registered, RingInventory
 from ringserve.orchestration.protocol.journal import JournalPort, NoJournal
 from ringserve.orchestration.protocol.plans import Bound

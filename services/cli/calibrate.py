@@ -27,7 +27,7 @@ from ringserve.services.offline.reports import require_matplotlib
 from ringserve.services.offline.terminal import console, print_table, progress_bar
 from ringserve.services.offline.units import parse_token_counts
 from ringserve.workers.model.builtin import has_random_weights, resolve_model_path
-from ringserve.workers.protocol.prefill_steps import CALIBRATED_ALGORITHMS
+from ringserve.workers.protocol.steps import CALIBRATED_ALGORITHMS
 
 PROFILE_NAME = "measured"
 MAX_THREAD_RANKS = 16

@@ -22,7 +22,7 @@ from ringserve.services.cli.options import TargetOptions, read_text
 from ringserve.services.offline.terminal import console, print_table, simple_table
 from ringserve.services.offline.units import format_seconds
 from ringserve.services.rpc.answer import answer_dict, answers_dict
-from ringserve.workers.protocol.prefill_steps import Algorithm
+from ringserve.workers.protocol.steps import Algorithm
 
 UINT32 = 2**32 - 1
 """Largest number of the contract's unsigned fields, but for seeds."""

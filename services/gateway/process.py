@@ -21,13 +21,13 @@ from prometheus_client.registry import Collector
 from ringserve.cp_core.errors import RingserveError
 from ringserve.orchestration.protocol.rings import HEARTBEAT_SECONDS
 from ringserve.services.auth.authenticator import Authenticator, TokenFile
-from ringserve.services.gateway.failover import ROUTER_SECONDS
 from ringserve.services.gateway.openai.app import HttpApi
 from ringserve.services.gateway.openai.server import HttpServer
 from ringserve.services.gateway.requests import RequestReader
 from ringserve.services.gateway.servicer import InferenceServicer
 from ringserve.services.gateway.settings import GatewaySettings
 from ringserve.services.gateway.text import TextCodec
+from ringserve.services.gateway.turn_stream import ROUTER_SECONDS
 from ringserve.services.rpc.peers import GrpcPeers
 from ringserve.services.rpc.server import GrpcServer, HealthWatch
 from ringserve.services.telemetry.logs import set_up_logs

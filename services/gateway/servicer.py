@@ -21,19 +21,26 @@ from ringserve.mapping import enum_name
 from ringserve.orchestration.protocol.plans import TurnPlan
 from ringserve.orchestration.protocol.ports import Peers, RouterPort
 from ringserve.orchestration.protocol.turns import TurnRequest
-from ringserve.services.auth.authenticator import Authenticator, read_grpc_certificate
-from ringserve.services.auth.scoped_router import ScopedRouter
+from ringserve.services.auth.authenticator import Authenticator, ScopedRouter, read_grpc_certificate
 from ringserve.services.auth.tenants import Tenant
-from ringserve.services.gateway.failover import LastingTurn, ask_for_all_tokens, begin_with_retries
-from ringserve.services.gateway.requests import RequestReader, check_identifier, check_name, check_request_ids
-from ringserve.services.gateway.sampling import read_num_completions, read_stop_rule
+from ringserve.services.gateway.requests import (
+    RequestReader,
+    check_identifier,
+    check_name,
+    check_request_ids,
+    read_num_completions,
+    read_stop_rule,
+)
 from ringserve.services.gateway.text import CONTEXT_TOKENS, AnswerText, StopRule, TextCodec
 from ringserve.services.gateway.turn_stream import (
     STOPPING,
     CallsUnderWay,
+    LastingTurn,
     Responses,
     TurnStream,
     TurnsUnderWay,
+    ask_for_all_tokens,
+    begin_with_retries,
     merge_answers,
     split_answers,
 )

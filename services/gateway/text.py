@@ -17,7 +17,7 @@ import numpy as np
 
 from ringserve.cp_core.errors import InvalidRequest, ModelRefused
 from ringserve.workers.model.tokenizer import load_tokenizer, plain_backend, tokenizer_json
-from ringserve.workers.protocol.prefill_steps import TokenIds
+from ringserve.workers.protocol.steps import TokenIds
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 CONTEXT_TOKENS = 6

@@ -15,18 +15,24 @@ from ringserve.channels import CHANNEL_OPTIONS, keepalive
 from ringserve.cp_core.errors import NotFound, RingserveError, Unreachable
 from ringserve.cp_core.transport.peer_tls import PeerTls
 from ringserve.orchestration.protocol.inventory import UNKNOWN_EPOCH, KnownEpoch, Registered
-from ringserve.orchestration.protocol.kv import ForkedKv, ForkKv, RetainedKv, SendKv, SentKv, TakeKv, TakenKv
 from ringserve.orchestration.protocol.rings import LOST_SECONDS
 from ringserve.orchestration.protocol.turns import (
     Admit,
     BegunTurn,
+    ForkedKv,
+    ForkKv,
     KvQuota,
     PrefillDone,
     PrefillTurn,
     Reservation,
     Reserve,
     ResumeTurn,
+    RetainedKv,
     RingRegistration,
+    SendKv,
+    SentKv,
+    TakeKv,
+    TakenKv,
     TurnEvent,
     TurnOutcome,
     TurnRequest,

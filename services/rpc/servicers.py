@@ -13,17 +13,19 @@ from google.protobuf.message import Message
 
 from ringserve.cp_core.errors import InvalidRequest
 from ringserve.orchestration.protocol.inventory import KnownEpoch, RingInventory
-from ringserve.orchestration.protocol.kv import ForkKv, SendKv, TakeKv
 from ringserve.orchestration.protocol.ports import DecodePort, PrefillPort, RouterPort
 from ringserve.orchestration.protocol.rings import HEARTBEAT_SECONDS
 from ringserve.orchestration.protocol.turns import (
     Admit,
     BegunTurn,
+    ForkKv,
     KvQuota,
     PrefillTurn,
     Reserve,
     ResumeTurn,
     RingRegistration,
+    SendKv,
+    TakeKv,
     TurnOutcome,
     TurnRequest,
 )

@@ -30,7 +30,7 @@ from ringserve.cp_core.errors import ConfigError
 from ringserve.orchestration.protocol.turns import Attributes, BegunTurn, TimeSpan
 from ringserve.services.telemetry.metrics.registry import package_version
 from ringserve.v1 import inference_pb2
-from ringserve.workers.protocol.decode_commands import FinishReason
+from ringserve.workers.protocol.steps import FinishReason
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter

@@ -7,9 +7,15 @@ from collections.abc import Callable, Sequence
 
 from ringserve.cp_core.errors import RingserveError, Unavailable
 from ringserve.views import RingRates
-from ringserve.workers.protocol.decode_commands import AdmitSequence, DecodeCommand, DecodeEvent, DecodeEvents
-from ringserve.workers.protocol.prefill_steps import PrefillOutput, PrefillStep
 from ringserve.workers.protocol.ranks import ModelInfo, RankEndpoints, RankInfo, RankSpec, RankStatus, RingSpec
+from ringserve.workers.protocol.steps import (
+    AdmitSequence,
+    DecodeCommand,
+    DecodeEvent,
+    DecodeEvents,
+    PrefillOutput,
+    PrefillStep,
+)
 from ringserve.workers.protocol.transfers import BlockPair, KvExpect, KvSend, TransferKey, TransferReport
 
 MODEL = ModelInfo(

@@ -37,8 +37,8 @@ from ringserve.orchestration.protocol.turns import (
 from ringserve.orchestration.router.router import Router, RouterSettings
 from ringserve.views import RingRates
 from ringserve.workers.model.info import read_model_info
-from ringserve.workers.protocol.prefill_steps import Algorithm
 from ringserve.workers.protocol.ranks import RankSettings
+from ringserve.workers.protocol.steps import Algorithm
 from ringserve.workers.rank.thread_ranks import RATES, ThreadRanks
 from ringserve.workers.sampling.parameters import SamplingParameters, TokenLogprobs
 from tests.one_core import on_one_core

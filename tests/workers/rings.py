@@ -26,9 +26,17 @@ from ringserve.cp_core.layout.shards import (
 from ringserve.cp_core.transport.inprocess import InProcessRing
 from ringserve.cp_core.transport.interface import RingTransport
 from ringserve.cp_core.transport.staged import StagedRing
-from ringserve.workers.protocol.decode_commands import AdmitSequence, ComputePrompt, DecodeEvent, RemoveSequence
-from ringserve.workers.protocol.prefill_steps import Algorithm, PrefillOutput, PrefillStep, SequencePrefill
 from ringserve.workers.protocol.ranks import RankInfo, RankSettings, RankSpec, RingSpec
+from ringserve.workers.protocol.steps import (
+    AdmitSequence,
+    Algorithm,
+    ComputePrompt,
+    DecodeEvent,
+    PrefillOutput,
+    PrefillStep,
+    RemoveSequence,
+    SequencePrefill,
+)
 from ringserve.workers.protocol.transfers import KvSend
 from ringserve.workers.rank.worker import RankWorker
 from ringserve.workers.sampling.parameters import NO_HISTORY, SamplingParameters, TokenHistory

@@ -25,7 +25,7 @@ from ringserve.workers.decode.prompts import DecodePrompts
 from ringserve.workers.decode.step import DecodePass
 from ringserve.workers.kv.cache import KvCache, runs
 from ringserve.workers.model.loading import DTYPES, LoadedModel
-from ringserve.workers.protocol.decode_commands import ComputePrompt
+from ringserve.workers.protocol.steps import ComputePrompt
 from ringserve.workers.sampling.parameters import NOT_REACHED, Sampled, SamplingParameters
 from ringserve.workers.sampling.sampler import RowSampler, sample_rows
 

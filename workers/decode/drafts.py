@@ -16,8 +16,7 @@ import numpy.typing as npt
 
 from ringserve.cp_core.attention.partial import MAX_TOGETHER
 from ringserve.cp_core.cost.decode import MAX_DRAFTS
-from ringserve.workers.protocol.decode_commands import DRAFT_TEXT_TOKENS
-from ringserve.workers.protocol.prefill_steps import TokenIds
+from ringserve.workers.protocol.steps import DRAFT_TEXT_TOKENS, TokenIds
 
 assert MAX_DRAFTS < MAX_TOGETHER, "drafts and the newest token are attended together"
 LEAST_MATCH = 2

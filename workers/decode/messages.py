@@ -22,12 +22,12 @@ import torch
 
 from ringserve.cp_core.cost.decode import GATHER, VARIANTS
 from ringserve.cp_core.transport.interface import RingTransport
-from ringserve.workers.protocol.decode_commands import (
+from ringserve.workers.protocol.encoding import Codec
+from ringserve.workers.protocol.steps import (
     AdmitSequence,
     ComputePrompt,
     GrowSequence,
 )
-from ringserve.workers.protocol.encoding import Codec
 from ringserve.workers.sampling.parameters import (
     NO_TOKEN,
     NOT_REACHED,

@@ -11,8 +11,7 @@ from ringserve.workers.kv.cache import KvCache
 from ringserve.workers.model.loading import LoadedModel
 from ringserve.workers.prefill.step import run_prefill
 from ringserve.workers.progress import StepClock
-from ringserve.workers.protocol.decode_commands import ComputePrompt
-from ringserve.workers.protocol.prefill_steps import Algorithm, PrefillStep, SequencePrefill
+from ringserve.workers.protocol.steps import Algorithm, ComputePrompt, PrefillStep, SequencePrefill
 from ringserve.workers.protocol.transfers import TransferKey
 from ringserve.workers.sampling.parameters import Sampled
 from ringserve.workers.sampling.sampler import sample_rows

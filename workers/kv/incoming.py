@@ -20,8 +20,7 @@ from ringserve.cp_core.errors import RingserveError, StaleIncarnation, TransferE
 from ringserve.cp_core.layout.shards import coalesce
 from ringserve.workers.kv.arrivals import EndedTransfers
 from ringserve.workers.kv.cache import KvCache, SlotRun, runs_of, slots_of
-from ringserve.workers.kv.cutting import digest_of
-from ringserve.workers.kv.frames import LayerFrame
+from ringserve.workers.kv.frames import LayerFrame, digest_of
 from ringserve.workers.protocol.transfers import KvEnd, KvEnds, KvExpect, TransferKey, TransferReport
 
 

@@ -8,11 +8,9 @@ import torch
 
 from ringserve.cp_core.errors import RingserveError, TransferError, Unavailable
 from ringserve.workers.kv.cache import KvCache
-from ringserve.workers.kv.cutting import OutgoingPart
-from ringserve.workers.kv.frames import checksum_of
+from ringserve.workers.kv.frames import OutgoingPart, checksum_of
 from ringserve.workers.kv.incoming import TransferTable
-from ringserve.workers.kv.outgoing import OutgoingTransfer
-from ringserve.workers.kv.sender import KvSender
+from ringserve.workers.kv.sender import KvSender, OutgoingTransfer
 
 
 class InProcessReceiver(TransferTable):

@@ -16,8 +16,7 @@ import torch
 
 from ringserve.cp_core.errors import Unavailable
 from ringserve.workers.kv.cache import KvCache
-from ringserve.workers.kv.cutting import FrameLayout
-from ringserve.workers.kv.frames import SlotRef
+from ringserve.workers.kv.frames import FrameLayout, SlotRef
 
 
 class SlotPool:

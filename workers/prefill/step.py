@@ -23,7 +23,7 @@ from ringserve.cp_core.ring.prefill import RingPrefill
 from ringserve.cp_core.transport.interface import RingTransport
 from ringserve.workers.kv.cache import KvCache, SlotRun
 from ringserve.workers.model.loading import AttentionStep, LoadedModel
-from ringserve.workers.protocol.prefill_steps import Algorithm, PrefillOutput, PrefillStep, SequencePrefill
+from ringserve.workers.protocol.steps import Algorithm, PrefillOutput, PrefillStep, SequencePrefill
 from ringserve.workers.protocol.transfers import TransferKey
 from ringserve.workers.sampling.grammar import Grammars
 from ringserve.workers.sampling.parameters import TokenLogprobs

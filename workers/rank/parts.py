@@ -14,9 +14,9 @@ from ringserve.cp_core.attention.backends import select_backend
 from ringserve.cp_core.attention.partial import AttentionBackend
 from ringserve.cp_core.errors import ConfigError, Unavailable
 from ringserve.workers.decode.graphs import Compilation, CudaRecorder
-from ringserve.workers.decode.mailbox import DecodeMailbox
+from ringserve.workers.decode.loop import DecodeMailbox
 from ringserve.workers.decode.messages import LEADER
-from ringserve.workers.decode.variants import DecodeChoice
+from ringserve.workers.decode.step import DecodeChoice
 from ringserve.workers.kv.cache import KvCache
 from ringserve.workers.kv.nixl_agent import has_nixl
 from ringserve.workers.kv.pulls import NUM_SLOTS, PullAgent

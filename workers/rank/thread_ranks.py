@@ -15,9 +15,8 @@ from ringserve.cp_core.errors import RingserveError, Unavailable
 from ringserve.cp_core.transport.inprocess import InProcessRing
 from ringserve.views import RingRates
 from ringserve.workers.kv.arrivals import Arrivals
-from ringserve.workers.protocol.decode_commands import DecodeCommand, DecodeEvents
-from ringserve.workers.protocol.prefill_steps import PrefillOutput, PrefillStep
 from ringserve.workers.protocol.ranks import RankEndpoints, RankInfo, RankSpec, RankStatus, RingSpec
+from ringserve.workers.protocol.steps import DecodeCommand, DecodeEvents, PrefillOutput, PrefillStep
 from ringserve.workers.protocol.transfers import BlockPair, KvEnds, KvExpect, KvSend, TransferKey, TransferReport
 from ringserve.workers.rank.worker import RankWorker
 

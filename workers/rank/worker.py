@@ -28,7 +28,7 @@ from ringserve.workers.decode.loop import FollowingLoop, LeadingLoop, LoopWork
 from ringserve.workers.decode.messages import LEADER, HeaderChannel
 from ringserve.workers.decode.prompts import DecodePrompts
 from ringserve.workers.decode.step import DecodePass
-from ringserve.workers.kv.lane import CarrierCounts
+from ringserve.workers.kv.sender import CarrierCounts
 from ringserve.workers.model.weights import find_trim
 from ringserve.workers.prefill.step import (
     PrefillPass,
@@ -39,9 +39,8 @@ from ringserve.workers.prefill.step import (
     score_rows,
 )
 from ringserve.workers.progress import Progress, StepClock
-from ringserve.workers.protocol.decode_commands import DecodeCommand, DecodeEvents
-from ringserve.workers.protocol.prefill_steps import PrefillOutput, PrefillStep
 from ringserve.workers.protocol.ranks import GpuMemory, RankEndpoints, RankInfo, RankSpec, RankStatus, RingSpec
+from ringserve.workers.protocol.steps import DecodeCommand, DecodeEvents, PrefillOutput, PrefillStep
 from ringserve.workers.protocol.transfers import BlockPair, KvEnds, KvExpect, KvSend, TransferKey, TransferReport
 from ringserve.workers.rank.joining import RankRings, RingJoining
 from ringserve.workers.rank.parts import RankParts, load_parts, parts_of

@@ -18,7 +18,7 @@ from ringserve.services.gateway.openai.stored import Links, ResponseName, digest
 from ringserve.services.gateway.openai.tools import Offer, close_schema, read_offer
 from ringserve.services.gateway.requests import RequestReader
 from ringserve.v1 import inference_pb2
-from ringserve.workers.protocol.prefill_steps import TokenIds
+from ringserve.workers.protocol.steps import TokenIds
 
 log = logging.getLogger(__name__)
 

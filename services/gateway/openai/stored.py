@@ -23,7 +23,7 @@ from hashlib import blake2b
 from typing import Any
 
 from ringserve.cp_core.errors import Busy, ConversationLost, InvalidRequest, NotFound, RingserveError
-from ringserve.services.auth.scoped_router import ScopedRouter
+from ringserve.services.auth.authenticator import ScopedRouter
 from ringserve.v1 import inference_pb2
 from ringserve.views import ConversationInfo
 

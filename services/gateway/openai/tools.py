@@ -41,8 +41,7 @@ from typing import Any, Protocol
 from ringserve.cp_core.errors import InvalidRequest
 from ringserve.services.gateway.openai import models
 from ringserve.services.gateway.openai.models import quote
-from ringserve.services.gateway.requests import RequestReader
-from ringserve.services.gateway.sampling import ANY_OBJECT, JSON_OPTIONS, wish
+from ringserve.services.gateway.requests import ANY_OBJECT, JSON_OPTIONS, RequestReader, wish
 from ringserve.v1 import inference_pb2
 
 MAX_CALLS = 16

@@ -19,8 +19,7 @@ from starlette.routing import Route
 
 from ringserve.cp_core.errors import Forbidden, Unavailable
 from ringserve.orchestration.protocol.views import service_fault
-from ringserve.services.auth.authenticator import Authenticator
-from ringserve.services.auth.scoped_router import ScopedRouter
+from ringserve.services.auth.authenticator import Authenticator, ScopedRouter
 from ringserve.services.auth.tenants import Tenant
 from ringserve.services.gateway.openai.models import ConversationsQuery, ForkRequest
 from ringserve.services.gateway.openai.openapi import ApiRoute

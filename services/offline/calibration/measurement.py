@@ -16,7 +16,7 @@ from ringserve.client import Answer, Client, ModelInfo, Sampling, ServerInfo
 from ringserve.cp_core.cost.fit import PrefillSample, StepPart, StepSample
 from ringserve.cp_core.cost.selector import GATHERED_TOKENS
 from ringserve.cp_core.errors import Busy, ConfigError, NotFound, Unavailable
-from ringserve.workers.protocol.prefill_steps import CALIBRATED_ALGORITHMS, Algorithm
+from ringserve.workers.protocol.steps import CALIBRATED_ALGORITHMS, Algorithm
 
 NEW_TOKENS = (32, 128, 512, 2048)
 CACHED_TOKENS = (0, 1024, 4096)

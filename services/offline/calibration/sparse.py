@@ -30,7 +30,7 @@ from ringserve.services.gateway.text import TextCodec
 from ringserve.workers.kv.cache import KvCache
 from ringserve.workers.model.loading import DTYPES, load_model
 from ringserve.workers.prefill.step import run_prefill
-from ringserve.workers.protocol.prefill_steps import Algorithm, PrefillStep, SequencePrefill, TokenIds
+from ringserve.workers.protocol.steps import Algorithm, PrefillStep, SequencePrefill, TokenIds
 from ringserve.workers.protocol.transfers import TransferKey
 
 PLACES = ("boathouse", "cellar", "greenhouse", "lamp room", "chapel", "garage", "attic", "engine room")

@@ -16,7 +16,7 @@ from ringserve.cp_core.errors import ConfigError
 from ringserve.orchestration.placement.placer import TIE
 from ringserve.services.offline.planning.models import PlannedModel
 from ringserve.services.offline.planning.sizing import RingShape
-from ringserve.workers.protocol.prefill_steps import Algorithm
+from ringserve.workers.protocol.steps import Algorithm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from ringserve.cp_core.cost.decode import fastest_step
 from ringserve.cp_core.cost.memory import WeightBytes, process_memory
 from ringserve.cp_core.cost.prefill import predict_migration
 from ringserve.cp_core.cost.profile import HardwareProfile
-from ringserve.cp_core.cost.work import StepLimits, WorkModel, cut
+from ringserve.cp_core.cost.steps import StepLimits, WorkModel, cut
 from ringserve.cp_core.errors import ConfigError
 from ringserve.cp_core.layout.shards import TokenRange
 from ringserve.orchestration.placement.costs import RingCosts

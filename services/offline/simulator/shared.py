@@ -12,9 +12,8 @@ from dataclasses import replace
 import numpy as np
 
 from ringserve.cp_core.layout.shards import ShardMap, TokenRange
-from ringserve.orchestration.conversations.conversation import Conversation
 from ringserve.orchestration.conversations.prefixes import PromptPrefixes, SharedKv
-from ringserve.orchestration.conversations.store import ConversationStore
+from ringserve.orchestration.conversations.store import Conversation, ConversationStore
 from ringserve.orchestration.placement.kv_locations import Choice, KvLocation, KvLocations, WantedTurn
 from ringserve.orchestration.placement.registry import RegisteredRing
 from ringserve.services.offline.simulator.cluster import Cluster

@@ -34,7 +34,7 @@ from ringserve.services.offline.simulator.rings import (
 from ringserve.services.offline.simulator.scaling import ClusterScaling, ScalingShape
 from ringserve.services.offline.simulator.shared import SharedPrompts, location
 from ringserve.services.offline.simulator.trace import TracedConversation, TracedTurn
-from ringserve.workers.protocol.prefill_steps import Algorithm
+from ringserve.workers.protocol.steps import Algorithm
 
 RETRY_SECONDS = 5.0
 """Seconds until a refused turn asks again, if no ring gave a time."""

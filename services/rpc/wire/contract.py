@@ -23,8 +23,8 @@ from ringserve.orchestration.protocol.turns import (
     TurnEvent,
 )
 from ringserve.v1 import inference_pb2, rings_pb2
-from ringserve.workers.protocol.prefill_steps import Algorithm, TokenIds
 from ringserve.workers.protocol.ranks import ModelInfo
+from ringserve.workers.protocol.steps import Algorithm, TokenIds
 from ringserve.workers.sampling.parameters import TokenLogprobs
 
 PROMPT_MODES = {

@@ -25,8 +25,7 @@ from ringserve.services.telemetry.metrics.registry import (
     new_registry,
 )
 from ringserve.v1 import inference_pb2
-from ringserve.workers.protocol.decode_commands import FinishReason
-from ringserve.workers.protocol.prefill_steps import Algorithm
+from ringserve.workers.protocol.steps import Algorithm, FinishReason
 
 REFUSALS = (
     "invalid_argument",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ringserve.orchestration.decode.leader import DecodeLeader
 from ringserve.orchestration.prefill.leader import PrefillLeader
-from ringserve.orchestration.protocol.kv import TakeKv
+from ringserve.orchestration.protocol.turns import TakeKv
 from ringserve.workers.kv.cache import slots_of
 
 Leader = PrefillLeader | DecodeLeader

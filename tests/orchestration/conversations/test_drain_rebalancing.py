@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from ringserve.cp_core.errors import NotFound, Unavailable
-from ringserve.orchestration.protocol.kv import TakeKv, TakenKv
 from ringserve.orchestration.protocol.plans import PromptMode
+from ringserve.orchestration.protocol.turns import TakeKv, TakenKv
 from ringserve.orchestration.protocol.views import MoveReason
 from ringserve.views import RingDrain
 from tests.orchestration.conversations.moving import Leader, kv_of

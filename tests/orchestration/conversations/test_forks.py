@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ringserve.cp_core.errors import Busy, InvalidRequest, NotFound
-from ringserve.orchestration.protocol.kv import ForkedKv, ForkKv
 from ringserve.orchestration.protocol.plans import PromptMode
+from ringserve.orchestration.protocol.turns import ForkedKv, ForkKv
 from ringserve.views import ConversationInfo
 from tests.orchestration.service import BLOCK_TOKENS, Answer, Service, read_tokens
 from tests.waiting import WAIT_SECONDS, eventually

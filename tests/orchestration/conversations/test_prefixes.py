@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringserve.orchestration.conversations.conversation import common_prefix
 from ringserve.orchestration.conversations.prefixes import PrefixIndex
+from ringserve.orchestration.conversations.store import common_prefix
 
 
 def tokens(text: str) -> np.ndarray:

@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 from ringserve.cp_core.errors import Busy, CapacityExceeded, ConversationLost, NotFound, TurnCancelled, Unavailable
 from ringserve.cp_core.layout.shards import ShardMap, TokenRange, spread
-from ringserve.orchestration.conversations.conversation import Conversation
-from ringserve.orchestration.conversations.store import MAX_GONE, ConversationStore
+from ringserve.orchestration.conversations.store import MAX_GONE, Conversation, ConversationStore
 from ringserve.orchestration.placement.kv_locations import KvLocation
 from ringserve.orchestration.protocol.journal import NoJournal
 from ringserve.orchestration.protocol.views import rank_shards
-from ringserve.workers.protocol.prefill_steps import TokenIds
+from ringserve.workers.protocol.steps import TokenIds
 from tests.waiting import eventually
 
 

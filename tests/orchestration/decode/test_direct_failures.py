@@ -22,8 +22,7 @@ from ringserve.cp_core.errors import (
 from ringserve.orchestration.protocol.plans import PromptMode
 from ringserve.orchestration.protocol.turns import TurnRequest
 from ringserve.workers.decode.prompts import DecodePrompts
-from ringserve.workers.protocol.decode_commands import ComputePrompt
-from ringserve.workers.protocol.prefill_steps import Algorithm
+from ringserve.workers.protocol.steps import Algorithm, ComputePrompt
 from ringserve.workers.sampling.parameters import Sampled
 from tests.orchestration.service import Answer, Service
 from tests.waiting import WAIT_SECONDS, eventually, pass_time

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ringserve.orchestration.protocol.plans import PromptMode
-from ringserve.workers.protocol.prefill_steps import Algorithm
+from ringserve.workers.protocol.steps import Algorithm
 from ringserve.workers.sampling.parameters import SamplingParameters
 from tests.orchestration.service import BLOCK_TOKENS, Answer, Service
 from tests.workers.models import Oracle, random_tokens

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from ringserve.cp_core.errors import Unavailable
-from ringserve.orchestration.decode.feed import DecodeFeed
+from ringserve.orchestration.decode.engine import DecodeFeed
 from ringserve.orchestration.decode.turn import DecodeTurn
-from ringserve.workers.protocol.decode_commands import DecodeEvent, FinishReason
+from ringserve.workers.protocol.steps import DecodeEvent, FinishReason
 from tests.orchestration.decode.decode_turns import decode_turn
 from tests.orchestration.fake_ranks import FakeRank
 from tests.waiting import WAIT_SECONDS, eventually

@@ -22,7 +22,7 @@ from ringserve.cp_core.cost.model import PASS_Q
 from ringserve.cp_core.errors import InvalidRequest
 from ringserve.orchestration.protocol.turns import LostTurn, TokensEvent
 from ringserve.workers.model.builtin import END_TOKEN_ID, EOS_TOKEN_ID
-from ringserve.workers.protocol.decode_commands import FinishReason
+from ringserve.workers.protocol.steps import FinishReason
 from ringserve.workers.sampling.parameters import SamplingParameters, TokenLogprobs, TokenSequence
 from tests.orchestration.decode.test_sampling import OpenAiPenalties
 from tests.orchestration.service import Service, is_idle

@@ -15,12 +15,11 @@ from ringserve.orchestration.decode import registry
 from ringserve.orchestration.decode.engine import DecodeEngine
 from ringserve.orchestration.decode.registry import DecodeTurns
 from ringserve.orchestration.decode.turn import Attempt, DecodeTurn, DecodeTurnState
-from ringserve.orchestration.protocol.kv import SentKv
 from ringserve.orchestration.protocol.rings import RingSettings
-from ringserve.orchestration.protocol.turns import FinishedEvent, TokensEvent, TurnEvent, TurnOutcome
+from ringserve.orchestration.protocol.turns import FinishedEvent, SentKv, TokensEvent, TurnEvent, TurnOutcome
 from ringserve.orchestration.ring.life import Ring
-from ringserve.workers.protocol.decode_commands import DecodeEvent, FinishReason
 from ringserve.workers.protocol.ranks import RankSettings
+from ringserve.workers.protocol.steps import DecodeEvent, FinishReason
 from ringserve.workers.protocol.transfers import TransferKey
 from tests.orchestration.decode.decode_turns import PROMPT_TOKENS, decode_turn
 from tests.orchestration.fake_ranks import FakeRanks

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ringserve.cp_core.errors import CapacityExceeded
 from ringserve.cp_core.layout.shards import ShardMap, assign_owners, spread
-from ringserve.orchestration.decode.room import DecodeRoom
+from ringserve.orchestration.decode.engine import DecodeRoom
 from ringserve.orchestration.decode.turn import Attempt, DecodeTurn, DecodeTurnState
 from ringserve.orchestration.protocol.turns import Reservation, Reserve
 from ringserve.orchestration.ring.kv_pool import KvPool

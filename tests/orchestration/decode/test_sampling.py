@@ -27,7 +27,7 @@ from ringserve.cp_core.errors import DeadlineExceeded, InvalidRequest, Ringserve
 from ringserve.orchestration.protocol.plans import PromptMode
 from ringserve.orchestration.protocol.rings import RingState
 from ringserve.orchestration.protocol.turns import EndingEvent, FinishedEvent, TokensEvent
-from ringserve.workers.protocol.decode_commands import FinishReason
+from ringserve.workers.protocol.steps import FinishReason
 from ringserve.workers.sampling.parameters import SamplingParameters, TokenBias, TokenLogprobs
 from tests.orchestration.service import Service
 from tests.waiting import WAIT_SECONDS, eventually, pass_time

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ringserve.cp_core.errors import InvalidRequest
 from ringserve.cp_core.layout.shards import TokenRange
-from ringserve.workers.protocol.decode_commands import FinishReason
+from ringserve.workers.protocol.steps import FinishReason
 from ringserve.workers.sampling.parameters import SamplingParameters, TokenHistory
 from tests.orchestration.decode.decode_turns import BLOCK_TOKENS, PROMPT_TOKENS, decode_alone, decode_turn
 

@@ -11,8 +11,7 @@ from ringserve.orchestration.journal.schema import journal_path
 from ringserve.orchestration.protocol.journal import BegunRecord, CommittedRecord, RingIncarnation, StoredConversation
 from ringserve.orchestration.protocol.plans import PromptMode, SparsePlan, TurnPlan
 from ringserve.orchestration.protocol.turns import KvQuota, TurnRequest
-from ringserve.workers.protocol.decode_commands import FinishReason
-from ringserve.workers.protocol.prefill_steps import Algorithm
+from ringserve.workers.protocol.steps import Algorithm, FinishReason
 from ringserve.workers.sampling.parameters import SamplingParameters, TokenBias
 
 FILE = journal_path(Path(), "").name

@@ -13,7 +13,7 @@ import pytest
 from ringserve.cp_core.errors import ConfigError, Unavailable
 from ringserve.orchestration.journal import schema
 from ringserve.orchestration.journal.journal import MAX_ENDED, SqliteJournal
-from ringserve.workers.protocol.decode_commands import FinishReason
+from ringserve.workers.protocol.steps import FinishReason
 from tests.orchestration.journal.records import FILE, PLAN, SPARSE, begun, committed, fork
 from tests.waiting import WAIT_SECONDS
 

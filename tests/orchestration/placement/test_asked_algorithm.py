@@ -10,7 +10,7 @@ import pytest
 from ringserve.orchestration.placement.costs import LEAST
 from ringserve.orchestration.protocol.plans import PromptMode
 from ringserve.services.offline.reference import StockModel
-from ringserve.workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
+from ringserve.workers.protocol.steps import RING_ALGORITHMS, Algorithm
 from tests.orchestration.service import Service
 from tests.workers.models import random_tokens, save_model
 

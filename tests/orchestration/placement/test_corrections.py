@@ -17,7 +17,7 @@ from ringserve.orchestration.placement.planner import Planner, PlannerSettings, 
 from ringserve.orchestration.protocol.plans import PlannedChunk, PromptMode, TurnPlan
 from ringserve.orchestration.protocol.turns import PrefillReport
 from ringserve.views import Correction
-from ringserve.workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
+from ringserve.workers.protocol.steps import RING_ALGORITHMS, Algorithm
 from tests.orchestration.fake_ranks import MODEL
 from tests.rings import LLAMA_8B, registration
 

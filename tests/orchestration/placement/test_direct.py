@@ -17,7 +17,7 @@ from ringserve.orchestration.placement.registry import RegisteredRing
 from ringserve.orchestration.protocol.plans import PlannedChunk, PromptMode, TurnPlan
 from ringserve.orchestration.protocol.turns import PrefillReport
 from ringserve.views import RingRates
-from ringserve.workers.protocol.prefill_steps import Algorithm
+from ringserve.workers.protocol.steps import Algorithm
 from tests.orchestration.placement.test_placer import SLOW_LINKS, Cluster, at
 from tests.rings import GPU_RATES as RATES
 from tests.rings import LLAMA_8B as MODEL

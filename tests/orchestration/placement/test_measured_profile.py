@@ -11,7 +11,7 @@ from ringserve.cp_core.cost.fit import PrefillSample, predicted_prefill
 from ringserve.cp_core.cost.profile import HardwareProfile, format_profile, read_profile
 from ringserve.orchestration.placement.costs import LEAST
 from ringserve.orchestration.protocol.plans import PromptMode, TurnPlan
-from ringserve.workers.protocol.prefill_steps import Algorithm
+from ringserve.workers.protocol.steps import Algorithm
 from tests.orchestration.service import Service
 from tests.workers.models import random_tokens, save_model
 

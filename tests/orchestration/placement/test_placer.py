@@ -17,7 +17,7 @@ from ringserve.orchestration.placement.planner import Planner, PlannerSettings
 from ringserve.orchestration.placement.registry import RegisteredRing, RingRegistry
 from ringserve.orchestration.protocol.plans import PlannedChunk
 from ringserve.orchestration.protocol.turns import PrefillReport
-from ringserve.workers.protocol.prefill_steps import Algorithm
+from ringserve.workers.protocol.steps import Algorithm
 from tests.rings import GPU_RATES as RATES
 from tests.rings import LLAMA_8B as MODEL
 from tests.rings import registration

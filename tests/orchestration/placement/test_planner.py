@@ -12,7 +12,7 @@ from ringserve.cp_core.errors import ConfigError
 from ringserve.orchestration.placement.planner import Planner, PlannerSettings, PromptOnRings
 from ringserve.orchestration.protocol.plans import PromptMode, TurnPlan
 from ringserve.views import RingRates
-from ringserve.workers.protocol.prefill_steps import RING_ALGORITHMS
+from ringserve.workers.protocol.steps import RING_ALGORITHMS
 from tests.orchestration.fake_ranks import MODEL
 from tests.rings import registration
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringserve.cp_core.cost.work import StepLimits, WorkModel, cut
+from ringserve.cp_core.cost.steps import StepLimits, WorkModel, cut
 from ringserve.cp_core.layout.shards import TokenRange
 from tests.orchestration.fake_ranks import MODEL
 

@@ -7,7 +7,7 @@ import pytest
 from ringserve.cp_core.cost.chain import ChainRates
 from ringserve.cp_core.errors import CapacityExceeded
 from ringserve.cp_core.layout.shards import ShardMap, TokenRange, balanced_layout
-from ringserve.orchestration.prefill.layouts import PieceLayout, StepForm, lay_out
+from ringserve.orchestration.prefill.scheduler import PieceLayout, StepForm, lay_out
 from ringserve.orchestration.protocol.plans import LayoutFallback
 from ringserve.orchestration.ring.kv_pool import KvPool, SequenceKv
 

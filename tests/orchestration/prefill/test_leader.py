@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringserve.cp_core.layout.shards import balanced_layout, spread
-from ringserve.orchestration.prefill.layouts import worst_case_held
+from ringserve.orchestration.prefill.scheduler import worst_case_held
 
 
 def held_after(held: Sequence[int], pulled: int, chunks: Sequence[int]) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from ringserve.cp_core.cost.work import StepLimits
+from ringserve.cp_core.cost.steps import StepLimits
 from ringserve.orchestration.prefill.scheduler import AGE_SHARE
 from ringserve.orchestration.protocol.rings import PrefillScheduling
 from tests.orchestration.prefill.test_scheduler import WORK, Prompt, Simulation, names

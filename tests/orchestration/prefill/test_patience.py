@@ -10,7 +10,7 @@ import pytest
 
 from ringserve.orchestration.prefill.loop import PATIENCE, PrefillLoop
 from ringserve.orchestration.prefill.scheduler import ScheduledStep
-from ringserve.workers.protocol.prefill_steps import Algorithm
+from ringserve.workers.protocol.steps import Algorithm
 
 STEP_TIMEOUT, LEAST = 300.0, 10.0
 

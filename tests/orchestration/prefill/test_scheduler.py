@@ -11,14 +11,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ringserve.cp_core.cost.work import StepLimits, WorkModel, cut
+from ringserve.cp_core.cost.steps import StepLimits, WorkModel, cut
 from ringserve.cp_core.errors import CapacityExceeded
 from ringserve.cp_core.layout.shards import TokenRange
 from ringserve.orchestration.prefill.scheduler import AGE_SHARE, PrefillScheduler, ScheduledStep
 from ringserve.orchestration.protocol.plans import PlannedChunk
 from ringserve.orchestration.protocol.rings import PrefillScheduling
 from ringserve.orchestration.ring.leader import TenantShares
-from ringserve.workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
+from ringserve.workers.protocol.steps import RING_ALGORITHMS, Algorithm
 
 WORK = WorkModel(pairs_per_token=240.0, flops_per_unit=1.0)
 RATE = 1000.0

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from ringserve.cp_core.cost.work import StepLimits
+from ringserve.cp_core.cost.steps import StepLimits
 from ringserve.cp_core.errors import CapacityExceeded, TurnCancelled, Unavailable
 from ringserve.orchestration.prefill.loop import PrefillLoop
 from ringserve.orchestration.protocol.plans import PromptMode
 from ringserve.orchestration.protocol.rings import PrefillScheduling
 from ringserve.orchestration.protocol.turns import Reserve, TurnRequest
-from ringserve.workers.protocol.prefill_steps import PrefillOutput, PrefillStep
+from ringserve.workers.protocol.steps import PrefillOutput, PrefillStep
 from ringserve.workers.sampling.parameters import SamplingParameters
 from tests.orchestration.service import Answer, Service, is_idle
 from tests.waiting import eventually

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ringserve.workers.protocol.prefill_steps import PrefillOutput, PrefillStep
+from ringserve.workers.protocol.steps import PrefillOutput, PrefillStep
 from tests.orchestration.prefill.test_scheduling import FOLLOW_UP, MAX_TOKENS, answers
 from tests.orchestration.service import Service
 from tests.workers.models import Oracle, random_tokens

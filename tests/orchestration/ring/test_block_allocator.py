@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ringserve.orchestration.ring.block_allocator import BlockAllocator
+from ringserve.orchestration.ring.kv_pool import BlockAllocator
 
 
 def runs(blocks: set[int]) -> list[list[int]]:

@@ -10,8 +10,8 @@ import pytest
 from ringserve.cp_core.errors import RingserveError, Unavailable
 from ringserve.cp_core.layout.shards import spread
 from ringserve.orchestration.protocol.inventory import Registered
-from ringserve.orchestration.protocol.kv import ForkKv
 from ringserve.orchestration.protocol.rings import RingSettings
+from ringserve.orchestration.protocol.turns import ForkKv
 from ringserve.orchestration.ring.kv_pool import KvPool, SequenceKv
 from ringserve.orchestration.ring.kv_transfers import copy_blocks
 from ringserve.workers.protocol.ranks import RankSettings

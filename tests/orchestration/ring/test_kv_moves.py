@@ -12,7 +12,7 @@ import torch
 
 from ringserve.cp_core.errors import Busy, CapacityExceeded, NotFound, TransferError, Unavailable
 from ringserve.cp_core.layout.shards import spread
-from ringserve.orchestration.protocol.kv import SendKv
+from ringserve.orchestration.protocol.turns import SendKv
 from ringserve.orchestration.ring import kv_transfers
 from ringserve.orchestration.ring.kv_pool import KvPool
 from ringserve.workers.rank.thread_ranks import ThreadRank

@@ -9,8 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from ringserve.cp_core.errors import Busy, CapacityExceeded, NotFound
 from ringserve.cp_core.layout.shards import ShardMap, TokenRange, spread
-from ringserve.orchestration.ring.block_allocator import BlockAllocator
-from ringserve.orchestration.ring.kv_pool import KvPool, SequenceKv
+from ringserve.orchestration.ring.kv_pool import BlockAllocator, KvPool, SequenceKv
 
 BLOCK_TOKENS = 4
 

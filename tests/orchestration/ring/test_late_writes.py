@@ -18,11 +18,8 @@ import torch
 from ringserve.cp_core.errors import TurnCancelled, Unavailable
 from ringserve.orchestration.protocol.plans import PromptMode
 from ringserve.workers.kv.cache import KvCache
-from ringserve.workers.kv.cutting import OutgoingPart
-from ringserve.workers.kv.frames import LayerFrame, checksum_of
-from ringserve.workers.kv.lane import Lane
-from ringserve.workers.kv.outgoing import OutgoingTransfer
-from ringserve.workers.kv.sender import KvSender
+from ringserve.workers.kv.frames import LayerFrame, OutgoingPart, checksum_of
+from ringserve.workers.kv.sender import KvSender, Lane, OutgoingTransfer
 from tests.orchestration.service import Service, is_idle
 from tests.waiting import WAIT_SECONDS, eventually
 from tests.workers.kv.kv_peers import hand_source

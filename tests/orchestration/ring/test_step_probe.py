@@ -22,8 +22,8 @@ from ringserve.orchestration.ring.step_probe import (
     lateness_of,
     measure_steps,
 )
-from ringserve.workers.protocol.prefill_steps import PrefillOutput, PrefillStep
 from ringserve.workers.protocol.ranks import RankSettings
+from ringserve.workers.protocol.steps import PrefillOutput, PrefillStep
 from tests.rings import GPU_RATES, LLAMA_8B
 
 SETTINGS = RingSettings(

@@ -10,8 +10,14 @@ from enum import Enum, auto
 from bench.router.rings import InstantRing
 from ringserve.cp_core.errors import CapacityExceeded, NotFound, RingserveError, Unavailable
 from ringserve.cp_core.layout.shards import ShardMap, spread
-from ringserve.orchestration.protocol.kv import RetainedKv
-from ringserve.orchestration.protocol.turns import PrefillDone, PrefillTurn, Reservation, Reserve, RingRegistration
+from ringserve.orchestration.protocol.turns import (
+    PrefillDone,
+    PrefillTurn,
+    Reservation,
+    Reserve,
+    RetainedKv,
+    RingRegistration,
+)
 from ringserve.views import RingRates
 
 NUM_RANKS = 2

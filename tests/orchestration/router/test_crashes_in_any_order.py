@@ -15,11 +15,10 @@ from ringserve.cp_core.errors import NotFound, RingserveError
 from ringserve.orchestration.placement.planner import Planner, PlannerSettings
 from ringserve.orchestration.protocol.inventory import KnownEpoch, RingInventory, TurnOnRing
 from ringserve.orchestration.protocol.journal import BegunRecord, CommittedRecord, NoJournal, StoredConversation
-from ringserve.orchestration.protocol.kv import ForkedKv, ForkKv
 from ringserve.orchestration.protocol.plans import PromptMode
-from ringserve.orchestration.protocol.turns import BegunTurn, TurnOutcome, TurnRequest
+from ringserve.orchestration.protocol.turns import BegunTurn, ForkedKv, ForkKv, TurnOutcome, TurnRequest
 from ringserve.orchestration.router.router import Router, RouterSettings
-from ringserve.workers.protocol.prefill_steps import TokenIds
+from ringserve.workers.protocol.steps import TokenIds
 from ringserve.workers.sampling.parameters import SamplingParameters
 from tests.orchestration.fake_ranks import MODEL
 from tests.orchestration.router.fake_rings import FakeRings, shards

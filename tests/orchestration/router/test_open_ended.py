@@ -11,7 +11,7 @@ import pytest
 
 from ringserve.cp_core.errors import InvalidRequest
 from ringserve.orchestration.protocol.turns import KvQuota, TurnRequest
-from ringserve.workers.protocol.decode_commands import FinishReason
+from ringserve.workers.protocol.steps import FinishReason
 from tests.orchestration.service import BLOCK_TOKENS, Service, is_idle
 from tests.services.gateway.test_failover import PROMPT, all_ready, killing_at, run
 from tests.workers.models import Oracle, random_tokens

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringserve.cp_core.errors import InvalidRequest, NotFound
-from ringserve.orchestration.conversations.conversation import common_prefix
+from ringserve.orchestration.conversations.store import common_prefix
 from ringserve.orchestration.protocol.plans import PromptMode
 from ringserve.orchestration.router.admission import resolve_prompt
-from ringserve.workers.protocol.prefill_steps import TokenIds
+from ringserve.workers.protocol.steps import TokenIds
 
 AUTO, APPEND, WHOLE, NEW = PromptMode.AUTO, PromptMode.APPEND, PromptMode.WHOLE_HISTORY, PromptMode.NEW
 

@@ -15,8 +15,8 @@ import pytest
 from ringserve.cp_core.errors import NotFound, TurnCancelled
 from ringserve.orchestration.protocol.turns import TurnRequest
 from ringserve.orchestration.ring.life import Ring
-from ringserve.orchestration.router import turn
-from ringserve.orchestration.router.turn import RunningTurn
+from ringserve.orchestration.router import registry
+from ringserve.orchestration.router.registry import RunningTurn
 from tests.orchestration.service import BLOCK_TOKENS, Answer, Service
 from tests.waiting import eventually
 from tests.workers.models import Oracle, random_tokens
@@ -191,7 +191,7 @@ async def test_full_rings_of_both_roles_retain_different_prompts(
 ) -> None:
     roles: dict[str, str] = {}
     monkeypatch.setattr(
-        turn, "spare_role", lambda kv_id: roles.setdefault(kv_id, ("prefill", "decode")[len(roles) % 2])
+        registry, "spare_role", lambda kv_id: roles.setdefault(kv_id, ("prefill", "decode")[len(roles) % 2])
     )
     async with serving(model_paths, 1, 1, num_blocks=90) as service:  # of 17 blocks or so for each prompt
         for number in range(8):

@@ -21,7 +21,7 @@ from ringserve.orchestration.protocol.plans import MAX_LOSS, MAX_TTFT, Bound
 from ringserve.orchestration.protocol.rings import PrefillScheduling
 from ringserve.orchestration.protocol.turns import LostTurn
 from ringserve.orchestration.router import recovery
-from ringserve.workers.protocol.prefill_steps import Algorithm
+from ringserve.workers.protocol.steps import Algorithm
 from ringserve.workers.rank.thread_ranks import RATES
 from tests.orchestration.service import Answer, Service
 from tests.waiting import eventually

@@ -6,10 +6,9 @@ import time
 
 from ringserve.cp_core.layout.shards import TokenRange
 from ringserve.orchestration.prefill.run import PrefillTimes
-from ringserve.orchestration.protocol.kv import SentKv
 from ringserve.orchestration.protocol.plans import PlannedChunk
-from ringserve.orchestration.protocol.turns import PrefillReport
-from ringserve.workers.protocol.prefill_steps import Algorithm
+from ringserve.orchestration.protocol.turns import PrefillReport, SentKv
+from ringserve.workers.protocol.steps import Algorithm
 from tests.orchestration.decode.decode_turns import decode_turn
 
 

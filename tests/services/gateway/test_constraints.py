@@ -7,7 +7,7 @@ import json
 import pytest
 
 from ringserve.cp_core.errors import InvalidRequest
-from ringserve.services.gateway.sampling import make_grammar
+from ringserve.services.gateway.requests import make_grammar
 from ringserve.services.gateway.text import TextCodec
 from ringserve.v1 import inference_pb2
 from ringserve.workers.sampling.grammar import Grammars

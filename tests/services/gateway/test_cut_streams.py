@@ -14,8 +14,8 @@ from ringserve.cp_core.errors import NotFound, RingserveError, TurnCancelled, Un
 from ringserve.orchestration.decode.leader import DecodeLeader
 from ringserve.orchestration.protocol.rings import RingState
 from ringserve.orchestration.protocol.turns import BegunTurn, LostTurn, TokensEvent, TurnEvent, TurnRequest
-from ringserve.services.gateway.failover import LastingTurn
-from ringserve.workers.protocol.decode_commands import FinishReason
+from ringserve.services.gateway.turn_stream import LastingTurn
+from ringserve.workers.protocol.steps import FinishReason
 from tests.orchestration.service import Service, is_idle
 from tests.services.gateway.test_failover import PROCESSED, Seen, undisturbed
 from tests.waiting import eventually

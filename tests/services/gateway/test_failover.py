@@ -26,8 +26,8 @@ from ringserve.orchestration.protocol.turns import (
     TurnRequest,
 )
 from ringserve.orchestration.router import registry
-from ringserve.services.gateway.failover import MAX_FAILOVERS, FailedOver, LastingTurn
-from ringserve.workers.protocol.decode_commands import FinishReason
+from ringserve.services.gateway.turn_stream import MAX_FAILOVERS, FailedOver, LastingTurn
+from ringserve.workers.protocol.steps import FinishReason
 from ringserve.workers.protocol.transfers import TransferKey, TransferReport
 from ringserve.workers.rank.thread_ranks import ThreadRanks
 from ringserve.workers.sampling.parameters import SamplingParameters, TokenLogprobs

@@ -12,12 +12,12 @@ import pytest
 from ringserve.cp_core.errors import InvalidRequest
 from ringserve.orchestration.protocol.plans import Bound, PromptMode
 from ringserve.orchestration.protocol.turns import KvQuota
-from ringserve.services.auth.scoped_router import ScopedRouter
+from ringserve.services.auth.authenticator import ScopedRouter
 from ringserve.services.auth.tenants import ANYBODY, Tenant
 from ringserve.services.gateway.requests import RequestReader
 from ringserve.services.gateway.text import TextCodec
 from ringserve.v1 import inference_pb2
-from ringserve.workers.protocol.prefill_steps import Algorithm
+from ringserve.workers.protocol.steps import Algorithm
 from ringserve.workers.sampling.parameters import SamplingParameters, TokenBias
 from tests.orchestration.fake_ranks import MODEL
 

@@ -22,12 +22,10 @@ from ringserve.orchestration.protocol.turns import (
     TurnEvent,
     TurnRequest,
 )
-from ringserve.services.gateway.failover import LastingTurn
 from ringserve.services.gateway.text import REPLACEMENT, AnswerText, IncrementalText, StopRule, TextCodec
-from ringserve.services.gateway.turn_stream import TurnStream
+from ringserve.services.gateway.turn_stream import LastingTurn, TurnStream
 from ringserve.v1 import inference_pb2
-from ringserve.workers.protocol.decode_commands import FinishReason
-from ringserve.workers.protocol.prefill_steps import Algorithm
+from ringserve.workers.protocol.steps import Algorithm, FinishReason
 from ringserve.workers.sampling.parameters import SamplingParameters, TokenLogprobs
 
 PLAN = TurnPlan(

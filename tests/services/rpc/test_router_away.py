@@ -11,8 +11,8 @@ import pytest
 from ringserve.cp_core.errors import NotBegun, NotFound, Unavailable, Unreachable
 from ringserve.orchestration.protocol.plans import PromptMode
 from ringserve.orchestration.protocol.turns import BegunTurn, LostTurn, TurnRequest
-from ringserve.services.gateway import failover
-from ringserve.services.gateway.failover import begin_with_retries
+from ringserve.services.gateway import turn_stream
+from ringserve.services.gateway.turn_stream import begin_with_retries
 from ringserve.services.rpc.peers import GrpcPeers
 from ringserve.services.rpc.server import GrpcServer
 from ringserve.services.rpc.servicers import RouterServicer
@@ -95,8 +95,8 @@ async def test_calls_wait_for_a_router_that_is_started_again() -> None:
 async def test_what_a_router_refuses_is_not_asked_again_and_one_that_stays_away_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(failover, "ROUTER_SECONDS", 0.05)
-    monkeypatch.setattr(failover, "ROUTER_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(turn_stream, "ROUTER_SECONDS", 0.05)
+    monkeypatch.setattr(turn_stream, "ROUTER_PAUSE_SECONDS", 0.01)
     calls = 0
 
     async def refuse(request: TurnRequest) -> BegunTurn:

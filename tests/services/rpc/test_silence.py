@@ -20,7 +20,7 @@ from ringserve.services.rpc.peers import GrpcPeers
 from ringserve.services.rpc.server import GrpcServer
 from ringserve.services.rpc.servicers import DecodeServicer
 from ringserve.services.rpc.turn_streams import SILENT_TICKS, Silence
-from ringserve.workers.protocol.decode_commands import FinishReason
+from ringserve.workers.protocol.steps import FinishReason
 from tests.waiting import WAIT_SECONDS, eventually
 
 LAST = EndingEvent(finish_reason=FinishReason.LENGTH)

@@ -16,7 +16,7 @@ from ringserve.services.rpc import turn_streams
 from ringserve.services.rpc.peers import GrpcPeers
 from ringserve.services.rpc.server import GrpcServer
 from ringserve.services.rpc.servicers import DecodeServicer
-from ringserve.workers.protocol.decode_commands import FinishReason
+from ringserve.workers.protocol.steps import FinishReason
 from ringserve.workers.sampling.parameters import TokenLogprobs
 from tests.waiting import WAIT_SECONDS, eventually
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ringserve.workers.protocol.decode_commands import AdmitSequence
+from ringserve.workers.protocol.steps import AdmitSequence
 from ringserve.workers.sampling.parameters import SamplingParameters
 
 

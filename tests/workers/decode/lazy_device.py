@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from ringserve.cp_core.transport.collectives import Message, PointToPointRing
-from ringserve.workers.decode.inputs import InputBuffers
-from ringserve.workers.decode.mailbox import DecodeMailbox
+from ringserve.workers.decode.graphs import InputBuffers
+from ringserve.workers.decode.loop import DecodeMailbox
 from ringserve.workers.decode.prompts import DecodePrompts
 from ringserve.workers.decode.step import DecodePass
-from ringserve.workers.protocol.decode_commands import ComputePrompt, DecodeEvent
+from ringserve.workers.protocol.steps import ComputePrompt, DecodeEvent
 from ringserve.workers.rank import worker as rank_worker
 from ringserve.workers.sampling.on_device import BROKEN, ChosenRows
 from ringserve.workers.sampling.parameters import Sampled

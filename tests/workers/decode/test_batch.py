@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ringserve.workers.decode.batch import BatchState
 from ringserve.workers.decode.messages import BatchChange
 from ringserve.workers.kv.cache import runs
-from ringserve.workers.protocol.decode_commands import GrowSequence
+from ringserve.workers.protocol.steps import GrowSequence
 from tests.cp_core.layout.decoded import decoded
 from tests.workers.decode.admissions import admission
 

@@ -25,18 +25,18 @@ from ringserve.workers.decode.graphs import (
     RECORDING,
     RECORDING_FAILED,
     GraphRunner,
+    InputBuffers,
     PromptRunner,
     Recorded,
     bucket_of,
     prompt_bucket,
     try_record,
 )
-from ringserve.workers.decode.inputs import InputBuffers
-from ringserve.workers.decode.variants import DecodeChoice
+from ringserve.workers.decode.step import DecodeChoice
 from ringserve.workers.kv.cache import KvCache
 from ringserve.workers.model import pieces as compiler
 from ringserve.workers.model.loading import AttentionStep, LoadedModel
-from ringserve.workers.protocol.prefill_steps import Algorithm
+from ringserve.workers.protocol.steps import Algorithm
 from ringserve.workers.sampling.parameters import Sampled, SamplingParameters
 from ringserve.workers.sampling.sampler import SampledRow, sample_rows
 from tests.workers.decode.recording import KeptFunctions, compile_ranks, recording

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringserve.workers.decode.inputs import LEAST_ROWS, LEAST_WIDTH, InputBuffers, StepInputs
+from ringserve.workers.decode.graphs import LEAST_ROWS, LEAST_WIDTH, InputBuffers, StepInputs
 from tests.workers.decode.lazy_device import LazyBuffers, LazyStream
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ringserve.cp_core.errors import Unavailable
-from ringserve.workers.decode.mailbox import DecodeMailbox
-from ringserve.workers.protocol.decode_commands import DecodeEvent, FinishReason, GrowSequence, RemoveSequence
+from ringserve.workers.decode.loop import DecodeMailbox
+from ringserve.workers.protocol.steps import DecodeEvent, FinishReason, GrowSequence, RemoveSequence
 from ringserve.workers.sampling.parameters import TokenHistory
 from tests.waiting import WAIT_SECONDS
 from tests.workers.decode.admissions import admission

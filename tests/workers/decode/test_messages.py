@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringserve.workers.decode.messages import CHANGES, BatchChange
-from ringserve.workers.protocol.decode_commands import (
+from ringserve.workers.protocol.steps import (
     AdmitSequence,
     ComputePrompt,
     GrowSequence,

@@ -9,8 +9,8 @@ import pytest
 
 from ringserve.cp_core.cost.decode import GATHER, HELIX, VARIANTS
 from ringserve.cp_core.errors import Unavailable
-from ringserve.workers.decode.mailbox import DecodeMailbox
-from ringserve.workers.protocol.decode_commands import DecodeEvent, FinishReason
+from ringserve.workers.decode.loop import DecodeMailbox
+from ringserve.workers.protocol.steps import DecodeEvent, FinishReason
 from ringserve.workers.sampling.parameters import SamplingParameters, TokenHistory
 from tests.workers.models import ALL_WINDOWED, KINDS, WINDOWED, Oracle, random_tokens
 from tests.workers.rings import LocalRing, Turn

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ringserve.workers.protocol.decode_commands import DecodeEvent, GrowSequence
+from ringserve.workers.protocol.steps import DecodeEvent, GrowSequence
 from ringserve.workers.sampling.parameters import SamplingParameters
 from tests.workers.decode.lazy_device import lazy_devices
 from tests.workers.decode.recording import KeptFunctions, compile_ranks, recording

@@ -20,11 +20,16 @@ from ringserve.cp_core.cost.model import PASS_Q
 from ringserve.cp_core.errors import Unavailable
 from ringserve.cp_core.transport.interface import RingTransport
 from ringserve.views import RingRates
-from ringserve.workers.decode.loop import BATCH_CHANGES, VARIANT_CHANGES
-from ringserve.workers.decode.mailbox import DecodeMailbox
-from ringserve.workers.decode.step import DRAFTS, HOST_MESSAGES, SAMPLED_ON_HOST, TENSOR_PARALLEL, DecodePass
-from ringserve.workers.decode.variants import DecodeChoice
-from ringserve.workers.protocol.decode_commands import DecodeEvent, FinishReason, GrowSequence
+from ringserve.workers.decode.loop import BATCH_CHANGES, VARIANT_CHANGES, DecodeMailbox
+from ringserve.workers.decode.step import (
+    DRAFTS,
+    HOST_MESSAGES,
+    SAMPLED_ON_HOST,
+    TENSOR_PARALLEL,
+    DecodeChoice,
+    DecodePass,
+)
+from ringserve.workers.protocol.steps import DecodeEvent, FinishReason, GrowSequence
 from ringserve.workers.rank import parts as rank_parts
 from ringserve.workers.rank import worker as rank_worker
 from ringserve.workers.rank.worker import RankWorker

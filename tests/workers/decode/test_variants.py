@@ -17,9 +17,9 @@ from ringserve.cp_core.errors import ConfigError
 from ringserve.cp_core.transport.inprocess import InProcessRing
 from ringserve.views import RingRates
 from ringserve.workers.decode.messages import Header, HeaderChannel, HeaderKind
-from ringserve.workers.decode.variants import DecodeChoice
+from ringserve.workers.decode.step import DecodeChoice
 from ringserve.workers.model.loading import DTYPES, load_model
-from ringserve.workers.protocol.prefill_steps import Algorithm
+from ringserve.workers.protocol.steps import Algorithm
 from ringserve.workers.rank import parts as rank_parts
 from ringserve.workers.sampling.parameters import SamplingParameters
 from tests.gloo import gloo_as_nccl
@@ -29,7 +29,7 @@ from tests.workers.rings import LocalRing, Turn
 Models = Mapping[str, Path]
 Oracles = Mapping[str, Oracle]
 
-CHOOSE_AT_START = "ringserve.workers.decode.variants.choose_at_start"
+CHOOSE_AT_START = "ringserve.workers.decode.step.choose_at_start"
 ENDS = {"a": 24, "b": 3, "c": 12, "d": 19, "e": 2}
 PROMPTS = {name: random_tokens(count, seed=count) for name, count in zip(ENDS, (5, 40, 1, 17, 64), strict=True)}
 

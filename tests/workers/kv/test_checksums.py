@@ -8,8 +8,7 @@ import pytest
 
 from ringserve.cp_core.errors import TransferError
 from ringserve.workers.kv.frames import LayerFrame, TransferFrame, checksum_of
-from ringserve.workers.kv.outgoing import DestinationConnection
-from ringserve.workers.kv.sender import KvSender
+from ringserve.workers.kv.sender import DestinationConnection, KvSender
 from tests.waiting import WAIT_SECONDS
 from tests.workers.kv.kv_peers import (
     BLOCKS,

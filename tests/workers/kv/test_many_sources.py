@@ -9,8 +9,8 @@ import pytest
 
 from ringserve.cp_core.transport.peer_tls import PeerTls
 from ringserve.workers.kv.frames import LeaveFrame, SettledFrame, SettleFrame
-from ringserve.workers.kv.outgoing import DestinationConnection, OutgoingTransfer
 from ringserve.workers.kv.receiver import KvReceiver
+from ringserve.workers.kv.sender import DestinationConnection, OutgoingTransfer
 from tests.services.auth.certificates import Authority
 from tests.waiting import WAIT_SECONDS
 from tests.workers.kv.kv_peers import (

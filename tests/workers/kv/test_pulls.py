@@ -10,8 +10,16 @@ import torch
 
 from ringserve.cp_core.errors import TransferError, Unavailable
 from ringserve.workers.kv.cache import KvCache
-from ringserve.workers.kv.cutting import weighted_sum
-from ringserve.workers.kv.frames import Reach, ReachedFrame, ReadFrame, RefusedFrame, SettledFrame, SettleFrame, SlotRef
+from ringserve.workers.kv.frames import (
+    Reach,
+    ReachedFrame,
+    ReadFrame,
+    RefusedFrame,
+    SettledFrame,
+    SettleFrame,
+    SlotRef,
+    weighted_sum,
+)
 from ringserve.workers.kv.pulls import PullAgent
 from ringserve.workers.kv.receiver import KvReceiver
 from tests.waiting import WAIT_SECONDS

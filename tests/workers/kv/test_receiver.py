@@ -26,8 +26,7 @@ from ringserve.workers.kv.frames import (
     SettleFrame,
     encode,
 )
-from ringserve.workers.kv.receiver import KvReceiver
-from ringserve.workers.kv.source_connection import SourceConnection
+from ringserve.workers.kv.receiver import KvReceiver, SourceConnection
 from tests.waiting import WAIT_SECONDS
 from tests.workers.kv.kv_peers import (
     BLOCKS,

@@ -10,7 +10,7 @@ import torch
 
 from ringserve.workers.model.loading import load_model
 from ringserve.workers.model.support import EXPERT_FAMILIES, FAMILIES
-from ringserve.workers.protocol.prefill_steps import Algorithm
+from ringserve.workers.protocol.steps import Algorithm
 from ringserve.workers.sampling.parameters import SamplingParameters
 from tests.workers.models import FAMILY_SWITCHES, KINDS, Oracle, random_tokens, save_family
 from tests.workers.rings import LocalRing, Turn

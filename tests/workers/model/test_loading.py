@@ -28,8 +28,8 @@ from ringserve.workers.model.layers import GatedMlp, PackedLinear, pack
 from ringserve.workers.model.loading import load_model
 from ringserve.workers.model.support import FAMILIES, check_supported, layer_windows
 from ringserve.workers.model.weights import find_trim, release_pages
-from ringserve.workers.protocol.prefill_steps import Algorithm
 from ringserve.workers.protocol.ranks import RankSettings, RankSpec
+from ringserve.workers.protocol.steps import Algorithm
 from ringserve.workers.rank import parts as rank_parts
 from ringserve.workers.sampling.parameters import SamplingParameters
 from tests.programs import require

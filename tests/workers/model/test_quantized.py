@@ -23,7 +23,7 @@ from ringserve.cp_core.errors import ModelRefused
 from ringserve.workers.model.loading import load_model
 from ringserve.workers.model.quantized import read_plain
 from ringserve.workers.model.support import check_supported, quantization_of
-from ringserve.workers.protocol.prefill_steps import Algorithm
+from ringserve.workers.protocol.steps import Algorithm
 from ringserve.workers.sampling.parameters import SamplingParameters
 from tests.workers.models import FAMILY_SWITCHES, Oracle, random_tokens, save_family, save_model
 from tests.workers.rings import LocalRing, Turn

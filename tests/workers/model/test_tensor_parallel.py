@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from ringserve.cp_core.cost.decode import GATHER, STEP_VARIANTS
 from ringserve.cp_core.cost.model import PASS_Q
 from ringserve.cp_core.errors import ConfigError, Unavailable
-from ringserve.workers.decode.variants import DecodeChoice
+from ringserve.workers.decode.step import DecodeChoice
 from ringserve.workers.model.info import read_model_info, tensor_share
 from ringserve.workers.model.loading import load_model
-from ringserve.workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
 from ringserve.workers.protocol.ranks import RankSettings, RankSpec
+from ringserve.workers.protocol.steps import RING_ALGORITHMS, Algorithm
 from ringserve.workers.rank.worker import RankWorker
 from ringserve.workers.sampling.parameters import SamplingParameters
 from tests.gloo import gloo_as_nccl

@@ -11,7 +11,7 @@ import pytest
 from typing_extensions import TypeAliasType, TypeVar
 
 from ringserve.workers.protocol.encoding import Codec
-from ringserve.workers.protocol.prefill_steps import TokenIds
+from ringserve.workers.protocol.steps import TokenIds
 
 
 class Color(StrEnum):

@@ -14,7 +14,7 @@ import pytest
 
 from ringserve.workers.model.shared import SharedCores
 from ringserve.workers.prefill import step as prefill_step
-from ringserve.workers.protocol.decode_commands import DecodeCommand
+from ringserve.workers.protocol.steps import DecodeCommand
 from ringserve.workers.rank import worker as rank_worker
 from ringserve.workers.sampling.parameters import SamplingParameters
 from tests.waiting import WAIT_SECONDS

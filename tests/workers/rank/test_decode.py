@@ -12,8 +12,7 @@ import pytest
 from ringserve.cp_core.errors import Unavailable
 from ringserve.workers.decode import messages
 from ringserve.workers.decode.messages import Header, HeaderChannel
-from ringserve.workers.protocol.decode_commands import DecodeEvent, FinishReason, GrowSequence
-from ringserve.workers.protocol.prefill_steps import Algorithm
+from ringserve.workers.protocol.steps import Algorithm, DecodeEvent, FinishReason, GrowSequence
 from ringserve.workers.sampling.parameters import SamplingParameters
 from tests.waiting import WAIT_SECONDS
 from tests.workers.models import KINDS, Oracle, random_tokens

@@ -11,7 +11,7 @@ from ringserve.cp_core.cost.decode import HELIX, STEP_VARIANTS
 from ringserve.cp_core.errors import ConfigError, TransferError, Unavailable
 from ringserve.cp_core.layout.reshard import plan_reshard
 from ringserve.cp_core.layout.shards import ShardMap, TokenRange, balanced_layout, spread
-from ringserve.workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm
+from ringserve.workers.protocol.steps import RING_ALGORITHMS, Algorithm
 from ringserve.workers.protocol.transfers import KvExpect, KvPart, KvSend, TransferKey
 from ringserve.workers.sampling.parameters import SamplingParameters
 from tests.gloo import gloo_as_nccl

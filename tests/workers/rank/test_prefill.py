@@ -20,7 +20,7 @@ from ringserve.cp_core.errors import Unavailable
 from ringserve.workers.model.layers import FusedNorm, GatedMlp, PackedLinear
 from ringserve.workers.model.loading import load_model
 from ringserve.workers.prefill import step as prefill_step
-from ringserve.workers.protocol.prefill_steps import RING_ALGORITHMS, Algorithm, PrefillOutput, PrefillStep
+from ringserve.workers.protocol.steps import RING_ALGORITHMS, Algorithm, PrefillOutput, PrefillStep
 from ringserve.workers.rank import parts as rank_parts
 from ringserve.workers.rank.worker import RankWorker
 from ringserve.workers.sampling.parameters import SamplingParameters

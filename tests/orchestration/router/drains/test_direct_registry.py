@@ -11,7 +11,7 @@ import pytest
 
 from ringserve.cp_core.errors import CapacityExceeded
 from ringserve.orchestration.protocol.plans import PromptMode
-from ringserve.workers.protocol.prefill_steps import Algorithm
+from ringserve.workers.protocol.steps import Algorithm
 from tests.orchestration.conversations.test_drain_rebalancing import ANSWER, KIND, Draining
 from tests.orchestration.conversations.test_quotas import of, retained
 from tests.orchestration.decode.test_direct_failures import DIRECT, held_prompts

@@ -14,8 +14,8 @@ from ringserve.cp_core.errors import Busy, RingserveError
 from ringserve.orchestration.protocol.plans import PromptMode
 from ringserve.orchestration.protocol.turns import BegunTurn, FinishedEvent, TokensEvent, TurnRequest
 from ringserve.orchestration.router import recovery
-from ringserve.orchestration.router.turn import RunningTurn
-from ringserve.workers.protocol.prefill_steps import Algorithm
+from ringserve.orchestration.router.registry import RunningTurn
+from ringserve.workers.protocol.steps import Algorithm
 from tests.orchestration.journal import records
 from tests.orchestration.service import QUIET, Service
 from tests.waiting import eventually

@@ -18,7 +18,7 @@ from starlette.types import Message
 from ringserve.cp_core.errors import ConfigError, NotFinite, RingserveError, Unavailable
 from ringserve.orchestration.protocol.turns import BegunTurn, TurnRequest
 from ringserve.services.auth.tls import ServerTls
-from ringserve.services.gateway import failover
+from ringserve.services.gateway import turn_stream
 from ringserve.services.gateway.openai import app, server
 from ringserve.services.gateway.openai.server import KEEP_ALIVE, MAX_HEADER_BYTES, EventStream, HttpServer
 from ringserve.views import ServerInfo
@@ -525,7 +525,7 @@ async def test_what_would_fail_again_is_not_tried_again_by_the_client(
     gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch, error: RingserveError
 ) -> None:
     """Each attempt may cost a ring."""
-    monkeypatch.setattr(failover, "ROUTER_SECONDS", 0.0)
+    monkeypatch.setattr(turn_stream, "ROUTER_SECONDS", 0.0)
     asked: list[TurnRequest] = []
 
     async def fail(request: TurnRequest) -> BegunTurn:

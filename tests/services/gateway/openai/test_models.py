@@ -22,7 +22,7 @@ from ringserve.services.gateway.openai.models import (
     TokenizeRequest,
 )
 from ringserve.services.gateway.openai.requests import HttpRequestReader
-from ringserve.services.gateway.sampling import make_grammar
+from ringserve.services.gateway.requests import make_grammar
 from ringserve.services.gateway.text import TextCodec
 from ringserve.workers.sampling.grammar import Grammars
 from tests.services.local_gateway import MODEL

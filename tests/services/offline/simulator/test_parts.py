@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringserve.cp_core.cost.work import StepLimits, WorkModel
+from ringserve.cp_core.cost.steps import StepLimits, WorkModel
 from ringserve.cp_core.errors import CapacityExceeded, ConfigError
 from ringserve.cp_core.layout.shards import TokenRange
 from ringserve.orchestration.placement.registry import RegisteredRing
@@ -37,7 +37,7 @@ from ringserve.services.offline.simulator.trace import (
     format_trace,
     read_trace,
 )
-from ringserve.workers.protocol.prefill_steps import Algorithm
+from ringserve.workers.protocol.steps import Algorithm
 from tests.rings import registration
 
 

@@ -13,7 +13,7 @@ from ringserve.cp_core.cost.memory import weight_bytes
 from ringserve.cp_core.cost.model import PREFILL_ALGORITHMS
 from ringserve.cp_core.cost.prefill import predict_migration, predict_turn
 from ringserve.cp_core.cost.profile import read_profile
-from ringserve.cp_core.cost.work import StepLimits, WorkModel, cut
+from ringserve.cp_core.cost.steps import StepLimits, WorkModel, cut
 from ringserve.cp_core.errors import ConfigError
 from ringserve.cp_core.layout.shards import TokenRange
 from ringserve.orchestration.protocol.rings import PrefillScheduling

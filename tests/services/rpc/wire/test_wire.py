@@ -23,13 +23,14 @@ from ringserve.cp_core.errors import InvalidRequest
 from ringserve.cp_core.layout.shards import ShardMap, TokenRange
 from ringserve.mapping import Mapper, Mirror, pack_ids, unpack_ids
 from ringserve.orchestration.protocol.inventory import Registered, RingInventory
-from ringserve.orchestration.protocol.kv import ForkedKv, ForkKv, RetainedKv, SendKv, SentKv, TakeKv, TakenKv
 from ringserve.orchestration.protocol.plans import PromptMode, TurnPlan
 from ringserve.orchestration.protocol.turns import (
     Admit,
     BegunTurn,
     EndingEvent,
     FinishedEvent,
+    ForkedKv,
+    ForkKv,
     KvQuota,
     PrefillDone,
     PrefillReport,
@@ -37,9 +38,14 @@ from ringserve.orchestration.protocol.turns import (
     Reservation,
     Reserve,
     ResumeTurn,
+    RetainedKv,
     RetainingRing,
     RingRegistration,
     ScoredEvent,
+    SendKv,
+    SentKv,
+    TakeKv,
+    TakenKv,
     TokensEvent,
     TurnEvent,
     TurnOutcome,
@@ -59,8 +65,7 @@ from ringserve.services.rpc.wire.contract import (
 )
 from ringserve.v1 import inference_pb2, rings_pb2, router_pb2
 from ringserve.views import ConversationInfo, ConversationPage, RingInfo, RingRates, ServerInfo
-from ringserve.workers.protocol.decode_commands import FinishReason
-from ringserve.workers.protocol.prefill_steps import TokenIds
+from ringserve.workers.protocol.steps import FinishReason, TokenIds
 from ringserve.workers.sampling.parameters import SamplingParameters, TokenLogprobs
 
 M = TypeVar("M", bound=Message)
