@@ -265,7 +265,7 @@ class PrefillLoop:
             if run.stop_error is not None:
                 self._fail(run, run.stop_error)
             elif run.is_complete:
-                self._finish(run, tokens[run.kv_id])
+                self._finish(run, tokens[run.turn_id])
 
     def _finish(self, run: PrefillRun, token: int | None) -> None:
         if token is None:

@@ -75,10 +75,6 @@ class PrefillRun:
         return self._turn.turn_id
 
     @property
-    def kv_id(self) -> str:
-        return self._turn.kv_id
-
-    @property
     def is_sparse(self) -> bool:
         """True if the turn's KV is approximate."""
         return self._turn.sparsity is not None
@@ -189,7 +185,7 @@ class PrefillRun:
         tail = sequence.shards.newest(self._ring.model.tail_tokens)
         sequences = (
             SequencePrefill(
-                sequence_id=turn.kv_id,
+                sequence_id=turn.turn_id,
                 token_ids=turn.token_ids[piece.start : piece.stop],
                 layout=placed.layout,
                 stored=placed.stored,
@@ -224,8 +220,8 @@ class PrefillRun:
     def note_logprobs(self, outputs: Sequence[PrefillOutput]) -> None:
         """Collect the log probabilities that the ranks computed in a step of the turn."""
         for output in outputs:
-            self._scores.update(output.scores.get(self.kv_id, {}))
-            self.first_logprobs = output.logprobs.get(self.kv_id, self.first_logprobs)
+            self._scores.update(output.scores.get(self.turn_id, {}))
+            self.first_logprobs = output.logprobs.get(self.turn_id, self.first_logprobs)
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:

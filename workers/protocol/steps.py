@@ -1,8 +1,8 @@
 """Prefill steps of a ring, and commands to a decode loop between two steps of its batch. Plain data, no torch.
 
-A leader sends them to its ranks, which answer with outputs and events. The leader owns the block tables: a rank never
-allocates. `blocks[i]` holds the tokens with stored index [i * block_tokens, (i + 1) * block_tokens) of that rank's
-shard of the sequence.
+A leader sends them to its ranks, which answer with outputs and events. `sequence_id` is the id of the turn to which a
+sequence of a step belongs. The leader owns the block tables: a rank never allocates. `blocks[i]` holds the tokens with
+stored index [i * block_tokens, (i + 1) * block_tokens) of that rank's shard of the sequence.
 """
 
 from __future__ import annotations

@@ -192,9 +192,9 @@ async def test_half_a_character_at_the_end_is_shown_in_the_completion(byte_codec
 async def test_the_time_between_tokens_is_the_mean_after_the_first(
     byte_codec: TextCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    turn = Turn(byte_codec, REPORT, tokens(b"a"), tokens(b"bc"), tokens(b"d"), finished(FinishReason.LENGTH))
     clock = iter([10.0, 11.0, 14.0])
     monkeypatch.setattr("ringserve.services.gateway.turn_stream.time", SimpleNamespace(monotonic=lambda: next(clock)))
-    turn = Turn(byte_codec, REPORT, tokens(b"a"), tokens(b"bc"), tokens(b"d"), finished(FinishReason.LENGTH))
     complete = (await turn.read())[-1].complete
     assert complete.ttft_seconds == 10.0
     assert complete.ttit_seconds == pytest.approx(4 / 3)
@@ -274,11 +274,10 @@ async def test_an_answer_without_its_stop_string_is_finished_whole_when_it_ends_
 async def test_the_wait_before_each_response_with_tokens_but_the_first_is_noted(
     byte_codec: TextCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    turn = Turn(byte_codec, tokens(b"a"), tokens(b"b"), tokens(b"cde"), finished(FinishReason.LENGTH))
     times = iter((100.0, 100.5, 104.5))
     clock = SimpleNamespace(monotonic=lambda: next(times))
     monkeypatch.setattr("ringserve.services.gateway.turn_stream.time", clock)
-    end = finished(FinishReason.LENGTH)
-    turn = Turn(byte_codec, tokens(b"a"), tokens(b"b"), tokens(b"cde"), end)
     await turn.read()
     assert turn.noted == [(1, None), (1, 0.5), (3, 4.0)]
 
