@@ -1,21 +1,26 @@
-"""Report of a bench: rows with their figures, targets, and the report as a table, as JSON and as a plot."""
+"""Report of a bench: rows with their figures, targets, the report as a table, as JSON and as a plot; its progress."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.table import Table
 
 from ringserve.services.offline.reports import Summary, save_figure
-from ringserve.services.offline.terminal import simple_table
+from ringserve.services.offline.terminal import Tell, progress_bar, simple_table
 
 Key = int | str
 Figure = Summary | float | str | None
 """Summary of a sample, one number, a text, or None if the figure was not measured."""
+LINES = 20
+"""Lines that a measurement of minutes writes if standard error is no terminal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,3 +238,31 @@ SERVED_LEGEND = (
 def told_load(load: tuple[float, float]) -> str:
     """Say the machine's load before and after a measurement."""
     return f"load {load[0]:.1f} before and {load[1]:.1f} after"
+
+
+@contextmanager
+def progress_lines(total: int) -> Iterator[Tell]:
+    """Show progress as `progress_bar`; if standard error is no terminal, by a line after each of LINES parts."""
+    if sys.stderr.isatty():
+        with progress_bar(total) as tell:
+            yield tell
+        return
+    done = 0
+
+    def write(what: str) -> None:
+        nonlocal done
+        done += 1
+        if done * LINES // total > (done - 1) * LINES // total:
+            print(f"{done} of {total}: {what}", file=sys.stderr, flush=True)
+
+    yield write
+
+
+@contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """Raise KeyboardInterrupt in the context on SIGTERM too; only in the main thread."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

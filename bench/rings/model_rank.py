@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from bench.rings.ring_processes import RankPlace
+from bench.systems.chain_cuts import equal_work_cuts
 from ringserve.cp_core.cost.chain import Cuts, chain_rates
-from ringserve.cp_core.cost.chain_cuts import equal_work_cuts
 from ringserve.cp_core.cost.decode import GATHER
 from ringserve.cp_core.cost.model import ModelShape, PrefillRates
 from ringserve.cp_core.layout.shards import cut_layout, segment_layout, stored_on_chain

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.options import Subcommands
+from bench.report import interrupted_by_sigterm, progress_lines
 from ringserve.cp_core.errors import ConfigError
 from ringserve.services.offline.calibration.measurement import Cell
 from ringserve.services.offline.reports import load_now, require_matplotlib
-from ringserve.services.offline.terminal import console, interrupted_by_sigterm, print_table, progress_lines
+from ringserve.services.offline.terminal import console, print_table
 from ringserve.services.offline.units import parse_token_counts
 from ringserve.workers.model.builtin import resolve_model_path
 from ringserve.workers.model.info import read_model_info

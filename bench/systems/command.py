@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from bench.options import Subcommands
-from bench.report import told_load
+from bench.report import interrupted_by_sigterm, progress_lines, told_load
 from bench.systems.claims import (
     SOURCES,
     Claim,
@@ -19,7 +19,7 @@ from bench.systems.claims import (
 )
 from ringserve.cp_core.errors import ConfigError
 from ringserve.services.offline.reports import load_now, require_matplotlib
-from ringserve.services.offline.terminal import console, interrupted_by_sigterm, print_table, progress_lines
+from ringserve.services.offline.terminal import console, print_table
 
 EXAMPLE = """example:
   python -m bench systems

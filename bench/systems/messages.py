@@ -15,18 +15,18 @@ from typing import ClassVar
 
 import torch
 
+from bench.systems.chain_cuts import best_cuts
 from bench.systems.claims import Claim, Figure, Source
+from bench.systems.delayed import ChangingRate, Clock, DelayedTransport, VirtualClock
 from bench.systems.model import GROUPED, THIRD, K, chain_of
 from ringserve.cp_core.attention.partial import Partial
 from ringserve.cp_core.cost.chain import ChainRates, Cuts, chain_seconds
-from ringserve.cp_core.cost.chain_cuts import best_cuts
 from ringserve.cp_core.cost.model import CHAIN, PASS_KV
 from ringserve.cp_core.layout.shards import PrefillLayout, balanced_layout, cut_layout
 from ringserve.cp_core.layout.sparsity import Sparsity
 from ringserve.cp_core.layout.step_plans import PrefillPlan, SequencePlan
 from ringserve.cp_core.ring.prefill import RingPrefill
 from ringserve.cp_core.transport.collectives import all_reduce
-from ringserve.cp_core.transport.delayed import ChangingRate, Clock, DelayedTransport, VirtualClock
 from ringserve.cp_core.transport.inprocess import InProcessRing
 from ringserve.cp_core.transport.interface import RingTransport
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from bench.papers.published import PROFILE, published_model
+from bench.systems.chain_cuts import best_cuts, equal_work_cuts
 from bench.systems.claims import Claim, Figure, Source
 from ringserve.cp_core.cost.chain import ChainRates, Cuts, chain_seconds
-from ringserve.cp_core.cost.chain_cuts import best_cuts, equal_work_cuts
 from ringserve.cp_core.cost.model import PASS_KV, ModelShape, PrefillRates
 from ringserve.cp_core.cost.prefill import predict_turn
 from ringserve.cp_core.cost.profile import read_profile

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -105,35 +104,3 @@ def progress_bar(total: int, description: str = "starting") -> Iterator[Tell]:
     with bar() as progress:
         task = progress.add_task(description, total=total)
         yield lambda what: progress.update(task, advance=1, description=what)
-
-
-LINES = 20
-"""Lines that a measurement of minutes writes if standard error is no terminal."""
-
-
-@contextmanager
-def progress_lines(total: int) -> Iterator[Tell]:
-    """Show progress as `progress_bar`; if standard error is no terminal, by a line after each of LINES parts."""
-    if sys.stderr.isatty():
-        with progress_bar(total) as tell:
-            yield tell
-        return
-    done = 0
-
-    def write(what: str) -> None:
-        nonlocal done
-        done += 1
-        if done * LINES // total > (done - 1) * LINES // total:
-            print(f"{done} of {total}: {what}", file=sys.stderr, flush=True)
-
-    yield write
-
-
-@contextmanager
-def interrupted_by_sigterm() -> Iterator[None]:
-    """Raise KeyboardInterrupt in the context on SIGTERM too; only in the main thread."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -1,11 +1,13 @@
 """A report as a table, as JSON and as a plot."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from bench.report import Report, Row, table
+from bench.report import LINES, Report, Row, interrupted_by_sigterm, progress_lines, table
 from ringserve.cp_core.errors import ConfigError
 from ringserve.services.offline.reports import Summary
 
@@ -57,3 +59,22 @@ def test_json_has_a_row_as_one_object() -> None:
     assert report["bench"] == "prefill"
     assert [(row["what"], row["ranks"], row["tokens"]) for row in report["rows"][:1]] == [("ring", 1, 1024)]
     assert report["rows"][0]["seconds"]["p50"] == 1024.0
+
+
+@pytest.mark.parametrize(("total", "num_lines"), [(1, 1), (7, 7), (LINES, LINES), (997, LINES)])
+def test_progress_without_a_terminal_is_some_lines_of_which_the_last_says_all(
+    total: int, num_lines: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with progress_lines(total) as tell:
+        for number in range(total):
+            tell(f"measurement {number}")
+    written = capsys.readouterr().err.splitlines()
+    assert len(written) == num_lines
+    assert written[-1] == f"{total} of {total}: measurement {total - 1}"
+
+
+def test_sigterm_interrupts_inside_the_context_alone() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), interrupted_by_sigterm():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) == before

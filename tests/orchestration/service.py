@@ -39,10 +39,10 @@ from ringserve.views import RingRates
 from ringserve.workers.model.info import read_model_info
 from ringserve.workers.protocol.ranks import RankSettings
 from ringserve.workers.protocol.steps import Algorithm
-from ringserve.workers.rank.thread_ranks import RATES, ThreadRanks
 from ringserve.workers.sampling.parameters import SamplingParameters, TokenLogprobs
 from tests.one_core import on_one_core
 from tests.waiting import WAIT_SECONDS, eventually
+from tests.workers.thread_ranks import RATES, ThreadRanks
 
 BLOCK_TOKENS = 4
 TIMEOUT = 2 * WAIT_SECONDS

@@ -1,4 +1,1 @@
-"""KV of one rank: its cache, and transfers between rings from a `KvSender` to a `KvReceiver`.
-
-`inprocess` has both for ranks that are threads.
-"""
+"""KV of one rank: its cache, and transfers between rings from a `KvSender` to a `KvReceiver`."""

@@ -37,8 +37,8 @@ from bench.selection.results import (
     write_selection_plot,
     wrong_table,
 )
+from bench.systems.delayed import DelayedTransport
 from ringserve.cp_core.errors import ConfigError, Unavailable
-from ringserve.cp_core.transport.delayed import DelayedTransport
 from ringserve.cp_core.transport.interface import RingTransport, Work
 from ringserve.services.offline.calibration.measurement import Cell
 from ringserve.services.offline.terminal import Tell

@@ -12,12 +12,12 @@ from bench.selection.links import parse_rate
 from bench.selection.measure import SelectionSettings, Show
 from bench.selection.results import JudgedCell, RingResult, SelectionReport, score_policies
 from bench.systems import command as bench_systems
+from bench.systems.chain_cuts import equal_work_cuts
 from bench.systems.claims import Claim, Figure, Source, closing_lines
 from bench.systems.links import CELLS, link_claims
 from bench.systems.messages import chain_by_messages, ring_by_messages, scaled
 from bench.systems.model import chain_of, kv_runahead_rates, tsp_seconds
 from ringserve.cp_core.cost.chain import chain_seconds
-from ringserve.cp_core.cost.chain_cuts import equal_work_cuts
 from ringserve.cp_core.cost.model import CHAIN, PASS_KV, PASS_Q
 from ringserve.cp_core.cost.profile import read_profile
 from ringserve.services.offline.calibration.fitting import Errors

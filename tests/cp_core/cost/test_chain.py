@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from bench.systems.chain_cuts import best_cuts, equal_work_cuts
 from ringserve.cp_core.cost.chain import ChainRates, chain_closed_form, chain_seconds
-from ringserve.cp_core.cost.chain_cuts import best_cuts, equal_work_cuts
 from ringserve.cp_core.cost.model import PASS_KV
 from ringserve.cp_core.cost.steps import StepPredictor
 from ringserve.cp_core.errors import ConfigError

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.systems.chain_cuts import best_cuts
 from ringserve.cp_core.cost.chain import (
     ChainPredictor,
     ChainRates,
@@ -20,7 +21,6 @@ from ringserve.cp_core.cost.chain import (
     quick_cuts,
     step_seconds,
 )
-from ringserve.cp_core.cost.chain_cuts import best_cuts
 from ringserve.cp_core.cost.model import CHAIN, PASS_KV, PrefillRates
 from ringserve.cp_core.cost.steps import StepPredictor
 from tests.cp_core.cost.hardware import LLAMA_8B, chain, prefill_rates

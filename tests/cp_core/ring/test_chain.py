@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.systems.delayed import DelayedTransport, VirtualClock
 from ringserve.cp_core.attention.partial import Partial
 from ringserve.cp_core.attention.reference import ReferenceAttention
 from ringserve.cp_core.attention.torch_cpu import TorchCpuFlash
@@ -26,7 +27,6 @@ from ringserve.cp_core.layout.shards import (
 )
 from ringserve.cp_core.layout.step_plans import KvRun, PrefillPlan, SequencePlan
 from ringserve.cp_core.ring.prefill import RingPrefill, ring_prefill
-from ringserve.cp_core.transport.delayed import DelayedTransport, VirtualClock
 from ringserve.cp_core.transport.inprocess import InProcessRing
 from ringserve.cp_core.transport.interface import RingTransport
 from tests.cp_core.rings import PlacedSequence, PoisoningTransport, on_every_rank, prefill_on_threads

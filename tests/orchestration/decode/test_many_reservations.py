@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from ringserve.orchestration.protocol.turns import Reserve
-from ringserve.workers.rank.thread_ranks import ThreadRank
 from ringserve.workers.sampling.parameters import SamplingParameters
 from tests.orchestration.service import Service
 from tests.workers.models import random_tokens
+from tests.workers.thread_ranks import ThreadRank
 
 NUM_RESERVED = 1000
 """Far more than a rank has threads for transfers, in Ray's actors (64) and in this test's."""

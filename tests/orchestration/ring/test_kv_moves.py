@@ -15,11 +15,11 @@ from ringserve.cp_core.layout.shards import spread
 from ringserve.orchestration.protocol.turns import SendKv
 from ringserve.orchestration.ring import kv_transfers
 from ringserve.orchestration.ring.kv_pool import KvPool
-from ringserve.workers.rank.thread_ranks import ThreadRank
 from tests.orchestration.conversations.moving import Leader, kv_of, take
 from tests.orchestration.service import Service
 from tests.waiting import WAIT_SECONDS, eventually
 from tests.workers.models import random_tokens
+from tests.workers.thread_ranks import ThreadRank
 
 KIND = "llama_gqa"
 Shape = tuple[int, int]

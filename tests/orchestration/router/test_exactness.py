@@ -12,10 +12,10 @@ import pytest
 
 from ringserve.cp_core.cost.model import PREFILL_ALGORITHMS
 from ringserve.orchestration.protocol.plans import PromptMode
-from ringserve.workers.rank.thread_ranks import RATES
 from tests.orchestration.conftest import KINDS
 from tests.orchestration.service import BLOCK_TOKENS, Service
 from tests.workers.models import WINDOWED, Oracle, random_tokens
+from tests.workers.thread_ranks import RATES
 
 RING_SIZES = (1, 2, 3)
 LENGTHS = (1, 2, 5, 63, 64, 65, 257)

@@ -22,10 +22,10 @@ from ringserve.orchestration.protocol.rings import PrefillScheduling
 from ringserve.orchestration.protocol.turns import LostTurn
 from ringserve.orchestration.router import recovery
 from ringserve.workers.protocol.steps import Algorithm
-from ringserve.workers.rank.thread_ranks import RATES
 from tests.orchestration.service import Answer, Service
 from tests.waiting import eventually
 from tests.workers.models import SHAPE, Oracle, random_tokens
+from tests.workers.thread_ranks import RATES
 
 SPARSE = Sparsity(keep=0.05, sinks=1, window=2)
 LOSS = Bound(name=MAX_LOSS, limit=0.5)

@@ -29,11 +29,11 @@ from ringserve.orchestration.router import registry
 from ringserve.services.gateway.turn_stream import MAX_FAILOVERS, FailedOver, LastingTurn
 from ringserve.workers.protocol.steps import FinishReason
 from ringserve.workers.protocol.transfers import TransferKey, TransferReport
-from ringserve.workers.rank.thread_ranks import ThreadRanks
 from ringserve.workers.sampling.parameters import SamplingParameters, TokenLogprobs
 from tests.orchestration.service import Service, is_idle
 from tests.waiting import eventually
 from tests.workers.models import VOCAB_SIZE, Oracle, random_tokens, save_model
+from tests.workers.thread_ranks import ThreadRanks
 
 PROMPT = random_tokens(150)
 NUM_TOKENS = 240

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import io
-import os
-import signal
 
 import pytest
 from rich.console import Console
 from rich.table import Table
 
 from ringserve.services.offline.terminal import (
-    LINES,
-    interrupted_by_sigterm,
     listing,
     print_table,
-    progress_lines,
     simple_table,
 )
 
@@ -66,22 +61,3 @@ def test_a_table_of_one_column_is_printed() -> None:
     table = listing("name")
     table.add_row("x")
     assert printed(table, 40)[-1] == "x"
-
-
-@pytest.mark.parametrize(("total", "num_lines"), [(1, 1), (7, 7), (LINES, LINES), (997, LINES)])
-def test_progress_without_a_terminal_is_some_lines_of_which_the_last_says_all(
-    total: int, num_lines: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with progress_lines(total) as tell:
-        for number in range(total):
-            tell(f"measurement {number}")
-    written = capsys.readouterr().err.splitlines()
-    assert len(written) == num_lines
-    assert written[-1] == f"{total} of {total}: measurement {total - 1}"
-
-
-def test_sigterm_interrupts_inside_the_context_alone() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt), interrupted_by_sigterm():
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) == before

@@ -13,10 +13,10 @@ from ringserve.cp_core.errors import Busy, InvalidRequest, NotFound, Unavailable
 from ringserve.orchestration.decode.leader import DecodeLeader
 from ringserve.orchestration.prefill.leader import PrefillLeader
 from ringserve.orchestration.protocol.rings import RingEvent
-from ringserve.workers.rank.thread_ranks import ThreadRanks
 from tests.orchestration.service import Answer, Service
 from tests.waiting import WAIT_SECONDS
 from tests.workers.models import random_tokens
+from tests.workers.thread_ranks import ThreadRanks
 
 
 class TwoOfEach(Service):

@@ -27,11 +27,11 @@ from ringserve.orchestration.protocol.turns import Reservation, Reserve, RingReg
 from ringserve.orchestration.protocol.views import service_fault
 from ringserve.orchestration.router.drains import RingReturns
 from ringserve.views import RingInfo
-from ringserve.workers.rank.thread_ranks import ThreadRanks
 from tests.orchestration.service import Answer, Service
 from tests.rings import registration as ring_registration
 from tests.waiting import WAIT_SECONDS, eventually, pass_time
 from tests.workers.models import random_tokens
+from tests.workers.thread_ranks import ThreadRanks
 
 MAX_WAITING = 3
 

@@ -12,10 +12,10 @@ import torch
 from ringserve.cp_core.cost.decode import GATHER, HELIX
 from ringserve.cp_core.cost.model import PASS_Q
 from ringserve.cp_core.errors import NotFinite
-from ringserve.workers.rank.thread_ranks import ThreadRanks
 from ringserve.workers.sampling.parameters import SamplingParameters, TokenBias
 from tests.orchestration.service import Service
 from tests.workers.models import random_tokens
+from tests.workers.thread_ranks import ThreadRanks
 
 BAD = 7
 """Token whose embedding is damaged on some ranks."""

@@ -7,8 +7,8 @@ from itertools import combinations_with_replacement, pairwise
 
 import pytest
 
+from bench.systems.chain_cuts import best_cuts, equal_work_cuts
 from ringserve.cp_core.cost.chain import ChainRates, chain_seconds
-from ringserve.cp_core.cost.chain_cuts import best_cuts, equal_work_cuts
 from tests.cp_core.cost.hardware import chain
 
 

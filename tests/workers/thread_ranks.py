@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, behind the same port as Ray actors. For tests and debugging; no service uses them.
+"""Ranks as threads of one process, behind the same port as Ray actors.
 
 The leaders of both roles take `ThreadRanks` in place of Ray's ranks. Ranks of a ring talk over
 `cp_core.transport.inprocess`; KV still crosses real sockets on loopback.

@@ -10,13 +10,13 @@ from typing import ClassVar
 import pytest
 import torch
 
+from bench.systems.delayed import ChangingRate, Clock, DelayedTransport, VirtualClock, WallClock
 from ringserve.cp_core.attention.partial import Partial
 from ringserve.cp_core.attention.reference import ReferenceAttention
 from ringserve.cp_core.errors import Unavailable
 from ringserve.cp_core.layout.shards import balanced_layout
 from ringserve.cp_core.layout.step_plans import PrefillPlan, SequencePlan
 from ringserve.cp_core.ring.prefill import ring_prefill
-from ringserve.cp_core.transport.delayed import ChangingRate, Clock, DelayedTransport, VirtualClock, WallClock
 from ringserve.cp_core.transport.inprocess import InProcessRing
 from ringserve.cp_core.transport.interface import RingTransport
 from tests.cp_core.rings import on_every_rank
