@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ringserve.cp_core.cost.chain import ChainPredictor, Cuts, chain_rates, quick_cuts
+from ringserve.cp_core.cost.chain import Cuts, quick_cuts
 from ringserve.cp_core.cost.decode import StepCost, predict_profiled_step
 from ringserve.cp_core.cost.memory import WeightBytes
-from ringserve.cp_core.cost.model import CHAIN, ModelShape, PrefillRates
-from ringserve.cp_core.cost.prefill import predict_turn, sum_seconds
+from ringserve.cp_core.cost.model import CHAIN, ModelShape
+from ringserve.cp_core.cost.prefill import predict_turn, step_predictor, sum_seconds
 from ringserve.cp_core.cost.profile import HardwareProfile
+from ringserve.cp_core.cost.steps import StepPredictor
 from ringserve.cp_core.errors import ConfigError
 
 Vector = npt.NDArray[np.float64]
@@ -83,10 +84,9 @@ class PrefillSample:
         """Positions where each step starts and stops."""
         return list(pairwise((self.cached_tokens, *self.cuts, self.cached_tokens + self.new_tokens)))
 
-    def rates(self, profile: HardwareProfile, start: int) -> PrefillRates:
-        """Return a profile's rates of the step that begins at `start`."""
-        rates = profile.prefill.rates(self.cp, is_cached=start > 0)
-        return replace(rates, ring=replace(rates.ring, speeds=self.speeds, lateness=self.lateness))
+    def predictor(self, model: ModelShape, profile: HardwareProfile, start: int) -> StepPredictor:
+        """Return what a profile predicts steps by that begin at `start`."""
+        return step_predictor(model, profile.prefill, self.cp, self.tp, start > 0, self.speeds, self.lateness)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,10 +147,9 @@ def predicted_prefill(model: ModelShape, profile: HardwareProfile, sample: Prefi
 
 def _predicted_chain(model: ModelShape, profile: HardwareProfile, sample: PrefillSample) -> float:
     """Return the seconds that the profile predicts for a chain by the cuts of its steps."""
-    share, seconds = model.share(sample.tp), 0.0
-    predictors = [ChainPredictor(share, sample.rates(profile, start), sample.cp) for start in (0, 1)]
+    seconds = 0.0
     for cuts, (start, stop) in zip(sample.chain_cuts, sample.steps, strict=True):
-        seconds += predictors[start > 0].of_cuts(cuts, start)
+        seconds += sample.predictor(model, profile, start).chain.of_cuts(cuts, start)
         seconds += sum_seconds(model, profile, sample.tp, -(-(stop - start) // sample.cp))
     return seconds
 
@@ -160,7 +159,7 @@ def with_chain_cuts(model: ModelShape, profile: HardwareProfile, sample: Prefill
     if sample.algorithm != CHAIN:
         return sample
     cuts = [
-        quick_cuts(stop - start, start, chain_rates(model.share(sample.tp), sample.rates(profile, start), sample.cp))
+        quick_cuts(stop - start, start, sample.predictor(model, profile, start).chain.rates)
         for start, stop in sample.steps
     ]
     return replace(sample, chain_cuts=tuple(cuts))

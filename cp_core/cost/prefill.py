@@ -6,14 +6,14 @@ T new tokens, P cached ones, N = cp ranks of the ring, each of tp processes. Pur
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import lru_cache, reduce
 from itertools import pairwise, starmap
 from operator import add
 
 from ringserve.cp_core.cost.memory import kv_bytes_per_token
 from ringserve.cp_core.cost.model import ModelShape
-from ringserve.cp_core.cost.profile import HardwareProfile
-from ringserve.cp_core.cost.steps import PrefillCost, predict_prefill
+from ringserve.cp_core.cost.profile import HardwareProfile, PrefillConstants
+from ringserve.cp_core.cost.steps import PrefillCost, StepPredictor
 
 
 def predict_turn(
@@ -36,16 +36,33 @@ def predict_turn(
     """
     end = cached_tokens + new_tokens
     bounds = [*range(cached_tokens, end, chunk_tokens or new_tokens), end]
-    share = model.share(tp)
 
     def cost(start: int, stop: int) -> PrefillCost:
-        rates = profile.prefill.rates(cp, is_cached=start > 0)
-        if speeds or lateness:
-            rates = replace(rates, ring=replace(rates.ring, speeds=speeds, lateness=lateness))
-        step = predict_prefill(share, rates, cp, algorithm, stop - start, start)
+        predictor = step_predictor(model, profile.prefill, cp, tp, start > 0, speeds, lateness)
+        step = predictor.cost(algorithm, stop - start, start)
         return replace(step, sum_seconds=sum_seconds(model, profile, tp, -(-(stop - start) // cp)))
 
     return reduce(add, starmap(cost, pairwise(bounds)))
+
+
+@lru_cache(maxsize=256)
+def step_predictor(
+    model: ModelShape,
+    constants: PrefillConstants,
+    cp: int,
+    tp: int,
+    is_cached: bool,
+    speeds: tuple[float, ...] = (),
+    lateness: tuple[float, ...] = (),
+) -> StepPredictor:
+    """Return the predictor of steps by a profile's constants. A fit asks for the same one for most of its samples.
+
+    `is_cached`: tokens before those of a step are in the cache. Others as of `predict_turn`.
+    """
+    rates = constants.rates(cp, is_cached=is_cached)
+    if speeds or lateness:
+        rates = replace(rates, ring=replace(rates.ring, speeds=speeds, lateness=lateness))
+    return StepPredictor(model.share(tp), rates, cp)
 
 
 def sum_seconds(model: ModelShape, profile: HardwareProfile, tp: int, rows: int) -> float:

@@ -85,7 +85,6 @@ class StepPredictor:
     """
 
     __slots__ = (
-        "_chain",
         "_collective",
         "_head_imbalance",
         "_head_seconds",
@@ -99,6 +98,7 @@ class StepPredictor:
         "_return_bytes",
         "_share_bytes",
         "_token_seconds",
+        "chain",
     )
 
     def __init__(self, model: ModelShape, rates: PrefillRates, num_ranks: int) -> None:
@@ -109,7 +109,7 @@ class StepPredictor:
         self._message = ring.link_latency_seconds, ring.link_bytes_per_second
         start, rate = rates.all_to_all_latency_seconds, rates.all_to_all_bytes_per_second
         self._collective = self._message[0] if start is None else start, self._message[1] if rate is None else rate
-        self._chain = ChainPredictor(model, rates, num_ranks)
+        self.chain = ChainPredictor(model, rates, num_ranks)
         self._head_seconds = model.head_flops / rates.ring.gemm_flops
         self._token_seconds = model.linear_flops_per_token / rates.ring.gemm_flops
         # The share of one ring iteration that two tokens take which attend to each other.
@@ -145,7 +145,7 @@ class StepPredictor:
             all_to_all, _ = self._by_heads(new_tokens, cached_tokens)
         elif algorithm == CHAIN:
             # Uneven cuts, and messages behind whole layers: only the sum compares with the others.
-            exposed = self._chain.seconds(new_tokens, cached_tokens) / self._layers - attention
+            exposed = self.chain.seconds(new_tokens, cached_tokens) / self._layers - attention
             exposed -= (self._linear(new_tokens) + self._overhead) / self._layers
             attention, exposed = attention + min(0.0, exposed), max(0.0, exposed)
             messages = exposed
@@ -187,7 +187,7 @@ class StepPredictor:
             PASS_KV: pass_kv,
             PASS_Q: same + layers * (hops * exposed + all_to_all),
             GATHER_KV: same + layers * (gathered - overlap * (gathered if gathered < iteration else iteration)),
-            CHAIN: self._chain.seconds(new_tokens, cached_tokens),
+            CHAIN: self.chain.seconds(new_tokens, cached_tokens),
             SP_NTP: same + layers * by_heads,
         }
 
