@@ -40,7 +40,7 @@ from bench.rings.steps import (
 )
 from ringserve.cp_core.attention.backends import select_backend
 from ringserve.cp_core.cost.model import PASS_KV, PrefillRates
-from ringserve.cp_core.cost.steps import predict_prefill
+from ringserve.cp_core.cost.steps import StepPredictor
 from ringserve.cp_core.errors import Unavailable
 from ringserve.cp_core.transport.inprocess import InProcessRing
 from ringserve.workers.model.loading import DTYPES, LoadedModel, load_model
@@ -136,7 +136,7 @@ def _predicted(place: Place, model: LoadedModel) -> dict[str, float]:
     with torch.inference_mode():
         rates = PrefillRates(ring=probe_rates(model.share, device, backend, ring))
     return {
-        f"{tokens:,}": predict_prefill(model.share.shape, rates, 1, PASS_KV, tokens, 0).total_seconds
+        f"{tokens:,}": StepPredictor(model.share.shape, rates, 1).cost(PASS_KV, tokens, 0).total_seconds
         for tokens in place.prompts
     }
 

@@ -30,7 +30,7 @@ LAYERS_AHEAD = 2
 chain are at different layers, and each needs the cached KV of all: the later ones would hold back the earlier ones."""
 
 MAX_TRIED = 8
-"""Numbers of ranks without tokens that are tried before the best of them is looked at more closely."""
+"""Size of the coarse grid: numbers of ranks without tokens that are tried first."""
 MAX_STEPS = 24
 TOLERANCE = 0.25
 """Tokens by which cuts may miss a prompt's end before they are rounded."""
@@ -388,9 +388,10 @@ def quick_cuts(num_tokens: int, cached: int, rates: ChainRates) -> Cuts:
     """Return cuts by which the busiest processor or link of a layer is least busy, with hardly a search.
 
     For a number of ranks that take part, all compute equally long, but none sends more than its link carries meanwhile;
-    of these the prediction chooses. All numbers are tried up to MAX_TRIED ranks, else every so many, and others around
-    the best of them. The seconds are within 4% of those of `best_cuts` over the grid of
-    `tests/cp_core/cost/test_chain_steps.py`, in less than a hundredth of its time.
+    of these the prediction chooses. Up to MAX_TRIED ranks all numbers are tried. With more ranks, a coarse grid of
+    numbers is tried first, then a finer one around the best. A search for the best cuts
+    (`bench/systems/chain_cuts.py`) takes a hundred times as long and gains up to 4%
+    (`tests/cp_core/cost/test_chain_steps.py`).
     """
     num_ranks, speeds, hops = rates.num_ranks, rates.speeds, rates.num_layers - 1
     work = num_tokens * rates.token_seconds + num_tokens * (num_tokens / 2 + cached) * rates.pair_seconds

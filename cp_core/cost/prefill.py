@@ -57,7 +57,7 @@ def step_predictor(
 ) -> StepPredictor:
     """Return the predictor of steps by a profile's constants. A fit asks for the same one for most of its samples.
 
-    `is_cached`: tokens before those of a step are in the cache. Others as of `predict_turn`.
+    With `is_cached` the steps follow cached tokens. The other parameters are those of `predict_turn`.
     """
     rates = constants.rates(cp, is_cached=is_cached)
     if speeds or lateness:

@@ -15,8 +15,8 @@ One *work unit* is the matrix products of one token. T new tokens after P earlie
 
 units. The second part is attention, of each new token over all before it and itself; `pairs_per_token` such pairs cost
 as much as the matrix products of one token. The number follows from the model's shape alone, so a prompt has the same
-work on every machine; the seconds of a unit are measured where they matter. Logits are left out: a prompt needs those
-of one token.
+work on every machine. The seconds of a unit are measured where they matter. The output head is left out, because a
+prompt needs the logits of one token only.
 """
 
 from __future__ import annotations
@@ -265,13 +265,6 @@ class StepPredictor:
     def _exposed(self, message: float, iteration: float) -> float:
         """Return the seconds of one layer's hops that are not hidden behind attention."""
         return (self._num_ranks - 1) * (message - self._rates.ring.overlap * min(message, iteration))
-
-
-def predict_prefill(
-    model: ModelShape, rates: PrefillRates, num_ranks: int, algorithm: str, new_tokens: int, cached_tokens: int
-) -> PrefillCost:
-    """Return the cost of one step, by a predictor that is used once."""
-    return StepPredictor(model, rates, num_ranks).cost(algorithm, new_tokens, cached_tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

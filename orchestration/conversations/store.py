@@ -46,7 +46,9 @@ class Waiter:
 
 @dataclass(slots=True)
 class Conversation:
-    """Conversation with the `tokens` of all finished turns; `places` says where their KV was put, and `placed` is told.
+    """Conversation with the `tokens` of all finished turns, and the `places` where their KV was put.
+
+    `placed` is the store's table of all places, which follows each change of them.
 
     One turn at a time uses it (`running_request`). Turns in `waiting` follow in order of arrival. While `num_forks` are
     under way no other turn begins, nor while the KV is moved to another ring; the end of the move sets `moved`. Times

@@ -421,7 +421,7 @@ class StepForm:
 
     @classmethod
     def of_chain(cls, model: ModelInfo, tp: int, rates: RingRates, held: Sequence[tuple[int, ...]]) -> StepForm:
-        """Return the form of a chain of ranks that each are `tp` processes; `held` is that of `chain_order`."""
+        """Return the form of a chain whose ranks have `tp` processes each. `chain_order` explains `held`."""
         shape = tensor_share(model, tp).shape
         return cls(chain_order(rates, held), chain_rates(shape, PrefillRates(ring=rates), len(held)))
 
@@ -434,7 +434,7 @@ class StepForm:
 
 @dataclass(frozen=True, slots=True)
 class PieceLayout:
-    """Layout of a piece's new tokens; `stored` says where their KV lies if not where they are computed.
+    """Layout of a piece's new tokens. Other ranks than those that compute them may store their KV, by `stored`.
 
     `fallback` is set if a better layout had no room.
     """
@@ -461,8 +461,8 @@ def lay_out(
 ) -> PieceLayout:
     """Return the layout of a piece, for which the sequence then has room; `num_left` tokens of its turn come later.
 
-    `load[r]` tokens of the step's other pieces are computed on rank r. `whole_on` is the rank that takes the piece
-    whole, if it has room; `form` is that of the step. Raises CapacityExceeded.
+    `load[r]` tokens of the step's other pieces are computed on rank r. If rank `whole_on` has room, it takes
+    the whole piece. `form` is the step's. Raises CapacityExceeded.
     """
     shards = sequence.shards
     fallback = None

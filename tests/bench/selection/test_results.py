@@ -18,7 +18,7 @@ from bench.selection.results import (
 from ringserve.cp_core.cost.model import PASS_KV, PASS_Q, ModelShape
 from ringserve.cp_core.cost.profile import read_profile
 from ringserve.cp_core.cost.selector import POLICIES
-from ringserve.cp_core.cost.steps import predict_prefill
+from ringserve.cp_core.cost.steps import StepPredictor
 from ringserve.cp_core.errors import ConfigError
 from ringserve.services.offline.calibration.measurement import Cell
 
@@ -85,7 +85,7 @@ def test_each_policy_chooses_by_the_fitted_profile_and_auto_also_by_the_rates_be
     assert (judged.chosen["auto"], judged.chosen[OWN_RATES]) == (PASS_Q, PASS_KV)
     assert judged.chosen["empirical"] == PASS_KV, "its h is always above 0"
     assert (judged.chosen[PASS_KV], judged.chosen[PASS_Q]) == (PASS_KV, PASS_Q)
-    expected = predict_prefill(SHAPE, slow.prefill.rates(2, is_cached=True), 2, PASS_Q, 16, 4096)
+    expected = StepPredictor(SHAPE, slow.prefill.rates(2, is_cached=True), 2).cost(PASS_Q, 16, 4096)
     assert judged.predicted[PASS_Q] == pytest.approx(expected.total_seconds)
     assert judged.predicted[PASS_Q] == min(judged.predicted.values())
     assert judged.best == PASS_KV

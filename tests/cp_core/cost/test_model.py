@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bench.papers.published import table_4
 from ringserve.cp_core.cost.model import SP_NTP, ModelShape, PrefillRates
-from ringserve.cp_core.cost.steps import StepPredictor, predict_prefill
+from ringserve.cp_core.cost.steps import StepPredictor
 from ringserve.cp_core.errors import ConfigError
 from ringserve.views import RingRates
 from tests.cp_core.cost import hardware
@@ -26,7 +26,7 @@ RATES = PrefillRates(ring=RING)
 
 def test_pass_kv_by_hand() -> None:
     """T=8, P=8, N=2: 4 local tokens, 8 stored ones a message."""
-    cost = predict_prefill(TINY, RATES, 2, "pass_kv", 8, 8)
+    cost = StepPredictor(TINY, RATES, 2).cost("pass_kv", 8, 8)
     linear = 2 * 2 * (2 * 8 * 8 + 2 * 8 * 4 + 3 * 8 * 16)
     assert cost.linear_seconds == pytest.approx((4 * linear + 2 * 8 * 100) / 1e6)
     pairs = 8 * 8 + 8 * 9 / 2
@@ -40,14 +40,14 @@ def test_pass_kv_by_hand() -> None:
 
 def test_pass_q_by_hand() -> None:
     """T=8, P=800, N=4: 2 local queries a message, and fp32 (out, lse) of 2 queries from each of 3 peers."""
-    cost = predict_prefill(TINY, RATES, 4, "pass_q", 8, 800)
+    cost = StepPredictor(TINY, RATES, 4).cost("pass_q", 8, 800)
     message = 1e-3 + 2 * 4 * 2 * 4 / 1e5
     assert cost.hidden_seconds + cost.exposed_seconds == pytest.approx(2 * 3 * message)
     assert cost.all_to_all_seconds == pytest.approx(2 * (1e-3 + 3 * 2 * 4 * 3 * 4 / 1e5))
 
 
 def test_the_total_counts_everything_but_what_is_hidden() -> None:
-    cost = predict_prefill(TINY, RATES, 4, "pass_q", 8, 800)
+    cost = StepPredictor(TINY, RATES, 4).cost("pass_q", 8, 800)
     assert cost.total_seconds == pytest.approx(
         cost.linear_seconds
         + cost.attention_seconds
@@ -61,7 +61,7 @@ def test_published_pass_kv_times_are_met_within_8_percent() -> None:
     """Table 4 of arXiv 2411.01783 with the rates fitted to tables 4 and 5; rms 4%."""
     errors = []
     for sample in (row.sample for row in table_4() if row.sample.algorithm == "pass_kv"):
-        cost = predict_prefill(llama_405b(8), fitted_rates(), 4, "pass_kv", sample.new_tokens, sample.cached_tokens)
+        cost = StepPredictor(llama_405b(8), fitted_rates(), 4).cost("pass_kv", sample.new_tokens, sample.cached_tokens)
         errors.append(cost.total_seconds / sample.seconds - 1.0)
     assert max(abs(error) for error in errors) <= 0.08
     assert (sum(error**2 for error in errors) / len(errors)) ** 0.5 <= 0.04
@@ -82,7 +82,7 @@ def test_more_work_or_a_slower_link_never_takes_less_time(
     slow = replace(fast, ring=replace(fast.ring, link_bytes_per_second=link_bytes, link_latency_seconds=latency))
 
     def seconds(rates: PrefillRates, new: int, cached: int) -> float:
-        return predict_prefill(model, rates, num_ranks, algorithm, new, cached).total_seconds
+        return StepPredictor(model, rates, num_ranks).cost(algorithm, new, cached).total_seconds
 
     base = seconds(fast, new_tokens, cached_tokens)
     assert seconds(fast, new_tokens + 1000, cached_tokens) > base
@@ -92,7 +92,7 @@ def test_more_work_or_a_slower_link_never_takes_less_time(
 
 def test_a_ring_of_one_communicates_nothing() -> None:
     for algorithm in ("pass_kv", "pass_q"):
-        cost = predict_prefill(TINY, RATES, 1, algorithm, 100, 100)
+        cost = StepPredictor(TINY, RATES, 1).cost(algorithm, 100, 100)
         assert cost.exposed_seconds == cost.hidden_seconds == cost.all_to_all_seconds == 0.0
 
 
@@ -100,7 +100,7 @@ def test_a_ring_of_one_communicates_nothing() -> None:
 def test_what_does_not_pass_behind_attention_is_exposed(overlap: float, algorithm: str) -> None:
     """TINY's message and iteration are of like length, so the hidden share is the missing share."""
     cost, none, full = (
-        predict_prefill(TINY, PrefillRates(ring=replace(RING, overlap=share)), 4, algorithm, 32, 32)
+        StepPredictor(TINY, PrefillRates(ring=replace(RING, overlap=share)), 4).cost(algorithm, 32, 32)
         for share in (overlap, 0.0, 1.0)
     )
     assert none.hidden_seconds == pytest.approx(0.0, abs=1e-12)
@@ -116,7 +116,7 @@ def test_rates_that_cannot_be_are_refused() -> None:
     with pytest.raises(ConfigError, match="link_latency_seconds is nan"):
         PrefillRates(ring=replace(RING, link_latency_seconds=float("nan")))
     with pytest.raises(ConfigError, match="algorithm is 'ring'"):
-        predict_prefill(TINY, RATES, 2, "ring", 1, 0)
+        StepPredictor(TINY, RATES, 2).cost("ring", 1, 0)
 
 
 def test_the_modules_that_decide_load_without_torch() -> None:

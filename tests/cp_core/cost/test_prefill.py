@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from bench.papers.published import published_model
 from ringserve.cp_core.cost.prefill import predict_turn, sum_seconds
 from ringserve.cp_core.cost.profile import read_profile
-from ringserve.cp_core.cost.steps import predict_prefill
+from ringserve.cp_core.cost.steps import StepPredictor
 from ringserve.cp_core.errors import ConfigError
 from tests.cp_core.cost.hardware import ROUND, TINY
 
 
 def test_a_turn_on_one_process_is_the_prefill_and_its_overhead() -> None:
     cost = predict_turn(TINY, ROUND, cp=1, tp=1, algorithm="pass_kv", new_tokens=8)
-    plain = predict_prefill(TINY, ROUND.prefill.rates(1, is_cached=False), 1, "pass_kv", 8, 0)
+    plain = StepPredictor(TINY, ROUND.prefill.rates(1, is_cached=False), 1).cost("pass_kv", 8, 0)
     assert cost.total_seconds == pytest.approx(plain.total_seconds)
     assert cost.overhead_seconds == pytest.approx(2 * 0.1)
     assert cost.sum_seconds == 0.0
@@ -28,7 +28,7 @@ def test_every_chunk_attends_over_those_before_it() -> None:
     """10 tokens after 4 cached ones in chunks of 4: 4 + 4 + 2, each with its own overhead, every one of them cached."""
     cost = predict_turn(TINY, ROUND, cp=2, tp=1, algorithm="pass_q", new_tokens=10, cached_tokens=4, chunk_tokens=4)
     rates = ROUND.prefill.rates(2, is_cached=True)
-    parts = [predict_prefill(TINY, rates, 2, "pass_q", new, cached) for new, cached in ((4, 4), (4, 8), (2, 12))]
+    parts = [StepPredictor(TINY, rates, 2).cost("pass_q", new, cached) for new, cached in ((4, 4), (4, 8), (2, 12))]
     assert cost.total_seconds == pytest.approx(sum(part.total_seconds for part in parts))
     assert cost.hidden_seconds == pytest.approx(sum(part.hidden_seconds for part in parts))
     assert cost.overhead_seconds == pytest.approx(3 * parts[0].overhead_seconds)

@@ -17,7 +17,7 @@ from ringserve.cp_core.cost.selector import (
     forced,
     select,
 )
-from ringserve.cp_core.cost.steps import predict_prefill
+from ringserve.cp_core.cost.steps import StepPredictor
 from ringserve.cp_core.errors import ConfigError, InvalidRequest
 from ringserve.views import RingRates
 
@@ -67,7 +67,7 @@ def test_auto_takes_the_smaller_prediction_unless_it_is_a_tie(
     turn = Turn(new_tokens=new_tokens, cached_tokens=cached_tokens, num_ranks=num_ranks)
     model, rates = llama_405b(8), fitted_rates()
     seconds = {
-        each: predict_prefill(model, rates, num_ranks, each, new_tokens, cached_tokens).total_seconds
+        each: StepPredictor(model, rates, num_ranks).cost(each, new_tokens, cached_tokens).total_seconds
         for each in PREFILL_ALGORITHMS
         if each not in ("gather_kv", "chain") or new_tokens + cached_tokens <= GATHERED_TOKENS
     }

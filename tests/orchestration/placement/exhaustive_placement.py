@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from ringserve.cp_core.cost.model import PREFILL_ALGORITHMS, PrefillRates
-from ringserve.cp_core.cost.steps import predict_prefill
+from ringserve.cp_core.cost.steps import StepPredictor
 from ringserve.orchestration.placement.kv_locations import WantedTurn
 from ringserve.orchestration.placement.placer import LEAVE_SECONDS, TIE
 from ringserve.orchestration.placement.registry import TURN_SECONDS, WAIT_SECONDS, RegisteredRing, RingRegistry
@@ -96,7 +96,7 @@ class ExhaustivePlacer:
         rates = PrefillRates(ring=ring.registration.rates)
         shape, ranks = self._model.shape, ring.registration.num_ranks
         return min(
-            predict_prefill(shape, rates, ranks, name, num_tokens - cached, cached).total_seconds
+            StepPredictor(shape, rates, ranks).cost(name, num_tokens - cached, cached).total_seconds
             for name in PREFILL_ALGORITHMS
         )
 

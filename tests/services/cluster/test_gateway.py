@@ -60,16 +60,21 @@ def clock() -> Clock:
     return Clock()
 
 
-@pytest.fixture(params=[True, False], ids=["spare", "alone"])
-def keeper(clock: Clock, request: pytest.FixtureRequest) -> Iterator[GatewayKeeper]:
-    keeper = GatewayKeeper(
+def make_keeper(clock: Clock, *, has_spare: bool = True) -> GatewayKeeper:
+    """Return the keeper of a gateway that is a script, on a machine with an idle core."""
+    return GatewayKeeper(
         SETTINGS,
         start_seconds=60.0,
         silent_seconds=4.0,
-        spares=SpareSchedule(has_spare=request.param, idle_seconds=clock),
+        spares=SpareSchedule(has_spare=has_spare, idle_seconds=clock),
         command=command,
         clock=clock,
     )
+
+
+@pytest.fixture(params=[True, False], ids=["spare", "alone"])
+def keeper(clock: Clock, request: pytest.FixtureRequest) -> Iterator[GatewayKeeper]:
+    keeper = make_keeper(clock, has_spare=request.param)
     keeper.start()
     try:
         keeper.await_serving()
@@ -130,14 +135,7 @@ def test_a_gateway_that_cannot_start_ends_the_cluster(
 @pytest.fixture
 def spared(clock: Clock) -> Iterator[GatewayKeeper]:
     """Return a keeper of a gateway that serves, with a spare."""
-    keeper = GatewayKeeper(
-        SETTINGS,
-        start_seconds=60.0,
-        silent_seconds=4.0,
-        spares=SpareSchedule(idle_seconds=clock),
-        command=command,
-        clock=clock,
-    )
+    keeper = make_keeper(clock)
     keeper.start()
     try:
         keeper.await_serving()
@@ -199,14 +197,7 @@ def test_without_a_spare_that_serves_another_gateway_is_started(
 def test_a_spare_that_still_loads_is_waited_for(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway, "SPARE_SECONDS", 0.0)
     monkeypatch.setitem(globals(), "LOAD_SECONDS", "1")
-    keeper = GatewayKeeper(
-        SETTINGS,
-        start_seconds=60.0,
-        silent_seconds=4.0,
-        spares=SpareSchedule(idle_seconds=clock),
-        command=command,
-        clock=clock,
-    )
+    keeper = make_keeper(clock)
     keeper.start()
     try:
         keeper.await_serving()
