@@ -270,7 +270,7 @@ def test_layers_that_cannot_be_compiled_run_as_they_are_and_are_counted(
     prompt, sampling = random_tokens(9), SamplingParameters(max_tokens=5)
     with recording(KeptFunctions(), monkeypatch) as patch, LocalRing(model_paths["llama_gqa"], 1) as ring:
         patch.setattr(compiler, "trace", fail)
-        ring.together(lambda worker, _: worker.probe())
+        ring.probe()
         conversation = ring.open("a", 64)
         first = ring.prefill([Turn(conversation, prompt, sampling)])["a"]
         ring.start_decode()

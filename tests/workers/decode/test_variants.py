@@ -286,7 +286,7 @@ def test_a_ring_that_chooses_helix_at_its_start_shares_its_weights_and_says_why(
     with LocalRing(model_paths["llama_gqa"], 3, dtype=dtype, packs_weights=packs) as ring:
         before = {worker.parts.model.is_helix for worker in ring.workers}
         for _ in range(2):
-            ring.together(lambda worker, _: worker.probe())
+            ring.probe()
         conversation = ring.open("a", 64)
         first = ring.prefill([Turn(conversation, prompt, sampling)])["a"]
         ring.start_decode()
@@ -355,7 +355,7 @@ def test_a_ring_with_a_rank_that_outlived_another_one_decodes_with_whole_weights
     prompt, sampling = random_tokens(21), SamplingParameters(max_tokens=8)
     with LocalRing(model_paths["llama_gqa"], 3) as ring:
         ring.workers[2].parts.model.pack_weights(with_head=True)
-        ring.together(lambda worker, _: worker.probe())
+        ring.probe()
         conversation = ring.open("a", 64)
         first = ring.prefill([Turn(conversation, prompt, sampling)])["a"]
         ring.start_decode()
@@ -366,7 +366,7 @@ def test_a_ring_with_a_rank_that_outlived_another_one_decodes_with_whole_weights
 
 def test_probing_lets_auto_choose_by_what_was_measured(model_paths: Models) -> None:
     with LocalRing(model_paths["llama_gqa"], 2) as ring:
-        ring.together(lambda worker, _: worker.probe())
+        ring.probe()
         assert all(worker.parts.choose_variant.rates is not None for worker in ring.workers)
         choice = ring.workers[0].parts.choose_variant
         for batch in (1, 64):

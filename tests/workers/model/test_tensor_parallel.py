@@ -92,7 +92,7 @@ def test_tensor_parallel_rings_draw_as_one_process_and_may_change_the_variant_at
 
 def test_the_choice_of_variant_reckons_with_the_share_of_a_process(model_paths: Mapping[str, Path]) -> None:
     with LocalRing(model_paths["llama_gqa"], 2, tp=2) as ring:
-        ring.together(lambda worker, _: worker.probe())
+        ring.probe()
         for worker in ring.workers:
             assert worker.parts.choose_variant._shape == tensor_share(ring.infos[0].model, 2).shape
             assert worker.parts.choose_variant._num_ranks == 2
