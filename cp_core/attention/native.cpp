@@ -44,6 +44,8 @@
 // every thread has some.
 #define QUERY_BLOCK 192
 #define SHORT_BLOCK 96
+// Rows of queries that take the time of transposing the keys.
+#define TRANSPOSED_ROWS 6
 // Keys of one task of paged attention. It does not depend on the number of threads, so neither do the results' bits.
 #define PAGED_CHUNK 256
 // Fewer numbers of keys and values are read in less time than another thread takes to wake.
@@ -1600,19 +1602,37 @@ int ringserve_use_pairs(int wanted) {
 
 void ringserve_use_pool(void *given) { parallel = (Parallel)given; }
 
+// Tokens of a task of a short call, at most `most`: as many as let the last thread end soonest. A task takes the time
+// of its rows and of its keys' transposition.
+int64_t tokens_of_task(int64_t tokens, int64_t group, int64_t kv_heads, int64_t most, int threads) {
+    int64_t best = most, least = INT64_MAX;
+    for (int64_t blocks = (tokens + most - 1) / most; blocks <= tokens; ++blocks) {
+        if ((blocks - 1) * kv_heads >= 4 * threads) break;
+        const int64_t each = (tokens + blocks - 1) / blocks;
+        const int64_t rows = (each * group + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS + TRANSPOSED_ROWS;
+        const int64_t cost = (blocks * kv_heads + threads - 1) / threads * rows;
+        if (cost < least) least = cost, best = each;
+    }
+    return best;
+}
+
 void ringserve_attend(const void *q, const void *k, const void *v, const int64_t *low, const int64_t *high, float *out,
                       float *lse, const int64_t *sizes, float scale, int is_wide, int threads) {
     const int64_t group = sizes[1] / sizes[2];
     const int64_t all = sizes[0] * group;
-    int64_t rows = all > 8 * QUERY_BLOCK ? QUERY_BLOCK : SHORT_BLOCK;
+    const bool is_short = all <= 8 * QUERY_BLOCK;
+    int64_t per_block = (is_short ? SHORT_BLOCK : QUERY_BLOCK) / group;
+    bool by_tiles = false;
 #if defined(__AMX_BF16__)
-    const bool by_tiles = uses_tiles && all >= LEAST_TILE_ROWS;
-    if (by_tiles && all > 8 * TILED_QUERIES && sizes[3] <= 128) rows = TILED_QUERIES;
+    by_tiles = uses_tiles && all >= LEAST_TILE_ROWS;
+    if (by_tiles && all > 8 * TILED_QUERIES && sizes[3] <= 128) per_block = TILED_QUERIES / group;
 #endif
-    Attention a = {q,        k,        v,        low,          high,     out,      lse,      sizes[0], sizes[1],
-                   sizes[2], sizes[3], rows / group, sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9],
+    // Blocks of keys begin where the first row of a task begins to see. So tasks change no row's bits without a window.
+    if (is_short && !by_tiles && sizes[0] && low[0] == low[sizes[0] - 1])
+        per_block = tokens_of_task(sizes[0], group, sizes[2], per_block, threads);
+    Attention a = {q,        k,        v,         low,      high,     out,      lse,      sizes[0], sizes[1],
+                   sizes[2], sizes[3], per_block, sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9],
                    scale};
-    const int64_t per_block = a.per_block;
     const int64_t tasks = (a.tokens + per_block - 1) / per_block * a.kv_heads;
 #if defined(__AMX_BF16__)
     if (by_tiles) {
