@@ -44,8 +44,8 @@
 // every thread has some.
 #define QUERY_BLOCK 192
 #define SHORT_BLOCK 96
-// Rows of queries that take the time of transposing the keys.
-#define TRANSPOSED_ROWS 6
+// Rows of queries that take the time of fetching and transposing the keys.
+#define TRANSPOSED_ROWS 48
 // Keys of one task of paged attention. It does not depend on the number of threads, so neither do the results' bits.
 #define PAGED_CHUNK 256
 // Fewer numbers of keys and values are read in less time than another thread takes to wake.
@@ -405,6 +405,13 @@ void transpose_keys(const Stored *k, int64_t stride, int64_t keys, int64_t depth
         }
 }
 
+// Fetch tokens [first, stop), which the processor does not foresee: those of a head lie apart.
+template <class Stored>
+INLINE void fetch_tokens(const Stored *from, int64_t stride, int64_t first, int64_t stop, int64_t dim) {
+    for (const Stored *each = from + first * stride; first < stop; ++first, each += stride)
+        for (int64_t d = 0; d < dim; d += 64 / (int64_t)sizeof(Stored)) __builtin_prefetch(each + d, 0, 2);
+}
+
 template <bool IN_PAIRS, class Stored>
 void attend_block(const Attention &a, int64_t task) {
     Scratch &s = scratch;
@@ -441,7 +448,12 @@ void attend_block(const Attention &a, int64_t task) {
         const Stored *v = (const Stored *)a.v + key * a.v_token + kv_head * a.v_head;
         for (int64_t each = 0; each < keys; ++each)
             for (int64_t d = 0; d < dim; d += W) store(s.v + each * dim + d, load(v + each * a.v_token + d));
+        // Each tile fetches a part of the next block.
+        const int64_t left = end - key - keys, following = left < KEY_BLOCK ? left : KEY_BLOCK;
+        const Stored *next_k = k + keys * a.k_token, *next_v = v + keys * a.v_token;
         for (int64_t tile = 0; tile < tiles; ++tile) {
+            fetch_tokens(next_k, a.k_token, following * tile / tiles, following * (tile + 1) / tiles, dim);
+            fetch_tokens(next_v, a.v_token, following * tile / tiles, following * (tile + 1) / tiles, dim);
             const int64_t top = tile * TILE_ROWS;
             const int64_t last = (top + TILE_ROWS <= rows ? top + TILE_ROWS : rows) - 1;
             // Both bounds ascend: a tile whose last row sees none of these keys yet, or whose first has passed them.

@@ -40,6 +40,8 @@ TIE = 0.1
 """Relative difference of predictions below which they count as equal: they are not more exact."""
 LEAVE_SECONDS = 0.02
 """Seconds that a conversation must save to leave its KV: the saving is only predicted, and the KV is there."""
+IDLE_DELAY = 4.0
+"""Times `max_direct_seconds` that a prompt may take on a decode ring without turns: it delays only those that come."""
 MAX_ALTERNATIVES = 8
 """Prefill rings that a plan lists."""
 
@@ -81,7 +83,8 @@ class DirectPlacer:
             stall_seconds=seconds * decode.num_turns,
         )
         step = self._planner.predict_direct(turn.num_tokens, retained, ring)
-        return DirectOffer(alternative, is_too_long=step > ring.max_direct_seconds)
+        most = ring.max_direct_seconds * (1.0 if decode.num_turns else IDLE_DELAY)
+        return DirectOffer(alternative, is_too_long=step > most)
 
     def _may(self, turn: WantedTurn) -> bool:
         if turn.algorithm is not None:

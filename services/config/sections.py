@@ -295,7 +295,8 @@ class DecodeConfig:
         default=0.15,
         ge=0,
         le=60,
-        description="Predicted delay of the batch by such a prompt at most, in seconds.",
+        description="Predicted delay of the batch by such a prompt at most, in seconds; four times that, if no turn "
+        "runs on the ring.",
         examples=[0.5],
     )
     least_share: StrictFloat = Field(

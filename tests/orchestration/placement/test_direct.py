@@ -204,9 +204,10 @@ def test_what_turns_took_there_corrects_what_is_predicted_and_not_which_way_is_t
     (correction,) = planner.corrections.of_ring(decode)
     assert (correction.algorithm, correction.num_turns) == (DIRECT, LEAST)
     assert made.placer.choose(follow_up()) == chosen
-    # How long others would have to wait for it is another matter: that is what it takes.
-    limit = 2 * before.predicted_prefill_seconds
-    made.rings.register(replace(decode, max_direct_seconds=limit))
+    # How long others would have to wait for it is another matter: that is what it takes. An idle ring may take longer.
+    made.rings.register(replace(decode, max_direct_seconds=2 * before.predicted_prefill_seconds))
+    assert made.placer.choose(follow_up()).is_direct
+    ring(made, "decode", "d0").num_turns += 1
     too_long = made.placer.choose(follow_up())
     assert not too_long.is_direct
     assert too_long.remarks == ("ring d0 would delay its batch too long by computing the prompt itself",)
