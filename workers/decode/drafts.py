@@ -23,8 +23,9 @@ LEAST_MATCH = 2
 """Newest tokens that must have occurred before."""
 LONGEST_MATCH = 12
 
-# Share of drafts that are right, before a sequence has any; of how many drafts the share remembers half.
-FIRST_SHARE, MEMORY = 0.7, 0.8
+# Share of drafts that are right, before a sequence has any: of a model's, and of what followed a short match and one of
+# LONGEST_MATCH. What the share was before counts MEMORY of what it is behind one more draft.
+FIRST_SHARE, SHORT_SHARE, LONG_SHARE, MEMORY = 0.7, 0.6, 0.95, 0.8
 # Tokens without a draft after which a sequence whose drafts were wrong has one more checked.
 PROBE_TOKENS = 24
 # Time of a draft over the time of a one-sequence step, until it is measured; weight of a new measurement.
@@ -32,10 +33,10 @@ FIRST_COST, NEW_WEIGHT = 0.04, 0.2
 
 
 class Acceptance:
-    """Share of a sequence's drafts from one source that were right lately, and how many it is worth to check."""
+    """Share of a sequence's drafts of one kind that were right lately, and how many it is worth to check."""
 
-    def __init__(self) -> None:
-        self._share = FIRST_SHARE
+    def __init__(self, share: float = FIRST_SHARE) -> None:
+        self._share = share
         self._tokens_since = 0
 
     def pushed(self) -> None:
@@ -60,12 +61,16 @@ class Acceptance:
         return count or int(self._tokens_since >= PROBE_TOKENS)
 
 
-class TextDrafter(Acceptance):
-    """Text of one sequence, and drafts of what follows it by what followed its newest tokens before."""
+class TextDrafter:
+    """Text of one sequence, and drafts of what follows it by what followed its newest tokens before.
+
+    What followed LONGEST_MATCH tokens is far more often right than what followed fewer, so the two are counted apart.
+    """
 
     def __init__(self, text: TokenIds) -> None:
         """Begin with all tokens up to the newest."""
-        super().__init__()
+        self._short, self._long = Acceptance(SHORT_SHARE), Acceptance(LONG_SHARE)
+        self._match = (-1, 0, 0)  # length of the text that was searched, of its match, and the place behind that
         kept = text[-DRAFT_TEXT_TOKENS:]
         self._tokens: npt.NDArray[np.int32] = np.empty(2 * len(kept) + 64, np.int32)
         self._tokens[: len(kept)] = kept
@@ -82,25 +87,53 @@ class TextDrafter(Acceptance):
             self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens)])
         self._tokens[self._length] = token_id
         self._length += 1
-        self.pushed()
+        self._short.pushed()
+        self._long.pushed()
+
+    def limit(self, least_share: float) -> int:
+        """Return how many drafts are worth their time. See Acceptance.limit."""
+        num_matched, _ = self._matched()
+        return self._kind(num_matched).limit(least_share) if num_matched >= LEAST_MATCH else 0
 
     def propose(self, limit: int) -> tuple[int, ...]:
         """Return at most `limit` tokens that followed the latest occurrence of the most of the newest tokens."""
-        tokens = self.text
-        if limit < 1 or len(tokens) <= LEAST_MATCH:
+        num_matched, place = self._matched()
+        if limit < 1 or num_matched < LEAST_MATCH:
             return ()
+        return tuple(self._tokens[place : min(place + limit, self._length)].tolist())
+
+    def checked(self, num_drafts: int, num_accepted: int) -> None:
+        """Note how many of the drafts were accepted that followed the text, before these tokens are pushed."""
+        num_matched, _ = self._matched()
+        for right in range(num_accepted):
+            self._kind(num_matched + right).checked(1, 1)
+        if num_accepted < num_drafts:
+            self._kind(num_matched + num_accepted).checked(1, 0)
+
+    def _kind(self, num_matched: int) -> Acceptance:
+        return self._long if num_matched >= LONGEST_MATCH else self._short
+
+    def _matched(self) -> tuple[int, int]:
+        """Return how many of the newest tokens occurred before, LONGEST_MATCH at most, and the place behind them."""
+        if self._match[0] != self._length:
+            self._match = (self._length, *self._search())
+        return self._match[1:]
+
+    def _search(self) -> tuple[int, int]:
+        tokens = self.text
+        if not len(tokens):
+            return 0, 0
         # Places behind an earlier occurrence of the newest token, the next-to-newest before it, and so on.
         places = np.flatnonzero(tokens[:-1] == tokens[-1]) + 1
+        if not len(places):
+            return 0, 0
         for length in range(2, min(LONGEST_MATCH, len(tokens) - 1) + 1):
             longer = places[places >= length]
             longer = longer[tokens[longer - length] == tokens[-length]]
             if not len(longer):
-                return () if length <= LEAST_MATCH else self._behind(places[-1], limit)
+                return length - 1, int(places[-1])
             places = longer
-        return self._behind(places[-1], limit)
-
-    def _behind(self, place: np.intp, limit: int) -> tuple[int, ...]:
-        return tuple(self._tokens[place : min(place + limit, self._length)].tolist())
+        return min(LONGEST_MATCH, len(tokens) - 1), int(places[-1])
 
 
 class DraftCosts:

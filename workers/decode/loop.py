@@ -386,12 +386,12 @@ class LeadingLoop:
                 limits[row.sequence_id] = limit
         return limits
 
-    def _limit(self, generation: Generation, acceptance: Acceptance, least_share: float) -> int:
+    def _limit(self, generation: Generation, source: TextDrafter | Acceptance, least_share: float) -> int:
         """Return how many drafts are worth their time: no more than the answer may have behind the next token."""
         sampling = generation.sampling
         left = sampling.max_tokens - generation.num_generated - 1
         most = left if sampling.max_drafts is None else min(left, sampling.max_drafts)
-        return min(acceptance.limit(least_share), most)
+        return min(source.limit(least_share), most)
 
     def _has_drafts(self) -> bool:
         """Return True if the next step has drafts worth checking, as far as is known without asking a model."""

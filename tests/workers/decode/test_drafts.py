@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from ringserve.cp_core.layout.shards import ShardMap, TokenRange
 from ringserve.workers.decode import drafts as drafts_module
 from ringserve.workers.decode import loop
 from ringserve.workers.decode.batch import BatchState
-from ringserve.workers.decode.drafts import LONGEST_MATCH, DraftCosts, TextDrafter
+from ringserve.workers.decode.drafts import LONGEST_MATCH, Acceptance, DraftCosts, TextDrafter
 from ringserve.workers.decode.messages import BatchChange
 from ringserve.workers.kv.cache import runs
 from ringserve.workers.sampling.parameters import SamplingParameters, TokenBias, TokenSequence
@@ -289,23 +289,50 @@ def test_drafts_are_those_of_a_plain_search(text: list[int], limit: int) -> None
 
 
 def test_wrong_drafts_end_and_are_tried_again_later() -> None:
-    drafter = TextDrafter(np.array([1, 2, 1, 2]))
-    assert drafter.limit(0.1) > 1
-    while drafter.limit(0.1) > 1:
-        drafter.checked(4, 0)
+    source = Acceptance()
+    assert source.limit(0.1) > 1
+    while source.limit(0.1) > 1:
+        source.checked(4, 0)
     for _ in range(4):
-        drafter.checked(1, 0)
+        source.checked(1, 0)
     tried = 0
     for _ in range(3 * drafts_module.PROBE_TOKENS):
-        drafter.push(1)
-        if drafter.limit(0.3):
-            assert drafter.limit(0.3) == 1, "to be asked twice changes nothing"
-            drafter.checked(1, 0)
+        source.pushed()
+        if source.limit(0.3):
+            assert source.limit(0.3) == 1, "to be asked twice changes nothing"
+            source.checked(1, 0)
             tried += 1
     assert tried == 3
     for _ in range(20):
-        drafter.checked(8, 8)
-    assert drafter.limit(0.1) == MAX_DRAFTS
+        source.checked(8, 8)
+    assert source.limit(0.1) == MAX_DRAFTS
+
+
+def test_what_follows_a_long_match_is_trusted_more_and_counted_apart() -> None:
+    long, short = list(range(LONGEST_MATCH)), [97, 98]
+    drafter = TextDrafter(np.array([*long, 50, 51, 52, *short, 60, 61, 62]))
+
+    def say(tokens: Sequence[int]) -> None:
+        for token in tokens:
+            drafter.push(token)
+
+    say(long)
+    assert drafter.propose(2) == (50, 51)
+    assert drafter.limit(0.7) == 6, "0.95 to the sixth power is 0.73"
+    say(short)
+    assert drafter.propose(2) == (60, 61)
+    assert drafter.limit(0.7) == 0
+    before = drafter.limit(0.1)
+    say(long)
+    for _ in range(9):
+        drafter.checked(4, 0)
+    assert drafter.limit(0.7) == 0
+    say([70, *short])
+    assert drafter.limit(0.1) == before
+    drafter.checked(3, 3)
+    assert drafter.limit(0.1) > before
+    say([77])
+    assert drafter.limit(0.1) == 0, "nothing is drafted there"
 
 
 def test_a_draft_must_gain_more_than_it_costs() -> None:
