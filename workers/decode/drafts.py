@@ -23,8 +23,8 @@ LEAST_MATCH = 2
 """Newest tokens that must have occurred before."""
 LONGEST_MATCH = 12
 
-# Share of drafts that are right, before a sequence has any: of a model's, and of what followed a short match and one of
-# LONGEST_MATCH. What the share was before counts MEMORY of what it is behind one more draft.
+# Share of right drafts before any was checked: of a model's, of those behind a short match, and behind one of
+# LONGEST_MATCH tokens. MEMORY is what each new draft leaves of the share.
 FIRST_SHARE, SHORT_SHARE, LONG_SHARE, MEMORY = 0.7, 0.6, 0.95, 0.8
 # Tokens without a draft after which a sequence whose drafts were wrong has one more checked.
 PROBE_TOKENS = 24
@@ -92,6 +92,8 @@ class TextDrafter:
 
     def limit(self, least_share: float) -> int:
         """Return how many drafts are worth their time. See Acceptance.limit."""
+        if not (self._short.limit(least_share) or self._long.limit(least_share)):
+            return 0  # large batches: no text is searched
         num_matched, _ = self._matched()
         return self._kind(num_matched).limit(least_share) if num_matched >= LEAST_MATCH else 0
 

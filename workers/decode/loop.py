@@ -391,7 +391,7 @@ class LeadingLoop:
         sampling = generation.sampling
         left = sampling.max_tokens - generation.num_generated - 1
         most = left if sampling.max_drafts is None else min(left, sampling.max_drafts)
-        return min(source.limit(least_share), most)
+        return min(source.limit(least_share), most) if most > 0 else 0
 
     def _has_drafts(self) -> bool:
         """Return True if the next step has drafts worth checking, as far as is known without asking a model."""

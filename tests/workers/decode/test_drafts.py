@@ -319,6 +319,7 @@ def test_what_follows_a_long_match_is_trusted_more_and_counted_apart() -> None:
     say(long)
     assert drafter.propose(2) == (50, 51)
     assert drafter.limit(0.7) == 6, "0.95 to the sixth power is 0.73"
+    assert drafter.limit(0.96) == 0, "as in large batches"
     say(short)
     assert drafter.propose(2) == (60, 61)
     assert drafter.limit(0.7) == 0
