@@ -500,6 +500,20 @@ void attend_block(const Attention &a, int64_t task) {
     }
 }
 
+// Tokens of a task of a short call, at most `most`: as many as let the last thread end soonest. A task takes the time
+// of its rows and of its keys' transposition.
+int64_t tokens_of_task(int64_t tokens, int64_t group, int64_t kv_heads, int64_t most, int threads) {
+    int64_t best = most, least = INT64_MAX;
+    for (int64_t blocks = (tokens + most - 1) / most; blocks <= tokens; ++blocks) {
+        if ((blocks - 1) * kv_heads >= 4 * threads) break;
+        const int64_t each = (tokens + blocks - 1) / blocks;
+        const int64_t rows = (each * group + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS + TRANSPOSED_ROWS;
+        const int64_t cost = (blocks * kv_heads + threads - 1) / threads * rows;
+        if (cost < least) least = cost, best = each;
+    }
+    return best;
+}
+
 // Attention of single queries over the pages of their sequences.
 
 // Head dimensions that are served, in vectors.
@@ -1613,20 +1627,6 @@ int ringserve_use_pairs(int wanted) {
 }
 
 void ringserve_use_pool(void *given) { parallel = (Parallel)given; }
-
-// Tokens of a task of a short call, at most `most`: as many as let the last thread end soonest. A task takes the time
-// of its rows and of its keys' transposition.
-int64_t tokens_of_task(int64_t tokens, int64_t group, int64_t kv_heads, int64_t most, int threads) {
-    int64_t best = most, least = INT64_MAX;
-    for (int64_t blocks = (tokens + most - 1) / most; blocks <= tokens; ++blocks) {
-        if ((blocks - 1) * kv_heads >= 4 * threads) break;
-        const int64_t each = (tokens + blocks - 1) / blocks;
-        const int64_t rows = (each * group + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS + TRANSPOSED_ROWS;
-        const int64_t cost = (blocks * kv_heads + threads - 1) / threads * rows;
-        if (cost < least) least = cost, best = each;
-    }
-    return best;
-}
 
 void ringserve_attend(const void *q, const void *k, const void *v, const int64_t *low, const int64_t *high, float *out,
                       float *lse, const int64_t *sizes, float scale, int is_wide, int threads) {

@@ -57,7 +57,7 @@ def step_predictor(
 ) -> StepPredictor:
     """Return the predictor of steps by a profile's constants. A fit asks for the same one for most of its samples.
 
-    With `is_cached` the steps follow cached tokens. The other parameters are those of `predict_turn`.
+    `is_cached` is True for a turn with cached tokens. For other parameters see `predict_turn`.
     """
     rates = constants.rates(cp, is_cached=is_cached)
     if speeds or lateness:

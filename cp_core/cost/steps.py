@@ -15,7 +15,7 @@ One *work unit* is the matrix products of one token. T new tokens after P earlie
 
 units. The second part is attention, of each new token over all before it and itself; `pairs_per_token` such pairs cost
 as much as the matrix products of one token. The number follows from the model's shape alone, so a prompt has the same
-work on every machine. The seconds of a unit are measured where they matter. The output head is left out, because a
+work on every machine; each ring measures how many seconds a unit takes. The output head is left out, because a
 prompt needs the logits of one token only.
 """
 

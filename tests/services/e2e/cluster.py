@@ -96,8 +96,8 @@ class Ringserve:
     ) -> subprocess.CompletedProcess[str]:
         """Run a command to its end in a process and a folder of its own, with `typed` on its standard input.
 
-        Its session is its own too. In that of the tests its ranks, whose nice value is 15, would get a thirtieth of a
-        core beside three tests that compute, and a demo would take seven minutes.
+        The process also leads a new session, because Linux divides cores among sessions first. In the session of the
+        tests, ranks (nice value 15) would get a thirtieth of a core while three tests compute.
         """
         return subprocess.run(
             [sys.executable, "-m", "ringserve.services.cli.main", *arguments],
