@@ -31,8 +31,9 @@ from ringserve.workers.protocol.steps import Algorithm, PrefillOutput, PrefillSt
 from ringserve.workers.sampling.parameters import SamplingParameters
 
 SHORT_TOKENS, LONG_TOKENS = 16, 256
-REPEATS = 3
-"""Counted steps of each length, after one that is not: the first of a shape is slower."""
+REPEATS, REPEAT_SECONDS = 3, 0.25
+"""Counted steps of each length at most, after one that is not: the first of a shape is slower. None is begun once
+those that count have taken these seconds: what disturbs a long step for a moment is a small part of it."""
 MAX_FACTOR = 8.0
 """Factor between a rate and the probed rate, above which other work has disturbed the steps."""
 
@@ -139,8 +140,8 @@ async def _seconds(
     ranks: Sequence[RankPort], settings: RingSettings, num_tokens: int, tables: Sequence[Sequence[int]], alone: Alone
 ) -> list[float]:
     """Return the seconds of steps with one new prompt, as the leader of a prefill ring measures them."""
-    seconds = []
-    for _ in range(REPEATS + 1):
+    seconds: list[float] = []
+    while len(seconds) <= REPEATS and sum(seconds[1:]) < REPEAT_SECONDS:
         async with alone():
             began = time.monotonic()
             await _computed(ranks, settings, num_tokens, tables, SamplingParameters(temperature=0.0))

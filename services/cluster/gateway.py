@@ -81,11 +81,11 @@ class _Process:
         except queue.Empty:
             return ENDED
 
-    def let_serve(self) -> None:
-        """Tell a spare to serve. Do nothing if it has ended."""
+    def let_serve(self, settings: GatewaySettings) -> None:
+        """Tell a spare to serve with these settings. Do nothing if it has ended."""
         assert self._popen.stdin is not None, "it is a pipe"
         with suppress(OSError):
-            self._popen.stdin.write(SIGN)
+            self._popen.stdin.write(settings.to_json().encode() + b"\n")
             self._popen.stdin.flush()
 
     def kill(self) -> None:
@@ -108,7 +108,7 @@ class _Process:
 
 
 class GatewayKeeper:
-    """Keeper of one gateway: `start`, `await_serving`, then `look` again and again, and `end`.
+    """Keeper of one gateway: `start`, perhaps `load` before, `await_serving`, then `look` again and again, and `end`.
 
     The gateway's first line has its addresses, which its successors take. Each later line is a heartbeat; a gateway
     without any for `silent_seconds` is killed. The successor of a dead gateway is its spare, which has loaded
@@ -141,9 +141,18 @@ class GatewayKeeper:
         assert self._process is not None, "the gateway was started"
         return self._process.pid
 
-    def start(self) -> None:
-        """Start the process."""
-        self._process = _Process(self._command(self.settings))
+    def load(self) -> None:
+        """Let a process load everything before `start`: what the settings lack may not be known yet."""
+        self._spare = _Process(self._command(replace(self.settings, is_spare=True)))
+
+    def start(self, router: str = "") -> None:
+        """Start the process, or let the loaded one serve. `router`, if given, replaces that of the settings."""
+        self.settings = replace(self.settings, router=router or self.settings.router)
+        if self._spare is None:
+            self._process = _Process(self._command(self.settings))
+        else:
+            self._process, self._spare = self._spare, None
+            self._process.let_serve(self.settings)
 
     def await_serving(self) -> None:
         """Wait until the gateway serves. Raises ConfigError if it does not."""
@@ -200,18 +209,18 @@ class GatewayKeeper:
             self._end_spare()
             self._spares.wait(now, FAILED_SPARE_WAIT)
         if self._spare is None and self._spares.is_due(now):
-            self._spare = _Process(self._command(replace(self.settings, is_spare=True)))
+            self.load()
 
     def _take_spare(self) -> bool:
         """Let the spare serve. Return False if there is none, or it does not."""
         if self._spare is None:
             return False
-        self._process, self._spare = self._spare, None
-        has_loaded = not self._process.lines.empty()
-        self._process.let_serve()
+        has_loaded = not self._spare.lines.empty()
+        self.start()
         try:
             self._await_serving(SPARE_SECONDS if has_loaded else self._start_seconds)
         except ConfigError:
+            assert self._process is not None, "the spare has been started"
             self._process.kill()
             self._end_process()
             return False

@@ -41,6 +41,7 @@ from ringserve.services.cluster.ray_guard import (
     end_left_behind,
     families,
     find_ended,
+    make_secret,
     reason_of,
     start_own_ray,
     tame_output,
@@ -171,6 +172,17 @@ class LocalCluster:
         check_installed(config.tracing.endpoint)
         if self._with_gateway:
             _check_free({f"gateway.{key}": getattr(config.gateway, key) for key in ("listen", "http", "metrics")})
+        if not config.ray.address:
+            make_secret()  # for the gateway, too
+        if self._with_gateway:
+            self._gateway = GatewayKeeper(
+                self._gateway_settings(path),
+                start_seconds=config.timeouts.start,
+                silent_seconds=config.timeouts.lost,
+                spares=SpareSchedule(has_spare=config.gateway.spare),
+            )
+            # It takes two seconds of a core, of which Ray's start leaves as much.
+            self._gateway.load()
         if config.ray.address:
             self._progress(f"joining the Ray cluster at {config.ray.address}")
             self._join_ray()
@@ -216,14 +228,8 @@ class LocalCluster:
             for number in range(pool.rings)
         ]
         self._progress(f"starting {len(hosts)} rings{' and a gateway' if self._with_gateway else ''}")
-        if self._with_gateway:
-            self._gateway = GatewayKeeper(
-                self._gateway_settings(path),
-                start_seconds=config.timeouts.start,
-                silent_seconds=config.timeouts.lost,
-                spares=SpareSchedule(has_spare=config.gateway.spare),
-            )
-            self._gateway.start()
+        if self._gateway is not None:
+            self._gateway.start(self.router_endpoint)
         for host in hosts:
             self._rings.make(host)
         for leader in self._rings.leaders:

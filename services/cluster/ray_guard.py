@@ -10,6 +10,7 @@ import logging
 import os
 import secrets
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ RAY_DEFAULTS = {
     # Each step of a rank is a task of Ray. Its control keeps records of 100,000 of them, 200 MB, that nobody reads.
     "RAY_task_events_report_interval_ms": "0",
     "RAY_enable_metrics_collection": "false",
+    # Counts and times of Ray's own events: a tenth of what its processes take at rest, for files that nobody reads.
+    "RAY_event_stats": "false",
     # Ray starts all its workers at 15, so that a router had to wait for ranks that compute. Ranks go there themselves.
     "RAY_worker_niceness": "0",
     "RAY_ROTATION_MAX_BYTES": str(16 << 20),
@@ -45,6 +48,10 @@ RAY_DEFAULTS = {
 """Variables of an own Ray, unless the user has set them. A log of each process is kept up to twice the bytes."""
 UNUSED = ("start_monitor", "start_api_server")
 """Methods of Ray's node that start its autoscaler and its dashboard."""
+LOG_MONITOR, RAYLET = "start_log_monitor", "start_raylet"
+"""Methods that start the process which hands on what actors print, and the one that starts actors."""
+AGENTS_SECONDS, AGENTS_LOOK_SECONDS = 25.0, 0.02
+"""Seconds for which the agents of the raylet are waited for, which Ray does after that, and between two looks."""
 VITAL = ("raylet", "gcs_server")
 """Processes of Ray without which no actor lives."""
 OWN_SOURCES = ("raylet", "autoscaler")
@@ -67,17 +74,17 @@ class InstalledCode(JobConfig):
 def start_own_ray(num_cpus: int, namespace: str, directory: Path) -> list[psutil.Process]:
     """Start a Ray for this process and its children alone; return those of its processes that this one is to end.
 
-    The children inherit a secret, by which they know each other if there is no TLS.
+    The children inherit the secret of `make_secret`.
     Raises Unavailable, and leaves nothing behind then.
     """
     _make_token()
-    os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
+    make_secret()
     tame_output()
     for name, value in RAY_DEFAULTS.items():
         os.environ.setdefault(name, value)
     others = set(psutil.Process().children())
     try:
-        with keeping_handlers(), _without_unused():
+        with keeping_handlers(), _starting_little():
             ray.init(
                 address="local",
                 namespace=namespace,
@@ -96,19 +103,30 @@ def start_own_ray(num_cpus: int, namespace: str, directory: Path) -> list[psutil
 
 
 @contextlib.contextmanager
-def _without_unused() -> Iterator[None]:
-    """Let Ray start neither its autoscaler nor its dashboard, which an own Ray has no use for.
+def _starting_little() -> Iterator[None]:
+    """Let Ray start neither its autoscaler nor its dashboard, and its log monitor last; `ray.init` has no option.
 
-    Each is a process of 50 MB that imports Ray while the cluster starts; `ray.init` has no option for either.
+    An own Ray has no use for the first two. Each of the three is a process of 50 MB that imports Ray, and `ray.init`
+    waits for the raylet's agents, which import it at the same time. It looks for them once a second: here it comes back
+    from the start of the raylet when they are there.
     """
-    before = {name: vars(node.Node)[name] for name in UNUSED if name in vars(node.Node)}
+    before = {name: vars(node.Node)[name] for name in (*UNUSED, LOG_MONITOR, RAYLET) if name in vars(node.Node)}
+
+    def start_raylet(started: Any, *arguments: Any, **options: Any) -> None:
+        before[RAYLET](started, *arguments, **options)
+        deadline = time.monotonic() + AGENTS_SECONDS
+        while not started.get_gcs_client().get_all_node_info(AGENTS_SECONDS) and time.monotonic() < deadline:
+            time.sleep(AGENTS_LOOK_SECONDS)
+
     for name in before:
-        setattr(node.Node, name, lambda *_, **__: None)
+        setattr(node.Node, name, start_raylet if name == RAYLET else lambda *_, **__: None)
     try:
         yield
     finally:
         for name, start in before.items():
             setattr(node.Node, name, start)
+    if LOG_MONITOR in before:
+        before[LOG_MONITOR](ray_worker.global_worker.node)
 
 
 def find_ended(processes: Iterable[psutil.Process]) -> str:
@@ -149,6 +167,11 @@ def reason_of(error: Exception) -> str:
     """Return Ray's reason for an error, in one line."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def make_secret() -> None:
+    """Make the secret by which this process and its children know each other if there is no TLS. Idempotent."""
+    os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
 
 
 def _make_token() -> None:

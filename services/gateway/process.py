@@ -51,15 +51,17 @@ async def serve(settings: GatewaySettings) -> None:
     """Serve until a signal or the parent's end. The first line on standard output is JSON: the listening addresses.
 
     With a parent to follow, each later line is a heartbeat. A spare prints an empty line once it has loaded the model's
-    files, and goes on when its parent lets it serve; secrets are read after that.
+    files, and goes on when its parent sends the settings to serve with; secrets are read after that.
     """
     path = resolve_model_path(settings.model)
     model = read_model_info(path, settings.dtype, Path(settings.model).name, settings.device)
     codec = TextCodec(path)
     if settings.is_spare:
         print(flush=True)
-        if not await asyncio.to_thread(os.read, sys.stdin.fileno(), 1):
+        line = await asyncio.to_thread(sys.stdin.buffer.readline)
+        if not line.endswith(b"\n"):
             return  # its parent has ended
+        settings = GatewaySettings.from_json(line)
     authenticator = Authenticator(_tenants(settings))
     peers = GrpcPeers(settings.peer_tls, settings.lost_seconds, ROUTER_SECONDS)
     metrics = GatewayMetrics(settings.metric_tenants)

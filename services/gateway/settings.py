@@ -20,7 +20,7 @@ class GatewaySettings:
     """Settings of one gateway.
 
     `follow_stdin` ends the gateway when standard input closes, which happens when its parent ends. With `is_spare` it
-    serves only after its parent has written a line there. `tokens` is the path
+    serves only after its parent has written a line with the settings to serve with there. `tokens` is the path
     of the tenants file. `page` serves the status page at `/` of `http`; `api` configures the HTTP API. A stopping
     gateway lets turns run for at most `drain_seconds`. A peer without heartbeats for `lost_seconds` fails its turns.
     """
@@ -55,7 +55,7 @@ class GatewaySettings:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Self:
+    def from_json(cls, text: str | bytes) -> Self:
         values = json.loads(text)
         tls, peer_tls, tracing, api = (values.pop(key) for key in ("tls", "peer_tls", "tracing", "api"))
         return cls(
