@@ -894,21 +894,27 @@ void multiply_task(const Linear &a, int64_t task) {
     finish_rows<Result, sizeof(Row) == sizeof(bf16)>(a, first, rows, line, OUT_LANES, sums, ups);
 }
 
+struct Packing {
+    const void *weight;  // [out_features, in_features]
+    void *packed;
+    int64_t out_features, in_features;
+};
+
+// W lines of a weight.
 template <class Stored>
-void pack_weight(const Stored *weight, Stored *packed, int64_t out_features, int64_t in_features) {
+void pack_task(const Packing &a, int64_t task) {
     constexpr int64_t beside = sizeof(Stored) == sizeof(bf16) ? 2 : 1;
-    const int64_t apart = packed_columns<Stored>(in_features);
-    for (int64_t line = 0; line < out_features; line += W) {
-        Stored *to = packed + line * apart;
-        const int64_t lanes = out_features - line < W ? out_features - line : W;
-        for (int64_t first = 0; first < apart; first += W) {
-            // A few columns of all lines at a time: each cache line is read once.
-            const int64_t stop = first + W < apart ? first + W : apart;
-            for (int64_t lane = 0; lane < W; ++lane)
-                for (int64_t column = first; column < stop; ++column)
-                    to[(column / beside * W + lane) * beside + column % beside] =
-                        lane < lanes && column < in_features ? weight[(line + lane) * in_features + column] : Stored{};
-        }
+    const int64_t apart = packed_columns<Stored>(a.in_features), line = task * W;
+    const Stored *const weight = (const Stored *)a.weight;
+    Stored *const to = (Stored *)a.packed + line * apart;
+    const int64_t lanes = a.out_features - line < W ? a.out_features - line : W;
+    for (int64_t first = 0; first < apart; first += W) {
+        // A few columns of all lines at a time: each cache line is read once.
+        const int64_t stop = first + W < apart ? first + W : apart;
+        for (int64_t lane = 0; lane < W; ++lane)
+            for (int64_t column = first; column < stop; ++column)
+                to[(column / beside * W + lane) * beside + column % beside] =
+                    lane < lanes && column < a.in_features ? weight[(line + lane) * a.in_features + column] : Stored{};
     }
 }
 
@@ -1607,7 +1613,7 @@ struct Layer {
 
 extern "C" {
 
-int ringserve_version() { return 6; }
+int ringserve_version() { return 7; }
 
 // Multiply by tiles from now on, or not. Returns whether it does: the processor and the system must allow it.
 int ringserve_use_tiles(int wanted) {
@@ -1710,9 +1716,12 @@ void ringserve_merge(const float *const *outs, const float *const *lses, void *o
 
 int ringserve_lanes() { return W; }
 
-void ringserve_pack(const void *weight, void *packed, int64_t out_features, int64_t in_features, int is_wide) {
-    if (is_wide) pack_weight((const float *)weight, (float *)packed, out_features, in_features);
-    else pack_weight((const bf16 *)weight, (bf16 *)packed, out_features, in_features);
+void ringserve_pack(const void *weight, void *packed, int64_t out_features, int64_t in_features, int is_wide,
+                    int threads) {
+    const Packing a = {weight, packed, out_features, in_features};
+    const int64_t tasks = (out_features + W - 1) / W;
+    if (is_wide) run_tasks<Packing, pack_task<float>>(a, tasks, threads);
+    else run_tasks<Packing, pack_task<bf16>>(a, tasks, threads);
 }
 
 int ringserve_multiplies_bfloat16() { return uses_tiles || uses_pairs; }

@@ -20,7 +20,7 @@ from ringserve.cp_core.attention.partial import PagedShards, Partial, empty_part
 from ringserve.cp_core.attention.torch_cpu import TorchCpuFlash
 from ringserve.cp_core.layout.step_plans import KvRun
 
-VERSION = 6
+VERSION = 7
 """Of the libraries' functions: one that was compiled for others is not called."""
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -75,7 +75,7 @@ def load(kind: str) -> ctypes.CDLL | None:
     found.ringserve_attend.argtypes = [*[pointer] * 8, ctypes.c_float, ctypes.c_int, ctypes.c_int]
     found.ringserve_attend_pages.argtypes = [*[pointer] * 9, ctypes.c_float, ctypes.c_int, ctypes.c_int]
     found.ringserve_merge.argtypes = [*[pointer] * 4, *[integer] * 3, ctypes.c_int, ctypes.c_int]
-    found.ringserve_pack.argtypes = [pointer, pointer, integer, integer, ctypes.c_int]
+    found.ringserve_pack.argtypes = [pointer, pointer, integer, integer, ctypes.c_int, ctypes.c_int]
     found.ringserve_linear.argtypes = [*[pointer] * 5, *[integer] * 3, *[ctypes.c_int] * 3]
     found.ringserve_normalize.argtypes = [*[pointer] * 3, integer, integer, ctypes.c_float, ctypes.c_int, ctypes.c_int]
     found.ringserve_rotate.argtypes = [*[pointer] * 5, ctypes.c_int, ctypes.c_int]
@@ -325,7 +325,8 @@ def pack_weight(weight: torch.Tensor, packed: torch.Tensor | None = None) -> tor
     if packed is None:
         packed = torch.empty(packed_shape(weight, weight.dtype), dtype=weight.dtype)
     weight = weight.contiguous()
-    found.ringserve_pack(weight.data_ptr(), packed.data_ptr(), num_out, num_in, weight.dtype == torch.float32)
+    is_wide = weight.dtype == torch.float32
+    found.ringserve_pack(weight.data_ptr(), packed.data_ptr(), num_out, num_in, is_wide, torch.get_num_threads())
     return packed
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -210,3 +211,21 @@ def test_every_file_has_a_checksum_that_other_tools_read(tmp_path: Path) -> None
     (model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1.0}))
     assert not is_intact(model)
     assert not is_intact(tmp_path)
+
+
+def test_only_files_that_were_written_after_the_checksums_are_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, _ = write_gguf("llama_gqa", tmp_path)
+    model = tmp_path / "model"
+    convert(file, model, silent)
+    for path in model.iterdir():
+        os.utime(path, (2000, 2000 + (path.name == "SHA256SUMS")))
+    os.utime(model / "config.json", (2000, 2001))
+    read: list[str] = []
+    sha256_of = converting.sha256_of
+    monkeypatch.setattr(converting, "sha256_of", lambda path: read.append(path.name) or sha256_of(path))
+    assert is_intact(model)
+    assert read == ["config.json"], "it may be as new as they are"
+    (model / "model.safetensors").unlink()
+    assert not is_intact(model)
