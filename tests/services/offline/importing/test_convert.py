@@ -224,7 +224,12 @@ def test_only_files_that_were_written_after_the_checksums_are_read_again(
     os.utime(model / "config.json", (2000, 2001))
     read: list[str] = []
     sha256_of = converting.sha256_of
-    monkeypatch.setattr(converting, "sha256_of", lambda path: read.append(path.name) or sha256_of(path))
+
+    def noted(path: Path) -> str:
+        read.append(path.name)
+        return sha256_of(path)
+
+    monkeypatch.setattr(converting, "sha256_of", noted)
     assert is_intact(model)
     assert read == ["config.json"], "it may be as new as they are"
     (model / "model.safetensors").unlink()
