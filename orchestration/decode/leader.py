@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
 
 from ringserve.cp_core.errors import CapacityExceeded, NotFound, RingserveError, TurnCancelled, Unavailable
@@ -316,8 +316,9 @@ class DecodeLeader(RingLeader):
         await self._until_released(kv_id)
         self.ring.pool.settle(kv_id, turn_id, retain_tokens)
 
-    async def measure(self) -> None:
+    async def measure(self, until_quiet: Callable[[], Awaitable[None]]) -> None:
         """Measure the rates between two steps: plans need them if the ring could compute a prompt itself."""
+        await until_quiet()
         await self.ring.measure_between_steps()
         await self.announce()
 

@@ -6,6 +6,8 @@ import asyncio
 import logging
 import math
 import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 from ringserve.cp_core.cost.steps import StepLimits, WorkModel
@@ -293,11 +295,18 @@ class PrefillLeader(RingLeader):
             log.info("turn %s of a lost ring is released", request.turn_id)
         self.spawn(self.settle(request.kv_id, request.turn_id, 0))
 
-    async def measure(self) -> None:
+    async def measure(self, until_quiet: Callable[[], Awaitable[None]]) -> None:
         """Measure the ring's rates between steps: a turn waits for a part of the measurement at most."""
         loop = self.loop
         assert loop is not None, "the ring has started"
-        await self.ring.measure(lambda: loop.at_work)
+
+        @asynccontextmanager
+        async def alone() -> AsyncIterator[None]:
+            await until_quiet()
+            async with loop.at_work:
+                yield
+
+        await self.ring.measure(alone)
         work = WorkModel.of_shape(self.ring.model.shape)
         loop.scheduler.limit_steps(self._limits(work), self._lone_limits(work))
         await self.announce()

@@ -169,8 +169,11 @@ class RingLeader(ABC):
             log.warning("ring %s could not prepare a grammar, and its step waits: %s", self.settings.name, error)
 
     @abstractmethod
-    async def measure(self) -> None:
-        """Measure the ring's rates again, now that nothing else starts on its machine."""
+    async def measure(self, until_quiet: Callable[[], Awaitable[None]]) -> None:
+        """Measure the ring's rates again, now that nothing else starts on its machine.
+
+        `until_quiet` is awaited before each part, which takes half a second at most.
+        """
 
     @abstractmethod
     async def get_status(self) -> RingInfo:

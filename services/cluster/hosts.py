@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,11 +17,13 @@ from prometheus_client.registry import Collector
 
 from ringserve.cp_core.cost.profile import HardwareProfile
 from ringserve.cp_core.cost.sparse import SparseLosses
+from ringserve.cp_core.errors import RingserveError
 from ringserve.orchestration.decode.leader import DecodeLeader
 from ringserve.orchestration.journal.journal import SqliteJournal
 from ringserve.orchestration.placement.planner import Planner, PlannerSettings
 from ringserve.orchestration.placement.scaling import ScalingSettings
 from ringserve.orchestration.prefill.leader import PrefillLeader
+from ringserve.orchestration.protocol.ports import RouterPort
 from ringserve.orchestration.protocol.rings import RingEvent, RingSettings
 from ringserve.orchestration.protocol.views import ring_fault
 from ringserve.orchestration.ring.actors import RayRanks
@@ -44,6 +47,8 @@ from ringserve.workers.protocol.ranks import ModelInfo, RankSettings
 log = logging.getLogger(__name__)
 
 STOP_GRACE_SECONDS = 2.0
+QUIET_SECONDS, QUIET_LOOK_SECONDS = 30.0, 1.0
+"""Seconds for which a measurement waits for turns to end, and between two looks."""
 RETURN_SECONDS = 30.0
 """Seconds beyond a ring's start timeout, for its predecessor to end."""
 
@@ -54,6 +59,13 @@ def reachable(address: str) -> str:
     if host in ("0.0.0.0", "[::]"):
         return f"{ray.util.get_node_ip_address()}:{port}"
     return address
+
+
+async def until_quiet(router: RouterPort, deadline: float, interval: float = QUIET_LOOK_SECONDS) -> None:
+    """Return once no turn of the service runs, or at the `deadline` of the monotonic clock."""
+    with contextlib.suppress(RingserveError):  # without a router no turn runs
+        while time.monotonic() < deadline and (await router.get_server_info()).running_turns:
+            await asyncio.sleep(interval)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,8 +374,10 @@ class RunningLeader:
         leader.metrics_endpoint = reachable(self._metrics.address)
 
     async def measure(self) -> None:
+        """Measure the ring while no turn of the service runs, or after QUIET_SECONDS: each disturbs the other."""
         assert self._leader is not None, "the leader has not started"
-        await self._leader.measure()
+        router = self._peers.router(self._host.router_endpoint)
+        await self._leader.measure(partial(until_quiet, router, time.monotonic() + QUIET_SECONDS))
 
     async def wait_event(self) -> RingEvent:
         """Wait until the ring has drained: it is then stopped, and stays away."""

@@ -11,7 +11,9 @@ import socket
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,8 @@ log = logging.getLogger(__name__)
 
 ACTORS_STOP_SECONDS = 10.0
 POLL_SECONDS = 0.2
+MEASURE_SECONDS = 10.0
+"""Seconds that a start waits for the measurement of its rings: turns that have begun meanwhile come first."""
 RAY_SECONDS = 1.0
 """Seconds between two looks at Ray's own processes."""
 JOIN_SECONDS = 1.0
@@ -130,6 +134,9 @@ class LocalCluster:
         self._rings = RingKeeper(lambda host, title: RayLeader(host, self._unique(title)), is_node_alive)
         self._router: RouterKeeper | None = None
         self._gateway: GatewayKeeper | None = None
+        self._unmeasured: deque[RayLeader] = deque()
+        self._measured: Future[None] = Future()  # measurement of one ring, the latest
+        self._measured.set_result(None)
         self.rings_serving = 0
         self.router_endpoint = ""
 
@@ -241,9 +248,21 @@ class LocalCluster:
             scheme = "https" if config.tls.files else "http"
             http = f", OpenAI's HTTP at {scheme}://{self.http_address}/v1" if self.http_address else ""
             self._progress(f"gateway serves at {self.gateway_address}{http}")
-        for leader in self._rings.leaders:
-            # Not while the others start: rates measured on a busy machine would mislead the plans.
-            self._result(leader.actor.measure.remote())
+        # Not while the others start: rates measured on a busy machine would mislead the plans.
+        self._unmeasured.extend(self._rings.leaders)
+        deadline = time.monotonic() + MEASURE_SECONDS
+        while self._measure_next() and time.monotonic() < deadline:
+            wait([self._measured], POLL_SECONDS)
+            check_stop(self._stopped)
+
+    def _measure_next(self) -> bool:
+        """Let the next ring measure itself, if the one before has. Return whether any still measures.
+
+        A ring that fails meanwhile keeps what it measured at its start, or measures itself when it is started again.
+        """
+        while self._measured.done() and self._unmeasured:
+            self._measured = self._unmeasured.popleft().actor.measure.remote().future()
+        return not self._measured.done()
 
     def _start_ray(self) -> None:
         clear_abandoned()
@@ -393,6 +412,7 @@ class LocalCluster:
             if event is not None:
                 self._rings.want(event)
             self._rings.look()
+            self._measure_next()
             if self._gateway is not None:
                 self._gateway.look(self._stopped)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
@@ -24,7 +25,7 @@ from tests.waiting import eventually
 class Leader(RingLeader):
     """Leader of a ring without turns."""
 
-    async def measure(self) -> None:
+    async def measure(self, until_quiet: Callable[[], Awaitable[None]]) -> None:
         await self.ring.measure()
 
     async def fail_all(self, error: RingserveError) -> None:

@@ -1,13 +1,17 @@
-"""Settings that a leader is given."""
+"""Settings that a leader is given, and its wait for turns to end."""
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from typing import Any, cast
 
 import pytest
 
-from ringserve.services.cluster.hosts import LeaderHost, reachable
+from ringserve.cp_core.errors import Unavailable
+from ringserve.orchestration.protocol.ports import RouterPort
+from ringserve.services.cluster.hosts import LeaderHost, reachable, until_quiet
 from ringserve.services.config import config_from
+from ringserve.views import ServerInfo
 
 
 def host(role: str, index: int = 0, pool: str = "", **sections: dict[str, Any]) -> LeaderHost:
@@ -94,3 +98,28 @@ def test_rings_of_one_machine_share_its_cores_if_they_have_more_threads(monkeypa
     assert not cores(many, **spread), "ranks may be on any machine"
     assert not cores(many, model={"device": "cuda"})
     assert host("decode", decode={"least_share": 0.5}).settings().ranks.least_share == 0.5
+
+
+class Router:
+    """Router with so many turns at each look; at last it is gone."""
+
+    def __init__(self, *running_turns: int) -> None:
+        self.left = list(running_turns)
+
+    async def get_server_info(self) -> ServerInfo:
+        if not self.left:
+            raise Unavailable("the router died")
+        return ServerInfo(running_turns=self.left.pop(0))
+
+
+@pytest.mark.parametrize(("turns", "left"), [((0, 7), [7]), ((2, 1, 0, 7), [7]), ((2, 1), [])])
+async def test_a_measurement_waits_until_no_turn_runs(turns: tuple[int, ...], left: list[int]) -> None:
+    router = Router(*turns)
+    await until_quiet(cast(RouterPort, router), time.monotonic() + 3600.0, 0.0)
+    assert router.left == left
+
+
+async def test_a_measurement_waits_no_longer_than_its_deadline() -> None:
+    router = Router(1, 1, 1)
+    await until_quiet(cast(RouterPort, router), time.monotonic(), 3600.0)
+    assert router.left == [1, 1, 1]
