@@ -9,7 +9,8 @@ import pytest
 
 from ringserve.cp_core.errors import Unavailable
 from ringserve.orchestration.protocol.ports import RouterPort
-from ringserve.services.cluster.hosts import LeaderHost, reachable, until_quiet
+from ringserve.services.cluster.hosts import LeaderHost
+from ringserve.services.cluster.running import reachable, until_quiet
 from ringserve.services.config import config_from
 from ringserve.views import ServerInfo
 
