@@ -112,6 +112,14 @@ def connect_mesh(listener: RingListener, rendezvous: Rendezvous) -> dict[int, so
     return mesh.connections
 
 
+def call_rank(rendezvous: Rendezvous, peer: int) -> socket.socket:
+    """Connect to one lower rank, which awaits its ring. Raises as `connect_mesh` does."""
+    mesh = _Mesh(rendezvous, time.monotonic() + rendezvous.timeout_seconds)
+    with mesh.closed_on_failure():
+        mesh.call(peer)
+    return mesh.connections[peer]
+
+
 @dataclass(slots=True)
 class _Caller:
     """Connection of an unproven caller, with the received part of its greeting. `awaits` are poll events."""

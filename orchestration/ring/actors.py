@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
+import secrets
 import threading
 import time
 import uuid
@@ -17,6 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -35,8 +38,10 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from ringserve.cp_core.errors import RingserveError, StaleIncarnation, Unavailable
+from ringserve.cp_core.errors import ConfigError, RingserveError, StaleIncarnation, Unavailable
+from ringserve.cp_core.transport.peer_tls import PeerTls
 from ringserve.orchestration.protocol.rings import RingEvent
+from ringserve.orchestration.ring.polls import Polls, listen_for_polls, polls_of
 from ringserve.views import RingRates
 from ringserve.workers.kv.arrivals import Arrivals
 from ringserve.workers.protocol.ranks import (
@@ -54,6 +59,11 @@ if TYPE_CHECKING:
     from ringserve.workers.rank.worker import RankWorker
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+POLLS_SECONDS = 5.0
+"""Seconds in which a leader and a rank connect for polls."""
 
 KERNEL_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 CACHED_KERNELS = 128
@@ -174,6 +184,13 @@ class RankActor:
         """Return what a leader had this rank keep; None if nothing."""
         return self._note
 
+    @ray.method(concurrency_group="control")
+    def listen_for_polls(self, incarnation: str, secret: str, timeout: float) -> str:
+        """Let a leader that knows the secret poll by a connection; return the endpoint to call. Raises Unavailable."""
+        settings = self._worker.parts.spec.settings
+        rendezvous = replace(polls_of(incarnation, secret, timeout), tls=settings.tls)
+        return listen_for_polls(settings.listen_host, rendezvous, partial(self._call, incarnation, "poll"))
+
     @ray.method(concurrency_group="compute")
     def compute(self, incarnation: str, method: str, *arguments: Any) -> Any:
         return self._call(incarnation, method, *arguments)
@@ -260,6 +277,9 @@ class RayRank:
         self._process: psutil.Process | None = None  # if it is on this node
         self._incarnation = ""
         self._arrivals = Arrivals(self._poll_kv)
+        self._tls: PeerTls | None = None
+        self._polls: Polls | None = None
+        self._polled = ""  # incarnation that `_polls` belongs to
 
     async def _call(self, lane: str, method: str, timeout: float | None, *arguments: Any) -> Any:
         call = getattr(self._actor, lane).remote(self._incarnation, method, *arguments)
@@ -287,7 +307,7 @@ class RayRank:
 
     async def _begin(self, method: str, spec: RankSpec, timeout: float) -> RankInfo:
         actor: Any = self._actor  # for Ray's stubs, a method of a class that they do not know never returns
-        self._incarnation = spec.incarnation
+        self._incarnation, self._tls = spec.incarnation, spec.settings.tls
         info: RankInfo = await self._answer(getattr(actor, method).remote(spec), method, timeout)
         if self._process is None:
             node, pid = await self._answer(actor.home.remote(), "home", timeout)
@@ -357,7 +377,41 @@ class RayRank:
         await self._call("control", "submit", timeout, list(commands))
 
     async def poll(self, after: int, wait_seconds: float, timeout: float) -> DecodeEvents:
+        """Poll by a connection, or by Ray where there is none, as behind a firewall, and to learn why it has ended."""
+        if self._polled != self._incarnation:
+            self._end_polls()
+            self._polled = self._incarnation
+            self._polls = await self._begin_polls(min(timeout, POLLS_SECONDS))
+        if self._polls is not None:
+            try:
+                async with asyncio.timeout(timeout):
+                    return await self._polls.ask(after, wait_seconds)
+            except TimeoutError:
+                self._end_polls()
+                raise Unavailable(f"{self._name} did not answer poll within {timeout:.0f} s") from None
+            except OSError as error:
+                log.info("%s is polled by Ray: %s", self._name, error)
+                self._end_polls()
+            except BaseException:
+                self._end_polls()
+                raise
         return await self._call("control", "poll", timeout, after, wait_seconds)
+
+    async def _begin_polls(self, timeout: float) -> Polls | None:
+        rendezvous = replace(polls_of(self._incarnation, secrets.token_hex(32), timeout), tls=self._tls)
+        actor: Any = self._actor  # as in `_begin`
+        listening = actor.listen_for_polls.remote(self._incarnation, rendezvous.secret, timeout)
+        try:
+            endpoint: str = await self._answer(listening, "listen_for_polls", timeout)
+            return await asyncio.to_thread(Polls, endpoint, rendezvous)
+        except (ConfigError, Unavailable) as error:
+            log.warning("%s is polled by Ray, which takes more of the cores: %s", self._name, error)
+            return None
+
+    def _end_polls(self) -> None:
+        polls, self._polls = self._polls, None
+        if polls is not None:
+            polls.close()
 
     async def status(self, timeout: float) -> RankStatus:
         return await self._answer(self._actor.status.remote(), "status", timeout)
@@ -376,6 +430,7 @@ class RayRank:
         transfers, until then. On other nodes it does.
         """
         self._arrivals.close(f"{self._name} died")
+        self._end_polls()
         if self._process is not None:
             with suppress(psutil.NoSuchProcess):
                 self._process.kill()  # psutil refuses an id that is another process's by now
