@@ -52,15 +52,27 @@ def _answer(listener: RingListener, rendezvous: Rendezvous, poll: Callable[[int,
     except (ConfigError, Unavailable) as error:
         log.info("no leader polls by a connection: %s", error)
         return
-    with connection, connection.makefile("rb") as questions:
+    question = bytearray(QUESTION.size)
+    with connection:
         try:
             connection.settimeout(SILENCE_SECONDS)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            while len(question := questions.read(QUESTION.size)) == QUESTION.size:
+            while _fill(question, connection):
                 events = EVENTS.encode(poll(*QUESTION.unpack(question)))
                 connection.sendall(LENGTH.pack(len(events)) + events)
         except (OSError, RingserveError) as error:
             log.debug("a leader's polls have ended: %s", error)
+
+
+def _fill(buffer: bytearray, connection: socket.socket) -> bool:
+    """Return False if the peer has closed the connection. Raises OSError."""
+    left = memoryview(buffer)
+    while left:
+        received = connection.recv_into(left)
+        if not received:
+            return False
+        left = left[received:]
+    return True
 
 
 class Polls:
