@@ -382,19 +382,19 @@ class RayRank:
             self._end_polls()
             self._polled = self._incarnation
             self._polls = await self._begin_polls(min(timeout, POLLS_SECONDS))
-        if self._polls is not None:
+        if (polls := self._polls) is not None:
             try:
                 async with asyncio.timeout(timeout):
-                    return await self._polls.ask(after, wait_seconds)
+                    events = await polls.ask(after, wait_seconds)
             except TimeoutError:
-                self._end_polls()
                 raise Unavailable(f"{self._name} did not answer poll within {timeout:.0f} s") from None
             except OSError as error:
                 log.info("%s is polled by Ray: %s", self._name, error)
-                self._end_polls()
-            except BaseException:
-                self._end_polls()
-                raise
+            else:
+                return events
+            finally:
+                if polls.is_closed and self._polls is polls:
+                    self._polls = None
         return await self._call("control", "poll", timeout, after, wait_seconds)
 
     async def _begin_polls(self, timeout: float) -> Polls | None:
@@ -409,9 +409,8 @@ class RayRank:
             return None
 
     def _end_polls(self) -> None:
-        polls, self._polls = self._polls, None
-        if polls is not None:
-            polls.close()
+        if self._polls is not None:
+            self._polls.end()
 
     async def status(self, timeout: float) -> RankStatus:
         return await self._answer(self._actor.status.remote(), "status", timeout)

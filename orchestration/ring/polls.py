@@ -13,6 +13,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from ringserve.cp_core.errors import ConfigError, RingserveError, Unavailable
@@ -76,18 +77,31 @@ def _fill(buffer: bytearray, connection: socket.socket) -> bool:
 
 
 class Polls:
-    """Leader's end of the connection. After an error or a cancelled call it must be closed."""
+    """Leader's end of the connection. It is closed by the first call that fails or is cancelled, or by `end`."""
 
     def __init__(self, endpoint: str, rendezvous: Rendezvous) -> None:
         """Connect, which may take the rendezvous's timeout. Raises Unavailable, ConfigError."""
         self._connection = call_rank(replace(rendezvous, rank=LEADER, endpoints=(endpoint, "")), RANK)
         self._connection.setblocking(False)
+        self._is_asking = False
+
+    @property
+    def is_closed(self) -> bool:
+        return self._connection.fileno() < 0
 
     async def ask(self, after: int, wait_seconds: float) -> DecodeEvents:
-        """Return the events from cursor `after` on, as `RankPort.poll` does. Raises OSError."""
-        self._connection.sendall(QUESTION.pack(after, wait_seconds))  # the kernel has room: nothing else is under way
-        (count,) = LENGTH.unpack(await self._receive(LENGTH.size))
-        return EVENTS.decode(await self._receive(count))
+        """Return the events from cursor `after` on, as `RankPort.poll` does. One call at a time. Raises OSError."""
+        self._is_asking = True
+        try:
+            # The kernel has room: nothing else is under way.
+            self._connection.sendall(QUESTION.pack(after, wait_seconds))
+            (count,) = LENGTH.unpack(await self._receive(LENGTH.size))
+            return EVENTS.decode(await self._receive(count))
+        except BaseException:  # half an answer may be left on it
+            self._connection.close()
+            raise
+        finally:
+            self._is_asking = False
 
     async def _receive(self, count: int) -> bytes:
         buffer = bytearray(count)
@@ -111,6 +125,10 @@ class Polls:
         finally:
             loop.remove_reader(self._connection)
 
-    def close(self) -> None:
-        """Idempotent."""
-        self._connection.close()
+    def end(self) -> None:
+        """Close the connection; a call that waits fails. Idempotent."""
+        if not self._is_asking:
+            self._connection.close()
+            return
+        with suppress(OSError):  # the rank has gone
+            self._connection.shutdown(socket.SHUT_RDWR)

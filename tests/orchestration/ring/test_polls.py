@@ -82,15 +82,15 @@ async def test_a_leader_gets_the_events_from_its_cursor_on(rank: Rank, tls: Peer
     for after in (0, 2, 3, 0):
         assert await connection.ask(after, 1.5) == DecodeEvents(start=after, stop=3, events=EVENTS[after:])
         assert rank.asked.get() == (after, 1.5)
-    connection.close()
-    connection.close()
+    connection.end()
+    connection.end()
 
 
 async def test_events_of_many_sequences_arrive_whole(tls: PeerTls | None) -> None:
     many = [token(number, sequence_id=f"turn-{number}" * 20) for number in range(5000)]
     connection = Polls(listen_for_polls("127.0.0.1", polls(tls), Rank(many).poll), polls(tls))
     assert list((await connection.ask(0, 0.0)).events) == many
-    connection.close()
+    connection.end()
 
 
 async def test_who_lacks_the_secret_learns_nothing_and_the_leader_still_comes(rank: Rank, tls: PeerTls | None) -> None:
@@ -103,7 +103,7 @@ async def test_who_lacks_the_secret_learns_nothing_and_the_leader_still_comes(ra
         assert (await connection.ask(0, 0.0)).events == EVENTS
         silent.settimeout(WAIT_SECONDS)
         assert not silent.recv(1), "it is sent nothing, and cut off"
-    connection.close()
+    connection.end()
 
 
 async def test_a_leader_takes_no_other_process_for_the_rank(rank: Rank) -> None:
@@ -116,7 +116,7 @@ async def test_an_error_of_the_rank_ends_the_connection(rank: Rank, tls: PeerTls
     rank.error = Unavailable("the decode loop ended")
     with pytest.raises(OSError, match="closed"):
         await connection.ask(0, 0.0)
-    connection.close()
+    connection.end()
 
 
 def test_a_rank_to_which_no_leader_comes_listens_no_longer(rank: Rank) -> None:
@@ -159,6 +159,7 @@ def done(value: object) -> Any:
 
 @pytest.fixture
 def actor(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> Actor:
+    monkeypatch.setattr(ray, "kill", lambda actor, no_restart: None)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
     return Actor(rank)
 
@@ -220,3 +221,14 @@ async def test_a_rank_that_stands_still_has_a_deadline_and_a_cancelled_poll_ends
     await asyncio.wait([polling])
     rank.may_answer.set()
     assert not (await port.poll(0, 0.0, WAIT_SECONDS)).events, "Ray's answer, not that to the cancelled poll"
+
+
+async def test_a_poll_that_waits_is_asked_by_ray_when_the_rank_is_killed(actor: Actor, rank: Rank) -> None:
+    port = await port_of(actor)
+    rank.may_answer.clear()
+    polling = asyncio.create_task(port.poll(0, 0.0, WAIT_SECONDS))
+    await asyncio.to_thread(rank.asked.get, timeout=WAIT_SECONDS)
+    await port.kill()
+    assert not (await polling).events
+    assert actor.by_ray == 1
+    await port.kill()
