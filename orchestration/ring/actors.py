@@ -377,7 +377,7 @@ class RayRank:
         await self._call("control", "submit", timeout, list(commands))
 
     async def poll(self, after: int, wait_seconds: float, timeout: float) -> DecodeEvents:
-        """Poll by a connection, or by Ray where there is none, as behind a firewall, and to learn why it has ended."""
+        """Poll by a connection. If there is none, or it has ended, poll by Ray, whose error says why."""
         if self._polled != self._incarnation:
             self._end_polls()
             self._polled = self._incarnation

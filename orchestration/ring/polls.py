@@ -1,6 +1,6 @@
-"""Polls of a decode ring's first rank by a connection of their own: a step's tokens pass no call of Ray.
+"""Connection by which a leader polls its decode ring's first rank, so that tokens need no call of Ray.
 
-A call of Ray takes a millisecond and more of the cores at both ends. The rank listens until its leader comes; each
+Such a call takes a millisecond of the leader's core a token. The rank listens until its leader comes; each
 proves to the other that it knows the secret of this connection, which Ray has carried. Then the leader writes a cursor
 and the seconds to wait, and the rank answers with the number of bytes and the events.
 """

@@ -146,7 +146,7 @@ class GatewayKeeper:
         self._spare = _Process(self._command(replace(self.settings, is_spare=True)))
 
     def start(self, router: str = "") -> None:
-        """Start the process, or let the loaded one serve. `router`, if given, replaces that of the settings."""
+        """Let the loaded process serve; if there is none, start one. A `router` replaces that of the settings."""
         self.settings = replace(self.settings, router=router or self.settings.router)
         if self._spare is None:
             self._process = _Process(self._command(self.settings))

@@ -63,6 +63,10 @@ from ringserve.workers.protocol.ranks import ModelInfo
 
 log = logging.getLogger(__name__)
 
+MEASURED: Future[None] = Future()
+"""Measurement that has been done."""
+MEASURED.set_result(None)
+
 ACTORS_STOP_SECONDS = 10.0
 POLL_SECONDS = 0.2
 MEASURE_SECONDS = 10.0
@@ -135,8 +139,7 @@ class LocalCluster:
         self._router: RouterKeeper | None = None
         self._gateway: GatewayKeeper | None = None
         self._unmeasured: deque[RayLeader] = deque()
-        self._measured: Future[None] = Future()  # measurement of one ring, the latest
-        self._measured.set_result(None)
+        self._measured = MEASURED  # measurement of one ring, the latest
         self.rings_serving = 0
         self.router_endpoint = ""
 
@@ -188,7 +191,7 @@ class LocalCluster:
                 silent_seconds=config.timeouts.lost,
                 spares=SpareSchedule(has_spare=config.gateway.spare),
             )
-            # It takes two seconds of a core, of which Ray's start leaves as much.
+            # It loads for two seconds, on a core that Ray's start leaves idle.
             self._gateway.load()
         if config.ray.address:
             self._progress(f"joining the Ray cluster at {config.ray.address}")
@@ -260,9 +263,14 @@ class LocalCluster:
 
         A ring that fails meanwhile keeps what it measured at its start, or measures itself when it is started again.
         """
-        while self._measured.done() and self._unmeasured:
+        while self._measured.done():
+            if (error := self._measured.exception()) is not None:
+                log.warning("a ring could not be measured, and its plans may be worse: %s", reason_of(error))
+            if not self._unmeasured:
+                self._measured = MEASURED
+                return False
             self._measured = self._unmeasured.popleft().actor.measure.remote().future()
-        return not self._measured.done()
+        return True
 
     def _start_ray(self) -> None:
         clear_abandoned()

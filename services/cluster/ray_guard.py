@@ -48,8 +48,10 @@ RAY_DEFAULTS = {
 """Variables of an own Ray, unless the user has set them. A log of each process is kept up to twice the bytes."""
 UNUSED = ("start_monitor", "start_api_server")
 """Methods of Ray's node that start its autoscaler and its dashboard."""
-LOG_MONITOR, RAYLET = "start_log_monitor", "start_raylet"
-"""Methods that start the process which hands on what actors print, and the one that starts actors."""
+LOG_MONITOR = "start_log_monitor"
+"""Method that starts the log monitor, which hands on what actors print."""
+RAYLET = "start_raylet"
+"""Method that starts the raylet, which starts actors."""
 AGENTS_SECONDS, AGENTS_LOOK_SECONDS = 25.0, 0.02
 """Seconds for which the agents of the raylet are waited for, which Ray does after that, and between two looks."""
 VITAL = ("raylet", "gcs_server")
@@ -163,7 +165,7 @@ def end_left_behind(processes: Iterable[psutil.Process]) -> None:
             process.kill()
 
 
-def reason_of(error: Exception) -> str:
+def reason_of(error: BaseException) -> str:
     """Return Ray's reason for an error, in one line."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

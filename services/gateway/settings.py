@@ -20,7 +20,7 @@ class GatewaySettings:
     """Settings of one gateway.
 
     `follow_stdin` ends the gateway when standard input closes, which happens when its parent ends. With `is_spare` it
-    serves only after its parent has written a line with the settings to serve with there. `tokens` is the path
+    waits until its parent writes other settings there, in one line of JSON, and serves with them. `tokens` is the path
     of the tenants file. `page` serves the status page at `/` of `http`; `api` configures the HTTP API. A stopping
     gateway lets turns run for at most `drain_seconds`. A peer without heartbeats for `lost_seconds` fails its turns.
     """

@@ -1,4 +1,4 @@
-"""Polls of a decode ring by a connection: the events that Ray would bring, and Ray where there is no connection."""
+"""A leader gets the same events by its connection to a rank as by Ray, and asks Ray if the connection fails."""
 
 from __future__ import annotations
 

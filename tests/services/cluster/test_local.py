@@ -6,7 +6,9 @@ import socket
 import stat
 import subprocess
 import threading
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -159,4 +161,29 @@ def test_a_second_cluster_of_one_name_on_a_ray_cluster_is_refused_after_a_while(
     monkeypatch.setattr(local, "PREDECESSOR_SECONDS", 0.0)
     with pytest.raises(ConfigError, match=r"--name: a cluster called 'chat' runs .* \(prefill-0-1-a, router-1-a\)"):
         cluster._await_predecessor()
+    cluster.stop()
+
+
+def test_rings_are_measured_one_after_another_and_one_that_fails_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    futures: list[Future[None]] = []
+
+    def measure() -> SimpleNamespace:
+        futures.append(Future())
+        return SimpleNamespace(future=lambda: futures[-1])
+
+    leader = SimpleNamespace(actor=SimpleNamespace(measure=SimpleNamespace(remote=measure)))
+    cluster = LocalCluster(CONFIG)
+    monkeypatch.setattr(cluster, "_unmeasured", deque([leader, leader]))
+    for _ in range(2):
+        assert cluster._measure_next()
+        assert len(futures) == 1
+    futures[0].set_exception(Unavailable("it was rebuilt\nby somebody"))
+    assert cluster._measure_next()
+    assert len(futures) == 2
+    futures[1].set_result(None)
+    assert not cluster._measure_next()
+    assert not cluster._measure_next()
+    assert caplog.messages == ["a ring could not be measured, and its plans may be worse: it was rebuilt"]
     cluster.stop()
