@@ -49,6 +49,7 @@ def shared_bytes(key: str, num_bytes: int, fill: Callable[[Tensor], object]) -> 
     try:
         with _locked(shared_directory() / name) as holders:
             if name not in _shown:
+                _remove_ended()
                 found = next((fd for line in holders if (fd := _open(line, name, num_bytes)) is not None), None)
                 _shown[name] = _filled(name, num_bytes, fill) if found is None else found
             holders.seek(0)
@@ -74,19 +75,30 @@ def shared_directory() -> Path:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[IO[str]]:
-    """Open a file that no other process reads or writes meanwhile. Raises OSError."""
+    """Open a file that no other process reads, writes or removes meanwhile. Raises OSError."""
     deadline = time.monotonic() + LOCK_SECONDS
-    with path.open("a+") as file:
-        while True:
+    while True:
+        with path.open("a+") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise
-            time.sleep(POLL_SECONDS)
-        file.seek(0)
-        yield file
+            else:
+                if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    file.seek(0)
+                    yield file
+                    return
+        time.sleep(POLL_SECONDS)
+
+
+def _remove_ended() -> None:
+    """Remove the files that name no process that lives: nobody else does, and each model has its own."""
+    for path in shared_directory().glob("ringserve-*"):
+        with suppress(OSError, ValueError), path.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # whoever waits for it looks whether it is still there
+            if not any(_is_there(line, path.name) for line in file):
+                path.unlink()
 
 
 def _is_there(line: str, name: str) -> bool:

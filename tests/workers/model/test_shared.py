@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,6 +101,48 @@ def test_what_nobody_holds_any_more_is_filled_anew(directory: Path, others: list
     own = shared_bytes("a test", 1000, lambda memory: memory.fill_(7))
     assert own is not None
     assert own.tolist() == [7] * 1000
+
+
+def test_a_process_that_fills_some_removes_the_files_of_those_that_have_ended(
+    directory: Path, others: list[Other]
+) -> None:
+    others += [Other(5, directory)]
+    others[0].said()
+    others[0].end()
+    place = directory / f"ringserve-shared-{os.getuid()}"
+    (left,) = place.iterdir()
+    (place / "ringserve-of-another-program").write_text("what is this?\n")
+    assert shared_bytes("b", 1000, lambda memory: memory.fill_(7)) is not None
+    assert not left.exists()
+    assert sorted(os.listdir(place))[1:] == ["ringserve-of-another-program"]
+    assert shared_bytes("c", 1000, lambda memory: memory.fill_(7)) is not None
+    assert len(os.listdir(place)) == 3, "both of this process stay"
+
+
+def test_whoever_waits_for_a_file_that_is_removed_makes_it_anew(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = directory / "a-file"
+    opened = threading.Event()
+    found: list[bool] = []
+
+    def wait_for_it() -> None:
+        with shared._locked(path) as file:
+            found.append(os.path.samestat(os.fstat(file.fileno()), path.stat()))
+
+    def tried(*_: object) -> None:
+        opened.set()
+        real(*_)  # type: ignore[arg-type]
+
+    real = fcntl.flock
+    waiter = threading.Thread(target=wait_for_it)
+    with shared._locked(path):
+        monkeypatch.setattr(fcntl, "flock", tried)
+        waiter.start()
+        assert opened.wait(WAIT_SECONDS)
+        path.unlink()
+    waiter.join(WAIT_SECONDS)
+    assert found == [True]
 
 
 def test_of_several_at_a_time_one_fills_it(directory: Path, others: list[Other]) -> None:
