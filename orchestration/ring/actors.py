@@ -15,7 +15,7 @@ import secrets
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -218,11 +218,19 @@ class RankActor:
         os._exit(1)
 
 
+def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a rank's libraries that an environment lacks; some libraries read them once, when loaded.
+
+    Whoever sets one of OpenMP's has decided how its threads wait.
+    """
+    variables = dict.fromkeys(KERNEL_CACHES, str(CACHED_KERNELS))
+    if not WAIT_POLICY.keys() & environment.keys():
+        variables |= WAIT_POLICY
+    return {name: value for name, value in variables.items() if name not in environment}
+
+
 def _make_worker() -> RankWorker:
-    for name in KERNEL_CACHES:
-        os.environ.setdefault(name, str(CACHED_KERNELS))
-    if not WAIT_POLICY.keys() & os.environ.keys():
-        os.environ.update(WAIT_POLICY)
+    os.environ.update(rank_variables(os.environ))
     # The import is here because leaders import this file and must stay free of torch. Garbage collections during it
     # would find nothing and take a sixth of its time; the frozen modules speed up later collections.
     gc.disable()

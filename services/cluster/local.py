@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import threading
 import time
@@ -24,7 +25,7 @@ from ray.util import list_named_actors
 
 from ringserve.cp_core.cost.decode import HELIX
 from ringserve.cp_core.errors import ConfigError, ModelRefused, RingserveError, Unavailable
-from ringserve.orchestration.ring.actors import free_places, free_places_of_others
+from ringserve.orchestration.ring.actors import free_places, free_places_of_others, rank_variables
 from ringserve.services.cluster.capacity import (
     SpareSchedule,
     carrier_advice,
@@ -33,6 +34,7 @@ from ringserve.services.cluster.capacity import (
     dtype_advice,
     this_machine,
 )
+from ringserve.services.cluster.fork_server import ForkServer
 from ringserve.services.cluster.gateway import GatewayKeeper
 from ringserve.services.cluster.hosts import LeaderHost, RouterHost
 from ringserve.services.cluster.leaders import RayLeader, RingKeeper, is_node_alive
@@ -134,6 +136,7 @@ class LocalCluster:
         self._namespace = f"ringserve-{name if config.ray.address else self._id}"
         # Other children of this process, such as the resource tracker of multiprocessing, are not ended with Ray.
         self._own_ray: list[psutil.Process] = []
+        self._forks: ForkServer | None = None
         self._directory = RayDirectory()
         self._rings = RingKeeper(lambda host, title: RayLeader(host, self._unique(title)), is_node_alive)
         self._router: RouterKeeper | None = None
@@ -278,8 +281,10 @@ class LocalCluster:
         deadline = time.monotonic() + self._config.timeouts.start
         while True:
             began = time.monotonic()
+            self._fork_workers()
             try:
-                self._own_ray = start_own_ray(max(1, needed), self._namespace, self._directory.path / "r")
+                directory = self._directory.path / "r"
+                self._own_ray = start_own_ray(max(1, needed), self._namespace, directory, self._forks)
                 return
             except Unavailable as error:
                 now = time.monotonic()
@@ -287,6 +292,23 @@ class LocalCluster:
                     raise
                 log.warning("%s; starting it again", error)
             check_stop(self._stopped)
+
+    def _fork_workers(self) -> None:
+        """Start a server that forks Ray's workers: one for each start of Ray, and none if ranks use CUDA.
+
+        A process that has only loaded CUDA may be forked, but what libraries do at their import nobody promises.
+        """
+        self._end_forks()
+        if self._config.model.device == "cpu":
+            try:
+                self._forks = ForkServer(self._directory.path, os.environ | rank_variables(os.environ))
+            except OSError as error:
+                log.info("each of Ray's workers imports everything by itself: %s", error)
+
+    def _end_forks(self) -> None:
+        if self._forks is not None:
+            forks, self._forks = self._forks, None
+            forks.close()
 
     def _join_ray(self) -> None:
         """Join a Ray cluster, which may still be starting: it has the start timeout.
@@ -447,12 +469,15 @@ class LocalCluster:
         if ray.is_initialized():
             if not find_ended(self._own_ray):
                 self._stop_actors()
-            own = families(self._own_ray)
+            forks = [psutil.Process(self._forks.process.pid)] if self._forks else []
+            own = families([*self._own_ray, *forks])
+            self._end_forks()
             try:
                 ray.shutdown()
             except OSError as error:  # its processes end by themselves meanwhile, and their files with them
                 log.warning("Ray ended with an error: %s", reason_of(error))
             end_left_behind(own)
+        self._end_forks()
         self._directory.remove()
 
     def _stop_actors(self) -> None:

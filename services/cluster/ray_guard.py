@@ -26,6 +26,8 @@ from ray.job_config import JobConfig
 
 from ringserve.cp_core.errors import ConfigError, Unavailable
 from ringserve.services.auth.tls import SECRET_VARIABLE
+from ringserve.services.cluster import fork_server
+from ringserve.services.cluster.fork_server import SOCKET_VARIABLE, ForkServer
 from ringserve.services.cluster.stopping import keeping_handlers
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
@@ -73,10 +75,12 @@ class InstalledCode(JobConfig):
         return True  # Ray leaves that folder out then, and asks for nothing else
 
 
-def start_own_ray(num_cpus: int, namespace: str, directory: Path) -> list[psutil.Process]:
+def start_own_ray(
+    num_cpus: int, namespace: str, directory: Path, forks: ForkServer | None = None
+) -> list[psutil.Process]:
     """Start a Ray for this process and its children alone; return those of its processes that this one is to end.
 
-    The children inherit the secret of `make_secret`.
+    The children inherit the secret of `make_secret`. With `forks` that server forks the workers.
     Raises Unavailable, and leaves nothing behind then.
     """
     _make_token()
@@ -84,6 +88,9 @@ def start_own_ray(num_cpus: int, namespace: str, directory: Path) -> list[psutil
     tame_output()
     for name, value in RAY_DEFAULTS.items():
         os.environ.setdefault(name, value)
+    os.environ.pop(SOCKET_VARIABLE, None)
+    if forks is not None:
+        os.environ[SOCKET_VARIABLE] = str(forks.path)
     others = set(psutil.Process().children())
     try:
         with keeping_handlers(), _starting_little():
@@ -115,6 +122,8 @@ def _starting_little() -> Iterator[None]:
     before = {name: vars(node.Node)[name] for name in (*UNUSED, LOG_MONITOR, RAYLET) if name in vars(node.Node)}
 
     def start_raylet(started: Any, *arguments: Any, **options: Any) -> None:
+        if SOCKET_VARIABLE in os.environ:
+            started._ray_params.setup_worker_path = fork_server.__file__
         before[RAYLET](started, *arguments, **options)
         deadline = time.monotonic() + AGENTS_SECONDS
         while not started.get_gcs_client().get_all_node_info(AGENTS_SECONDS) and time.monotonic() < deadline:

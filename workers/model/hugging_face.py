@@ -110,9 +110,17 @@ if "transformers.modeling_utils" not in sys.modules and "torch._dynamo" not in s
 
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel  # noqa: E402
 from transformers.activations import SiLUActivation  # noqa: E402
-from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: E402
+from transformers.conversion_mapping import (  # noqa: E402
+    get_checkpoint_conversion_mapping,
+    get_model_conversion_mapping,
+)
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key  # noqa: E402
 from transformers.initialization import no_init_weights  # noqa: E402
+
+
+def prepare_conversions() -> None:
+    """Do what the first model of a process waits half a second for: compile the names of all families' tensors."""
+    get_checkpoint_conversion_mapping("")
 
 
 def conversion_mapping(model: PreTrainedModel) -> tuple[list[WeightRenaming], list[WeightConverter]]:

@@ -13,6 +13,7 @@ from typing import Final
 
 import torch
 from torch.nn import Linear
+from torch.nn.utils import skip_init
 
 from ringserve.cp_core.attention.partial import AttentionBackend, PagedBackend, PagedShards, attend_pages, takes_pages
 from ringserve.cp_core.attention.reference import ReferenceAttention
@@ -158,7 +159,7 @@ def _product_flops(info: ModelInfo, num_tokens: int) -> float:
 def _linear(info: ModelInfo, device: torch.device) -> Linear:
     """Return a layer of the size and kind of the model's widest."""
     dtype = DTYPES[info.dtype]
-    layer = Linear(info.hidden_size, info.intermediate_size, bias=False, dtype=dtype, device=device)
+    layer = skip_init(Linear, info.hidden_size, info.intermediate_size, bias=False, dtype=dtype, device=device)
     layer.requires_grad_(False).weight.fill_(1.0)
     pack(layer)
     return layer

@@ -1,0 +1,181 @@
+"""Process that has imported what Ray's workers import, and forks them: router, leaders and ranks of one machine.
+
+A worker is otherwise Python that starts twice and imports Ray each time, before it becomes an actor and imports the
+rest: two to four seconds of processor time. A fork has imported everything, and shares that memory.
+
+Ray runs this file in the place of its own `setup_worker.py`, once for each worker. It hands the worker's arguments,
+environment and files to the server, and ends. Where that is not possible, it does what Ray's file does.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # the folder of this file, some of whose modules are called like Python's own
+
+# Nothing else here: each worker imports it.
+import gc
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+SOCKET_VARIABLE = "RINGSERVE_FORK_SERVER"
+"""Variable with the path of the server's socket."""
+ANSWER_SECONDS = 30.0
+"""Seconds for an answer of the server, which may still be importing, and for the rest of a request."""
+MAX_WAITING = 64
+"""Workers that wait for the server at a time; more start as Ray would start them."""
+MODULES = (
+    "ringserve.workers.rank.worker",
+    "ringserve.orchestration.router.router",
+    "ringserve.services.config",
+    "ringserve.services.rpc.servicers",
+)
+RAY_MODULES = ("ray._private.workers.default_worker", "ringserve.services.cluster.running")
+"""Modules that import Ray, which keeps some of its variables as they are at that time: those of the first worker."""
+RAYLET, JOB = "RAY_RAYLET_PID", "RAY_JOB_ID"
+NO_JOB = "ffffffff"
+"""Job of a worker that Ray starts before it is wanted, and that may be given to any."""
+PYTHON = "--language=PYTHON"
+CONTEXT = "--serialized-runtime-env-context"
+
+
+class ForkServer:
+    """Handle of the server, which ends with `close`, or with this process. Its forks do not end with it."""
+
+    def __init__(self, directory: Path, environment: Mapping[str, str]) -> None:
+        """Start it. `directory` gets its socket, and lets this user in alone.
+
+        The libraries that it imports read `environment`, and never that of a worker. Raises OSError.
+        """
+        self.path = directory / "forks"
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(self.path))
+            listener.listen(MAX_WAITING)
+            self.process = subprocess.Popen(
+                (sys.executable, "-P", "-m", __name__, str(listener.fileno())),
+                stdin=subprocess.PIPE,
+                process_group=0,  # Ctrl-C reaches the starter alone
+                env={"OPENBLAS_NUM_THREADS": "1", **environment},  # numpy's threads begin when it is imported
+                pass_fds=(listener.fileno(),),
+            )
+
+    def close(self) -> None:
+        """End the server. Idempotent."""
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdin is not None, "it is a pipe"
+        self.process.stdin.close()
+        self.path.unlink(missing_ok=True)
+
+
+def serve(listener: socket.socket) -> None:
+    """Fork a worker for each request, until standard input ends. Comes back in a fork, when that has worked."""
+    gc.disable()  # collections would find nothing
+    _import(MODULES)
+    with suppress(Exception):
+        import_module("ringserve.workers.model.hugging_face").prepare_conversions()
+    raylet = ""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
+        while True:
+            if any(key.fileobj is not listener for key, _ in selector.select()):
+                return
+            connection, _ = listener.accept()
+            files: list[int] = []
+            with connection, suppress(OSError):
+                connection.settimeout(ANSWER_SECONDS)
+                request = _receive(connection, files)
+                if not raylet:
+                    raylet = request["environment"][RAYLET]
+                    os.environ.update(request["environment"] | {JOB: NO_JOB})
+                    _import(RAY_MODULES)
+                    gc.freeze()
+                if request["environment"][RAYLET] == raylet and len(os.listdir("/proc/self/task")) == 1:
+                    # The answer comes first: a worker that has waited for too long gets none, and starts by itself.
+                    connection.sendall(b"\n")
+                    if not os.fork():
+                        break
+            for file in files:
+                os.close(file)
+    listener.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    gc.enable()
+    _become(request, files)
+
+
+def _import(modules: Sequence[str]) -> None:
+    for name in modules:
+        with suppress(Exception):  # the worker that needs it says why it cannot be imported
+            import_module(name)
+
+
+def _receive(connection: socket.socket, files: list[int]) -> dict[str, Any]:
+    """Return a request, and append its standard input, output and error to `files`."""
+    first, received, _, _ = socket.recv_fds(connection, 1, 3)
+    files += received
+    with connection.makefile("rb") as rest:
+        request: dict[str, Any] = json.loads(first + rest.read())
+    return request
+
+
+def _become(request: dict[str, Any], files: Sequence[int]) -> None:
+    """Be the worker of a request until it ends."""
+    os.setpgid(0, 0)  # as workers that Ray starts
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["directory"])
+    sys.argv = request["arguments"]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _is_forked(arguments: Sequence[str]) -> bool:
+    """Let the server fork a worker with these arguments of Ray. Return False if it cannot."""
+    path = os.environ.pop(SOCKET_VARIABLE, "")
+    plain = [PYTHON, f"{CONTEXT}={{}}"]
+    rest = [each for each in arguments if each not in plain]
+    if not path or PYTHON not in arguments or any(each.startswith(CONTEXT) for each in rest):
+        return False  # a runtime environment may want anything
+    request = {"arguments": rest, "environment": dict(os.environ), "directory": os.getcwd()}
+    with suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(ANSWER_SECONDS)
+        connection.connect(path)
+        data = json.dumps(request).encode()
+        socket.send_fds(connection, [data[:1]], [0, 1, 2])
+        connection.sendall(data[1:])
+        connection.shutdown(socket.SHUT_WR)
+        return bool(connection.recv(1))
+    return False
+
+
+def main() -> None:
+    """Be the server, with the number of its socket as the only argument, or what Ray starts for a worker."""
+    arguments = sys.argv[1:]
+    if len(arguments) == 1:
+        serve(socket.socket(fileno=int(arguments[0])))
+    elif not _is_forked(arguments):
+        ray = find_spec("ray")
+        assert ray is not None, "Ray runs this"
+        assert ray.origin is not None, "it is a package"
+        script = Path(ray.origin).parent / "_private" / "workers" / "setup_worker.py"
+        os.execv(sys.executable, [sys.executable, str(script), *arguments])
+
+
+if __name__ == "__main__":
+    main()
