@@ -15,7 +15,7 @@ import secrets
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -51,6 +51,7 @@ from ringserve.workers.protocol.ranks import (
     RankSpec,
     RankStatus,
     RingSpec,
+    rank_variables,
 )
 from ringserve.workers.protocol.steps import DecodeCommand, DecodeEvents, PrefillOutput, PrefillStep
 from ringserve.workers.protocol.transfers import BlockPair, KvEnds, KvExpect, KvSend, TransferKey, TransferReport
@@ -65,14 +66,6 @@ log = logging.getLogger(__name__)
 POLLS_SECONDS = 5.0
 """Seconds in which a leader and a rank connect for polls."""
 
-KERNEL_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
-CACHED_KERNELS = 128
-"""Kernels that torch and oneDNN keep each, by the shape of a matrix product. A layer has about seven shapes for each
-number of rows. Their own 1,024 take a gigabyte after some hundred prompts; to make a kernel again takes about 1 ms."""
-WAIT_POLICY = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "2000"}
-"""Of OpenMP's threads. By default one that waits for another spins, which keeps that other from a core that both need:
-ranks have more threads than the machine has cores. One that sleeps at once has to be woken for each of the 150 parts of
-a decode step. So a thread looks for some 0.05 ms before it sleeps."""
 RANK_NICENESS = 15
 """Nice value of a rank, which is Ray's own for all its workers: router and leaders come before what computes."""
 LEASE_SECONDS = 180.0
@@ -216,17 +209,6 @@ class RankActor:
             if (places := get_current_placement_group()) is not None:
                 remove_placement_group(places)
         os._exit(1)
-
-
-def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a rank's libraries that an environment lacks; some libraries read them once, when loaded.
-
-    Whoever sets one of OpenMP's has decided how its threads wait.
-    """
-    variables = dict.fromkeys(KERNEL_CACHES, str(CACHED_KERNELS))
-    if not WAIT_POLICY.keys() & environment.keys():
-        variables |= WAIT_POLICY
-    return {name: value for name, value in variables.items() if name not in environment}
 
 
 def _make_worker() -> RankWorker:

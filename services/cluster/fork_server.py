@@ -23,7 +23,7 @@ import selectors
 import signal
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
@@ -43,7 +43,6 @@ MODULES = (
     "ringserve.services.rpc.servicers",
 )
 RAY_MODULES = ("ray._private.workers.default_worker", "ringserve.services.cluster.running")
-"""Modules that import Ray, which keeps some of its variables as they are at that time: those of the first worker."""
 RAYLET, JOB = "RAY_RAYLET_PID", "RAY_JOB_ID"
 NO_JOB = "ffffffff"
 """Job of a worker that Ray starts before it is wanted, and that may be given to any."""
@@ -54,11 +53,8 @@ CONTEXT = "--serialized-runtime-env-context"
 class ForkServer:
     """Handle of the server, which ends with `close`, or with this process. Its forks do not end with it."""
 
-    def __init__(self, directory: Path, environment: Mapping[str, str]) -> None:
-        """Start it. `directory` gets its socket, and lets this user in alone.
-
-        The libraries that it imports read `environment`, and never that of a worker. Raises OSError.
-        """
+    def __init__(self, directory: Path) -> None:
+        """Start it. `directory` gets its socket, and lets this user in alone. Raises OSError."""
         self.path = directory / "forks"
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(self.path))
@@ -67,7 +63,6 @@ class ForkServer:
                 (sys.executable, "-P", "-m", __name__, str(listener.fileno())),
                 stdin=subprocess.PIPE,
                 process_group=0,  # Ctrl-C reaches the starter alone
-                env={"OPENBLAS_NUM_THREADS": "1", **environment},  # numpy's threads begin when it is imported
                 pass_fds=(listener.fileno(),),
             )
 
@@ -83,9 +78,7 @@ class ForkServer:
 def serve(listener: socket.socket) -> None:
     """Fork a worker for each request, until standard input ends. Comes back in a fork, when that has worked."""
     gc.disable()  # collections would find nothing
-    _import(MODULES)
-    with suppress(Exception):
-        import_module("ringserve.workers.model.hugging_face").prepare_conversions()
+    _load()
     raylet = ""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
     with selectors.DefaultSelector() as selector:
@@ -96,15 +89,16 @@ def serve(listener: socket.socket) -> None:
                 return
             connection, _ = listener.accept()
             files: list[int] = []
-            with connection, suppress(OSError):
+            with connection, suppress(OSError, ValueError):
                 connection.settimeout(ANSWER_SECONDS)
                 request = _receive(connection, files)
+                of_raylet = request["environment"].get(RAYLET, "")
                 if not raylet:
-                    raylet = request["environment"][RAYLET]
+                    raylet = of_raylet
                     os.environ.update(request["environment"] | {JOB: NO_JOB})
-                    _import(RAY_MODULES)
+                    _load_ray()
                     gc.freeze()
-                if request["environment"][RAYLET] == raylet and len(os.listdir("/proc/self/task")) == 1:
+                if of_raylet == raylet and len(os.listdir("/proc/self/task")) == 1:
                     # The answer comes first: a worker that has waited for too long gets none, and starts by itself.
                     connection.sendall(b"\n")
                     if not os.fork():
@@ -117,9 +111,20 @@ def serve(listener: socket.socket) -> None:
     _become(request, files)
 
 
-def _import(modules: Sequence[str]) -> None:
-    for name in modules:
-        with suppress(Exception):  # the worker that needs it says why it cannot be imported
+def _load() -> None:
+    """Import what does not import Ray. What cannot be imported is left to the workers, which say why."""
+    with suppress(Exception):
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads begin when it is imported
+        os.environ.update(import_module("ringserve.workers.protocol.ranks").rank_variables(os.environ))
+        for name in MODULES:
+            import_module(name)
+        import_module("ringserve.workers.model.hugging_face").prepare_conversions()
+
+
+def _load_ray() -> None:
+    """Import the rest. Ray keeps some variables as they are now, so the environment is one of a worker."""
+    with suppress(Exception):
+        for name in RAY_MODULES:
             import_module(name)
 
 

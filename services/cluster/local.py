@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 import threading
 import time
@@ -25,7 +24,7 @@ from ray.util import list_named_actors
 
 from ringserve.cp_core.cost.decode import HELIX
 from ringserve.cp_core.errors import ConfigError, ModelRefused, RingserveError, Unavailable
-from ringserve.orchestration.ring.actors import free_places, free_places_of_others, rank_variables
+from ringserve.orchestration.ring.actors import free_places, free_places_of_others
 from ringserve.services.cluster.capacity import (
     SpareSchedule,
     carrier_advice,
@@ -301,7 +300,7 @@ class LocalCluster:
         self._end_forks()
         if self._config.model.device == "cpu":
             try:
-                self._forks = ForkServer(self._directory.path, os.environ | rank_variables(os.environ))
+                self._forks = ForkServer(self._directory.path)
             except OSError as error:
                 log.info("each of Ray's workers imports everything by itself: %s", error)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ringserve.cp_core.cost.decode import HELIX
@@ -19,6 +20,26 @@ COMPILE_POLICIES = ("auto", "off")
 NO_QUANTIZATION = "none"
 FP8_MLPS = "fp8"
 QUANTIZATIONS = (NO_QUANTIZATION, FP8_MLPS)
+
+KERNEL_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+CACHED_KERNELS = 128
+"""Kernels that torch and oneDNN keep each, by the shape of a matrix product. A layer has about seven shapes for each
+number of rows. Their own 1,024 take a gigabyte after some hundred prompts; to make a kernel again takes about 1 ms."""
+WAIT_POLICY = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "2000"}
+"""Of OpenMP's threads. By default one that waits for another spins, which keeps that other from a core that both need:
+ranks have more threads than the machine has cores. One that sleeps at once has to be woken for each of the 150 parts of
+a decode step. So a thread looks for some 0.05 ms before it sleeps."""
+
+
+def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a rank's libraries that an environment lacks; some libraries read them once, when loaded.
+
+    Whoever sets one of OpenMP's has decided how its threads wait.
+    """
+    variables = dict.fromkeys(KERNEL_CACHES, str(CACHED_KERNELS))
+    if not WAIT_POLICY.keys() & environment.keys():
+        variables |= WAIT_POLICY
+    return {name: value for name, value in variables.items() if name not in environment}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

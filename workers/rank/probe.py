@@ -159,7 +159,7 @@ def _product_flops(info: ModelInfo, num_tokens: int) -> float:
 def _linear(info: ModelInfo, device: torch.device) -> Linear:
     """Return a layer of the size and kind of the model's widest."""
     dtype = DTYPES[info.dtype]
-    layer = skip_init(Linear, info.hidden_size, info.intermediate_size, bias=False, dtype=dtype, device=device)
+    layer: Linear = skip_init(Linear, info.hidden_size, info.intermediate_size, bias=False, dtype=dtype, device=device)
     layer.requires_grad_(False).weight.fill_(1.0)
     pack(layer)
     return layer

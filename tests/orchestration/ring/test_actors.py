@@ -19,7 +19,7 @@ import ray
 from ringserve.cp_core.errors import StaleIncarnation, Unavailable
 from ringserve.orchestration.ring import actors
 from ringserve.orchestration.ring.actors import RayRank, RayRanks
-from ringserve.workers.protocol.ranks import RankSettings, RankSpec
+from ringserve.workers.protocol.ranks import WAIT_POLICY, RankSettings, RankSpec
 from tests.waiting import WAIT_SECONDS, eventually
 
 
@@ -293,7 +293,7 @@ def test_what_is_done_beside_others_leaves_the_caller_its_priority_and_raises_it
 def test_threads_of_a_rank_spin_for_each_other_briefly_unless_the_environment_says_so(
     asked: dict[str, str], policy: str, spins: int | None
 ) -> None:
-    environment = {name: value for name, value in os.environ.items() if name not in actors.WAIT_POLICY}
+    environment = {name: value for name, value in os.environ.items() if name not in WAIT_POLICY}
     made = subprocess.run(
         [sys.executable, "-c", "from ringserve.orchestration.ring import actors; actors._make_worker()"],
         env=environment | asked | {"OMP_DISPLAY_ENV": "verbose"},

@@ -19,6 +19,7 @@ import pytest
 
 from ringserve.cp_core.errors import ConfigError, Unavailable
 from ringserve.services.cluster import local
+from ringserve.services.cluster.fork_server import ForkServer
 from ringserve.services.cluster.local import LocalCluster
 from ringserve.services.cluster.stopping import StopRequest
 from ringserve.services.config import config_from
@@ -34,9 +35,20 @@ class FailingRay:
         self._errors = list(errors)
         self._before = before
 
-    def __call__(self, num_cpus: int, namespace: str, directory: Path) -> Never:
+    def __call__(self, num_cpus: int, namespace: str, directory: Path, forks: object) -> Never:
+        assert forks is None
         self._before(directory)
         raise self._errors.pop(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the server of forks not start: Ray starts without it."""
+
+    def fail(directory: Path) -> Never:
+        raise OSError("AF_UNIX path too long")
+
+    monkeypatch.setattr(local, "ForkServer", fail)
 
 
 @pytest.mark.parametrize("error", [VANISHED, Unavailable("Ray did not start: it has ended")])
@@ -107,6 +119,7 @@ def test_files_of_ray_that_vanish_while_it_is_stopped_do_not_stop_the_end(
 def test_only_children_that_are_of_ray_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = list[int]()
     cluster = LocalCluster(CONFIG)
+    monkeypatch.setattr(local, "ForkServer", ForkServer)
     monkeypatch.setattr(local, "ray", SimpleNamespace(is_initialized=lambda: True, shutdown=lambda: None))
     monkeypatch.setattr(local, "end_left_behind", lambda processes: ended.extend(each.pid for each in processes))
     echo = ["sh", "-c", "cat; true"]  # a process with a child of its own
@@ -122,10 +135,13 @@ def test_only_children_that_are_of_ray_end_with_it(monkeypatch: pytest.MonkeyPat
             assert process.stdout.readline() == b"\n"
         monkeypatch.setattr(local, "start_own_ray", lambda *arguments: [psutil.Process(of_ray.pid)])
         cluster._start_ray()
+        assert cluster._forks is not None
+        forks = cluster._forks.process
         descendants = [each.pid for each in psutil.Process(of_ray.pid).children()]
         cluster.stop()
         assert len(descendants) == 1
-        assert ended == [of_ray.pid, *descendants]
+        assert ended == [of_ray.pid, forks.pid, *descendants]
+        assert forks.returncode is not None
 
 
 def test_all_ports_that_are_taken_are_told_at_once_with_the_options_that_help() -> None:

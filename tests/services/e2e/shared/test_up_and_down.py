@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from ringserve.orchestration.ring.actors import RANK_NICENESS
+from ringserve.services.cluster import fork_server
 from tests.services.e2e.cluster import Cluster, Inference, Ringserve, ids, options_of, wait_until
 from tests.services.e2e.terminal import Foreground, started
 from tests.waiting import START_SECONDS
@@ -115,11 +116,14 @@ def test_processes_show_what_they_are(cluster: Cluster) -> None:
         if title.startswith("ray::")
     }
     ranks = {f"{role}-0 rank {number}" for role in ("prefill", "decode") for number in range(2)}
-    assert {"router", "prefill-0 leader", "decode-0 leader", *ranks} <= actors.keys()
+    others = {"router", "prefill-0 leader", "decode-0 leader"}
+    assert others | ranks <= actors.keys()
     assert not {title for title in actors if "Actor" in title}
     own = psutil.Process(cluster.pid).nice()
-    assert {actors[name].nice() for name in ("router", "prefill-0 leader", "decode-0 leader")} == {own}
+    assert {actors[name].nice() for name in others} == {own}
     assert {actors[name].nice() for name in ranks} == {max(own, RANK_NICENESS)}, "router and leaders come first"
+    (parent,) = {actors[name].ppid() for name in others | ranks}
+    assert fork_server.__name__ in psutil.Process(parent).cmdline(), "they are forked"
 
 
 @pytest.mark.parametrize("command", [["down"], ["status"], ["generate", "--prompt", "hello"], ["chat"]])
