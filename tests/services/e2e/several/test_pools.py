@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.request
 
+import psutil
 import pytest
 
 from ringserve.client import Client, RingInfo
@@ -129,12 +130,18 @@ def test_while_a_ring_is_gone_the_others_serve_on(inference: Inference, stock: S
     expected = {len(prompt): stock.greedy(prompt, 6).token_ids for prompt in (short, long)}
     lost = ring(inference, "prefill-long-0")
     with inference.running(ids(short, max_tokens=NUM_TOKENS)) as call:
-        kill(lost.rank_pids[1])
-        wait_until(lambda: ring(inference, lost.name).state != "ready", "the loss is noticed")
-        for prompt in (short, long):
-            answer = inference.answer(ids(prompt))
-            assert list(answer.output_ids) == expected[len(prompt)]
-            assert answer.plan.prefill_ring == "prefill-0", answer.plan.reason
+        forks = psutil.Process(lost.rank_pids[1]).parent()
+        assert forks is not None
+        forks.suspend()  # no rank takes the place of the lost one meanwhile
+        try:
+            kill(lost.rank_pids[1])
+            wait_until(lambda: ring(inference, lost.name).state != "ready", "the loss is noticed")
+            for prompt in (short, long):
+                answer = inference.answer(ids(prompt))
+                assert list(answer.output_ids) == expected[len(prompt)]
+                assert answer.plan.prefill_ring == "prefill-0", answer.plan.reason
+        finally:
+            forks.resume()
         *_, last = call
         assert last.complete.usage.completion_tokens == NUM_TOKENS, "a turn on other rings notices nothing"
     wait_until(lambda: ring(inference, lost.name).state == "ready", "the ring is rebuilt")
