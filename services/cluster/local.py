@@ -217,7 +217,8 @@ class LocalCluster:
             lambda host, title: RayRouter(host, self._unique(title)),
             start_seconds=config.timeouts.start,
             silent_seconds=silent,
-            spares=SpareSchedule(has_spare=config.router.spare),
+            # A fork needs no longer to serve than a process that has loaded.
+            spares=SpareSchedule(has_spare=config.router.spare and self._forks is None),
         )
         router = self._router.process
         assert isinstance(router, RayRouter), "just made"

@@ -404,7 +404,8 @@ class RouterConfig:
     )
     spare: bool = Field(
         default=True,
-        description="Keep a second router loaded, which serves at once if the first ends (80 MB of memory).",
+        description="Keep a second router loaded, which serves at once if the first ends (80 MB of memory). Not needed "
+        "where routers are forked, on one machine without GPUs.",
         examples=[False],
     )
     scale_busy_share: StrictFloat = Field(
