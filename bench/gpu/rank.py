@@ -45,7 +45,7 @@ from ringserve.cp_core.errors import Unavailable
 from ringserve.cp_core.transport.inprocess import InProcessRing
 from ringserve.workers.model.loading import DTYPES, LoadedModel, load_model
 from ringserve.workers.rank.parts import FP8_CAPABILITY
-from ringserve.workers.rank.probe import probe_rates
+from ringserve.workers.rank.probe import finished, probe_rates
 
 # Sizes from which the rate of a kernel counts: below, the start of a call is what takes the time.
 LARGE_MERGE_ROWS = 1024
@@ -134,7 +134,7 @@ def _predicted(place: Place, model: LoadedModel) -> dict[str, float]:
     backend = select_backend("auto", device, DTYPES[model.info.kv_dtype])
     (ring,) = InProcessRing(1).transports
     with torch.inference_mode():
-        rates = PrefillRates(ring=probe_rates(model.share, device, backend, ring))
+        rates = PrefillRates(ring=finished(probe_rates(model.share, device, backend, ring)))
     return {
         f"{tokens:,}": StepPredictor(model.share.shape, rates, 1).cost(PASS_KV, tokens, 0).total_seconds
         for tokens in place.prompts

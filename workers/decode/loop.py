@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -162,15 +162,16 @@ class DecodeMailbox:
                 raise Unavailable(f"the decode loop measured nothing within {timeout:.1f} s")
             return self._rates[0]
 
-    def take_question(self) -> bool:
-        """Return True if rates are asked for, once for each `ask_rates`."""
+    @property
+    def wants_rates(self) -> bool:
+        """True from `ask_rates` until it is answered."""
         with self._changed:
-            wanted, self._wants_rates = self._wants_rates, False
-            return wanted
+            return self._wants_rates
 
     def answer_rates(self, rates: RingRates) -> None:
         """Answer `ask_rates`."""
         with self._changed:
+            self._wants_rates = False
             self._rates.append(rates)
             self._changed.notify_all()
 
@@ -210,8 +211,31 @@ class LoopWork:
     batch: BatchState
     step: DecodePass
     prompts: DecodePrompts
-    probe: Callable[[], RingRates]
+    measurement: Measurement
     rest: Callable[[], None]
+
+
+class Measurement:
+    """Measurement of the ring in parts, of which each PROBE header asks every rank to do one; collective.
+
+    `begin` returns a generator that yields between two parts, and returns the rates.
+    """
+
+    def __init__(self, begin: Callable[[], Generator[None, None, RingRates]]) -> None:
+        self._begin = begin
+        self._parts: Generator[None, None, RingRates] | None = None
+
+    def go_on(self) -> RingRates | None:
+        """Do the next part. Return the rates after the last one. Raises Unavailable if the ring breaks."""
+        if self._parts is None:
+            self._parts = self._begin()
+        try:
+            next(self._parts)
+        except StopIteration as end:
+            self._parts = None
+            rates: RingRates = end.value
+            return rates
+        return None
 
 
 @dataclass(slots=True)
@@ -247,7 +271,7 @@ class FollowingLoop:
         """Follow headers until one stops the loop. Raises Unavailable if the ring breaks."""
         while (header := self._channel.receive()).kind is not HeaderKind.STOP:
             if header.kind is HeaderKind.PROBE:
-                self._work.probe()
+                self._work.measurement.go_on()
                 self._progress.alive(len(self._batch))
                 continue
             if header.kind is HeaderKind.STEP:
@@ -299,6 +323,7 @@ class LeadingLoop:
         self._draft_model = draft_model
         self._costs = DraftCosts()
         self._accepted: tuple[int, ...] = ()
+        self._measures = False
         self._channel = channel
         self._work = work
         self._batch = work.batch
@@ -321,7 +346,8 @@ class LeadingLoop:
                 header = self._drafted(header)
             self._channel.send(header)
             if header.kind is HeaderKind.PROBE:
-                self._mailbox.answer_rates(self._work.probe())
+                if (rates := self._work.measurement.go_on()) is not None:
+                    self._mailbox.answer_rates(rates)
                 self._progress.alive(len(self._batch))
                 continue
             if header.change.prompt is not None:
@@ -400,9 +426,11 @@ class LeadingLoop:
 
     def _next_header(self) -> Header:
         """Take commands and make the next header; wait for commands while there is nothing to compute, or a pause."""
-        if self._mailbox.take_question():
-            return Header(HeaderKind.PROBE)
         is_idle = not len(self._batch)
+        # A step comes between two parts of a measurement.
+        self._measures = self._mailbox.wants_rates and (is_idle or not self._measures)
+        if self._measures:
+            return Header(HeaderKind.PROBE)
         seconds = 0.0
         if is_idle and not self._waiting:
             seconds = HEARTBEAT_SECONDS

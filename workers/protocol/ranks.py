@@ -55,14 +55,14 @@ class RankSettings:
     `ring_transport` can, and ranks then accept each other by certificate only. `packs_weights` orders the weights for
     the kernels of CPUs, once the ring is measured, `packs_head` those of the head as well, as decode steps gain by. On
     "cuda" a process has `gpus_per_rank` of a GPU: with less than 1, several share it. `kv_carrier` moves KV to other
-    rings: `sockets`, `nixl` by slots of `kv_slot_bytes`, or `auto`, which is NIXL on "cuda" where it is installed,
-    and sockets to ranks that it does not reach. With `drafts` decode steps
-    check guesses of the next tokens, from the text or by `draft_model`, a directory, which sees the newest
-    `draft_context` tokens. Ranks with the same `cores`, unless it is empty, share them: decode steps have `least_share`
-    of the time while a prefill rank computes. `niceness` is the least nice value of the process. `compile` is one of COMPILE_POLICIES, `quantization` one of
-    QUANTIZATIONS. If `fingerprint` is given, a rank refuses to load a model with another one. Two are for comparisons,
-    and such ranks hand over no KV: `replicates_kv` allows more processes than KV heads, and with `scatters_rows` each
-    process has its share of the rows between attention and MLP.
+    rings: `sockets`, `nixl` by slots of `kv_slot_bytes`, or `auto`, which is NIXL on "cuda" where it is installed, and
+    sockets to ranks that it does not reach. With `drafts` decode steps check guesses of the next tokens, from the text
+    or by `draft_model`, a directory, which sees the newest `draft_context` tokens. Ranks with the same `cores`, unless
+    it is empty, share them: decode steps have `least_share` of the time while a prefill rank computes. `niceness` is
+    the least nice value of the process. `compile` is one of COMPILE_POLICIES, `quantization` one of QUANTIZATIONS. If
+    `fingerprint` is given, a rank refuses to load a model with another one. Two are for comparisons, and such ranks
+    hand over no KV: `replicates_kv` allows more processes than KV heads, and with `scatters_rows` each process has its
+    share of the rows between attention and MLP.
     """
 
     model_path: str

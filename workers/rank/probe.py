@@ -1,15 +1,16 @@
 """Rates of a ring, measured by its ranks at start: the cost models plan with them, not with data sheets.
 
-`probe_rates` measures prefill, `probe_decode_rates` decode. Both are collective: every rank calls them together.
+`probe_rates` measures prefill, `probe_decode_rates` decode. Both are collective: every rank calls them together. They
+yield between parts of some 0.1 s, so that decode steps come between them; `finished` does all parts.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 from torch.nn import Linear
@@ -24,6 +25,8 @@ from ringserve.views import RingRates
 from ringserve.workers.model.layers import pack
 from ringserve.workers.model.loading import DTYPES
 from ringserve.workers.protocol.ranks import ModelInfo
+
+T = TypeVar("T")
 
 SECONDS_PER_RATE: Final = 0.06
 
@@ -62,6 +65,7 @@ NO_LINK_BYTES_PER_SECOND: Final = 1e15
 DECODE_SECONDS_PER_RATE: Final = 0.05
 # Matrices multiplied in turn have the size of the model's together, or this one: then none stays in a cache.
 WEIGHTS_BYTES: Final = 96 << 20
+LAYERS_A_PART: Final = 8
 # Windows in which all ranks compute, and as many in which the first one does.
 SHARING_WINDOWS: Final = 3
 SHARING_SECONDS: Final = 0.04
@@ -76,22 +80,36 @@ def sizes_on(device: torch.device, backend: AttentionBackend) -> ProbeSizes:
     return GPU_SIZES if device.type == "cuda" and backend.name != ReferenceAttention.name else CPU_SIZES
 
 
+def finished(measurement: Generator[None, None, T]) -> T:
+    """Do all parts of a measurement; return its result."""
+    while True:
+        try:
+            next(measurement)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+
 def probe_rates(
     info: ModelInfo, device: torch.device, backend: AttentionBackend, transport: RingTransport
-) -> RingRates:
+) -> Generator[None, None, RingRates]:
     """Measure prefill on this rank, and its link to the next rank."""
     sizes = sizes_on(device, backend)
     multiply = _product(info, device, sizes.gemm_tokens)
     multiply_seconds = min(_times_within(SECONDS_PER_RATE, multiply, device))
+    yield
     attend = _attention(info, device, backend, sizes.query_tokens, sizes.stored_tokens)
     attention_seconds = min(_times_within(SECONDS_PER_RATE, attend, device))
+    yield
     attention = 4.0 * sizes.query_tokens * sizes.stored_tokens * info.num_heads * info.head_dim / attention_seconds
     if transport.size == 1:
         bandwidth, latency, overlap, sharing = NO_LINK_BYTES_PER_SECOND, 0.0, 1.0, NO_SHARING
     else:
         sharing = _sharing(multiply, transport, device)
+        yield
         latency = _exchange_seconds(transport, 8, LATENCY_EXCHANGES, device)
         bandwidth = _link_bytes_per_second(transport, latency, device)
+        yield
         overlap = _overlap(transport, attend, int(bandwidth * attention_seconds), device)
     return RingRates(
         gemm_flops=_product_flops(info, sizes.gemm_tokens) / multiply_seconds / sharing.slowdown,
@@ -110,18 +128,24 @@ def probe_decode_rates(
     backend: AttentionBackend,
     transport: RingTransport,
     block_tokens: int,
-) -> DecodeRates:
+) -> Generator[None, None, DecodeRates]:
     """Measure decode on this rank with one row, by the kernel that serves it, and messages between busy ranks."""
     row = torch.ones(1, info.hidden_size, dtype=DTYPES[info.dtype], device=device)
     layer_bytes = info.intermediate_size * info.hidden_size * info.element_bytes
     weights_bytes = min(WEIGHTS_BYTES, info.num_parameters * info.element_bytes)
-    layers = [_linear(info, device) for _ in range(-(-weights_bytes // layer_bytes))]
+    layers: list[Linear] = []
+    while len(layers) * layer_bytes < weights_bytes:
+        if layers and len(layers) % LAYERS_A_PART == 0:
+            yield
+        layers.append(_linear(info, device))
+    yield
 
     def multiply() -> None:
         for layer in layers:
             layer(row)
 
     multiply_seconds = _decode_seconds(multiply, device)
+    yield
     token_bytes = 2 * info.num_kv_heads * info.head_dim * info.kv_element_bytes
     sizes = sizes_on(device, backend)
     # Whole blocks, as a table has them.
@@ -131,6 +155,7 @@ def probe_decode_rates(
     else:
         attend = _attention(info, device, backend, 1, stored_tokens)
     attend_seconds = _decode_seconds(attend, device)
+    yield
     lone_seconds = _lone_seconds(multiply, multiply_seconds, transport, device)
     weight_bytes = len(layers) * layer_bytes
     return DecodeRates(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,7 @@ from ringserve.cp_core.transport.interface import RingTransport
 from ringserve.views import RingRates
 from ringserve.workers.decode.batch import BatchState
 from ringserve.workers.decode.graphs import GraphRunner, PromptRunner
-from ringserve.workers.decode.loop import FollowingLoop, LeadingLoop, LoopWork
+from ringserve.workers.decode.loop import FollowingLoop, LeadingLoop, LoopWork, Measurement
 from ringserve.workers.decode.messages import LEADER, HeaderChannel
 from ringserve.workers.decode.prompts import DecodePrompts
 from ringserve.workers.decode.step import DecodePass
@@ -44,7 +44,7 @@ from ringserve.workers.protocol.steps import DecodeCommand, DecodeEvents, Prefil
 from ringserve.workers.protocol.transfers import BlockPair, KvEnds, KvExpect, KvSend, TransferKey, TransferReport
 from ringserve.workers.rank.joining import RankRings, RingJoining
 from ringserve.workers.rank.parts import RankParts, load_parts, parts_of
-from ringserve.workers.rank.probe import probe_decode_rates, probe_rates
+from ringserve.workers.rank.probe import finished, probe_decode_rates, probe_rates
 from ringserve.workers.sampling.sampler import sample_rows
 
 # A decode loop sends its last header within a heartbeat of its stop; after this time it is ended from outside.
@@ -163,7 +163,7 @@ class RankWorker:
         Collective.
         """
         with self._compute() as ring:
-            rates, parts = self._probe(ring), self.parts
+            rates, parts = finished(self._probe(ring)), self.parts
             settings, model = parts.spec.settings, parts.choose_variant.share_weights(parts.model, ring)
             self._started = replace(parts, model=model)
             if settings.packs_weights:
@@ -179,16 +179,18 @@ class RankWorker:
     def probe_between_steps(self, timeout: float) -> RingRates:
         """Measure as `probe` does, in the decode loop of all ranks; for the first rank. `timeout` in seconds.
 
-        The loop computes nothing else meanwhile. Raises Unavailable.
+        Between its parts the loop computes steps. Raises Unavailable.
         """
         return self.parts.mailbox.ask_rates(timeout)
 
-    def _probe(self, ring: RingTransport) -> RingRates:
+    def _probe(self, ring: RingTransport) -> Generator[None, None, RingRates]:
         parts = self.parts
         share, device = parts.model.share, parts.cache.device
-        rates = probe_rates(share, device, parts.backend, ring)
+        rates = yield from probe_rates(share, device, parts.backend, ring)
+        yield
         block_tokens = parts.cache.block_tokens
-        parts.choose_variant.measured(probe_decode_rates(rates, share, device, parts.backend, ring, block_tokens))
+        of_decode = yield from probe_decode_rates(rates, share, device, parts.backend, ring, block_tokens)
+        parts.choose_variant.measured(of_decode)
         return rates
 
     def follow_decode_variant(self, policy: str) -> None:
@@ -316,7 +318,7 @@ class RankWorker:
             step = DecodePass(parts.model, ring, parts.cache, parts.backend, batch, self._clock, control, self._runner)
             prompts = DecodePrompts(parts.model, ring, parts.cache, parts.backend, self._clock, control, self._prompts)
             channel = HeaderChannel(self._rings.header_hops, spec.settings.max_batch, MAX_DRAFTS if drafts else 0)
-            work = LoopWork(batch, step, prompts, partial(self._probe, ring), self._give_back)
+            work = LoopWork(batch, step, prompts, Measurement(partial(self._probe, ring)), self._give_back)
             try:
                 if spec.rank == LEADER:
                     lead = LeadingLoop(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -131,6 +131,12 @@ def traced_once(body: Module, device: torch.device, backend: str, columns: int) 
 TRACE = compiler.trace
 
 
+def measured_at_once(*_: object) -> Generator[None, None, RingRates]:
+    """Be a measurement of a ring without parts."""
+    yield from ()
+    return RATES
+
+
 @contextmanager
 def recording(
     recorder: KeptFunctions | Sequence[KeptFunctions],
@@ -147,7 +153,7 @@ def recording(
     recorders = itertools.repeat(recorder) if isinstance(recorder, KeptFunctions) else iter(recorder)
     with monkeypatch.context() as patch:
         patch.setattr(rank_parts, "compilation_of", lambda _: graphs.Compilation(backend, next(recorders)))
-        patch.setattr(RankWorker, "_probe", lambda *_: RATES)
+        patch.setattr(RankWorker, "_probe", measured_at_once)
         patch.setattr(graphs, "RecordedPieces", PoisonedPieces)
         patch.setattr(compiler, "trace", traced_once)
         if is_whole:

@@ -6,9 +6,10 @@ Rings of several ranks have messages on the streams of their devices, as NCCL's 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -320,9 +321,13 @@ def test_a_step_of_another_variant_waits_for_the_tokens_before_it(
 def test_prompts_and_measurements_of_a_ring_come_between_steps_that_are_done(
     model_paths: Models, oracles: Oracles, streams: list[LazyStream], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    steps = dict[int, list[int]]()
 
-    def measured(_: RankWorker, ring: RingTransport) -> RingRates:
-        assert streams[ring.rank].is_idle
+    def measured(worker: RankWorker, ring: RingTransport) -> Generator[None, None, RingRates]:
+        for _ in range(3):
+            assert streams[ring.rank].is_idle
+            steps.setdefault(ring.rank, []).append(worker._progress.steps)
+            yield
         return RATES
 
     monkeypatch.setattr(RankWorker, "_probe", measured)
@@ -343,6 +348,9 @@ def test_prompts_and_measurements_of_a_ring_come_between_steps_that_are_done(
                     assert ring.workers[0].probe_between_steps(WAIT_SECONDS) == RATES
     assert told == {name: oracles["llama_gqa"].greedy(prompt, 30) for name, prompt in prompts.items()}
     assert all(stream.left.count(2) > 10 for stream in streams[:2])
+    for counts in steps.values():
+        assert all(later > earlier for earlier, later in pairwise(counts)), "a measurement lets steps between its parts"
+    assert steps.keys() == {0, 1}
 
 
 def tokens_of(ring: LocalRing) -> list[int | None]:

@@ -20,7 +20,7 @@ from ringserve.views import RingRates
 from ringserve.workers.model.info import read_model_info
 from ringserve.workers.protocol.ranks import ModelInfo
 from ringserve.workers.rank import probe
-from ringserve.workers.rank.probe import GPU_SIZES, ProbeSizes, probe_decode_rates, probe_rates, sizes_on
+from ringserve.workers.rank.probe import GPU_SIZES, ProbeSizes, finished, probe_decode_rates, probe_rates, sizes_on
 from tests.workers.models import save_model
 
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelInfo:
 
 def decode_rate(backend: AttentionBackend, info: ModelInfo, block_tokens: int) -> float:
     (ring,) = InProcessRing(1).transports
-    return probe_decode_rates(RATES, info, CPU, backend, ring, block_tokens).kv_bytes_per_second
+    return finished(probe_decode_rates(RATES, info, CPU, backend, ring, block_tokens)).kv_bytes_per_second
 
 
 def test_decode_is_measured_over_block_tables_where_these_serve(small: ModelInfo) -> None:
@@ -88,7 +88,7 @@ def test_decode_is_measured_over_one_run_where_no_kernel_follows_tables(
 def test_prefill_is_measured_with_many_queries(small: ModelInfo) -> None:
     backend = Tables()
     (ring,) = InProcessRing(1).transports
-    assert probe_rates(small, CPU, backend, ring).attention_flops > 0.0
+    assert finished(probe_rates(small, CPU, backend, ring)).attention_flops > 0.0
     assert backend.unpaged == {(6, 9)}
 
 
@@ -139,7 +139,7 @@ def test_ranks_that_share_cores_measure_how_fast_one_is_alone(
         with_others = itertools.cycle(together)
         windows = ((runs, alone) if transport.rank == 0 else (runs,) for runs in with_others)
         kinds.left = itertools.chain([SHORT, SHORT], itertools.chain.from_iterable(windows))
-        return probe_rates(small, CPU, ReferenceAttention(), transport)
+        return finished(probe_rates(small, CPU, ReferenceAttention(), transport))
 
     with ThreadPoolExecutor(3) as threads:
         found = list(threads.map(measure, InProcessRing(3).transports))
