@@ -45,7 +45,6 @@ from ringserve.orchestration.ring.polls import Polls, listen_for_polls, polls_of
 from ringserve.views import RingRates
 from ringserve.workers.kv.arrivals import Arrivals
 from ringserve.workers.protocol.ranks import (
-    RANK_NICENESS,
     RankEndpoints,
     RankInfo,
     RankSettings,
@@ -67,6 +66,8 @@ log = logging.getLogger(__name__)
 POLLS_SECONDS = 5.0
 """Seconds in which a leader and a rank connect for polls."""
 
+RANK_NICENESS = 15
+"""Nice value of a rank, which is Ray's own for all its workers: router and leaders come before what computes."""
 LEASE_SECONDS = 180.0
 """Seconds after which a rank without a leader ends: long enough for another to start, also with another head's pod."""
 LEASE_LOOK_SECONDS = 15.0
@@ -142,7 +143,6 @@ class RankActor:
     def start(self, spec: RankSpec) -> RankInfo:
         """Start the rank, which listens at its node's address unless the settings name another."""
         self._incarnation, self._settings = spec.incarnation, spec.settings
-        give_way(spec.settings.niceness)
         listen_host = spec.settings.listen_host or ray.util.get_node_ip_address()
         return self._worker.start(replace(spec, settings=replace(spec.settings, listen_host=listen_host)))
 
@@ -223,13 +223,13 @@ def _make_worker() -> RankWorker:
     return RankWorker()
 
 
-def give_way(least: int = RANK_NICENESS) -> None:
-    """Give all threads of this process a nice value of `least` or more, and those that they begin."""
+def give_way() -> None:
+    """Give all threads of this process the nice value of a rank, and those that they begin."""
     tasks = Path("/proc/self/task")
     for thread in (int(each.name) for each in tasks.iterdir()) if tasks.exists() else (0,):
         with suppress(ProcessLookupError):
             niceness = os.getpriority(os.PRIO_PROCESS, thread)
-            os.setpriority(os.PRIO_PROCESS, thread, max(niceness, least))
+            os.setpriority(os.PRIO_PROCESS, thread, max(niceness, RANK_NICENESS))
 
 
 def beside_others(work: Callable[[], T]) -> T:

@@ -15,7 +15,7 @@ from ringserve.cp_core.cost.sparse import SparseLosses
 from ringserve.orchestration.protocol.rings import RingSettings
 from ringserve.services.config import Config
 from ringserve.services.config.sections import Pool
-from ringserve.workers.protocol.ranks import PREFILL_NICENESS, RANK_NICENESS, ModelInfo, RankSettings
+from ringserve.workers.protocol.ranks import ModelInfo, RankSettings
 
 if TYPE_CHECKING:
     from ringserve.services.cluster.running import RunningLeader, RunningRouter
@@ -131,7 +131,6 @@ class LeaderHost:
                 max_batch=config.decode.max_batch,
                 cores=self._cores(),
                 least_share=config.decode.least_share,
-                niceness=PREFILL_NICENESS if self.role == "prefill" else RANK_NICENESS,
                 drafts=self.role == "decode" and config.decode.drafts == "on",
                 draft_model=config.decode.draft_model if self.role == "decode" else "",
                 draft_context=config.decode.draft_context,

@@ -29,9 +29,6 @@ WAIT_POLICY = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "2000"}
 """Of OpenMP's threads. By default one that waits for another spins, which keeps that other from a core that both need:
 ranks have more threads than the machine has cores. One that sleeps at once has to be woken for each of the 150 parts of
 a decode step. So a thread looks for some 0.05 ms before it sleeps."""
-RANK_NICENESS, PREFILL_NICENESS = 10, 15
-"""Nice values of a rank and of one that computes prompts: router and leaders come before what computes, and a decode
-step, which is short and after which others have the cores (`least_share`), comes before a prompt."""
 
 
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -55,14 +52,14 @@ class RankSettings:
     `ring_transport` can, and ranks then accept each other by certificate only. `packs_weights` orders the weights for
     the kernels of CPUs, once the ring is measured, `packs_head` those of the head as well, as decode steps gain by. On
     "cuda" a process has `gpus_per_rank` of a GPU: with less than 1, several share it. `kv_carrier` moves KV to other
-    rings: `sockets`, `nixl` by slots of `kv_slot_bytes`, or `auto`, which is NIXL on "cuda" where it is installed, and
-    sockets to ranks that it does not reach. With `drafts` decode steps check guesses of the next tokens, from the text
-    or by `draft_model`, a directory, which sees the newest `draft_context` tokens. Ranks with the same `cores`, unless
-    it is empty, share them: decode steps have `least_share` of the time while a prefill rank computes. `niceness` is
-    the least nice value of the process. `compile` is one of COMPILE_POLICIES, `quantization` one of QUANTIZATIONS. If
-    `fingerprint` is given, a rank refuses to load a model with another one. Two are for comparisons, and such ranks
-    hand over no KV: `replicates_kv` allows more processes than KV heads, and with `scatters_rows` each process has its
-    share of the rows between attention and MLP.
+    rings: `sockets`, `nixl` by slots of `kv_slot_bytes`, or `auto`, which is NIXL on "cuda" where it is installed,
+    and sockets to ranks that it does not reach. With `drafts` decode steps
+    check guesses of the next tokens, from the text or by `draft_model`, a directory, which sees the newest
+    `draft_context` tokens. Ranks with the same `cores`, unless it is empty, share them: decode steps have `least_share`
+    of the time while a prefill rank computes. `compile` is one of COMPILE_POLICIES, `quantization` one of
+    QUANTIZATIONS. If `fingerprint` is given, a rank refuses to load a model with another one. Two are for comparisons,
+    and such ranks hand over no KV: `replicates_kv` allows more processes than KV heads, and with `scatters_rows` each
+    process has its share of the rows between attention and MLP.
     """
 
     model_path: str
@@ -84,7 +81,6 @@ class RankSettings:
     max_batch: int = 32
     cores: str = ""
     least_share: float = 1.0
-    niceness: int = RANK_NICENESS
     drafts: bool = False
     draft_model: str = ""
     draft_context: int = 2048

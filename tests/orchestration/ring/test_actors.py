@@ -19,7 +19,7 @@ import ray
 from ringserve.cp_core.errors import StaleIncarnation, Unavailable
 from ringserve.orchestration.ring import actors
 from ringserve.orchestration.ring.actors import RayRank, RayRanks
-from ringserve.workers.protocol.ranks import PREFILL_NICENESS, RANK_NICENESS, WAIT_POLICY, RankSettings, RankSpec
+from ringserve.workers.protocol.ranks import WAIT_POLICY, RankSettings, RankSpec
 from tests.waiting import WAIT_SECONDS, eventually
 
 
@@ -166,7 +166,7 @@ class _Worker:
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> _Worker:
     worker = _Worker()
-    monkeypatch.setattr(actors, "give_way", lambda least=0: None)
+    monkeypatch.setattr(actors, "give_way", lambda: None)
     monkeypatch.setattr(actors, "LEASE_SECONDS", 1e6)
     monkeypatch.setattr(actors, "_make_worker", lambda: worker)
     return worker
@@ -256,7 +256,6 @@ end = threading.Event()
 waiting = threading.Thread(target=end.wait)
 waiting.start()
 actors.give_way()
-actors.give_way(int(sys.argv[1]))
 later = threading.Thread(target=lambda: print(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
 later.start()
 later.join()
@@ -266,12 +265,11 @@ end.set()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a priority for each thread")
-@pytest.mark.parametrize("asked", [0, PREFILL_NICENESS])
-def test_all_threads_of_a_rank_leave_processors_to_router_and_leaders(asked: int) -> None:
-    command = [sys.executable, "-c", GIVES_WAY, str(asked)]
+def test_all_threads_of_a_rank_leave_processors_to_router_and_leaders() -> None:
+    command = [sys.executable, "-c", GIVES_WAY]
     ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=WAIT_SECONDS)
     found = ended.stdout.split()
-    least = max(RANK_NICENESS, asked, os.getpriority(os.PRIO_PROCESS, 0))
+    least = max(actors.RANK_NICENESS, os.getpriority(os.PRIO_PROCESS, 0))
     assert len(found) >= 3
     assert {int(each) for each in found} == {least}
 

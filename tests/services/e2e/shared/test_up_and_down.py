@@ -13,8 +13,8 @@ import grpc
 import psutil
 import pytest
 
+from ringserve.orchestration.ring.actors import RANK_NICENESS
 from ringserve.services.cluster import fork_server
-from ringserve.workers.protocol.ranks import PREFILL_NICENESS, RANK_NICENESS
 from tests.services.e2e.cluster import Cluster, Inference, Ringserve, ids, options_of, wait_until
 from tests.services.e2e.terminal import Foreground, started
 from tests.waiting import START_SECONDS
@@ -121,9 +121,7 @@ def test_processes_show_what_they_are(cluster: Cluster) -> None:
     assert not {title for title in actors if "Actor" in title}
     own = psutil.Process(cluster.pid).nice()
     assert {actors[name].nice() for name in others} == {own}
-    for name in ranks:
-        least = PREFILL_NICENESS if name.startswith("prefill") else RANK_NICENESS
-        assert actors[name].nice() == max(own, least), "router and leaders come first, then those that decode"
+    assert {actors[name].nice() for name in ranks} == {max(own, RANK_NICENESS)}, "router and leaders come first"
     (parent,) = {actors[name].ppid() for name in others | ranks}
     assert fork_server.__name__ in psutil.Process(parent).cmdline(), "they are forked"
 
