@@ -88,12 +88,9 @@ def start_own_ray(
     tame_output()
     for name, value in RAY_DEFAULTS.items():
         os.environ.setdefault(name, value)
-    os.environ.pop(SOCKET_VARIABLE, None)
-    if forks is not None:
-        os.environ[SOCKET_VARIABLE] = str(forks.path)
     others = set(psutil.Process().children())
     try:
-        with keeping_handlers(), _starting_little():
+        with keeping_handlers(), _starting_little(forks):
             ray.init(
                 address="local",
                 namespace=namespace,
@@ -112,19 +109,23 @@ def start_own_ray(
 
 
 @contextlib.contextmanager
-def _starting_little() -> Iterator[None]:
+def _starting_little(forks: ForkServer | None) -> Iterator[None]:
     """Let Ray start neither its autoscaler nor its dashboard, and its log monitor last; `ray.init` has no option.
 
     An own Ray has no use for the first two. Each of the three is a process of 50 MB that imports Ray, and `ray.init`
     waits for the raylet's agents, which import it at the same time. It looks for them once a second: here it comes back
-    from the start of the raylet when they are there.
+    from the start of the raylet when they are there. With `forks` the raylet asks that server for its workers.
     """
     before = {name: vars(node.Node)[name] for name in (*UNUSED, LOG_MONITOR, RAYLET) if name in vars(node.Node)}
 
     def start_raylet(started: Any, *arguments: Any, **options: Any) -> None:
-        if SOCKET_VARIABLE in os.environ:
+        if forks is not None and hasattr(started, "_ray_params"):
             started._ray_params.setup_worker_path = fork_server.__file__
-        before[RAYLET](started, *arguments, **options)
+            os.environ[SOCKET_VARIABLE] = str(forks.path)  # for the raylet alone
+        try:
+            before[RAYLET](started, *arguments, **options)
+        finally:
+            os.environ.pop(SOCKET_VARIABLE, None)
         deadline = time.monotonic() + AGENTS_SECONDS
         while not started.get_gcs_client().get_all_node_info(AGENTS_SECONDS) and time.monotonic() < deadline:
             time.sleep(AGENTS_LOOK_SECONDS)
