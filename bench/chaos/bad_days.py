@@ -30,6 +30,7 @@ from ringserve.client import Sampling
 from ringserve.client.async_client import AsyncClient
 from ringserve.cp_core.errors import ConfigError, RingserveError, Unavailable
 from ringserve.services.cluster.state import DIRECTORY_PREFIX, GONE
+from ringserve.workers.model.shared import shared_directory
 from ringserve.services.offline.terminal import console, listing, print_table
 
 HELP = """Kills a process of Ray itself, fills the disk, feeds the gateway 24 MB, opens 700 silent connections, floods
@@ -422,8 +423,9 @@ def title(process: psutil.Process) -> str:
 
 
 def own_directories(day: BadDay) -> list[str]:
-    """Return directories of Ray in the temporary directory of the scenario."""
-    return [path.name for path in (day.folder / "t").glob(f"{DIRECTORY_PREFIX}*")]
+    """Return directories of Ray in the temporary directory of the scenario; that of shared memory is the user's."""
+    names = (path.name for path in (day.folder / "t").glob(f"{DIRECTORY_PREFIX}*"))
+    return [name for name in names if name != shared_directory().name]
 
 
 SCENARIOS: Mapping[str, Callable[[BadDay], Awaitable[Verdict]]] = {
