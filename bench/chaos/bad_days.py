@@ -30,8 +30,8 @@ from ringserve.client import Sampling
 from ringserve.client.async_client import AsyncClient
 from ringserve.cp_core.errors import ConfigError, RingserveError, Unavailable
 from ringserve.services.cluster.state import DIRECTORY_PREFIX, GONE
-from ringserve.workers.model.shared import shared_directory
 from ringserve.services.offline.terminal import console, listing, print_table
+from ringserve.workers.model.shared import shared_directory
 
 HELP = """Kills a process of Ray itself, fills the disk, feeds the gateway 24 MB, opens 700 silent connections, floods
 it as one tenant, reads answers slowly, takes memory from a rank, kills several processes at once, sets the clock, kills
