@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 
-if __name__ == "__main__":
+if __name__ == "__main__" and not sys.flags.safe_path:
     sys.path.pop(0)  # the folder of this file, some of whose modules are called like Python's own
 
 # Nothing else here: each worker imports it.

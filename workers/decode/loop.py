@@ -427,8 +427,8 @@ class LeadingLoop:
     def _next_header(self) -> Header:
         """Take commands and make the next header; wait for commands while there is nothing to compute, or a pause."""
         is_idle = not len(self._batch)
-        # A step comes between two parts of a measurement.
-        self._measures = self._mailbox.wants_rates and (is_idle or not self._measures)
+        # Between two parts of a measurement comes a step, of sequences that have come meanwhile, too.
+        self._measures = self._mailbox.wants_rates and not self._measures
         if self._measures:
             return Header(HeaderKind.PROBE)
         seconds = 0.0

@@ -6,7 +6,9 @@ Rings of several ranks have messages on the streams of their devices, as NCCL's 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -349,8 +351,40 @@ def test_prompts_and_measurements_of_a_ring_come_between_steps_that_are_done(
     assert told == {name: oracles["llama_gqa"].greedy(prompt, 30) for name, prompt in prompts.items()}
     assert all(stream.left.count(2) > 10 for stream in streams[:2])
     for counts in steps.values():
+        assert len(counts) == 3
         assert all(later > earlier for earlier, later in pairwise(counts)), "a measurement lets steps between its parts"
     assert steps.keys() == {0, 1}
+
+
+def test_a_sequence_that_comes_to_an_idle_ring_waits_for_a_part_of_a_measurement_at_most(
+    model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_begun, has_come = threading.Event(), threading.Event()
+    steps = list[int]()
+
+    def measured(worker: RankWorker, _: RingTransport) -> Generator[None, None, RingRates]:
+        has_begun.set()
+        assert has_come.wait(WAIT_SECONDS)
+        before = worker._progress.steps
+        yield
+        steps.append(worker._progress.steps - before)
+        return RATES
+
+    monkeypatch.setattr(RankWorker, "_probe", measured)
+    prompt, sampling = random_tokens(9), SamplingParameters(max_tokens=6)
+    with ring_of(model_paths["llama_gqa"], 1) as ring, ThreadPoolExecutor(1) as threads:
+        conversation = ring.open("a", 32)
+        told = [ring.prefill([Turn(conversation, prompt, sampling)])["a"]]
+        ring.start_decode()
+        rates = threads.submit(ring.workers[0].probe_between_steps, WAIT_SECONDS)
+        assert has_begun.wait(WAIT_SECONDS)
+        ring.admit(conversation, told[0], sampling)
+        has_come.set()
+        while len(told) < 6:
+            told += [event.token_id for event in ring.next_events() if event.token_id is not None]
+        assert rates.result(WAIT_SECONDS) == RATES
+    assert steps == [1]
+    assert told == oracles["llama_gqa"].greedy(prompt, 6)
 
 
 def tokens_of(ring: LocalRing) -> list[int | None]:
