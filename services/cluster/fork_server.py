@@ -32,8 +32,10 @@ from typing import Any
 
 SOCKET_VARIABLE = "RINGSERVE_FORK_SERVER"
 """Variable with the path of the server's socket."""
-ANSWER_SECONDS = 30.0
-"""Seconds for an answer of the server, which may still be importing, and for the rest of a request."""
+ANSWER_SECONDS = 45.0
+"""Seconds for an answer of the server, which may still be importing, and for the rest of a request. Ray gives a worker
+60 s to start, and then starts another.
+"""
 MAX_WAITING = 64
 """Workers that wait for the server at a time; more start as Ray would start them."""
 MODULES = (
