@@ -423,7 +423,7 @@ def title(process: psutil.Process) -> str:
 
 
 def own_directories(day: BadDay) -> list[str]:
-    """Return directories of Ray in the temporary directory of the scenario; that of shared memory is the user's."""
+    """Return directories of Ray in the temporary directory of the scenario, without the one of shared memory."""
     names = (path.name for path in (day.folder / "t").glob(f"{DIRECTORY_PREFIX}*"))
     return [name for name in names if name != shared_directory().name]
 

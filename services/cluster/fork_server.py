@@ -114,20 +114,28 @@ def serve(listener: socket.socket) -> None:
 
 
 def _load() -> None:
-    """Import what does not import Ray. What cannot be imported is left to the workers, which say why."""
-    with suppress(Exception):
+    """Import what does not import Ray. What cannot be imported is left to the workers."""
+    try:
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads begin when it is imported
         os.environ.update(import_module("ringserve.workers.protocol.ranks").rank_variables(os.environ))
         for name in MODULES:
             import_module(name)
         import_module("ringserve.workers.model.hugging_face").prepare_conversions()
+    except Exception as error:
+        _tell(error)
 
 
 def _load_ray() -> None:
     """Import the rest. Ray keeps some variables as they are now, so the environment is one of a worker."""
-    with suppress(Exception):
+    try:
         for name in RAY_MODULES:
             import_module(name)
+    except Exception as error:
+        _tell(error)
+
+
+def _tell(error: Exception) -> None:
+    print(f"ringserve: each of Ray's workers imports the rest by itself: {error}", file=sys.stderr, flush=True)
 
 
 def _receive(connection: socket.socket, files: list[int]) -> dict[str, Any]:

@@ -146,7 +146,7 @@ class GatewayKeeper:
         self._spare = _Process(self._command(replace(self.settings, is_spare=True)))
 
     def start(self, router: str = "") -> None:
-        """Let the loaded process serve; if there is none, start one. A `router` replaces that of the settings."""
+        """Let the loaded process serve, or start one. If `router` is given, it replaces the settings' router."""
         self.settings = replace(self.settings, router=router or self.settings.router)
         if self._spare is None:
             self._process = _Process(self._command(self.settings))

@@ -430,6 +430,9 @@ class LocalCluster:
         while not self._stopped.wait(POLL_SECONDS):
             if (now := time.monotonic()) - looked_at > RAY_SECONDS:
                 looked_at = now
+                if self._forks is not None and self._forks.process.poll() is not None:
+                    log.warning("the process that forks Ray's workers has ended; those to come start more slowly")
+                    self._end_forks()
                 if ended := find_ended(self._own_ray):
                     raise Unavailable(f"Ray's {ended} has ended, and all rings with it")
             event = self._router.look()

@@ -1,4 +1,4 @@
-"""Workers that a server forks are what Ray would have started, and Ray starts them where it cannot."""
+"""A forked worker is like one that Ray starts. Where a server cannot fork, Ray starts the worker."""
 
 from __future__ import annotations
 

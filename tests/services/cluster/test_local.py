@@ -23,6 +23,7 @@ from ringserve.services.cluster.fork_server import ForkServer
 from ringserve.services.cluster.local import LocalCluster
 from ringserve.services.cluster.stopping import StopRequest
 from ringserve.services.config import config_from
+from tests.waiting import WAIT_SECONDS
 
 CONFIG = config_from({"gateway": {"listen": "127.0.0.1:0", "http": "", "metrics": ""}})
 VANISHED = FileNotFoundError(2, "No such file or directory")
@@ -99,6 +100,23 @@ def test_a_cluster_whose_ray_has_ended_says_so(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(cluster, "_router", SimpleNamespace(process=None))
     with pytest.raises(Unavailable, match="Ray's raylet has ended, and all rings with it"):
         cluster.watch()
+    cluster.stop()
+
+
+def test_a_fork_server_that_has_ended_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(local, "find_ended", lambda processes: "raylet")  # which ends the watch
+    cluster = LocalCluster(CONFIG)
+    forks = ForkServer(tmp_path)
+    forks.process.kill()
+    forks.process.wait(WAIT_SECONDS)
+    monkeypatch.setattr(cluster, "_forks", forks)
+    monkeypatch.setattr(cluster, "_router", SimpleNamespace(process=None))
+    with pytest.raises(Unavailable, match="Ray's raylet"):
+        cluster.watch()
+    assert "the process that forks Ray's workers has ended" in caplog.text
+    assert cluster._forks is None
     cluster.stop()
 
 
