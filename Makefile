@@ -94,13 +94,19 @@ distclean: clean ## remove .venv as well
 
 # torch is installed first and by its exact version: together with the rest, or by a range, pip may choose several
 # gigabytes of CUDA packages although a CPU build is available.
-$(USER_READY): pyproject.toml proto/pyproject.toml constraints.txt hatch_build.py cp_core/attention/native.cpp
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ringserve needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
-	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	$(PIP) install "$$(grep '^torch==' constraints.txt)" -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
-	$(PIP) install -e proto -e . -c constraints.txt
+define install
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ringserve needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+$(PIP) install "$$(grep '^torch==' constraints.txt)" -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+$(PIP) install -e proto -e "$(1)" -c constraints.txt
+endef
+
+SOURCES := pyproject.toml proto/pyproject.toml constraints.txt hatch_build.py cp_core/attention/native.cpp
+
+$(USER_READY): $(SOURCES)
+	$(call install,.)
 	@touch $@
 
-$(DEV_READY): $(USER_READY)
-	$(PIP) install -e proto -e ".[dev]" -c constraints.txt
-	@touch $@
+$(DEV_READY): $(SOURCES)
+	$(call install,.[dev])
+	@touch $(USER_READY) $@

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import grpc
 import pytest
-from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from ringserve.services.auth.authenticator import Authenticator
@@ -27,6 +27,9 @@ from ringserve.workers.model.builtin import write_tokenizer
 from tests.orchestration.service import Service
 from tests.waiting import WAIT_SECONDS, eventually
 from tests.workers.models import Oracle, save_model
+
+if TYPE_CHECKING:
+    from anthropic import AsyncAnthropic
 
 MODEL = "tiny-model"
 CALL_SECONDS = WAIT_SECONDS
@@ -99,6 +102,8 @@ class LocalGateway:
 
     def anthropic(self, **options: object) -> AsyncAnthropic:
         """Anthropic's own client, as `openai`."""
+        from anthropic import AsyncAnthropic  # here: its import takes two seconds in each process that collects tests
+
         settings: dict[str, object] = {"api_key": "unused", "max_retries": 0, "timeout": CALL_SECONDS}
         return AsyncAnthropic(base_url=self.url, **settings | options)  # type: ignore[arg-type]
 

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry
@@ -150,7 +150,7 @@ class HttpApi:
     @property
     def app(self) -> ASGIApp:
         api = self.routes
-        document = self._constant(JSONResponse(describe_api(api, package_version())))
+        document = self._constant(lambda: JSONResponse(describe_api(api, package_version())))
         routes = [*api, Route("/openapi.json", document), *(page_routes() if self._has_page else ())]
         return Starlette(
             routes=routes,
@@ -167,7 +167,7 @@ class HttpApi:
     def routes(self) -> list[ApiRoute]:
         """Routes that /openapi.json describes."""
         post, get, delete = (partial(ApiRoute, method) for method in ("POST", "GET", "DELETE"))
-        version = self._constant(JSONResponse({"version": package_version()}))
+        version = self._constant(lambda: JSONResponse({"version": package_version()}))
         return [
             post("/v1/chat/completions", self._chat, "Answer a chat.", models.ChatRequest),
             post("/v1/completions", self._completion, "Continue a text or tokens.", models.CompletionRequest),
@@ -225,12 +225,16 @@ class HttpApi:
             )
         ]
 
-    def _constant(self, response: Response) -> Callable[[Request], Awaitable[Response]]:
-        """Return an endpoint that sends every authenticated caller the same response."""
+    def _constant(self, make: Callable[[], Response]) -> Callable[[Request], Awaitable[Response]]:
+        """Return an endpoint that sends every authenticated caller the same response, made when it is first asked for.
+
+        The API's description takes 0.1 s to make, which a gateway that starts does not have.
+        """
+        made = cache(make)
 
         async def answer(request: Request) -> Response:
             self._caller(request)
-            return response
+            return await asyncio.to_thread(made)
 
         return answer
 

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx2
 import pytest
 
@@ -64,8 +63,8 @@ async def test_messages_are_answered_exactly_whole_and_streamed(
     text = codec.decode(oracle.greedy(prompt, 7))
     for message in (answer, streamed):
         (block,) = message.content
-        assert isinstance(block, anthropic.types.TextBlock)
-        assert (block.text, message.stop_reason, message.stop_sequence) == (text, "max_tokens", None)
+        assert block.type == "text"
+        assert (block.to_dict()["text"], message.stop_reason, message.stop_sequence) == (text, "max_tokens", None)
         usage = message.usage
         assert (usage.input_tokens, usage.output_tokens) == (len(prompt) - (usage.cache_read_input_tokens or 0), 7)
     assert counted.input_tokens == len(prompt)
@@ -102,7 +101,7 @@ async def test_a_stop_sequence_is_named(gateway: LocalGateway, codec: TextCodec,
         )
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", stop)
     (block,) = answer.content
-    assert isinstance(block, anthropic.types.TextBlock)
+    assert block.type == "text"
     assert block.text == expected[: expected.index(stop)]
 
 
@@ -115,12 +114,12 @@ async def test_a_tool_loop_of_the_client_whole_and_streamed(hermes: LocalGateway
         for message in (whole, streamed):
             assert message.stop_reason == "tool_use"
             for call in message.content:
-                assert isinstance(call, anthropic.types.ToolUseBlock)
+                assert call.type == "tool_use"
                 assert call.name == "paint"
                 assert isinstance(call.input, dict)
                 assert call.input["colour"] in ("red", "green")
         call = whole.content[0]
-        assert isinstance(call, anthropic.types.ToolUseBlock)
+        assert call.type == "tool_use"
         result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "done"}]}
         history = [
             *ASKED["messages"],
@@ -168,9 +167,11 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str, str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 async def test_a_refusal_has_anthropics_shape(gateway: LocalGateway, name: str) -> None:
+    from anthropic import APIStatusError  # here, as in `LocalGateway.anthropic`
+
     change, status, kind, sentence = REFUSED[name]
     async with gateway.anthropic() as client:
-        with pytest.raises(anthropic.APIStatusError) as caught:
+        with pytest.raises(APIStatusError) as caught:
             await client.post("/v1/messages", cast_to=dict[str, Any], body=ASKED | change)
     assert caught.value.status_code == status
     body: Any = caught.value.body
@@ -181,6 +182,8 @@ async def test_a_refusal_has_anthropics_shape(gateway: LocalGateway, name: str) 
 
 
 async def test_the_clients_key_is_a_token(model_path: Path, codec: TextCodec, tmp_path: Path) -> None:
+    from anthropic import AuthenticationError
+
     tokens = tmp_path / "tokens.yaml"
     tenants = [{"name": "ann", "tokens": [{"sha256": hash_token("secret")}]}]
     tokens.write_text(json.dumps({"tenants": tenants}))
@@ -189,7 +192,7 @@ async def test_the_clients_key_is_a_token(model_path: Path, codec: TextCodec, tm
             answer = await client.messages.create(model=MODEL, max_tokens=1, messages=HELLO)
             assert answer.usage.output_tokens == 1
         async with gateway.anthropic(api_key="wrong") as client:
-            with pytest.raises(anthropic.AuthenticationError):
+            with pytest.raises(AuthenticationError):
                 await client.messages.create(model=MODEL, max_tokens=1, messages=HELLO)
 
 
