@@ -116,7 +116,7 @@ def test_every_shape_matches_the_oracle(
     page_tokens=st.sampled_from([1, 16, 64]),
     num_splits=st.sampled_from([1, 2, 5, 17]),
 )
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_any_lengths_over_any_pages_in_any_splits_match_the_oracle(
     lengths: list[int], page_tokens: int, num_splits: int
 ) -> None:
@@ -131,7 +131,7 @@ def test_any_lengths_over_any_pages_in_any_splits_match_the_oracle(
     page_tokens=st.sampled_from([1, 16, 64]),
     num_splits=st.sampled_from([0, 1, 3, 17]),
 )
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_a_window_hides_the_first_tokens_whose_pages_are_not_read(
     lengths: list[int], window: int, page_tokens: int, num_splits: int
 ) -> None:
@@ -155,7 +155,7 @@ def test_a_window_hides_the_first_tokens_whose_pages_are_not_read(
     num_splits=st.sampled_from([0, 1, 3, 17]),
     num_heads=st.sampled_from([2, 3, 8]),
 )
-@settings(max_examples=15)
+@settings(max_examples=10)
 def test_queries_of_one_sequence_are_attended_together(
     sequences: list[tuple[int, int]], window: int, num_padding: int, num_splits: int, num_heads: int
 ) -> None:
@@ -264,7 +264,7 @@ def test_the_backend_decodes_over_pages_of_any_size_and_reads_lengths_on_the_dev
     head_dim=st.sampled_from([1, 64, 80]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=20)
+@settings(max_examples=12)
 def test_any_parts_merge_as_plain_tensors_do(kinds: list[str], head_dim: int, seed: int) -> None:
     """Within 4e-7 of the largest number. Parts that attended nothing are NaN, in whole or in some rows."""
     generator = torch.Generator().manual_seed(seed)

@@ -85,8 +85,10 @@ def test_partial_prefill_wherever_the_cached_tokens_lie(size: int, num_cached: i
         [position % size for position in range(num_cached)],
         [draw.randrange(size) ** 2 // size for _ in range(num_cached)],
     ]
-    for cached_owner, new_tokens in itertools.product(homes, [1, size - 1, 2 * size + 1, 33]):
-        check([placed(new_tokens, cached_owner, list(range(size)))], size)
+    lengths = [1, size - 1, 2 * size + 1, 33]
+    for place, cached_owner in enumerate(homes):
+        for new_tokens in (lengths[place], lengths[place - num_cached % 3 - 1]):
+            check([placed(new_tokens, cached_owner, list(range(size)))], size)
 
 
 @pytest.mark.parametrize("slots", list(itertools.permutations(range(3))))
@@ -188,7 +190,7 @@ SINK = torch.tensor([0.5, -2.0, 4.0, 9.0])
     st.sampled_from([None, SINK]),
     st.integers(1, 3),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=70, deadline=None)
 def test_any_step_in_a_layer_with_a_window_and_sinks_matches_the_oracle(
     step: tuple[int, list[PlacedSequence]], window: int, sink: torch.Tensor | None, num_segments: int
 ) -> None:
@@ -203,7 +205,7 @@ def test_windows_about_as_long_as_what_is_attended_together(window: int) -> None
 
 
 @given(steps(), st.integers(2, 50))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_keys_that_all_rows_of_a_window_see_are_attended_without_a_mask(
     step: tuple[int, list[PlacedSequence]], window: int
 ) -> None:

@@ -102,7 +102,7 @@ prompt_lists = st.lists(
 chunk_sizes = st.sampled_from([1, 2, 3, 4, 7, 64, 256])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=70, deadline=None)
 @given(prompts=prompt_lists, chunk_tokens=chunk_sizes, budget=st.sampled_from([0.0, 20.0, 900.0]))
 def test_every_token_is_computed_once_and_no_step_breaks_its_limits(
     prompts: list[Prompt], chunk_tokens: int, budget: float

@@ -98,7 +98,7 @@ def foretell_seldom(monkeypatch: pytest.MonkeyPatch, answers: Mapping[str, list[
     monkeypatch.setattr(loop, "TextDrafter", SeldomForetold(answers, 0))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("num_ranks", "backend"), [(1, "auto"), (2, "reference"), (3, "auto"), (4, "reference")])
 @pytest.mark.parametrize(
     ("kind", "variant"),
     [
@@ -108,7 +108,6 @@ def foretell_seldom(monkeypatch: pytest.MonkeyPatch, answers: Mapping[str, list[
         (ALL_WINDOWED, HELIX),
     ],
 )
-@pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_any_drafts_give_the_tokens_of_one_process(
     kind: str,
     variant: str,

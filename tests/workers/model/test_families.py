@@ -44,11 +44,11 @@ def test_a_family_answers_as_transformers_does(
             history += new
             expected = oracle.logits(history)[-length:]
             torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
-        sampling = SamplingParameters(max_tokens=12)
+        sampling = SamplingParameters(max_tokens=6)
         ring.start_decode()
         first = int(expected[-1].argmax())
         following = ring.decode(conversation, first, sampling)
-    assert [first, *following] == oracle.greedy(history, 12)
+    assert [first, *following] == oracle.greedy(history, 6)
 
 
 @pytest.mark.parametrize("variant", ["gather", "pass_q", "helix"])
@@ -60,13 +60,13 @@ def test_a_family_with_scales_of_its_own_decodes_in_every_form(
     family: str, switches: dict[str, Any], variant: str, tmp_path: Path
 ) -> None:
     path = save_family(family, switches, tmp_path)
-    oracle, prompt, sampling = Oracle(path), random_tokens(2), SamplingParameters(max_tokens=16)
+    oracle, prompt, sampling = Oracle(path), random_tokens(2), SamplingParameters(max_tokens=10)
     with LocalRing(path, 3, decode_variant=variant) as ring:
         conversation = ring.open("a", 64)
         first = ring.prefill([Turn(conversation, prompt, sampling)])["a"]
         ring.start_decode()
         following = ring.decode(conversation, first, sampling)
-    assert [first, *following] == oracle.greedy(prompt, 16)
+    assert [first, *following] == oracle.greedy(prompt, 10)
 
 
 def test_experts_are_not_cut(tmp_path: Path) -> None:
