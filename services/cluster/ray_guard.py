@@ -19,7 +19,7 @@ import grpc
 import psutil
 import ray
 from ray import _raylet
-from ray._private import node, ray_logging
+from ray._private import node, ray_logging, services
 from ray._private import worker as ray_worker
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 from ray.job_config import JobConfig
@@ -54,8 +54,21 @@ LOG_MONITOR = "start_log_monitor"
 """Method that starts the log monitor, which hands on what actors print."""
 RAYLET = "start_raylet"
 """Method that starts the raylet, which starts actors."""
-AGENTS_SECONDS, AGENTS_LOOK_SECONDS = 25.0, 0.02
-"""Seconds for which the agents of the raylet are waited for, which Ray does after that, and between two looks."""
+RAYLET_SECONDS, RAYLET_LOOK_SECONDS = 25.0, 0.02
+"""Seconds for which the raylet is waited for, which Ray does after that, and between two looks."""
+AGENT_OPTIONS = ("--dashboard_agent_command=", "--runtime_env_agent_command=")
+"""Options of the raylet with the commands of its agents."""
+AGENT_PORTS = (
+    _raylet.METRICS_AGENT_PORT_NAME,
+    _raylet.METRICS_EXPORT_PORT_NAME,
+    _raylet.DASHBOARD_AGENT_LISTEN_PORT_NAME,
+    _raylet.RUNTIME_ENV_AGENT_PORT_NAME,
+)
+"""Files in which the agents tell the raylet their ports."""
+NO_PORT = -1
+"""What Ray's agents tell about a service that they do not have."""
+NO_AGENT = "sh -c 'while kill -0 $PPID; do sleep 1; done 2>&-'"
+"""Command in the place of an agent, which lives as long as the raylet: that ends if one of its agents does."""
 VITAL = ("raylet", "gcs_server")
 """Processes of Ray without which no actor lives."""
 OWN_SOURCES = ("raylet", "autoscaler")
@@ -110,31 +123,41 @@ def start_own_ray(
 
 @contextlib.contextmanager
 def _starting_little(forks: ForkServer | None) -> Iterator[None]:
-    """Let Ray start neither its autoscaler nor its dashboard, and its log monitor last; `ray.init` has no option.
+    """Let Ray start neither autoscaler, dashboard nor agents, and its log monitor last; `ray.init` has no option.
 
-    An own Ray has no use for the first two. Each of the three is a process of 50 MB that imports Ray, and `ray.init`
-    waits for the raylet's agents, which import it at the same time. It looks for them once a second: here it comes back
-    from the start of the raylet when they are there. With `forks` the raylet asks that server for its workers.
+    An own Ray has no use for them: no runtime environment is made, and no metrics of Ray are read. Each is a process of
+    50 MB that imports Ray, and `ray.init` waits for the agents. It looks for the raylet once a second: here it comes
+    back from its start when the raylet is there. With `forks` the raylet asks that server for its workers.
     """
     before = {name: vars(node.Node)[name] for name in (*UNUSED, LOG_MONITOR, RAYLET) if name in vars(node.Node)}
+    start_process = services.start_ray_process
 
     def start_raylet(started: Any, *arguments: Any, **options: Any) -> None:
         if forks is not None and hasattr(started, "_ray_params"):
             started._ray_params.setup_worker_path = fork_server.__file__
             os.environ[SOCKET_VARIABLE] = str(forks.path)  # for the raylet alone
+        for name in AGENT_PORTS:
+            _raylet.persist_port(started.get_session_dir_path(), started._node_id, name, NO_PORT)
         try:
             before[RAYLET](started, *arguments, **options)
         finally:
             os.environ.pop(SOCKET_VARIABLE, None)
-        deadline = time.monotonic() + AGENTS_SECONDS
-        while not started.get_gcs_client().get_all_node_info(AGENTS_SECONDS) and time.monotonic() < deadline:
-            time.sleep(AGENTS_LOOK_SECONDS)
+        deadline = time.monotonic() + RAYLET_SECONDS
+        while not started.get_gcs_client().get_all_node_info(RAYLET_SECONDS) and time.monotonic() < deadline:
+            time.sleep(RAYLET_LOOK_SECONDS)
+
+    def start_alone(command: list[str], *arguments: Any, **options: Any) -> Any:
+        for option in AGENT_OPTIONS:
+            command = [option + NO_AGENT if each.startswith(option) else each for each in command]
+        return start_process(command, *arguments, **options)
 
     for name in before:
         setattr(node.Node, name, start_raylet if name == RAYLET else lambda *_, **__: None)
+    services.start_ray_process = start_alone
     try:
         yield
     finally:
+        services.start_ray_process = start_process
         for name, start in before.items():
             setattr(node.Node, name, start)
     if LOG_MONITOR in before:
