@@ -68,6 +68,8 @@ POLLS_SECONDS = 5.0
 
 RANK_NICENESS = 15
 """Nice value of a rank, which is Ray's own for all its workers: router and leaders come before what computes."""
+OUTPUT_VARIABLE = "RINGSERVE_WORKER_OUTPUT"
+"""Variable with the number of an open file for what an actor writes, as `services.cluster.fork_server` sets it."""
 LEASE_SECONDS = 180.0
 """Seconds after which a rank without a leader ends: long enough for another to start, also with another head's pod."""
 LEASE_LOOK_SECONDS = 15.0
@@ -98,6 +100,7 @@ class HostActor:
     _hosted: Hosted
 
     def __init__(self, compose: Callable[[], Hosted]) -> None:
+        write_as_starter()
         self._compose = compose
         self._is_composed = asyncio.Event()
 
@@ -131,6 +134,7 @@ class RankActor:
     """
 
     def __init__(self) -> None:
+        write_as_starter()
         give_way()
         self._worker = beside_others(_make_worker)
         self._incarnation = ""
@@ -143,6 +147,8 @@ class RankActor:
     def start(self, spec: RankSpec) -> RankInfo:
         """Start the rank, which listens at its node's address unless the settings name another."""
         self._incarnation, self._settings = spec.incarnation, spec.settings
+        line = f"%(asctime)s {spec.ring} rank {spec.rank} %(levelname)s %(name)s: %(message)s"
+        logging.basicConfig(format=line, force=True)
         listen_host = spec.settings.listen_host or ray.util.get_node_ip_address()
         return self._worker.start(replace(spec, settings=replace(spec.settings, listen_host=listen_host)))
 
@@ -221,6 +227,17 @@ def _make_worker() -> RankWorker:
     gc.freeze()
     gc.enable()
     return RankWorker()
+
+
+def write_as_starter() -> None:
+    """Let this process write where the starter of its Ray writes errors, if OUTPUT_VARIABLE says where.
+
+    If it does not, Ray's log monitor forwards what this process writes.
+    """
+    if number := os.environ.pop(OUTPUT_VARIABLE, ""):
+        for stream in (1, 2):
+            os.dup2(int(number), stream)
+        os.close(int(number))
 
 
 def give_way() -> None:

@@ -32,6 +32,10 @@ from typing import Any
 
 SOCKET_VARIABLE = "RINGSERVE_FORK_SERVER"
 """Variable with the path of the server's socket."""
+OUTPUT_VARIABLE = "RINGSERVE_WORKER_OUTPUT"
+"""Variable with the path of the file to which the starter of Ray writes errors, if workers are to write there, too. In
+a worker it has the number of that file, which `write_as_starter` takes.
+"""
 ANSWER_SECONDS = 45.0
 """Seconds for an answer of the server, which may still be importing, and for the rest of a request. Ray gives a worker
 60 s to start, and then starts another.
@@ -150,6 +154,8 @@ def _receive(connection: socket.socket, files: list[int]) -> dict[str, Any]:
 def _become(request: dict[str, Any], files: Sequence[int]) -> None:
     """Be the worker of a request until it ends."""
     os.setpgid(0, 0)  # as workers that Ray starts
+    if request["environment"].get(OUTPUT_VARIABLE):
+        request["environment"][OUTPUT_VARIABLE] = str(os.dup(2))
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
@@ -189,6 +195,11 @@ def main() -> None:
         assert ray is not None, "Ray runs this"
         assert ray.origin is not None, "it is a package"
         script = Path(ray.origin).parent / "_private" / "workers" / "setup_worker.py"
+        if path := os.environ.pop(OUTPUT_VARIABLE, ""):
+            with suppress(OSError):  # a socket cannot be opened: what this worker prints is in Ray's files
+                output = os.open(path, os.O_WRONLY | os.O_APPEND)
+                os.set_inheritable(output, True)
+                os.environ[OUTPUT_VARIABLE] = str(output)
         os.execv(sys.executable, [sys.executable, str(script), *arguments])
 
 

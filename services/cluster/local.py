@@ -57,7 +57,6 @@ from ringserve.services.config.files import router_losses, router_profile
 from ringserve.services.gateway.settings import GatewaySettings
 from ringserve.services.telemetry.tracing import check_installed
 from ringserve.workers.model.builtin import PREFIX, resolve_model_path
-from ringserve.workers.model.builtin import PREFIX as BUILTIN_PREFIX
 from ringserve.workers.model.info import multiplies_bfloat16, read_fingerprint, read_model_info, tensor_share
 from ringserve.workers.model.tokenizer import check_same_tokens
 from ringserve.workers.protocol.ranks import ModelInfo
@@ -284,7 +283,11 @@ class LocalCluster:
             self._fork_workers()
             try:
                 directory = self._directory.path / "r"
-                self._own_ray = start_own_ray(max(1, needed), self._namespace, directory, self._forks)
+                # Ray tells which process a line is from, also one of a library, which is no JSON.
+                is_forwarding = self._forks is None or self._config.logs.format == "json"
+                self._own_ray = start_own_ray(
+                    max(1, needed), self._namespace, directory, self._forks, is_forwarding=is_forwarding
+                )
                 return
             except Unavailable as error:
                 now = time.monotonic()
@@ -500,7 +503,7 @@ class LocalCluster:
 
 def _model_name(path: str) -> str:
     """Return the model name over HTTP if the configuration gives none."""
-    return path if path.startswith(BUILTIN_PREFIX) else Path(path).name
+    return path if path.startswith(PREFIX) else Path(path).name
 
 
 def _check_free(addresses: Mapping[str, str]) -> None:

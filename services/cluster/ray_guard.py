@@ -27,7 +27,7 @@ from ray.job_config import JobConfig
 from ringserve.cp_core.errors import ConfigError, Unavailable
 from ringserve.services.auth.tls import SECRET_VARIABLE
 from ringserve.services.cluster import fork_server
-from ringserve.services.cluster.fork_server import SOCKET_VARIABLE, ForkServer
+from ringserve.services.cluster.fork_server import OUTPUT_VARIABLE, SOCKET_VARIABLE, ForkServer
 from ringserve.services.cluster.stopping import keeping_handlers
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
@@ -51,23 +51,18 @@ RAY_DEFAULTS = {
 UNUSED = ("start_monitor", "start_api_server")
 """Methods of Ray's node that start its autoscaler and its dashboard."""
 LOG_MONITOR = "start_log_monitor"
-"""Method that starts the log monitor, which hands on what actors print."""
+"""Method that starts the log monitor, which hands on what actors write to files."""
 RAYLET = "start_raylet"
 """Method that starts the raylet, which starts actors."""
 RAYLET_SECONDS, RAYLET_LOOK_SECONDS = 25.0, 0.02
 """Seconds for which the raylet is waited for, which Ray does after that, and between two looks."""
 AGENT_OPTIONS = ("--dashboard_agent_command=", "--runtime_env_agent_command=")
 """Options of the raylet with the commands of its agents."""
-AGENT_PORTS = (
-    _raylet.METRICS_AGENT_PORT_NAME,
-    _raylet.METRICS_EXPORT_PORT_NAME,
-    _raylet.DASHBOARD_AGENT_LISTEN_PORT_NAME,
-    _raylet.RUNTIME_ENV_AGENT_PORT_NAME,
-)
-"""Files in which the agents tell the raylet their ports."""
+AGENT_PORTS = ("METRICS_AGENT", "METRICS_EXPORT", "DASHBOARD_AGENT_LISTEN", "RUNTIME_ENV_AGENT")
+"""Names of Ray for the files in which the agents tell the raylet their ports."""
 NO_PORT = -1
 """What Ray's agents tell about a service that they do not have."""
-NO_AGENT = "sh -c 'while kill -0 $PPID; do sleep 1; done 2>&-'"
+NO_AGENT = "sh -c 'while kill -0 $PPID; do sleep 5; done 2>&-'"
 """Command in the place of an agent, which lives as long as the raylet: that ends if one of its agents does."""
 VITAL = ("raylet", "gcs_server")
 """Processes of Ray without which no actor lives."""
@@ -89,11 +84,12 @@ class InstalledCode(JobConfig):
 
 
 def start_own_ray(
-    num_cpus: int, namespace: str, directory: Path, forks: ForkServer | None = None
+    num_cpus: int, namespace: str, directory: Path, forks: ForkServer | None = None, *, is_forwarding: bool = True
 ) -> list[psutil.Process]:
     """Start a Ray for this process and its children alone; return those of its processes that this one is to end.
 
-    The children inherit the secret of `make_secret`. With `forks` that server forks the workers.
+    The children inherit the secret of `make_secret`. With `forks` that server forks the workers. They write to the
+    standard error of this process, unless Ray `is_forwarding` to its standard streams what they write to files.
     Raises Unavailable, and leaves nothing behind then.
     """
     _make_token()
@@ -103,13 +99,14 @@ def start_own_ray(
         os.environ.setdefault(name, value)
     others = set(psutil.Process().children())
     try:
-        with keeping_handlers(), _starting_little(forks):
+        with keeping_handlers(), _starting_little(forks, is_forwarding=is_forwarding):
             ray.init(
                 address="local",
                 namespace=namespace,
                 job_config=InstalledCode(),
                 num_cpus=num_cpus,
                 include_dashboard=False,
+                log_to_driver=is_forwarding,
                 object_store_memory=OBJECT_STORE_BYTES,
                 _temp_dir=str(directory),
                 _node_ip_address="127.0.0.1",
@@ -122,12 +119,13 @@ def start_own_ray(
 
 
 @contextlib.contextmanager
-def _starting_little(forks: ForkServer | None) -> Iterator[None]:
-    """Let Ray start neither autoscaler, dashboard nor agents, and its log monitor last; `ray.init` has no option.
+def _starting_little(forks: ForkServer | None, *, is_forwarding: bool) -> Iterator[None]:
+    """Let Ray start neither autoscaler, dashboard nor agents; `ray.init` has no option.
 
     An own Ray has no use for them: no runtime environment is made, and no metrics of Ray are read. Each is a process of
-    50 MB that imports Ray, and `ray.init` waits for the agents. It looks for the raylet once a second: here it comes
-    back from its start when the raylet is there. With `forks` the raylet asks that server for its workers.
+    50 MB that imports Ray, and `ray.init` waits for the agents. The log monitor is another, which starts last, and only
+    if Ray `is_forwarding`. `ray.init` looks for the raylet once a second: here it comes back from its start when the
+    raylet is there. With `forks` the raylet asks that server for its workers.
     """
     before = {name: vars(node.Node)[name] for name in (*UNUSED, LOG_MONITOR, RAYLET) if name in vars(node.Node)}
     start_process = services.start_ray_process
@@ -135,13 +133,19 @@ def _starting_little(forks: ForkServer | None) -> Iterator[None]:
     def start_raylet(started: Any, *arguments: Any, **options: Any) -> None:
         if forks is not None and hasattr(started, "_ray_params"):
             started._ray_params.setup_worker_path = fork_server.__file__
-            os.environ[SOCKET_VARIABLE] = str(forks.path)  # for the raylet alone
+            # Both are for the raylet alone.
+            os.environ[SOCKET_VARIABLE] = str(forks.path)
+            if not is_forwarding:
+                os.environ[OUTPUT_VARIABLE] = f"/proc/{os.getpid()}/fd/2"
+        library: Any = _raylet  # its stubs know neither
         for name in AGENT_PORTS:
-            _raylet.persist_port(started.get_session_dir_path(), started._node_id, name, NO_PORT)
+            file = getattr(library, f"{name}_PORT_NAME")
+            library.persist_port(started.get_session_dir_path(), started._node_id, file, NO_PORT)
         try:
             before[RAYLET](started, *arguments, **options)
         finally:
             os.environ.pop(SOCKET_VARIABLE, None)
+            os.environ.pop(OUTPUT_VARIABLE, None)
         deadline = time.monotonic() + RAYLET_SECONDS
         while not started.get_gcs_client().get_all_node_info(RAYLET_SECONDS) and time.monotonic() < deadline:
             time.sleep(RAYLET_LOOK_SECONDS)
@@ -160,7 +164,7 @@ def _starting_little(forks: ForkServer | None) -> Iterator[None]:
         services.start_ray_process = start_process
         for name, start in before.items():
             setattr(node.Node, name, start)
-    if LOG_MONITOR in before:
+    if LOG_MONITOR in before and is_forwarding:
         before[LOG_MONITOR](ray_worker.global_worker.node)
 
 

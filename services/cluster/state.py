@@ -106,7 +106,7 @@ def end_cluster(state: ClusterState, seconds: float) -> bool:
         _unless_gone(lambda: family.extend(process.children(recursive=True)))
         _unless_gone(process.terminate)
         _, alive = psutil.wait_procs([process], timeout=seconds)
-        if not alive:  # its orderly end takes all of them along, but for agents of a Ray that was just starting
+        if not alive:  # its orderly end takes all of them along, but for processes of a Ray that was just starting
             _, family = psutil.wait_procs(family, timeout=GRACE_SECONDS)
         for member in family:
             _unless_gone(member.kill)
@@ -143,8 +143,8 @@ class RayDirectory:
 def clear_abandoned() -> None:
     """End what is left of Rays whose starter was killed, and remove their directories.
 
-    Ray's agents rename themselves and outlive it by minutes with 80 MB each. They are known by the logs they write; a
-    process that only reads there, such as `less`, goes on.
+    Processes of Ray end with it, within seconds. Others are known by the logs they write; a process that only reads
+    there, such as `less`, goes on.
     """
     for owner in Path(tempfile.gettempdir()).glob(f"{DIRECTORY_PREFIX}*/{OWNER_FILE}"):
         try:

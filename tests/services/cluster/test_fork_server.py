@@ -16,8 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
+from ringserve.orchestration.ring import actors
 from ringserve.services.cluster import fork_server
-from ringserve.services.cluster.fork_server import RAYLET, SOCKET_VARIABLE, ForkServer
+from ringserve.services.cluster.fork_server import OUTPUT_VARIABLE, RAYLET, SOCKET_VARIABLE, ForkServer
 from tests.waiting import WAIT_SECONDS
 
 SERVER = """
@@ -52,7 +53,11 @@ class Server:
             listener.bind(str(self.path))
             listener.listen()
             command = (sys.executable, "-c", SERVER, str(listener.fileno()), *words)
-            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(listener.fileno(),))
+            self.log = directory / "server.log"
+            with self.log.open("wb") as log:
+                self.process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stderr=log, pass_fds=(listener.fileno(),)
+                )
         self.environment = os.environ | {SOCKET_VARIABLE: str(self.path), RAYLET: "77", "OF_THIS": "worker"}
 
     def end(self) -> int:
@@ -134,6 +139,30 @@ def test_without_a_fork_a_worker_starts_as_ray_starts_it(
     assert told["environment"].get("ONE") == ("1" if lack == "plain environment" else None)
     if lack == "one thread":
         assert threads.end() == 0
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_worker_writes_where_the_starter_does_forked_or_not(is_there: bool, server: Server, tmp_path: Path) -> None:
+    """It has the file beside Ray's, and takes it when it becomes an actor."""
+    if not is_there:
+        server.process.kill()
+        server.end()
+    script, said = tmp_path / "worker.py", f"of {'a fork' if is_there else 'Ray'}"
+    script.write_text(
+        f"import sys\nfrom ringserve.orchestration.ring.actors import write_as_starter\n"
+        f"print('for a file of Ray')\nwrite_as_starter()\nprint({said!r}, flush=True)\n"
+        f"print({said!r}, file=sys.stderr)\nwrite_as_starter()"
+    )
+    done = subprocess.run(
+        [sys.executable, fork_server.__file__, str(script), "--language=PYTHON"],
+        env=server.environment | {OUTPUT_VARIABLE: str(server.log), "PYTHONUNBUFFERED": "1"},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_SECONDS,
+    )
+    assert (done.stdout, done.stderr) == ("for a file of Ray\n", "")
+    assert server.log.read_text().splitlines() == [said, said]
+    assert actors.OUTPUT_VARIABLE == OUTPUT_VARIABLE
 
 
 def test_a_worker_that_has_given_up_is_not_forked(worker: list[str], tmp_path: Path) -> None:

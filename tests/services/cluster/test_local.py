@@ -36,8 +36,8 @@ class FailingRay:
         self._errors = list(errors)
         self._before = before
 
-    def __call__(self, num_cpus: int, namespace: str, directory: Path, forks: object) -> Never:
-        assert forks is None
+    def __call__(self, num_cpus: int, namespace: str, directory: Path, forks: object, *, is_forwarding: bool) -> Never:
+        assert (forks, is_forwarding) == (None, True)
         self._before(directory)
         raise self._errors.pop(0)
 

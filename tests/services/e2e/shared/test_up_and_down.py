@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator
@@ -124,6 +125,15 @@ def test_processes_show_what_they_are(cluster: Cluster) -> None:
     assert {actors[name].nice() for name in ranks} == {max(own, RANK_NICENESS)}, "router and leaders come first"
     (parent,) = {actors[name].ppid() for name in others | ranks}
     assert fork_server.__name__ in psutil.Process(parent).cmdline(), "they are forked"
+
+
+def test_what_processes_of_ray_log_comes_as_it_is(terminal: tuple[Foreground, Cluster]) -> None:
+    """They write where the command does: no process of Ray forwards it."""
+    up, cluster = terminal
+    for process in ("router", "prefill-0", "decode-0"):
+        assert re.search(rf"^\S+ \S+ {process} INFO ", up.output, re.MULTILINE), up.output
+    commands = [" ".join(each.cmdline()) for each in psutil.Process(cluster.pid).children(recursive=True)]
+    assert not [each for each in commands if "log_monitor" in each]
 
 
 @pytest.mark.parametrize("command", [["down"], ["status"], ["generate", "--prompt", "hello"], ["chat"]])
