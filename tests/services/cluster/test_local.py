@@ -151,7 +151,7 @@ def test_only_children_that_are_of_ray_end_with_it(monkeypatch: pytest.MonkeyPat
             process.stdin.write(b"\n")
             process.stdin.flush()
             assert process.stdout.readline() == b"\n"
-        monkeypatch.setattr(local, "start_own_ray", lambda *arguments: [psutil.Process(of_ray.pid)])
+        monkeypatch.setattr(local, "start_own_ray", lambda *_, **__: [psutil.Process(of_ray.pid)])
         cluster._start_ray()
         assert cluster._forks is not None
         forks = cluster._forks.process
