@@ -62,7 +62,7 @@ AGENT_PORTS = ("METRICS_AGENT", "METRICS_EXPORT", "DASHBOARD_AGENT_LISTEN", "RUN
 """Names of Ray for the files in which the agents tell the raylet their ports."""
 NO_PORT = -1
 """What Ray's agents tell about a service that they do not have."""
-NO_AGENT = "sh -c 'while kill -0 $PPID; do sleep 5; done 2>&-'"
+NO_AGENT = "sh -c 'trap : INT; while kill -0 $PPID; do sleep 5; done 2>&-'"
 """Command in the place of an agent, which lives as long as the raylet: that ends if one of its agents does."""
 VITAL = ("raylet", "gcs_server")
 """Processes of Ray without which no actor lives."""

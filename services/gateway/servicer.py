@@ -258,12 +258,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         await asyncio.wait(ends, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
         for end in ends:
             end.cancel()
-        if self._calls.none.is_set():
-            return
-        aborts = [self._abort_soon(request_id) for request_id in self._running.request_ids]
-        self._running.stop()
-        if aborts:
-            await asyncio.wait(aborts, timeout=ABORT_SECONDS)
+        if not self._calls.none.is_set():
+            for request_id in self._running.request_ids:
+                self._abort_soon(request_id)
+            self._running.stop()
+        if self._aborts:
+            await asyncio.wait(set(self._aborts), timeout=ABORT_SECONDS)
+        for abort in set(self._aborts):  # the router cannot be reached, or has been told already
+            abort.cancel()
 
     async def Abort(self, request: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
         aborted, unknown = await self._answer(

@@ -10,6 +10,7 @@ import pytest
 from ringserve.client import AsyncClient, Sampling
 from ringserve.client.retries import NO_RETRIES
 from ringserve.cp_core.errors import DeadlineExceeded, Unavailable
+from ringserve.services.gateway import servicer
 from ringserve.services.gateway.turn_stream import TurnsUnderWay
 from tests.services.local_gateway import LocalGateway, codec, gateway, model_path
 from tests.waiting import eventually
@@ -88,6 +89,31 @@ async def test_who_reads_hears_of_it_whatever_rings_and_router_do(
         with pytest.raises(Unavailable, match="the gateway is stopping; retry at another"):
             await client.stream("x").answer()
     await eventually(lambda: gateway.service.free_blocks() == free)
+
+
+async def test_nothing_goes_on_asking_a_router_that_does_not_answer(
+    gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does a turn that ends while the gateway does, which tells the router once more."""
+    asked = []
+
+    async def never(*arguments: Any) -> Any:
+        asked.append(asyncio.current_task())
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(servicer, "ABORT_SECONDS", 0.05)
+    with monkeypatch.context() as silent:
+        silent.setattr(gateway.service.router, "abort_requests", never)
+        async with AsyncClient(gateway.target, retry=NO_RETRIES) as client:
+            stream = client.stream("x", sampling=Sampling(max_tokens=8000, ignore_eos=True))
+            await anext(stream)
+            stopping = ending(gateway, asyncio.Event(), 0.0)
+            with pytest.raises(Unavailable):
+                await stream.answer()
+            await stopping
+        await eventually(lambda: bool(asked) and all(task is not None and task.done() for task in asked))
+    for turn in gateway.service.decode.turns_here():
+        await gateway.service.decode.abort_turn(turn.turn_id, Unavailable("the test ends"))
 
 
 async def test_a_turn_that_the_rings_do_not_end_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
