@@ -168,9 +168,10 @@ class Weights:
             if first is None or second is None or torch.equal(first, second):
                 continue
             module, _, name = target.rpartition(".")
-            setattr(
-                self._model.get_submodule(module), name, Parameter(torch.empty_like(self._model.get_parameter(source)))
-            )
+            tied = self._model.get_parameter(source)
+            # Not `empty_like`, which imports sympy for a tensor without memory.
+            own = Parameter(torch.empty(tied.shape, dtype=tied.dtype, device=tied.device))
+            setattr(self._model.get_submodule(module), name, own)
             self._model.all_tied_weights_keys.pop(target)
             self._model.config.tie_word_embeddings = False
 

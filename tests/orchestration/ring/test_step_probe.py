@@ -30,6 +30,8 @@ SETTINGS = RingSettings(
     role="prefill", name="ring", num_ranks=2, ranks=RankSettings(model_path="model", num_blocks=9, block_tokens=16)
 )
 
+ON_GPU = replace(SETTINGS, ranks=replace(SETTINGS.ranks, device="cuda"))
+
 
 class Machine:
     """Clock, and ranks whose steps take what `seconds` says; the first step of a length takes twice that.
@@ -76,7 +78,7 @@ async def test_corrected_rates_predict_what_was_measured(
     real = PrefillRates(ring=replace(GPU_RATES, gemm_flops=GPU_RATES.gemm_flops / products, step_seconds=step_seconds))
     machine = Machine(lambda num_tokens: predicted(real, num_tokens))
     monkeypatch.setattr("ringserve.orchestration.ring.step_probe.time.monotonic", lambda: machine.now)
-    found = (await measure_steps(machine.ports(2), SETTINGS, LLAMA_8B, GPU_RATES)).applied(GPU_RATES)
+    found = (await measure_steps(machine.ports(2), ON_GPU, LLAMA_8B, GPU_RATES)).applied(GPU_RATES)
     for num_tokens in (SHORT_TOKENS, 100, LONG_TOKENS, 5000):
         assert predicted(PrefillRates(ring=found), num_tokens) == pytest.approx(predicted(real, num_tokens), rel=1e-6)
 
@@ -102,7 +104,20 @@ async def test_steps_take_no_more_room_than_the_ring_has_and_end_with_a_token(mo
         assert max(sequence.blocks) < 2
         assert not sequence.sends
     samples = [step.sequences[0].sample is not None for step in machine.steps]
-    assert samples.index(False) == 1 + 2 + 1 + 1, "the head is a part of a step, and long steps count less often"
+    assert samples.index(False) == 1 + 2 + 1, "the head is a part of a step, and long steps count less often"
+
+
+@pytest.mark.parametrize(("settings", "num_long"), [(SETTINGS, 1), (ON_GPU, 2)])
+async def test_a_long_step_of_warm_ranks_is_computed_once(
+    settings: RingSettings, num_long: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the first of a length may compile kernels."""
+    machine = Machine(lambda num_tokens: 0.01 * num_tokens)
+    monkeypatch.setattr("ringserve.orchestration.ring.step_probe.time.monotonic", lambda: machine.now)
+    await measure_steps(machine.ports(2), settings, LLAMA_8B, GPU_RATES)
+    lengths = [step.sequences[0].layout.num_tokens for step in machine.steps]
+    assert lengths.count(LONG_TOKENS) == num_long
+    assert lengths[:3] == [SHORT_TOKENS] * 3, "the first short one never counts"
 
 
 async def test_other_steps_may_come_between_two_that_are_measured_and_do_not_count() -> None:

@@ -12,10 +12,16 @@ PROGRAM = """
 import sys
 from pathlib import Path
 import torch
+from ringserve.cp_core.attention.backends import select_backend
+from ringserve.cp_core.transport.inprocess import InProcessRing
+from ringserve.workers.rank.probe import finished, probe_decode_rates, probe_rates
 from ringserve.workers.rank.worker import RankWorker
 from ringserve.workers.model.loading import load_model
 
 model = load_model(Path(sys.argv[1]), "float32", "cpu")
+(ring,) = InProcessRing(1).transports
+on_rank = (model.info, torch.device("cpu"), select_backend("auto", "cpu", torch.float32), ring)
+finished(probe_decode_rates(finished(probe_rates(*on_rank)), *on_rank, 16))
 model.pack_weights(with_head=True)
 heavy = {"torch._dynamo", "sympy", "torch.distributed.tensor", "torch.distributed.fsdp"}
 print(sorted(heavy & sys.modules.keys()))
