@@ -29,6 +29,8 @@ from ringserve.services.cli.options import ClusterName, ConfigOptions, DrainSeco
 from ringserve.services.cluster.state import (
     ClusterStage,
     ClusterState,
+    RayDirectory,
+    can_fork,
     claim_name,
     clear_abandoned,
     end_cluster,
@@ -207,6 +209,16 @@ def down(options: DownOptions) -> int:
 
 def _serve(options: UpOptions, config: Config) -> int:
     """Run a cluster in the foreground until it is told to end."""
+    directory = RayDirectory()
+    try:
+        if can_fork(config):
+            directory.start_forks()  # it loads for seconds, now on a core that the import of Ray leaves idle
+        return _serve_in(directory, options, config)
+    finally:
+        directory.remove()
+
+
+def _serve_in(directory: RayDirectory, options: UpOptions, config: Config) -> int:
     # Here, not above: other commands do without Ray, whose import takes longer than all else of them.
     from ringserve.services.cluster.local import LocalCluster
 
@@ -225,6 +237,7 @@ def _serve(options: UpOptions, config: Config) -> int:
         name=options.name,
         leaves_ranks=options.leave_ranks,
         note_trouble=record.trouble,
+        directory=directory,
     )
     if options.detached_log:
         log = (Path(options.detached_log), signals.requested)

@@ -33,7 +33,6 @@ from ringserve.services.cluster.capacity import (
     dtype_advice,
     this_machine,
 )
-from ringserve.services.cluster.fork_server import ForkServer
 from ringserve.services.cluster.gateway import GatewayKeeper
 from ringserve.services.cluster.hosts import LeaderHost, RouterHost
 from ringserve.services.cluster.leaders import RayLeader, RingKeeper, is_node_alive
@@ -50,7 +49,7 @@ from ringserve.services.cluster.ray_guard import (
     tame_output,
 )
 from ringserve.services.cluster.router import RayRouter, RouterKeeper
-from ringserve.services.cluster.state import RayDirectory, clear_abandoned
+from ringserve.services.cluster.state import RayDirectory, can_fork, clear_abandoned
 from ringserve.services.cluster.stopping import check_stop, keeping_handlers, run_until_set
 from ringserve.services.config import Config
 from ringserve.services.config.files import router_losses, router_profile
@@ -118,8 +117,12 @@ class LocalCluster:
         name: str = "default",
         leaves_ranks: bool = False,
         note_trouble: Callable[[str], None] = lambda reason: None,
+        directory: RayDirectory | None = None,
     ) -> None:
-        """`note_trouble` gets the reason why a cluster that has started does not serve, and "" when it does again."""
+        """`note_trouble` gets the reason why a cluster that has started does not serve, and "" when it does again.
+
+        If a `directory` is given, its server may already load what workers need. The cluster removes it.
+        """
         self._config = config
         self._journal = journal
         self._progress = progress
@@ -134,8 +137,7 @@ class LocalCluster:
         self._namespace = f"ringserve-{name if config.ray.address else self._id}"
         # Other children of this process, such as the resource tracker of multiprocessing, are not ended with Ray.
         self._own_ray: list[psutil.Process] = []
-        self._forks: ForkServer | None = None
-        self._directory = RayDirectory()
+        self._directory = directory or RayDirectory()
         self._rings = RingKeeper(lambda host, title: RayLeader(host, self._unique(title)), is_node_alive)
         self._router: RouterKeeper | None = None
         self._gateway: GatewayKeeper | None = None
@@ -217,7 +219,7 @@ class LocalCluster:
             start_seconds=config.timeouts.start,
             silent_seconds=silent,
             # A fork needs no longer to serve than a process that has loaded.
-            spares=SpareSchedule(has_spare=config.router.spare and self._forks is None),
+            spares=SpareSchedule(has_spare=config.router.spare and self._directory.forks is None),
         )
         router = self._router.process
         assert isinstance(router, RayRouter), "just made"
@@ -280,13 +282,15 @@ class LocalCluster:
         deadline = time.monotonic() + self._config.timeouts.start
         while True:
             began = time.monotonic()
-            self._fork_workers()
+            if can_fork(self._config):
+                self._directory.start_forks()
+            forks = self._directory.forks
+            # Ray tells which process a line is from, also one of a library, which is no JSON.
+            is_forwarding = forks is None or self._config.logs.format == "json"
             try:
                 directory = self._directory.path / "r"
-                # Ray tells which process a line is from, also one of a library, which is no JSON.
-                is_forwarding = self._forks is None or self._config.logs.format == "json"
                 self._own_ray = start_own_ray(
-                    max(1, needed), self._namespace, directory, self._forks, is_forwarding=is_forwarding
+                    max(1, needed), self._namespace, directory, forks, is_forwarding=is_forwarding
                 )
                 return
             except Unavailable as error:
@@ -294,24 +298,8 @@ class LocalCluster:
                 if now - began < SLOW_START_SECONDS or now > deadline:
                     raise
                 log.warning("%s; starting it again", error)
+            self._directory.end_forks()
             check_stop(self._stopped)
-
-    def _fork_workers(self) -> None:
-        """Start a server that forks Ray's workers: one for each start of Ray, and none if ranks use CUDA.
-
-        A process that has only loaded CUDA may be forked, but what libraries do at their import nobody promises.
-        """
-        self._end_forks()
-        if self._config.model.device == "cpu":
-            try:
-                self._forks = ForkServer(self._directory.path)
-            except OSError as error:
-                log.info("each of Ray's workers imports everything by itself: %s", error)
-
-    def _end_forks(self) -> None:
-        if self._forks is not None:
-            forks, self._forks = self._forks, None
-            forks.close()
 
     def _join_ray(self) -> None:
         """Join a Ray cluster, which may still be starting: it has the start timeout.
@@ -433,9 +421,9 @@ class LocalCluster:
         while not self._stopped.wait(POLL_SECONDS):
             if (now := time.monotonic()) - looked_at > RAY_SECONDS:
                 looked_at = now
-                if self._forks is not None and self._forks.process.poll() is not None:
+                if (forks := self._directory.forks) is not None and forks.process.poll() is not None:
                     log.warning("the process that forks Ray's workers has ended; those to come start more slowly")
-                    self._end_forks()
+                    self._directory.end_forks()
                 if ended := find_ended(self._own_ray):
                     raise Unavailable(f"Ray's {ended} has ended, and all rings with it")
             event = self._router.look()
@@ -475,15 +463,14 @@ class LocalCluster:
         if ray.is_initialized():
             if not find_ended(self._own_ray):
                 self._stop_actors()
-            forks = [psutil.Process(self._forks.process.pid)] if self._forks else []
+            forks = [psutil.Process(forks.process.pid)] if (forks := self._directory.forks) else []
             own = families([*self._own_ray, *forks])
-            self._end_forks()
+            self._directory.end_forks()
             try:
                 ray.shutdown()
             except OSError as error:  # its processes end by themselves meanwhile, and their files with them
                 log.warning("Ray ended with an error: %s", reason_of(error))
             end_left_behind(own)
-        self._end_forks()
         self._directory.remove()
 
     def _stop_actors(self) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -17,6 +18,10 @@ from pathlib import Path
 import psutil
 
 from ringserve.cp_core.errors import ConfigError, NotFound, Unavailable
+from ringserve.services.cluster.fork_server import ForkServer
+from ringserve.services.config import Config
+
+log = logging.getLogger(__name__)
 
 START_TOLERANCE_SECONDS = 2.0
 GRACE_SECONDS = 2.0
@@ -118,6 +123,14 @@ def end_cluster(state: ClusterState, seconds: float) -> bool:
     return bool(alive)
 
 
+def can_fork(config: Config) -> bool:
+    """Return whether the workers of a cluster's Ray may be forked: not on a Ray that others started, nor with CUDA.
+
+    A process that has only loaded CUDA may be forked, but what libraries do at their import nobody promises.
+    """
+    return config.model.device == "cpu" and not config.ray.address
+
+
 class RayDirectory:
     """Directory at `path` for a Ray that this process starts. If nothing removes it, `clear_abandoned` does.
 
@@ -131,9 +144,25 @@ class RayDirectory:
         self._lock = os.open(draft, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         draft.rename(self.path / OWNER_FILE)
+        self.forks: ForkServer | None = None
+
+    def start_forks(self) -> None:
+        """Start the server that forks Ray's workers, if there is none. It serves one start of Ray."""
+        if self.forks is None:
+            try:
+                self.forks = ForkServer(self.path)
+            except OSError as error:
+                log.info("each of Ray's workers imports everything by itself: %s", error)
+
+    def end_forks(self) -> None:
+        """End that server. Idempotent."""
+        if self.forks is not None:
+            self.forks.close()
+            self.forks = None
 
     def remove(self) -> None:
-        """Remove the directory. Idempotent."""
+        """Remove the directory, and end the server. Idempotent."""
+        self.end_forks()
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:
             os.close(self._lock)

@@ -90,6 +90,7 @@ def ran(
 ) -> int:
     cluster = FakeCluster(during, watching)
     monkeypatch.setattr("ringserve.services.cluster.local.LocalCluster", cluster)
+    monkeypatch.setattr("ringserve.services.cli.up.can_fork", lambda config: False)
     try:
         return main([*arguments])
     finally:

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from ringserve.cp_core.errors import ConfigError, Unavailable
-from ringserve.services.cluster import local
+from ringserve.services.cluster import local, state
 from ringserve.services.cluster.fork_server import ForkServer
 from ringserve.services.cluster.local import LocalCluster
 from ringserve.services.cluster.stopping import StopRequest
@@ -49,7 +49,7 @@ def _no_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(directory: Path) -> Never:
         raise OSError("AF_UNIX path too long")
 
-    monkeypatch.setattr(local, "ForkServer", fail)
+    monkeypatch.setattr(state, "ForkServer", fail)
 
 
 @pytest.mark.parametrize("error", [VANISHED, Unavailable("Ray did not start: it has ended")])
@@ -111,12 +111,12 @@ def test_a_fork_server_that_has_ended_is_told(
     forks = ForkServer(tmp_path)
     forks.process.kill()
     forks.process.wait(WAIT_SECONDS)
-    monkeypatch.setattr(cluster, "_forks", forks)
+    monkeypatch.setattr(cluster._directory, "forks", forks)
     monkeypatch.setattr(cluster, "_router", SimpleNamespace(process=None))
     with pytest.raises(Unavailable, match="Ray's raylet"):
         cluster.watch()
     assert "the process that forks Ray's workers has ended" in caplog.text
-    assert cluster._forks is None
+    assert cluster._directory.forks is None
     cluster.stop()
 
 
@@ -137,7 +137,7 @@ def test_files_of_ray_that_vanish_while_it_is_stopped_do_not_stop_the_end(
 def test_only_children_that_are_of_ray_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = list[int]()
     cluster = LocalCluster(CONFIG)
-    monkeypatch.setattr(local, "ForkServer", ForkServer)
+    monkeypatch.setattr(state, "ForkServer", ForkServer)
     monkeypatch.setattr(local, "ray", SimpleNamespace(is_initialized=lambda: True, shutdown=lambda: None))
     monkeypatch.setattr(local, "end_left_behind", lambda processes: ended.extend(each.pid for each in processes))
     echo = ["sh", "-c", "cat; true"]  # a process with a child of its own
@@ -153,8 +153,8 @@ def test_only_children_that_are_of_ray_end_with_it(monkeypatch: pytest.MonkeyPat
             assert process.stdout.readline() == b"\n"
         monkeypatch.setattr(local, "start_own_ray", lambda *_, **__: [psutil.Process(of_ray.pid)])
         cluster._start_ray()
-        assert cluster._forks is not None
-        forks = cluster._forks.process
+        assert cluster._directory.forks is not None
+        forks = cluster._directory.forks.process
         descendants = [each.pid for each in psutil.Process(of_ray.pid).children()]
         cluster.stop()
         assert len(descendants) == 1
