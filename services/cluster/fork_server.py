@@ -156,6 +156,7 @@ def _become(request: dict[str, Any], files: Sequence[int]) -> None:
     os.setpgid(0, 0)  # as workers that Ray starts
     if request["environment"].get(OUTPUT_VARIABLE):
         request["environment"][OUTPUT_VARIABLE] = str(os.dup(2))
+        signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # else a terminal with `tostop` stops other groups that write
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
@@ -199,6 +200,7 @@ def main() -> None:
             with suppress(OSError):  # a socket cannot be opened: what this worker prints is in Ray's files
                 output = os.open(path, os.O_WRONLY | os.O_APPEND)
                 os.set_inheritable(output, True)
+                signal.signal(signal.SIGTTOU, signal.SIG_IGN)
                 os.environ[OUTPUT_VARIABLE] = str(output)
         os.execv(sys.executable, [sys.executable, str(script), *arguments])
 

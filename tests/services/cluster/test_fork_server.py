@@ -150,6 +150,7 @@ def test_a_worker_writes_where_the_starter_does_forked_or_not(is_there: bool, se
     script, said = tmp_path / "worker.py", f"of {'a fork' if is_there else 'Ray'}"
     script.write_text(
         f"import sys\nfrom ringserve.orchestration.ring.actors import write_as_starter\n"
+        f"import signal\nassert signal.getsignal(signal.SIGTTOU) is signal.SIG_IGN\n"
         f"print('for a file of Ray')\nwrite_as_starter()\nprint({said!r}, flush=True)\n"
         f"print({said!r}, file=sys.stderr)\nwrite_as_starter()"
     )
