@@ -162,6 +162,8 @@ def test_a_worker_writes_where_the_starter_does_forked_or_not(is_there: bool, se
         timeout=WAIT_SECONDS,
     )
     assert (done.stdout, done.stderr) == ("for a file of Ray\n", "")
+    if is_there:
+        psutil.wait_procs(psutil.Process(server.process.pid).children(), WAIT_SECONDS)
     assert server.log.read_text().splitlines() == [said, said]
     assert actors.OUTPUT_VARIABLE == OUTPUT_VARIABLE
 
