@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringserve.workers.decode.messages import CHANGES, BatchChange
@@ -29,6 +29,7 @@ samplings = st.builds(
 )
 
 
+@settings(max_examples=40)
 @given(
     st.builds(
         BatchChange,

@@ -43,8 +43,10 @@ def test_cp2_tp2_gives_the_logits_of_transformers(
 
 
 @pytest.mark.parametrize("variant", STEP_VARIANTS)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("kind", KINDS)
+# Numbers of ranks differ alike for all models.
+@pytest.mark.parametrize(
+    ("kind", "num_ranks"), [*((KINDS[0], size) for size in (1, 2, 3)), *((kind, 3) for kind in KINDS[1:])]
+)
 def test_tensor_parallel_rings_decode_the_tokens_of_transformers(
     kind: str, num_ranks: int, variant: str, model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle]
 ) -> None:
