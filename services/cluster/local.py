@@ -285,7 +285,7 @@ class LocalCluster:
             if can_fork(self._config):
                 self._directory.start_forks()
             forks = self._directory.forks
-            # Ray tells which process a line is from, also one of a library, which is no JSON.
+            # Only Ray's log monitor knows which process wrote a line that is no JSON, such as a library's.
             is_forwarding = forks is None or self._config.logs.format == "json"
             try:
                 directory = self._directory.path / "r"

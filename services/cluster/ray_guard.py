@@ -63,7 +63,7 @@ AGENT_PORTS = ("METRICS_AGENT", "METRICS_EXPORT", "DASHBOARD_AGENT_LISTEN", "RUN
 NO_PORT = -1
 """What Ray's agents tell about a service that they do not have."""
 NO_AGENT = "sh -c 'trap : INT; while kill -0 $PPID; do sleep 5; done 2>&-'"
-"""Command in the place of an agent, which lives as long as the raylet: that ends if one of its agents does."""
+"""Command that stands for an agent. It lives through Ctrl-C and as long as the raylet, which ends if an agent does."""
 VITAL = ("raylet", "gcs_server")
 """Processes of Ray without which no actor lives."""
 OWN_SOURCES = ("raylet", "autoscaler")

@@ -172,8 +172,8 @@ class RayDirectory:
 def clear_abandoned() -> None:
     """End what is left of Rays whose starter was killed, and remove their directories.
 
-    Processes of Ray end with it, within seconds. Others are known by the logs they write; a process that only reads
-    there, such as `less`, goes on.
+    Processes of Ray end with it, within seconds. One that does not is known by the logs it writes; a process that only
+    reads there, such as `less`, goes on.
     """
     for owner in Path(tempfile.gettempdir()).glob(f"{DIRECTORY_PREFIX}*/{OWNER_FILE}"):
         try:
