@@ -129,6 +129,7 @@ def _starting_little(forks: ForkServer | None, *, is_forwarding: bool) -> Iterat
     """
     before = {name: vars(node.Node)[name] for name in (*UNUSED, LOG_MONITOR, RAYLET) if name in vars(node.Node)}
     start_process = services.start_ray_process
+    needs_agents = True
 
     def start_raylet(started: Any, *arguments: Any, **options: Any) -> None:
         if forks is not None and hasattr(started, "_ray_params"):
@@ -137,10 +138,8 @@ def _starting_little(forks: ForkServer | None, *, is_forwarding: bool) -> Iterat
             os.environ[SOCKET_VARIABLE] = str(forks.path)
             if not is_forwarding:
                 os.environ[OUTPUT_VARIABLE] = f"/proc/{os.getpid()}/fd/2"
-        library: Any = _raylet  # its stubs know neither
-        for name in AGENT_PORTS:
-            file = getattr(library, f"{name}_PORT_NAME")
-            library.persist_port(started.get_session_dir_path(), started._node_id, file, NO_PORT)
+        nonlocal needs_agents
+        needs_agents = not _told_no_ports(started)
         try:
             before[RAYLET](started, *arguments, **options)
         finally:
@@ -151,7 +150,7 @@ def _starting_little(forks: ForkServer | None, *, is_forwarding: bool) -> Iterat
             time.sleep(RAYLET_LOOK_SECONDS)
 
     def start_alone(command: list[str], *arguments: Any, **options: Any) -> Any:
-        for option in AGENT_OPTIONS:
+        for option in () if needs_agents else AGENT_OPTIONS:
             command = [option + NO_AGENT if each.startswith(option) else each for each in command]
         return start_process(command, *arguments, **options)
 
@@ -166,6 +165,21 @@ def _starting_little(forks: ForkServer | None, *, is_forwarding: bool) -> Iterat
             setattr(node.Node, name, start)
     if LOG_MONITOR in before and is_forwarding:
         before[LOG_MONITOR](ray_worker.global_worker.node)
+
+
+def _told_no_ports(started: Any) -> bool:
+    """Tell the raylet of a node that starts that its agents have no ports. Return False if this Ray cannot be told.
+
+    Another version may have other ways, and starts its agents.
+    """
+    library: Any = _raylet
+    try:
+        for name in AGENT_PORTS:
+            file = getattr(library, f"{name}_PORT_NAME")
+            library.persist_port(started.get_session_dir_path(), started._node_id, file, NO_PORT)
+    except AttributeError:
+        return False
+    return True
 
 
 def find_ended(processes: Iterable[psutil.Process]) -> str:

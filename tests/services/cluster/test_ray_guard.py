@@ -92,8 +92,11 @@ import sys
 from pathlib import Path
 import psutil
 import ray
+from ringserve.services.cluster import ray_guard
 from ringserve.services.cluster.ray_guard import start_own_ray
 
+if len(sys.argv) > 2:
+    ray_guard.AGENT_PORTS = ("OF_ANOTHER_RAY",)
 start_own_ray(1, "test", Path(sys.argv[1]))
 
 @ray.remote
@@ -109,12 +112,16 @@ ray.shutdown()
 """Program that prints where its own Ray finds psutil, and then the command of each process of Ray."""
 
 
-def test_an_own_ray_takes_no_library_from_the_folder_of_the_command_and_starts_nothing_unused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("can_be_told", [True, False])
+def test_an_own_ray_takes_no_library_from_the_folder_of_the_command_and_starts_nothing_unused(
+    can_be_told: bool, tmp_path: Path
+) -> None:
+    """A Ray that cannot be told that its agents have no ports starts them."""
     (tmp_path / "psutil.py").write_text("raise RuntimeError('imported from the folder of the command')")
     temporary = Path(tempfile.mkdtemp(dir="/tmp", prefix="ray-"))  # paths of Ray's sockets must be short
     try:
         shown = subprocess.run(
-            [sys.executable, "-P", "-c", SHOW_RAY, temporary],
+            [sys.executable, "-P", "-c", SHOW_RAY, temporary, *([] if can_be_told else ["other"])],
             cwd=tmp_path,
             env=os.environ | {"RAY_worker_niceness": "0"},
             capture_output=True,
@@ -128,6 +135,6 @@ def test_an_own_ray_takes_no_library_from_the_folder_of_the_command_and_starts_n
     library, *commands = shown.stdout.splitlines()
     assert Path(library).parent.name == "psutil"
     assert any("log_monitor.py" in each for each in commands), "it forwards what ranks print"
-    unused = ("dashboard.py", "/monitor.py", "agent.py", "agent/main.py")
+    assert not [each for each in commands if "dashboard.py" in each or "/monitor.py" in each]
     # The raylet's own command has those of its agents.
-    assert not [each for each in commands if any(name in each for name in unused)], commands
+    assert any("agent/main.py" in each for each in commands) is not can_be_told, commands
