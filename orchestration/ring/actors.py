@@ -12,6 +12,7 @@ import gc
 import logging
 import os
 import secrets
+import sys
 import threading
 import time
 import uuid
@@ -235,8 +236,10 @@ def write_as_starter() -> None:
     If it does not, Ray's log monitor forwards what this process writes.
     """
     if number := os.environ.pop(OUTPUT_VARIABLE, ""):
-        for stream in (1, 2):
-            os.dup2(int(number), stream)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        for descriptor in (1, 2):
+            os.dup2(int(number), descriptor)
         os.close(int(number))
 
 

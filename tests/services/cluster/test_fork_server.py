@@ -156,7 +156,7 @@ def test_a_worker_writes_where_the_starter_does_forked_or_not(is_there: bool, se
     )
     done = subprocess.run(
         [sys.executable, fork_server.__file__, str(script), "--language=PYTHON"],
-        env=server.environment | {OUTPUT_VARIABLE: str(server.log), "PYTHONUNBUFFERED": "1"},
+        env=server.environment | {OUTPUT_VARIABLE: str(server.log)},
         capture_output=True,
         text=True,
         timeout=WAIT_SECONDS,
