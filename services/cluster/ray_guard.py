@@ -132,14 +132,14 @@ def _starting_little(forks: ForkServer | None, *, is_forwarding: bool) -> Iterat
     needs_agents = True
 
     def start_raylet(started: Any, *arguments: Any, **options: Any) -> None:
+        nonlocal needs_agents
+        needs_agents = not _told_no_ports(started)  # may fail: before the environment is changed
         if forks is not None and hasattr(started, "_ray_params"):
             started._ray_params.setup_worker_path = fork_server.__file__
             # Both are for the raylet alone.
             os.environ[SOCKET_VARIABLE] = str(forks.path)
             if not is_forwarding:
                 os.environ[OUTPUT_VARIABLE] = f"/proc/{os.getpid()}/fd/2"
-        nonlocal needs_agents
-        needs_agents = not _told_no_ports(started)
         try:
             before[RAYLET](started, *arguments, **options)
         finally:

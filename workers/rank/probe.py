@@ -183,7 +183,7 @@ def _product_flops(info: ModelInfo, num_tokens: int) -> float:
 def _linear(info: ModelInfo, device: torch.device) -> Linear:
     """Return a layer of the size and kind of the model's widest."""
     dtype = DTYPES[info.dtype]
-    # Made on no device, as `skip_init` does, which then imports sympy to move it to one: 0.6 s in every rank.
+    # Not by `skip_init`: it imports sympy to move a layer to a device, which took every rank 0.6 s.
     layer = Linear(info.hidden_size, info.intermediate_size, bias=False, dtype=dtype, device="meta")
     layer.weight = Parameter(torch.ones(layer.weight.shape, dtype=dtype, device=device), requires_grad=False)
     pack(layer)

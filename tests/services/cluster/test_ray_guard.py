@@ -136,5 +136,5 @@ def test_an_own_ray_takes_no_library_from_the_folder_of_the_command_and_starts_n
     assert Path(library).parent.name == "psutil"
     assert any("log_monitor.py" in each for each in commands), "it forwards what ranks print"
     assert not [each for each in commands if "dashboard.py" in each or "/monitor.py" in each]
-    # The raylet's own command has those of its agents.
+    # The command line of the raylet contains the commands of its agents.
     assert any("agent/main.py" in each for each in commands) is not can_be_told, commands

@@ -225,7 +225,7 @@ def test_a_cluster_that_ignores_its_end_is_killed(child: subprocess.Popen[bytes]
 
 
 def test_what_outlives_the_process_of_a_cluster_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As processes of Ray do that are starting when their cluster is told to end.
+    # Processes of Ray that are still starting outlive their cluster.
     monkeypatch.setattr(cluster_state, "GRACE_SECONDS", 0.05)
     child = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); input()"
     program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
