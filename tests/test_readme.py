@@ -115,7 +115,7 @@ async def test_every_shell_command_of_the_readme_runs_as_written(
 
     assert await asyncio.to_thread(run) == [0] * 4
     shown = capsys.readouterr()
-    assert "prefill rings: 1 of cp 2; decode rings: 1 of cp 3" in shown.out
+    assert "prefill rings: 1 of cp 2; decode rings: 1 of cp 1" in shown.out
     assert '"conversation_id": "tale"' in shown.out
     assert "> " in shown.out
     assert shown.err.count("TTFT") == 2  # of the first generate, and of /plan

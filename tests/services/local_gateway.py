@@ -36,7 +36,7 @@ CALL_SECONDS = WAIT_SECONDS
 
 
 class LocalGateway:
-    """Gateway before rings of 2 prefill and 3 decode ranks, as an async context."""
+    """Gateway before rings of 2 prefill ranks and 1 decode rank, as an async context."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class LocalGateway:
         http: HttpConfig | None = None,
     ) -> None:
         """`tracer` is the gateway's and the leaders'; `service` takes the place of the one described above."""
-        self.service = service or Service(model_path, 2, 3)
+        self.service = service or Service(model_path, 2, 1)
         for leader in self.service.peers.leaders.values():
             leader.tracer = tracer or leader.tracer
         self._is_secure = tls is not None

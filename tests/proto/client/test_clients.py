@@ -51,7 +51,7 @@ async def test_an_answer_is_exact_typed_and_accounted_for(client: AsyncClient, o
     usage = answer.usage
     assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (50, 0, 5)
     plan = answer.plan
-    assert (plan.new_tokens, plan.prefill_ranks, plan.decode_ranks, plan.prompt_mode) == (50, 2, 3, "new")
+    assert (plan.new_tokens, plan.prefill_ranks, plan.decode_ranks, plan.prompt_mode) == (50, 2, 1, "new")
     assert plan.reason
     assert plan.migrated_bytes > 0
     assert [(chunk.start, chunk.stop) for chunk in plan.chunks] == [(0, 50)]

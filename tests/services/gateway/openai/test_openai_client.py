@@ -46,7 +46,7 @@ async def test_a_chat_is_answered_exactly_and_accounted_for(
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), 7)
     assert answer.usage.total_tokens == len(prompt) + 7
     plan = extra(answer)["plan"]
-    assert (plan["new_tokens"], plan["prefill_ranks"], plan["decode_ranks"]) == (len(prompt), 2, 3)
+    assert (plan["new_tokens"], plan["prefill_ranks"], plan["decode_ranks"]) == (len(prompt), 2, 1)
     assert plan["reason"]
 
 

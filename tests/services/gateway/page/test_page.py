@@ -60,7 +60,7 @@ async def test_an_idle_service_is_shown_without_any_outside_resource(gateway: Lo
     await page.open(gateway.url)
     await page.until("document.querySelectorAll('.ring').length === 2")
     assert await page.value(text_of("#state")) == "It serves."
-    assert await page.value("document.querySelectorAll('[data-role=decode] rect.free').length") == 3
+    assert await page.value("document.querySelectorAll('[data-role=decode] rect.free').length") == 1
     assert await page.value("document.querySelectorAll('.gap').length") == 0
     assert all(url.startswith((gateway.url, "data:,")) for url in page.requested), page.requested
     assert page.faults == []
@@ -237,10 +237,10 @@ async def test_an_operator_sees_the_rings_and_a_tenant_whether_it_serves(
     operators, tenants = seen["ops"].json(), seen["acme"].json()
     assert tenants == {key: operators[key] for key in ("object", "model", "version", "serves", "fault")}
     assert (tenants["serves"], tenants["fault"], tenants["model"]) == (True, "", MODEL)
-    assert [(ring["role"], ring["num_ranks"]) for ring in operators["rings"]] == [("prefill", 2), ("decode", 3)]
+    assert [(ring["role"], ring["num_ranks"]) for ring in operators["rings"]] == [("prefill", 2), ("decode", 1)]
     assert {(event["kind"], event["text"], event["count"]) for event in operators["events"]} == {
         ("ring", "ring prefill-0 serves with 2 ranks", 1),
-        ("ring", "ring decode-0 serves with 3 ranks", 1),
+        ("ring", "ring decode-0 serves with 1 rank", 1),
     }
     for ring in operators["rings"]:
         for rank in ring["kv_usage"]:
