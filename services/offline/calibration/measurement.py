@@ -5,12 +5,13 @@ Used by `ringserve calibrate` and, in parts, by `python -m bench selection`. Rin
 
 from __future__ import annotations
 
-import random
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from statistics import median
+
+import numpy as np
 
 from ringserve.client import Answer, Client, ModelInfo, Sampling, ServerInfo
 from ringserve.cp_core.cost.fit import PrefillSample, StepPart, StepSample
@@ -99,7 +100,7 @@ class Calibrator:
         self._client = client
         self._repeats = repeats
         self._timeout = timeout
-        self._draw = random.Random(seed)
+        self._draw = np.random.default_rng(seed)
         self._vocabulary = client.model_info().vocab_size
         rings = client.server_info().rings
         self._tp = {ring.name: ring.tp or 1 for ring in rings}
@@ -217,4 +218,5 @@ class Calibrator:
         )
 
     def _tokens(self, count: int) -> list[int]:
-        return self._draw.choices(range(self._vocabulary), k=count)
+        tokens: list[int] = self._draw.integers(self._vocabulary, size=count).tolist()
+        return tokens

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import compress, count, pairwise
+from operator import ne
 
 from ringserve.client import Answer, ModelInfo, Plan, RingInfo, Sampling, ServerInfo
 from ringserve.client.results import Chunk
@@ -126,10 +127,7 @@ class FakeClient:
         prompt = list(prompt)
         self.asked.append(algorithm)
         known = self.conversations.get(conversation_id, [])
-        cached = next(
-            (at for at, pair in enumerate(zip(known, prompt, strict=False)) if pair[0] != pair[1]), len(known)
-        )
-        cached = min(cached, len(prompt) - 1)
+        cached = next(compress(count(), map(ne, known, prompt)), min(len(known), len(prompt) - 1))
         if conversation_id:
             self.conversations[conversation_id] = prompt
         bounds = [*range(cached, len(prompt), self.chunk_tokens), len(prompt)]

@@ -70,8 +70,14 @@ def test_a_prefill_that_was_disturbed_each_time_spoils_no_other(algorithm: str) 
     assert max(wrong) < 0.06
 
 
-def test_auto_by_what_was_fitted_loses_less_than_any_fixed_choice() -> None:
-    losses = dict(calibrated(FakeClient(noise=0.02)).losses)
+@pytest.fixture(scope="module")
+def noisy() -> Calibration:
+    """Return a calibration of rings whose times vary by 2%."""
+    return calibrated(FakeClient(noise=0.02))
+
+
+def test_auto_by_what_was_fitted_loses_less_than_any_fixed_choice(noisy: Calibration) -> None:
+    losses = dict(noisy.losses)
     assert losses["auto, calibrated"] < 0.03
     assert losses["auto, calibrated on other cells"] < 0.03
     assert losses["auto, calibrated"] < losses["always pass_q"]
@@ -79,10 +85,9 @@ def test_auto_by_what_was_fitted_loses_less_than_any_fixed_choice() -> None:
     assert min(losses.values()) >= 0.0
 
 
-def test_what_a_chain_takes_is_measured_and_not_assumed() -> None:
+def test_what_a_chain_takes_is_measured_and_not_assumed(noisy: Calibration) -> None:
     """Its overhead and overlap are others than the ring's, and the choice among three loses next to nothing."""
-    calibration = calibrated(FakeClient(noise=0.02))
-    found, true = calibration.profile.prefill, truth().prefill
+    found, true = noisy.profile.prefill, truth().prefill
     assert true.chain_overlap is not None
     overhead, real = (
         each.chain_overhead * (each.layer_overhead_seconds + 3 * each.link_latency_seconds) for each in (found, true)
@@ -90,9 +95,9 @@ def test_what_a_chain_takes_is_measured_and_not_assumed() -> None:
     assert overhead == pytest.approx(real, rel=0.15)
     assert found.lone_speed == true.lone_speed, "the ring has measured it"
     assert found.chain_overlap == pytest.approx(true.chain_overlap, abs=0.2)
-    chains = [row for row in calibration.rows if row.measurement.sample.algorithm == CHAIN]
+    chains = [row for row in noisy.rows if row.measurement.sample.algorithm == CHAIN]
     assert all(row.fitted == pytest.approx(row.measurement.sample.seconds, rel=0.06) for row in chains)
-    losses = dict(calibration.losses)
+    losses = dict(noisy.losses)
     assert losses["auto, calibrated"] < 0.01 < losses["always chain"]
 
 
@@ -114,7 +119,8 @@ def test_each_prefill_is_measured_by_three_algorithms_and_nothing_is_left_behind
 
 
 def test_prefills_of_several_steps_are_fitted_step_by_step() -> None:
-    calibration = calibrated(FakeClient(chunk_tokens=1000))
+    cells = grid([2048, 8192, 32768], [0, 4096], 100_000)
+    calibration = calibrated(FakeClient(chunk_tokens=1000), cells)
     assert max(len(row.measurement.sample.cuts) for row in calibration.rows) == 32
     assert calibration.fitted.rms < 0.02
 
