@@ -376,8 +376,7 @@ class RingRegistry:
         if known is None:
             known = rings[name] = RegisteredRing(registration, next(self._numbers), self._order.changed)
             is_news = True
-            ranks = "1 rank" if registration.num_ranks == 1 else f"{registration.num_ranks} ranks"
-            self.events.note(EventKind.RING, name, f"ring {name} serves with {ranks}")
+            self.events.note(EventKind.RING, name, f"ring {name} serves with {registration.size}")
         else:
             before = known.registration
             is_news = before.incarnation != registration.incarnation or not known.is_ready

@@ -378,6 +378,11 @@ class RingRegistration:
         """Words for logs."""
         return "has left" if self.is_leaving else "drains" if self.is_draining else "serves"
 
+    @property
+    def size(self) -> str:
+        """Words for logs and events, such as "2 ranks"."""
+        return f"{self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeSpan:

@@ -327,7 +327,7 @@ class Router:
             self._scaled = self._tasks.spawn(self._scaling.run())
         if self._rings.register(ring):
             doing = "is being rebuilt" if ring.is_rebuilding else ring.doing
-            log.info("%s ring %s %s with %d ranks", ring.role, ring.name, doing, ring.num_ranks)
+            log.info("%s ring %s %s with %s", ring.role, ring.name, doing, ring.size)
             self._returns.note(ring)
         known = self._rings.named(ring.role, ring.name)
         if known is not None and inventory is not None:

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -29,6 +30,11 @@ GRACE_SECONDS = 2.0
 KILL_SECONDS = 10.0
 """Seconds for killed processes to disappear."""
 DIRECTORY_PREFIX = "ringserve-"
+SHORT_DIRECTORY = Path("/tmp")
+"""Folder for directories of Rays if $TMPDIR is too long: systems limit the paths of sockets."""
+MAX_SOCKET_PATH = 107 if sys.platform == "linux" else 103
+SOCKET_NAME = f"/{DIRECTORY_PREFIX}12345678/r/session_2026-11-29_19-34-37_224090_4194304/sockets/plasma_store"
+"""Path of the longest name that a Ray gives a socket, below the folder of its directory."""
 OWNER_FILE = "owner"
 """File in a Ray's directory that its starter locks."""
 OR_TARGET = " or give --target HOST:PORT"
@@ -139,7 +145,7 @@ class RayDirectory:
     """
 
     def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
+        self.path = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX, dir=_parent_directory()))
         draft = self.path / f"{OWNER_FILE}.tmp"
         self._lock = os.open(draft, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -169,13 +175,20 @@ class RayDirectory:
             self._lock = -1
 
 
+def _parent_directory() -> Path:
+    """Return the folder for directories of Rays: that for temporary files, or /tmp if paths of sockets get too long."""
+    chosen = Path(tempfile.gettempdir())
+    is_long = len(os.fsencode(chosen)) + len(SOCKET_NAME) > MAX_SOCKET_PATH
+    return SHORT_DIRECTORY if is_long and os.access(SHORT_DIRECTORY, os.W_OK | os.X_OK) else chosen
+
+
 def clear_abandoned() -> None:
     """End what is left of Rays whose starter was killed, and remove their directories.
 
     Processes of Ray end with it, within seconds. One that does not is known by the logs it writes; a process that only
     reads there, such as `less`, goes on.
     """
-    for owner in Path(tempfile.gettempdir()).glob(f"{DIRECTORY_PREFIX}*/{OWNER_FILE}"):
+    for owner in _parent_directory().glob(f"{DIRECTORY_PREFIX}*/{OWNER_FILE}"):
         try:
             with owner.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

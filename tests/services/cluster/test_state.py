@@ -45,6 +45,13 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "state"
 
 
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """Return a folder whose path leaves room for the names of a Ray's sockets, which pytest's do not."""
+    with tempfile.TemporaryDirectory(prefix="rs-", dir=cluster_state.SHORT_DIRECTORY) as path:
+        yield Path(path)
+
+
 def state_of(process: psutil.Process, name: str = "default") -> ClusterState:
     started = started_after_boot(process.pid)
     ready = ClusterStage.READY
@@ -238,15 +245,28 @@ def test_what_outlives_the_process_of_a_cluster_is_killed(monkeypatch: pytest.Mo
         assert not left.is_running()
 
 
+def test_sockets_of_a_ray_have_short_names_whatever_the_folder_for_temporary_files(
+    tmp_path: Path, short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On macOS each user has a folder with a name of 49 characters."""
+    long_path = tmp_path / ("a" * 50)
+    long_path.mkdir()
+    for chosen, used in ((long_path, cluster_state.SHORT_DIRECTORY), (short_path, short_path)):
+        monkeypatch.setattr(tempfile, "tempdir", str(chosen))
+        ray = RayDirectory()
+        assert ray.path.parent == used
+        ray.remove()
+
+
 def test_what_a_killed_starter_of_a_ray_left_is_ended_and_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, child: subprocess.Popen[bytes]
+    short_path: Path, monkeypatch: pytest.MonkeyPatch, child: subprocess.Popen[bytes]
 ) -> None:
     """Of processes that write into its directory alone, and once the starter has ended."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
     own = RayDirectory()
-    (tmp_path / "ringserve-another").mkdir()
+    (short_path / "ringserve-another").mkdir()
     code = "from ringserve.services.cluster.state import RayDirectory; print(RayDirectory().path)"
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    environment = os.environ | {"TMPDIR": str(short_path)}
     starter = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     left = Path(starter.stdout.strip())
     with (left / "agent.log").open("w") as log:
@@ -261,7 +281,7 @@ def test_what_a_killed_starter_of_a_ray_left_is_ended_and_removed(
     assert child.poll() is None
     assert not left.exists()
     assert own.path.stat().st_mode & 0o777 == 0o700
-    assert sorted(tmp_path.iterdir()) == sorted([own.path, tmp_path / "ringserve-another"])
+    assert sorted(short_path.iterdir()) == sorted([own.path, short_path / "ringserve-another"])
     own.remove()
     own.remove()
     assert not own.path.exists()
