@@ -29,8 +29,8 @@ LENGTHS_BY: dict[str, tuple[int, ...]] = {
     "gather_kv": FEW_LENGTHS,
     "auto": FEW_LENGTHS,
 }
-FEW_SELECTORS = ("pass_q", "chain", "sp_ntp", "auto")
-"""Selectors of short prompts for models after the first."""
+FEW_LENGTHS_BY = {"pass_q": FEW_LENGTHS, "chain": (65,), "sp_ntp": (5,), "auto": (1,)}
+"""Short prompts of models after the first: each length by one selector, and each other selector once."""
 # Turn 2 begins after length + 5 tokens and turn 3 after 12 more: for most lengths not divisible by 2N.
 FOLLOW_UPS = (7, 1)
 MAX_TOKENS = 5
@@ -75,7 +75,7 @@ async def test_three_turns_give_the_tokens_of_transformers(  # type: ignore[no-u
     kind: str, num_prefill: int, num_decode: int, long_by: str, model_paths: Mapping[str, Path], script
 ) -> None:
     # Before any ring starts: on a busy machine that takes longer than rings wait for each other.
-    lengths_by = LENGTHS_BY if kind == KINDS[0] else dict.fromkeys(FEW_SELECTORS, FEW_LENGTHS)
+    lengths_by = LENGTHS_BY if kind == KINDS[0] else FEW_LENGTHS_BY
     if num_prefill == 1:
         # On one rank nothing is selected: whatever the selector says, the same code computes the prompt.
         lengths_by = {name: lengths if name == "pass_q" else lengths[:1] for name, lengths in lengths_by.items()}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -22,41 +22,46 @@ from ringserve.workers.model.shared import shared_bytes
 from tests.programs import require
 from tests.waiting import WAIT_SECONDS
 
-OTHER = """
-import sys
-from ringserve.workers.model.shared import shared_bytes
-
-def fill(memory):
-    memory.fill_(int(sys.argv[1]))
-    print("filled", flush=True)
-
-memory = shared_bytes("a test", 1000, fill)
-print(memory.unique().tolist(), flush=True)
-sys.stdin.read()
-"""
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no such memory on this system")
+
+
+def hold(number: int, directory: str, told: Connection) -> None:
+    """Want memory full of the number, say whether this process filled it and what it holds, and hold it."""
+    tempfile.tempdir = directory
+
+    def fill(memory: torch.Tensor) -> None:
+        memory.fill_(number)
+        told.send("filled")
+
+    memory = shared_bytes("a test", 1000, fill)
+    assert memory is not None
+    told.send(memory.unique().tolist())
+    told.recv()
 
 
 class Other:
     """Another process, which wants memory full of its number and holds it until it ends."""
 
     def __init__(self, number: int, directory: Path) -> None:
-        environment = os.environ | {"TMPDIR": str(directory)}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen([sys.executable, "-c", OTHER, str(number)], env=environment, **pipes)  # type: ignore[call-overload]
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])  # imports torch once
+        self._told, theirs = context.Pipe()
+        self.process = context.Process(target=hold, args=(number, str(directory), theirs), daemon=True)
+        self.process.start()
+        theirs.close()
 
-    def said(self) -> list[str]:
+    def said(self) -> list[object]:
         """Return what it says until it holds the memory."""
-        lines = [self.process.stdout.readline().strip()]
-        while lines[-1] == "filled":
-            lines.append(self.process.stdout.readline().strip())
-        return lines
+        said: list[object] = []
+        while not said or said[-1] == "filled":
+            assert self._told.poll(WAIT_SECONDS), "it says nothing"
+            said.append(self._told.recv())
+        return said
 
     def end(self) -> None:
         self.process.kill()
-        self.process.wait(WAIT_SECONDS)
-        self.process.stdout.close()
-        self.process.stdin.close()
+        self.process.join(WAIT_SECONDS)
+        self._told.close()
 
 
 @pytest.fixture
@@ -79,16 +84,16 @@ def others(directory: Path) -> Iterator[list[Other]]:
 
 def test_the_first_fills_it_and_any_that_lives_shows_it_to_others(directory: Path, others: list[Other]) -> None:
     others += [Other(5, directory)]
-    assert others[0].said() == ["filled", "[5]"]
+    assert others[0].said() == ["filled", [5]]
     others += [Other(6, directory)]
-    assert others[1].said() == ["[5]"]
+    assert others[1].said() == [[5]]
     others[0].end()
     own = shared_bytes("a test", 1000, lambda memory: memory.fill_(7))
     assert own is not None
     assert own.tolist() == [5] * 1000
     others[1].end()
     others += [Other(8, directory)]
-    assert others[2].said() == ["[5]"], "from this process"
+    assert others[2].said() == [[5]], "from this process"
     (file,) = (directory / f"ringserve-shared-{os.getuid()}").iterdir()
     pids = [line.split()[0] for line in file.read_text().splitlines()]
     assert sorted(pids) == sorted([str(os.getpid()), str(others[2].process.pid)]), "those that have ended are forgotten"
