@@ -167,6 +167,7 @@ async def test_an_abort_or_a_deadline_while_held_up_frees_everything(
 async def test_a_preempted_turn_that_the_router_has_forgotten_ends_at_once(
     model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("ringserve.orchestration.router.registry.FAILOVER_SECONDS", 0.05)  # no gateway tells of the end
     async with small_service(model_paths["llama_gqa"], 2, 2) as service:
         free, asked = service.free_blocks(), 0
 

@@ -380,8 +380,11 @@ async def test_tensor_parallel_rings_draw_and_score_the_same(
         check_logprobs(answer.prompt_logprobs, logits[: len(prompt) - 1], prompt[1:], 2)
 
 
-async def test_a_ring_that_breaks_under_a_finished_turn_leaves_nothing_behind(model_paths: Mapping[str, Path]) -> None:
+async def test_a_ring_that_breaks_under_a_finished_turn_leaves_nothing_behind(
+    model_paths: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The turn ends either way; the ring is rebuilt and serves the next turn."""
+    monkeypatch.setattr("ringserve.orchestration.router.registry.FAILOVER_SECONDS", 0.05)  # no gateway tells of the end
     async with Service(model_paths["llama_gqa"], 1, 2) as service:
         request = service.request(random_tokens(20), sampling=SamplingParameters(max_tokens=2000, ends_by_text=True))
         begun = await service.router.begin_turn(request)

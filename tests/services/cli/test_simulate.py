@@ -29,7 +29,7 @@ def test_placements_are_set_beside_each_other_on_the_same_trace(
 
 
 def test_placements_in_processes_of_their_own_come_to_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    made = (*CLUSTER, "--busy", "0.5", "--time", "1min", "--first", "500-4k:50,8k-32k:45,100k:5", "--json")
+    made = (*CLUSTER, "--busy", "0.5", "--time", "20s", "--first", "500-4k:50,8k-32k:45,100k:5", "--json")
     results = []
     for jobs in ("1", "2"):
         assert main([*made, "--placement", "router,least_loaded", "--jobs", jobs]) == 0
