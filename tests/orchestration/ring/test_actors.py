@@ -92,6 +92,7 @@ async def test_the_processes_that_share_heads_are_on_one_host(
 async def test_ranks_are_asked_for_as_long_as_they_have_a_leader(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that has started may wait for minutes while another one loads, and nobody has work for it meanwhile."""
     monkeypatch.setattr(actors, "LEASE_SECONDS", 0.04)
+    monkeypatch.setattr(actors, "LEASE_LOOK_SECONDS", 0.01)
     made = _Ray(monkeypatch)
     ranks = RayRanks("decode-0", {"CPU": 1.0})
     await ranks.create(3, 5.0)
