@@ -66,7 +66,7 @@ class StaleIncarnation(Unavailable):
 
 
 class DiskFull(Unavailable):
-    """A directory that is written to has no space left: what failed works again once there is some."""
+    """A directory has no space left; the failed operation works again once there is some."""
 
 
 class TransferError(RingserveError):

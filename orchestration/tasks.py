@@ -53,7 +53,7 @@ def begin_joined(what: str, work: Coroutine[None, None, T]) -> asyncio.Task[T]:
     """Begin work that callers join by `asyncio.shield`; an error is logged, since all of them may have left by then.
 
     `shield` does not look at the error of a task whose caller was cancelled: Python would log it with a stack trace
-    when the task is collected. `what` says for the log what the work does.
+    when the task is collected. `what` names the work in the log.
     """
 
     def note_error(task: asyncio.Task[T]) -> None:
@@ -114,7 +114,7 @@ async def until_reached(
 ) -> T:
     """Repeat an idempotent call while it fails with `on`; `until` is on the event loop's clock.
 
-    `what` says for the log what the call does. Raises that error after `until`, and other errors at once.
+    `what` names the call in the log. Raises that error after `until`, and other errors at once.
     """
     pause = FIRST_PAUSE
     while True:

@@ -21,7 +21,7 @@ from ringserve.cp_core.attention.torch_cpu import TorchCpuFlash
 from ringserve.cp_core.layout.step_plans import KvRun
 
 VERSION = 7
-"""Of the libraries' functions: one that was compiled for others is not called."""
+"""Version of the libraries' functions: a library of another version is not called."""
 
 DTYPES = (torch.float32, torch.bfloat16)
 HEAD_DIMS = frozenset({16, 32, 48, 64, 80, 96, 112, 128, 192, 256})
@@ -188,7 +188,7 @@ class NativeCpu:
         return _attend_pages(q, shards.k, shards.v, shards.table, shards.lengths, max(shards.stored), scale)
 
     def _attend_copies(self, q: torch.Tensor, shards: PagedShards, scale: float) -> Partial:
-        """Attend by torch's kernel what this one does not serve. It follows no tables: each row's pages are copied."""
+        """Attend by torch's kernel, for cases that ours lacks. It follows no tables: each row's pages are copied."""
         parts = []
         for row, stored in enumerate(shards.stored):
             pages = shards.table[row, : -(-stored // shards.k.shape[1])]

@@ -404,7 +404,7 @@ def attend_pair(
                 scale=scale,
             )
             parts.append(part)
-        # What holds no number is found once, when the parts of all ranks are merged.
+        # NaN is looked for once, when the parts of all ranks are merged.
         answers.append(RowPartial(rows, merge(parts) if len(parts) > 1 else parts[0]))
     return answers
 

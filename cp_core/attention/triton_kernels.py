@@ -202,7 +202,7 @@ def _last_contiguous(out: torch.Tensor) -> torch.Tensor:
 
 
 def _num_splits(num_programs: int, capacity: int, keys: int, device: torch.device) -> int:
-    """Return the splits of every sequence, from what the host knows: a captured graph serves all lengths."""
+    """Return the splits of every sequence, by numbers on the host: a captured graph serves all lengths."""
     wanted = -(-PROGRAMS_PER_PROCESSOR * _num_processors(device) // max(1, num_programs))
     return max(1, min(wanted, -(-capacity // keys), MAX_SPLITS))
 
@@ -349,7 +349,7 @@ def _attend_band(
     tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     rows, dims, keys = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED_DIM), tl.arange(0, KEYS)
     is_row, is_dim = rows < num_rows, dims < HEAD_DIM
-    # Rows behind the last see what the last one sees.
+    # Rows behind the last see the same keys as the last one.
     held = tl.minimum(rows, num_rows - 1)
     low, high = tl.load(first + held), tl.load(stop + held)
     # Keys that some rows see, and those that all rows see: whole tiles of these need no mask.

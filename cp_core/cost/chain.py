@@ -318,7 +318,7 @@ def chain_closed_form(cuts: Sequence[int], cached: int, rates: ChainRates) -> fl
     first_cached = max(each.cached_link for each in stages)
 
     def through(place: int) -> float:
-        """Return the seconds of what the position at `place` sends in one layer, until the last one has attended it."""
+        """Return the seconds until the last position has attended the KV that the one at `place` sends in one layer."""
         own = (
             rates.lateness[place]
             + max(stages[place].projection / lone_speed, first_cached)
@@ -333,7 +333,7 @@ def chain_closed_form(cuts: Sequence[int], cached: int, rates: ChainRates) -> fl
     late = [place for place in range(first + 1, last + 1) if rates.lateness[place] or place == last]
     seconds = max(through(place) for place in (first, *late))
     if lone_speed > 1.0:
-        # What the ranks share has all of the work to do.
+        # Shared processors do all of the work.
         seconds = max(seconds, rates.num_layers * math.fsum(work) / num_ranks)
     return seconds + rates.head_seconds
 
@@ -395,10 +395,10 @@ def quick_cuts(num_tokens: int, cached: int, rates: ChainRates) -> Cuts:
     """
     num_ranks, speeds, hops = rates.num_ranks, rates.speeds, rates.num_layers - 1
     work = num_tokens * rates.token_seconds + num_tokens * (num_tokens / 2 + cached) * rates.pair_seconds
-    # The ranks that take part share what all do.
+    # The ranks that take part share the work of all.
     shares = [min(rates.lone_speed, num_ranks / (num_ranks - empty)) for empty in range(num_ranks)]
     evens = [work / sum(speeds[empty:]) / shares[empty] for empty in range(num_ranks)]
-    # Cached KV of a rank goes to all that take part: if that takes longer than the work, few ranks are best.
+    # Each rank's cached KV goes to all ranks that take part: if that takes longer than the work, few ranks are best.
     links = [cached * rates.byte_seconds(0) * (num_ranks - empty - 1) / num_ranks for empty in range(num_ranks)]
     likely = min(range(num_ranks), key=lambda empty: max(evens[empty], links[empty]))
     known: dict[Cuts, float] = {}

@@ -85,7 +85,7 @@ class PrefillSample:
         return list(pairwise((self.cached_tokens, *self.cuts, self.cached_tokens + self.new_tokens)))
 
     def predictor(self, model: ModelShape, profile: HardwareProfile, start: int) -> StepPredictor:
-        """Return what a profile predicts steps by that begin at `start`."""
+        """Return a profile's predictor of steps that begin at `start`."""
         return step_predictor(model, profile.prefill, self.cp, self.tp, start > 0, self.speeds, self.lateness)
 
 

@@ -84,7 +84,7 @@ class RingListener:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendezvous:
-    """What one rank knows before ring `name` connects: all ranks' `endpoints` and their common `secret`.
+    """Parameters of a rank before ring `name` connects: all ranks' `endpoints` and their common `secret`.
 
     With `tls` the connections are encrypted and both ends show certificates.
     """

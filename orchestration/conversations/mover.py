@@ -88,7 +88,7 @@ class ConversationMover:
         self._transfer_timeout = transfer_timeout
 
     async def retained_on(self, ring: RegisteredRing, conversations: list[Conversation]) -> list[int]:
-        """Return how many tokens of each conversation a ring retains of what the store says. Raises Unavailable."""
+        """Return how many tokens of each conversation, as stored, a ring still retains. Raises Unavailable."""
         port = self._port(ring)
         try:
             async with asyncio.timeout(self._control_timeout):

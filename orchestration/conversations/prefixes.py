@@ -35,7 +35,7 @@ from ringserve.workers.protocol.steps import TokenIds
 MIN_SHARED = 16
 """Fewest tokens worth sharing: a full block of the usual size, so that something is shared and not only copied."""
 MAX_LOOKED_AT = 32
-"""Histories that a prompt looks at, those that share most of it first."""
+"""Histories that a prompt looks at, longest shared prefix first."""
 
 
 class _Node:
@@ -97,7 +97,7 @@ class PrefixIndex:
         return len(self._nodes)
 
     def put(self, key: str, tokens: TokenIds) -> None:
-        """Enter a history, in the place of what the key stood for. The array must not change afterwards."""
+        """Enter a history, replacing the key's former one. The array must not change afterwards."""
         self.remove(key)
         node, at, rest = self._walk(tokens)
         if at < len(node.edge):

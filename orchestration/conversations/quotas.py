@@ -111,6 +111,6 @@ class KvQuotas:
         return [each for each in self._conversations.of_tenant(quota.tenant) if each is not conversation]
 
     def _held(self, quota: KvQuota, others: Iterable[Conversation]) -> int:
-        """Return the tokens that running turns may come to, and those that forks of theirs share."""
+        """Return the tokens that running turns may come to, and the tokens that their forks share."""
         held = sum(turn.max_kv_tokens for turn in self._turns.of_tenant(quota.tenant))
         return held + sum(each.kv_tokens for each in others if each.num_forks and not each.running_request)

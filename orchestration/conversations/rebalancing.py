@@ -114,7 +114,7 @@ class DrainRebalancing:
         self._drains.pop(name, None)
 
     def views(self) -> tuple[RingDrain, ...]:
-        """Show the rings that drain, and those that have left."""
+        """Show the rings that drain, and the rings that have left."""
         return tuple(
             RingDrain(
                 role=drain.ring.role,

@@ -298,7 +298,7 @@ class DecodeTurns:
         await drop(self._ring, turn.attempt.key)
 
     async def _give_up_sends(self, turn: DecodeTurn) -> None:
-        """End what the turn sends to other rings: a destination that stands still would hold the turn for seconds."""
+        """End the turn's transfers to other rings: a destination that stands still would hold the turn for seconds."""
         keys, timeout = list(turn.tasks.sends.values()), self._settings.control_timeout
         if not self._ring.is_serving(turn.reservation.incarnation):
             return  # those ranks are dead

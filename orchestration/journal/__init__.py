@@ -1,1 +1,1 @@
-"""Journal of the router over SQLite: what survives its death."""
+"""Journal of the router over SQLite: the state that survives its death."""

@@ -186,7 +186,7 @@ class SqliteJournal:
         return 0
 
     def close(self) -> None:
-        """Write what waits, and let another router have the journal. Idempotent."""
+        """Write waiting rows, and let another router have the journal. Idempotent."""
         self._writer.close()
         with suppress(sqlite3.ProgrammingError):
             self._reader.close()
@@ -200,7 +200,7 @@ def _run(database: sqlite3.Connection, statement: str, values: Sequence[object])
 
 
 def _commit(database: sqlite3.Connection, record: CommittedRecord) -> None:
-    """Move a turn from those that run to its conversation's history. Idempotent."""
+    """Move a turn from the running turns to its conversation's history. Idempotent."""
     row = database.execute("SELECT tokens, record FROM turns WHERE id = ?", (record.turn_id,)).fetchone()
     if row is None:
         return
@@ -316,7 +316,7 @@ def _unpacked(blob: bytes) -> TokenIds:
 
 
 def _outline(plan: TurnPlan) -> TurnPlan:
-    """Return what a client is told of a plan whose turn has ended, without predictions and chunks."""
+    """Return the part of a plan that a client sees once its turn has ended: no predictions, no chunks."""
     return replace(
         plan, cached_sources=(), chunks=(), predicted_prefill_seconds=0.0, alternatives=(), ring_alternatives=()
     )

@@ -119,7 +119,7 @@ def journal_path(directory: Path, fingerprint: str) -> Path:
 
 
 def lacks_space(directory: Path, error: BaseException | None) -> bool:
-    """Return whether an error, or what caused it, means that the disk of a directory is full.
+    """Return whether an error, or its cause, means that the disk of a directory is full.
 
     SQLite has several codes for it, one for each file that it extends.
     """
@@ -134,7 +134,7 @@ def lacks_space(directory: Path, error: BaseException | None) -> bool:
 
 
 class Mark:
-    """Epoch and number of transactions of a journal, in a file beside it: what a damaged journal has lost.
+    """Epoch and number of transactions of a journal, in a file beside it: they show how much a damaged journal lost.
 
     A transaction is counted after its commit and before its record is acknowledged, without a flush to the disk. So the
     file never has more than was committed, and after the death of the router at most one transaction less.
@@ -153,7 +153,7 @@ class Mark:
                 self.epoch, self.count = epoch, count
 
     def advance(self, epoch: int, count: int) -> None:
-        """Write what the journal has. Raises OSError."""
+        """Write the epoch and number of transactions of the journal. Raises OSError."""
         self.epoch, self.count = epoch, count
         os.pwrite(self._file, self.FORM.pack(epoch, count, checksum(epoch, count)), 0)
 

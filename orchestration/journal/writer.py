@@ -42,7 +42,7 @@ class GroupCommit:
         return done
 
     def close(self) -> None:
-        """Write what waits and end the thread. Idempotent."""
+        """Write waiting rows and end the thread. Idempotent."""
         if self._thread.is_alive():
             self._waiting.put(None)
             self._thread.join()

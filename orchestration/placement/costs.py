@@ -32,7 +32,7 @@ MAX_KNOWN = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Kind:
-    """Rings that are alike in all that a step's time depends on.
+    """Rings that are alike in everything that a step's time depends on.
 
     For the sums over a rank's tensor parallel processes it has the seconds of each of the rank's tokens, and the
     seconds in which a step's messages start.

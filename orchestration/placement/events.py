@@ -1,4 +1,4 @@
-"""Log of the latest events of the service, for operators: what happened to rings and turns, the newest last."""
+"""Log of the latest events of rings and turns, for operators; the newest is last."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ TIE = 0.1
 LEAVE_SECONDS = 0.02
 """Seconds that a conversation must save to leave its KV: the saving is only predicted, and the KV is there."""
 IDLE_DELAY = 4.0
-"""Times `max_direct_seconds` that a prompt may take on a decode ring without turns: it delays only those that come."""
+"""Times `max_direct_seconds` that a prompt may take on a decode ring without turns: it delays only later turns."""
 MAX_ALTERNATIVES = 8
 """Prefill rings that a plan lists."""
 
@@ -275,7 +275,7 @@ class RingPlacer:
             raise Unavailable(f"no {'other ' if ready else ''}{role} ring is ready{why}; retry in a few seconds")
         return max(left, key=lambda ring: ring.registration.capacity_tokens)
 
-    # --- what they cost ----------------------------------------------------------------------------------------------
+    # --- costs -------------------------------------------------------------------------------------------------------
 
     def _option(
         self, turn: WantedTurn, prefills: Sequence[RegisteredRing], decode: RegisteredRing, now: float
@@ -328,7 +328,7 @@ class RingPlacer:
         )
 
     def own_rings(self, turn: WantedTurn) -> list[RegisteredRing]:
-        """Return the conversation's rings that can be asked for retained KV, those that drain among them."""
+        """Return the conversation's rings that can be asked for retained KV, including rings that drain."""
         places = (("prefill", turn.prefill), ("decode", turn.decode))
         own = [self._rings.named(role, place.ring) for role, place in places if place is not None]
         return [ring for ring in own if ring is not None and ring.is_ready and turn.retained_on(ring)]
@@ -336,7 +336,7 @@ class RingPlacer:
     # --- remarks -----------------------------------------------------------------------------------------------------
 
     def _remarks(self, turn: WantedTurn, chosen: _Option) -> tuple[str, ...]:
-        """Say what made the choice of rings an exception."""
+        """Say why the choice of rings is an exception."""
         is_direct, remarks = chosen.is_direct(turn), []
         if chosen.direct is not None and chosen.direct.is_too_long and not is_direct:
             remarks.append(f"ring {chosen.decode.name} would delay its batch too long by computing the prompt itself")
@@ -466,7 +466,7 @@ class SparseChooser:
 
 
 def _cached(turn: WantedTurn, choice: Choice) -> int:
-    """Return the tokens that a turn's prefill ring need not compute; what the decode ring alone retains is pulled."""
+    """Return the tokens that a turn's prefill ring need not compute: it pulls KV that only the decode ring retains."""
     return max(turn.retained_on(choice.prefill), turn.retained_on(choice.decode))
 
 

@@ -1,4 +1,4 @@
-"""Planner: makes a turn's plan and its reason from what both rings hold of the prompt."""
+"""Planner: makes a turn's plan and its reason from the prompt's KV on both rings."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class PromptOnRings(NamedTuple):
 
     @property
     def most(self) -> RetainedPrefix:
-        """Ring from which the prefill ring would pull what it lacks."""
+        """Ring from which the prefill ring would pull the KV that it lacks."""
         return retaining_most(RetainedPrefix(self.decode, self.retained_on_decode), self.left)
 
 
@@ -324,7 +324,7 @@ class Planner:
     def _predict_pulled(
         self, num_tokens: int, retained: int, ring: RingRegistration, most: RetainedPrefix
     ) -> tuple[float, float]:
-        """Return the seconds to pull all that the prefill ring lacks, and the seconds of the prefill after it."""
+        """Return the seconds to pull all KV that the prefill ring lacks, and the seconds of the prefill after it."""
         return (
             self.predict_move(most.num_tokens - retained, ring, most.ring),
             self.predict_prefill(num_tokens, most.num_tokens, ring),

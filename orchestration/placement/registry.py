@@ -177,7 +177,7 @@ class RegisteredRing:
 
     @property
     def load_seconds(self) -> float:
-        """Seconds that one more turn on a decode ring waits for those that are there."""
+        """Seconds that one more turn on a decode ring waits for the turns that are there."""
         limit = self.registration.max_batch
         waiting = max(0, self._num_turns - limit + 1) if limit else 0
         return TURN_SECONDS * self._num_turns + WAIT_SECONDS * waiting
@@ -356,7 +356,7 @@ class RingRegistry:
         """Predicted seconds of all prompts that were placed on prefill rings."""
         self._numbers = count(1)
         self._order = RingOrder()
-        self._left: dict[str, RingRegistration] = {}  # what rings announced that have said good-bye, by name
+        self._left: dict[str, RingRegistration] = {}  # last announcements of rings that have left, by name
 
     def register(self, registration: RingRegistration) -> bool:
         """Enter an announcement: a ring is new, was rebuilt, lives, drains or leaves. Return whether that is news."""

@@ -1,4 +1,4 @@
-"""Numbers of rings by what is needed: arriving work and the wait for prefill, turns and KV for decode.
+"""Numbers of rings by demand: arriving work and the wait for prefill, turns and KV for decode.
 
 A number of rings is wanted at which they are busy for a share of their time only, and that clears a backlog while
 another ring would start. More rings are wanted at once; fewer only if fewer would have done for a while.
@@ -46,7 +46,7 @@ class RoleScaler:
     def __init__(self, settings: ScalingSettings, least: int) -> None:
         self._settings = settings
         self._least = least
-        self._wanted: deque[tuple[float, int]] = deque()  # what the load of the last while has wanted
+        self._wanted: deque[tuple[float, int]] = deque()  # (time, rings that the load wanted) of the last while
         self._began: float | None = None
 
     def wanted(self, load: RoleLoad, most: int, now: float) -> int:

@@ -139,7 +139,7 @@ class PrefillScheduler:
         self._num_steps = 0
         # Work units that the oldest turns lack of their share; negative: their excess, at most that of their last step.
         self._debt = 0.0
-        # Work units computed for each tenant. One that arrives starts at the lowest count of the tenants that wait.
+        # Work units computed for each tenant. A new tenant starts at the lowest count of the tenants that wait.
         # Source: start-time fair queueing (Goyal, Vin, Cheng 1996).
         self._served: dict[str, float] = {}
 

@@ -1,4 +1,4 @@
-"""Messages by which a ring tells a router that has restarted what it holds. Frozen data."""
+"""Messages by which a ring tells a restarted router which turns and KV it holds. Frozen data."""
 
 from __future__ import annotations
 

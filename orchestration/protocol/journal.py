@@ -102,13 +102,13 @@ class JournalPort(Protocol):
         """Return recent turns that ended well, and how many tokens their decode rings retain."""
 
     def answer_of(self, request_id: str) -> BegunTurn | None:
-        """Return the answer of a request, if its turn is one of the recent ones that ended well."""
+        """Return the answer of a request, if its turn ended well and recently."""
 
     def tokens_of(self, conversation_id: str) -> TokenIds:
         """Return the tokens of a conversation."""
 
     def agreeing(self, conversation_id: str, turn_id: str) -> int:
-        """Return how many tokens a turn's prompt and answer share with what its conversation has become."""
+        """Return how many tokens a turn's prompt and answer share with the conversation's history now."""
 
     def close(self) -> None: ...
 

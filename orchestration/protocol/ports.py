@@ -82,14 +82,14 @@ class RankPort(Protocol):
         """Keep something for the leader that takes this rank over."""
 
     async def recall(self, timeout: float) -> object:
-        """Return what a leader had this rank keep; None if nothing."""
+        """Return the measurements that a leader had this rank keep, if any."""
 
     async def kill(self) -> None:
         """End the rank's process for good. Never raises."""
 
 
 class RankFactory(Protocol):
-    """Makes the ranks of one ring, all or none, and frees what they held. Each tensor parallel process is one."""
+    """Makes the ranks of one ring, all or none, and frees their resources. Each tensor parallel process is a rank."""
 
     async def create(self, num_ranks: int, timeout: float) -> Sequence[RankPort]: ...
 

@@ -19,7 +19,7 @@ from ringserve.workers.protocol.transfers import TransferKey
 from ringserve.workers.sampling.parameters import SamplingParameters, TokenLogprobs
 
 FREE_SHARES = 3.0
-"""One tenant may take at most this many times what is left then. One flood fills three quarters, two 6/7."""
+"""Limit on a tenant's units, as a multiple of the units that stay free. One flood fills three quarters, two 6/7."""
 MAX_PRIORITY = 100  # of a turn; its negative is the lowest
 Attributes = Mapping[str, str | int | float]
 

@@ -68,7 +68,7 @@ POLLS_SECONDS = 5.0
 """Seconds in which a leader and a rank connect for polls."""
 
 RANK_NICENESS = 15
-"""Nice value of a rank, which is Ray's own for all its workers: router and leaders come before what computes."""
+"""Nice value of a rank, which is Ray's own for all its workers: router and leaders come before computations."""
 OUTPUT_VARIABLE = "RINGSERVE_WORKER_OUTPUT"
 """Variable with the number of an open file for what an actor writes, as `services.cluster.fork_server` sets it."""
 LEASE_SECONDS = 180.0
@@ -76,7 +76,7 @@ LEASE_SECONDS = 180.0
 LEASE_LOOK_SECONDS = 15.0
 """Seconds between two looks of a leader that renew its ranks' leases."""
 START_NICENESS = 5
-"""Addition to a rank's nice value while it imports: the imports get a third of what each process that computes gets."""
+"""Addition to a rank's nice value while it imports: the imports get a third of a computing process's share."""
 
 
 class Hosted(Protocol):
@@ -181,7 +181,7 @@ class RankActor:
 
     @ray.method(concurrency_group="control")
     def recall(self) -> object:
-        """Return what a leader had this rank keep; None if nothing."""
+        """Return the measurements that a leader had this rank keep, if any."""
         return self._note
 
     @ray.method(concurrency_group="control")
@@ -233,7 +233,7 @@ def _make_worker() -> RankWorker:
 def write_as_starter() -> None:
     """Let this process write where the starter of its Ray writes errors, if OUTPUT_VARIABLE says where.
 
-    If it does not, Ray's log monitor forwards what this process writes.
+    If it does not, Ray's log monitor forwards the output of this process.
     """
     if number := os.environ.pop(OUTPUT_VARIABLE, ""):
         for stream in (sys.stdout, sys.stderr):
@@ -244,7 +244,7 @@ def write_as_starter() -> None:
 
 
 def give_way() -> None:
-    """Give all threads of this process the nice value of a rank, and those that they begin."""
+    """Give all threads of this process, and threads that they start, the nice value of a rank."""
     tasks = Path("/proc/self/task")
     for thread in (int(each.name) for each in tasks.iterdir()) if tasks.exists() else (0,):
         with suppress(ProcessLookupError):

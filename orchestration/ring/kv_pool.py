@@ -337,7 +337,7 @@ class KvPool:
         if source is None:
             return sequence
         sequence.shards = source.shards.truncate(num_tokens)
-        # A running turn of the source may have written more than what it has in common with the turns before.
+        # A running turn of the source may have written more tokens than it shares with the turns before.
         sequence.last_turn, sequence.num_before = source.last_turn, sequence.shards.num_tokens
         for rank, held in enumerate(sequence.shards.held):
             sequence.blocks[rank] = source.filled_table(rank)[: self._blocks_for(held)]

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 RETRY_SECONDS = 0.25
-"""Seconds between announcements while the router does not hear them: one that has started again waits for the rings."""
+"""Seconds between announcements while the router does not hear them: a restarted router waits for the rings."""
 GRAMMAR_SECONDS = 60.0
 """Seconds for the ranks to compile a grammar before a step that needs it."""
 PRESENT_SECONDS = 600.0
@@ -85,7 +85,7 @@ class TenantShares:
     def check_turns(
         self, request: Reserve, others: Iterable[Reserve], *, max_turns: int, kv_tokens: int, retry: float | None = None
     ) -> None:
-        """Check that a turn may join the ring's turns. One that has begun needs no share. Raises CapacityExceeded."""
+        """Check that the ring may take a turn. A turn that has begun needs no share. Raises CapacityExceeded."""
         tenant, turns = request.tenant, list(others)
         self.note(tenant)
         if len(turns) >= max_turns:

@@ -68,7 +68,7 @@ def rates_of_ring(rates: Sequence[RingRates], tp: int) -> RingRates:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a leader has measured of a ring, with the host of each process. The first rank keeps it.
+    """A leader's measurements of a ring, with the host of each process. The first rank keeps them.
 
     It holds as long as the ring's processes are on these hosts: when a ring is formed again the machine is busy, with
     the turns that were lost.
@@ -208,7 +208,7 @@ class Ring:
                 log.info("rank %d of ring %s is made anew: %s", spec.rank, settings.name, error)
                 return None
 
-        # What others send to a rank that stands still fails when its process is dead, and not before.
+        # Messages to a rank that stands still fail once its process is dead, not before.
         await gather_all(self.ranks[number].kill() for number in self._gone)
         kept = await gather_all(renewed(rank, spec) for rank, spec in zip(self.ranks, specs, strict=True))
         lost = [number for number, info in enumerate(kept) if info is None]
@@ -309,7 +309,7 @@ class Ring:
         return replace(self.settings, ranks=replace(self.settings.ranks, num_blocks=num_blocks))
 
     def _corrected(self, rates: RingRates) -> RingRates:
-        """Return probed rates with what steps have been seen to take in addition: a rebuild does not change that."""
+        """Return probed rates, corrected by the extra time that steps took: a rebuild does not change that time."""
         return rates if self._correction is None else self._correction.applied(rates)
 
     async def measure_between_steps(self) -> None:

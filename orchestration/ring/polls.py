@@ -32,7 +32,7 @@ EVENTS = Codec(DecodeEvents)
 
 
 def polls_of(incarnation: str, secret: str, timeout_seconds: float) -> Rendezvous:
-    """Return what both ends know of the connection before the rank listens."""
+    """Return the parameters of the connection that both ends know before the rank listens."""
     name = f"polls of {incarnation}"
     return Rendezvous(name=name, rank=RANK, endpoints=("", ""), secret=secret, timeout_seconds=timeout_seconds)
 

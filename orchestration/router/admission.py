@@ -82,7 +82,7 @@ class PromptWaits:
         return True
 
     async def until_shared(self, request: TurnRequest, wanted: Callable[[], WantedTurn], seconds: float) -> bool:
-        """Wait while another turn computes what this one would share. Return whether that was so.
+        """Wait while another turn computes a prompt that this turn would share. Return whether there was one.
 
         `wanted` tells what it would share now. The wait is over when the other turn's prompt has been computed, or has
         ended otherwise; it takes at most `seconds`, and not much longer than predicted. Raises the error of `end_wait`.
@@ -133,7 +133,7 @@ class PromptWaits:
 
 
 class TurnAdmission:
-    """Admission of requests: waits for what a turn needs, checks it against limits and quotas, and chooses its rings.
+    """Admission of requests: waits for a turn's resources, checks limits and quotas, and chooses its rings.
 
     `max_positions` is the longest sequence that the model takes.
     """
@@ -291,7 +291,7 @@ class TurnAdmission:
         return replace(request, sampling=sampling, is_open_ended=False)
 
     def _limit(self, choice: Choice) -> tuple[str, int]:
-        """Return what bounds a sequence on these rings, in words and in tokens."""
+        """Return the limit on a sequence on these rings, in words and in tokens."""
         prefill, decode = choice.prefill, choice.decode
         limits = {
             "the model's positions": self._max_positions,
@@ -342,7 +342,7 @@ def _wanted(
 def _match(conversation: Conversation, prompt: TokenIds, request: TurnRequest, sparsity: Sparsity | None) -> int:
     """Return how many leading tokens of the prompt are the conversation's, and so need no computing where KV is."""
     history = conversation.tokens
-    # An exact turn uses no approximate KV, nor one that is sparse any KV of another sparsity.
+    # An exact turn uses no approximate KV, and a sparse turn no KV of another sparsity.
     if conversation.sparsity != sparsity:
         return 0
     # Cached tokens have no logits, so a request for the prompt's log-probabilities has the whole prompt computed.

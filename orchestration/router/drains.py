@@ -106,7 +106,7 @@ class RingReturns:
         self._wanted.put_nowait(RingEvent(ring=name, parked=is_parked))
 
     async def until_news(self, seconds: float) -> None:
-        """Wait until a ring announces what the registry did not know, at most so long."""
+        """Wait until an announcement changes the registry, for `seconds` at most."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._news.wait()

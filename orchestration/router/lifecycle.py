@@ -171,7 +171,7 @@ class TurnLifecycle:
             raise Unavailable(f"ring {prefill.name} was rebuilt just now; retry")
 
     def _note_shared(self, turn: RunningTurn) -> None:
-        """Take notice of what rings have evicted of the KV that the turn was to share."""
+        """Note that rings have evicted KV that the turn was to share."""
         for ring, reservation in ((turn.prefill, turn.attempt.on_prefill), (turn.decode, turn.attempt.on_decode)):
             if ring is None or reservation is None or not (kv_id := turn.shares_on(ring)) or self._prefixes is None:
                 continue
@@ -374,7 +374,7 @@ class TurnLifecycle:
             raise Unavailable("the prefill failed for an internal reason")
 
     def _not_resumed(self, turn: RunningTurn, error: NotFound) -> RingserveError:
-        """Return what a ring's NotFound means to the decode ring: the router alone says that a turn has ended."""
+        """Translate a ring's NotFound for the decode ring: only the router says that a turn has ended."""
         has_ended = turn.is_over or turn.state is TurnState.LOST
         return error if has_ended else Unavailable(str(error))
 
@@ -398,7 +398,7 @@ class TurnLifecycle:
 
 
 def _explain(turn: RunningTurn, plan: TurnPlan) -> TurnPlan:
-    """Complete the plan by what is known of its rings: remarks, and the predicted seconds of the alternatives."""
+    """Complete the plan with remarks on its rings and the predicted seconds of the alternatives."""
     refused = (f"ring {ring.name} had no room, or was gone" for ring in turn.attempt.refused)
     direct, others = turn.attempt.choice.direct, plan.alternatives
     if direct is not None and not turn.attempt.choice.is_direct:

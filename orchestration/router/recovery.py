@@ -1,6 +1,6 @@
 """Recovery of turns: after a restart of the router, and after the loss of a ring or of a gateway.
 
-A router that was started again adopts what the one before it began:
+A router that was started again adopts the turns of its predecessor:
 
     begun, says the journal ──both rings have told their inventory──> adopted: runs as if this router had begun it
             │                                                            ^
@@ -65,7 +65,7 @@ from ringserve.workers.protocol.steps import RING_ALGORITHMS
 log = logging.getLogger(__name__)
 
 ADOPT_SECONDS = 5.0
-"""Seconds after its start in which a router waits for what rings hold."""
+"""Seconds after its start in which a router waits for the inventories of rings."""
 LATE_SECONDS = 2.0
 """Seconds after its start in which a router begins no turn until every expected ring has told: the first ones would
 compute prompts whose KV lies on the others.
@@ -82,7 +82,7 @@ RETRY_SECONDS = 0.25
 
 @dataclass(slots=True)
 class _Pending:
-    """Turn that the journal has as begun, with what its rings tell of it. `settled`: it `is_adopted`, or has failed."""
+    """Turn that has begun by the journal, with its rings' reports. `settled`: it `is_adopted`, or has failed."""
 
     record: BegunRecord
     conversation: Conversation
@@ -95,7 +95,7 @@ class _Pending:
 
 @dataclass(frozen=True, slots=True)
 class _GivenUp:
-    """Turn that has failed because nobody told of it, and what its conversation was then."""
+    """Turn that has failed because no ring reported it, and its conversation at that time."""
 
     record: BegunRecord
     num_tokens: int
@@ -176,7 +176,7 @@ class TurnRecovery:
                 await pending.settled.wait()
 
     async def until_rings_told(self) -> None:
-        """Wait until the expected rings have told what they hold, or have had the time to tell of it."""
+        """Wait until the expected rings have sent their inventories, or have had the time for it."""
         await self._have_told.wait()
 
     def _end_early_if_told(self) -> None:
@@ -208,10 +208,10 @@ class TurnRecovery:
                 self._fail(pending, f"its decode ring {pending.record.decode.ring} has told nothing")
                 self._give_up(pending.record, pending.conversation)
 
-    # --- what rings tell ---------------------------------------------------------------------------------------------
+    # --- inventories of rings ----------------------------------------------------------------------------------------
 
     def note(self, ring: RegisteredRing, inventory: RingInventory) -> None:
-        """Take over what a registered ring holds."""
+        """Take over the turns and KV of a registered ring."""
         here = {turn.turn_id: turn for turn in inventory.turns}
         for name in self.given_up.keys() & here.keys():
             if ring.role == "decode":
@@ -245,7 +245,7 @@ class TurnRecovery:
             return
         if self._turns.of_request(conversation.running_request) is not None:
             return  # a turn of this router uses the conversation, and notes its KV when it ends
-        # Most rings hold what the latest turn made. A hundred thousand questions to the journal would take seconds.
+        # Most rings hold the KV of the latest turn. A hundred thousand questions to the journal would take seconds.
         is_latest = sequence.last_turn != "" and sequence.last_turn == conversation.last_turn
         agreeing = conversation.num_tokens if is_latest else self._journal.agreeing(sequence.kv_id, sequence.last_turn)
         shards = sequence.shards if agreeing >= sequence.shards.num_tokens else sequence.shards.truncate(agreeing)
@@ -295,7 +295,7 @@ class TurnRecovery:
             await asyncio.sleep(RELEASE_SECONDS if kv_ids else 0.0)
 
     async def _end_orphan(self, ring: RegisteredRing, turn: TurnOnRing) -> None:
-        """End a turn that no journal has as running. What its sequence had before stays on the ring."""
+        """End a turn that no journal has as running. The KV that its sequence had before stays on the ring."""
         self._turns.ended.note(turn.turn_id, turn.retained_tokens)
         port = self._peers.leader(ring.role, ring.registration.endpoint)
         log.info("ring %s holds turn %s, which does not run; it is ended", ring.name, turn.turn_id)
@@ -569,7 +569,7 @@ class TurnRecovery:
             ring.is_ready = False
 
     async def _keep_on_prefill(self, turn: RunningTurn, turn_id: str) -> KvLocation | None:
-        """End the turn on its prefill ring, which retains what it has computed."""
+        """End the turn on its prefill ring, which retains the KV it has computed."""
         ring = turn.prefill
         if ring is None:
             return None

@@ -84,7 +84,7 @@ ALLOWED = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Admitted:
-    """What admission has fixed for a turn, whatever rings it takes.
+    """Decisions of admission that hold for a turn on any rings.
 
     `wanted` is what the first attempt wants. With `sparse` every attempt of the turn is approximate, and all KV that it
     makes. `under_way` lets others share the prompt, from the moment when it has been computed. `taken_at` is when the
@@ -102,7 +102,7 @@ class Admitted:
 
 @dataclass(slots=True)
 class Attempt:
-    """Attempt under way: its rings, what they have reserved, and its prefill.
+    """Attempt under way: its rings, their reservations, and its prefill.
 
     `TurnLifecycle` writes it. `TurnRegistry` puts another in its place if the turn moves to other rings. A preempted
     turn keeps its own, with the next `number`, which counts from 1 how often KV is made for the decode ring. `decoded`
@@ -133,7 +133,7 @@ class Attempt:
 
 @dataclass(slots=True)
 class Recovery:
-    """What a turn that lost a ring needs to go on; `TurnRecovery` writes it.
+    """State by which a turn that lost a ring goes on; `TurnRecovery` writes it.
 
     `lost_role` is the lost ring's role, which `TurnRegistry` notes. `emitted` are the answer tokens that the client
     had then. `earlier` are rings on which the turn was before. They may hold KV under `lone_kv_id`, the turn's first
@@ -332,7 +332,7 @@ class RunningTurn:
         return self._retained(self.decode, self.attempt.on_decode)
 
     def _retained(self, ring: RegisteredRing, reservation: Reservation | None) -> int:
-        # A ring that refused has cut nothing beyond what agrees with the prompt.
+        # A ring that refused has cut nothing of the tokens that agree with the prompt.
         place = self.admitted.conversation.places.at(ring.role)
         match = 0 if place is None or place.ring != ring.name else min(self.match_tokens, place.num_tokens)
         return match if reservation is None else min(match, reservation.retained_tokens)
@@ -353,7 +353,7 @@ def note_computed(turn: RunningTurn, done: PrefillDone) -> None:
 
 
 def on_decode_ring(turn: RunningTurn, outcome: TurnOutcome) -> KvLocation | None:
-    """Return what a decode ring retains of the conversation; None if it was lost after the last token."""
+    """Return the conversation's KV on a decode ring; None if it was lost after the last token."""
     if not outcome.kv_tokens:
         return None
     assert turn.attempt.on_decode, "a turn that was decoded was reserved before"
@@ -488,7 +488,7 @@ class TurnRegistry:
         _count(turn, 1)
 
     def rename(self, turn: RunningTurn) -> str:
-        """Give a turn a new id: what its rings tell of the old one no longer counts. Return that."""
+        """Give a turn a new id, so that reports of its rings on the old one no longer count. Return the old one."""
         before = turn.turn_id
         self.ended.note(before, turn.retained_on_decode)
         del self._running[before]
@@ -682,7 +682,7 @@ class TurnRegistry:
         on_prefill, on_decode = turn.retained_on_prefill, turn.retained_on_decode
         await self._settle_prefill(turn, on_prefill)
         prefill, decode = conversation.prefill, conversation.decode
-        # Rings that the turn did not reach, or left, still have what they had of the conversation.
+        # Rings that the turn did not reach, or left, still have their KV of the conversation.
         reached, earlier = {ring.name for ring in turn.rings}, {ring.name for ring in turn.recovery.earlier}
         if prefill and prefill.ring in earlier:
             prefill = prefill.cut(turn.match_tokens)
@@ -736,7 +736,7 @@ class TurnRegistry:
         self.ended.note(turn.turn_id, turn.retain_tokens)
 
     def _release_earlier(self, turn: RunningTurn) -> None:
-        """Release KV of a turn's earlier attempts. Rings retain what the conversation has there."""
+        """Release KV of a turn's earlier attempts. Rings retain the conversation's KV."""
         for ring in turn.recovery.earlier:
             if ring in turn.rings:
                 continue

@@ -89,7 +89,7 @@ class RouterSettings:
 class Router:
     """Surface of the router. `peers` reaches the leaders, `clock` tells seconds, `placer` chooses rings.
 
-    It continues what its predecessor wrote to `journal`.
+    It continues its predecessor's `journal`.
     """
 
     def __init__(
@@ -315,7 +315,7 @@ class Router:
     # --- rings -------------------------------------------------------------------------------------------------------
 
     async def register_ring(self, ring: RingRegistration, known: KnownEpoch = UNKNOWN_EPOCH) -> Registered:
-        """Enter a leader's announcement, and what its ring holds if this router does not know it."""
+        """Enter a leader's announcement, and its ring's inventory if this router does not know the ring."""
         if known.epoch != self._journal.epoch:
             return Registered(running_turns=0, epoch=self._journal.epoch)
         return Registered(running_turns=self._register(ring, known.inventory), epoch=known.epoch)
@@ -375,7 +375,7 @@ class Router:
         return self._rings.all()
 
     def state_of_ring(self, name: str) -> RingStanding:
-        """Return how a ring stands, registered or not. One that has left and is to return is starting."""
+        """Return a ring's state, registered or not. A ring that has left and is to return is starting."""
         state = self._rings.state_of(name)
         is_returning = state is RingStanding.AWAY and self._returns.is_expected(name)
         return RingStanding.STARTING if is_returning else state

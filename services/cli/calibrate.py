@@ -174,7 +174,7 @@ def _calibrate(
 
 
 def _check(options: CalibrateOptions) -> None:
-    """Check what would otherwise fail only after measuring. Raises ConfigError."""
+    """Check options that would otherwise fail only after measuring. Raises ConfigError."""
     if not options.timeout > 0:
         raise ConfigError(f"--timeout: {options.timeout} is no duration; allowed are numbers above 0")
     for key in ("write", "plot"):

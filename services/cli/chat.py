@@ -131,7 +131,7 @@ class Chat:
         self.messages = (Message(role="system", content=text), *others)
 
     def _answer(self, text: str, sampling: Sampling) -> None:
-        """Run one turn. Ctrl-C ends it, and what was answered stays; an error leaves the messages as they were."""
+        """Run one turn. Ctrl-C ends it and keeps the answer so far; an error leaves the messages as they were."""
         asked = (*self.messages, Message(role="user", content=text))
         answer = None
         pieces: list[str] = []
@@ -230,7 +230,7 @@ class AnswerWriter:
         self._word = ""
 
     def write(self, text: str) -> None:
-        """Write a piece. A word that turns out too long for its line moves to the next, with what is there of it."""
+        """Write a piece. A word that turns out too long for its line moves to the next with all its letters so far."""
         shown = "".join(map(self._placed, self.PARTS.findall(text))) if self._width else text
         print(shown, end="", flush=True, file=self._output)
 

@@ -36,7 +36,7 @@ class CheckOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCheck:
-    """What a service would make of a model directory. Sizes in bytes; `remarks` are sentences.
+    """Properties of a model directory as a service sees it. Sizes in bytes; `remarks` are sentences.
 
     `quantization` is the form in which the weights are stored, empty for plain ones. `windows` lists each layer's
     sliding window in tokens, 0 for full attention; it is empty if all layers have full attention.

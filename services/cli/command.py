@@ -246,7 +246,7 @@ class _Speller(TyperCommand):
 
 
 def refusal(error: typer.TyperException) -> str:
-    """Say what is wrong with a command line as all errors do: key: value, what is allowed."""
+    """Describe a wrong command line as all errors do: key, value, allowed values."""
     context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
     program = context.command_path if context is not None else "ringserve"
     name = getattr(error, "option_name", "") or ("" if parameter is None else (parameter.opts or [parameter.name])[-1])

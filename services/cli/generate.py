@@ -48,7 +48,7 @@ class SamplingOptions:
     ignore_eos: bool = flag("do not end at the model's end-of-sequence token")
 
     def sampling(self, **others: Any) -> Sampling:
-        """Convert the options, and others of Sampling. Raises InvalidRequest for what the contract cannot hold."""
+        """Convert the options, and others of Sampling. Raises InvalidRequest for values out of bounds."""
         for name, least, most in (
             ("max_tokens", 1, UINT32),
             ("min_tokens", 0, UINT32),
@@ -118,7 +118,7 @@ class GenerateOptions:
     json: bool = flag("print one JSON object instead of the text")
 
     def __post_init__(self) -> None:
-        """Check what needs no gateway. Raises BadParameter, InvalidRequest."""
+        """Check the options that need no gateway. Raises BadParameter, InvalidRequest."""
         if [self.prompt, self.prompt_ids, self.messages].count(None) != 2:
             raise BadParameter("--prompt, --prompt-ids, --messages: give exactly one of them")
         if len(self.form()) > 1:
@@ -129,7 +129,7 @@ class GenerateOptions:
             raise InvalidRequest("--mode: append needs a conversation; give --conversation ID")
 
     def form(self) -> dict[str, Any]:
-        """Return what holds the answer to a form, by its name in Sampling; files are not read yet."""
+        """Return the options that hold the answer to a form, by their names in Sampling; files are not read yet."""
         names = ("json_schema", "json_object", "regex", "choice", "grammar")
         return {name: getattr(self, name) for name in names if getattr(self, name)}
 

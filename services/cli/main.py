@@ -77,7 +77,7 @@ def _program(
 def parse(arguments: Sequence[str]) -> Call[Any]:
     """Parse a command line without running it, e.g. `["status", "--json"]`.
 
-    Raises TyperException for one that cannot be meant, SystemExit for one that asks for help, version or completion.
+    Raises TyperException for a wrong command line, SystemExit if it asks for help, version or completion.
     """
     epilog = "'ringserve COMMAND --help' shows the options of a command, and examples."
     app = new_app(cls=_Commands, callback=_program, epilog=epilog, add_completion=True)

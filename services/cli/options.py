@@ -97,7 +97,7 @@ class TargetOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions:
-    """A service to measure: one that runs, or one that is started for the measurement."""
+    """Service to measure, which runs already or is started for the measurement."""
 
     start: bool = flag("start a cluster for the measurement, and stop it")
     gateway: TargetOptions

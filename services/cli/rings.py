@@ -51,7 +51,7 @@ class RouterOptions:
         )
 
     def show(self, outcome: dict[str, Any], sentence: str) -> int:
-        """Print what was done, and return the exit status."""
+        """Print the result, and return the exit status."""
         print(json.dumps(outcome) if self.json else f"ringserve: {sentence}")
         return 0
 

@@ -133,7 +133,7 @@ Run = tuple[str, ScalingShape]
 
 
 def _runs(options: SimulateOptions) -> list[Run]:
-    """Return what is compared. Raises ConfigError for an unknown placement or way to scale."""
+    """Return the runs to compare. Raises ConfigError for an unknown placement or way to scale."""
     placements, ways = (list(dict.fromkeys(text.split(","))) for text in (options.placement, options.scale))
     for placement in placements:
         if placement not in POLICIES:
@@ -243,7 +243,7 @@ def _pool(key: str, text: str) -> PoolShape:
 
 
 def _bounds(trace: Sequence[TracedConversation], room: int) -> str:
-    """Return what one cache for all rings would have served, the most that a placement can."""
+    """Return the share that one cache for all rings would have served, the most that a placement can."""
     unlimited = f"one cache for all rings would serve {ideal_share(trace):.1%} of the prompt tokens without a limit"
     return f"{unlimited}, {ideal_share(trace, room):.1%} in {room} tokens (least recently used)" if room else unlimited
 

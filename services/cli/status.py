@@ -130,7 +130,7 @@ def _show(console: Console, info: ServerInfo, options: StatusOptions) -> None:
 
 
 def _table(info: ServerInfo, *, is_ascii: bool) -> Table:
-    """Return a line for each ring, also for those that have left, and for each role without a ring."""
+    """Return a line for each ring, including rings that have left, and for each role without a ring."""
     table = listing("ring", "state", "running", "waiting", "KV, fullest rank")
     for ring in info.rings:
         waiting = str(ring.num_requests_waiting)
@@ -200,7 +200,7 @@ def _ring_of(info: ServerInfo, name: str) -> RingInfo:
 
 
 def _ring_table(ring: RingInfo) -> Table:
-    """Return all that is known of a ring, with a line for each rank."""
+    """Return the details of a ring, with a line for each rank."""
     table = Table("", ring.name, box=SIMPLE, show_edge=False, pad_edge=False)
     rows = {
         "role": ring.role,

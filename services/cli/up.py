@@ -77,7 +77,7 @@ ELSEWHERE: Mapping[str, str] = {
     "enable_prefix_caching": "leave it out: prefixes are shared unless router.retain_prompts is false",
     "trust_remote_code": "leave it out: no code of a model is run",
 }
-"""Options of `vllm serve` without a key of the same meaning -> what is there instead."""
+"""Options of `vllm serve` without a key of the same meaning -> advice."""
 
 
 def _as_in_vllm(name: str) -> Any:
@@ -421,7 +421,7 @@ def _start_detached(command: list[str], log_path: Path) -> subprocess.Popen[byte
 
 
 def _bound_log(log_path: Path, stopped: threading.Event) -> None:
-    """Keep the log of a detached cluster below a limit, and what came before in one older file beside it."""
+    """Keep the log of a detached cluster below a limit, and its earlier lines in one older file beside it."""
     while not stopped.wait(LOG_SECONDS):
         with suppress(OSError):
             if log_path.stat().st_size > MAX_LOG_BYTES:

@@ -1,4 +1,4 @@
-"""What this machine can hold: its resources, a configuration checked against them, the time to load a spare."""
+"""Capacity of this machine: its resources, a configuration checked against them, the time to load a spare."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_PROCESSES_PER_CORE = 8
 PROCESS_BYTES = 300e6
 """Memory of a rank's process without weights and KV: Python, torch, Ray."""
 LEAST_PARAMETERS = 50_000_000
-"""Parameters from which bfloat16 is worth naming: products of smaller matrices are not what takes the time."""
+"""Parameters from which bfloat16 is worth naming: products of smaller matrices take little of the time."""
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 SPARE_WAIT = 15.0
 """Seconds from the start of serving to the load of a spare: turns that were cut and begin again, and the first turns of
@@ -142,11 +142,11 @@ PACKAGES = {
     ("model.attention_backend", "flash_attn"): (("flash_attn",), "pip install 'ringserve[flash-attn]'"),
     ("kv_transfer.carrier", "nixl"): (("nixl_cu12", "nixl_cu13"), "pip install 'ringserve[nixl]'"),
 }
-"""Modules that values of the configuration need, any one of them, and what installs it."""
+"""Modules of which a value of the configuration needs one, and the package that installs it."""
 
 
 def check_programs(config: Config, torch_version: str = "", environment: Mapping[str, str] = os.environ) -> None:
-    """Check that this machine has the programs that its ranks need. Raises ConfigError, which names all that lack."""
+    """Check that this machine has the programs that its ranks need. Raises ConfigError, which names missing ones."""
     chosen = {
         ("model.attention_backend", config.model.attention_backend),
         ("kv_transfer.carrier", config.kv_carrier),
@@ -179,7 +179,7 @@ def ranks_of_gpu(model: ModelConfig) -> int:
 
 
 def _of_one_gpu(config: Config, sharing: int) -> list[list[tuple[Pool, int]]]:
-    """Return what may lie on one GPU: with one process each pool's, with more the processes of all pools in turn."""
+    """Return groups of processes that may share a GPU: one process of a pool, or processes of all pools in turn."""
     if sharing == 1:
         return [[(pool, 1)] for pool in config.pools]
     counts, left = [], sharing

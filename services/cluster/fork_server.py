@@ -1,4 +1,4 @@
-"""Process that has imported what Ray's workers import, and forks them: router, leaders and ranks of one machine.
+"""Process that has imported the modules of Ray's workers, and forks them: router, leaders and ranks of one machine.
 
 A worker is otherwise Python that starts twice and imports Ray each time, before it becomes an actor and imports the
 rest: two to four seconds of processor time. A fork has imported everything, and shares that memory.
@@ -118,7 +118,7 @@ def serve(listener: socket.socket) -> None:
 
 
 def _load() -> None:
-    """Import what does not import Ray. What cannot be imported is left to the workers."""
+    """Import the modules that do not import Ray. If an import fails, the workers import the rest themselves."""
     try:
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads begin when it is imported
         os.environ.update(import_module("ringserve.workers.protocol.ranks").rank_variables(os.environ))
@@ -187,7 +187,7 @@ def _is_forked(arguments: Sequence[str]) -> bool:
 
 
 def main() -> None:
-    """Be the server, with the number of its socket as the only argument, or what Ray starts for a worker."""
+    """Be the server, with the number of its socket as the only argument, or the command that Ray runs for a worker."""
     arguments = sys.argv[1:]
     if len(arguments) == 1:
         serve(socket.socket(fileno=int(arguments[0])))
@@ -197,7 +197,7 @@ def main() -> None:
         assert ray.origin is not None, "it is a package"
         script = Path(ray.origin).parent / "_private" / "workers" / "setup_worker.py"
         if path := os.environ.pop(OUTPUT_VARIABLE, ""):
-            with suppress(OSError):  # a socket cannot be opened: what this worker prints is in Ray's files
+            with suppress(OSError):  # a socket cannot be opened: this worker prints to Ray's files
                 output = os.open(path, os.O_WRONLY | os.O_APPEND)
                 os.set_inheritable(output, True)
                 signal.signal(signal.SIGTTOU, signal.SIG_IGN)

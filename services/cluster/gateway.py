@@ -29,7 +29,7 @@ RESTART_WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)
 MAX_TICK_SECONDS = 1.0
 """Silence that one look counts at most: this process may have stood still itself."""
 SPARE_SECONDS = 5.0
-"""Seconds that a loaded spare has to serve; one that still loads has as long as a gateway that starts."""
+"""Seconds that a loaded spare has to serve; a spare that still loads has as long as a gateway that starts."""
 ENDED = b""
 """Line of a process that has ended."""
 SIGN = b"\n"
@@ -103,7 +103,7 @@ class _Process:
             self._popen.kill()
             self._popen.wait()
         assert self._popen.stdin is not None, "it is a pipe"
-        with suppress(OSError):  # what it was told and has not read
+        with suppress(OSError):  # the pipe may hold settings that it has not read
             self._popen.stdin.close()
 
 
@@ -142,7 +142,7 @@ class GatewayKeeper:
         return self._process.pid
 
     def load(self) -> None:
-        """Let a process load everything before `start`: what the settings lack may not be known yet."""
+        """Let a process load everything before `start`: the rest of the settings may not be known yet."""
         self._spare = _Process(self._command(replace(self.settings, is_spare=True)))
 
     def start(self, router: str = "") -> None:

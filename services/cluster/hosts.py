@@ -1,4 +1,4 @@
-"""What router and leaders are made of. Their actors unpickle it, and compose them (`services.cluster.running`).
+"""Parts of router and leaders. Their actors unpickle them, and compose the rest (`services.cluster.running`).
 
 The starter has these descriptions, too, and does without the rest, which takes a third of a second to import.
 """

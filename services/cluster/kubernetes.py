@@ -46,13 +46,13 @@ class Kubectl(Protocol):
     """Access to one namespace of a cluster."""
 
     def get(self, *words: str) -> Object:
-        """Return what `kubectl get` answers as JSON. Raises NotFound, Unavailable."""
+        """Return the JSON answer of `kubectl get`. Raises NotFound, Unavailable."""
 
     def delete_pods(self, names: Sequence[str], seconds: float) -> None:
         """Delete pods and wait until they are gone. Raises Unavailable, DeadlineExceeded."""
 
     def run_in(self, pod: str, container: str, words: Sequence[str]) -> str:
-        """Run a command in a container, and return what it prints, also if it fails. Raises Unavailable."""
+        """Run a command in a container, and return its output, also if it fails. Raises Unavailable."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ class KubectlProgram:
 
 @dataclass(frozen=True, kw_only=True)
 class Replica:
-    """Pods of one replica of a worker group, or the head's: what is deleted together. `why`: how they differ."""
+    """Pods of one replica of a worker group, or the head's, which are deleted together. `why`: how they differ."""
 
     group: str
     index: str
@@ -220,7 +220,7 @@ def _lacks(pod: Object, template: Object, volume: str) -> bool:
 
 
 def _contains(has: Any, asked: Any) -> bool:
-    """Return whether something has all that is asked for. Named items of lists are found by their names."""
+    """Return whether `has` has everything in `asked`. Named items of lists are found by their names."""
     if isinstance(asked, Mapping):
         return isinstance(has, Mapping) and all(_contains(has.get(key), value) for key, value in asked.items())
     if isinstance(asked, list):
@@ -228,12 +228,12 @@ def _contains(has: Any, asked: Any) -> bool:
             return not asked and has is None
         return all(any(_contains(other, item) for other in has) for item in asked)
     if asked is None or asked == "" or asked is False:
-        return not has  # Kubernetes leaves out what says nothing
+        return not has  # Kubernetes leaves out empty values
     return str(has) == str(asked) or (_quantity(has) is not None and _quantity(has) == _quantity(asked))
 
 
 def _quantity(value: Any) -> float | None:
-    """Return an amount as a number: Kubernetes writes 1000m as 1 and 1024Mi as 1Gi. None for what is no amount."""
+    """Return an amount as a number: Kubernetes writes 1000m as 1 and 1024Mi as 1Gi. None for any other text."""
     found = QUANTITY.fullmatch(str(value))
     return float(found[1]) * UNITS[found[2]] if found else None
 
@@ -255,7 +255,7 @@ class Rollout:
     sleep: Callable[[float], None] = time.sleep
 
     def run(self) -> list[str]:
-        """Replace what differs, and return the names of what was replaced.
+        """Replace pods that differ, and return the names of the replaced ones.
 
         Raises NotFound, Unavailable, DeadlineExceeded; ConfigError before anything is deleted.
         """
@@ -305,7 +305,7 @@ class Rollout:
             self.sleep(POLL_SECONDS)
 
     def _lacking(self, groups: Sequence[str], lacks: Callable[[set[str]], str]) -> str:
-        """Return what a release waits for, as a sentence; empty if all is there."""
+        """Say in a sentence which parts of a release are missing; empty if none is."""
         try:
             release = read_release(self.kubectl, self.name)
         except Unavailable as error:
@@ -327,7 +327,7 @@ class Rollout:
 
 
 def _all_of(rings: set[str]) -> Callable[[set[str]], str]:
-    """Return what says which of some rings do not serve."""
+    """Return a function that says which of some rings do not serve."""
 
     def lacking(serving: set[str]) -> str:
         missing = sorted(rings - serving)
@@ -337,7 +337,7 @@ def _all_of(rings: set[str]) -> Callable[[set[str]], str]:
 
 
 def _count_of(release: Release) -> Callable[[set[str]], str]:
-    """Return what says that a release serves with fewer rings than it is to have: another head may have other rings."""
+    """Return a function that says how many rings serve, if too few: another head may have other rings."""
 
     def lacking(serving: set[str]) -> str:
         return f"{len(serving)} of {release.num_rings} rings serve" if len(serving) < release.num_rings else ""

@@ -89,7 +89,7 @@ class RayLeader:
         free_places(self.host.name)
 
     def kill(self) -> None:
-        """End the process, also one that stands still and hears nothing of Ray. Its ranks wait for another leader."""
+        """End the process, even if it stands still and Ray cannot reach it. Its ranks wait for another leader."""
         kill_process(self._pid)
         ray.kill(self.actor)
 

@@ -79,7 +79,7 @@ async def drain_all(access: RouterAccess, *, seconds: float) -> None:
 async def _told(
     rings: Sequence[str], tell: Callable[[str], Awaitable[None]], progress: Callable[[str], None]
 ) -> list[str]:
-    """Tell every ring; return those that could be told."""
+    """Tell every ring; return the rings that could be told."""
     told = []
     for ring in rings:
         try:

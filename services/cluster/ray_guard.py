@@ -40,7 +40,7 @@ RAY_DEFAULTS = {
     # Each step of a rank is a task of Ray. Its control keeps records of 100,000 of them, 200 MB, that nobody reads.
     "RAY_task_events_report_interval_ms": "0",
     "RAY_enable_metrics_collection": "false",
-    # Counts and times of Ray's own events: some 8 % of what a service takes at rest, for files that nobody reads.
+    # Counts and times of Ray's own events: some 8 % of a service's processor time at rest, for files that nobody reads.
     "RAY_event_stats": "false",
     # Ray starts all its workers at 15, so that a router had to wait for ranks that compute. Ranks go there themselves.
     "RAY_worker_niceness": "0",
@@ -51,7 +51,7 @@ RAY_DEFAULTS = {
 UNUSED = ("start_monitor", "start_api_server")
 """Methods of Ray's node that start its autoscaler and its dashboard."""
 LOG_MONITOR = "start_log_monitor"
-"""Method that starts the log monitor, which hands on what actors write to files."""
+"""Method that starts the log monitor, which forwards actors' output from files."""
 RAYLET = "start_raylet"
 """Method that starts the raylet, which starts actors."""
 RAYLET_SECONDS, RAYLET_LOOK_SECONDS = 25.0, 0.02
@@ -61,7 +61,7 @@ AGENT_OPTIONS = ("--dashboard_agent_command=", "--runtime_env_agent_command=")
 AGENT_PORTS = ("METRICS_AGENT", "METRICS_EXPORT", "DASHBOARD_AGENT_LISTEN", "RUNTIME_ENV_AGENT")
 """Names of Ray for the files in which the agents tell the raylet their ports."""
 NO_PORT = -1
-"""What Ray's agents tell about a service that they do not have."""
+"""Port that Ray's agents report for a service that they do not have."""
 NO_AGENT = "sh -c 'trap : INT; while kill -0 $PPID; do sleep 5; done 2>&-'"
 """Command that stands for an agent. It lives through Ctrl-C and as long as the raylet, which ends if an agent does."""
 VITAL = ("raylet", "gcs_server")
@@ -73,7 +73,7 @@ log = logging.getLogger(__name__)
 
 
 class InstalledCode(JobConfig):
-    """Job whose processes import what is installed alone.
+    """Job whose processes import only installed packages.
 
     Ray puts the folder in which a command runs first on the path of its workers. A file such as `psutil.py` there
     would take the place of a library.
@@ -200,7 +200,7 @@ def find_ended(processes: Iterable[psutil.Process]) -> str:
 
 
 def families(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Return these processes and all their descendants; those that have ended have none."""
+    """Return these processes and all their descendants; ended processes have none."""
     members = list(processes)
     for process in list(members):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -231,7 +231,7 @@ def _make_token() -> None:
     """Make a token that only the children of this process know. Ray's own would be in a file and stay the same."""
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    # Ray has read both at its import. Its stubs do not know what else it has.
+    # Ray has read both at its import. Its stubs lack these names.
     raylet: Any = _raylet
     raylet.Config.initialize("")
     raylet.AuthenticationTokenLoader.instance().reset_cache()

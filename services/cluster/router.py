@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 ROUTER_NAME = "router"
 RESTART_WAITS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
-"""Seconds before each attempt to start a router again, after the last one that served."""
+"""Seconds before each attempt to start a router again, after a router that served."""
 DISK_WAIT_SECONDS = 5.0
 """Seconds between two starts while the journal's disk is full."""
 PROBE_SECONDS = 0.5
@@ -99,7 +99,7 @@ class RayRouter:
         return True
 
     def kill(self) -> None:
-        """End the process, also one that stands still and hears nothing of Ray."""
+        """End the process, even if it stands still and Ray cannot reach it."""
         kill_process(self._pid)
         ray.kill(self.actor)
 
@@ -160,7 +160,7 @@ class RouterKeeper:
         self._spares.wait(self._probed_at)
 
     def look(self) -> RingEvent | None:
-        """Let another serve if the router cannot. Return what it wants to be done for a ring, if anything.
+        """Let another serve if the router cannot. Return the router's next order for a ring, if any.
 
         Raises Unavailable if it cannot be started.
         """

@@ -183,7 +183,7 @@ def _parent_directory() -> Path:
 
 
 def clear_abandoned() -> None:
-    """End what is left of Rays whose starter was killed, and remove their directories.
+    """End the remaining processes of Rays whose starter was killed, and remove their directories.
 
     Processes of Ray end with it, within seconds. One that does not is known by the logs it writes; a process that only
     reads there, such as `less`, goes on.
@@ -350,7 +350,7 @@ def require_state(name: str, or_else: str = "") -> ClusterState:
 
 
 def require_ready(name: str) -> ClusterState:
-    """Return the cluster of that name that serves. Raises NotFound, and Unavailable for one that still starts."""
+    """Return the serving cluster of that name. Raises NotFound, and Unavailable while it starts."""
     state = require_state(name, OR_TARGET)
     if state.stage is ClusterStage.STARTING:
         raise Unavailable(f"the cluster {starting_line(state)}; 'ringserve status' says when it serves")

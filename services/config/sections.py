@@ -738,7 +738,7 @@ class LogConfig:
 
 @plain_dataclass(frozen=True, kw_only=True, slots=True)
 class Pool:
-    """Pool with all that its rings need to know. `name` is empty for a role's first pool.
+    """Pool with all settings of its rings. `name` is empty for a role's first pool.
 
     `num_before` rings of the role are in pools before this one: they take the metrics ports below.
     """

@@ -86,7 +86,7 @@ def config_from(values: Mapping[str, Any]) -> Config:
 
 
 def keys_of(kind: Any) -> Mapping[str, FieldInfo]:
-    """Return the keys of a section; none for what is no section."""
+    """Return the keys of a section; none for any other value."""
     return getattr(kind, "__pydantic_fields__", {})
 
 
@@ -162,7 +162,7 @@ def _kind_of(kind: Any, key: str) -> Any:
 
 
 def _sentence(error: ErrorDetails) -> str:
-    """Say what is wrong: the key, its value and what is allowed."""
+    """Say the key, its wrong value and the allowed ones."""
     path = [str(each) for each in error["loc"]]
     value = repr(error["input"])
     shown = value if len(value) <= MAX_SHOWN else f"{value[:MAX_SHOWN]} (and more)"

@@ -14,7 +14,7 @@ from ringserve.services.gateway.text import TextCodec
 from ringserve.services.rpc.answer import answer_dict
 
 DOCUMENT: Final = Path(__file__).with_name("demo_document.txt")
-"""Log of an invented weather station: nothing else tells what it says. Blank lines end its paragraphs."""
+"""Log of an invented weather station, which no model has read. Blank lines end its paragraphs."""
 CONVERSATION: Final = "demo"
 FORK: Final = "demo-fork"
 MAX_RANK_TOKENS: Final = 16384

@@ -1,4 +1,4 @@
-"""What reports of measurements and plans share: the summary of a sample, and plots. matplotlib is an extra."""
+"""Parts of reports on measurements and plans: the summary of a sample, and plots. matplotlib is an extra."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def console(*, stderr: bool = False, pipe_width: int = PIPE_WIDTH) -> Console:
 def bar() -> Progress:
     """Return a progress bar on standard error, which vanishes at its end; standard output is the report's."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # What is printed meanwhile stands above the bar, but in a file or a pipe of its own where output has one.
+    # Other output stands above the bar, or in its own file or pipe.
     redirects = sys.stdout.isatty()
     return Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=redirects)
 

@@ -124,7 +124,7 @@ class _Reading:
 
 
 _Asked = asyncio.Queue[rings_pb2.TurnReading | None]
-"""What is asked of a leader, in order; None when the call has ended."""
+"""Requests to a leader, in order; None when the call has ended."""
 
 
 class TurnsStream:
@@ -190,7 +190,7 @@ class TurnsStream:
             await asyncio.wait([receiving])
 
     def _error_of(self, failure: BaseException, silence: Silence) -> BaseException:
-        """Return what the failure of a call means: a cancellation by others is returned as it is."""
+        """Translate the failure of a call; a cancellation by others is returned as it is."""
         if isinstance(failure, grpc.aio.AioRpcError):
             error = error_from(failure, self._name)
             return Unavailable(str(error)) if isinstance(error, Unreachable) and silence.is_long else error
@@ -294,7 +294,7 @@ class TurnsWriter:
     async def messages(
         self, asked: AsyncIterator[rings_pb2.TurnReading]
     ) -> AsyncGenerator[rings_pb2.TurnsEvents, None]:
-        """Yield what the turns that are asked for have to tell. Closing it closes their streams."""
+        """Yield messages with the events of the turns that are asked for. Closing it closes their streams."""
         asking = asyncio.create_task(self._follow(asked))
         asking.add_done_callback(self._on_asked)
         try:
@@ -361,7 +361,7 @@ class TurnsWriter:
         moved.set()
 
     def _take(self) -> rings_pb2.TurnsEvents:
-        """Return all that waits, as one message."""
+        """Return all waiting events as one message."""
         tokens, self._tokens = self._tokens, {}
         others, self._others = self._others, {}
         self._move()

@@ -37,7 +37,7 @@ def levels_by_module(text: str) -> dict[str, str]:
 def _exists(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # nor what it would be a part of
+    except ModuleNotFoundError:  # its parent package is missing, too
         return False
 
 
@@ -93,7 +93,7 @@ class TurnRecord:
     """Figures of one request, for the one line that says how it ended. They grow while it runs."""
 
     def __init__(self, request_id: str, tenant: str, trace_parent: str) -> None:
-        """`trace_parent` is the client's or our own; one that is malformed is left out."""
+        """`trace_parent` is the client's or our own; a malformed one is left out."""
         self._request_id = request_id
         self._turn_id = ""
         self._figures: dict[str, str | int | float] = {}

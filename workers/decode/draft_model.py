@@ -38,7 +38,7 @@ Text = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Guesses:
-    """Drafts by sequence, and the seconds that they took: without those that went to reading text."""
+    """Drafts by sequence, and the seconds that they took, not counting the seconds for reading text."""
 
     drafts: Mapping[str, tuple[int, ...]]
     seconds: float
@@ -46,7 +46,7 @@ class Guesses:
 
 @dataclass(eq=False, slots=True)
 class _Reading:
-    """What the model has read of one sequence.
+    """Part of one sequence's text that the model has read.
 
     `row` has KV of the tokens from place `first` of the text on. The first `num_sure` of them are the text's, and
     `guessed` are those behind, which were drafts. Places of the text begin `shift` before positions of the sequence.
@@ -193,7 +193,7 @@ class DraftModel:
         return Guesses({name: tuple(own) for name, own in drafts.items()}, time.perf_counter() - began)
 
     def _has_read(self, reading: _Reading, text: Text) -> bool:
-        """Keep what was read of the text as it is now. Return True if few enough tokens are left for one step."""
+        """Keep the read tokens that the text still has. Return True if one step can read the rest."""
         # The newest token is computed in any case: its logits are wanted.
         num_sure = min(reading.num_sure, len(text) - reading.first - 1)
         following = text[reading.first + num_sure : -1]
@@ -218,7 +218,7 @@ class DraftModel:
         return bool(tokens.max() < self._vocab_size)
 
     def _read_on(self, reading: _Reading, text: Text) -> bool:
-        """Read a part of what is left of a text. Return False if the model cannot read on."""
+        """Read a part of the rest of a text. Return False if the model cannot read on."""
         row, start = reading.row, reading.first + reading.num_sure
         part = text[start : len(text) - 1][:READ_TOKENS]
         if not len(part) or not self._knows(part):
@@ -243,7 +243,7 @@ class DraftModel:
         reading.num_sure += 1 + len(others)
 
     def _draw_last(self, tokens: Sequence[StepToken], logits: Tensor) -> list[Sampled]:
-        """Draw what follows the last token of each row, and nothing after those before it, which are known."""
+        """Draw the token after the last one of each row; earlier tokens are followed by known ones."""
         last = [place for place, token in enumerate(tokens) if not token.num_behind]
         rows = []
         for place in last:

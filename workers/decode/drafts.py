@@ -139,7 +139,7 @@ class TextDrafter:
 
 
 class DraftCosts:
-    """Measured decode steps: their time without drafts by batch size, what a draft adds, and what a model's costs."""
+    """Measured decode steps: their time without drafts by batch size, and the cost of drafts and guesses."""
 
     def __init__(self) -> None:
         self._plain: dict[int, float] = {}

@@ -1,4 +1,4 @@
-"""Steps that a device replays: one launch for what was recorded, in place of one for each of its kernels.
+"""Steps that a device replays: one launch for a recording, in place of one for each of its kernels.
 
 Decode steps are recorded by the number of their rows, in buckets of powers of two, at their first use. If attention
 follows block tables, a ring whose messages are work of the stream, or that has none, records the whole step. Any other
@@ -9,7 +9,7 @@ host does not wait for.
 Rows of padding fill a bucket. No row of a step depends on another, so they may hold anything.
 
 Messages must be recorded and replayed by all their ranks together (NCCL's user guide, "Using NCCL with CUDA Graphs").
-So whether a step is computed, recorded or replayed follows from what all ranks know, and from a vote after a recording.
+So all ranks decide alike whether a step is computed, recorded or replayed, and vote after a recording.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class Recorder(Protocol):
     """Recorder of a device's computations."""
 
     def record(self, compute: Callable[[], Any]) -> Recorded:
-        """Record what `compute` does to the device; its results hold nothing before the first replay."""
+        """Record the launches of `compute`; its results hold nothing before the first replay."""
         ...
 
 
@@ -469,7 +469,7 @@ class GraphRunner:
     def run_step(self, inputs: StepInputs, step: AttentionStep) -> Tensor:
         """Return hidden states [bucket, hidden_size] of a whole step with its rows of padding.
 
-        What was recorded for another memory of the inputs is forgotten.
+        Recordings for another memory of the inputs are forgotten.
         """
         bucket = inputs.token_ids.shape[0]
         key = bucket, 0 if inputs.ends is None else inputs.ends.shape[0]

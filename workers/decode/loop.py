@@ -289,7 +289,7 @@ class FollowingLoop:
                 self._work.rest()
 
     def _is_followed(self, variant: str) -> bool:
-        """Return what the first rank says of the step under way, once tables have grown with its own."""
+        """Return True if the first rank follows the step under way by the next one; tables grow as its header says."""
         if self._work.step.reason_to_wait(variant) is not None:
             return False
         header = self._channel.receive()
@@ -388,7 +388,7 @@ class LeadingLoop:
         )
 
     def _guess(self, draft_model: DraftModel, drafts: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-        """Return the drafts of all rows, with a model's for those that have none and for which it pays."""
+        """Return the drafts of all rows. A row without any gets a model's guesses, if they pay."""
         limits = self._limits_of_guesses(drafts)
         for row in self._batch.rows:
             self._generations[row.sequence_id].is_guessed = row.sequence_id in limits

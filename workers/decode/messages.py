@@ -164,7 +164,7 @@ def gather_sampled(
 
 
 WITHOUT_TOKEN = {-1: NO_TOKEN, -2: OUTSIDE_GRAMMAR, -3: NOT_REACHED}
-"""Word that fills a row without a token, and what it stands for."""
+"""Word that fills a row without a token, and its meaning."""
 
 
 def num_words(num_top: int | None) -> int:
@@ -189,7 +189,7 @@ def write_words(sampled: Iterable[Sampled], num_tops: Iterable[int | None]) -> l
 
 
 def read_words(words: Sequence[int], num_tops: Iterable[int | None]) -> list[Sampled]:
-    """Decode what `write_words` wrote, for rows with so many top tokens each."""
+    """Decode the words of `write_words`, for rows with so many top tokens each."""
     sampled, place = [], 0
     for num_top in num_tops:
         row = words[place : place + num_words(num_top)]

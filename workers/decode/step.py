@@ -239,7 +239,7 @@ class DecodePass:
         return IssuedStep(rows, sampled)
 
     def _settle(self) -> None:
-        """Wait until the device has done all that it was given. Raises Unavailable."""
+        """Wait until the device has done all its work. Raises Unavailable."""
         if (done := self._cache.fence()) is not None:
             self._transport.await_event(done)
 
@@ -284,7 +284,7 @@ class DecodePass:
         places = {row: place for place, row in enumerate(computed)}
         stored, slots = [places[number] for number in appended.tokens], appended.slots
         if self._num_padding is not None:
-            # All rows are written in every step; what another rank stores, or none, goes where no one reads it.
+            # All rows are written in every step; rows that another rank stores, or none, go where no one reads them.
             slots_of = dict(zip(appended.tokens, appended.slots, strict=True))
             stored, slots = [], [slots_of.get(row, self._cache.spare_slot) for row in range(len(tokens) + padding)]
         self._inputs = inputs = self._buffers.fill(
@@ -303,7 +303,7 @@ class DecodePass:
         return computed
 
     def _compute(self, computed: Sequence[int]) -> list[Sampled]:
-        """Compute the step that has begun. Return what follows each token in the first process, [] elsewhere."""
+        """Compute the step that has begun. Return each token's successor in the first process, [] elsewhere."""
         states = self._hidden_states(computed)
         if self._num_padding is not None and self._transport.size > 1:
             # Messages of a recording have no deadline but this one.
@@ -340,7 +340,7 @@ class DecodePass:
         return sharded_decode(q, shards, self._transport, self._backend, scale, plan, sink_h)
 
     def _pieces_in(self, window: int) -> list[list[SlotRun | Tensor]]:
-        """Return what each row's shard is read from: what the row's newest token sees, and its drafts."""
+        """Return the runs from which each row's shard is read: the KV that its newest token and its drafts see."""
         rows = self._batch.rows
         if not window:
             return [self._cache.pieces(row.runs) for row in rows]
@@ -399,7 +399,7 @@ class DecodePass:
         return self._runner.run_step(inputs, self)[: len(computed)]
 
     def _sample(self, computed: Sequence[int], states: Tensor) -> list[Sampled]:
-        """Sample what follows each of these tokens from states[R, hidden_size]; [] if another process samples."""
+        """Sample the successor of each of these tokens from states[R, hidden_size]; [] if another process samples."""
         if not computed:
             return []
         logits = self._model.logits(states)

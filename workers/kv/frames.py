@@ -248,7 +248,7 @@ def decode_prefix(prefix: bytes | bytearray | memoryview) -> tuple[int, int]:
 
 
 def decode_header(header: bytes | bytearray | memoryview, payload_bytes: int) -> Frame:
-    """Decode a header to its frame. Raises TransferError, naming the field, if it is not what `encode` makes."""
+    """Decode a header to its frame. Raises TransferError, naming the field, if `encode` makes no such header."""
     try:
         value = msgpack.unpackb(header)
     except (ValueError, TypeError, msgpack.exceptions.UnpackException) as error:

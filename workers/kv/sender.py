@@ -659,7 +659,7 @@ class Lane:
 class _Share:
     """Share that one `begin` adds to a transfer, for example a prefill chunk.
 
-    `waiting` has the unwritten layers, and `held` those that are written and not sent yet.
+    `waiting` has the unwritten layers, and `held` the written layers that are not sent yet.
     """
 
     parts: tuple[tuple[Carrier, OutgoingPart], ...]

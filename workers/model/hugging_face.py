@@ -119,7 +119,7 @@ from transformers.initialization import no_init_weights  # noqa: E402
 
 
 def prepare_conversions() -> None:
-    """Do what the first model of a process waits half a second for: compile the names of all families' tensors."""
+    """Compile the tensor names of all families, for which the first model of a process would wait half a second."""
     get_checkpoint_conversion_mapping("")
 
 

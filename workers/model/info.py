@@ -264,7 +264,7 @@ class _Reader:
 
 @dataclass(frozen=True)
 class _MlpWidths:
-    """Features between the two products of an MLP: those that a token uses, and those of all experts.
+    """Features between the two products of an MLP: the features that a token uses, and the features of all experts.
 
     The first layers of some mixtures of experts are dense; they count as the others do.
     """

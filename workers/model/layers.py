@@ -241,7 +241,7 @@ def _rotates_alike(stock: Callable[..., Any]) -> bool:
 def _rotated(
     stock: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *others: Any, **named: Any
 ) -> tuple[Tensor, Tensor]:
-    """Turn q[1, H, T, D] and k[1, K, T, D] as `stock` does; what the kernel does not know is left to it."""
+    """Rotate q[1, H, T, D] and k[1, K, T, D] as `stock` does, and by `stock` if the kernel lacks the case."""
     tensors = (q, k, cos, sin)
     is_plain = not others and not named and q.ndim == 4 and cos.shape == sin.shape == (1, q.shape[2], q.shape[3])
     is_plain &= q.dtype in native.DTYPES and all(
@@ -346,7 +346,7 @@ class FusedLayer:
         return found if found._is_alike() else None
 
     def _is_alike(self) -> bool:
-        """Return True if the layer computes what its modules do."""
+        """Return True if the layer gives the numbers of its modules."""
         made, generator = self._layer, torch.Generator().manual_seed(0)
         step = _SomeAttention(made.heads // made.kv_heads)
         states = torch.randn(1, CHECKED_ROWS, made.features, generator=generator).to(self._dtype)

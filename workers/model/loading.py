@@ -179,7 +179,7 @@ class LoadedModel:
 
     @property
     def _key(self) -> str:
-        """Name of the weights here: the files that they come from, and what of them. Empty for drawn weights."""
+        """Name of the weights here: their files, and the share of them. Empty for drawn weights."""
         shares = [(each.rank, each.size) for each in (self.tensor, self.helix)]
         return f"{self.files} {self.info.dtype} {shares}" if self.files else ""
 
@@ -320,7 +320,7 @@ def load_model(
     unreadable, unsupported or incomplete, ConfigError for a `tp` that does not divide the KV heads.
     """
     info = read_model_info(path, dtype, name, device)
-    files = name_files(path)  # not later: what replaces them meanwhile is not what is read
+    files = name_files(path)  # not later: other files may replace them meanwhile
     share = tensor_share(info, tp, replicates_kv=replicates_kv)
     model = _without_weights(path, info)
     with Weights.opened(path, model) as weights:
@@ -338,7 +338,7 @@ def load_model(
 
 
 def name_files(path: Path) -> str:
-    """Return what tells the files of a directory from any others of this machine, and from what they become later."""
+    """Return a name for the files of a directory as they are now, unlike that of any other files on this machine."""
     found = [(file.name, file.stat()) for file in sorted(path.iterdir())]
     return str([(name, each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns) for name, each in found])
 

@@ -1,4 +1,4 @@
-"""Forward pass of a model cut at its attention: what lies between two attentions is one compiled piece.
+"""Forward pass of a model cut at its attention: the code between two attentions is one compiled piece.
 
 torch's compiler traces the stock modules once, with attention, and sums over ranks, as opaque operators and any number
 of rows. The traced graph is cut there. A piece has tensors of fixed shapes for a given number of rows, reads nothing on
@@ -78,7 +78,7 @@ class Attend(Protocol):
 class MarkedStep:
     """Step of the traced call: it leaves a mark in the graph where attention is.
 
-    `columns` are those that attention gives each row in helix, 0 if it gives all heads.
+    `columns` are the ones that attention gives each row in helix, 0 if it gives all heads.
     """
 
     def __init__(self, columns: int) -> None:
@@ -314,7 +314,7 @@ def _marked_stage(graph: fx.Graph, mark: fx.Node, reads: tuple[str, ...], name: 
 
 
 def _structure(part: fx.GraphModule) -> str:
-    """Return what two parts have in common that compute the same of other arguments."""
+    """Return the key that two parts share if they compute the same from other arguments."""
     numbers: dict[fx.Node, int] = {}
     lines = []
     for node in part.graph.nodes:

@@ -1,4 +1,4 @@
-"""What processes of one user share on a machine: memory that several ranks would hold alike, and cores.
+"""Resources that processes of one user share on a machine: memory that several ranks would hold alike, and cores.
 
 The memory has no name in a file system and no owner: the kernel frees it when the last process that holds it has ended,
 however that ends. A small file, locked while it is read or written, says by which processes it can be found.
@@ -33,7 +33,7 @@ FLOCK = "hhqqi0q"
 """`struct flock` of Linux on machines of 64 bits: type, whence, start, length, process."""
 SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_WRITE", "F_SEAL_SEAL")
 
-# What this process can show to others stays open for as long as it lives.
+# Memory that this process can show to others stays open for as long as it lives.
 _shown: dict[str, int] = {}
 
 
@@ -57,7 +57,7 @@ def shared_bytes(key: str, num_bytes: int, fill: Callable[[Tensor], object]) -> 
             holders.seek(0)
             holders.truncate()
             holders.writelines([*others, f"{os.getpid()} {_shown[name]}\n"])
-        # Pages are shared until they are written to: what is written here by mistake stays here.
+        # Pages are shared until they are written to: a write by mistake stays here.
         return _view(_shown[name], num_bytes, mmap.MAP_PRIVATE)
     except (OSError, ValueError) as error:  # the latter for a file that another program has written to
         logger.info("packed weights are not shared with other processes: %s", error)
@@ -65,7 +65,7 @@ def shared_bytes(key: str, num_bytes: int, fill: Callable[[Tensor], object]) -> 
 
 
 def shared_directory() -> Path:
-    """Return the directory of what processes of this user share, which is theirs alone. Raises OSError."""
+    """Return the directory of resources that this user's processes share, which is theirs alone. Raises OSError."""
     path = Path(tempfile.gettempdir()) / f"ringserve-shared-{os.getuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
     if path.is_symlink() or path.stat().st_uid != os.getuid():

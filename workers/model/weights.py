@@ -48,7 +48,7 @@ class _TorchFile(dict[str, Tensor]):
 
 
 def release_pages(path: Path) -> None:
-    """Give up memory of weights that were packed: the allocator's, and what is mapped of a directory's files.
+    """Give up memory of weights that were packed: the allocator's, and the mapped pages of a directory's files.
 
     Packed weights are copies, and the pages they were read from would count as this process's for good. The kernel
     keeps them as a cache of the files, whose contents stay readable. Mappings with pages that were written to are left

@@ -37,7 +37,7 @@ class Codec(Generic[T]):
         return bytes(msgpack.packb(self._write(value)))
 
     def decode(self, data: bytes) -> T:
-        """Return what was encoded; arrays are read-only. Raises TypeError if a field without a default is missing."""
+        """Decode a value; arrays are read-only. Raises TypeError if a field without a default is missing."""
         value: T = self._read(msgpack.unpackb(data, use_list=False))
         return value
 

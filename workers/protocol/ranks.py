@@ -233,7 +233,7 @@ class RingSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuMemory:
-    """Memory of a rank's GPU in bytes: all of it, what the rank's process has reserved, and what its tensors take."""
+    """Memory of a rank's GPU in bytes: in total, reserved by the rank's process, and allocated for its tensors."""
 
     total: int
     reserved: int
@@ -248,7 +248,7 @@ class RankStatus:
     `decode_reason` says why the ring shares its weights (helix) or not, if it chose itself. `step_seconds` is the time
     in steps and `wait_seconds` its part spent waiting for peers, without that of steps replayed with their messages.
     `communication_seconds` is the part with messages of the ring under way; None: the transport cannot tell.
-    `bytes_sent` counts what the rank sent to its ring. `step_counts` are steps by length, see `StepClock`.
+    `bytes_sent` counts the rank's bytes to its ring. `step_counts` are steps by length, see `StepClock`.
     `stalled_seconds` is the longest time for which a transfer that has begun, and is not complete, received no byte.
     `kv_nixl_bytes` and `kv_socket_bytes` count KV sent to other rings by each carrier, `kv_fallbacks` connections to
     ranks that NIXL was to serve and does not reach.

@@ -28,7 +28,7 @@ ONE_TOKEN = TokenHistory(num_generated=1)
 
 
 class Algorithm(StrEnum):
-    """Algorithm for a turn's new tokens: on a prefill ring, named by what its ranks send, or on the decode ring."""
+    """Algorithm for a turn's new tokens: on a prefill ring, named by its messages, or on the decode ring."""
 
     PASS_KV = "pass_kv"
     PASS_Q = "pass_q"

@@ -64,7 +64,7 @@ class RingJoining:
     """
 
     def __init__(self, spec: RankSpec) -> None:
-        """Choose the transport. Raises ConfigError for one that does not serve the device."""
+        """Choose the transport. Raises ConfigError if it does not serve the device."""
         self._spec = spec
         self._settings = settings = spec.settings
         self.backend = select_ring_backend(

@@ -104,7 +104,7 @@ def load_parts(spec: RankSpec, *, poisoned: bool) -> RankParts:
     check_quantization(settings, model.share)
     dtype = DTYPES[model.info.kv_dtype]
     backend = select_backend(settings.attention_backend, settings.device, dtype)
-    # Before the cache, which may take what memory is left.
+    # Before the cache, which may take the rest of the memory.
     draft_model = load_draft_model(model.info, backend, settings, poisoned=poisoned) if spec.rank == LEADER else None
     cache = KvCache(
         num_layers=model.info.num_layers,
@@ -149,7 +149,7 @@ def load_draft_model(
 
 
 def check_quantization(settings: RankSettings, share: ModelInfo) -> None:
-    """Check that the device multiplies what the weights are to be. Raises ConfigError."""
+    """Check that the device multiplies weights of the wanted form. Raises ConfigError."""
     if settings.quantization != FP8_MLPS:
         return
     device = torch.device(settings.device)
@@ -171,7 +171,7 @@ FP8_CAPABILITY = (8, 9)
 
 
 def num_blocks_of(settings: RankSettings, share: ModelInfo) -> int:
-    """Return how many blocks of KV fit in the part `kv_memory_fraction` of what the GPU has free now.
+    """Return how many blocks of KV fit in the part `kv_memory_fraction` of the GPU's free memory.
 
     `share` is the model as this rank has it. Staging slots of NIXL are taken off. Raises ConfigError if none fits.
     """

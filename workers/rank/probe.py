@@ -229,7 +229,7 @@ NO_SHARING: Final = _Sharing(lone_speed=1.0, slowdown=1.0)
 
 
 def _sharing(compute: Callable[[], object], transport: RingTransport, device: torch.device) -> _Sharing:
-    """Measure how ranks share what computes, the same for all; collective.
+    """Measure how ranks share processors, the same for all; collective.
 
     Runs of a window are counted, since a shortest run may tell nothing: ranks that share a core have it in turn, and
     most of their runs take as long as those of a lone rank. The least of all windows counts, since other work that

@@ -56,7 +56,7 @@ BeforeLayer = Callable[[], None] | None
 
 
 class FreedMemory:
-    """Memory that the allocator keeps between what is in use: work of many sizes leaves much of it."""
+    """Memory that the allocator keeps between tensors in use: work of many sizes leaves much of it."""
 
     def __init__(self, trim: Callable[[int], int] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._trim = trim or find_trim()
@@ -114,7 +114,7 @@ class RankWorker:
         parts.mailbox.close("the ring is being rebuilt")
         parts.joining.close()
         for transport in self._transports:
-            transport.close()  # what waits for a message fails
+            transport.close()  # calls that wait for a message fail
         if not self._computing.acquire(timeout=STOP_SECONDS):
             raise Unavailable(f"rank {spec.rank} still computes")
         self._computing.release()

@@ -104,7 +104,7 @@ def sample_rows(rows: Sequence[SampledRow], logits: Tensor) -> list[Sampled]:
 
 
 def sample_checked(tokens: Sequence[CheckedToken], logits: Tensor) -> list[Sampled]:
-    """Sample what follows each token of a step from logits[B, V]. A row's drafts stand behind its newest token.
+    """Sample the successor of each token of a step from logits[B, V]. A row's drafts stand behind its newest token.
 
     A draft counts as long as it is what was sampled after the token before it; what follows a wrong one is NOT_REACHED.
     So the tokens are those of steps without drafts. Samplers that look at the answer have each right draft pushed.
@@ -127,7 +127,7 @@ def sample_checked(tokens: Sequence[CheckedToken], logits: Tensor) -> list[Sampl
 
 
 def reached(tokens: Sequence[CheckedToken], sampled: list[Sampled]) -> list[Sampled]:
-    """Return `sampled` with NOT_REACHED for all that follows a wrong draft."""
+    """Return `sampled` with NOT_REACHED after the first wrong draft."""
     for place, token in enumerate(tokens):
         if token.number and not _is_right(token, sampled[place - 1]):
             sampled[place] = NOT_REACHED
@@ -135,7 +135,7 @@ def reached(tokens: Sequence[CheckedToken], sampled: list[Sampled]) -> list[Samp
 
 
 def _is_right(draft: CheckedToken, before: Sampled) -> bool:
-    """Return True if the draft is what was sampled after the token before it, and does not end the answer."""
+    """Return True if the draft equals the token that was sampled in its place, and does not end the answer."""
     return before.token_id == draft.token_id and draft.token_id not in draft.sampler.sampling.stop_token_ids
 
 

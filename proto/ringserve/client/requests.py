@@ -262,7 +262,7 @@ def _number(enum: Any, name: str) -> int:
 
 
 def _allowed(field: Any) -> str:
-    """Return what a field of a message takes, in words."""
+    """Describe the values that a field of a message takes."""
     if field.enum_type is not None:
         return f"use one of {', '.join(filter(None, enum_numbers(field.enum_type)))}"
     if field.message_type is not None:

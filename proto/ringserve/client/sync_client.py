@@ -76,7 +76,7 @@ class _LoopThread:
             yield item
 
     def close(self, last: Awaitable[None]) -> None:
-        """Await `last`, cancel all that still runs, and end the thread. Idempotent."""
+        """Await `last`, cancel running tasks, and end the thread. Idempotent."""
         with self._lock:
             if self.is_closed:
                 return _discard(last)

@@ -71,7 +71,7 @@ class InputMessage(models.OpenFields):
 
 
 class InputTool(models.OpenFields):
-    """Tool of the client. Those that Anthropic runs itself have another `type`."""
+    """Tool of the client. Tools that Anthropic runs itself have another `type`."""
 
     type: Literal["custom"] = "custom"
     name: models.FunctionName
@@ -358,7 +358,7 @@ class MessageAnswer:
 
 
 def _usage(prompt: int, cached: int, completion: int) -> Json:
-    """Return the usage. Unlike OpenAI's, `input_tokens` are those that were not cached."""
+    """Return the usage. Unlike OpenAI's, `input_tokens` leaves out cached tokens."""
     return {
         "input_tokens": prompt - cached,
         "cache_creation_input_tokens": 0,

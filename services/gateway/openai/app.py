@@ -534,7 +534,7 @@ def _parse_body(body: bytes) -> Any:
 
 
 def _check_values(body: bytes) -> None:
-    """Raise BadHttpRequest if a body has too many values. Counts them without what is inside strings."""
+    """Raise BadHttpRequest if a body has too many values, not counting characters inside strings."""
     num_containers = num_values = 0
     for match in STRUCTURE.finditer(body):
         num_containers += match[0] in b"[{"

@@ -329,7 +329,7 @@ class AllowedTools(OpenFields):
 
 
 class AllowedToolChoice(OpenFields):
-    """Choice among some of the tools; the model is shown all of them, so that the prompt stays what it was."""
+    """Choice among some of the tools; the model is shown all of them, so that the prompt stays the same."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -562,7 +562,7 @@ class ResponseRequest(TurnRequest):
     chat_template_kwargs: Json | None = None
     store: bool | None = None
     background: Off = None
-    include: Inert = None  # asks for more of what no answer here has
+    include: Inert = None  # asks for details that no answer here has
     reasoning: Annotated[Json | None, Field(description="`effort` is for chat templates that know it.")] = None
     truncate_prompt_tokens: Unserved = None
     # Nothing is cut: an input that is too long is refused in both cases.

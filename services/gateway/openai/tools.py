@@ -483,7 +483,7 @@ class CallReader:
         self._form = form
         self._schemas = schemas or {}
         self._held = ""
-        self._opened = ""  # what began the call that may follow, with the spaces before it
+        self._opened = ""  # the opening tag of the call that may follow, with the spaces before it
         self._state: Callable[[], list[Said] | None] = self._read_text
         self._object = _JsonEnd()
         self._has_text = False
@@ -498,7 +498,7 @@ class CallReader:
         return said
 
     def finish(self, *, is_cut: bool = False) -> list[Said]:
-        """Return the rest of an answer. What begins as a call is left out of an answer that `is_cut`."""
+        """Return the rest of an answer. The beginning of a call is left out of an answer that `is_cut`."""
         if self._state == self._read_head:
             rest = self._whole_call(self._held)
             if not rest and not (is_cut and self._form.opening):
@@ -852,7 +852,7 @@ def read_offer(
 
 
 def close_schema(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return `close_objects` of a schema; one that is combined of several stays as it is. Raises InvalidRequest."""
+    """Return `close_objects` of a schema; a schema that combines several stays as it is. Raises InvalidRequest."""
     try:
         found: Mapping[str, Any] = schema if '"allOf"' in json.dumps(schema) else close_objects(schema)
     except RecursionError:

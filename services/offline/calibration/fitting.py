@@ -190,7 +190,7 @@ def calibrate(
             f"{count} prefills cannot fit a profile; allowed are {len(OF_EVERY_RING)} or more: "
             f"give more of --tokens and --cached"
         )
-    # The ranks had their cuts by their own rates, and not by those that are fitted here.
+    # The ranks cut by their own rates, not by the fitted ones.
     measurements = [replace(each, sample=with_chain_cuts(model, before, each.sample)) for each in measurements]
     fitted = _fitted(model, before, measurements)
     held_out = _held_out(model, before, measurements)

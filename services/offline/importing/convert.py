@@ -25,7 +25,7 @@ SUMS: Final = "SHA256SUMS"
 """File that `sha256sum -c` reads."""
 
 Progress = Callable[[str, float | None], None]
-"""Report of what is done, and of its finished part (0 to 1), or None if that is unknown."""
+"""Report of the current work and of its finished part (0 to 1; None if that is unknown)."""
 
 
 def convert(source: Path, target: Path, progress: Progress, dtype: str = "float32") -> None:
@@ -47,7 +47,7 @@ def convert(source: Path, target: Path, progress: Progress, dtype: str = "float3
             write_tokenizer(file, draft)
             _write_weights(file, draft, dtype, progress)
             (draft / "config.json").write_text(json.dumps(file.config | {"dtype": dtype}, indent=2) + "\n")
-            read_model_info(draft)  # what ranks would refuse is refused here
+            read_model_info(draft)  # refuses the models that ranks would refuse
             _write_sums(draft)
             draft.rename(target)
     except OSError as error:

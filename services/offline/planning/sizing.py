@@ -65,7 +65,7 @@ class ContextForecast:
 class RingForecast:
     """Forecast of one ring. `memory` is that of a ring that computes every context of the mix.
 
-    `refusal` states what does not fit, and is empty if the whole mix fits.
+    `refusal` names the part that does not fit, and is empty if the whole mix fits.
     """
 
     shape: RingShape

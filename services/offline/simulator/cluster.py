@@ -131,7 +131,7 @@ class Cluster:
                 )
 
     def forget_kv(self, ring: SimulatedPrefillRing | SimulatedDecodeRing) -> None:
-        """Forget what a ring without turns retains."""
+        """Forget the KV that a ring without turns retains."""
         ring.kv = self._kv(ring.kv.capacity)
         ring.entry.free_tokens = ring.kv.capacity
 

@@ -209,7 +209,7 @@ class SimulatedPrefillRing:
             self._start_step()
 
     def _announce(self) -> None:
-        """Report to the router what a real ring reports every few seconds."""
+        """Report to the router as a real ring does every few seconds."""
         scheduler = self._scheduler
         free = self.kv.capacity - self.kv.num_pinned_tokens
         self.entry.tell(scheduler.load, scheduler.rate, free, self._clock.now)

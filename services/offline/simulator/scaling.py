@@ -57,7 +57,7 @@ class _Hpa:
 
 
 class _Pool:
-    """Rings of one role by their state: those that serve, start, drain, and are off."""
+    """Rings of one role by their state: serving, starting, draining, and off."""
 
     def __init__(self, rings: list[SimulatedRing]) -> None:
         self.rings = {ring.entry.name: ring for ring in rings}
@@ -123,7 +123,7 @@ class ClusterScaling:
             _drain(ring, True)
 
     def _start(self, pool: _Pool) -> None:
-        """Let a ring serve again: one that drains at once, one that is off when it has loaded its model."""
+        """Let a ring serve again: at once if it drains, and once it has loaded its model if it is off."""
         if pool.draining:
             name = min(pool.draining)
             pool.draining.discard(name)

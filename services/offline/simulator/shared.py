@@ -1,4 +1,4 @@
-"""Prompts of a trace that begin alike and share KV, by the router's own index; and what an ideal cache would serve.
+"""Prompts of a trace that begin alike and share KV, by the router's own index; and the hits of an ideal cache.
 
 Used by `simulation.Simulation` for traces with block ids. The index takes a block for a token.
 """
@@ -29,7 +29,7 @@ def location(ring: RegisteredRing, num_tokens: int) -> KvLocation:
 
 
 class SharedPrompts:
-    """Histories of finished requests, and what later prompts share with them."""
+    """Histories of finished requests, and the tokens that later prompts share with them."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -50,7 +50,7 @@ class SharedPrompts:
         )
 
     def _find_on(self, choice: Choice, prompt: np.ndarray) -> SharedKv:
-        """Return what rings that know only their own KV find."""
+        """Return the KV that rings find if each knows only its own."""
         found = dict[str, tuple[KvLocation, str]]()
         for conversation, shared in self._prefixes.matches("", prompt[:-1]):
             for role, ring in (("prefill", choice.prefill), ("decode", choice.decode)):

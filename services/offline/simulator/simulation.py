@@ -314,7 +314,7 @@ class Simulation:
         turn.choice.decode.num_turns -= 1
         ring, is_spare = self.cluster.decode[turn.choice.decode.name], self._is_spare(conversation.kv_id, "decode")
         ring.kv.unpin(conversation.kv_id, prompt + output, is_spare=is_spare)
-        # A request that shares KV computes what was found nowhere: none of it is known to be computed again.
+        # A request that shares KV computes only tokens that were found nowhere: none counts as computed again.
         new_tokens = plan.new_tokens if self._shared is not None else conversation.turn.new_tokens
         self._tally.note(
             TurnRecord(

@@ -124,7 +124,7 @@ def probe_pages(
     loop: asyncio.AbstractEventLoop,
     is_admitting: Callable[[], bool] = lambda: False,
 ) -> dict[str, Page]:
-    """Return the pages /live, /ready, and /admitting for what is behind a load balancer.
+    """Return the pages /live, /ready, and /admitting for servers behind a load balancer.
 
     `find_fault`, called in any thread, returns why the process does not serve; empty if it does. `is_admitting` tells
     whether clients are to connect all the same. A process whose event loop `loop` hangs is not live, though this

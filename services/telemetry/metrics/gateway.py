@@ -44,7 +44,7 @@ ENDPOINTS = ("grpc", "http")
 KEPT_OUT = ("unauthenticated", "permission_denied")
 """Reasons for which a call is refused before it is a request."""
 OTHER = "other"
-"""Label of a value outside the lists: labels must not grow with what clients or later versions send."""
+"""Label of a value outside the lists: values of clients and later versions must not add labels."""
 LOST = ("prefill", "decode", "gateway")
 SOURCES = ("kept_on_prefill", "pulled_from_decode", "pulled_from_other", "kept_on_decode")
 ALGORITHMS = tuple(algorithm.value for algorithm in Algorithm)
@@ -246,7 +246,7 @@ class _Spread:
 
 
 class _Slice:
-    """What happened in some seconds."""
+    """Counts of some seconds."""
 
     def __init__(self) -> None:
         self.requests = self.failed = self.refused = 0
@@ -383,7 +383,7 @@ def _tenant_outcome(outcome: str) -> str:
 
 
 def _exemplar(trace_id: str) -> dict[str, str] | None:
-    """Return what points from an observation to the trace of its turn; None if it has none."""
+    """Return the exemplar that points from an observation to its turn's trace; None if there is no trace."""
     return {"trace_id": trace_id} if trace_id else None
 
 
