@@ -1,4 +1,4 @@
-"""Memory of one process: weights, KV, and the buffers of a step."""
+"""Process memory: weights, KV, and the buffers of a step."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def kv_bytes_per_token(model: ModelShape, tp: int = 1) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessMemory:
-    """Bytes of one process. `kv_bytes` remain for KV, and are negative where not even the rest fits."""
+    """Process bytes. `kv_bytes` remain for KV, and are negative where not even the rest fits."""
 
     weights_bytes: float
     step_bytes: float

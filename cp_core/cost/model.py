@@ -18,7 +18,7 @@ PREFILL_ALGORITHMS = (PASS_KV, PASS_Q, GATHER_KV, CHAIN, SP_NTP)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """Sizes of a model, or of one tensor parallel share of it.
+    """Sizes of a model, or of one tensor parallel share.
 
     `element_bytes` are those of weights and activations. Queries, keys and values of attention have them too unless
     `kv_element_bytes` says otherwise.

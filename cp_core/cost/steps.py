@@ -1,4 +1,4 @@
-"""Cost of prefill: seconds of a step by rates measured on its ring, and its work as one number. Pure Python.
+"""Prefill cost: seconds of a step by rates measured on its ring, and its work as one number. Pure Python.
 
 T new tokens, P cached ones, N ranks, H query heads, K key/value heads, D head dimension, L layers, e bytes per element.
 
@@ -302,7 +302,7 @@ class WorkModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepLimits:
-    """Limits of one step: `budget` work units and `tokens` new tokens over all its turns.
+    """Step limits: `budget` work units and `tokens` new tokens over all its turns.
 
     A turn that is cut gets at least `min_chunk` tokens, whatever they cost: far into a long prompt a step would
     otherwise compute a few tokens and move the KV of all others for them.

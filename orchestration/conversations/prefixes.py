@@ -39,7 +39,7 @@ MAX_LOOKED_AT = 32
 
 
 class _Node:
-    """Node of the tree: `edge` leads to it from `parent`, `end` tokens lie between the root and the node.
+    """Tree node: `edge` leads to it from `parent`, `end` tokens lie between the root and the node.
 
     `children` by the first token of their edge, and `histories`, with their tokens, have the latest used last.
     """
@@ -87,7 +87,7 @@ class _Node:
 
 
 class PrefixIndex:
-    """Index of histories, each under an id of the caller's."""
+    """History index. The caller gives each history its id."""
 
     def __init__(self) -> None:
         self._root = _Node(None, np.empty(0, dtype=np.int64), 0)

@@ -41,7 +41,7 @@ class RunningTurnsPort(Protocol):
 
 
 class KvQuotas:
-    """Quotas of tenants, in tokens: the KV of their conversations on rings, and the KV that running turns may need.
+    """Tenant quotas, in tokens: the KV of their conversations on rings, and the KV that running turns may need.
 
     A running turn counts instead of its conversation, with its whole prompt and its longest answer, so the quota is
     never exceeded. A token counts once in each conversation, however many rings store it, and even if a fork shares

@@ -131,7 +131,7 @@ class Conversation:
 
     @property
     def expires_at(self) -> float:
-        """Time of its expiry; infinity means never."""
+        """Expiry time; infinity means never."""
         return self.last_used + self.ttl_seconds if self.ttl_seconds else math.inf
 
     @property

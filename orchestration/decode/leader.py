@@ -1,4 +1,4 @@
-"""Leader of a decode ring: it reserves blocks, seals transfers, decodes turns, retains their KV."""
+"""Decode ring leader: it reserves blocks, seals transfers, decodes turns, retains their KV."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CAUSE_SECONDS = 1.0
 
 
 class DecodeLeader(RingLeader):
-    """Owner of one decode ring. It takes turns from their reservation to the batch; `DecodeTurns` ends them."""
+    """Decode ring owner. It takes turns from their reservation to the batch; `DecodeTurns` ends them."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Tables of the journal, their version and checksums, and the lock that leaves a journal to one router.
+"""Journal tables, their version and checksums, and the lock that leaves a journal to one router.
 
 A history is a chain of segments: each turn that ended well adds one, which holds the tokens [start, stop) and continues
 the tokens before `start` of its parent. Forks share the chain. `refs` counts the conversations and segments that

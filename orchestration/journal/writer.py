@@ -1,4 +1,4 @@
-"""Writer of the journal: one thread that puts the records which have come meanwhile into one transaction."""
+"""Journal writer: one thread that puts the records which have come meanwhile into one transaction."""
 
 from __future__ import annotations
 

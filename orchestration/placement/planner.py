@@ -89,7 +89,7 @@ def choose_source(
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerSettings:
-    """Settings of the planner. `missing_kv` is one of `cached_kv.MISSING_KV`.
+    """Planner settings. `missing_kv` is one of `cached_kv.MISSING_KV`.
 
     `profile` predicts for every ring; without one, the rates that each ring measured at its start do.
     """

@@ -25,7 +25,7 @@ RingKind = tuple[int, int, int, int]
 """Ranks, processes a rank, and powers of two near the measured rates of matrix products and links."""
 
 LEASE_TICKS = 8
-"""Ticks of a lease. A router that stands still itself counts one tick for all that time, so no ring looks lost."""
+"""Lease ticks. A router that stands still itself counts one tick for all that time, so no ring looks lost."""
 STATUS_SECONDS = 2.0
 """Seconds for a ring's leader to tell its status."""
 
@@ -259,7 +259,7 @@ Accepts = Callable[[RegisteredRing], bool]
 
 
 class RingOrder:
-    """Order of rings. A ring enters itself in `changed` when its place may change, and is placed at the next choice.
+    """Ring order. A ring enters itself in `changed` when its place may change, and is placed at the next choice.
 
     A choice takes longer with each better ring that is not accepted, not with the number of rings.
     """

@@ -1,4 +1,4 @@
-"""Leader of a prefill ring: it pins sequences, queues turns for its steps, retains KV between turns."""
+"""Prefill ring leader: it pins sequences, queues turns for its steps, retains KV between turns."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class _Turn:
 
 
 class PrefillLeader(RingLeader):
-    """Owner of one prefill ring. `announce` tells the router when the ring (again) serves.
+    """Prefill ring owner. `announce` tells the router when the ring (again) serves.
 
     `loop` runs the steps of the ring's present incarnation; it is None before the first.
     """

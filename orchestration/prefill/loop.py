@@ -29,7 +29,7 @@ class _Done:
 
 
 class PrefillLoop:
-    """Steps of a ring, one after another, until the ring is lost or `end` is called; waiting turns then fail.
+    """Ring steps, one after another, until the ring is lost or `end` is called; waiting turns then fail.
 
     `at_work` is locked while the ranks compute a step: the holder of the lock has the ring to itself. `fallbacks`
     counts the computed pieces whose layout had no room, by the layout that they got.

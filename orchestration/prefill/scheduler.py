@@ -1,4 +1,4 @@
-"""Scheduler of a prefill ring: which tokens of which turns the next step computes, and on which ranks they lie.
+"""Prefill scheduler: which tokens of which turns the next step computes, and on which ranks they lie.
 
 reserved ──ready──> waiting ──next_step──> in a step ──commit──> waiting ... ──commit of the last token──> removed
     └──────────────────┴────────── remove ──────┴──────────────────┘

@@ -71,7 +71,7 @@ class StoredConversation:
 
 
 class JournalPort(Protocol):
-    """Journal of one router. `epoch` grows with every start of a router on it; 0: the router remembers nothing.
+    """Router journal. `epoch` grows with every start of a router on it; 0: the router remembers nothing.
 
     Records are durable in the order of the calls; the awaitable of a call ends when its record is. It raises
     Unavailable if the record could not be written.

@@ -1,4 +1,4 @@
-"""Plan of a turn: how it is computed, and why. Frozen data, which crosses to the client."""
+"""Turn plan: how it is computed, and why. Frozen data, which crosses to the client."""
 
 from __future__ import annotations
 

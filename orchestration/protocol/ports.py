@@ -106,7 +106,7 @@ class RankFactory(Protocol):
 
 
 class PrefillPort(Protocol):
-    """Leader of a prefill ring. A decode leader knows these verbs too: it may compute a prompt itself."""
+    """Prefill ring leader. A decode leader knows these verbs too: it may compute a prompt itself."""
 
     async def reserve(self, request: Reserve) -> Reservation: ...
     async def prefill(self, turn: PrefillTurn) -> PrefillDone: ...
@@ -122,7 +122,7 @@ class PrefillPort(Protocol):
 
 
 class DecodePort(PrefillPort, Protocol):
-    """Leader of a decode ring."""
+    """Decode ring leader."""
 
     async def admit(self, admit: Admit) -> None: ...
     def stream_turn(self, turn_id: str, after: int = 0, interval: float = 0.0) -> AsyncGenerator[TurnEvent, None]:

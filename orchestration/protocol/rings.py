@@ -19,7 +19,7 @@ LOST_SECONDS = 3.0
 
 
 class RingState(StrEnum):
-    """States of a ring; `orchestration.ring.life` draws the transitions."""
+    """Ring states; `orchestration.ring.life` draws the transitions."""
 
     STARTING = "starting"
     READY = "ready"

@@ -248,7 +248,7 @@ class PrefillReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillDone:
-    """End of a prefill: the KV is on the decode ring, and `shards` lays the prompt on the ring that computed it."""
+    """Prefill end: the KV is on the decode ring, and `shards` lays the prompt on the ring that computed it."""
 
     report: PrefillReport
     shards: ShardMap
@@ -333,7 +333,7 @@ class TurnOutcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingRegistration:
-    """Announcement of a ring. `capacity_tokens` is the KV room of the whole ring.
+    """Ring announcement. `capacity_tokens` is the KV room of the whole ring.
 
     `num_ranks` ranks share the tokens, and each is `tp` processes that share the heads. `chunk_tokens` is the most that
     one of its prefill steps may compute, `step_budget` its most work units (0: those of `chunk_tokens` tokens). A ring

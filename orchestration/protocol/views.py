@@ -28,7 +28,7 @@ class MoveReason(StrEnum):
 
 
 class EventKind(StrEnum):
-    """Kinds of events. RING: a ring came, drains, left or returned. LOST: it lost a rank, its leader or its place.
+    """Event kinds. RING: a ring came, drains, left or returned. LOST: it lost a rank, its leader or its place.
 
     REBUILT: it serves again after that. FAILOVER: a turn lost a ring or its gateway and went on. REFUSAL: a turn got no
     rings. EVICTION: a ring made room by dropping retained KV.

@@ -103,7 +103,7 @@ class TenantShares:
 
 
 class RingLeader(ABC):
-    """Owner of one ring, which it announces to the router. Subclasses own the turns.
+    """Ring owner, which announces its ring to the router. Subclasses own the turns.
 
     `layout_fallbacks` counts pieces of prefill steps that were laid out otherwise for lack of room.
     """

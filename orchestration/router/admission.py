@@ -133,7 +133,7 @@ class PromptWaits:
 
 
 class TurnAdmission:
-    """Admission of requests: waits for a turn's resources, checks limits and quotas, and chooses its rings.
+    """Request admission: waits for a turn's resources, checks limits and quotas, and chooses its rings.
 
     `max_positions` is the longest sequence that the model takes.
     """

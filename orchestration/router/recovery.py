@@ -1,4 +1,4 @@
-"""Recovery of turns: after a restart of the router, and after the loss of a ring or of a gateway.
+"""Turn recovery: after a restart of the router, and after the loss of a ring or of a gateway.
 
 A router that was started again adopts the turns of its predecessor:
 

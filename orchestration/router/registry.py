@@ -60,7 +60,7 @@ def new_turn_id() -> str:
 
 
 class TurnState(Enum):
-    """States of a running turn; `RunningTurn` draws the transitions."""
+    """Running turn states; `RunningTurn` draws the transitions."""
 
     RESERVING = auto()
     PREFILLING = auto()

@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RouterSettings:
-    """Settings of the router. Times in seconds; `conversation_ttl` 0: conversations are never forgotten for their age.
+    """Router settings. Times in seconds; `conversation_ttl` 0: conversations are never forgotten for their age.
 
     `max_waiting_turns` bounds the turns that wait for one conversation, and those that wait for rings to return. A ring
     has `return_seconds` for that. A ring that has not announced itself for `ring_lease` counts as lost (0: never).
@@ -87,7 +87,7 @@ class RouterSettings:
 
 
 class Router:
-    """Surface of the router. `peers` reaches the leaders, `clock` tells seconds, `placer` chooses rings.
+    """Router surface. `peers` reaches the leaders, `clock` tells seconds, `placer` chooses rings.
 
     It continues its predecessor's `journal`.
     """

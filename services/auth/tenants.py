@@ -38,7 +38,7 @@ NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 TOKEN_PREFIX = "rs-"
 LIMITS = {"max_concurrent_turns": 1_000_000, "max_turns_per_minute": 1_000_000, "max_kv_tokens": 10**15}
-"""Limits of a tenant, with the highest value of each."""
+"""Tenant limits, with the highest value of each."""
 PRIORITIES = {"min_priority": -MAX_PRIORITY, "max_priority": 0}
 """Range of a tenant's priorities, with the defaults: a tenant overtakes others only if that is granted."""
 MAX_CERTIFICATE_NAME = 512
@@ -76,7 +76,7 @@ ANYBODY = Tenant(name="", max_priority=MAX_PRIORITY, is_operator=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Grant:
-    """Tenant of a token. `expires` is in seconds since the epoch, None for never."""
+    """Token's tenant. `expires` is in seconds since the epoch, None for never."""
 
     tenant: Tenant
     expires: float | None
@@ -84,7 +84,7 @@ class Grant:
 
 @dataclass(frozen=True, kw_only=True)
 class Tenants:
-    """Content of the file: grants by token hash, and tenants by certificate name."""
+    """File content: grants by token hash, and tenants by certificate name."""
 
     grants: Mapping[str, Grant]
     certificates: Mapping[CertificateName, Tenant]

@@ -34,7 +34,7 @@ from ringserve.cp_core.errors import InvalidRequest
 
 Options = TypeVar("Options")
 COLUMNS = 76
-"""Columns of an example, within the 80 of a terminal."""
+"""Width of an example, which fits a terminal of 80 columns."""
 # Metavars of options that name none.
 METAVARS = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
 SETTINGS = {"help_option_names": ["-h", "--help"]}

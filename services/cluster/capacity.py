@@ -1,4 +1,4 @@
-"""Capacity of this machine: its resources, a configuration checked against them, the time to load a spare."""
+"""Machine capacity: its resources, a configuration checked against them, the time to load a spare."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ CONTEXT = "--serialized-runtime-env-context"
 
 
 class ForkServer:
-    """Handle of the server, which ends with `close`, or with this process. Its forks do not end with it."""
+    """Fork server handle, which ends with `close`, or with this process. Its forks do not end with it."""
 
     def __init__(self, directory: Path) -> None:
         """Start it. `directory` gets its socket, and lets this user in alone. Raises OSError."""

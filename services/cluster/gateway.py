@@ -108,7 +108,7 @@ class _Process:
 
 
 class GatewayKeeper:
-    """Keeper of one gateway: `start`, perhaps `load` before, `await_serving`, then `look` again and again, and `end`.
+    """Gateway keeper: `start`, perhaps `load` before, `await_serving`, then `look` again and again, and `end`.
 
     The gateway's first line has its addresses, which its successors take. Each later line is a heartbeat; a gateway
     without any for `silent_seconds` is killed. The successor of a dead gateway is its spare, which has loaded

@@ -27,7 +27,7 @@ def _running() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterHost:
-    """Builder of the router. Picklable: an actor calls it. `journal` is a directory; empty: nothing survives.
+    """Router builder. Picklable: an actor calls it. `journal` is a directory; empty: nothing survives.
 
     The journal has the conversations with the model of this `fingerprint` alone.
     """

@@ -35,7 +35,7 @@ NODE_SECONDS = 300.0
 
 
 class Leader(Protocol):
-    """Process of one leader."""
+    """Leader process."""
 
     host: LeaderHost
     started_at: float

@@ -38,7 +38,7 @@ MAX_TICK_SECONDS = 1.0
 
 
 class RouterProcess(Protocol):
-    """Process of one router. It loads its modules at once, and serves after `begin`."""
+    """Router process. It loads its modules at once, and serves after `begin`."""
 
     def begin(self) -> None:
         """Let it serve."""

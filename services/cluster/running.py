@@ -1,4 +1,4 @@
-"""Contents of the actors: a leader or the router, each with its gRPC server. Composed here."""
+"""Actor contents: a leader or the router, each with its gRPC server. Composed here."""
 
 from __future__ import annotations
 

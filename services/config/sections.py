@@ -1,4 +1,4 @@
-"""Sections of the configuration. Each key has its range or words, one example and its meaning; docs are made from them.
+"""Configuration sections. Each key has its range or words, one example and its meaning; docs are made from them.
 
 A section is made from keywords and never changes. A value that is not allowed raises `ValidationError`, which
 `services.config.sources` turns into a sentence; checks across keys raise ConfigError with their own sentence.
@@ -620,7 +620,7 @@ class InternalTlsConfig:
 
 @dataclass(frozen=True, kw_only=True, config=KNOWN_KEYS)
 class AuthConfig:
-    """Authentication of clients."""
+    """Client authentication."""
 
     tokens: SecretFile = Field(
         default="",
@@ -770,7 +770,7 @@ class Pool:
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
 class TracingConfig:
-    """Traces of turns, sent to a collector."""
+    """Turn traces, sent to a collector."""
 
     endpoint: str = Field(
         default="",

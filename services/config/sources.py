@@ -1,4 +1,4 @@
-"""Sources of the configuration. The environment is read here and nowhere else.
+"""Configuration sources. The environment is read here and nowhere else.
 
 Order of precedence, highest first: `--set section.key=value`, environment `RINGSERVE_SECTION__KEY`, file, default.
 """

@@ -39,7 +39,7 @@ MAX_PORT = 65_535
 
 @dataclass(frozen=True, kw_only=True, config=KNOWN_KEYS)
 class Config:
-    """Sections of the configuration. `Config()` has every default."""
+    """All configuration sections. `Config()` has every default."""
 
     model: ModelConfig = Field(default_factory=ModelConfig)
     prefill: PrefillConfig = Field(default_factory=PrefillConfig)

@@ -17,7 +17,7 @@ from ringserve.services.config.sections import HttpConfig, TracingConfig
 
 @dataclass(frozen=True, kw_only=True)
 class GatewaySettings:
-    """Settings of one gateway.
+    """Gateway settings.
 
     `follow_stdin` ends the gateway when standard input closes, which happens when its parent ends. With `is_spare` it
     waits until its parent writes other settings there, in one line of JSON, and serves with them. `tokens` is the path

@@ -53,7 +53,7 @@ CONTROL_SECONDS = 30.0
 """Deadline of a call that should take milliseconds, on a machine whose cores may all be busy."""
 
 ABORT_SECONDS = 330.0
-"""Deadline of an abort: a ring finishes the prefill step under way first."""
+"""Abort deadline: a ring finishes the prefill step under way first."""
 FAULT_SECONDS = 4.0
 """Deadline of a gateway's readiness call."""
 

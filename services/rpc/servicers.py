@@ -147,7 +147,7 @@ class DecodeServicer(PrefillServicer):
 
 
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
-    """Endpoint of the router: each method is one verb of `RouterPort`.
+    """Router endpoint: each method is one verb of `RouterPort`.
 
     `metrics_endpoint` (HOST:PORT, or empty) is part of the answer to GetServerInfo.
     """

@@ -90,7 +90,7 @@ TRACE_PARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.
 
 
 class TurnRecord:
-    """Figures of one request, for the one line that says how it ended. They grow while it runs."""
+    """Request figures, for the one line that says how it ended. They grow while it runs."""
 
     def __init__(self, request_id: str, tenant: str, trace_parent: str) -> None:
         """`trace_parent` is the client's or our own; a malformed one is left out."""

@@ -74,7 +74,7 @@ def _is_installed(name: str) -> bool:
 
 
 class SpanTracer:
-    """Tracer of a process, with its own provider: there is no global one. Without an exporter it collects nothing."""
+    """Process tracer, with its own provider: there is no global one. Without an exporter it collects nothing."""
 
     def __init__(self, exporter: SpanExporter | None = None, *, process: str = "", sample_ratio: float = 1.0) -> None:
         self._exporter, self._provider = exporter, None
@@ -155,7 +155,7 @@ FINISHED = tuple(reason.value for reason in FinishReason)
 
 
 class TurnTrace:
-    """Span of a turn, from the client's request to the last response. `parent` is the header for parts of it.
+    """Turn span, from the client's request to the last response. `parent` is the header for parts of it.
 
     It holds only numbers and ringserve's own names, never text of a prompt or answer. The gateway records the part
     `plan`, until the router has chosen rings and they have reserved. The rings record their parts.
@@ -175,7 +175,7 @@ class TurnTrace:
 
     @property
     def trace_id(self) -> str:
-        """Id of the trace, 32 hexadecimal digits; empty if it is not collected."""
+        """Trace id, 32 hexadecimal digits; empty if it is not collected."""
         context = self._span.get_span_context()
         return format_trace_id(context.trace_id) if self._span.is_recording() else ""
 

@@ -111,7 +111,7 @@ class BatchState:
 
     @property
     def tokens(self) -> list[StepToken]:
-        """Tokens of a step: of each row in turn the newest token and the drafts behind it."""
+        """Step tokens: of each row in turn the newest token and the drafts behind it."""
         return [StepToken(row, number) for row in self.rows for number in range(1 + len(row.drafts))]
 
     def draft(self, drafts: Sequence[Sequence[int]]) -> None:

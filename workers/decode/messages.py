@@ -64,7 +64,7 @@ CHANGES = Codec(BatchChange)
 
 
 class HeaderKind(IntEnum):
-    """Kind of a header: a step boundary, a heartbeat, the end of the loop, or a measurement between two steps.
+    """Header kind: a step boundary, a heartbeat, the end of the loop, or a measurement between two steps.
 
     The last two come while a step is under way: all ranks FOLLOW it by the next one, or READ its tokens first.
     """

@@ -66,7 +66,7 @@ VariantChoice = Callable[[int, int], str]
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """Token of a step: with it `kv_tokens` of its sequence are stored, the newest of them on rank `owner`."""
+    """Step token: with it `kv_tokens` of its sequence are stored, the newest of them on rank `owner`."""
 
     sequence_id: str
     kv_tokens: int

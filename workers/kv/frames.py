@@ -57,7 +57,7 @@ WEIGHT = 0x3C6EF35F
 
 
 class Kind(StrEnum):
-    """Kind of a frame. `settle` asks to confirm all earlier layer frames of a transfer."""
+    """Frame kind. `settle` asks to confirm all earlier layer frames of a transfer."""
 
     LAYER = "layer"
     SETTLE = "settle"
@@ -457,7 +457,7 @@ class OutgoingPart:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one layer."""
+        """Layer bytes."""
         pieces = self._pieces
         return sum(len(each.tokens) * _token_bytes(self._cache, each.head_start, each.head_stop) for each in pieces)
 

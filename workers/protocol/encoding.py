@@ -17,13 +17,13 @@ import numpy as np
 
 T = TypeVar("T")
 Rule = Callable[[Any], Any] | None
-"""Conversion of one value; None keeps it as it is."""
+"""Value conversion; None keeps it as it is."""
 INTEGERS = range(-(1 << 63), 1 << 64)
 """Integers that msgpack carries. Others are written as decimal text, such as the seed of a Python caller."""
 
 
 class Codec(Generic[T]):
-    """Encoding of one dataclass, with all dataclasses in its fields.
+    """Dataclass encoding, with all dataclasses in its fields.
 
     Example: `Codec(TokenBias).decode(Codec(TokenBias).encode(TokenBias(3, -1.0)))` is `TokenBias(3, -1.0)`.
     """

@@ -1,4 +1,4 @@
-"""Parts of a rank: made when it starts, and the most of them anew with each incarnation of its ring."""
+"""Rank parts: made when it starts, and most of them again for each ring incarnation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rates of a ring, measured by its ranks at start: the cost models plan with them, not with data sheets.
+"""Ring rates, measured by its ranks at start: the cost models plan with them, not with data sheets.
 
 `probe_rates` measures prefill, `probe_decode_rates` decode. Both are collective: every rank calls them together. They
 yield between parts of some 0.1 s, so that decode steps come between them; `finished` does all parts.

@@ -57,7 +57,7 @@ CACHED_NUMBERS = 1 << 16
 
 
 class SampledRow(Protocol):
-    """Row of a sequence. Its token at `next_position` is sampled."""
+    """Sequence row. Its token at `next_position` is sampled."""
 
     @property
     def sampler(self) -> RowSampler: ...
@@ -272,7 +272,7 @@ def _uniform(seed: int, position: int) -> float:
 
 
 class RowSampler:
-    """Sampler of one sequence: its parameters and history.
+    """Sequence sampler: its parameters and history.
 
     Every rank of a decode ring has a sampler for each row and pushes every token to it, since any rank may draw. Only
     ranks with `grammars` draw rows with a grammar.

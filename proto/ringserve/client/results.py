@@ -116,7 +116,7 @@ class SparsePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Plan of a turn: how it is computed and why. Measured values are 0 until they are known; times in seconds.
+    """Turn plan: how it is computed and why. Measured values are 0 until they are known; times in seconds.
 
     With `sparse` the answer is approximate.
     """
@@ -162,7 +162,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Part of an answer, in whole characters. A token that ends within a character has no text yet.
+    """Answer part, in whole characters. A token that ends within a character has no text yet.
 
     `index` is the answer's number among the `n` of the request. `logprobs` are the tokens', if requested.
     """

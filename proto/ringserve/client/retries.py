@@ -1,4 +1,4 @@
-"""Retries of a turn. Every attempt has the same request id, by which the service knows them for one request.
+"""Turn retries. Every attempt has the same request id, by which the service knows them for one request.
 
 | what failed | tried again |
 |---|---|
@@ -21,7 +21,7 @@ from ringserve.errors import Busy, CapacityExceeded, NotBegun, RingserveError, S
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """Bounds of retries. The delay doubles from attempt to attempt, and is never shorter than the server asks for.
+    """Retry bounds. The delay doubles from attempt to attempt, and is never shorter than the server asks for.
 
     A refused turn has `max_attempts` attempts in a row. A lost one is resumed for `resume_seconds` after its loss, or
     after its latest token if there was one since; 0: never. A gateway that has not answered yet is looked for

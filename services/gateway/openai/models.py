@@ -454,7 +454,7 @@ class TurnRequest(SamplingFields, ContractFields):
 
     @property
     def structure(self) -> StructuredOutputs | None:
-        """Form of the answer, also as older clients of vLLM write it: `guided_json` and its kin."""
+        """Answer form, also as older clients of vLLM write it: `guided_json` and its kin."""
         older = {name: getattr(self, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}
         given = {name: value for name, value in older.items() if value is not None}
         if not given:

@@ -47,7 +47,7 @@ def digest(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseName:
-    """Turn of a conversation, with digests of its first request's instructions and tools; empty if it had none."""
+    """Conversation turn, with digests of its first request's instructions and tools; empty if it had none."""
 
     conversation: str
     turn: int

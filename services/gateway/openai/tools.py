@@ -353,7 +353,7 @@ class Thought:
 
 
 Said = str | CallStart | CallPiece | Thought
-"""Part of an answer: text for the user, part of a call, or part of the model's thoughts."""
+"""Answer part: text for the user, part of a call, or part of the model's thoughts."""
 
 
 @dataclass(slots=True)
@@ -367,7 +367,7 @@ class ReadCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerForm:
-    """Form of an answer: thoughts between THINK and END_OF_THOUGHTS at its beginning, and tool calls.
+    """Answer form: thoughts between THINK and END_OF_THOUGHTS at its beginning, and tool calls.
 
     `schemas` are those of the functions' arguments. Of a model with `has_thoughts`, the prompt may end with THINK
     itself; then the answer `begins_in_thoughts`.

@@ -50,7 +50,7 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
-"""Headers of the pages: they load nothing from other hosts, and no other page may frame them."""
+"""Page headers: they load nothing from other hosts, and no other page may frame them."""
 
 
 class ViewedService(Protocol):

@@ -29,7 +29,7 @@ MAX_TRIES = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Cell:
-    """Cell of the grid: T new tokens after P cached ones."""
+    """Grid cell: T new tokens after P cached ones."""
 
     cached_tokens: int
     new_tokens: int

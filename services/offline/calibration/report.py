@@ -1,4 +1,4 @@
-"""Reports of a calibration, measured beside predicted: a table, closing lines, one JSON object, a plot."""
+"""Calibration reports, measured beside predicted: a table, closing lines, one JSON object, a plot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrivals of requests, drawn at random or read from a file, and their replay against a gateway.
+"""Request arrivals, drawn at random or read from a file, and their replay against a gateway.
 
 The replay is open-loop: each request is sent at its time, whatever the state of the others. Times in seconds from the
 start.
@@ -23,7 +23,7 @@ from ringserve.v1 import inference_pb2, inference_pb2_grpc
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestKind:
-    """Kind of request: prompts of `least_prompt` to `most_prompt` tokens, uniformly, and answers of `max_tokens`."""
+    """Request kind: prompts of `least_prompt` to `most_prompt` tokens, uniformly, and answers of `max_tokens`."""
 
     name: str
     least_prompt: int
@@ -33,7 +33,7 @@ class RequestKind:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """Request of a trace. With `block_ids` its prompt begins as those of others with the same first ids.
+    """Traced request. With `block_ids` its prompt begins as those of others with the same first ids.
 
     Then each id stands for `block_tokens` tokens, which are drawn by it.
     """
@@ -130,7 +130,7 @@ OK = "ok"
 
 @dataclass(slots=True)
 class Outcome:
-    """Outcome of one request. Seconds; `sent` and `ended` from the start of the run, `gaps` between tokens.
+    """Request outcome. Seconds; `sent` and `ended` from the start of the run, `gaps` between tokens.
 
     `cached_tokens` of the prompt were not computed. `prefill` are the seconds of the prefill, predicted and measured.
     `status` is "ok", or the gRPC status code's name in lower case, of which `reason` is the service's sentence.

@@ -14,7 +14,7 @@ from ringserve.services.offline.reports import Summary, plain_seconds, save_figu
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """Bounds of goodput, in seconds: the TTFT of a request, and the mean of its TTIT."""
+    """Goodput bounds, in seconds: the TTFT of a request, and the mean of its TTIT."""
 
     ttft: float
     ttit: float
@@ -72,7 +72,7 @@ class PredictionErrors:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadReport:
-    """Report of a load; rates are over the `seconds` from the first request sent to the last one ended."""
+    """Load report; rates are over the `seconds` from the first request sent to the last one ended."""
 
     settings: str
     seconds: float

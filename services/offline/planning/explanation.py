@@ -1,4 +1,4 @@
-"""Explanation of one turn: the chosen algorithm, the reason, and the predicted cost of every alternative."""
+"""Turn explanation: the chosen algorithm, the reason, and the predicted cost of every alternative."""
 
 from __future__ import annotations
 

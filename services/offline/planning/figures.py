@@ -1,4 +1,4 @@
-"""Figures of plans. matplotlib is an optional extra."""
+"""Plan figures. matplotlib is an optional extra."""
 
 from __future__ import annotations
 

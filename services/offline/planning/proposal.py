@@ -1,4 +1,4 @@
-"""Proposal of a cluster: number and shape of the rings that serve a traffic mix with the fewest processes.
+"""Cluster proposal: number and shape of the rings that serve a traffic mix with the fewest processes.
 
 A prefill ring is a queue that serves one turn at a time in order of arrival; arrivals are random and spread evenly.
 Its mean wait is r E[S^2] / (2 (1 - r E[S])) for r turns a second (Pollaczek and Khinchine). A decode ring holds

@@ -1,4 +1,4 @@
-"""Reports of planning: tables for people, JSON for programs."""
+"""Planning reports: tables for people, JSON for programs."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class ContextForecast:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingForecast:
-    """Forecast of one ring. `memory` is that of a ring that computes every context of the mix.
+    """Ring forecast. `memory` is that of a ring that computes every context of the mix.
 
     `refusal` names the part that does not fit, and is empty if the whole mix fits.
     """

@@ -1,4 +1,4 @@
-"""Simulation of one run: conversations arrive; turns are placed, planned, prefilled, migrated and decoded.
+"""One simulated run: conversations arrive; turns are placed, planned, prefilled, migrated and decoded.
 
 Used by `ringserve simulate`. A turn: placed -> reserved on both rings (or placed elsewhere, or asked again later) ->
 KV pulled from the decode ring if the plan says so -> queue -> steps -> exposed part of the migration -> decode batch ->
@@ -42,7 +42,7 @@ RETRY_SECONDS = 5.0
 
 @dataclass(slots=True, eq=False)
 class _Conversation:
-    """State of a conversation: `tokens` of its finished turns, index `at` of its next turn, and locations of its KV."""
+    """Conversation state: `tokens` of its finished turns, index `at` of its next turn, and locations of its KV."""
 
     kv_id: str
     traced: TracedConversation

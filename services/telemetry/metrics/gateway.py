@@ -1,4 +1,4 @@
-"""Metrics of a gateway: turns as their clients see them."""
+"""Gateway metrics: turns as their clients see them."""
 
 from __future__ import annotations
 

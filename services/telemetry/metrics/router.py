@@ -1,4 +1,4 @@
-"""Metrics of the router: plans, and the rings and conversations it knows."""
+"""Router metrics: plans, and the rings and conversations it knows."""
 
 from __future__ import annotations
 
