@@ -43,13 +43,13 @@ Cuts = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChainRates:
-    """Rates of a chain; times in seconds. `speeds` and `lateness` are those of its positions, in the chain's order.
+    """Rates of a chain; times in seconds. `speeds` and `lateness` are by position, in the chain's order.
 
     `token_seconds` are all matrix products of one token in one layer, `projection_seconds` those of its q, k and v
     among them, `pair_seconds` one query with one key in one layer, `layer_seconds` what else a layer takes. `kv_bytes`
     are K and V of one token in one layer. A rank of speed 2 computes twice as fast; one that is late begins so many
     seconds after the others. Where ranks share cores, a GPU or its memory, a rank computes `lone_speed` times as fast
-    while the others wait; the other rates are those of ranks that compute together. `overhead_seconds` are the part of
+    while the others wait; the other rates are for ranks that compute together. `overhead_seconds` are the part of
     a layer behind which nothing hides, `overlap` is the share of messages that hides behind the rest: predictions and
     choices of cuts count both, `chain_seconds` neither. `links` are shares of `link_bytes_per_second` that the links of
     its positions have; none given: all of it.
@@ -133,7 +133,7 @@ class ChainRates:
         return max(1.0 / self.lone_speed, num_busy / self.num_ranks) if self.lone_speed > 1.0 else 1.0
 
     def shared(self, work: Sequence[float]) -> list[float]:
-        """Return the seconds of a layer's `work` on each position, that of ranks which all compute together.
+        """Return the seconds of a layer's `work` on each position if all ranks compute together.
 
         What the ranks share can do as much as all of them together, and one rank at most `lone_speed` times its part.
         """
@@ -500,7 +500,7 @@ def _filled(seconds: float, cached: int, rates: ChainRates, empty: int) -> list[
 
 
 _Entry = tuple[float, float]
-"""Seconds of a length over those of its computation on one rank; share of the overhead of all ranks."""
+"""Seconds of a length over its seconds on one rank alone; share of the overhead of all ranks."""
 
 
 class ChainPredictor:

@@ -64,7 +64,7 @@ DECODE_CONSTANTS = (
 class PrefillSample:
     """Prefill and the seconds it took. `cuts` are the positions where one step of it ended and the next began.
 
-    `speeds` and `lateness` are those of the ring's ranks, as in RingRates. `chain_cuts` are those of a chain in each
+    `speeds` and `lateness` are by rank, as in RingRates. `chain_cuts` are a chain's cuts in each
     step; without, they follow from the rates.
     """
 

@@ -20,7 +20,7 @@ PREFILL_ALGORITHMS = (PASS_KV, PASS_Q, GATHER_KV, CHAIN, SP_NTP)
 class ModelShape:
     """Sizes of a model, or of one tensor parallel share.
 
-    `element_bytes` are those of weights and activations. Queries, keys and values of attention have them too unless
+    `element_bytes` are for weights and activations. Queries, keys and values of attention have them too unless
     `kv_element_bytes` says otherwise.
     Partials return in fp32 whatever the model's dtype is. Only a comparison with published times of another system sets
     `partial_bytes`.
@@ -79,7 +79,7 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillRates:
-    """Rates of one rank in prefill steps: those of its ring, and seconds a layer that nothing else explains.
+    """Rates of one rank in prefill steps: its ring's, and seconds a layer that nothing else explains.
 
     An all-to-all has the link's rate and start unless its own are given, and a chain the ring's overlap.
     `chain_overhead` is the share of a ring's overhead and starts that a chain's layers have.

@@ -31,7 +31,7 @@ def predict_turn(
 ) -> PrefillCost:
     """Return the cost of T new tokens after P cached ones, cut every `chunk_tokens`; None computes them in one step.
 
-    `speeds` and `lateness` are those of a ring's ranks, as in RingRates. Raises ConfigError if `algorithm` is none of
+    `speeds` and `lateness` are by rank, as in RingRates. Raises ConfigError if `algorithm` is none of
     PREFILL_ALGORITHMS.
     """
     end = cached_tokens + new_tokens

@@ -27,9 +27,9 @@ class PrefillConstants:
     """FLOP/s, bytes/s and seconds of one process. Links are the ring's, between hosts.
 
     A hop's latency is its whole start, with the wait for a late peer. Overheads are a layer's: always, for each rank
-    after the first, and where there are cached tokens. Sums are those of tensor parallelism: bytes/s of a ring
+    after the first, and where there are cached tokens. Sums are for tensor parallelism: bytes/s of a ring
     all-reduce inside one host, and over several. A chain has the overlap of a ring unless its own was measured;
-    `chain_overhead` is that of PrefillRates, `lone_speed` that of RingRates.
+    `chain_overhead` is as in PrefillRates, `lone_speed` as in RingRates.
     """
 
     gemm_flops: float

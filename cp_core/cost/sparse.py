@@ -25,7 +25,7 @@ def sparse_seconds(
     """Return the seconds of T new tokens after P cached ones by pass_kv with a sparsity.
 
     The first and the last layer are exact. In the others a rank attends its own keys and the chosen ones of others,
-    which alone are sent. Before, it sends its sampled queries to all, and scores its keys by those of all ranks: half
+    which alone are sent. Before, it sends its sampled queries to all, and scores its keys by all ranks' queries: half
     of the work of their attention.
     """
     exact = StepPredictor(model, rates, num_ranks).cost(PASS_KV, new_tokens, cached_tokens)
@@ -75,7 +75,7 @@ class PredictedLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class SparseLosses:
-    """Losses of one model. `sinks` and `window` are those of every measurement, in tokens of a partition."""
+    """Losses of one model. `sinks` and `window` hold for every measurement, in tokens of a partition."""
 
     model: str
     sinks: int

@@ -49,7 +49,7 @@ LEAST_SEGMENT = 64
 class PrefillCost:
     """Predicted seconds over all layers, of one step or of several.
 
-    `hidden_seconds` of communication are hidden behind attention. `sum_seconds` are those of tensor parallelism, which
+    `hidden_seconds` of communication are hidden behind attention. `sum_seconds` are for tensor parallelism, which
     the prediction of one rank leaves out.
     """
 
@@ -166,7 +166,7 @@ class StepPredictor:
 
     def seconds(self, new_tokens: int, cached_tokens: int) -> dict[str, float]:
         """Return the total seconds by algorithm, as `cost` predicts them."""
-        # Each sum is that of `cost`, written out: a router calls this a dozen times while it places one turn.
+        # Each sum is as in `cost`, written out: a router calls this a dozen times while it places one turn.
         num_ranks, layers, overlap = self._num_ranks, self._layers, self._rates.ring.overlap
         iteration = (new_tokens * cached_tokens + new_tokens * (new_tokens + 1) // 2) * self._pair_seconds
         same = self._linear(new_tokens) + layers * num_ranks * iteration + self._overhead

@@ -63,7 +63,7 @@ class _Node:
             stack.extend(child for child in node.children.values() if child is not skipped)
 
     def borrow_edge(self) -> None:
-        """Take the edge from the tokens of a history that ends here or below, so that those of others may go."""
+        """Take the edge from the tokens of a history that ends here or below, so that other histories may go."""
         _, tokens = next(self.latest())
         self.edge = tokens[self.end - len(self.edge) : self.end]
 

@@ -13,7 +13,7 @@ from ringserve.orchestration.conversations.store import Conversation, Conversati
 from ringserve.orchestration.protocol.turns import KvQuota
 
 USUAL_ANSWER_TOKENS = 1024
-"""Tokens that few answers go beyond. Those of no stated length are promised as many, before there is more to share."""
+"""Tokens that few answers go beyond. An answer of no stated length gets as many, before there is more to share."""
 BUSY_RETRY_SECONDS = 1.0
 """Seconds after which a refused client may retry. A guess: the end of the tenant's running turns is not known."""
 

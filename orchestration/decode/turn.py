@@ -204,7 +204,7 @@ class DecodeTurn:
 
     `arrival` orders the ring's turns. `prompt_tokens` are those before the answer. `is_prefilled`: the hand-off's first
     token is known. `room` is how many tokens of the sequence have a slot in its block tables.
-    `owners` are the ranks that store the decoded tokens after those of `sequence.shards`, in order. `error` has ended
+    `owners` are the ranks that store the decoded tokens after `sequence.shards`, in order. `error` has ended
     the turn; None if it runs or ended well. `num_attempts` also counts the attempts that the router could not begin.
     `opening` are the events before the first token, `end` is the last of all. `reader` is the latest stream that reads
     the turn, which waits for `changed`.

@@ -137,7 +137,7 @@ class RingCosts:
         if ring.tp > 1 and self._profile is not None:
             seconds_a_token = sum_seconds(self._shape, self._profile, ring.tp, 1)
         elif ring.tp > 1:
-            # Of the embedding, and after each attention and MLP; taken to pass links like those of the ring.
+            # Of the embedding, and after each attention and MLP; taken to pass links like the ring's.
             num_sums = 1 + 2 * self._model.num_layers
             num_bytes = 2 * (ring.tp - 1) / ring.tp * self._model.hidden_size * self._model.element_bytes
             seconds_a_token = num_sums * num_bytes / rates.ring.link_bytes_per_second
@@ -247,7 +247,7 @@ class RingCorrections:
     ) -> float:
         """Return the factor for predictions of turns of so many work units; 1 while too few turns are known.
 
-        With `is_cached` it is that of turns after cached tokens alone, or without any, as far as enough are known.
+        With `is_cached` only turns after cached tokens count, or turns without any, as far as enough are known.
         """
         kind = _kind_of(algorithm, work, is_cached)
         known = self._rings.get(ring.name)

@@ -188,7 +188,7 @@ class PrefillLoop:
         longest = max(step.pieces, key=lambda piece: len(piece.tokens))
         if step.algorithm is Algorithm.CHAIN:
             run, _ = self._waiting[longest.turn_id]
-            # The longest sequence's tokens on each rank, then those of all.
+            # Each rank's tokens of the longest sequence, then of all sequences.
             held = [(own, -usage.free_blocks) for own, usage in zip(run.held, ring.pool.usage(), strict=True)]
             return StepForm.of_chain(ring.model, tp, ring.rates, held)
         if step.algorithm is Algorithm.SP_NTP:

@@ -137,7 +137,7 @@ class PrefillScheduler:
         self._measured_work = 0.0
         self._measured_seconds = 0.0
         self._num_steps = 0
-        # Work units that the oldest turns lack of their share; negative: their excess, at most that of their last step.
+        # Work units that the oldest turns lack of their share; negative: their excess, at most their last step's.
         self._debt = 0.0
         # Work units computed for each tenant. A new tenant starts at the lowest count of the tenants that wait.
         # Source: start-time fair queueing (Goyal, Vin, Cheng 1996).
@@ -331,7 +331,7 @@ class PrefillScheduler:
         return filling
 
     def _count(self, filling: _Filling, oldest: _Item) -> None:
-        """Update the debt to the oldest turns with their work and that of others in a step."""
+        """Update the debt to the oldest turns with their work and the others' work in a step."""
         for item, units in filling.work.items():
             self._served[item.tenant] += units
         paid = sum(units for item, units in filling.work.items() if item is oldest or item in filling.by_age)

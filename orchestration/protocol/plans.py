@@ -64,7 +64,7 @@ class RingAlternative:
     """Predicted seconds of a turn on one ring of `num_ranks` ranks of `tp` processes.
 
     They add up from the queue, the pull of cached KV that the ring lacks, and the prefill of the rest. If the decode
-    ring could compute the prompt, it is one of the alternatives. Then `handoff_seconds` are those of the new tokens' KV
+    ring could compute the prompt, it is one of the alternatives. Then `handoff_seconds` are for the new tokens' KV
     from a prefill ring, and `stall_seconds` those by which all turns that decode there wait longer together.
     """
 
@@ -128,9 +128,9 @@ class TurnPlan:
     in the predictions for `algorithm`. `decode_turns` counts the turns on the decode ring when it was chosen.
 
     `alternatives` are (algorithm, predicted seconds) of computing every chunk by it. If only the decode ring retains
-    a part, "pull" and "recompute" are there too, each until the prefill has ended. `chunks` are those of an idle ring:
-    the prefill leader cuts by what waits, and reports what it did. `ring_alternatives` are the rings compared, the
-    fastest few and the chosen one; none if there was no choice.
+    a part, "pull" and "recompute" are there too, each until the prefill has ended. `chunks` are for an idle ring: the
+    prefill leader cuts by its queue, and reports its cuts. `ring_alternatives` are the rings compared, the fastest few
+    and the chosen one; none if there was no choice.
 
     With `sparse` the turn's KV and answer are approximate. None: they are exact.
 

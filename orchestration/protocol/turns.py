@@ -140,8 +140,8 @@ class Reserve:
     `penalized_ids` are the prompt's distinct tokens if a penalty needs them. `draft_text` has the newest of the
     `num_tokens`, from which next tokens may be drafted. `is_direct`: the decode ring
     computes what it does not retain, so no KV comes. `shares`: the sequence is new and begins with KV of that one,
-    whose blocks it shares. `is_spare`: once retained, its KV is evicted before that of others, as a ring of the other
-    role retains it too. The answer goes on after the tokens of `answer`, whose KV but that of the newest is among
+    whose blocks it shares. `is_spare`: once retained, its KV is evicted before others', as a ring of the other
+    role retains it too. The answer goes on after the tokens of `answer`, whose KV but the newest token's is among
     the `num_tokens`. `waited_seconds` is the time since the router took the turn, which is its age in a prefill ring's
     order: a turn that lost a ring does not queue behind all that came since.
     """
@@ -336,9 +336,9 @@ class RingRegistration:
     """Ring announcement. `capacity_tokens` is the KV room of the whole ring.
 
     `num_ranks` ranks share the tokens, and each is `tp` processes that share the heads. `chunk_tokens` is the most that
-    one of its prefill steps may compute, `step_budget` its most work units (0: those of `chunk_tokens` tokens). A ring
-    that `is_draining` takes no new turns; one that `is_leaving` is gone when this is read; one that `is_rebuilding`
-    failed, and `failure` says why the latest attempt to rebuild it did (empty: none has).
+    one of its prefill steps may compute, `step_budget` its most work units (0: the work of `chunk_tokens` tokens).
+    A ring that `is_draining` takes no new turns; a ring that `is_leaving` is gone when this is read. A ring that
+    `is_rebuilding` failed, and `failure` says why the latest attempt to rebuild it did (empty: none has).
 
     A decode ring computes up to `max_direct_tokens` tokens of a prompt itself (0: none), if a step of them is
     predicted to take no longer than `max_direct_seconds`. It takes `max_batch` turns into one batch (0: not known).

@@ -54,9 +54,9 @@ UNLIKE = 1.25
 
 
 def rates_of_ring(rates: Sequence[RingRates], tp: int) -> RingRates:
-    """Return the rates of a ring by those of its processes, `tp` a rank; the slowest process of a rank counts.
+    """Return a ring's rates from its processes' rates, `tp` a rank; the slowest process of a rank counts.
 
-    Ranks that are alike have those of the first process. Otherwise the slowest rank's are taken, which all wait for in
+    Ranks that are alike have the first process's rates. Otherwise the slowest rank's are taken, which all wait for in
     a ring, and `speeds` tells how many times as fast each rank computes.
     """
     ranks = [min(rates[at : at + tp], key=lambda each: each.gemm_flops) for at in range(0, len(rates), tp)]
@@ -366,7 +366,7 @@ class Ring:
 
     @property
     def _longest_step(self) -> float:
-        """Seconds that a step may take. Those of a prefill step depend on its length; its loop watches it."""
+        """Seconds that a step may take. For a prefill step they depend on its length; its loop watches it."""
         settings = self.settings
         return settings.step_timeout if settings.role == "prefill" else min(settings.step_timeout, self.least_patience)
 

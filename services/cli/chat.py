@@ -222,7 +222,7 @@ class AnswerWriter:
     PARTS = re.compile(r"\n|[^\S\n]+|\S+")
 
     def __init__(self, output: TextIO, width: int | None = None) -> None:
-        """`width` is that of the terminal in columns, of which the last stays free; None asks it."""
+        """`width` is the terminal's, in columns, of which the last stays free; None asks the terminal."""
         self._output = output
         columns = width or shutil.get_terminal_size().columns
         self._width = columns - 1 if output.isatty() else 0

@@ -17,7 +17,7 @@ class FrozenSurvivors:
 
     An object that is no longer needed is freed all the same, unless it is part of a cycle. So when there are `growth`
     times as many frozen objects as after the last whole collection, the next one is whole again. The time of full
-    collections is then that of the new objects, and the memory that cycles could hold is bounded by that of all others.
+    collections depends on new objects alone, and cycles hold no more memory than all other objects.
     """
 
     def __init__(self, growth: float = 2.0) -> None:

@@ -86,7 +86,7 @@ class InstalledCode(JobConfig):
 def start_own_ray(
     num_cpus: int, namespace: str, directory: Path, forks: ForkServer | None = None, *, is_forwarding: bool = True
 ) -> list[psutil.Process]:
-    """Start a Ray for this process and its children alone; return those of its processes that this one is to end.
+    """Start a Ray for this process and its children alone; return its processes that this one has to end.
 
     The children inherit the secret of `make_secret`. With `forks` that server forks the workers. They write to the
     standard error of this process, unless Ray `is_forwarding` to its standard streams what they write to files.
@@ -270,7 +270,7 @@ def asks_for_token(address: str, token: str = "") -> bool:
 def tame_output() -> None:
     """Let Ray forward every line of our processes, and nothing of its own to the terminal.
 
-    It folds lines that differ by numbers alone, such as those of two rings, and colours their origin also in a file.
+    It folds lines that differ by numbers alone, such as lines of two rings, and colours their origin also in a file.
     Its own lines (raylet, autoscaler) become debug lines of our log. Idempotent.
     """
     vars(ray_logging)["RAY_DEDUP_LOGS"] = False

@@ -634,7 +634,7 @@ class MetricsConfig:
     """Metrics endpoints of router and ring leaders; the gateway has `gateway.metrics`.
 
     Ring i of a role listens at the role's port + i, or at any free port if that is 0. i counts the first pool's rings,
-    then those of the other pools, by name.
+    then the other pools' rings, by name.
     """
 
     router: OptionalAddress = Field(

@@ -373,7 +373,7 @@ class RecordedStep:
     def __init__(
         self, model: LoadedModel, recorder: Recorder, inputs: StepInputs, step: AttentionStep, stats: TransportStats
     ) -> None:
-        """Compute the pass, then record it; `states` are those of the first step. `fault` tells why it could not.
+        """Compute the pass, then record it; `states` come from the first step. `fault` tells why it could not.
 
         `stats` are the ring's, which sees messages when they are issued: those of replays are counted here.
         """

@@ -82,7 +82,7 @@ class Header:
     """Order for the next step. `token_ids` were sampled from the last step, in the order of its rows.
 
     `accepted` counts the drafts before each of them. `change` turns that batch into the next, which `variant` serves;
-    `drafts` are those of each of its rows. Both are empty if the ring drafts nothing.
+    `drafts` are by row. Both are empty if the ring drafts nothing.
     """
 
     kind: HeaderKind

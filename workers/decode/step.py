@@ -161,7 +161,7 @@ class DecodePass:
         self._passed: dict[int, list[int]] = {}
         by_table = {*self._windows_by_table, *([0] if self._follows_tables else [])}
         self._windows_by_runs = set(model.windows) - by_table
-        # Rows behind those of the batch, in a step that is to be recorded whole; None in any other.
+        # Rows behind the batch's, in a step that is to be recorded whole; None in any other.
         self._num_padding: int | None = None
         self._is_asynchronous = cache.device.type == "cuda" if is_asynchronous is None else is_asynchronous
         # A device records attention that reads tables and lengths in place, and messages that are its own.

@@ -210,7 +210,7 @@ def _draw_weights() -> dict[str, Weights]:
     generator = np.random.Generator(np.random.Philox(SEED))
 
     def draw(rows: int, columns: int, gain: float) -> Weights:
-        # Uniform: its bits are the same with every numpy and processor, unlike those of a normal distribution.
+        # Uniform: its bits are the same with every numpy and processor, unlike a normal distribution's.
         spread = gain * np.sqrt(3.0 / columns)
         drawn: Weights = ((2.0 * generator.random((rows, columns)) - 1.0) * spread).astype(np.float32)
         return drawn

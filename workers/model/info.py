@@ -34,7 +34,7 @@ def multiplies_bfloat16(flags: Path = CPU_FLAGS) -> bool:
 def read_model_info(path: Path, dtype: str | None = None, name: str | None = None, device: str = "cpu") -> ModelInfo:
     """Read the shape of the model in `path`. `dtype` overrides the directory's dtype, `name` its name.
 
-    Attention and KV have the model's dtype. Those of a float16 model are float32 on a CPU, whose kernels lack float16.
+    Attention and KV have the model's dtype, or float32 for a float16 model on a CPU, whose kernels lack float16.
 
     Raises ModelRefused if a file is missing or unreadable, or if the model needs an unsupported feature.
     """

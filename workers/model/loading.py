@@ -338,7 +338,7 @@ def load_model(
 
 
 def name_files(path: Path) -> str:
-    """Return a name for the files of a directory as they are now, unlike that of any other files on this machine."""
+    """Return a name for the files of a directory as they are now; no other files on this machine have it."""
     found = [(file.name, file.stat()) for file in sorted(path.iterdir())]
     return str([(name, each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns) for name, each in found])
 

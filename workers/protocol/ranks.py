@@ -143,7 +143,7 @@ class RankSpec:
 class ModelInfo:
     """Shape of a model for the planner and the KV pool. Sizes in elements, or in bytes if the name says so.
 
-    `dtype` and `element_bytes` are those of weights and activations. Attention and KV are in `kv_dtype`.
+    `dtype` and `element_bytes` are for weights and activations. Attention and KV are in `kv_dtype`.
     `tied_parameters` counts the output head if it is the embedding, too. `windows` lists each layer's sliding window in
     tokens, 0 for full attention; it is empty if all layers have full attention. The widest is `tail_tokens`: steps tell
     where so many newest tokens lie. `has_sinks` tells whether layers have attention sinks.
@@ -246,14 +246,14 @@ class RankStatus:
 
     `decode_variant` served the latest decode step: `gather`, `pass_q` or `helix`, empty before the first.
     `decode_reason` says why the ring shares its weights (helix) or not, if it chose itself. `step_seconds` is the time
-    in steps and `wait_seconds` its part spent waiting for peers, without that of steps replayed with their messages.
+    in steps and `wait_seconds` its part spent waiting for peers, except in steps replayed with their messages.
     `communication_seconds` is the part with messages of the ring under way; None: the transport cannot tell.
     `bytes_sent` counts the rank's bytes to its ring. `step_counts` are steps by length, see `StepClock`.
     `stalled_seconds` is the longest time for which a transfer that has begun, and is not complete, received no byte.
     `kv_nixl_bytes` and `kv_socket_bytes` count KV sent to other rings by each carrier, `kv_fallbacks` connections to
     ranks that NIXL was to serve and does not reach.
     `gpu` is None on a CPU. `eager_steps` are decode steps that replayed no recorded one, by reason, where the model is
-    to be compiled. `waited_steps` are those of a GPU whose tokens were read before the next was issued, by reason.
+    to be compiled. `waited_steps` counts a GPU's steps whose tokens were read before the next was issued, by reason.
     `checked_drafts` and `accepted_drafts` count drafts by their place behind the newest token; the first rank has them.
     """
 

@@ -268,7 +268,7 @@ class RankWorker:
     def prefill_logits(self, step: PrefillStep) -> Tensor:
         """Run a prefill step without sampling -> logits[T, vocab_size] of all tokens here, for comparisons.
 
-        The order is that of the sequences, each with its low chunk, then its high chunk.
+        They are in the order of the sequences, each with its low chunk, then its high chunk.
         """
         self._begin_sends(step)
         with self._compute() as ring:

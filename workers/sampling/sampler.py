@@ -15,7 +15,7 @@ after the repetition penalty, as in vLLM:
     temperature   l /= t
     top_k         l >= the k-th largest l stay       with all equals of the k-th
     top_p         the smallest set of largest l stays whose probability reaches top_p
-    min_p         tokens stay with a probability >= min_p * that of the most likely token
+    min_p         tokens stay with a probability >= min_p * the most likely token's
 
 A greedy choice takes the largest logit after the first eight steps. A draw depends only on (seed, position), so a
 sequence gets the same tokens on a ring of any size, in any batch, and after its turn has moved to another ring. Rows
@@ -107,7 +107,7 @@ def sample_checked(tokens: Sequence[CheckedToken], logits: Tensor) -> list[Sampl
     """Sample the successor of each token of a step from logits[B, V]. A row's drafts stand behind its newest token.
 
     A draft counts as long as it is what was sampled after the token before it; what follows a wrong one is NOT_REACHED.
-    So the tokens are those of steps without drafts. Samplers that look at the answer have each right draft pushed.
+    So the tokens are the same as without drafts. Samplers that look at the answer have each right draft pushed.
     """
     if not any(token.number for token in tokens):
         return sample_rows(tokens, logits)

@@ -212,7 +212,7 @@ def matched_stop(complete: inference_pb2.GenerateComplete) -> int | str | None:
 class AnswerReader:
     """Reader of one request's responses. `plan` is set after the first response, and `answer` after the last.
 
-    `remembered_tokens` are those of the conversation: before a turn that is refused, after one that has ended well, and
+    `remembered_tokens` counts the conversation's: before a turn that is refused, after one that has ended well, and
     None between.
     """
 

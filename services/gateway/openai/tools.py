@@ -369,7 +369,7 @@ class ReadCall:
 class AnswerForm:
     """Answer form: thoughts between THINK and END_OF_THOUGHTS at its beginning, and tool calls.
 
-    `schemas` are those of the functions' arguments. Of a model with `has_thoughts`, the prompt may end with THINK
+    `schemas` describe the functions' arguments. Of a model with `has_thoughts`, the prompt may end with THINK
     itself; then the answer `begins_in_thoughts`.
     """
 

@@ -35,7 +35,7 @@ from ringserve.workers.protocol.transfers import TransferKey
 
 PLACES = ("boathouse", "cellar", "greenhouse", "lamp room", "chapel", "garage", "attic", "engine room")
 FIRST_CODE, CODE_STEP = 7319, 1117
-"""Codes of four digits, that of place i at FIRST_CODE + i CODE_STEP."""
+"""Codes of four digits: FIRST_CODE + i CODE_STEP at place i."""
 BLOCK_TOKENS = 16
 RING_SECONDS = 600.0
 """Deadline of one message between the ranks, which are threads of one process."""

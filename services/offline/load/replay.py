@@ -33,7 +33,7 @@ class RequestKind:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """Traced request. With `block_ids` its prompt begins as those of others with the same first ids.
+    """Traced request. With `block_ids` its prompt begins like others with the same first ids.
 
     Then each id stands for `block_tokens` tokens, which are drawn by it.
     """

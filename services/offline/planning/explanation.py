@@ -23,7 +23,7 @@ from ringserve.workers.protocol.steps import Algorithm
 class DirectPrefill:
     """Prefill of a turn on the decode ring itself, beside the same turn over a prefill ring.
 
-    `cost` is that of one step on a decode ring of `shape` that retains all cached tokens. Over a prefill ring, the
+    `cost` is for one step on a decode ring of `shape` that retains all cached tokens. Over a prefill ring, the
     missing cached tokens are fetched, the new tokens are computed, and their KV is handed over. Seconds.
     """
 

@@ -57,7 +57,7 @@ class PrefillPool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodePool:
-    """Decode rings of one shape; `ttit_seconds` is that of a full batch of `batch` sequences."""
+    """Decode rings of one shape; `ttit_seconds` is for a full batch of `batch` sequences."""
 
     shape: RingShape
     num_rings: int

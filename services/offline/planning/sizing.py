@@ -38,7 +38,7 @@ class RingShape:
 class ContextForecast:
     """Forecast of one context on an otherwise idle ring. Seconds; bytes of one process.
 
-    `ttft_seconds` contains neither queue nor migration; `ttit_seconds` is that of a batch of one, whose steps check
+    `ttft_seconds` contains neither queue nor migration; `ttit_seconds` is for a batch of one, whose steps check
     `num_drafts` drafts and give `tokens_per_step`. The ring's KV holds
     `max_contexts` of this length, beside the buffers of a step of this context alone.
     """
@@ -63,7 +63,7 @@ class ContextForecast:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingForecast:
-    """Ring forecast. `memory` is that of a ring that computes every context of the mix.
+    """Ring forecast. `memory` is for a ring that computes every context of the mix.
 
     `refusal` names the part that does not fit, and is empty if the whole mix fits.
     """

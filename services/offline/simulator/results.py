@@ -53,7 +53,7 @@ class SimulationResult:
     `cached_share` is of all prompt tokens, `busy_share` of the prefill rings' time, `batch_share` of the places in
     decode batches over the whole run, `pass_q_share` of the turns. `ttft_of_size` is by new tokens (`SIZES`),
     `ttft_over_time` by the time of a turn's first request. `num_refusals` counts rings without room for a turn,
-    `num_retries` turns that found no ring and asked again. `computed_tokens` are those of the rings' steps.
+    `num_retries` turns that found no ring and asked again. `computed_tokens` counts the rings' steps.
     """
 
     placement: str
