@@ -352,7 +352,7 @@ def _attend_band(
     # Rows behind the last see the same keys as the last one.
     held = tl.minimum(rows, num_rows - 1)
     low, high = tl.load(first + held), tl.load(stop + held)
-    # Keys that some rows see, and those that all rows see: whole tiles of these need no mask.
+    # Keys that some rows see, and keys that all rows see: whole tiles of the latter need no mask.
     begin, end = tl.min(low, 0), tl.max(high, 0)
     all_from, all_to = tl.max(low, 0), tl.min(high, 0)
     q_rd = tl.load(

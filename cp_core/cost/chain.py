@@ -55,7 +55,7 @@ class ChainRates:
     its positions have; none given: all of it.
 
     Two options compare with KV-Runahead: `is_masked` computes a rank's square of pairs whole, `is_one_message` sends a
-    rank's KV with what it received, when both are there.
+    rank's KV with the KV it received, when both are there.
     """
 
     token_seconds: float
@@ -128,14 +128,14 @@ class ChainRates:
         return len(self.speeds)
 
     def busy_share(self, cuts: Sequence[int]) -> float:
-        """Return the share of a layer's time with all ranks that its fixed parts take with those that have tokens."""
+        """Return the share of the fixed parts of a layer that remains if only the ranks with tokens take part."""
         num_busy = sum(1 for start, stop in pairwise(cuts) if stop > start)
         return max(1.0 / self.lone_speed, num_busy / self.num_ranks) if self.lone_speed > 1.0 else 1.0
 
     def shared(self, work: Sequence[float]) -> list[float]:
         """Return the seconds of a layer's `work` on each position if all ranks compute together.
 
-        What the ranks share can do as much as all of them together, and one rank at most `lone_speed` times its part.
+        Shared processors do as much as all ranks together, and one rank at most `lone_speed` times its part.
         """
         if self.lone_speed == 1.0:
             return list(work)
@@ -278,7 +278,7 @@ def _send_cached(links: list[float], stages: Sequence[_Stage], message_seconds: 
 def _is_steady(earlier: Sequence[float], steps: Sequence[float], num_ranks: int) -> bool:
     """Return whether layers add the same as before to every rank and link, and no less downstream.
 
-    A maximum then keeps its side for ever: what arrives from upstream does not grow faster than what it competes with.
+    A maximum then keeps its side for ever: arrivals from upstream do not grow faster than the rank's own times.
     """
     if not earlier or not math.isclose(math.fsum(earlier), math.fsum(steps), rel_tol=1e-12):
         return False
@@ -295,9 +295,9 @@ def _is_steady(earlier: Sequence[float], steps: Sequence[float], num_ranks: int)
 def chain_closed_form(cuts: Sequence[int], cached: int, rates: ChainRates) -> float:
     """Return about the seconds of `chain_seconds`: the slowest stage in all layers but one, and the way of one message.
 
-    A stage also has what the overlap leaves of its messages: a processor that moves them computes less meanwhile.
-    Within -3% and +0.3% without cached tokens. With them within -5% and +10%, and up to 30% high for short steps of
-    many ranks, where starts of messages count.
+    A stage also has the part of its messages that does not overlap: a processor that moves them computes less. Within
+    -3% and +0.3% without cached tokens. With them within -5% and +10%, and up to 30% high for short steps of many
+    ranks, where starts of messages count.
     """
     stages = _stages(cuts, cached, rates)
     num_ranks, lone_speed = rates.num_ranks, rates.lone_speed
@@ -339,7 +339,7 @@ def chain_closed_form(cuts: Sequence[int], cached: int, rates: ChainRates) -> fl
 
 
 def _way(cuts: Sequence[int], place: int, rates: ChainRates) -> float:
-    """Return the seconds that links carry what the position at `place` and those before it send in one layer."""
+    """Return the seconds in which links carry one layer's KV of the position at `place` and of earlier ones."""
     onward = sum(cuts[hop] * rates.byte_seconds(hop) for hop in range(place + 1, _last(cuts)))
     return cuts[place + 1] * rates.byte_seconds(place) + onward
 
@@ -350,7 +350,7 @@ def _way(cuts: Sequence[int], place: int, rates: ChainRates) -> float:
 def chain_order(rates: RingRates, held: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """Return the ranks along a chain: late and slow ones last, because nothing waits for them there.
 
-    Of ranks that are alike, those that hold least are last: if not all ranks take part, they do. `held[r]` is
+    Of ranks that are alike, the emptiest are last: if not all ranks take part, they do. `held[r]` is
     compared as a tuple, so it may hold further counts for ties.
     """
     places = _places(rates, len(held))

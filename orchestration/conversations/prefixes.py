@@ -223,7 +223,7 @@ class PromptPrefixes:
     """Histories of a store and running prompts, by their tokens.
 
     `num_agreeing` says how many tokens of a history its rings have for certain. Fewer than `min_shared` tokens are not
-    worth sharing. `queried` and `hit` count the tokens of prompts that looked here, and those that were found.
+    worth sharing. `queried` and `hit` count the tokens of prompts that looked here, and the tokens they found.
     """
 
     def __init__(

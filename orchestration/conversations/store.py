@@ -54,7 +54,7 @@ class Conversation:
     under way no other turn begins, nor while the KV is moved to another ring; the end of the move sets `moved`. Times
     are on the store's clock; `ttl_seconds` 0 means for ever. At `is_due_at` the store looks whether it has expired.
 
-    The tokens of one that a journal remembers are read with their first use, by `read`. `last_turn` made the newest.
+    If a journal remembers the tokens, `read` reads them at their first use. `last_turn` made the newest.
     All KV of it was computed with `sparsity`; None: it is exact. Turns of another sparsity use none of it. `turn_ends`
     are the numbers of tokens after each of its latest turns: those since the router began, of which each but the first
     was appended to the one before.
@@ -338,7 +338,7 @@ class ConversationStore:
     async def open_in_turn(
         self, conversation_id: str, request_id: str, ttl_seconds: float | None = None
     ) -> tuple[Conversation, list[Conversation]]:
-        """Begin a turn of a conversation behind those that arrived before. Return as `open` does.
+        """Begin a turn of a conversation, behind earlier arrivals. Return as `open` does.
 
         The wait ends by cancellation too, or by `end_wait`. Raises CapacityExceeded if too many wait already, and
         the error that `end_wait` was given.

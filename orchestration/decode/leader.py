@@ -139,7 +139,7 @@ class DecodeLeader(RingLeader):
     def _check_direct(self, num_new: int) -> None:
         """Raise CapacityExceeded if a prompt has more new tokens than the ring computes between two decode steps.
 
-        The router knows what the ring retained at an earlier time; some of it may have been evicted since.
+        The router knows the ring's KV at an earlier time; some of it may have been evicted since.
         """
         limit = self.settings.max_direct_tokens
         if num_new > limit:
@@ -277,7 +277,7 @@ class DecodeLeader(RingLeader):
     async def stream_turn(self, turn_id: str, after: int = 0, interval: float = 0.0) -> AsyncGenerator[TurnEvent, None]:
         """Yield the turn's events behind its first `after` tokens. Raises the error of a failed turn.
 
-        Tokens that come within `interval` seconds of the ones before are joined with those that follow.
+        Tokens that come within `interval` seconds of the ones before are joined with later ones.
         Another stream of the turn ends this one, with Busy. A turn whose stream is closed early runs on for the orphan
         timeout, within which another may come.
         """

@@ -29,6 +29,6 @@ class KeyedRings:
             self._names.popitem(last=False)
 
     def of(self, key: str, role: str) -> RegisteredRing | None:
-        """Return the key's ring of a role, if the key has one that is still there."""
+        """Return the key's ring of a role, if that ring is still there."""
         names = self._names.get(key)
         return None if names is None else self._rings.named(role, names[role])

@@ -110,7 +110,7 @@ class RingCosts:
         return self.rates(ring, is_cached=False).message_seconds(num_bytes)
 
     def _kind(self, ring: RingRegistration, is_cached: bool) -> _Kind:
-        # A profile stands for all rings of a size whose ranks are alike; without, what is cached changes nothing.
+        # A profile stands for all rings of a size whose ranks are alike. Without one, cached tokens change nothing.
         if self._profile is not None:
             ranks = ring.rates.speeds, ring.rates.lateness
             return self._known((ranks, ring.num_ranks, ring.tp, is_cached), ring)

@@ -1,4 +1,4 @@
-"""Locations of a conversation's KV, one frozen map for each state, numbered by epochs; and what a turn wants of them.
+"""Locations of a conversation's KV, one frozen map for each state, numbered by epochs; and a turn's use of them.
 
     epoch 0: nowhere  --a turn, a fork, a move, a turn that failed-->  epoch 1  -->  epoch 2  --> ...
 
@@ -86,7 +86,7 @@ class WantedTurn:
     """Turn to be placed. The first `match_tokens` tokens of its prompt agree with KV at the conversation's locations.
 
     If the conversation retains nothing, it shares KV that other histories retain: `shared` has their ids by role.
-    `algorithm` is what it asks for. `refused_direct` names the decode ring that could not compute it after all.
+    `algorithm` is the wanted one. `refused_direct` names the decode ring that could not compute it after all.
     Turns of one `cache_key` prefer the same rings.
     """
 
@@ -137,7 +137,7 @@ class WantedTurn:
 class Choice:
     """Rings of a turn. `alternatives` has the compared rings, and is empty if there was no choice.
 
-    `remarks` has what made the choice an exception, one sentence each.
+    `remarks` says why the choice is an exception, in a sentence each.
 
     The prompt is computed in `prefill_seconds`, after `wait_seconds`. `is_direct`: the decode ring computes it itself,
     and `prefill` is the ring that would have. `direct` is the prediction for that way, None if it was not possible.

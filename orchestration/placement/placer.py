@@ -154,7 +154,7 @@ class _Option(NamedTuple):
         """Return whether the decode ring computes the prompt: asked for, or sooner."""
         if self.direct is None:
             return False
-        # A tie goes to the decode ring, which has the KV: predictions leave out what a second process costs.
+        # A tie goes to the decode ring, which has the KV: predictions leave out the cost of a second process.
         is_sooner = self.direct.alternative.total_seconds < (1.0 + TIE) * (self.cost.total + self.handoff)
         return turn.asks_for_direct or (is_sooner and not self.direct.is_too_long)
 

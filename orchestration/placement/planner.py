@@ -297,7 +297,7 @@ class Planner:
     ) -> tuple[float, float]:
         """Predict a turn on a prefill ring that retains `retained` tokens: (seconds of the pull, of the prefill).
 
-        The pull fetches what the ring lacks of the tokens that `most` retains; 0 if they are computed again.
+        The pull fetches the tokens that `most` retains and the ring lacks; 0 if they are computed again.
         """
         prefill = self.predict_prefill(num_tokens, retained, ring)
         if most.num_tokens <= retained:

@@ -434,7 +434,7 @@ class StepForm:
 
 @dataclass(frozen=True, slots=True)
 class PieceLayout:
-    """Layout of a piece's new tokens. Other ranks than those that compute them may store their KV, by `stored`.
+    """Layout of a piece's new tokens. Ranks that do not compute them may store their KV, by `stored`.
 
     `fallback` is set if a better layout had no room.
     """
@@ -480,7 +480,7 @@ def lay_out(
     cuts = quick_cuts(len(piece), piece.start, form.chain)
     found = _chain_layout(piece.start, cuts, counts, form.order)
     if found.kv.held != tuple(counts):
-        # What comes later may fill the ranks that now hold less, and finds its room in any case.
+        # Later tokens may fill the ranks that now hold less, and find their room in any case.
         most = worst_case_held(shards.extend(found.kv).held, num_left)
         if _has_room(pool, sequence, most):
             return replace(found, fallback=fallback)

@@ -56,7 +56,7 @@ class RankPort(Protocol):
     async def prefill(self, step: PrefillStep, timeout: float) -> PrefillOutput: ...
 
     async def prefill_within(self, step: PrefillStep, timeout: float) -> PrefillOutput | None:
-        """Compute a step between two layers of the one that it is `within`; None if that one ended before.
+        """Compute a step between two layers of the step that it is `within`; None if that step ended before.
 
         All ranks answer None, or none does. At most one such step waits at a time.
         """

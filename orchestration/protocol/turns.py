@@ -55,7 +55,7 @@ class TurnRequest:
     `no_cache`: it shares no KV of other histories; without a conversation it leaves none either. A conversation must
     remember `expected_tokens`, if given. It is forgotten when it has not been used for `conversation_ttl_seconds`
     (0: never; None: as before, or as the router is set). `wait`: the turn waits for its running turn, instead of being
-    refused. An `algorithm` replaces the planner's choice. `trace_parent` is what its traces continue, if any.
+    refused. An `algorithm` replaces the planner's choice. `trace_parent` is the trace that it continues, if any.
     `kv_quota` bounds the tenant's KV; None: there is no bound. `follows` names a request with the same prompt, whose KV
     the turn waits for, to share it. `resume`: the turn has begun before, and lost a ring, its stream or its gateway.
     `reader` names the gateway's reader of the turn; an earlier one aborts nothing. Turns of one `cache_key` prefer the
@@ -143,7 +143,7 @@ class Reserve:
     whose blocks it shares. `is_spare`: once retained, its KV is evicted before others', as a ring of the other
     role retains it too. The answer goes on after the tokens of `answer`, whose KV but the newest token's is among
     the `num_tokens`. `waited_seconds` is the time since the router took the turn, which is its age in a prefill ring's
-    order: a turn that lost a ring does not queue behind all that came since.
+    order: a turn that lost a ring does not queue behind later turns.
     """
 
     turn_id: str

@@ -71,7 +71,7 @@ def ring_fault(status: RingInfo, ranks: Iterable[RankStatus], stuck_seconds: flo
 def service_fault(view: ServerInfo) -> str:
     """Return one sentence on why the service should get no turns; empty if it serves.
 
-    It serves if each role has a ring that takes turns, or one that is to return: turns wait for that ring.
+    It serves if each role has a ring that takes turns or will return: turns wait for a ring that will.
     """
     return roles_fault(view.rings)
 

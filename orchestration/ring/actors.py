@@ -70,7 +70,7 @@ POLLS_SECONDS = 5.0
 RANK_NICENESS = 15
 """Nice value of a rank, which is Ray's own for all its workers: router and leaders come before computations."""
 OUTPUT_VARIABLE = "RINGSERVE_WORKER_OUTPUT"
-"""Variable with the number of an open file for what an actor writes, as `services.cluster.fork_server` sets it."""
+"""Variable with the number of an open file for an actor's output, as `services.cluster.fork_server` sets it."""
 LEASE_SECONDS = 180.0
 """Seconds after which a rank without a leader ends: long enough for another to start, also with another head's pod."""
 LEASE_LOOK_SECONDS = 15.0
@@ -131,7 +131,7 @@ class RankActor:
     """One rank. One thread computes; transfers wait in threads of their own; control calls always get an answer.
 
     A thread of its own tells the leader that the rank lives, whatever the other threads wait for. Calls name the
-    incarnation that they are meant for: what a leader asked before it died may arrive after another has taken over.
+    incarnation that they are meant for: a dead leader's call may arrive after another leader has taken over.
     """
 
     def __init__(self) -> None:
@@ -553,7 +553,7 @@ class RayRanks:
 
 
 def _place_of(name: str) -> tuple[int, int]:
-    """Return a rank's number, and its actor's among all that were made, by the actor's name."""
+    """Return a rank's number, and its actor's number among all actors, by the actor's name."""
     index, count = name.split("/")[1:]
     return int(index), int(count)
 
@@ -583,7 +583,7 @@ def free_places(ring: str) -> None:
 
 
 def free_places_of_others(rings: Collection[str]) -> None:
-    """End what is left of rings of this namespace other than `rings`: of a configuration that had more."""
+    """End the actors of this namespace's rings that are not in `rings`: an earlier configuration had more."""
     for name, places in _all_places().items():
         if name.rpartition(".")[0] not in rings:
             remove_placement_group(places)

@@ -320,7 +320,7 @@ class KvPool:
         return sequence
 
     def fork(self, source_id: str, kv_id: str, turn_id: str, num_tokens: int) -> SequenceKv:
-        """Pin a new sequence that begins with those of another's first `num_tokens` tokens that are here.
+        """Pin a new sequence that begins with another's first `num_tokens` tokens, as far as they are here.
 
         It shares the other's full blocks and gets a copy of a block filled in part (`copies`). A retained sequence of
         the new id is dropped before. Raises Busy if that is pinned, CapacityExceeded if there is no room for the

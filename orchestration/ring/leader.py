@@ -1,6 +1,6 @@
 """Common part of prefill and decode leaders: the ring, its announcement and drain, its retained KV, its status.
 
-And the share of each tenant in what the ring has: one tenant's turns never take all of what others ask for too.
+And the share of each tenant in the ring's room: one tenant's turns never take all of it if others ask for it too.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class RingLeader(ABC):
         """Register the ring's state with the router.
 
         Returns the number of turns that the router has or begins on the ring, and of conversations that it moves away.
-        A router that has restarted is told what the ring holds.
+        A router that has restarted gets the ring's inventory.
         """
         ring = self.ring
         registration = RingRegistration(
@@ -247,7 +247,7 @@ class RingLeader(ABC):
         return answer.running_turns
 
     def check_epoch(self, epoch: int) -> None:
-        """Refuse a call of a router of an epoch before the one that this ring is announced to. Raises StaleIncarnation.
+        """Refuse a call of an older router than the one to which this ring is announced. Raises StaleIncarnation.
 
         Such a router stood still while another took its place, and does not know yet. The epoch that answers the ring's
         announcements counts, also if it is lower: then the journal is a new one.

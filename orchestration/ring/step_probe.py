@@ -127,7 +127,7 @@ def lateness_of(steps: Sequence[Sequence[float]], tp: int) -> tuple[float, ...]:
 
 
 def correction_of(measured: Sequence[float], predicted: Sequence[float], products: Sequence[float]) -> StepCorrection:
-    """Return the correction for which the seconds of a short and of a long step are those that were measured.
+    """Return the correction that predicts the measured seconds of a short and of a long step.
 
     `products` are the seconds of matrix products in the predicted ones. What the long step takes more than predicted
     counts as theirs, within MAX_FACTOR; what remains of the short one belongs to every step.

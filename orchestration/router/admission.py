@@ -84,8 +84,9 @@ class PromptWaits:
     async def until_shared(self, request: TurnRequest, wanted: Callable[[], WantedTurn], seconds: float) -> bool:
         """Wait while another turn computes a prompt that this turn would share. Return whether there was one.
 
-        `wanted` tells what it would share now. The wait is over when the other turn's prompt has been computed, or has
-        ended otherwise; it takes at most `seconds`, and not much longer than predicted. Raises the error of `end_wait`.
+        `wanted` returns the KV that it would share now. The wait is over when the other turn's prompt has been
+        computed, or has ended otherwise; it takes at most `seconds`, and not much longer than predicted. Raises the
+        error of `end_wait`.
         """
         has_waited, until = False, asyncio.get_running_loop().time() + seconds
         while (awaited := self._awaited(request, wanted())) is not None:
@@ -265,7 +266,7 @@ class TurnAdmission:
         return not (self._is_alone(request) or scores_prompt or conversation.tokens is not None)
 
     def _is_alone(self, request: TurnRequest) -> bool:
-        """Return whether a turn shares no KV with other histories: all that one with a bound makes may be sparse."""
+        """Return whether a turn shares no KV with other histories: all KV of a turn with a bound may be sparse."""
         return request.no_cache or self._sparse.bound_of(request) is not None
 
     def _check_remembered(self, request: TurnRequest, num_tokens: int) -> None:
@@ -365,7 +366,7 @@ def resolve_prompt(
 ) -> tuple[TokenIds, PromptMode]:
     """Return the whole prompt of a turn, and the mode in which it was read. `history` is None for a new conversation.
 
-    A prompt of unstated mode follows the history, or begins the conversation: what it holds decides nothing. Raises
+    A prompt of unstated mode follows the history, or begins the conversation, whatever its text. Raises
     InvalidRequest for an empty prompt, NotFound if there is nothing to append to.
     """
     if len(prompt) == 0:

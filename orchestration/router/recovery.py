@@ -106,7 +106,7 @@ class TurnRecovery:
     """Turns and KV that an earlier router began, and turns that lost a ring or their gateway.
 
     Turns of earlier epochs are `pending` from `restore` until each is adopted or has failed. It `is_early` until
-    `num_expected` rings have told what they hold; if rings of both roles serve, for LATE_SECONDS at most.
+    `num_expected` rings have sent their inventories; if rings of both roles serve, for LATE_SECONDS at most.
 
     A turn that is begun again is not refused: it waits for rings until its deadline.
     """
@@ -395,7 +395,7 @@ class TurnRecovery:
     async def note_late_end(self, turn_id: str) -> None:
         """Adopt a turn that was given up, and has ended well as its decode ring tells now.
 
-        Raises Unavailable if that ring is to tell first what it holds.
+        Raises Unavailable if that ring must first send its inventory.
         """
         turn = self._turns.of_turn(turn_id)
         if turn is not None and turn.ending is not None:

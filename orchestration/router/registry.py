@@ -86,7 +86,7 @@ ALLOWED = {
 class Admitted:
     """Decisions of admission that hold for a turn on any rings.
 
-    `wanted` is what the first attempt wants. With `sparse` every attempt of the turn is approximate, and all KV that it
+    `wanted` is for the first attempt. With `sparse` every attempt of the turn is approximate, and all KV that it
     makes. `under_way` lets others share the prompt, from the moment when it has been computed. `taken_at` is when the
     router took the turn.
     """
@@ -361,7 +361,7 @@ def on_decode_ring(turn: RunningTurn, outcome: TurnOutcome) -> KvLocation | None
 
 
 def on_prefill_ring(turn: RunningTurn, done: PrefillDone | None) -> KvLocation | None:
-    """Return what a prefill ring retains of the conversation when the turn is over.
+    """Return the conversation's KV on a prefill ring when the turn is over.
 
     A ring that the turn did without lags behind. If the turn has changed the history, the ring's KV beyond the
     common prefix no longer counts.
@@ -553,7 +553,7 @@ class TurnRegistry:
         assert turn.ending is not None, "just started"
         await asyncio.wait([turn.ending], timeout=END_SECONDS)
         if turn.ending.done():
-            turn.ending.result()  # raises what a bug raised
+            turn.ending.result()  # raises the error of a bug
         return turn.retain_tokens
 
     async def _note_answer(self, turn: RunningTurn, outcome: TurnOutcome) -> None:

@@ -59,13 +59,12 @@ log = logging.getLogger(__name__)
 class RouterSettings:
     """Router settings. Times in seconds; `conversation_ttl` 0: conversations are never forgotten for their age.
 
-    `max_waiting_turns` bounds the turns that wait for one conversation, and those that wait for rings to return. A ring
-    has `return_seconds` for that. A ring that has not announced itself for `ring_lease` counts as lost (0: never).
-    `retain_prompts`: KV of requests without a conversation is retained, and every new
-    prompt shares the KV of the longest prefix that rings retain, of its tenant or of one that `share_prompts` names
-    beside it. Turns of a router that was started again wait a while
-    for `num_rings` rings to tell what they hold (0: for one of each role). Turns may be sparse by `sparse_losses`;
-    those that name no bound of their own, within `bound`. Of the roles in `least_rings` only as many rings serve as
+    `max_waiting_turns` bounds the turns that wait for one conversation, and the turns that wait for rings to return. A
+    ring has `return_seconds` for that. A ring that has not announced itself for `ring_lease` counts as lost (0: never).
+    `retain_prompts`: KV of requests without a conversation is retained, and every new prompt shares the KV of the
+    longest prefix that rings retain, of its tenant or of one that `share_prompts` names beside it. After a restart
+    turns wait a while for the inventories of `num_rings` rings (0: for one of each role). Turns may be sparse by
+    `sparse_losses`; turns that name no bound have `bound`. Of the roles in `least_rings` only as many rings serve as
     `scaling` finds necessary, at least so many.
     """
 

@@ -208,7 +208,7 @@ class BatchState:
         return appended
 
     def plan(self) -> DecodePlan:
-        """Plan the step whose tokens were just appended: the rank that computes each, and what it sees on every rank.
+        """Plan the step whose tokens were just appended: each token's rank, and the keys that it sees on every rank.
 
         The rank that stores a row's new tokens computes them, so their KV never travels. Owners rotate over the ranks,
         and the work rotates with them (arXiv 2411.01783, 3.6). In each step the rows lie evenly over the ranks.

@@ -1,6 +1,6 @@
 """Drafts from a small model that a decode ring's first rank holds beside its share of the large one.
 
-The small model reads each sequence's newest tokens and says what it would answer; a step of the ring then checks that.
+The small model reads each sequence's newest tokens and guesses the next ones; a step of the ring then checks them.
 Its KV is whole and lies here: other ranks hear of nothing but the drafts, in the header of the step. It draws with the
 sequence's own random numbers, so wherever both models have about the same distribution they draw the same token.
 """
@@ -87,7 +87,7 @@ class DraftModel:
     ) -> None:
         """`vocab_size` is the large model's: no other tokens are drafted. `poisoned` fills KV with NaN, for tests.
 
-        `compilation` has a recorder of its own: what one recorded is replayed in the order of its recording.
+        `compilation` has a recorder of its own: each replays its recordings in their order.
         """
         self._compilation = compilation
         blocks_each = min(-(-context // block_tokens), max(1, model.info.max_positions // block_tokens))

@@ -24,7 +24,7 @@ LEAST_MATCH = 2
 LONGEST_MATCH = 12
 
 # Share of right drafts before any was checked: of a model's, of those behind a short match, and behind one of
-# LONGEST_MATCH tokens. MEMORY is what each new draft leaves of the share.
+# LONGEST_MATCH tokens. MEMORY is the factor that each new draft leaves of the share.
 FIRST_SHARE, SHORT_SHARE, LONG_SHARE, MEMORY = 0.7, 0.6, 0.95, 0.8
 # Tokens without a draft after which a sequence whose drafts were wrong has one more checked.
 PROBE_TOKENS = 24
@@ -62,9 +62,9 @@ class Acceptance:
 
 
 class TextDrafter:
-    """Text of one sequence, and drafts of what follows it by what followed its newest tokens before.
+    """Text of one sequence, and drafts of its next tokens: the tokens that followed its newest ones before.
 
-    What followed LONGEST_MATCH tokens is far more often right than what followed fewer, so the two are counted apart.
+    Drafts behind LONGEST_MATCH tokens are far more often right than drafts behind fewer, so the two are counted apart.
     """
 
     def __init__(self, text: TokenIds) -> None:

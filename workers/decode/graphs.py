@@ -78,7 +78,7 @@ class StepInputs:
 class _HostBuffer:
     """Inputs of a step on the host: `words` int64[WORD_ARRAYS, rows], then int32 bounds[2 + W, rows] and the table.
 
-    It knows which table lies in each row and how many blocks of it: what is in its place is not written again.
+    It knows which table lies in each row and how many blocks of it: a block in its place is not written again.
     """
 
     def __init__(self, rows: int, width: int, num_windows: int, *, is_pinned: bool) -> None:

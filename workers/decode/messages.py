@@ -3,7 +3,7 @@
 A header is one int64[6 + w * max_batch]: kind, variant, bytes of the payload, three counts, and what they count: the
 tokens, how many drafts were accepted before each, and the drafts of each row of the next step, with their number. w is
 1, or 3 + max_drafts if a ring drafts. A payload with the encoded change follows only if the batch changes. The fixed
-size lets followers wait without knowing what comes.
+size lets followers wait for a header of any kind.
 
 A sampled token is one 64-bit word. With log-probabilities these words follow: rank, log-probability, and (id,
 log-probability) of each top token.

@@ -154,7 +154,7 @@ class DecodePass:
         self._buffers = InputBuffers(cache.device, len(self._windows_by_table))
         self._inputs: StepInputs
         self._windows, self._sinks = model.windows, model.sinks
-        # For kernels that take runs: what each row's shard is read from, by window. Shards and tables are constant over
+        # For kernels that take runs: the runs of each row's shard, by window. Shards and tables are constant over
         # the layers with one window.
         self._pieces: dict[int, list[list[SlotRun | Tensor]]] = {}
         # With drafts: how many tokens of its row's shard lie before each token's window, by window.

@@ -39,7 +39,7 @@ ALLOWED: Final = f"{PREFIX}{TINY} or {PREFIX}{SMOLLM2}"
 def resolve_model_path(model: str, environment: Mapping[str, str] = os.environ) -> Path:
     """Return the directory of a model; `builtin:tiny` is written first if the cache lacks it.
 
-    Raises ModelRefused for an unknown builtin name, one that was not fetched, and a path that is no directory.
+    Raises ModelRefused for a builtin name that is unknown or was not fetched, and for a path that is no directory.
     """
     if not model.startswith(PREFIX):
         path = Path(model).expanduser()

@@ -258,7 +258,7 @@ def _rotated(
 class FusedLayer:
     """Forward pass of a decoder layer in two calls and the attention between them, instead of fifteen modules.
 
-    What the modules compute stays: each layer is compared with them once. Python and the dispatch of torch took more
+    The numbers stay the modules': each layer is compared with them once. Python and the dispatch of torch took more
     than half of the time of a step of 16 tokens.
     """
 
@@ -381,7 +381,7 @@ CHECKED_ROWS = 3
 
 
 class _SomeAttention:
-    """Step whose attention shows all that it is given in its result: each row's, the layer, and the scale."""
+    """Step whose attention shows all its arguments in its result: each row's, the layer, and the scale."""
 
     def __init__(self, group: int) -> None:
         self._group = group

@@ -224,7 +224,7 @@ def trace(body: Module, device: torch.device, backend: str, columns: int = 0) ->
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             return q.new_empty(q.shape[0], columns) if columns else torch.empty_like(q)
 
-        # All code is compiled now, also that for a single row, which is code of its own. What it computes is nothing.
+        # All code is compiled now, even the separate code for a single row. The results are not used.
         for rows in (TRACED_ROWS, 1):
             pieces.run(token_ids[:rows], positions[:rows], attend, total=torch.empty_like)
     return pieces

@@ -1,7 +1,7 @@
 """Weights that were published in few bits, read as plain ones.
 
 Every form has a factor for each group of weights, and perhaps a zero point. A weight is one product in float32, rounded
-once to the model's dtype, so it equals what the form's own library computes in that dtype. Activations are not rounded,
+once to the model's dtype, so it equals the number of the form's own library in that dtype. Activations are not rounded,
 even if a file has scales for them. Sources of the forms: transformers' Fp8Dequantize, compressed-tensors 0.20,
 bitsandbytes 0.50, AutoAWQ 0.2.9 (gemm), GPTQModel 7.7.
 """

@@ -106,7 +106,7 @@ def sample_rows(rows: Sequence[SampledRow], logits: Tensor) -> list[Sampled]:
 def sample_checked(tokens: Sequence[CheckedToken], logits: Tensor) -> list[Sampled]:
     """Sample the successor of each token of a step from logits[B, V]. A row's drafts stand behind its newest token.
 
-    A draft counts as long as it is what was sampled after the token before it; what follows a wrong one is NOT_REACHED.
+    A draft counts if it equals the token that was sampled in its place; drafts behind a wrong one are NOT_REACHED.
     So the tokens are the same as without drafts. Samplers that look at the answer have each right draft pushed.
     """
     if not any(token.number for token in tokens):

@@ -120,7 +120,7 @@ class Sampling:
 
 
 class TurnOptions(TypedDict, total=False):
-    """Options of one turn. Those that are not described here have the contract's names and meanings.
+    """Options of one turn. Options that are not described here have the contract's names and meanings.
 
     `mode` relates the prompt to its conversation: "auto", "append" or "whole_history". `sampling` may be a dict.
     `timeout` in seconds bounds all attempts together. With `no_cache` the turn shares no KV of earlier prompts, and

@@ -6,7 +6,7 @@
 | the request id still runs (`Busy`) | after such a failure: our own first attempt is being ended |
 | the gateway is gone or stops (`Unreachable`, `Stopping`) | it goes on behind the tokens that came, for some seconds; |
 | | refusals meanwhile do not end it |
-| anything else | no: the gateway itself has tried what helps |
+| anything else | no: the gateway retries by itself if that can help |
 
 A turn goes on at the same gateway or another. It has the tokens, the text and the account of a single attempt.
 """

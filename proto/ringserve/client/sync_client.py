@@ -123,7 +123,7 @@ class AnswerStream(Iterator[Piece]):
         self.close()
 
     def close(self) -> None:
-        """End the turn, if it still runs. Any thread may call; one that reads the stream gets a RingserveError."""
+        """End the turn, if it still runs. Any thread may call; a thread that reads the stream gets a RingserveError."""
         if not self._loop.is_closed:  # a closed client has ended its turns
             self._loop.run(self._stream.close())
 
