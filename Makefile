@@ -42,7 +42,7 @@ test: programs $(DEV_READY) ## run lint and tests, required before a commit; ins
 	wait $$lint || { cat $(VENV)/lint.log; echo "lint failed"; failed=1; }; \
 	exit $${failed:-0}
 
-slow: programs $(DEV_READY) ## run the slow tests too, those of measurements in tests/bench
+slow: programs $(DEV_READY) ## run the slow tests too: measurements in tests/bench, kernels for emulated processors
 	$(BIN)/pytest -n 2 -m slow
 
 quick: $(DEV_READY) ## run lint and the tests of what changed, or of one folder: TESTS=tests/workers/kv

@@ -957,12 +957,17 @@ struct alignas(64) LinearScratch {
 };
 thread_local LinearScratch linear_scratch;
 
+// Tests on other processors bring their own.
+#if !defined(LOAD_TILE)
 #define LOAD_TILE(tile, from, stride) \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(from), "r"((int64_t)(stride)) : "memory")
 #define STORE_TILE(tile, to, stride) \
     __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(to), "r"((int64_t)(stride)) : "memory")
 #define CLEAR_TILE(tile) __asm__ volatile("tilezero %%tmm" #tile ::)
 #define MULTIPLY_TILES(sum, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #sum ::)
+#define CONFIGURE_TILES(shapes) __asm__ volatile("ldtilecfg %0" ::"m"(shapes))
+#define RELEASE_TILES() __asm__ volatile("tilerelease" ::)
+#endif
 
 INLINE void configure_tiles() {
     static const struct alignas(64) {
@@ -970,10 +975,10 @@ INLINE void configure_tiles() {
         uint16_t bytes[16];
         uint8_t rows[16];
     } eight = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
-    __asm__ volatile("ldtilecfg %0" ::"m"(eight));
+    CONFIGURE_TILES(eight);
 }
 // The system saves tiles whenever it stops a thread that has some.
-INLINE void release_tiles() { __asm__ volatile("tilerelease" ::); }
+INLINE void release_tiles() { RELEASE_TILES(); }
 
 // Sums of a product of two blocks are four tiles: rows 0 to 15 of the first block by rows 0 to 15 and 16 to 31 of the
 // second, then rows 16 to 31. In memory the second of each two is `right` numbers behind the first, the second two

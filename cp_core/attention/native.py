@@ -61,12 +61,17 @@ def library() -> ctypes.CDLL | None:
 
 
 def load(kind: str) -> ctypes.CDLL | None:
-    """Load the library of an instruction set, or return None if there is none, or one of another VERSION.
+    """Load the library of an instruction set, or return None if there is none, or one of another VERSION."""
+    return load_file(Path(__file__).with_name(f"native-{kind}.so"))
+
+
+def load_file(path: Path) -> ctypes.CDLL | None:
+    """Load a compiled library, or return None if there is none, or one of another VERSION.
 
     Kernels run on torch's thread pool, since a second pool would compete with it.
     """
     try:
-        found = ctypes.CDLL(str(Path(__file__).with_name(f"native-{kind}.so")))
+        found = ctypes.CDLL(str(path))
     except OSError:
         return None
     if found.ringserve_version() != VERSION:
