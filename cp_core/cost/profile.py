@@ -26,9 +26,9 @@ Section = TypeVar("Section")
 class PrefillConstants:
     """FLOP/s, bytes/s and seconds of one process. Links are the ring's, between hosts.
 
-    A hop's latency is its whole start, with the wait for a late peer. Overheads are a layer's: always, for each rank
-    after the first, and where there are cached tokens. Sums are for tensor parallelism: bytes/s of a ring
-    all-reduce inside one host, and over several. A chain has the overlap of a ring unless its own was measured;
+    A hop's latency is its whole start, with the wait for a late peer. A layer has three overheads: one always, one for
+    each rank after the first, one if there are cached tokens. Sums of tensor parallelism are ring all-reduces, in
+    bytes/s inside one host and over several. A chain has the overlap of a ring unless its own was measured;
     `chain_overhead` is as in PrefillRates, `lone_speed` as in RingRates.
     """
 

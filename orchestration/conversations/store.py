@@ -613,7 +613,7 @@ class ConversationStore:
     def _least_needed(self) -> Conversation | None:
         """Return the idle conversation that makes room first: the tenant with the most pays, so none erases others'.
 
-        Conversations of requests that named none go first, and of these the least recently used ones.
+        Conversations of requests that named none go first, then the least recently used ones.
         """
         for mine in sorted(self._of_tenant.values(), key=len, reverse=True):
             unnamed = (item for item in mine.values() if item.is_unnamed) if self._num_unnamed else ()

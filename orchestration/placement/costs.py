@@ -247,7 +247,7 @@ class RingCorrections:
     ) -> float:
         """Return the factor for predictions of turns of so many work units; 1 while too few turns are known.
 
-        With `is_cached` only turns after cached tokens count, or turns without any, as far as enough are known.
+        If `is_cached` is given, only turns with (True) or without cached tokens (False) count, if enough are known.
         """
         kind = _kind_of(algorithm, work, is_cached)
         known = self._rings.get(ring.name)

@@ -332,7 +332,7 @@ class RunningTurn:
         return self._retained(self.decode, self.attempt.on_decode)
 
     def _retained(self, ring: RegisteredRing, reservation: Reservation | None) -> int:
-        # A ring that refused has cut nothing of the tokens that agree with the prompt.
+        # A ring that refused still holds the tokens that agree with the prompt.
         place = self.admitted.conversation.places.at(ring.role)
         match = 0 if place is None or place.ring != ring.name else min(self.match_tokens, place.num_tokens)
         return match if reservation is None else min(match, reservation.retained_tokens)

@@ -176,7 +176,7 @@ class RayDirectory:
 
 
 def _parent_directory() -> Path:
-    """Return the folder for directories of Rays: that for temporary files, or /tmp if paths of sockets get too long."""
+    """Return the folder for Rays' directories: the system's for temporary files, or /tmp if its path is too long."""
     chosen = Path(tempfile.gettempdir())
     is_long = len(os.fsencode(chosen)) + len(SOCKET_NAME) > MAX_SOCKET_PATH
     return SHORT_DIRECTORY if is_long and os.access(SHORT_DIRECTORY, os.W_OK | os.X_OK) else chosen

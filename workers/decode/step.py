@@ -284,7 +284,7 @@ class DecodePass:
         places = {row: place for place, row in enumerate(computed)}
         stored, slots = [places[number] for number in appended.tokens], appended.slots
         if self._num_padding is not None:
-            # All rows are written in every step; rows that another rank stores, or none, go where no one reads them.
+            # Every step writes all rows. Rows that are not stored here go to a slot that no one reads.
             slots_of = dict(zip(appended.tokens, appended.slots, strict=True))
             stored, slots = [], [slots_of.get(row, self._cache.spare_slot) for row in range(len(tokens) + padding)]
         self._inputs = inputs = self._buffers.fill(

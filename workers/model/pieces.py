@@ -78,7 +78,7 @@ class Attend(Protocol):
 class MarkedStep:
     """Step of the traced call: it leaves a mark in the graph where attention is.
 
-    `columns` are the ones that attention gives each row in helix, 0 if it gives all heads.
+    In helix attention gives each row `columns` numbers; otherwise it gives all heads, and `columns` is 0.
     """
 
     def __init__(self, columns: int) -> None:

@@ -163,7 +163,7 @@ def note_lost(plan: inference_pb2.Plan, num_tokens: int) -> None:
 
 
 def note_chunks(plan: inference_pb2.Plan, chunks: Sequence[PlannedChunk]) -> None:
-    """Replace a plan's predicted chunks by the computed ones; its algorithm is the one that computed most tokens."""
+    """Replace a plan's predicted chunks by the computed ones, and its algorithm by the one with most tokens."""
     del plan.chunks[:]
     plan.chunks.extend(to_message(inference_pb2.Chunk, chunk) for chunk in chunks)
     tokens = dict.fromkeys(Algorithm, 0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shlex
+import shutil
 import subprocess
 import tempfile
 from functools import cache
@@ -17,9 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from hatch_build import FLAGS
+from hatch_build import COMPILERS, FLAGS
 from ringserve.cp_core.attention import native
 from ringserve.workers.model import layers
+from tests.waiting import WAIT_SECONDS
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 
@@ -27,17 +29,19 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 def compile_emulated(directory: Path) -> Path:
     """Compile the library into a directory; return its path."""
     made = directory / "native-emulated.so"
-    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)))
     flags = [*FLAGS, "-O1", "-mavx2", "-mfma"]  # less of a compiler's work: it would take two minutes
-    subprocess.run([*compiler, *flags, str(SOURCE), "-o", str(made)], check=True)
+    command = [*shlex.split(compiler), *flags, str(SOURCE), "-o", str(made)]
+    subprocess.run(command, check=True, timeout=WAIT_SECONDS)
     return made
 
 
 @cache
 def library() -> ctypes.CDLL | None:
     """Return the emulated library, as `native.library` returns this machine's."""
-    path = os.environ.get("RINGSERVE_EMULATED") or compile_emulated(Path(tempfile.mkdtemp()))
-    found = native.load_file(Path(path))
+    with tempfile.TemporaryDirectory() as directory:
+        path = os.environ.get("RINGSERVE_EMULATED") or compile_emulated(Path(directory))
+        found = native.load_file(Path(path))
     assert found is not None, f"{path} is of another version"
     assert found.ringserve_use_tiles(True), "it has tiles"
     assert found.ringserve_use_pairs(True), "it multiplies pairs of bfloat16 numbers"
