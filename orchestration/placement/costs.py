@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple
 
+import numpy as np
+
 from ringserve.cp_core.cost.model import ModelShape, PrefillRates
 from ringserve.cp_core.cost.prefill import sum_seconds
 from ringserve.cp_core.cost.profile import HardwareProfile
@@ -161,9 +163,18 @@ class RingCosts:
 WINDOW = 32
 """Turns of a kind that a factor is computed from."""
 LEAST = 5
-"""Turns before a factor changes: the median of five ignores two outliers."""
+"""Turns from which a kind has a factor of its own: the median of five ignores two outliers."""
 LIKE = 4
 """Base of the classes of like work: 1 to 4 work units, 4 to 16, and so on."""
+NEIGHBOUR = 0.9
+"""Correlation of factors, as logarithms, between a class of work and the next one."""
+SPREAD, NOISE = 0.5, 0.2
+"""Standard deviations, as logarithms, of factors of services, and of the ratio of one turn to the factor of its kind.
+Services that measured their rates beside other starting processes had factors of 0.55 to 1.2
+(docs/decisions/0038)."""
+FARTHEST = 4.0
+"""Factor from which a class says nothing of others: something else is wrong than the rates, such as a first turn that
+compiles, or a step's seconds that the rates leave out."""
 
 Kind = tuple[Algorithm, int, bool | None]
 """Key of a factor: an algorithm, the power of LIKE next below the turn's work, and whether cached tokens precede it.
@@ -173,18 +184,23 @@ None stands for turns of both kinds."""
 
 @dataclass(slots=True)
 class _Ratios:
-    """Measured over predicted seconds of the latest turns.
+    """Measured over predicted seconds of the latest turns, each with the name of its ring.
 
     `factor` is cached: it is read more often than they change.
     """
 
-    latest: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    latest: deque[tuple[str, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     factor: float = 1.0
 
-    def note(self, ratio: float) -> None:
-        self.latest.append(ratio)
-        if self.is_known:
-            self.factor = median(self.latest)
+    def note(self, ring: str, ratio: float) -> None:
+        self.latest.append((ring, ratio))
+        self.factor = median(ratio for _, ratio in self.latest)
+
+    def forget(self, ring: str) -> None:
+        kept = [each for each in self.latest if each[0] != ring]
+        if len(kept) < len(self.latest):
+            self.latest = deque(kept, maxlen=WINDOW)
+            self.factor = median(ratio for _, ratio in kept) if kept else 1.0
 
     @property
     def is_known(self) -> bool:
@@ -204,11 +220,17 @@ class _Ring:
 
 
 class RingCorrections:
-    """Median of measured over predicted seconds, by ring, algorithm and like work; predictions are uncorrected ones.
+    """Factors of measured over predicted seconds, by ring, algorithm and like work; predictions are uncorrected ones.
 
-    A median changes only when half of the turns agree: one slow turn, or a third of them, do not count. Ratios from
-    before a ring was rebuilt, or measured itself again, are forgotten. A ring with too few turns of a kind takes the
-    factor of all rings together, since the model leaves out the same for each of them.
+    A factor is the median of a kind's turns, which changes only when half of them agree: one slow turn, or a third of
+    them, do not count. Ratios from before a ring was rebuilt, or measured itself again, are forgotten. A ring with too
+    few turns of a kind takes the factor of all rings together, since the model leaves out the same for each of them.
+
+    If all rings together have had too few turns of a kind, turns of other work stand for it, and count less the more
+    they differ: what was wrong with the rates was wrong for all. One prompt of 2,048 tokens says most of what can be
+    known of one of 6,000. That is the mean of a Gaussian process over the classes of work, whose covariance is
+    SPREAD^2 * NEIGHBOUR^distance. It is the same for all rings, so that one slow turn turns no later one away from its
+    ring.
 
     Turns after cached tokens also have factors of their own, and so have turns without any: a plan predicts with them
     how long a ring is busy. Rings are compared by the factor of both: else what a step after cached tokens takes in
@@ -218,6 +240,7 @@ class RingCorrections:
     def __init__(self) -> None:
         self._rings: dict[str, _Ring] = {}
         self._all: dict[Kind, _Ratios] = {}
+        self._by_others: dict[tuple[Algorithm, int], float] = {}
 
     def note(
         self,
@@ -235,34 +258,67 @@ class RingCorrections:
         """
         if not (0.0 < predicted < math.inf and 0.0 < measured < math.inf):
             return
-        known = self._rings.get(ring.name)
-        if known is None or not known.is_same(ring):
+        known = self._known(ring)
+        if known is None:
             known = self._rings[ring.name] = _Ring(ring.incarnation, ring.rates)
         for kind in (_kind_of(algorithm, work), _kind_of(algorithm, work, is_cached)):
-            for ratios in (known.ratios, self._all):
-                ratios.setdefault(kind, _Ratios()).note(measured / predicted)
+            for by_kind in (known.ratios, self._all):
+                by_kind.setdefault(kind, _Ratios()).note(ring.name, measured / predicted)
+        self._by_others.clear()
 
     def factor(
         self, ring: RingRegistration, algorithm: Algorithm, work: float, *, is_cached: bool | None = None
     ) -> float:
-        """Return the factor for predictions of turns of so many work units; 1 while too few turns are known.
+        """Return the factor for predictions of turns of so many work units; 1 while no turn is known.
 
         If `is_cached` is given, only turns with (True) or without cached tokens (False) count, if enough are known.
         """
         kind = _kind_of(algorithm, work, is_cached)
-        known = self._rings.get(ring.name)
-        own = known.ratios.get(kind) if known is not None and known.is_same(ring) else None
+        known = self._known(ring)
+        own = known.ratios.get(kind) if known is not None else None
         if own is not None and own.is_known:
             return own.factor
         among_all = self._all.get(kind)
-        if is_cached is not None and (among_all is None or not among_all.is_known):
-            return self.factor(ring, algorithm, work)
-        return among_all.factor if among_all is not None else 1.0
+        if among_all is not None and among_all.is_known:
+            return among_all.factor
+        return self._factor_by_others(*kind[:2]) if is_cached is None else self.factor(ring, algorithm, work)
+
+    def _known(self, ring: RingRegistration) -> _Ring | None:
+        """Return the ratios of a ring as it is now. All rings together forget a ring that measured other rates."""
+        known = self._rings.get(ring.name)
+        if known is None or known.is_same(ring):
+            return known
+        if known.rates != ring.rates:
+            for ratios in self._all.values():
+                ratios.forget(ring.name)
+            self._by_others.clear()
+        del self._rings[ring.name]
+        return None
+
+    def _factor_by_others(self, algorithm: Algorithm, power: int) -> float:
+        """Return the factor of a class of work by that and other classes, of all rings; 1 if no turn is known."""
+        if not self._all:
+            return 1.0
+        if (algorithm, power) not in self._by_others:
+            told = {
+                other: ratios
+                for (name, other, is_cached), ratios in self._all.items()
+                if (name, is_cached) == (algorithm, None)
+                and ratios.latest
+                and 1.0 / FARTHEST < ratios.factor < FARTHEST
+            }
+            powers = np.array(list(told), dtype=np.float64)
+            logs = np.log([ratios.factor for ratios in told.values()])
+            noise = np.array([NOISE**2 / len(ratios.latest) for ratios in told.values()])
+            covariance = SPREAD**2 * NEIGHBOUR ** np.abs(powers[:, None] - powers) + np.diag(noise)
+            weights = SPREAD**2 * NEIGHBOUR ** np.abs(powers - power)
+            self._by_others[algorithm, power] = math.exp(weights @ np.linalg.solve(covariance, logs))
+        return self._by_others[algorithm, power]
 
     def of_ring(self, ring: RingRegistration) -> Sequence[Correction]:
         """Return one correction for each measured kind of turn, least work first."""
-        known = self._rings.get(ring.name)
-        if known is None or not known.is_same(ring):
+        known = self._known(ring)
+        if known is None:
             return ()
         return tuple(
             Correction(

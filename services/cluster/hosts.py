@@ -98,8 +98,9 @@ class LeaderHost:
         others = self.config.pools_of("decode")
         return not self.config.ray.address and any(each.cp == 1 and each.tp == self.pool.tp for each in others)
 
-    def _cores(self) -> str:
-        """Return the name of the cores that all rings share; "" if each has cores of its own, or they may."""
+    @property
+    def shared_cores(self) -> str:
+        """Name of the cores that all rings share; "" if each has cores of its own, or they may."""
         num_threads = sum(pool.num_threads for pool in self.config.pools)
         has_enough = num_threads <= len(os.sched_getaffinity(0))
         is_spread = self.config.ray.address or self.config.model.device != "cpu"
@@ -129,7 +130,7 @@ class LeaderHost:
                 listen_host=self.listen_host,
                 tls=config.internal_tls.files,
                 max_batch=config.decode.max_batch,
-                cores=self._cores(),
+                cores=self.shared_cores,
                 least_share=config.decode.least_share,
                 drafts=self.role == "decode" and config.decode.drafts == "on",
                 draft_model=config.decode.draft_model if self.role == "decode" else "",

@@ -12,7 +12,7 @@ from pathlib import Path
 import ray
 from prometheus_client.registry import Collector
 
-from ringserve.cp_core.errors import RingserveError
+from ringserve.cp_core.errors import RingserveError, Unavailable
 from ringserve.orchestration.decode.leader import DecodeLeader
 from ringserve.orchestration.journal.journal import SqliteJournal
 from ringserve.orchestration.placement.planner import Planner, PlannerSettings
@@ -38,8 +38,9 @@ from ringserve.services.telemetry.metrics.router import RouterMetrics, RouterVie
 from ringserve.services.telemetry.tracing import make_tracer
 
 STOP_GRACE_SECONDS = 2.0
-QUIET_SECONDS, QUIET_LOOK_SECONDS = 30.0, 1.0
-"""Seconds for which a measurement waits for turns to end, and between two looks."""
+QUIET_SECONDS, MOST_QUIET_SECONDS, QUIET_LOOK_SECONDS = 30.0, 600.0, 1.0
+"""Seconds for which a measurement waits for turns to end, also where it needs the cores that they use, and between two
+looks."""
 RETURN_SECONDS = 30.0
 """Seconds beyond a ring's start timeout, for its predecessor to end."""
 
@@ -52,11 +53,22 @@ def reachable(address: str) -> str:
     return address
 
 
-async def until_quiet(router: RouterPort, deadline: float, interval: float = QUIET_LOOK_SECONDS) -> None:
-    """Return once no turn of the service runs, or at the `deadline` of the monotonic clock."""
-    with contextlib.suppress(RingserveError):  # without a router no turn runs
-        while time.monotonic() < deadline and (await router.get_server_info()).running_turns:
-            await asyncio.sleep(interval)
+async def until_quiet(
+    router: RouterPort, deadline: float, interval: float = QUIET_LOOK_SECONDS, *, is_needed: bool = False
+) -> None:
+    """Return once no turn of the service runs, or at the `deadline` of the monotonic clock.
+
+    With `is_needed`, raises Unavailable then instead.
+    """
+    while time.monotonic() < deadline:
+        try:
+            if not (await router.get_server_info()).running_turns:
+                return
+        except RingserveError:  # without a router no turn runs
+            return
+        await asyncio.sleep(interval)
+    if is_needed:
+        raise Unavailable("turns ran at all times, and a measurement beside them would mislead; what they take counts")
 
 
 class RunningRouter:
@@ -228,10 +240,14 @@ class RunningLeader:
         leader.metrics_endpoint = reachable(self._metrics.address)
 
     async def measure(self) -> None:
-        """Measure the ring while no turn of the service runs, or after QUIET_SECONDS: each disturbs the other."""
+        """Measure the ring while no turn of the service runs, or after QUIET_SECONDS: each disturbs the other.
+
+        On cores that rings share it is measured while no turn runs, or not at all. Raises Unavailable.
+        """
         assert self._leader is not None, "the leader has not started"
-        router = self._peers.router(self._host.router_endpoint)
-        await self._leader.measure(partial(until_quiet, router, time.monotonic() + QUIET_SECONDS))
+        router, is_shared = self._peers.router(self._host.router_endpoint), bool(self._host.shared_cores)
+        deadline = time.monotonic() + (MOST_QUIET_SECONDS if is_shared else QUIET_SECONDS)
+        await self._leader.measure(partial(until_quiet, router, deadline, is_needed=is_shared))
 
     async def wait_event(self) -> RingEvent:
         """Wait until the ring has drained: it is then stopped, and stays away."""

@@ -1,7 +1,8 @@
-"""Corrections learned from measured times: a median that a few outliers do not move."""
+"""Corrections learned from measured times: a median that a few outliers do not move, and before it what is known."""
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from statistics import median
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from ringserve.cp_core.cost.selector import duration
 from ringserve.cp_core.layout.shards import TokenRange
-from ringserve.orchestration.placement.costs import LEAST, LIKE, WINDOW, RingCorrections
+from ringserve.orchestration.placement.costs import FARTHEST, LEAST, LIKE, WINDOW, RingCorrections
 from ringserve.orchestration.placement.planner import Planner, PlannerSettings, PromptOnRings
 from ringserve.orchestration.protocol.plans import PlannedChunk, PromptMode, TurnPlan
 from ringserve.orchestration.protocol.turns import PrefillReport
@@ -50,8 +51,14 @@ def test_turns_that_are_off_do_not_spoil_it_while_they_are_fewer_than_half(
 
 
 @given(st.lists(st.floats(1e-6, 1e6), max_size=LEAST - 1))
-def test_too_few_turns_say_nothing(ratios: list[float]) -> None:
-    assert noted(ratios).factor(RING, KV, WORK) == 1.0
+def test_few_turns_correct_within_what_they_show(ratios: list[float]) -> None:
+    """They move a prediction toward their median, and not to it; a median that is far off is no matter of rates."""
+    factor, shown = noted(ratios).factor(RING, KV, WORK), median(ratios) if ratios else 1.0
+    if 1.0 / FARTHEST < shown < FARTHEST:
+        assert min(1.0, shown) <= factor <= max(1.0, shown)
+        assert abs(math.log(factor)) >= 0.8 * abs(math.log(shown))
+    else:
+        assert factor == 1.0
 
 
 @given(st.lists(st.floats(1e-6, 1e6), max_size=3 * WINDOW))
@@ -110,15 +117,48 @@ def test_a_ring_that_has_had_too_few_turns_of_a_kind_is_taken_to_be_as_all_are()
     assert corrections.of_ring(OTHER) == (Correction(algorithm=KV, min_work=64, factor=2.0, num_turns=1),)
 
 
-@given(st.floats(1.0, 1e15), st.floats(1.0, 1e15))
-def test_what_turns_take_says_something_of_like_work_alone(work: float, other: float) -> None:
+@given(st.floats(1.0, 1e15), st.floats(1.0, 1e15), st.floats(0.3, 3.0))
+def test_what_turns_take_says_less_of_work_the_more_it_differs(work: float, other: float, ratio: float) -> None:
     corrections = RingCorrections()
     for _ in range(LEAST):
-        corrections.note(RING, KV, work, predicted=1.0, measured=3.0)
+        corrections.note(RING, KV, work, predicted=1.0, measured=ratio)
     (correction,) = corrections.of_ring(RING)
     assert correction.min_work <= work < LIKE * correction.min_work
-    is_like = correction.min_work <= other < LIKE * correction.min_work
-    assert corrections.factor(RING, KV, other) == (3.0 if is_like else 1.0)
+    assert corrections.factor(RING, KV, work) == ratio
+    told = [abs(math.log(corrections.factor(RING, KV, other * LIKE**step))) for step in range(4)]
+    if other >= work:
+        assert told == sorted(told, reverse=True)
+    assert max(told) <= abs(math.log(ratio)) * 1.000001
+    assert corrections.factor(RING, Q, work) == 1.0
+
+
+def test_what_is_far_from_the_rates_says_nothing_of_other_work() -> None:
+    corrections = RingCorrections()
+    for _ in range(LEAST):
+        corrections.note(RING, KV, WORK, predicted=1.0, measured=2 * FARTHEST)
+    assert corrections.factor(RING, KV, WORK) == 2 * FARTHEST
+    assert corrections.factor(RING, KV, LIKE * WORK) == 1.0
+
+
+def test_one_turn_of_each_of_two_lengths_tells_of_those_between_and_beyond() -> None:
+    """As on a machine whose rates were measured too low while it was busy, but whose short steps are right."""
+    corrections = RingCorrections()
+    corrections.note(RING, KV, 40.0, predicted=0.1, measured=0.1)
+    corrections.note(RING, KV, 3000.0, predicted=8.0, measured=4.4)
+    short, middle, long, longer = (corrections.factor(RING, KV, work) for work in (40.0, 500.0, 3000.0, 20000.0))
+    assert short > middle > long
+    assert short == pytest.approx(1.0, abs=0.15)
+    assert long == pytest.approx(0.55, abs=0.1)
+    assert longer == pytest.approx(0.55, abs=0.15)
+
+
+def test_rates_that_are_measured_again_begin_anew_for_all_rings() -> None:
+    """One ring's old ratios are to its old rates: after its new ones they would correct what is right."""
+    corrections = noted([2.0] * LEAST)
+    corrections.note(OTHER, KV, WORK, predicted=1.0, measured=1.0)
+    now = replace(RING, rates=replace(RING.rates, gemm_flops=2e9))
+    assert corrections.factor(now, KV, WORK) == pytest.approx(1.0)
+    assert corrections.factor(replace(OTHER, name="third"), KV, WORK) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(

@@ -124,3 +124,11 @@ async def test_a_measurement_waits_no_longer_than_its_deadline() -> None:
     router = Router(1, 1, 1)
     await until_quiet(cast(RouterPort, router), time.monotonic(), 3600.0)
     assert router.left == [1, 1, 1]
+
+
+async def test_a_measurement_of_cores_that_turns_use_is_given_up_at_its_deadline() -> None:
+    """It would find rates of a busy machine, and replace better ones."""
+    router = Router(1, 1, 0)
+    await until_quiet(cast(RouterPort, router), time.monotonic() + 3600.0, 0.0, is_needed=True)
+    with pytest.raises(Unavailable, match="turns ran at all times"):
+        await until_quiet(cast(RouterPort, Router(1)), time.monotonic(), 3600.0, is_needed=True)
