@@ -304,7 +304,7 @@ class DecodeConfig:
         ge=0.05,
         le=1,
         description="On one machine with fewer cores than threads of ranks: share of the time that decode steps get "
-        "while a prompt is computed. They pause for the rest, until 0.2 s after a step began at most. 1 means no "
+        "while a prompt is computed. They pause for the rest, until 0.15 s after a step began at most. 1 means no "
         "pauses: answers come faster then, and prompts later.",
         examples=[0.5],
     )

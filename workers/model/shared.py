@@ -27,8 +27,9 @@ logger = logging.getLogger(__name__)
 LOCK_SECONDS = 60.0
 """Limit on the wait for another process that fills the memory."""
 POLL_SECONDS = 0.01
-MAX_GAP_SECONDS = 0.2
-"""A pause ends so many seconds after its step began, at most: people read text that comes five times a second."""
+MAX_GAP_SECONDS = 0.15
+"""A pause ends so many seconds after its step began, at most. A step beside a prompt takes up to 0.15 s more than the
+one before, and streams should not wait for more than 0.3 s."""
 FLOCK = "hhqqi0q"
 """`struct flock` of Linux on machines of 64 bits: type, whence, start, length, process."""
 SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_WRITE", "F_SEAL_SEAL")
@@ -171,8 +172,8 @@ class SharedCores:
     def pause_after(self, seconds: float, least_share: float) -> float:
         """Return the seconds until the next decode step: 0 while no prompt is computed.
 
-        The step before took `seconds`, and steps get `least_share` of the time. Example: with 0.25 a step of 0.04 s is
-        followed by a pause of 0.12 s.
+        The step before took `seconds`, and steps get `least_share` of the time. Example: with 0.25 a step of 0.03 s is
+        followed by a pause of 0.09 s.
         """
         if self._file is None or not self._is_taken():
             return 0.0
