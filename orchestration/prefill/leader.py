@@ -111,7 +111,7 @@ class PrefillLeader(RingLeader):
         """Return work units a second by the ring's measured rate, as if steps were matrix products alone."""
         return self.settings.num_processes * self.ring.rates.gemm_flops / work.flops_per_unit
 
-    def _limits(self, work: WorkModel, num_layers: int = 1) -> StepLimits:
+    def _limits(self, work: WorkModel, num_layers: float = 1.0) -> StepLimits:
         """Return the limits of a step of which a part of 1 / `num_layers` takes at most `step_seconds`."""
         scheduling = self.settings.prefill_scheduling
         seconds = scheduling.step_seconds * num_layers
@@ -127,8 +127,10 @@ class PrefillLeader(RingLeader):
         """Return the limits of a step that yields between its layers; None on devices that steps do not yield on.
 
         To yield, the ranks' threads agree after each layer, and would wait there for a device that computes ahead.
+        Beside decode steps on the same cores a layer takes up to twice as long as it is measured to take.
         """
-        return self._limits(work, self.ring.model.num_layers) if self.settings.ranks.device == "cpu" else None
+        ranks, num_layers = self.settings.ranks, self.ring.model.num_layers
+        return self._limits(work, num_layers / 2 if ranks.cores else num_layers) if ranks.device == "cpu" else None
 
     @property
     def step_budget(self) -> float:

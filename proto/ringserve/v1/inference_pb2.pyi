@@ -1831,7 +1831,7 @@ Global___RingRates: _TypeAlias = RingRates  # noqa: Y015
 @_typing.final
 class Correction(_message.Message):
     """Later predictions of such turns are multiplied by `factor`, the median of measured over predicted seconds of the
-    latest `num_turns` of them; while these are too few it is that of all rings, or 1.
+    latest `num_turns` of them; while these are too few it is that of all rings, or what their turns of other work tell.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

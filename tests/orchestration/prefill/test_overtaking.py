@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
+
 from ringserve.cp_core.cost.steps import StepLimits
+from ringserve.orchestration.prefill.leader import PrefillLeader
 from ringserve.orchestration.prefill.scheduler import AGE_SHARE
-from ringserve.orchestration.protocol.rings import PrefillScheduling
+from ringserve.orchestration.protocol.inventory import KnownEpoch, Registered
+from ringserve.orchestration.protocol.rings import PrefillScheduling, RingSettings
+from ringserve.orchestration.protocol.turns import RingRegistration
+from ringserve.workers.protocol.ranks import RankSettings
+from tests.orchestration.fake_ranks import FakeRanks
 from tests.orchestration.prefill.test_scheduler import WORK, Prompt, Simulation, names
+from tests.orchestration.service import DirectPeers
 
 SCHEDULING = PrefillScheduling()
 
@@ -85,3 +93,28 @@ def test_a_long_turn_has_its_share_however_many_short_ones_overtake_it() -> None
         scheduler.commit(inner, 0.01)
         others += inner.work
     assert others <= outer.work * (1 - AGE_SHARE) / AGE_SHARE + 2 * simulation.limits.budget
+
+
+async def registered(_: RingRegistration, __: KnownEpoch) -> Registered:
+    return Registered(running_turns=0, epoch=0)
+
+
+async def test_a_lone_turn_has_layers_half_as_long_where_decode_steps_use_the_cores() -> None:
+    """A layer takes up to twice as long there, and a short prompt waits for one of them."""
+    budgets = []
+    for cores in ("", "one machine"):
+        ranks = RankSettings(model_path="model", num_blocks=5, block_tokens=4, cores=cores)
+        settings = RingSettings(
+            role="prefill",
+            name="ring",
+            num_ranks=1,
+            ranks=ranks,
+            prefill_scheduling=PrefillScheduling(step_seconds=1e7),  # these ranks do one operation a second
+            announce_interval=3600,
+        )
+        leader = PrefillLeader(settings, FakeRanks(), DirectPeers(), registered)
+        await leader.start("here:1")
+        budgets.append(leader.step_budget)
+        await leader.close()
+    assert budgets[1] > 1.0, "the time decides, and not the least budget"
+    assert budgets[0] == pytest.approx(2 * budgets[1])
