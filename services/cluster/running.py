@@ -58,13 +58,17 @@ async def until_quiet(
 ) -> None:
     """Return once no turn of the service runs, or at the `deadline` of the monotonic clock.
 
-    With `is_needed`, raises Unavailable then instead.
+    If one ran, it takes two looks without any: else the moment between two turns of one client would do, and the second
+    would wait for the measurement. With `is_needed`, raises Unavailable at the deadline.
     """
+    quiet_looks_left = 1
     while time.monotonic() < deadline:
         try:
-            if not (await router.get_server_info()).running_turns:
-                return
+            runs = (await router.get_server_info()).running_turns > 0
         except RingserveError:  # without a router no turn runs
+            return
+        quiet_looks_left = 2 if runs else quiet_looks_left - 1
+        if not quiet_looks_left:
             return
         await asyncio.sleep(interval)
     if is_needed:

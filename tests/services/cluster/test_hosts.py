@@ -113,7 +113,9 @@ class Router:
         return ServerInfo(running_turns=self.left.pop(0))
 
 
-@pytest.mark.parametrize(("turns", "left"), [((0, 7), [7]), ((2, 1, 0, 7), [7]), ((2, 1), [])])
+@pytest.mark.parametrize(
+    ("turns", "left"), [((0, 7), [7]), ((2, 1, 0, 0, 7), [7]), ((1, 0, 1, 0, 0, 7), [7]), ((2, 1), [])]
+)
 async def test_a_measurement_waits_until_no_turn_runs(turns: tuple[int, ...], left: list[int]) -> None:
     router = Router(*turns)
     await until_quiet(cast(RouterPort, router), time.monotonic() + 3600.0, 0.0)
@@ -128,7 +130,7 @@ async def test_a_measurement_waits_no_longer_than_its_deadline() -> None:
 
 async def test_a_measurement_of_cores_that_turns_use_is_given_up_at_its_deadline() -> None:
     """It would find rates of a busy machine, and replace better ones."""
-    router = Router(1, 1, 0)
+    router = Router(1, 1, 0, 0)
     await until_quiet(cast(RouterPort, router), time.monotonic() + 3600.0, 0.0, is_needed=True)
     with pytest.raises(Unavailable, match="turns ran at all times"):
         await until_quiet(cast(RouterPort, Router(1)), time.monotonic(), 3600.0, is_needed=True)
