@@ -170,8 +170,7 @@ NEIGHBOUR = 0.9
 """Correlation of factors, as logarithms, between a class of work and the next one."""
 SPREAD, NOISE = 0.5, 0.2
 """Standard deviations, as logarithms, of factors of services, and of the ratio of one turn to the factor of its kind.
-Services that measured their rates beside other starting processes had factors of 0.55 to 1.2
-(docs/decisions/0038)."""
+Services that measured their rates beside other starting processes had factors of 0.55 to 1.2 (docs/decisions/0038)."""
 FARTHEST = 4.0
 """Factor from which a class says nothing of others: something else is wrong than the rates, such as a first turn that
 compiles, or a step's seconds that the rates leave out."""
@@ -227,10 +226,9 @@ class RingCorrections:
     few turns of a kind takes the factor of all rings together, since the model leaves out the same for each of them.
 
     If all rings together have had too few turns of a kind, turns of other work stand for it, and count less the more
-    they differ: what was wrong with the rates was wrong for all. One prompt of 2,048 tokens says most of what can be
-    known of one of 6,000. That is the mean of a Gaussian process over the classes of work, whose covariance is
-    SPREAD^2 * NEIGHBOUR^distance. It is the same for all rings, so that one slow turn turns no later one away from its
-    ring.
+    their work differs: wrong rates are wrong for all. One prompt of 2,048 tokens says most of what can be known of one
+    of 6,000. That is the mean of a Gaussian process over the classes of work, whose covariance is SPREAD^2 *
+    NEIGHBOUR^distance. It is the same for all rings, so that one slow turn keeps no later one from its ring.
 
     Turns after cached tokens also have factors of their own, and so have turns without any: a plan predicts with them
     how long a ring is busy. Rings are compared by the factor of both: else what a step after cached tokens takes in

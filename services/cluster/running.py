@@ -39,8 +39,8 @@ from ringserve.services.telemetry.tracing import make_tracer
 
 STOP_GRACE_SECONDS = 2.0
 QUIET_SECONDS, MOST_QUIET_SECONDS, QUIET_LOOK_SECONDS = 30.0, 600.0, 1.0
-"""Seconds for which a measurement waits for turns to end, also where it needs the cores that they use, and between two
-looks."""
+"""Seconds for which a measurement waits for turns to end, if the ring's cores are its own and if they are not, and
+between two looks."""
 RETURN_SECONDS = 30.0
 """Seconds beyond a ring's start timeout, for its predecessor to end."""
 
@@ -72,7 +72,7 @@ async def until_quiet(
             return
         await asyncio.sleep(interval)
     if is_needed:
-        raise Unavailable("turns ran at all times, and a measurement beside them would mislead; what they take counts")
+        raise Unavailable("turns ran without a pause, and rates that are measured beside them would be wrong")
 
 
 class RunningRouter:
