@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -73,6 +73,23 @@ async def until_quiet(
         await asyncio.sleep(interval)
     if is_needed:
         raise Unavailable("turns ran without a pause, and rates that are measured beside them would be wrong")
+
+
+def quiet_moments(
+    router: RouterPort, *, is_shared: bool, interval: float = QUIET_LOOK_SECONDS
+) -> Callable[[], Awaitable[None]]:
+    """Return the wait before each part of a measurement, for cores that rings share or not.
+
+    All parts come within QUIET_SECONDS after the first one, since the ring holds blocks for them meanwhile.
+    """
+    deadline = time.monotonic() + (MOST_QUIET_SECONDS if is_shared else QUIET_SECONDS)
+
+    async def wait() -> None:
+        nonlocal deadline
+        await until_quiet(router, deadline, interval, is_needed=is_shared)
+        deadline = min(deadline, time.monotonic() + QUIET_SECONDS)
+
+    return wait
 
 
 class RunningRouter:
@@ -249,9 +266,8 @@ class RunningLeader:
         On cores that rings share it is measured while no turn runs, or not at all. Raises Unavailable.
         """
         assert self._leader is not None, "the leader has not started"
-        router, is_shared = self._peers.router(self._host.router_endpoint), bool(self._host.shared_cores)
-        deadline = time.monotonic() + (MOST_QUIET_SECONDS if is_shared else QUIET_SECONDS)
-        await self._leader.measure(partial(until_quiet, router, deadline, is_needed=is_shared))
+        router = self._peers.router(self._host.router_endpoint)
+        await self._leader.measure(quiet_moments(router, is_shared=bool(self._host.shared_cores)))
 
     async def wait_event(self) -> RingEvent:
         """Wait until the ring has drained: it is then stopped, and stays away."""

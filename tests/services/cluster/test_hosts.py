@@ -9,8 +9,9 @@ import pytest
 
 from ringserve.cp_core.errors import Unavailable
 from ringserve.orchestration.protocol.ports import RouterPort
+from ringserve.services.cluster import running
 from ringserve.services.cluster.hosts import LeaderHost
-from ringserve.services.cluster.running import reachable, until_quiet
+from ringserve.services.cluster.running import quiet_moments, reachable, until_quiet
 from ringserve.services.config import config_from
 from ringserve.views import ServerInfo
 
@@ -134,3 +135,12 @@ async def test_a_measurement_of_cores_that_turns_use_is_given_up_at_its_deadline
     await until_quiet(cast(RouterPort, router), time.monotonic() + 3600.0, 0.0, is_needed=True)
     with pytest.raises(Unavailable, match="turns ran without a pause"):
         await until_quiet(cast(RouterPort, Router(1)), time.monotonic(), 3600.0, is_needed=True)
+
+
+async def test_a_measurement_that_turns_interrupt_holds_its_blocks_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first quiet moment may be far off; once a part has been measured, the others must follow soon."""
+    monkeypatch.setattr(running, "QUIET_SECONDS", 0.0)
+    wait = quiet_moments(cast(RouterPort, Router(1, 1, 0, 0, 1)), is_shared=True, interval=0.0)
+    await wait()
+    with pytest.raises(Unavailable, match="turns ran without a pause"):
+        await wait()
