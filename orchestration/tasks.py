@@ -1,11 +1,14 @@
-"""Background tasks and concurrent calls, as every room of orchestration runs them."""
+"""Background tasks, concurrent calls, and work at a lower priority, as every room of orchestration runs them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import threading
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, suppress
 from typing import TypeVar
 
 from ringserve.cp_core.errors import RingserveError, Unavailable
@@ -180,3 +183,20 @@ async def fan_in(
         for task in pumps:
             task.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)
+
+
+def beside_others(work: Callable[[], T], niceness: int) -> T:
+    """Return what `work` returns, done in a thread whose nice value is `niceness` higher.
+
+    So others come first where cores are busy. On Linux each thread has a nice value of its own, which only root may
+    lower again: so the thread ends, and `work` must start no other thread that stays.
+    Example: `beside_others(lambda: import_module("numpy"), 10)`.
+    """
+    with ThreadPoolExecutor(1, "ringserve-beside", initializer=_lower_priority, initargs=(niceness,)) as threads:
+        return threads.submit(work).result()
+
+
+def _lower_priority(niceness: int) -> None:
+    thread = threading.get_native_id()  # Linux knows a thread by an id like a process's
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + niceness)

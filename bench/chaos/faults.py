@@ -14,7 +14,7 @@ import psutil
 
 from ringserve.services.cluster.state import GONE
 
-GATEWAY_MODULE = "ringserve.services.gateway.process"
+GATEWAY_MODULE = "ringserve.services.gateway"
 TITLE = re.compile(r"ray::(router|\S+ leader|\S+ rank \d+)(?:\.\w+)?")
 """Title of a process of ours as Ray sets it: its name, and the method that it runs."""
 

@@ -17,12 +17,11 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
 import ray
@@ -43,6 +42,7 @@ from ringserve.cp_core.errors import ConfigError, RingserveError, StaleIncarnati
 from ringserve.cp_core.transport.peer_tls import PeerTls
 from ringserve.orchestration.protocol.rings import RingEvent
 from ringserve.orchestration.ring.polls import Polls, listen_for_polls, polls_of
+from ringserve.orchestration.tasks import beside_others
 from ringserve.views import RingRates
 from ringserve.workers.kv.arrivals import Arrivals
 from ringserve.workers.protocol.ranks import (
@@ -60,8 +60,6 @@ from ringserve.workers.protocol.transfers import BlockPair, KvEnds, KvExpect, Kv
 if TYPE_CHECKING:
     from ringserve.workers.rank.worker import RankWorker
 
-T = TypeVar("T")
-
 log = logging.getLogger(__name__)
 
 POLLS_SECONDS = 5.0
@@ -76,7 +74,8 @@ LEASE_SECONDS = 180.0
 LEASE_LOOK_SECONDS = 15.0
 """Seconds between two looks of a leader that renew its ranks' leases."""
 START_NICENESS = 5
-"""Addition to a rank's nice value while it imports: the imports get a third of a computing process's share."""
+"""Addition to a rank's nice value while it imports: the imports get a third of a computing process's share. A rank that
+takes a lost one's place imports for a second or more just when those that live compute the lost turns."""
 
 
 class Hosted(Protocol):
@@ -137,7 +136,7 @@ class RankActor:
     def __init__(self) -> None:
         write_as_starter()
         give_way()
-        self._worker = beside_others(_make_worker)
+        self._worker = beside_others(_make_worker, START_NICENESS)
         self._incarnation = ""
         self._settings: RankSettings | None = None  # as a leader named them
         self._note: object = None
@@ -250,23 +249,6 @@ def give_way() -> None:
         with suppress(ProcessLookupError):
             niceness = os.getpriority(os.PRIO_PROCESS, thread)
             os.setpriority(os.PRIO_PROCESS, thread, max(niceness, RANK_NICENESS))
-
-
-def beside_others(work: Callable[[], T]) -> T:
-    """Return what `work` returns, done in a thread that leaves busy processors to others, as far as they are short.
-
-    A rank that takes a lost one's place imports for a second of processor time and more, just when those that live
-    compute the lost turns. On Linux each thread has a priority of its own, which none may raise: so the thread ends,
-    and must begin no other that stays.
-    """
-    with ThreadPoolExecutor(1, "ringserve-start", initializer=_lower_priority) as threads:
-        return threads.submit(work).result()
-
-
-def _lower_priority() -> None:
-    thread = threading.get_native_id()  # Linux knows a thread by an id like a process's
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + START_NICENESS)
 
 
 def _remote(kind: type, title: str, **options: Any) -> Any:

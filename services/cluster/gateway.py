@@ -29,7 +29,9 @@ RESTART_WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)
 MAX_TICK_SECONDS = 1.0
 """Silence that one look counts at most: this process may have stood still itself."""
 SPARE_SECONDS = 5.0
-"""Seconds that a loaded spare has to serve; a spare that still loads has as long as a gateway that starts."""
+"""Seconds that a loaded spare has to serve."""
+SPARE_NICENESS = 19
+"""Nice value at which a spare loads: it takes 2 s of a core, which steps of streams and prompts would wait for."""
 ENDED = b""
 """Line of a process that has ended."""
 SIGN = b"\n"
@@ -38,7 +40,7 @@ SIGN = b"\n"
 
 def gateway_command(settings: GatewaySettings) -> Sequence[str]:
     """Return the command of a gateway with these settings."""
-    return (sys.executable, "-P", "-m", "ringserve.services.gateway.process", "--settings", settings.to_json())
+    return (sys.executable, "-P", "-m", "ringserve.services.gateway", "--settings", settings.to_json())
 
 
 class _Process:
@@ -141,9 +143,9 @@ class GatewayKeeper:
         assert self._process is not None, "the gateway was started"
         return self._process.pid
 
-    def load(self) -> None:
+    def load(self, niceness: int = 0) -> None:
         """Let a process load everything before `start`: the rest of the settings may not be known yet."""
-        self._spare = _Process(self._command(replace(self.settings, is_spare=True)))
+        self._spare = _Process(self._command(replace(self.settings, is_spare=True, niceness=niceness)))
 
     def start(self, router: str = "") -> None:
         """Let the loaded process serve, or start one. If `router` is given, it replaces the settings' router."""
@@ -209,16 +211,18 @@ class GatewayKeeper:
             self._end_spare()
             self._spares.wait(now, FAILED_SPARE_WAIT)
         if self._spare is None and self._spares.is_due(now):
-            self.load()
+            self.load(SPARE_NICENESS)
 
     def _take_spare(self) -> bool:
-        """Let the spare serve. Return False if there is none, or it does not."""
+        """Let the spare serve. Return False if there is none that has loaded, or it does not serve."""
         if self._spare is None:
             return False
-        has_loaded = not self._spare.lines.empty()
+        if self._spare.lines.empty():  # it still loads, with what others leave of the cores: a new one is quicker
+            self._end_spare()
+            return False
         self.start()
         try:
-            self._await_serving(SPARE_SECONDS if has_loaded else self._start_seconds)
+            self._await_serving(SPARE_SECONDS)
         except ConfigError:
             assert self._process is not None, "the spare has been started"
             self._process.kill()

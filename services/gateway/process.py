@@ -5,21 +5,23 @@ A second signal ends the turns that still run.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
 import resource
 import signal
 import sys
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from prometheus_client.registry import Collector
 
 from ringserve.cp_core.errors import RingserveError
 from ringserve.orchestration.protocol.rings import HEARTBEAT_SECONDS
+from ringserve.orchestration.tasks import beside_others
 from ringserve.services.auth.authenticator import Authenticator, TokenFile
 from ringserve.services.gateway.openai.app import HttpApi
 from ringserve.services.gateway.openai.server import HttpServer
@@ -38,6 +40,7 @@ from ringserve.services.telemetry.tracing import make_tracer
 from ringserve.v1 import inference_pb2_grpc
 from ringserve.workers.model.builtin import resolve_model_path
 from ringserve.workers.model.info import read_model_info
+from ringserve.workers.protocol.ranks import ModelInfo
 
 ABORT_GRACE_SECONDS = 5.0
 """Seconds the rings have to release aborted turns."""
@@ -47,15 +50,29 @@ FLUSH_SECONDS = 2.0
 """Seconds that written responses have to reach their clients."""
 
 
-async def serve(settings: GatewaySettings) -> None:
-    """Serve until a signal or the parent's end. The first line on standard output is JSON: the listening addresses.
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """Files of a model that a gateway needs, loaded."""
 
-    With a parent to follow, each later line is a heartbeat. A spare prints an empty line once it has loaded the model's
-    files, and goes on when its parent sends the settings to serve with; secrets are read after that.
-    """
+    path: Path
+    model: ModelInfo
+    codec: TextCodec
+
+
+def load_model_files(settings: GatewaySettings) -> ModelFiles:
+    """Load the files of the settings' model. Raises ConfigError."""
     path = resolve_model_path(settings.model)
     model = read_model_info(path, settings.dtype, Path(settings.model).name, settings.device)
-    codec = TextCodec(path)
+    return ModelFiles(path, model, TextCodec(path))
+
+
+async def serve(settings: GatewaySettings, files: ModelFiles) -> None:
+    """Serve until a signal or the parent's end. The first line on standard output is JSON: the listening addresses.
+
+    With a parent to follow, each later line is a heartbeat. A spare prints an empty line first, since its model's files
+    are loaded, and goes on when its parent sends the settings to serve with; secrets are read after that.
+    """
+    path, model, codec = files.path, files.model, files.codec
     if settings.is_spare:
         print(flush=True)
         line = await asyncio.to_thread(sys.stdin.buffer.readline)
@@ -183,19 +200,9 @@ def run_gateway(settings: GatewaySettings) -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, DESCRIPTORS)), hard))
     try:
-        asyncio.run(serve(settings))
+        files = beside_others(partial(load_model_files, settings), settings.niceness)
+        asyncio.run(serve(settings, files))
     except RingserveError as error:
         print(f"ringserve: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the gateway of a local cluster; users have `ringserve gateway`."""
-    parser = argparse.ArgumentParser(prog="python -m ringserve.services.gateway.process")
-    parser.add_argument("--settings", required=True, help="GatewaySettings as JSON")
-    return run_gateway(GatewaySettings.from_json(parser.parse_args(arguments).settings))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

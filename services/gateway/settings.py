@@ -20,7 +20,8 @@ class GatewaySettings:
     """Gateway settings.
 
     `follow_stdin` ends the gateway when standard input closes, which happens when its parent ends. With `is_spare` it
-    waits until its parent writes other settings there, in one line of JSON, and serves with them. `tokens` is the path
+    waits until its parent writes other settings there, in one line of JSON, and serves with them. It loads at a nice
+    value that is `niceness` higher than the parent's. `tokens` is the path
     of the tenants file. `page` serves the status page at `/` of `http`; `api` configures the HTTP API. A stopping
     gateway lets turns run for at most `drain_seconds`. A peer without heartbeats for `lost_seconds` fails its turns.
     """
@@ -45,6 +46,7 @@ class GatewaySettings:
     metric_tenants: int = 0
     follow_stdin: bool = False
     is_spare: bool = False
+    niceness: int = 0
     tokens: str = ""
     tls: ServerTls | None = None
     peer_tls: PeerTls | None = None

@@ -1,10 +1,12 @@
-"""Background tasks and concurrent calls: errors, cancellation, order of results."""
+"""Background tasks and concurrent calls: errors, cancellation, order of results; work at a lower priority."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import logging
+import os
+import threading
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from ringserve.cp_core.errors import Unavailable
 from ringserve.orchestration.tasks import (
     TaskSet,
     begin_joined,
+    beside_others,
     finish_despite_cancellation,
     gather_all,
     gather_first_error,
@@ -144,3 +147,14 @@ async def test_an_error_of_joined_work_is_logged_in_one_line_where_its_caller_ha
     assert not told
     assert [record.getMessage() for record in caplog.records] == ["turn t failed: rank 1 died"]
     assert not caplog.records[0].exc_info
+
+
+def test_what_is_done_beside_others_leaves_the_caller_its_priority_and_raises_its_errors() -> None:
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    before = priority()
+    assert beside_others(priority, 5) == min(before + 5, 19)
+    assert priority() == before
+    with pytest.raises(ZeroDivisionError):
+        beside_others(lambda: 1 // 0, 5)

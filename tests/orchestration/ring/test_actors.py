@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections import Counter
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -273,17 +272,6 @@ def test_all_threads_of_a_rank_leave_processors_to_router_and_leaders() -> None:
     least = max(actors.RANK_NICENESS, os.getpriority(os.PRIO_PROCESS, 0))
     assert len(found) >= 3
     assert {int(each) for each in found} == {least}
-
-
-def test_what_is_done_beside_others_leaves_the_caller_its_priority_and_raises_its_errors() -> None:
-    def priority() -> int:
-        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-    before = priority()
-    assert actors.beside_others(priority) == min(before + actors.START_NICENESS, 19)
-    assert priority() == before
-    with pytest.raises(ZeroDivisionError):
-        actors.beside_others(lambda: 1 // 0)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torch for other systems has another OpenMP")

@@ -7,8 +7,9 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import psutil
 import pytest
@@ -17,10 +18,14 @@ from ringserve.cp_core.errors import ConfigError
 from ringserve.services.cluster import capacity, gateway
 from ringserve.services.cluster.capacity import SpareSchedule
 from ringserve.services.cluster.gateway import GatewayKeeper
+from ringserve.services.gateway import __main__ as entry
+from ringserve.services.gateway import process
 from ringserve.services.gateway.settings import GatewaySettings
 from ringserve.workers.model.builtin import PREFIX, TINY
 from tests.services.e2e.cluster import wait_until
 from tests.waiting import START_SECONDS, WAIT_SECONDS
+
+T = TypeVar("T")
 
 SCRIPT = """
 import json, sys, time
@@ -194,15 +199,19 @@ def test_without_a_spare_that_serves_another_gateway_is_started(
         os.kill(spare, 0)
 
 
-def test_a_spare_that_still_loads_is_waited_for(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway, "SPARE_SECONDS", 0.0)
-    monkeypatch.setitem(globals(), "LOAD_SECONDS", "1")
+def test_nobody_waits_for_a_spare_that_still_loads_with_what_others_leave_of_the_cores(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "LOAD_SECONDS", "600")
     keeper = make_keeper(clock)
     keeper.start()
     try:
         keeper.await_serving()
         look(keeper, clock, capacity.SPARE_WAIT)
-        assert spare_pid(keeper) == die(keeper, clock)
+        spare = spare_pid(keeper)
+        assert die(keeper, clock) != spare
+        with pytest.raises(ProcessLookupError):
+            os.kill(spare, 0)
     finally:
         keeper.end()
 
@@ -214,6 +223,39 @@ def test_the_end_of_a_gateway_is_that_of_its_spare(spared: GatewayKeeper) -> Non
         os.kill(spare, 0)
 
 
+def loaded_spare(keeper: GatewayKeeper) -> psutil.Process:
+    """Return a spare that has loaded at a lower priority, of which nothing is left."""
+    keeper._keep_spare(float("inf"))
+    assert keeper._spare is not None
+    spare = psutil.Process(keeper._spare.pid)
+    wait_until(lambda: keeper._spare is not None and not keeper._spare.lines.empty(), "a loaded spare")
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert {os.getpriority(os.PRIO_PROCESS, thread.id) for thread in spare.threads()} == {own}
+    return spare
+
+
+def test_what_takes_time_before_a_gateway_serves_is_done_at_its_niceness(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = list[tuple[object, int]]()
+
+    def note(work: Callable[[], T], niceness: int) -> T:
+        done.append((result := work(), niceness))
+        return result
+
+    async def serve(settings: GatewaySettings, files: process.ModelFiles) -> None:
+        assert settings == given
+        assert files is done[1][0]
+
+    for name in ("OPENBLAS_NUM_THREADS", "TOKENIZERS_PARALLELISM"):
+        monkeypatch.setenv(name, "")  # so that what `main` sets ends with this test
+    for module in (entry, process):
+        monkeypatch.setattr(module, "beside_others", note)
+    monkeypatch.setattr(process, "serve", serve)
+    given = replace(SETTINGS, model=PREFIX + TINY, dtype="float32", niceness=7)
+    assert entry.main(["--settings", given.to_json()]) == 0
+    assert done[0][0] is process
+    assert [niceness for _, niceness in done] == [7, 7]
+
+
 def test_a_spare_ends_with_its_parent_and_listens_nowhere_before_its_turn() -> None:
     settings = replace(
         SETTINGS, listen="127.0.0.1:0", router="127.0.0.1:1", model=PREFIX + TINY, dtype="float32", follow_stdin=True
@@ -223,8 +265,7 @@ def test_a_spare_ends_with_its_parent_and_listens_nowhere_before_its_turn() -> N
     try:
         keeper.await_serving()
         address, stopped = keeper.settings.listen, threading.Event()
-        keeper._keep_spare(float("inf"))
-        spare = psutil.Process(spare_pid(keeper))
+        spare = loaded_spare(keeper)
         first = keeper.pid
         os.kill(first, signal.SIGKILL)
 
@@ -236,11 +277,9 @@ def test_a_spare_ends_with_its_parent_and_listens_nowhere_before_its_turn() -> N
         assert (keeper.pid, keeper.settings.listen) == (spare.pid, address)
         host, _, port = address.rpartition(":")
         socket.create_connection((host, int(port)), WAIT_SECONDS).close()
-        keeper._keep_spare(float("inf"))
-        assert keeper._spare is not None
-        second = psutil.Process(keeper._spare.pid)
-        wait_until(lambda: second.num_threads() > 1, "a spare that waits")  # it reads in a thread
+        second = loaded_spare(keeper)
         assert not second.net_connections("tcp")
+        assert keeper._spare is not None
         assert keeper._spare._popen.stdin is not None
         keeper._spare._popen.stdin.close()
         assert keeper._spare._popen.wait(WAIT_SECONDS) == 0
