@@ -20,6 +20,8 @@ FIRST_PAUSE = 0.05
 """Seconds before the first repetition of a call whose callee could not be reached; each later wait is twice as long."""
 MAX_PAUSE = 5.0
 """Seconds between two repetitions at most."""
+IDLE_NICENESS = 20
+"""Niceness that stands for Linux's SCHED_IDLE: ranks have a nice value of 15, beside which one of 19 gets a third."""
 
 
 class TaskSet:
@@ -186,10 +188,10 @@ async def fan_in(
 
 
 def beside_others(work: Callable[[], T], niceness: int) -> T:
-    """Return what `work` returns, done in a thread whose nice value is `niceness` higher.
+    """Return what `work` returns, done in a thread whose nice value is `niceness` higher; see IDLE_NICENESS, too.
 
-    So others come first where cores are busy. On Linux each thread has a nice value of its own, which only root may
-    lower again: so the thread ends, and `work` must start no other thread that stays.
+    So others come first where cores are busy. On Linux each thread has a priority of its own, which only root may raise
+    again: so the thread ends, and `work` must start no other thread that stays.
     Example: `beside_others(lambda: import_module("numpy"), 10)`.
     """
     with ThreadPoolExecutor(1, "ringserve-beside", initializer=_lower_priority, initargs=(niceness,)) as threads:
@@ -198,5 +200,8 @@ def beside_others(work: Callable[[], T], niceness: int) -> T:
 
 def _lower_priority(niceness: int) -> None:
     thread = threading.get_native_id()  # Linux knows a thread by an id like a process's
-    with suppress(OSError):
+    with suppress(OSError, AttributeError):  # the latter on systems without such a policy
+        if niceness >= IDLE_NICENESS:
+            os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+            return
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + niceness)

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from ringserve.cp_core.errors import ConfigError
+from ringserve.orchestration.tasks import IDLE_NICENESS
 from ringserve.services.cluster.capacity import FAILED_SPARE_WAIT, SpareSchedule
 from ringserve.services.cluster.ray_guard import without_ray_token
 from ringserve.services.gateway.settings import GatewaySettings
@@ -30,8 +31,6 @@ MAX_TICK_SECONDS = 1.0
 """Silence that one look counts at most: this process may have stood still itself."""
 SPARE_SECONDS = 5.0
 """Seconds that a loaded spare has to serve."""
-SPARE_NICENESS = 19
-"""Nice value at which a spare loads: it takes 2 s of a core, which steps of streams and prompts would wait for."""
 ENDED = b""
 """Line of a process that has ended."""
 SIGN = b"\n"
@@ -211,7 +210,7 @@ class GatewayKeeper:
             self._end_spare()
             self._spares.wait(now, FAILED_SPARE_WAIT)
         if self._spare is None and self._spares.is_due(now):
-            self.load(SPARE_NICENESS)
+            self.load(IDLE_NICENESS)  # two seconds of a core, for which streams and prompts would have to wait
 
     def _take_spare(self) -> bool:
         """Let the spare serve. Return False if there is none that has loaded, or it does not serve."""

@@ -1,7 +1,7 @@
 """Gateway process of a local cluster: `python -m ringserve.services.gateway --settings JSON`.
 
-Users have `ringserve gateway`. A spare loads while another gateway serves: what takes time is imported at its
-`niceness`.
+Users have `ringserve gateway`. A spare loads while another gateway serves, so what takes time is imported at the
+`niceness` of its settings.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import os
+import sys
 import threading
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from ringserve.cp_core.errors import Unavailable
 from ringserve.orchestration.tasks import (
+    IDLE_NICENESS,
     TaskSet,
     begin_joined,
     beside_others,
@@ -158,3 +160,10 @@ def test_what_is_done_beside_others_leaves_the_caller_its_priority_and_raises_it
     assert priority() == before
     with pytest.raises(ZeroDivisionError):
         beside_others(lambda: 1 // 0, 5)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has this policy")
+def test_work_with_the_niceness_of_idle_time_has_cores_that_nobody_wants() -> None:
+    before = os.sched_getscheduler(0)
+    assert beside_others(lambda: os.sched_getscheduler(0), IDLE_NICENESS) == os.SCHED_IDLE
+    assert os.sched_getscheduler(0) == before

@@ -229,8 +229,9 @@ def loaded_spare(keeper: GatewayKeeper) -> psutil.Process:
     assert keeper._spare is not None
     spare = psutil.Process(keeper._spare.pid)
     wait_until(lambda: keeper._spare is not None and not keeper._spare.lines.empty(), "a loaded spare")
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    assert {os.getpriority(os.PRIO_PROCESS, thread.id) for thread in spare.threads()} == {own}
+    threads = [thread.id for thread in spare.threads()]
+    assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {os.getpriority(os.PRIO_PROCESS, 0)}
+    assert {os.sched_getscheduler(thread) for thread in threads} == {os.sched_getscheduler(0)}
     return spare
 
 
