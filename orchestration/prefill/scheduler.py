@@ -269,10 +269,12 @@ class PrefillScheduler:
         if self._debt > 0 and oldest.turn_id in inside:
             return None
         filling = self._fill(sorted(ready, key=self._by_age), self._by_length(ready))
-        return self._step(filling, oldest)
+        return self._step(filling, oldest, is_within=True)
 
-    def _step(self, filling: _Filling, oldest: _Item, *, yields: bool = False) -> ScheduledStep:
-        self._count(filling, oldest)
+    def _step(
+        self, filling: _Filling, oldest: _Item, *, yields: bool = False, is_within: bool = False
+    ) -> ScheduledStep:
+        self._count(filling, oldest, is_within=is_within)
         self._num_steps += 1
         return ScheduledStep(
             number=self._num_steps,
@@ -330,16 +332,21 @@ class PrefillScheduler:
             filling.extend(by_age[0])
         return filling
 
-    def _count(self, filling: _Filling, oldest: _Item) -> None:
-        """Update the debt to the oldest turns with their work and the others' work in a step."""
+    def _count(self, filling: _Filling, oldest: _Item, *, is_within: bool) -> None:
+        """Update the debt to the oldest turns with their work and the others' work in a step.
+
+        What a step gave them in excess of their share counts until the next step, also if the oldest turn, a short one
+        that came before the long one, is computed within that step.
+        """
         for item, units in filling.work.items():
             self._served[item.tenant] += units
         paid = sum(units for item, units in filling.work.items() if item is oldest or item in filling.by_age)
         others = sum(filling.work.values()) - paid
         lead = (1 - AGE_SHARE) * paid
+        least = min(self._debt, -lead) if is_within else -lead
         self._debt += AGE_SHARE * others - lead
         if paid:
-            self._debt = max(self._debt, -lead)
+            self._debt = max(self._debt, least)
 
 
 class _Filling:

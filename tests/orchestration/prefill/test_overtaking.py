@@ -7,12 +7,15 @@ import itertools
 import pytest
 
 from ringserve.cp_core.cost.steps import StepLimits
+from ringserve.cp_core.layout.shards import TokenRange
 from ringserve.orchestration.prefill.leader import PrefillLeader
 from ringserve.orchestration.prefill.scheduler import AGE_SHARE
 from ringserve.orchestration.protocol.inventory import KnownEpoch, Registered
+from ringserve.orchestration.protocol.plans import PlannedChunk
 from ringserve.orchestration.protocol.rings import PrefillScheduling, RingSettings
 from ringserve.orchestration.protocol.turns import RingRegistration
 from ringserve.workers.protocol.ranks import RankSettings
+from ringserve.workers.protocol.steps import Algorithm
 from tests.orchestration.fake_ranks import FakeRanks
 from tests.orchestration.prefill.test_scheduler import WORK, Prompt, Simulation, names
 from tests.orchestration.service import DirectPeers
@@ -93,6 +96,27 @@ def test_a_long_turn_has_its_share_however_many_short_ones_overtake_it() -> None
         scheduler.commit(inner, 0.01)
         others += inner.work
     assert others <= outer.work * (1 - AGE_SHARE) / AGE_SHARE + 2 * simulation.limits.budget
+
+
+def test_a_short_turn_that_came_first_does_not_end_what_the_long_one_has_in_advance() -> None:
+    """Its small share of the work of the oldest turns replaced that of the step around it: later short ones waited."""
+    simulation = lone_simulation()
+    scheduler = simulation.scheduler
+    simulation.scheduler.reserve("first", tokens=TokenRange(0, 20), priority=0, now=0.0)
+    simulation.now = 0.001
+    simulation.add("long", Prompt(new=3000))
+    outer = scheduler.next_step()
+    assert outer is not None
+    assert names(outer) == ["long"], "the first turn has no place in a decode ring yet"
+    scheduler.ready("first", [PlannedChunk(tokens=TokenRange(0, 20), algorithm=Algorithm.PASS_KV)])
+    overtaking = 0.0
+    for number in range(20):
+        simulation.add(f"short {number}", Prompt(new=20))
+        inner = scheduler.next_step_within(outer)
+        assert inner is not None, f"after {overtaking} units of {outer.work}"
+        scheduler.commit(inner, 0.01)
+        overtaking += inner.work
+    assert AGE_SHARE * overtaking > (1 - AGE_SHARE) * WORK.work(20, 0), "more than the first turn's own excess"
 
 
 async def registered(_: RingRegistration, __: KnownEpoch) -> Registered:
