@@ -121,7 +121,9 @@ class PrefillLoop:
         if done is not None:
             self._seconds_within += done.seconds if within else 0.0
             self._commit(step, prepared, done.tokens, done.seconds)
-        elif not within:  # all its turns were stopped
+        elif within:
+            self.scheduler.take_back(step)
+        else:  # all its turns were stopped
             for piece in prepared:
                 self._fail(piece.run, piece.run.stop_error or self._lost())
         return done is not None

@@ -75,7 +75,8 @@ class Piece:
 class ScheduledStep:
     """Next step of the ring: all pieces in one pass, by one algorithm. `work` is in work units.
 
-    A step that `yields` lets other steps run between its layers.
+    A step that `yields` lets other steps run between its layers. `debt` is what it has added to the debt to the oldest
+    turns.
     """
 
     number: int
@@ -83,6 +84,7 @@ class ScheduledStep:
     pieces: tuple[Piece, ...]
     work: float
     yields: bool = False
+    debt: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -274,7 +276,7 @@ class PrefillScheduler:
     def _step(
         self, filling: _Filling, oldest: _Item, *, yields: bool = False, is_within: bool = False
     ) -> ScheduledStep:
-        self._count(filling, oldest, is_within=is_within)
+        debt = self._count(filling, oldest, is_within=is_within)
         self._num_steps += 1
         return ScheduledStep(
             number=self._num_steps,
@@ -285,6 +287,7 @@ class PrefillScheduler:
             ),
             work=sum(filling.work.values()),
             yields=yields,
+            debt=debt,
         )
 
     def commit(self, step: ScheduledStep, seconds: float) -> None:
@@ -298,6 +301,13 @@ class PrefillScheduler:
             item.position = piece.tokens.stop
             if not item.num_left:
                 self.remove(piece.turn_id)
+
+    def take_back(self, step: ScheduledStep) -> None:
+        """Take back a step of `next_step_within` that was not computed, since the step around it had ended."""
+        self._debt -= step.debt
+        for piece in step.pieces:
+            if (item := self._items.get(piece.turn_id)) is not None:
+                self._served[item.tenant] -= self._work.work(len(piece.tokens), piece.tokens.start)
 
     def without(self, step: ScheduledStep, turn_ids: Iterable[str]) -> ScheduledStep:
         """Return the step without turns that could not take part."""
@@ -332,8 +342,8 @@ class PrefillScheduler:
             filling.extend(by_age[0])
         return filling
 
-    def _count(self, filling: _Filling, oldest: _Item, *, is_within: bool) -> None:
-        """Update the debt to the oldest turns with their work and the others' work in a step.
+    def _count(self, filling: _Filling, oldest: _Item, *, is_within: bool) -> float:
+        """Update the debt to the oldest turns with their work and the others' work in a step; return the difference.
 
         What a step gave them in excess of their share counts until the next step, also if the oldest turn, a short one
         that came before the long one, is computed within that step.
@@ -343,10 +353,11 @@ class PrefillScheduler:
         paid = sum(units for item, units in filling.work.items() if item is oldest or item in filling.by_age)
         others = sum(filling.work.values()) - paid
         lead = (1 - AGE_SHARE) * paid
-        least = min(self._debt, -lead) if is_within else -lead
+        before = self._debt
         self._debt += AGE_SHARE * others - lead
         if paid:
-            self._debt = max(self._debt, least)
+            self._debt = max(self._debt, min(before, -lead) if is_within else -lead)
+        return self._debt - before
 
 
 class _Filling:

@@ -12,6 +12,7 @@ import pytest
 from ringserve.cp_core.cost.steps import StepLimits
 from ringserve.cp_core.errors import CapacityExceeded, TurnCancelled, Unavailable
 from ringserve.orchestration.prefill.loop import PrefillLoop
+from ringserve.orchestration.prefill.scheduler import AGE_SHARE, ScheduledStep
 from ringserve.orchestration.protocol.plans import PromptMode
 from ringserve.orchestration.protocol.rings import PrefillScheduling
 from ringserve.orchestration.protocol.turns import Reserve, TurnRequest
@@ -358,6 +359,48 @@ async def test_short_turns_overtake_the_step_of_a_lone_long_one_between_its_laye
             assert answer.token_ids == oracle.greedy(prompt, 5)
             assert answer.report.prefill_seconds > 0
             assert answer.report.queue_seconds >= 0
+        service.check_integrity()
+        await is_idle(service, free)
+        assert loop.scheduler.load == 0
+
+
+@pytest.mark.parametrize("num_prefill", [1, 2])
+async def test_a_short_turn_that_is_too_late_for_a_long_step_has_the_next_one_and_counts_once(
+    num_prefill: int, model_paths: Mapping[str, Path], oracles: Mapping[str, Oracle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [random_tokens(count, seed=count) for count in (400, 7)]
+    async with Service(
+        model_paths["llama_gqa"], num_prefill, 2, scheduling=PrefillScheduling(min_chunk_tokens=8)
+    ) as service:
+        free, loop = service.free_blocks(), loop_of(service)
+        loop.scheduler.limit_steps(
+            StepLimits(budget=64.0, tokens=4096, min_chunk=8), StepLimits(budget=1e6, tokens=4096, min_chunk=8)
+        )
+        has_ended, taken_back = asyncio.Event(), list[tuple[ScheduledStep, float]]()
+        rank = service.prefill_ranks.made[0]
+        compute, take_back = rank.prefill, loop.scheduler.take_back
+
+        async def held(step: PrefillStep, timeout: float) -> PrefillOutput:
+            output = await compute(step, timeout)
+            if step.yields:
+                has_ended.set()
+                await eventually(lambda: bool(taken_back))
+            return output
+
+        def noted(step: ScheduledStep) -> None:
+            counted = loop.scheduler._debt
+            take_back(step)
+            taken_back.append((step, counted - loop.scheduler._debt))
+
+        rank.prefill = held  # type: ignore[method-assign]
+        monkeypatch.setattr(loop.scheduler, "take_back", noted)
+        long = asyncio.create_task(service.answer(service.request(prompts[0])))
+        await has_ended.wait()
+        answers = await asyncio.gather(long, service.answer(service.request(prompts[1])))
+        (step, debt), *others = taken_back
+        assert not others
+        assert debt == pytest.approx(AGE_SHARE * step.work)
+        assert [answer.token_ids for answer in answers] == [oracles["llama_gqa"].greedy(each, 5) for each in prompts]
         service.check_integrity()
         await is_idle(service, free)
         assert loop.scheduler.load == 0
