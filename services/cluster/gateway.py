@@ -113,7 +113,7 @@ class GatewayKeeper:
 
     The gateway's first line has its addresses, which its successors take. Each later line is a heartbeat; a gateway
     without any for `silent_seconds` is killed. The successor of a dead gateway is its spare, which has loaded
-    everything and only starts its servers. If there is no spare, a new process is started.
+    everything and only starts its servers. If no spare has loaded, a new process is started.
     """
 
     def __init__(

@@ -105,7 +105,7 @@ def test_a_long_turn_has_its_share_however_many_short_ones_overtake_it(num_late:
 
 
 def test_a_short_turn_that_came_first_does_not_end_what_the_long_one_has_in_advance() -> None:
-    """Its small share of the work of the oldest turns replaced that of the step around it: later short ones waited."""
+    """Otherwise the next short turns wait until the long step ends."""
     simulation = lone_simulation()
     scheduler = simulation.scheduler
     simulation.scheduler.reserve("first", tokens=TokenRange(0, 20), priority=0, now=0.0)

@@ -37,6 +37,15 @@ def loop_of(service: Service) -> PrefillLoop:
     return service.prefill.loop
 
 
+def loop_with_long_steps(service: Service) -> PrefillLoop:
+    """Return the loop of the prefill ring, in which a lone turn's prompt of any length is one step, which yields."""
+    loop = loop_of(service)
+    loop.scheduler.limit_steps(
+        StepLimits(budget=64.0, tokens=4096, min_chunk=8), StepLimits(budget=1e6, tokens=4096, min_chunk=8)
+    )
+    return loop
+
+
 @asynccontextmanager
 async def held_until_waiting(service: Service, count: int) -> AsyncIterator[list[asyncio.Task[Answer]]]:
     """Hold turns started in the body until there are `count` of them, so that they share steps."""
@@ -326,10 +335,7 @@ async def test_short_turns_overtake_the_step_of_a_lone_long_one_between_its_laye
     async with Service(
         model_paths["llama_gqa"], num_prefill, 2, scheduling=PrefillScheduling(min_chunk_tokens=8)
     ) as service:
-        free, loop = service.free_blocks(), loop_of(service)
-        loop.scheduler.limit_steps(
-            StepLimits(budget=64.0, tokens=4096, min_chunk=8), StepLimits(budget=1e6, tokens=4096, min_chunk=8)
-        )
+        free, loop = service.free_blocks(), loop_with_long_steps(service)
         is_begun, num_within = asyncio.Event(), 0
         rank = service.prefill_ranks.made[0]
         compute, compute_within = rank.prefill, rank.prefill_within
@@ -372,10 +378,7 @@ async def test_a_short_turn_that_is_too_late_for_a_long_step_has_the_next_one_an
     async with Service(
         model_paths["llama_gqa"], num_prefill, 2, scheduling=PrefillScheduling(min_chunk_tokens=8)
     ) as service:
-        free, loop = service.free_blocks(), loop_of(service)
-        loop.scheduler.limit_steps(
-            StepLimits(budget=64.0, tokens=4096, min_chunk=8), StepLimits(budget=1e6, tokens=4096, min_chunk=8)
-        )
+        free, loop = service.free_blocks(), loop_with_long_steps(service)
         has_ended, taken_back = asyncio.Event(), list[tuple[ScheduledStep, float]]()
         rank = service.prefill_ranks.made[0]
         compute, take_back = rank.prefill, loop.scheduler.take_back
@@ -411,10 +414,7 @@ async def test_the_step_of_a_lone_turn_ends_between_two_layers_when_the_turn_is_
 ) -> None:
     prompt = random_tokens(50)
     async with Service(model_paths["llama_gqa"], 2, 2, scheduling=PrefillScheduling(min_chunk_tokens=8)) as service:
-        free, loop = service.free_blocks(), loop_of(service)
-        loop.scheduler.limit_steps(
-            StepLimits(budget=64.0, tokens=4096, min_chunk=8), StepLimits(budget=1e6, tokens=4096, min_chunk=8)
-        )
+        free, loop = service.free_blocks(), loop_with_long_steps(service)
         is_begun = asyncio.Event()
         rank = service.prefill_ranks.made[0]
         compute, compute_within = rank.prefill, rank.prefill_within

@@ -251,6 +251,9 @@ def test_what_takes_time_before_a_gateway_serves_is_done_at_its_niceness(monkeyp
     for module in (entry, process):
         monkeypatch.setattr(module, "beside_others", note)
     monkeypatch.setattr(process, "serve", serve)
+    # This process keeps its own logs and limits.
+    monkeypatch.setattr(process, "set_up_logs", lambda *_: None)
+    monkeypatch.setattr("resource.setrlimit", lambda *_: None)
     given = replace(SETTINGS, model=PREFIX + TINY, dtype="float32", niceness=7)
     assert entry.main(["--settings", given.to_json()]) == 0
     assert done[0][0] is process
