@@ -237,16 +237,26 @@ INLINE vf exponential(vf x) {
     return select(x < least, all(0.0f), sum * power);
 }
 
-// 2^x for x <= 0 within 2 units in the last place, 0 below -126. A NaN stays one.
+// 2^x for x <= 0, 0 below -126. A NaN stays one. It is within 2 units in the last place, or IN_BRIEF within 3.
+template <bool IN_BRIEF = false>
 INLINE vf power_of_two(vf x) {
     const vf shifted = x + (12582912.0f + 127.0f);  // rounds to the nearest integer; the exponent is in the lowest bits
     const vf rest = x - (shifted - (12582912.0f + 127.0f));
-    vf sum = all(1.5353362e-4f);
-    sum = sum * rest + 1.3398874e-3f;
-    sum = sum * rest + 9.6184369e-3f;
-    sum = sum * rest + 5.5503324e-2f;
-    sum = sum * rest + 2.4022648e-1f;
-    sum = sum * rest + 6.9314718e-1f;
+    vf sum;
+    if (IN_BRIEF) {
+        sum = all(1.3264727e-3f);
+        sum = sum * rest + 9.6715128e-3f;
+        sum = sum * rest + 5.5507337e-2f;
+        sum = sum * rest + 2.4022242e-1f;
+        sum = sum * rest + 6.9314698e-1f;
+    } else {
+        sum = all(1.5353362e-4f);
+        sum = sum * rest + 1.3398874e-3f;
+        sum = sum * rest + 9.6184369e-3f;
+        sum = sum * rest + 5.5503324e-2f;
+        sum = sum * rest + 2.4022648e-1f;
+        sum = sum * rest + 6.9314718e-1f;
+    }
     sum = sum * rest + 1.0f;
     const vf power = (vf)((vi)shifted << 23);
 #if W == 16
@@ -846,7 +856,9 @@ void finish_rows(const Linear &a, int64_t first, int64_t rows, int64_t line, int
                 const Result *kind = nullptr;
                 vf gate = rounded<IN_ONE>(load(sums + lane), kind), up = rounded<IN_ONE>(load(ups + lane), kind);
                 // 1 / (1 + e^-x) with an exponent that is never positive.
-                vf size = select(gate < 0.0f, -gate, gate), small = exponential(-size);
+                const vf lower = select(gate < 0.0f, gate, -gate);
+                const vf small = IN_ONE && sizeof(Result) == sizeof(bf16) ? power_of_two(lower * 1.44269504f)
+                                                                          : exponential(lower);
                 vf part = select(gate < 0.0f, small, all(1.0f)) * inverse(small + 1.0f);
                 store(sums + lane, rounded<IN_ONE>(gate * part, kind) * up);
             }
@@ -1305,8 +1317,8 @@ INLINE void weigh(float *scores, int64_t keys, float scale, bool sees_all, vi fr
     const vf shift = select(now == -INFINITE, all(0.0f), now);
     for (int64_t key = 0; key < keys; key += BLOCK, halves += apart)
         for (int64_t line = 0; line < 16; ++line) {
-            vf weight = power_of_two(load(scores + (key + line) * W) * scale - shift);
-            vf next = power_of_two(load(scores + (key + line + 16) * W) * scale - shift);
+            vf weight = power_of_two<(SOME_PARTS < PARTS)>(load(scores + (key + line) * W) * scale - shift);
+            vf next = power_of_two<(SOME_PARTS < PARTS)>(load(scores + (key + line + 16) * W) * scale - shift);
             sum += weight;
             other += next;
             float *to = (float *)halves + line * W;
@@ -1318,6 +1330,10 @@ INLINE void weigh(float *scores, int64_t keys, float scale, bool sees_all, vi fr
         }
     const vf decay = select(now == before, all(1.0f), power_of_two(before - shift));
     store(highest, now);
+    if (!_mm512_cmp_ps_mask((__m512)now, (__m512)before, _CMP_NEQ_UQ)) {
+        store(total, load(total) + (sum + other));
+        return;
+    }
     store(total, load(total) * decay + (sum + other));
     for (int64_t d = 0; d < dim; ++d) store(out + d * W, load(out + d * W) * decay);
 }
@@ -1351,7 +1367,7 @@ void attend_by_tiles(const Attention &a, int64_t task) {
         }
     for (int64_t row = 0; row < TILED_QUERIES; ++row) s.highest[row] = -INFINITE, s.total[row] = 0.0f;
     memset(s.out, 0, sizeof(float) * (rows + BLOCK - 1) / BLOCK * BLOCK * dim);
-    const int64_t most = dim > 64 || is_narrow ? TILED_KEYS / 2 : TILED_KEYS;
+    const int64_t most = dim > 64 ? TILED_KEYS / 2 : TILED_KEYS;
     for (int64_t key = low[0]; key < high[tokens - 1]; key += most) {
         const int64_t left = high[tokens - 1] - key, keys = left < most ? left : most;
         const int64_t parts = (keys + BLOCK - 1) / BLOCK;
