@@ -931,9 +931,10 @@ void pack_task(const Packing &a, int64_t task) {
 }
 
 bool uses_tiles = false, uses_pairs = false;
-// Fewer rows are not worth the splitting of fp32 weights, or the order of tiles.
+// Fewer rows are not worth the splitting of fp32 weights, the splitting of fp32 rows, or tiles that are not full.
 #define LEAST_SPLIT_ROWS 128
 #define LEAST_TILE_ROWS 32
+#define LEAST_NARROW_ROWS 8
 
 #if defined(__AMX_BF16__)
 
@@ -1242,13 +1243,101 @@ void multiply_by_tiles(const TiledLinear &a, int64_t task) {
     release_tiles();
 }
 
+// The size of equal parts of `all`, each at most `most`.
+INLINE int64_t equal_share(int64_t all, int64_t most) {
+    const int64_t times = (all + most - 1) / most;
+    return (all + times - 1) / times;
+}
+
+// Products of a few rows of bfloat16 numbers by vectors, with the bits that tiles give them: of each 32 columns, the
+// even ones have a sum and the odd ones another, and subnormal numbers are zeros. So a row has the same bits whatever
+// is beside it, though tiles take over from some rows on.
+
+// sums[ROWS][OUT_LANES] += x[ROWS][2 pairs] x weight[BLOCKS][2 pairs][W]; rows of x lie `x_apart` apart.
+template <int ROWS, int BLOCKS>
+INLINE void add_in_tile_order(const float *x, const bf16 *weight, float *sums, int64_t x_apart, int64_t apart,
+                              int64_t pairs) {
+    vf even[ROWS][BLOCKS] = {}, odd[ROWS][BLOCKS] = {};
+    for (int64_t column = 0; column < 2 * pairs; column += 2)
+#pragma GCC unroll 4
+        for (int block = 0; block < BLOCKS; ++block) {
+            const bf16 *from = weight + (block * apart + column) * W;
+            const vf first = load_column(from, 0), second = load_column(from, 1);
+#pragma GCC unroll 6
+            for (int row = 0; row < ROWS; ++row) {
+                even[row][block] += x[row * x_apart + column] * first;
+                odd[row][block] += x[row * x_apart + column + 1] * second;
+            }
+        }
+#pragma GCC unroll 6
+    for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 4
+        for (int block = 0; block < BLOCKS; ++block) {
+            float *to = sums + row * OUT_LANES + block * W;
+            store(to, load(to) + (even[row][block] + odd[row][block]));
+        }
+}
+
+// A row of few is read with four blocks of outputs at a time, others with two: as many sums as the registers hold.
+template <int ROWS>
+INLINE void add_rows_in_tile_order(const float *x, const bf16 *weight, float *sums, int64_t x_apart, int64_t apart,
+                                   int64_t pairs, int64_t blocks) {
+    constexpr int BLOCKS = ROWS <= 3 ? 4 : 2;
+    int64_t block = 0;
+    for (; block + BLOCKS <= blocks; block += BLOCKS)
+        add_in_tile_order<ROWS, BLOCKS>(x, weight + block * apart * W, sums + block * W, x_apart, apart, pairs);
+    for (; block < blocks; ++block)
+        add_in_tile_order<ROWS, 1>(x, weight + block * apart * W, sums + block * W, x_apart, apart, pairs);
+}
+
+// Rows of x are fp32, of packed_columns() numbers each, and fewer than LEAST_NARROW_ROWS.
+void multiply_in_tile_order(const Linear &a, int64_t task) {
+    const int64_t apart = packed_columns<bf16>(a.in_features), line = task * OUT_LANES;
+    const int64_t left = a.out_features - line, lanes = left < OUT_LANES ? left : OUT_LANES;
+    const int64_t blocks = (lanes + W - 1) / W, size = LEAST_NARROW_ROWS * OUT_LANES;
+    const int64_t depth = BLOCK * equal_share((a.in_features + BLOCK - 1) / BLOCK, PARTS * NARROW_DEPTH);
+    float *const sums = scratch.scores, *const some = sums + 2 * size;
+    memset(sums, 0, sizeof(float) * 2 * size);
+    // Subnormal operands and results are zeros; the compiler keeps what reads and writes memory in between.
+    const unsigned before = _mm_getcsr();
+    _mm_setcsr(before | 0x8040);
+    __asm__ volatile("" ::: "memory");
+    for (int which = 0; which < (a.second ? 2 : 1); ++which)
+        for (int64_t column = 0; column < apart; column += depth) {
+            const int64_t stop = column + depth < apart ? column + depth : apart;
+            float *const to = column ? some : sums + which * size;
+            if (column) memset(some, 0, sizeof(float) * size);
+            for (int64_t at = column; at < stop; at += BLOCK) {
+                const bf16 *weight = (const bf16 *)(which ? a.second : a.weight) + line * apart + at * W;
+                const int64_t pairs = (stop - at < BLOCK ? stop - at : BLOCK) / 2;
+                const float *x = (const float *)a.x + at;
+                int64_t row = 0;
+                for (; row + 6 <= a.rows; row += 6)
+                    add_rows_in_tile_order<6>(x + row * apart, weight, to + row * OUT_LANES, apart, apart, pairs,
+                                              blocks);
+                x += row * apart;
+                float *const rest = to + row * OUT_LANES;
+                switch (a.rows - row) {
+#define CASE(n) case n: add_rows_in_tile_order<n>(x, weight, rest, apart, apart, pairs, blocks); break;
+                    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5)
+#undef CASE
+                }
+            }
+            for (int64_t at = 0; column && at < size; at += W)
+                store(sums + which * size + at, load(sums + which * size + at) + load(some + at));
+        }
+    __asm__ volatile("" ::: "memory");
+    _mm_setcsr(before);
+    finish_rows<bf16, true>(a, 0, a.rows, line, OUT_LANES, sums, sums + size);
+}
+
 // Divide a product into tasks, of which each thread gets some. Larger ones split rows and weights less often.
 int64_t divide(TiledLinear &a, bool is_narrow, bool x_is_narrow, int threads) {
     const int64_t rows = (a.linear.rows + BLOCK - 1) / BLOCK, panels = (a.linear.out_features + BLOCK - 1) / BLOCK;
     const int64_t columns = (a.linear.in_features + BLOCK - 1) / BLOCK, count = a.linear.second ? 2 : 1;
     const int64_t deepest = is_narrow ? x_is_narrow ? PARTS * NARROW_DEPTH : NARROW_DEPTH : SPLIT_DEPTH;
     const int64_t times = (columns + deepest - 1) / deepest;
-    a.depth = (columns + times - 1) / times;
+    a.depth = equal_share(columns, deepest);
     int64_t wide = SPLIT_PARTS / (is_narrow ? 1 : PARTS) / a.depth / count, most = SPLIT_ROWS;
     if (times > 1) {
         if (wide * 4 * count > SPLIT_SUMS) wide = SPLIT_SUMS / 4 / count;
@@ -1589,12 +1678,23 @@ void rotate(const Rotation &a, int is_wide, int threads) {
 }
 
 // `types`: 0 for weights, rows and results of bfloat16, 1 for fp32, 2 for weights of bfloat16 and all else of fp32. With
-// `alone` a row's bits do not depend on the number of rows.
+// `alone` a row's bits do not depend on the number of rows; those of bfloat16 never do.
 bool takes_tiles(int64_t rows, int types, int alone) {
+    if (!types) return uses_tiles && rows >= LEAST_NARROW_ROWS;
     return uses_tiles && !alone && rows >= (types == 1 ? LEAST_SPLIT_ROWS : LEAST_TILE_ROWS);
 }
 
+// Widen rows of bfloat16 numbers into memory that the caller frees, each of `width` with zeros behind its numbers.
+float *widened(const bf16 *x, int64_t rows, int64_t features, int64_t width) {
+    float *const wide = (float *)malloc(sizeof(float) * rows * width);
+    for (int64_t row = 0; row < rows; ++row)
+        for (int64_t at = 0; at < width; ++at)
+            wide[row * width + at] = at < features ? widen(x[row * features + at]) : 0.0f;
+    return wide;
+}
+
 void multiply(Linear a, int types, int alone, int threads) {
+    a.panels = (a.out_features + OUT_LANES - 1) / OUT_LANES;
 #if defined(__AMX_BF16__)
     if (takes_tiles(a.rows, types, alone)) {
         TiledLinear tiled = {a, 0, 0, 0};
@@ -1604,18 +1704,21 @@ void multiply(Linear a, int types, int alone, int threads) {
         else run_tasks<TiledLinear, multiply_by_tiles<bf16, bf16>>(tiled, parts, threads);
         return;
     }
+    if (uses_tiles && !types) {
+        float *const wide = widened((const bf16 *)a.x, a.rows, a.in_features, packed_columns<bf16>(a.in_features));
+        a.x = wide;
+        run_tasks<Linear, multiply_in_tile_order>(a, a.panels, threads);
+        free(wide);
+        return;
+    }
 #endif
-    a.panels = (a.out_features + OUT_LANES - 1) / OUT_LANES;
     a.band = BAND_FLOATS / (GROUP_ROWS * a.in_features);
     if (a.band < 1) a.band = 1;
     const int64_t tasks = (a.rows + GROUP_ROWS - 1) / GROUP_ROWS * a.panels;
     if (types == 1) return run_tasks<Linear, multiply_task<float, float, float>>(a, tasks, threads);
     if (types == 2) return run_tasks<Linear, multiply_task<float, bf16, float>>(a, tasks, threads);
     if (uses_pairs) return run_tasks<Linear, multiply_task<bf16, bf16, bf16>>(a, tasks, threads);
-    const bf16 *narrow = (const bf16 *)a.x;
-    const int64_t numbers = a.rows * a.in_features;
-    float *wide = (float *)malloc(sizeof(float) * numbers);
-    for (int64_t at = 0; at < numbers; ++at) wide[at] = widen(narrow[at]);
+    float *const wide = widened((const bf16 *)a.x, a.rows, a.in_features, a.in_features);
     a.x = wide;
     run_tasks<Linear, multiply_task<float, bf16, bf16>>(a, tasks, threads);
     free(wide);

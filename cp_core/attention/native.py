@@ -345,8 +345,8 @@ def multiply(
     """Return rows[..., C] times a packed weight -> [..., N], in the rows' dtype, plus bias[N].
 
     fp32 rows may have a weight of bfloat16. With `second`, a packed weight as large, it is silu(first product) * second
-    product, each rounded to the rows' dtype. Many rows are multiplied by tiles, if the processor has them, and then
-    their sums have another order: see `rows_alone`.
+    product, each rounded to the rows' dtype. Many rows are multiplied by tiles, if the processor has them. Sums of fp32
+    rows have another order then: see `rows_alone`.
     """
     found = library()
     assert found is not None

@@ -41,11 +41,15 @@ static inline half narrow_all(floats x) {
     for (int lane = 0; lane < 16; ++lane) out[lane] = narrow(x[lane]);
     return out;
 }
+// Nor do they give any.
+static inline float flushed(float value) {
+    return __builtin_fabsf(value) < 0x1p-126f ? __builtin_copysignf(0.0f, value) : value;
+}
 static inline floats dot(floats sum, floats x, floats y) {
     const halves one = (halves)x, other = (halves)y;
     for (int lane = 0; lane < 16; ++lane)
         for (int each = 1; each >= 0; --each)
-            sum[lane] = __builtin_fmaf(widen(one[2 * lane + each]), widen(other[2 * lane + each]), sum[lane]);
+            sum[lane] = flushed(__builtin_fmaf(widen(one[2 * lane + each]), widen(other[2 * lane + each]), sum[lane]));
     return sum;
 }
 static inline uint16_t not_less(floats x, floats y) {
@@ -88,10 +92,13 @@ static inline void multiply_tiles(int sum, int a, int b) {
         for (int pair = 0; pair < 16; ++pair)
             for (int column = 0; column < 16; ++column) {
                 const uint16_t *x = tiles[a].numbers[row] + 2 * pair, *y = tiles[b].numbers[pair] + 2 * column;
-                even[column] = __builtin_fmaf(widen(x[0]), widen(y[0]), even[column]);
-                odd[column] = __builtin_fmaf(widen(x[1]), widen(y[1]), odd[column]);
+                even[column] = flushed(__builtin_fmaf(widen(x[0]), widen(y[0]), even[column]));
+                odd[column] = flushed(__builtin_fmaf(widen(x[1]), widen(y[1]), odd[column]));
             }
-        for (int column = 0; column < 16; ++column) tiles[sum].sums[row][column] += even[column] + odd[column];
+        for (int column = 0; column < 16; ++column) {
+            float &to = tiles[sum].sums[row][column];
+            to = flushed(to + flushed(even[column] + odd[column]));
+        }
     }
 }
 

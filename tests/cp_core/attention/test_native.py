@@ -216,7 +216,7 @@ def test_a_number_that_is_none_stays_in_its_rows(poisoned: str, num_tokens: int,
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("num_in", "num_out"), [(1, 1), (96, 40), (300, 129), (576, 64), (577, 33)])
+@pytest.mark.parametrize(("num_in", "num_out"), [(1, 1), (96, 40), (300, 129), (576, 64), (577, 33), (4641, 20)])
 def test_a_product_matches_the_oracle_and_its_rows_do_not_know_of_each_other(
     num_in: int, num_out: int, dtype: torch.dtype, way: str
 ) -> None:
@@ -235,10 +235,23 @@ def test_a_product_matches_the_oracle_and_its_rows_do_not_know_of_each_other(
     assert largest(gated.double() - wanted) <= tolerance * max(1.0, largest(wanted))
     with native.rows_alone():
         alone = multiply(rows, packed, num_out, bias)
-        for count in (1, 2, 5, 6, 7, 97):
+        for count in (1, 2, 5, 6, 7, 8, 9, 97):
             assert torch.equal(multiply(rows[:count], packed, num_out, bias), alone[:count])
-    assert way == "tiles" or torch.equal(product, alone)
+    if way != "tiles" or dtype == torch.bfloat16:
+        assert torch.equal(product, alone)
+        for count in (1, 3, 7, 8):
+            assert torch.equal(multiply(rows[:count], gates, num_out, second=packed), gated[:count])
     assert multiply(rows[:0], packed, num_out).shape == (0, num_out)
+
+
+def test_a_row_of_tiny_numbers_has_the_bits_that_it_has_beside_others(way: str) -> None:
+    """Instructions for bfloat16 take subnormal numbers for zeros, as operands and as sums."""
+    rows = torch.randn(40, 320).mul(torch.logspace(-37, -39, 320)).bfloat16()
+    packed = pack_weight(torch.randn(48, 320).bfloat16())
+    product = multiply(rows, packed, 48)
+    assert product.any(), "some sums are numbers"
+    for count in (1, 5, 7):
+        assert torch.equal(multiply(rows[:count], packed, 48), product[:count])
 
 
 @pytest.mark.parametrize(("num_in", "num_out"), [(300, 129), (1500, 40), (40, 200)])
