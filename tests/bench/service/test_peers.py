@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 from transformers import AutoTokenizer
 
@@ -74,6 +80,71 @@ def test_a_server_that_does_not_answer_is_told_with_its_log(
     log = Path(str(told.value).rpartition(" ")[2])
     assert log.read_text() == "no room\n"
     log.unlink()
+
+
+ECHO = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def _answer(self, body):
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self):
+        self._answer(b'{"data": [{"id": "m"}]}')
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if not asked.get("stream"):
+            return self._answer(b"{}")
+        events = [{"choices": [{"text": "a"}]}, {"choices": [], "usage": {"completion_tokens": 6}}]
+        self._answer(b"".join(b"data: %s\\n\\n" % json.dumps(each).encode() for each in events))
+
+    def log_message(self, *words):
+        pass
+
+ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+async def test_side_by_side_each_figure_of_all_comes_before_the_next_and_the_others_stand_still(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that does not start is left out; one that may not pause runs on."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where the log of the server that fails stays
+    command = [sys.executable, "-c", ECHO.replace("{", "{{").replace("}", "}}"), "{port}"]
+    servers = [Server(name="one", command=command), Server(name="two", command=command, pauses=False)]
+    broken = Server(name="broken", command=[sys.executable, "-c", "pass"])
+    living = dict[str, peers.Living]()
+    call = peers.called
+
+    @asynccontextmanager
+    async def called(server: Server, *others: Any) -> AsyncIterator[peers.Living]:
+        async with call(server, *others) as each:
+            living[server.name] = each
+            yield each
+
+    monkeypatch.setattr(peers, "called", called)
+    found = list[tuple[str, str]]()
+    async for name, what, value in peers.measure_in_turn([*servers, broken], path, "float32", 2, ["lone"]):
+        assert value >= 0.0
+        found.append((name, what))
+        if len(found) <= 2 * 2 * 12:  # figures of requests, twice 12 of each server
+            if name == "two":  # a process stands still when all its threads have seen the signal
+                await asyncio.to_thread(os.waitid, os.P_PID, living["one"].process.pid, os.WSTOPPED | os.WNOWAIT)
+            assert living[name].process.status() != psutil.STATUS_STOPPED
+            assert living["two"].process.status() != psutil.STATUS_STOPPED
+    names = [name for name, _ in found[:48]]
+    assert names == ["one", "two"] * 24
+    assert [what for _, what in found[:48:2]] == [what for _, what in found[1:48:2]]
+    assert sorted(what for name, what in found[48:] if name == "one") == [
+        "idle memory, GB",
+        "memory afterwards, GB",
+        "start to first answer, s",
+    ]
 
 
 FLAGS = """--config '{"k":1}'"""
