@@ -86,7 +86,7 @@ CPU_SIZES = Sizes(
     merges=((2048, 2), (16, 4)),
     vocabulary=49_152,
     windows=((2048, 512),),
-    linear=(1, 4, 8, 64, 512),
+    linear=(1, 4, 8, 16, 64, 512),
 )
 
 

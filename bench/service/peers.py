@@ -12,6 +12,7 @@ import json
 import os
 import random
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -430,6 +431,7 @@ def run(options: argparse.Namespace) -> int:
     before = load_now()
     samples: dict[str, dict[str, list[float]]] = {}
     if options.side_by_side:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # paused servers would outlive this process
         asyncio.run(_collect_in_turn(servers, model, options, parts, samples))
     for number in range(options.rounds):
         for server in () if options.side_by_side else servers:

@@ -67,6 +67,7 @@ MEASURED: Future[None] = Future()
 MEASURED.set_result(None)
 
 ACTORS_STOP_SECONDS = 10.0
+RAY_LOOK_SECONDS = 0.2
 POLL_SECONDS = 0.2
 MEASURE_SECONDS = 10.0
 """Seconds that a start waits for the measurement of its rings: turns that have begun meanwhile come first."""
@@ -481,9 +482,13 @@ class LocalCluster:
             self._router.end_spare()  # there is one, too, while no router runs
         if self._router is not None and isinstance(self._router.process, RayRouter):
             stops.append(self._router.process.actor.stop.remote())
-        done, late = ray.wait(stops, num_returns=len(stops), timeout=ACTORS_STOP_SECONDS) if stops else ([], [])
+        deadline, late = time.monotonic() + ACTORS_STOP_SECONDS, stops
+        # What stops this process may have stopped Ray's, too, as a signal to the whole process group does.
+        while late and time.monotonic() < deadline and not find_ended(self._own_ray):
+            _, late = ray.wait(stops, num_returns=len(stops), timeout=RAY_LOOK_SECONDS)
         if late:
-            log.warning("%d of %d actors did not stop in time and are ended with Ray", len(late), len(done) + len(late))
+            log.warning("%d of %d actors did not stop in time and are ended with Ray", len(late), len(stops))
+        if late and not find_ended(self._own_ray):
             for leader in leaders:
                 free_places(leader.host.name)  # ranks outlive their leader, and here also a Ray that goes on
 

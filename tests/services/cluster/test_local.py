@@ -120,6 +120,35 @@ def test_a_fork_server_that_has_ended_is_told(
     cluster.stop()
 
 
+@pytest.mark.parametrize("ended", ["raylet", ""])
+def test_a_stop_waits_for_actors_only_while_ray_lives(
+    ended: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A signal to the whole process group ends Ray's processes, too, while the actors are asked to stop."""
+    found, freed, waited = iter(["", *[ended] * 9]), list[str](), list[float]()
+
+    def wait(stops: list[object], num_returns: int, timeout: float) -> tuple[list[object], list[object]]:
+        waited.append(timeout)
+        return [], stops
+
+    stop = SimpleNamespace(remote=lambda: "stop")
+    leader = SimpleNamespace(actor=SimpleNamespace(stop=stop), host=SimpleNamespace(name="prefill-0"))
+    cluster = LocalCluster(CONFIG)
+    monkeypatch.setattr(cluster, "_rings", SimpleNamespace(leaders=[leader]))
+    monkeypatch.setattr(local, "find_ended", lambda processes: next(found, ended))
+    monkeypatch.setattr(local, "free_places", freed.append)
+    monkeypatch.setattr(local, "ACTORS_STOP_SECONDS", 0.05)
+    monkeypatch.setattr(local, "ray", SimpleNamespace(wait=wait))
+    cluster._stop_actors()
+    assert "1 of 1 actors did not stop in time" in caplog.text
+    if ended:
+        assert len(waited) == 1
+        assert not freed, "to ask a Ray that has ended takes a minute"
+    else:
+        assert freed == ["prefill-0"]
+    cluster._directory.remove()
+
+
 def test_files_of_ray_that_vanish_while_it_is_stopped_do_not_stop_the_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
