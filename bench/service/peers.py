@@ -373,7 +373,8 @@ def add(kinds: Subcommands) -> None:
     parser.add_argument(
         "--side-by-side",
         action="store_true",
-        help="start each server once; measure every figure of all before the next, so that all\nhave the same minutes",
+        help="start each server once; a round takes each figure of all servers before the next, so that\nall have the "
+        "same minutes",
     )
     parser.add_argument(
         "--form",

@@ -855,7 +855,8 @@ void finish_rows(const Linear &a, int64_t first, int64_t rows, int64_t line, int
             for (int64_t lane = 0; lane < width; lane += W) {
                 const Result *kind = nullptr;
                 vf gate = rounded<IN_ONE>(load(sums + lane), kind), up = rounded<IN_ONE>(load(ups + lane), kind);
-                // 1 / (1 + e^-x) with an exponent that is never positive.
+                // 1 / (1 + e^-x) with an exponent that is never positive. The shorter power is exact to far more bits than
+                // a bfloat16 has.
                 const vf lower = select(gate < 0.0f, gate, -gate);
                 const vf small = IN_ONE && sizeof(Result) == sizeof(bf16) ? power_of_two(lower * 1.44269504f)
                                                                           : exponential(lower);
@@ -1278,7 +1279,7 @@ INLINE void add_in_tile_order(const float *x, const bf16 *weight, float *sums, i
         }
 }
 
-// A row of few is read with four blocks of outputs at a time, others with two: as many sums as the registers hold.
+// Three rows or fewer take four blocks of outputs at a time, more take two: as many sums as the registers hold.
 template <int ROWS>
 INLINE void add_rows_in_tile_order(const float *x, const bf16 *weight, float *sums, int64_t x_apart, int64_t apart,
                                    int64_t pairs, int64_t blocks) {
@@ -1687,9 +1688,11 @@ bool takes_tiles(int64_t rows, int types, int alone) {
 // Widen rows of bfloat16 numbers into memory that the caller frees, each of `width` with zeros behind its numbers.
 float *widened(const bf16 *x, int64_t rows, int64_t features, int64_t width) {
     float *const wide = (float *)malloc(sizeof(float) * rows * width);
-    for (int64_t row = 0; row < rows; ++row)
-        for (int64_t at = 0; at < width; ++at)
-            wide[row * width + at] = at < features ? widen(x[row * features + at]) : 0.0f;
+    for (int64_t row = 0; row < rows; ++row) {
+        float *const to = wide + row * width;
+        for (int64_t at = 0; at < features; ++at) to[at] = widen(x[row * features + at]);
+        for (int64_t at = features; at < width; ++at) to[at] = 0.0f;
+    }
     return wide;
 }
 

@@ -68,6 +68,7 @@ MEASURED.set_result(None)
 
 ACTORS_STOP_SECONDS = 10.0
 RAY_LOOK_SECONDS = 0.2
+"""Seconds of one wait for actors that stop, between two looks at Ray's own processes."""
 POLL_SECONDS = 0.2
 MEASURE_SECONDS = 10.0
 """Seconds that a start waits for the measurement of its rings: turns that have begun meanwhile come first."""

@@ -52,9 +52,10 @@ static inline floats dot(floats sum, floats x, floats y) {
             sum[lane] = flushed(__builtin_fmaf(widen(one[2 * lane + each]), widen(other[2 * lane + each]), sum[lane]));
     return sum;
 }
-static inline uint16_t not_less(floats x, floats y) {
+static inline uint16_t compare(floats x, floats y, int kind) {
     uint16_t mask = 0;
-    for (int lane = 0; lane < 16; ++lane) mask |= (uint16_t)!(x[lane] < y[lane]) << lane;
+    for (int lane = 0; lane < 16; ++lane)
+        mask |= (uint16_t)!(kind == _CMP_NEQ_UQ ? x[lane] == y[lane] : x[lane] < y[lane]) << lane;
     return mask;
 }
 static inline floats masked_product(uint16_t mask, floats x, floats y) {
@@ -117,7 +118,7 @@ static inline void need(bool there) {
 #define _mm512_cvtneps_pbh emulated::narrow_all
 #define _mm512_dpbf16_ps emulated::dot
 #define _mm512_set1_ps(x) ((x) - emulated::floats{})
-#define _mm512_cmp_ps_mask(x, y, kind) emulated::not_less(x, y)
+#define _mm512_cmp_ps_mask emulated::compare
 #define _mm512_maskz_mul_ps emulated::masked_product
 #define _mm512_rcp14_ps emulated::about_inverse
 #define _mm512_permutex2var_epi16 emulated::permute
