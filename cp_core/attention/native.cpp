@@ -736,6 +736,10 @@ INLINE int64_t packed_columns(int64_t columns) {
     return sizeof(Stored) == sizeof(bf16) ? (columns + 1) / 2 * 2 : columns;
 }
 
+// Weights AHEAD bytes behind those that are read are fetched meanwhile: by itself the processor fetches too few.
+#define AHEAD 2048
+INLINE void fetch_ahead(const void *at) { __builtin_prefetch((const char *)at + AHEAD); }
+
 // The weights of W outputs in column `column + side` of packed weights that begin at an even column.
 INLINE vf load_column(const float *at, int) { return load(at); }
 INLINE vf load_column(const bf16 *at, int side) {
@@ -753,7 +757,10 @@ INLINE void add_columns(vf (&each)[ROWS][BLOCKS], const float *x, const Stored *
         if (side && !both) break;
         vf some[BLOCKS];
 #pragma GCC unroll 4
-        for (int block = 0; block < BLOCKS; ++block) some[block] = load_column(weight + block * apart * W, side);
+        for (int block = 0; block < BLOCKS; ++block) {
+            if (!side) fetch_ahead(weight + block * apart * W);
+            some[block] = load_column(weight + block * apart * W, side);
+        }
 #pragma GCC unroll 6
         for (int row = 0; row < ROWS; ++row)
 #pragma GCC unroll 4
@@ -765,7 +772,10 @@ INLINE void add_columns(vf (&each)[ROWS][BLOCKS], const bf16 *x, const Stored *w
                         int64_t apart, bool both) {
     vf some[BLOCKS];
 #pragma GCC unroll 4
-    for (int block = 0; block < BLOCKS; ++block) some[block] = load((const float *)(weight + block * apart * W));
+    for (int block = 0; block < BLOCKS; ++block) {
+        fetch_ahead(weight + block * apart * W);
+        some[block] = load((const float *)(weight + block * apart * W));
+    }
 #pragma GCC unroll 6
     for (int row = 0; row < ROWS; ++row) {
         const bf16 *at = x + row * in_features;
@@ -1223,7 +1233,12 @@ void multiply_by_tiles(const TiledLinear &a, int64_t task) {
                         size = TILE_NUMBERS, beside = W * apart;
                     }
                     clear_sums();
+                    const bool is_first = row == first && is_whole(panel);
                     for (int64_t block = 0; block < depth; ++block) {
+                        for (int64_t at = 0; is_first && at < TILE_NUMBERS; at += 32) {
+                            fetch_ahead(weights + block * size + at);
+                            fetch_ahead(weights + block * size + beside + at);
+                        }
                         multiply_blocks(s.rows + block * x_parts * PART_NUMBERS, weights + block * size, x_parts, parts,
                                         beside);
                         finish((which * depth + block + 1) * BLOCK / (depth * count));
@@ -1263,6 +1278,7 @@ INLINE void add_in_tile_order(const float *x, const bf16 *weight, float *sums, i
 #pragma GCC unroll 4
         for (int block = 0; block < BLOCKS; ++block) {
             const bf16 *from = weight + (block * apart + column) * W;
+            fetch_ahead(from);
             const vf first = load_column(from, 0), second = load_column(from, 1);
 #pragma GCC unroll 6
             for (int row = 0; row < ROWS; ++row) {
