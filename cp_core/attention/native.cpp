@@ -1021,34 +1021,43 @@ INLINE void store_sums(float *to, int64_t right, int64_t down, int64_t stride) {
     STORE_TILE(3, to + down + right, 4 * stride);
 }
 
-#define LOAD_PAIR(first, second, block, part, beside)         \
-    LOAD_TILE(first, block + part * PART_NUMBERS, 2 * BLOCK); \
-    LOAD_TILE(second, block + part * PART_NUMBERS + beside, 2 * BLOCK)
+#define LOAD_PAIR(first, second, block, part, beside, stride)    \
+    LOAD_TILE(first, block + part * PART_NUMBERS, 2 * (stride)); \
+    LOAD_TILE(second, block + part * PART_NUMBERS + beside, 2 * (stride))
 #define MULTIPLY_PAIRS() \
     MULTIPLY_TILES(0, 4, 6); MULTIPLY_TILES(1, 4, 7); MULTIPLY_TILES(2, 5, 6); MULTIPLY_TILES(3, 5, 7)
 
-// Add the product of two blocks to the sums: of parts whose numbers add up to 2 or less. A block has 1 to 3 parts. The
-// tiles of the second are `beside` numbers apart.
-INLINE void multiply_blocks(const bf16 *a, const bf16 *b, int a_parts, int b_parts, int64_t beside = TILE_NUMBERS) {
-    LOAD_PAIR(4, 5, a, 0, TILE_NUMBERS);
+// Numbers of bfloat16 from a block's first tile to its second, and from a tile's line to the next.
+struct Strides {
+    int64_t tile = TILE_NUMBERS, line = BLOCK;
+};
+
+// Add the product of two blocks to the sums: of parts whose numbers add up to 2 or less. A block has 1 to 3 parts.
+INLINE void multiply_blocks(const bf16 *a, const bf16 *b, int a_parts, int b_parts, Strides of_a = {},
+                            Strides of_b = {}) {
+#define LOAD_A(part) LOAD_PAIR(4, 5, a, part, of_a.tile, of_a.line)
+#define LOAD_B(part) LOAD_PAIR(6, 7, b, part, of_b.tile, of_b.line)
+    LOAD_A(0);
     if (b_parts > 2) {
-        LOAD_PAIR(6, 7, b, 2, beside);
+        LOAD_B(2);
         MULTIPLY_PAIRS();
     }
     if (b_parts > 1) {
-        LOAD_PAIR(6, 7, b, 1, beside);
+        LOAD_B(1);
         MULTIPLY_PAIRS();
     }
-    LOAD_PAIR(6, 7, b, 0, beside);
+    LOAD_B(0);
     MULTIPLY_PAIRS();
     if (a_parts == 1) return;
-    LOAD_PAIR(4, 5, a, 2, TILE_NUMBERS);
+    LOAD_A(2);
     MULTIPLY_PAIRS();
-    LOAD_PAIR(4, 5, a, 1, TILE_NUMBERS);
+    LOAD_A(1);
     MULTIPLY_PAIRS();
     if (b_parts == 1) return;
-    LOAD_PAIR(6, 7, b, 1, beside);
+    LOAD_B(1);
     MULTIPLY_PAIRS();
+#undef LOAD_A
+#undef LOAD_B
 }
 
 // Split off the first 8 bits of a number, rounded. What is not finite leaves a rest that is a NaN.
@@ -1221,7 +1230,13 @@ void multiply_by_tiles(const TiledLinear &a, int64_t task) {
         };
         for (int64_t row = first; row < stop; row += BLOCK) {
             const int64_t height = stop - row < BLOCK ? stop - row : BLOCK;
-            split_rows((const Row *)l.x + row * l.in_features + column, height, columns, l.in_features, s.rows, s.some);
+            // Whole blocks of bfloat16 rows are multiplied where they lie.
+            const bool in_place = x_parts == 1 && height == BLOCK && depth * BLOCK == columns;
+            const Row *x = (const Row *)l.x + row * l.in_features + column;
+            if (!in_place) split_rows(x, height, columns, l.in_features, s.rows, s.some);
+            const bf16 *x_blocks = in_place ? (const bf16 *)x : s.rows;
+            const int64_t x_size = in_place ? BLOCK : x_parts * PART_NUMBERS;
+            const Strides of_x = in_place ? Strides{16 * l.in_features, l.in_features} : Strides{};
             for (int64_t panel = 0; panel < panels; ++panel) {
                 const int64_t number = (row - first) / BLOCK * panels + panel, at = at_once ? number % 2 : number;
                 float(*sums)[BLOCK * BLOCK] = s.sums + at * count;
@@ -1239,8 +1254,8 @@ void multiply_by_tiles(const TiledLinear &a, int64_t task) {
                             fetch_ahead(weights + block * size + at);
                             fetch_ahead(weights + block * size + beside + at);
                         }
-                        multiply_blocks(s.rows + block * x_parts * PART_NUMBERS, weights + block * size, x_parts, parts,
-                                        beside);
+                        multiply_blocks(x_blocks + block * x_size, weights + block * size, x_parts, parts, of_x,
+                                        {beside});
                         finish((which * depth + block + 1) * BLOCK / (depth * count));
                     }
                     if (!column) {
