@@ -111,43 +111,44 @@ class IncomingTransfer:
                 self._began = self._fed = time.monotonic()
 
     def store(self, frame: LayerFrame, payload: torch.Tensor) -> None:
-        """Copy a frame's payload (2*T*K*D elements: K, then V) to its slots, and wait for it. The last frame seals.
+        """Copy a frame's payload (2*T*K*D elements a layer: K, then V) to its slots, and wait. The last frame seals.
 
         Raises the error that ended the transfer. If the checksum is wrong, or tokens are unexpected or have arrived
         already, nothing is written, the transfer is aborted, and TransferError is raised.
         """
         cache = self._cache
         is_whole = frame.checksum is None or frame.checksum == digest_of(payload.view(torch.uint8))
-        both = payload.view(2, -1, frame.num_heads, cache.head_dim)
-        k, v = both.to(cache.device, non_blocking=True).unbind(0)
+        whole = payload.view(frame.num_layers, 2, -1, frame.num_heads, cache.head_dim)
+        layers = dict(zip(frame.layers, whole.to(cache.device, non_blocking=True), strict=True))
         heads = slice(frame.head_start - cache.head_start, frame.head_stop - cache.head_start)
         with self._changed:
             self._check_open()
             try:
                 if not is_whole:
                     raise TransferError(
-                        f"KV of layer {frame.layer} from position {frame.starts[0]} on is damaged in {self}: "
+                        f"KV of {_layers(frame)} from position {frame.starts[0]} on is damaged in {self}: "
                         f"its checksum is wrong"
                     )
                 place = self._place_of(frame)
-                arrived = self._arrived[frame.layer, heads]
-                if arrived[:, place.tokens].any():
+                arrived = self._arrived[frame.layer : frame.layers.stop, heads]
+                if arrived[:, :, place.tokens].any():
                     raise TransferError(
-                        f"KV of layer {frame.layer} from position {frame.starts[0]} on arrived twice in {self}"
+                        f"KV of {_layers(frame)} from position {frame.starts[0]} on arrived twice in {self}"
                     )
             except TransferError as error:
                 self._abort(error)
                 raise
-            if place.index is None:
-                cache.write_runs(frame.layer, place.runs, k, v, heads=heads)
-            else:
-                cache.write_slots(frame.layer, place.index, k, v, heads=heads)
+            for layer, (k, v) in layers.items():
+                if place.index is None:
+                    cache.write_runs(layer, place.runs, k, v, heads=heads)
+                else:
+                    cache.write_slots(layer, place.index, k, v, heads=heads)
             # Under the lock, so that no write follows `abort`, not even on this thread's own stream.
             cache.settle()
-            arrived[:, place.tokens] = True
+            arrived[:, :, place.tokens] = True
             self._payload_bytes += payload.nbytes
             self._fed = time.monotonic()
-            self._left -= frame.num_tokens * frame.num_heads
+            self._left -= frame.num_layers * frame.num_tokens * frame.num_heads
             if not self._left:
                 self._seal()
 
@@ -210,14 +211,14 @@ class IncomingTransfer:
 
     def _check_shape(self, frame: LayerFrame, payload_bytes: int) -> None:
         cache = self._cache
-        if frame.layer >= cache.num_layers:
-            raise TransferError(f"layer {frame.layer} of {self} is not among {cache.num_layers}")
+        if frame.layers.stop > cache.num_layers:
+            raise TransferError(f"{_layers(frame)} of {self} is not among {cache.num_layers}")
         if frame.dtype != cache.dtype_name:
             raise TransferError(f"KV of {self} is {frame.dtype}, this cache is {cache.dtype_name}")
         if frame.head_start < cache.heads.start or frame.head_stop > cache.heads.stop:
             heads = f"[{frame.head_start}, {frame.head_stop})"
             raise TransferError(f"KV heads {heads} of {self} are not in [{cache.heads.start}, {cache.heads.stop})")
-        needed = 2 * frame.num_tokens * frame.num_heads * cache.head_dim * cache.dtype.itemsize
+        needed = 2 * frame.num_tokens * frame.num_heads * cache.head_dim * cache.dtype.itemsize * frame.num_layers
         if payload_bytes != needed:
             raise TransferError(f"a frame of {self} has {payload_bytes} bytes, but its pieces need {needed}")
 
@@ -264,6 +265,10 @@ class IncomingTransfer:
         if self._on_end is not None:
             report = self._report() if self._state is TransferState.SEALED else None
             self._on_end(KvEnd(key=self.key, report=report, error=self._error))
+
+
+def _layers(frame: LayerFrame) -> str:
+    return f"layer {frame.layer}" if frame.num_layers == 1 else f"layers {frame.layer} to {frame.layers.stop - 1}"
 
 
 # Limit on remembered keys of ended transfers, so that a late `expect` cannot revive one. The oldest are forgotten.

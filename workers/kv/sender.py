@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
@@ -107,10 +107,10 @@ class OutgoingTransfer:
             if self._began is None:
                 self._began = time.monotonic()
 
-    def sent_part(self, payload_bytes: int) -> None:
-        """Note that one (layer, destination) pair is sent."""
+    def sent_part(self, payload_bytes: int, num_layers: int) -> None:
+        """Note that some layers are sent to one destination."""
         with self._changed:
-            self._unsent -= 1
+            self._unsent -= num_layers
             self._payload_bytes += payload_bytes
             self._changed.notify_all()
 
@@ -390,12 +390,24 @@ class CarrierCounts:
             self.fallbacks += 1
 
 
-class Carrier(Protocol):
-    """Path for KV to one destination rank: `Lane` over TCP, or `InProcessLane`. `Lane` documents the calls."""
+WrittenLayer = tuple[int, torch.Event | None]
+"""Layer whose KV is written when the device has reached the event."""
 
-    def send_layer(
-        self, transfer: OutgoingTransfer, part: OutgoingPart, layer: int, ready: torch.Event | None
-    ) -> None: ...
+
+def together(layers: Sequence[WrittenLayer], most: int) -> Iterator[tuple[range, torch.Event | None]]:
+    """Yield neighbouring layers in groups of `most`, and when all of a group are written."""
+    start = 0
+    for place, (layer, ready) in enumerate(layers, 1):
+        is_last = place == len(layers) or layers[place][0] != layer + 1
+        if is_last or place - start >= most:
+            yield range(layers[start][0], layer + 1), ready
+            start = place
+
+
+class Carrier(Protocol):
+    """Path for KV to one destination rank, such as `Lane`, which documents the calls."""
+
+    def send_layers(self, transfer: OutgoingTransfer, part: OutgoingPart, layers: Sequence[WrittenLayer]) -> None: ...
     def settle(self, transfer: OutgoingTransfer) -> None: ...
     def release(self, transfer: OutgoingTransfer) -> None: ...
     def close(self) -> None: ...
@@ -436,9 +448,9 @@ class Lane:
         self._copies = CopyStream(cache.device)
         self._is_closed = False
 
-    def send_layer(self, transfer: OutgoingTransfer, part: OutgoingPart, layer: int, ready: torch.Event | None) -> None:
-        """Send one layer of a part after the device has reached event `ready`."""
-        self._put(lambda: self._send_layer(transfer, part, layer, ready))
+    def send_layers(self, transfer: OutgoingTransfer, part: OutgoingPart, layers: Sequence[WrittenLayer]) -> None:
+        """Send some layers of a part, each after it is written."""
+        self._put(lambda: self._send_layers(transfer, part, layers))
 
     def settle(self, transfer: OutgoingTransfer) -> None:
         """Ask the destination to confirm everything sent so far."""
@@ -500,25 +512,27 @@ class Lane:
             self._thread = None
             return None
 
-    def _send_layer(
-        self, transfer: OutgoingTransfer, part: OutgoingPart, layer: int, ready: torch.Event | None
-    ) -> None:
+    def _send_layers(self, transfer: OutgoingTransfer, part: OutgoingPart, layers: Sequence[WrittenLayer]) -> None:
         connection = self._connection_for(transfer)
         if connection is None:
             return
-        sent = 0
         try:
             by_nixl = self._is_by_nixl(connection, transfer)
+            most_bytes = self._slots.out.slot_bytes if by_nixl else FRAME_BYTES
             with self._copies.copying():
-                frames = part.frames(self._slots.out.slot_bytes if by_nixl else FRAME_BYTES)
-            for layout in frames:
-                send = self._send_slot if by_nixl else self._send_inline
-                num_bytes = send(connection, transfer, layout, layer, ready)
-                if not num_bytes:
-                    return
-                self._counts.sent(num_bytes, by_nixl=by_nixl)
-                sent += num_bytes
-            transfer.sent_part(sent)
+                frames = part.frames(most_bytes)
+            # A frame takes time of both ends, however small it is: small layers share one.
+            most = max(1, most_bytes // part.layer_bytes) if len(frames) == 1 else 1
+            for some, ready in together(layers, most):
+                sent = 0
+                for layout in frames:
+                    send = self._send_slot if by_nixl else self._send_inline
+                    num_bytes = send(connection, transfer, layout, some, ready)
+                    if not num_bytes:
+                        return
+                    self._counts.sent(num_bytes, by_nixl=by_nixl)
+                    sent += num_bytes
+                transfer.sent_part(sent, len(some))
         except RingserveError as error:
             transfer.fail(error)
         except Exception as error:
@@ -533,23 +547,23 @@ class Lane:
         connection: DestinationConnection,
         transfer: OutgoingTransfer,
         layout: FrameLayout,
-        layer: int,
+        layers: range,
         ready: torch.Event | None,
     ) -> int:
         """Send a frame with its payload. Return the payload bytes, or 0 if the transfer is over."""
         if not self._begin_reading(transfer):
             return 0
         with self._copies.copying(ready):
-            payload = layout.payload(layer, self._cache)
-        connection.send(layout.of_layer(transfer.key, layer, self._cache, checksum_of(payload)), payload)
-        return layout.num_bytes(self._cache)
+            payload = layout.payload(layers, self._cache)
+        connection.send(layout.of_layers(transfer.key, layers, self._cache, checksum_of(payload)), payload)
+        return layout.num_bytes(self._cache, len(layers))
 
     def _send_slot(
         self,
         connection: DestinationConnection,
         transfer: OutgoingTransfer,
         layout: FrameLayout,
-        layer: int,
+        layers: range,
         ready: torch.Event | None,
     ) -> int:
         """Pack a frame into a slot and send the slot's place. Return the payload bytes, or 0 if the transfer is over.
@@ -563,14 +577,14 @@ class Lane:
                 connection.free_slot(slot)
                 return 0
             with out.writing(slot), self._copies.copying(ready):
-                packed = out.fill(slot, layout, layer, self._cache)
+                packed = out.fill(slot, layout, layers, self._cache)
                 checksum = digest_of(packed)
             self._end_reading()
         except BaseException:
             connection.free_slot(slot)
             raise
         ref = out.ref(slot, packed.nbytes)
-        connection.send(layout.of_layer(transfer.key, layer, self._cache, checksum, ref), [])
+        connection.send(layout.of_layers(transfer.key, layers, self._cache, checksum, ref), [])
         return ref.num_bytes
 
     def _begin_reading(self, transfer: OutgoingTransfer) -> bool:
@@ -665,7 +679,7 @@ class _Share:
     parts: tuple[tuple[Carrier, OutgoingPart], ...]
     waiting: set[int]
     layer_bytes: int
-    held: list[tuple[int, torch.Event | None]] = field(default_factory=list)
+    held: list[WrittenLayer] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -765,9 +779,8 @@ class KvSender:
             if share.waiting and len(share.held) * share.layer_bytes < self._held_bytes:
                 return
             # Inside the lock, so that the layers of a share enter a lane in the order of these calls.
-            for held, written in share.held:
-                for lane, part in share.parts:
-                    lane.send_layer(sending.transfer, part, held, written)
+            for lane, part in share.parts:
+                lane.send_layers(sending.transfer, part, tuple(share.held))
             share.held.clear()
 
     def finish(self, key: TransferKey, timeout: float) -> TransferReport:

@@ -113,10 +113,10 @@ class OutSlots(SlotPool):
         self.memory = torch.empty(num_slots * slot_bytes, dtype=torch.uint8, device=device)
         self.words = torch.zeros(num_slots, dtype=torch.int64)
 
-    def fill(self, slot: int, layout: FrameLayout, layer: int, cache: KvCache) -> torch.Tensor:
-        """Pack the payload of a layer's frame into a slot and return its bytes. Call it inside `CopyStream.copying`."""
+    def fill(self, slot: int, layout: FrameLayout, layers: range, cache: KvCache) -> torch.Tensor:
+        """Pack the payload of a frame of some layers into a slot and return its bytes, inside `CopyStream.copying`."""
         begin = slot * self.slot_bytes
-        return layout.pack(layer, cache, self.memory[begin : begin + self.slot_bytes])
+        return layout.pack(layers, cache, self.memory[begin : begin + self.slot_bytes])
 
     @contextmanager
     def writing(self, slot: int) -> Iterator[None]:

@@ -19,7 +19,7 @@ from ringserve.cp_core.errors import TurnCancelled, Unavailable
 from ringserve.orchestration.protocol.plans import PromptMode
 from ringserve.workers.kv.cache import KvCache
 from ringserve.workers.kv.frames import LayerFrame, OutgoingPart, checksum_of
-from ringserve.workers.kv.sender import KvSender, Lane, OutgoingTransfer
+from ringserve.workers.kv.sender import KvSender, Lane, OutgoingTransfer, WrittenLayer
 from tests.orchestration.service import Service, is_idle
 from tests.waiting import WAIT_SECONDS, eventually
 from tests.workers.kv.kv_peers import hand_source
@@ -69,18 +69,19 @@ class TappedLane(Lane):
         super().__init__(endpoint, cache, connect_seconds=WAIT_SECONDS, stall_seconds=WAIT_SECONDS)
         self._tap = tap
 
-    def _send_layer(
-        self, transfer: OutgoingTransfer, part: OutgoingPart, layer: int, ready: torch.Event | None
-    ) -> None:
+    def _send_layers(self, transfer: OutgoingTransfer, part: OutgoingPart, layers: Sequence[WrittenLayer]) -> None:
         self._tap.num_at_gate += 1
         self._tap.gate.wait(WAIT_SECONDS)
-        if transfer.key.transfer_id not in self._tap.late or layer == 0:
-            super()._send_layer(transfer, part, layer, ready)
+        if transfer.key.transfer_id not in self._tap.late:
+            super()._send_layers(transfer, part, layers)
             return
-        for layout in part.frames():
-            payload = b"".join(layout.payload(layer, self._cache))
-            frame = layout.of_layer(transfer.key, layer, self._cache, checksum_of([memoryview(payload)]))
-            self._tap.held.append((self.endpoint, frame, payload))
+        super()._send_layers(transfer, part, [each for each in layers if each[0] == 0])
+        for layer in (layer for layer, _ in layers if layer):
+            for layout in part.frames():
+                payload = b"".join(layout.payload(range(layer, layer + 1), self._cache))
+                checksum = checksum_of([memoryview(payload)])
+                frame = layout.of_layers(transfer.key, range(layer, layer + 1), self._cache, checksum)
+                self._tap.held.append((self.endpoint, frame, payload))
 
 
 def blocks_of(service: Service, turn_id: str) -> list[set[int]]:

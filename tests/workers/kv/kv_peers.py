@@ -250,17 +250,26 @@ def receiving(
 
 
 def sending(
-    cache: KvCache, *, tls: PeerTls | None = None, agent: PullAgent | None = None, stall_seconds: float = WAIT_SECONDS
+    cache: KvCache,
+    *,
+    tls: PeerTls | None = None,
+    agent: PullAgent | None = None,
+    stall_seconds: float = WAIT_SECONDS,
+    held_bytes: int = 0,
 ) -> closing[KvSender]:
-    return closing(KvSender(cache, SOURCE, tls=tls, agent=agent, stall_seconds=stall_seconds))
+    return closing(KvSender(cache, SOURCE, tls=tls, agent=agent, stall_seconds=stall_seconds, held_bytes=held_bytes))
 
 
 @dataclass(frozen=True)
 class Way:
-    """Way of KV between ranks: plain sockets, sockets with TLS, or NIXL on host memory, by slots of a few tokens."""
+    """Way of KV between ranks: plain sockets, sockets with TLS, or NIXL on host memory, by slots of a few tokens.
+
+    Layers are sent together once they have `held_bytes`.
+    """
 
     tls: PeerTls | None = None
     is_nixl: bool = False
+    held_bytes: int = 0
 
     @contextmanager
     def receiving(self, cache: KvCache) -> Iterator[KvReceiver]:
@@ -272,7 +281,7 @@ class Way:
     def sending(self, cache: KvCache) -> Iterator[KvSender]:
         with ExitStack() as stack:
             agent = self._agent(stack, SOURCE)
-            sender = stack.enter_context(sending(cache, tls=self.tls, agent=agent))
+            sender = stack.enter_context(sending(cache, tls=self.tls, agent=agent, held_bytes=self.held_bytes))
             yield sender
             if agent is not None:
                 assert sender.counts.socket_bytes == sender.counts.fallbacks == 0

@@ -49,7 +49,8 @@ CARD = CardFrame(
 
 
 def layer(starts: list[int], counts: list[int]) -> LayerFrame:
-    return LayerFrame(key_of(), 3, "bfloat16", 2, 4, np.array(starts), np.array(counts), checksum=(1 << 32) - 1)
+    pieces = np.array(starts), np.array(counts)
+    return LayerFrame(key_of(), 3, "bfloat16", 2, 4, *pieces, checksum=(1 << 32) - 1, num_layers=5)
 
 
 def header_of(**changes: Any) -> bytes:
@@ -88,7 +89,7 @@ def test_a_layer_frame_is_decoded_as_it_was(gaps: list[tuple[int, int]], payload
     assert decode_prefix(encoded[: PREFIX.size]) == (len(encoded) - PREFIX.size, payload_bytes)
     decoded = decode_header(encoded[PREFIX.size :], payload_bytes)
     assert isinstance(decoded, LayerFrame)
-    assert (decoded.key, decoded.layer, decoded.dtype) == (key_of(), 3, "bfloat16")
+    assert (decoded.key, decoded.layers, decoded.dtype) == (key_of(), range(3, 8), "bfloat16")
     assert (decoded.head_start, decoded.head_stop) == (2, 4)
     assert decoded.checksum == (1 << 32) - 1
     assert (decoded.starts.tolist(), decoded.counts.tolist()) == (starts, counts)
@@ -98,7 +99,7 @@ def test_a_layer_frame_is_decoded_as_it_was(gaps: list[tuple[int, int]], payload
     ("prefix", "fault"),
     [
         (PREFIX.pack(b"GET ", VERSION, 10, 0), "not a KV frame"),
-        (PREFIX.pack(MAGIC, VERSION + 1, 10, 0), "version 3"),
+        (PREFIX.pack(MAGIC, VERSION + 1, 10, 0), "version 4"),
         (PREFIX.pack(MAGIC, VERSION, 0, 0), "header of 0 bytes"),
         (PREFIX.pack(MAGIC, VERSION, MAX_HEADER_BYTES + 1, 0), "header of"),
         (PREFIX.pack(MAGIC, VERSION, 10, MAX_PAYLOAD_BYTES + 1), "payload of"),
@@ -124,9 +125,11 @@ def pairs(*numbers: int) -> bytes:
         ({"key": ["a", -1, "b", "c"]}, "'key' is no number"),
         ({"key": ["a", True, "b", "c"]}, "'key' is no number"),
         ({"key": ["a" * 1025, 1, "b", "c"]}, "'key' is no text"),
-        ({"layer": -1}, "'layer' is no number"),
-        ({"layer": "0"}, "'layer' is no number"),
-        ({"layer": 1 << 41}, "'layer' is no number"),
+        ({"layers": 3}, "'layers' is not a list of 2"),
+        ({"layers": [-1, 1]}, "'layers' is no number"),
+        ({"layers": ["0", 1]}, "'layers' is no number"),
+        ({"layers": [0, 1 << 41]}, "'layers' is no number"),
+        ({"layers": [3, 0]}, "of no layers"),
         ({"dtype": 7}, "'dtype' is no text"),
         ({"checksum": "0"}, "'checksum' is no number"),
         ({"checksum": -1}, "'checksum' is no number"),

@@ -117,6 +117,17 @@ def test_a_token_that_arrives_twice_is_refused_and_ends_the_transfer(
     assert cache.read(0, BLOCKS, 5, 1).k.isnan().all()
 
 
+def test_a_layer_that_arrives_again_among_others_is_refused_and_writes_none_of_them(
+    receiver: KvReceiver, cache: KvCache, source: HandSource
+) -> None:
+    receiver.expect(expect_of(key_of(), TOKENS, BLOCKS))
+    source.send_rows(TRUTH, 1, [(4, 1)])
+    frame = dataclasses.replace(layer_frame(key_of(), 0, [(0, TOKENS)]), num_layers=2)
+    source.send(frame, TRUTH.payload(0, range(TOKENS)) + TRUTH.payload(1, range(TOKENS)))
+    assert "layers 0 to 1 from position 0 on arrived twice" in source.refusal().reason
+    assert cache.read(0, BLOCKS, 0, TOKENS).k.isnan().all()
+
+
 def test_a_sealed_transfer_takes_no_late_frame(receiver: KvReceiver, cache: KvCache, source: HandSource) -> None:
     receiver.expect(expect_of(key_of(), TOKENS, BLOCKS))
     source.send_whole(TRUTH)
@@ -133,6 +144,9 @@ def test_a_sealed_transfer_takes_no_late_frame(receiver: KvReceiver, cache: KvCa
         (layer_frame(key_of(), 0, [(8, 3)]), 3, "does not expect"),
         (layer_frame(key_of(), 0, [(0, 2), (50, 1)]), 3, "does not expect"),
         (layer_frame(key_of(), NUM_LAYERS, [(0, 1)]), 1, "is not among"),
+        (dataclasses.replace(layer_frame(key_of(), 1, [(0, 1)]), num_layers=NUM_LAYERS), 1, "is not among"),
+        (dataclasses.replace(layer_frame(key_of(), 0, [(0, 1)]), num_layers=2), 1, "bytes, but its pieces need"),
+        (dataclasses.replace(layer_frame(key_of(), 0, [(0, 1)]), num_layers=1 << 40), 1, "is not among"),
         (layer_frame(key_of(), 0, [(0, 1)], dtype="float16"), 1, "is float16, this cache is float32"),
         (layer_frame(key_of(), 0, [(0, 2)]), 1, "bytes, but its pieces need"),
         (layer_frame(key_of(), 0, [(0, 1 << 40)]), 1, "bytes, but its pieces need"),

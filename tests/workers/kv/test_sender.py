@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
@@ -16,7 +16,7 @@ from ringserve.cp_core.layout.reshard import KvPiece
 from ringserve.cp_core.layout.shards import TokenRange
 from ringserve.workers.kv.cache import KvCache
 from ringserve.workers.kv.frames import AbandonFrame, LayerFrame, RefusedFrame, SettledFrame, SettleFrame
-from ringserve.workers.kv.sender import KvSender
+from ringserve.workers.kv.sender import KvSender, WrittenLayer, together
 from ringserve.workers.protocol.transfers import KvPart, KvSend, TransferReport
 from tests.waiting import WAIT_SECONDS
 from tests.workers.kv.kv_peers import (
@@ -86,8 +86,8 @@ class NotedLane:
     def __init__(self) -> None:
         self.layers: list[int] = []
 
-    def send_layer(self, transfer: object, part: object, layer: int, ready: object) -> None:
-        self.layers.append(layer)
+    def send_layers(self, transfer: object, part: object, layers: Sequence[WrittenLayer]) -> None:
+        self.layers += [layer for layer, _ in layers]
 
     def settle(self, transfer: object) -> None: ...
     def release(self, transfer: object) -> None: ...
@@ -112,6 +112,29 @@ def test_layers_leave_together_once_they_have_bytes_enough_or_are_all(
         for layer, wanted in zip((1, 0, 2), sent, strict=True):
             sender.layer_ready(key_of(), layer)
             assert lane.layers == wanted
+
+
+def test_small_layers_that_leave_together_share_a_frame(cache: KvCache, destination: HandDestination) -> None:
+    with sending(cache, held_bytes=1 << 30) as sender:
+        begin_and_send_layers(sender, destination)
+        frame, payload = destination.receive()
+        assert isinstance(frame, LayerFrame)
+        assert frame.layers == range(NUM_LAYERS)
+        assert payload == b"".join(TRUTH.payload(layer, range(TOKENS)) for layer in range(NUM_LAYERS))
+
+
+@pytest.mark.parametrize(
+    ("layers", "most", "groups"),
+    [
+        ([0, 1, 2], 2, [range(2), range(2, 3)]),
+        ([0, 1, 3], 8, [range(2), range(3, 4)]),
+        ([1, 0, 2], 8, [range(1, 2), range(1), range(2, 3)]),
+        ([5], 1, [range(5, 6)]),
+        ([], 1, []),
+    ],
+)
+def test_neighbouring_layers_are_grouped_in_their_order(layers: list[int], most: int, groups: list[range]) -> None:
+    assert [group for group, _ in together([(layer, None) for layer in layers], most)] == groups
 
 
 def test_finish_asks_and_returns_when_the_destination_has_confirmed(

@@ -40,9 +40,10 @@ NUM_BLOCKS_USED = 40
 PLAIN = Way()
 
 
-@pytest.fixture(params=["plain", "tls", "nixl"])
+@pytest.fixture(params=["plain", "tls", "nixl", "layers together", "layers together by nixl"])
 def way(request: pytest.FixtureRequest, authority: Authority) -> Way:
-    return Way(authority.peer() if request.param == "tls" else None, is_nixl=request.param == "nixl")
+    tls = authority.peer() if request.param == "tls" else None
+    return Way(tls, is_nixl="nixl" in request.param, held_bytes=1 << 30 if "together" in request.param else 0)
 
 
 class Rings:
