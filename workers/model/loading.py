@@ -37,10 +37,11 @@ from ringserve.workers.model.layers import (
     quantize_mlps,
     rotating_forward,
 )
+from ringserve.workers.model.shared import shared_bytes
 from ringserve.workers.model.support import SLIDING, WINDOWS
 from ringserve.workers.model.tensor_parallel import TensorParallel
 from ringserve.workers.model.tokenizer import load_tokenizer, tokenizer_json
-from ringserve.workers.model.weights import Weights, release_pages, whole_shapes
+from ringserve.workers.model.weights import Weights, is_mapped, release_pages, whole_shapes
 from ringserve.workers.protocol.ranks import FP8_MLPS, NO_QUANTIZATION, ModelInfo
 from ringserve.workers.sampling.grammar import Grammars
 
@@ -189,8 +190,8 @@ class LoadedModel:
         Projections with the same input become one layer. On a CPU layers are packed, MLPs run in two calls of its
         kernels instead, which apply the activation, RMS norms and rotary positions in one. The packed copy of a head
         that is the embedding, too, takes memory of its own. With `is_shared` all ranks of a machine with the same
-        weights have one copy of those that are packed for this package's kernels; they must be as they were read. On a
-        GPU with `quantization` "fp8" MLPs become such of 8-bit floats.
+        weights have one copy of the embedding and of those that are packed for this package's kernels; they must be as
+        they were read. On a GPU with `quantization` "fp8" MLPs become such of 8-bit floats.
         """
         is_on_cpu = self.model.device.type == "cpu"
         if not is_on_cpu or self.body.dtype in packed_dtypes():  # where files are mapped, a copy would take memory
@@ -203,6 +204,8 @@ class LoadedModel:
         pack(self.body, key)
         if with_head:
             pack(self.head, key)
+        if key:
+            self._share_embedding(key)
         for module in self.body.modules():
             if (forward := GatedMlp.try_of(module) or FusedNorm.try_of(module)) is not None:
                 module.forward = forward
@@ -215,6 +218,17 @@ class LoadedModel:
                 module.forward = layer
         if is_on_cpu:
             release_pages(self.path)
+
+    def _share_embedding(self, key: str) -> None:
+        """Move the embedding to memory that processes with the same `key` share, unless it is mapped from its file."""
+        weight = self.model.get_input_embeddings().weight
+        assert isinstance(weight, Tensor)
+        if weight.device.type != "cpu" or is_mapped(weight):
+            return
+        own = weight.detach().contiguous().view(torch.uint8).flatten()
+        name = f"{key}, embedding {tuple(weight.shape)} {weight.dtype}"
+        if (shared := shared_bytes(name, own.numel(), lambda memory: memory.copy_(own))) is not None:
+            weight.data = shared.view(weight.dtype).view(weight.shape)
 
     def compiled(self, backend: str) -> LoadedModel:
         """Return the model with its layers compiled by a backend of torch; its weights are cut and packed no more.

@@ -69,6 +69,17 @@ def release_pages(path: Path) -> None:
             madvise(ctypes.c_void_p(at[0]), ctypes.c_size_t(at[1]), mmap.MADV_DONTNEED)
 
 
+def is_mapped(tensor: Tensor) -> bool:
+    """Return True if a tensor is mapped from a file, or from memory that processes share; False where nobody knows."""
+    if not MAPPINGS.is_file():
+        return False
+    found = (MAPPING.fullmatch(line) for line in MAPPINGS.with_name("maps").read_text().splitlines())
+    at = tensor.data_ptr()
+    return any(
+        each["path"].startswith("/") for each in found if each and int(each["start"], 16) <= at < int(each["stop"], 16)
+    )
+
+
 def find_trim() -> Callable[[int], int] | None:
     """Return glibc's `malloc_trim`; None if the C library has none."""
     trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -14,13 +14,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from ringserve.cp_core.attention import native
 from ringserve.workers.model import shared
 from ringserve.workers.model.layers import PackedLinear, pack
+from ringserve.workers.model.loading import LoadedModel, load_model
 from ringserve.workers.model.shared import shared_bytes
+from ringserve.workers.model.weights import is_mapped
 from tests.programs import require
 from tests.waiting import WAIT_SECONDS
+from tests.workers.models import SHAPE
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no such memory on this system")
 
@@ -217,3 +221,36 @@ def test_layers_that_are_packed_together_answer_as_each_alone(directory: Path) -
     assert torch.equal(first(rows), alone(rows))
     assert torch.equal(second(rows), alone(rows))
     assert all(isinstance(each, PackedLinear) and each.packed.data_ptr() % 64 == 0 for each in first)
+
+
+def embedding_of(model: LoadedModel) -> torch.Tensor:
+    weight = model.model.get_input_embeddings().weight
+    assert isinstance(weight, torch.Tensor)
+    return weight
+
+
+@pytest.mark.parametrize("with_head", [True, False])
+def test_an_embedding_that_was_converted_is_in_memory_once(with_head: bool, directory: Path) -> None:
+    """Its head is tied to it, packed or not. One in its file's own type is mapped from the file and stays there."""
+    torch.manual_seed(7)
+    path = directory / "model"
+    LlamaForCausalLM(LlamaConfig(**SHAPE | {"tie_word_embeddings": True})).save_pretrained(path)
+    alone, *sharing = (load_model(path, "bfloat16", "cpu") for _ in range(3))
+    alone.pack_weights(with_head=with_head)
+    for each in sharing:
+        each.pack_weights(with_head=with_head, is_shared=True)
+    assert [is_mapped(embedding_of(each)) for each in (alone, *sharing)] == [False, True, True]
+    wanted = embedding_of(alone)
+    places = [path for path in directory.glob("ringserve-shared-*/ringserve-*") if path.read_text()]
+    assert places, "no other process could find it"
+    states = torch.randn(3, wanted.shape[1], generator=torch.Generator().manual_seed(3)).to(wanted.dtype)
+    with torch.inference_mode():
+        for each in sharing:
+            assert torch.equal(embedding_of(each), wanted)
+            assert torch.equal(each.logits(states), alone.logits(states))
+
+    same = load_model(path, "float32", "cpu")
+    before = embedding_of(same).data_ptr()
+    same.pack_weights(with_head=with_head, is_shared=True)
+    assert embedding_of(same).data_ptr() == before
+    assert is_mapped(embedding_of(same))
