@@ -157,11 +157,6 @@ def _lost_by(
     return beyond_best(comparisons, [algorithm == PASS_KV for algorithm in chosen])
 
 
-def best_seconds(comparisons: Sequence[Comparison]) -> float:
-    """Return the seconds of the better algorithm of each comparison, summed."""
-    return sum(min(each.pass_kv_seconds, each.pass_q_seconds) for each in comparisons)
-
-
 def beyond_best(comparisons: Sequence[Comparison], takes_pass_kv: Sequence[bool]) -> float:
     """Return the seconds that these choices take beyond the best ones."""
     return sum(

@@ -145,11 +145,6 @@ class _Option(NamedTuple):
     direct: DirectOffer | None
     handoff: float
 
-    @property
-    def over_prefill(self) -> RingAlternative:
-        """Way over the best prefill ring."""
-        return self.cost.alternative(self.handoff)
-
     def is_direct(self, turn: WantedTurn) -> bool:
         """Return whether the decode ring computes the prompt: asked for, or sooner."""
         if self.direct is None:

@@ -42,8 +42,6 @@ CHANGING = ("audio", "function_call", "images")
 MAX_IGNORED = 1000
 """Names of ignored fields that are remembered, to log each once."""
 
-Body = dict[str, Any]
-"""Request body as the client wrote it."""
 TemplateMessage = dict[str, Any]
 """Chat message as templates take it, made from `models.Message`."""
 Asked = TypeVar("Asked", bound=models.Fields)
