@@ -556,6 +556,7 @@ class Lane:
         with self._copies.copying(ready):
             payload = layout.payload(layers, self._cache)
         connection.send(layout.of_layers(transfer.key, layers, self._cache, checksum_of(payload)), payload)
+        self._end_reading()  # if the transfer has been abandoned, the next frame is not begun
         return layout.num_bytes(self._cache, len(layers))
 
     def _send_slot(

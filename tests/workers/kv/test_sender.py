@@ -15,8 +15,22 @@ from ringserve.cp_core.errors import StaleIncarnation, TransferError, Unavailabl
 from ringserve.cp_core.layout.reshard import KvPiece
 from ringserve.cp_core.layout.shards import TokenRange
 from ringserve.workers.kv.cache import KvCache
-from ringserve.workers.kv.frames import AbandonFrame, LayerFrame, RefusedFrame, SettledFrame, SettleFrame
-from ringserve.workers.kv.sender import KvSender, WrittenLayer, together
+from ringserve.workers.kv.frames import (
+    AbandonFrame,
+    LayerFrame,
+    RefusedFrame,
+    SettledFrame,
+    SettleFrame,
+    TransferFrame,
+)
+from ringserve.workers.kv.sender import (
+    DestinationConnection,
+    KvSender,
+    Lane,
+    OutgoingTransfer,
+    WrittenLayer,
+    together,
+)
 from ringserve.workers.protocol.transfers import KvPart, KvSend, TransferReport
 from tests.waiting import WAIT_SECONDS
 from tests.workers.kv.kv_peers import (
@@ -292,6 +306,37 @@ def test_abandoning_tells_the_destination_and_ends_finish(sender: KvSender, dest
     # Later layers of the running step are ignored.
     sender.layer_ready(key_of(), 0)
     assert sender.num_open == 0
+
+
+def test_of_an_abandoned_transfer_no_frame_is_sent_after_the_one_under_way(
+    cache: KvCache, destination: HandDestination, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, releasing, gate = (threading.Event() for _ in range(3))
+    send, release = DestinationConnection.send, Lane.release
+
+    def send_at_gate(connection: DestinationConnection, frame: TransferFrame, payload: list[memoryview]) -> None:
+        begun.set()
+        assert gate.wait(WAIT_SECONDS)
+        send(connection, frame, payload)
+
+    def note_release(lane: Lane, transfer: OutgoingTransfer) -> None:
+        releasing.set()
+        release(lane, transfer)
+
+    monkeypatch.setattr(DestinationConnection, "send", send_at_gate)
+    monkeypatch.setattr(Lane, "release", note_release)
+    monkeypatch.setattr("ringserve.workers.kv.sender.FRAME_BYTES", LAYER_BYTES)
+    with sending(cache, held_bytes=1 << 30) as sender, ThreadPoolExecutor(1) as pool:
+        begin_and_send_layers(sender, destination)
+        assert begun.wait(WAIT_SECONDS)
+        abandoning = pool.submit(sender.abandon, key_of())
+        assert releasing.wait(WAIT_SECONDS)
+        gate.set()
+        abandoning.result(WAIT_SECONDS)
+        frame, _ = destination.receive()
+        assert isinstance(frame, LayerFrame)
+        assert frame.layers == range(1)
+        assert destination.receive()[0] == AbandonFrame(key_of(), "it was abandoned")
 
 
 def big_cache() -> KvCache:
