@@ -16,8 +16,8 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,9 +39,8 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from ringserve.cp_core.errors import ConfigError, RingserveError, StaleIncarnation, Unavailable
-from ringserve.cp_core.transport.peer_tls import PeerTls
 from ringserve.orchestration.protocol.rings import RingEvent
-from ringserve.orchestration.ring.polls import Polls, listen_for_polls, polls_of
+from ringserve.orchestration.ring.calls import LANES, Calls, Lanes, RankFailed, calls_of, listen_for_calls
 from ringserve.orchestration.tasks import beside_others
 from ringserve.views import RingRates
 from ringserve.workers.kv.arrivals import Arrivals
@@ -62,8 +61,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-POLLS_SECONDS = 5.0
-"""Seconds in which a leader and a rank connect for polls."""
+CALLS_SECONDS = 5.0
+"""Seconds in which a leader and a rank connect for calls."""
 
 RANK_NICENESS = 15
 """Nice value of a rank, which is Ray's own for all its workers: router and leaders come before computations."""
@@ -137,6 +136,7 @@ class RankActor:
         write_as_starter()
         give_way()
         self._worker = beside_others(_make_worker, START_NICENESS)
+        self._lanes = Lanes()
         self._incarnation = ""
         self._settings: RankSettings | None = None  # as a leader named them
         self._note: object = None
@@ -184,11 +184,11 @@ class RankActor:
         return self._note
 
     @ray.method(concurrency_group="control")
-    def listen_for_polls(self, incarnation: str, secret: str, timeout: float) -> str:
-        """Let a leader that knows the secret poll by a connection; return the endpoint to call. Raises Unavailable."""
+    def listen_for_calls(self, incarnation: str, secret: str, timeout: float) -> str:
+        """Let a leader that knows the secret call by a connection; return the endpoint. Raises Unavailable."""
         settings = self._worker.parts.spec.settings
-        rendezvous = replace(polls_of(incarnation, secret, timeout), tls=settings.tls)
-        return listen_for_polls(settings.listen_host, rendezvous, partial(self._call, incarnation, "poll"))
+        rendezvous = replace(calls_of(incarnation, secret, timeout), tls=settings.tls)
+        return listen_for_calls(settings.listen_host, rendezvous, self._lanes, partial(self._call, incarnation))
 
     @ray.method(concurrency_group="compute")
     def compute(self, incarnation: str, method: str, *arguments: Any) -> Any:
@@ -261,7 +261,10 @@ def _remote(kind: type, title: str, **options: Any) -> Any:
 
 
 class RayRank:
-    """`RankPort` on an actor. Errors of the rank are raised as they are; errors of Ray become Unavailable."""
+    """`RankPort` on an actor. Errors of the rank are raised as they are; errors of Ray become Unavailable.
+
+    What a leader asks of a rank that has begun goes by a connection; by Ray if there is none, or it has ended.
+    """
 
     def __init__(self, name: str, actor: ActorHandle[Any]) -> None:
         self._name = name
@@ -269,26 +272,36 @@ class RayRank:
         self._process: psutil.Process | None = None  # if it is on this node
         self._incarnation = ""
         self._arrivals = Arrivals(self._poll_kv)
-        self._tls: PeerTls | None = None
-        self._polls: Polls | None = None
-        self._polled = ""  # incarnation that `_polls` belongs to
+        self._calls: Calls | None = None
 
     async def _call(self, lane: str, method: str, timeout: float | None, *arguments: Any) -> Any:
-        call = getattr(self._actor, lane).remote(self._incarnation, method, *arguments)
-        return await self._answer(call, method, timeout)
+        calls = self._calls
+        if calls is None or calls.is_closed:
+            call = getattr(self._actor, lane).remote(self._incarnation, method, *arguments)
+            return await self._answer(call, method, timeout)
+        async with self._telling(method, timeout):
+            return await calls.ask(lane, method, *arguments)
 
     async def _answer(self, reference: ray.ObjectRef[Any], method: str, timeout: float | None) -> Any:
+        async with self._telling(method, timeout):
+            return await asyncio.wrap_future(reference.future())
+
+    @asynccontextmanager
+    async def _telling(self, method: str, timeout: float | None) -> AsyncIterator[None]:
+        """Raise errors of the rank as they are, and others of the call as Unavailable."""
         try:
             async with asyncio.timeout(timeout):  # wait_for of Python 3.11 can swallow a cancellation
-                return await asyncio.wrap_future(reference.future())
+                yield
         except TimeoutError:
             raise Unavailable(f"{self._name} did not answer {method} within {timeout:.0f} s") from None
+        except RankFailed as error:
+            raise Unavailable(f"{self._name} failed in {method}: {error}") from None
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, RingserveError):
                 raise cause from None
             raise Unavailable(f"{self._name} failed in {method}: {type(cause).__name__}: {cause}") from error
-        except (RayActorError, GetTimeoutError, RayError) as error:
+        except (OSError, RayActorError, GetTimeoutError, RayError) as error:
             raise Unavailable(f"{self._name} died") from error
 
     async def start(self, spec: RankSpec, timeout: float) -> RankInfo:
@@ -299,14 +312,32 @@ class RayRank:
 
     async def _begin(self, method: str, spec: RankSpec, timeout: float) -> RankInfo:
         actor: Any = self._actor  # for Ray's stubs, a method of a class that they do not know never returns
-        self._incarnation, self._tls = spec.incarnation, spec.settings.tls
+        self.end_calls()
+        self._incarnation = spec.incarnation
         info: RankInfo = await self._answer(getattr(actor, method).remote(spec), method, timeout)
+        self._calls = await self._begin_calls(spec, min(timeout, CALLS_SECONDS))
         if self._process is None:
             node, pid = await self._answer(actor.home.remote(), "home", timeout)
             if node == ray.get_runtime_context().get_node_id():
                 with suppress(psutil.NoSuchProcess):
                     self._process = psutil.Process(pid)
         return info
+
+    async def _begin_calls(self, spec: RankSpec, timeout: float) -> Calls | None:
+        rendezvous = replace(calls_of(spec.incarnation, secrets.token_hex(32), timeout), tls=spec.settings.tls)
+        actor: Any = self._actor  # as in `_begin`
+        listening = actor.listen_for_calls.remote(spec.incarnation, rendezvous.secret, timeout)
+        try:
+            endpoint: str = await self._answer(listening, "listen_for_calls", timeout)
+            return await asyncio.to_thread(Calls, endpoint, rendezvous)
+        except (ConfigError, Unavailable) as error:
+            log.warning("%s is called by Ray, which takes more of the cores: %s", self._name, error)
+            return None
+
+    def end_calls(self) -> None:
+        """Close the connection, if there is one. Idempotent."""
+        if self._calls is not None:
+            self._calls.close()
 
     async def remember(self, note: object, timeout: float) -> None:
         await self._answer(self._actor.remember.remote(note), "remember", timeout)
@@ -369,40 +400,7 @@ class RayRank:
         await self._call("control", "submit", timeout, list(commands))
 
     async def poll(self, after: int, wait_seconds: float, timeout: float) -> DecodeEvents:
-        """Poll by a connection. If there is none, or it has ended, poll by Ray, whose error says why."""
-        if self._polled != self._incarnation:
-            self._end_polls()
-            self._polled = self._incarnation
-            self._polls = await self._begin_polls(min(timeout, POLLS_SECONDS))
-        if (polls := self._polls) is not None:
-            try:
-                async with asyncio.timeout(timeout):
-                    events = await polls.ask(after, wait_seconds)
-            except TimeoutError:
-                raise Unavailable(f"{self._name} did not answer poll within {timeout:.0f} s") from None
-            except OSError as error:
-                log.info("%s is polled by Ray: %s", self._name, error)
-            else:
-                return events
-            finally:
-                if polls.is_closed and self._polls is polls:
-                    self._polls = None
         return await self._call("control", "poll", timeout, after, wait_seconds)
-
-    async def _begin_polls(self, timeout: float) -> Polls | None:
-        rendezvous = replace(polls_of(self._incarnation, secrets.token_hex(32), timeout), tls=self._tls)
-        actor: Any = self._actor  # as in `_begin`
-        listening = actor.listen_for_polls.remote(self._incarnation, rendezvous.secret, timeout)
-        try:
-            endpoint: str = await self._answer(listening, "listen_for_polls", timeout)
-            return await asyncio.to_thread(Polls, endpoint, rendezvous)
-        except (ConfigError, Unavailable) as error:
-            log.warning("%s is polled by Ray, which takes more of the cores: %s", self._name, error)
-            return None
-
-    def _end_polls(self) -> None:
-        if self._polls is not None:
-            self._polls.end()
 
     async def status(self, timeout: float) -> RankStatus:
         return await self._answer(self._actor.status.remote(), "status", timeout)
@@ -421,7 +419,7 @@ class RayRank:
         transfers, until then. On other nodes it does.
         """
         self._arrivals.close(f"{self._name} died")
-        self._end_polls()
+        self.end_calls()
         if self._process is not None:
             with suppress(psutil.NoSuchProcess):
                 self._process.kill()  # psutil refuses an id that is another process's by now
@@ -513,7 +511,7 @@ class RayRanks:
     def _rank(self, ring: PlacementGroup, index: int) -> RayRank:
         bundle = index // self._tp
         place = PlacementGroupSchedulingStrategy(placement_group=ring, placement_group_bundle_index=bundle)
-        lanes = {"compute": 1, "transfer": 64, "control": 16, "watch": 1}
+        lanes = LANES | {"watch": 1}
         self._num_made += 1
         actor = _remote(RankActor, f"{self._name} rank {index}", concurrency_groups=lanes).options(
             name=f"{self._group}/{index}/{self._num_made}",
@@ -526,6 +524,8 @@ class RayRanks:
 
     async def close(self) -> None:
         """Free the places of the ranks. Idempotent."""
+        for rank in self._ranks:
+            rank.end_calls()
         if self._leases is not None:
             self._leases.cancel()
             self._leases = None

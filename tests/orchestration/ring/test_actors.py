@@ -102,11 +102,12 @@ async def test_ranks_are_asked_for_as_long_as_they_have_a_leader(monkeypatch: py
 
 
 class _Actor:
-    """Actor of a rank whose process has this id on a node."""
+    """Actor of a rank whose process has this id on a node. Nothing can connect to it."""
 
     def __init__(self, node: str, pid: int) -> None:
         self.start = self.renew = SimpleNamespace(remote=lambda spec: _done(SimpleNamespace(rank=0)))
         self.home = SimpleNamespace(remote=lambda: _done((node, pid)))
+        self.listen_for_calls = SimpleNamespace(remote=lambda *_: _done("127.0.0.1:1"))
 
 
 def _done(value: object) -> Any:
