@@ -196,6 +196,7 @@ class RunningLeader:
         self._peers = GrpcPeers(self._tls, host.config.timeouts.lost)
         self._check_secret = make_peer_check()
         self._server: GrpcServer | None = None
+        self._servicer: PrefillServicer | None = None
         self._leader: RingLeader | None = None
         self._tracer = make_tracer(host.config.tracing.endpoint, host.config.tracing.sample_ratio, host.name)
         self._drained = asyncio.Event()
@@ -216,6 +217,7 @@ class RunningLeader:
             leader = decode = DecodeLeader(host.settings(), ranks, self._peers, router, router.register_ring)
             servicer = DecodeServicer(decode, host.config.timeouts.heartbeat)
         servicer.register(server)
+        self._servicer = servicer
         leader.tracer = self._tracer
         leader.has_left = self._drained  # `wait_event` waits for it already
         self._leader = leader
@@ -277,6 +279,8 @@ class RunningLeader:
     async def stop(self) -> None:
         if self._health is not None:
             await self._health.close()
+        if self._servicer is not None:
+            self._servicer.end_idle()
         if self._server is not None:
             await self._server.stop(STOP_GRACE_SECONDS)
         if self._leader is not None:

@@ -63,6 +63,9 @@ class PrefillServicer(rings_pb2_grpc.RingServiceServicer):
         """Add the service to a server that has not started."""
         server.add("ringserve.v1.RingService", lambda to: rings_pb2_grpc.add_RingServiceServicer_to_server(self, to))
 
+    def end_idle(self) -> None:
+        """End the streams of gateways that read no turn, before the server stops: they would use up its grace."""
+
     async def Reserve(self, request: rings_pb2.ReserveRequest, context: Context) -> rings_pb2.ReserveResponse:
         return await _serve(context, self._leader.reserve, Reserve, request, rings_pb2.ReserveResponse)
 
@@ -125,6 +128,11 @@ class DecodeServicer(PrefillServicer):
         """Send a heartbeat in every stream each `heartbeat` seconds."""
         super().__init__(leader)
         self._heartbeat = heartbeat
+        self._writers: set[TurnsWriter] = set()
+
+    def end_idle(self) -> None:
+        for writer in self._writers:
+            writer.end_idle()
 
     async def Admit(self, request: rings_pb2.AdmitRequest, context: Context) -> rings_pb2.AdmitResponse:
         return await _serve(context, self._leader.admit, Admit, request, rings_pb2.AdmitResponse)
@@ -132,14 +140,16 @@ class DecodeServicer(PrefillServicer):
     async def StreamTurns(
         self, asked: AsyncIterator[rings_pb2.TurnReading], context: Context
     ) -> AsyncIterator[rings_pb2.TurnsEvents]:
+        writer = TurnsWriter(self._leader, self._heartbeat)
+        self._writers.add(writer)
         # A caller that hangs up cancels this coroutine: `aclosing` tells the leader at once, not at garbage collection.
-        async with (
-            abort_on_error(context),
-            aclosing(TurnsWriter(self._leader, self._heartbeat).messages(asked)) as messages,
-        ):
-            await context.send_initial_metadata(ADMITTED)
-            async for message in messages:
-                yield message
+        try:
+            async with abort_on_error(context), aclosing(writer.messages(asked)) as messages:
+                await context.send_initial_metadata(ADMITTED)
+                async for message in messages:
+                    yield message
+        finally:
+            self._writers.discard(writer)
 
     async def FinishTurn(self, request: rings_pb2.FinishTurnRequest, context: Context) -> rings_pb2.FinishTurnResponse:
         await answer(context, self._leader.finish_turn(request.turn_id, request.num_tokens))

@@ -35,6 +35,9 @@ SILENT_TICKS = 4
 ADMITTED = (("ringserve-admitted", "1"),)
 """Initial metadata of a stream that the leader has admitted. Only then does the gateway write to it: if a write meets
 the end of a refused call, gRPC reports an internal error in place of the refusal."""
+IDLE_SECONDS = 10.0
+"""Seconds that a stream stays open once none of its turns is read: it serves the next turn, where opening another takes
+each end some milliseconds just while the ranks compute that turn's prompt."""
 MOST_WAITING = 4096
 """Tokens of a turn that wait for its client at the gateway, or for the network at the leader, before it is held."""
 
@@ -128,7 +131,7 @@ _Asked = asyncio.Queue[rings_pb2.TurnReading | None]
 
 
 class TurnsStream:
-    """Stream of a leader's turns to this process, open while one of them is read.
+    """Stream of a leader's turns to this process, open while one of them is read, and for IDLE_SECONDS then.
 
     `name` is the leader's in errors. Without a message for `lost_seconds` it counts as lost.
     """
@@ -148,6 +151,7 @@ class TurnsStream:
         self._readings: dict[int, _Reading] = {}
         self._asked: _Asked = asyncio.Queue()
         self._receiving: asyncio.Task[None] | None = None
+        self._ending: asyncio.TimerHandle | None = None
 
     async def read(self, turn_id: str, after: int, interval: float) -> AsyncGenerator[TurnEvent, None]:
         """Yield a turn's events; see `GrpcDecodeRing.stream_turn`."""
@@ -165,11 +169,12 @@ class TurnsStream:
         finally:
             if readings.pop(reading.number, None) is not None:
                 asked.put_nowait(rings_pb2.TurnReading(number=reading.number, left=rings_pb2.Left()))
-            if not readings and readings is self._readings:
-                self._end()
+            if not readings and readings is self._readings and self._receiving is not None:
+                self._ending = asyncio.get_running_loop().call_later(IDLE_SECONDS, self._end)
 
     def _begin(self, request: rings_pb2.ReadTurn) -> tuple[_Reading, _Asked, dict[int, _Reading]]:
-        """Ask for a turn; the stream is opened if none of the leader's turns is read yet."""
+        """Ask for a turn; the stream is opened if there is none."""
+        self._stay()
         if self._receiving is None:
             self._asked, self._readings = asyncio.Queue(), {}
             self._receiving = asyncio.create_task(self._receive(self._asked, self._readings))
@@ -178,7 +183,13 @@ class TurnsStream:
         self._asked.put_nowait(rings_pb2.TurnReading(number=reading.number, read=request))
         return reading, self._asked, self._readings
 
+    def _stay(self) -> None:
+        if self._ending is not None:
+            self._ending.cancel()
+            self._ending = None
+
     def _end(self) -> None:
+        self._stay()
         if self._receiving is not None:
             self._receiving.cancel()
             self._receiving = None
@@ -290,6 +301,12 @@ class TurnsWriter:
         self._others: dict[int, list[TurnEvent | RingserveError]] = {}
         self._has_news = asyncio.Event()
         self._has_moved = asyncio.Event()
+        self._ends_idle = False
+
+    def end_idle(self) -> None:
+        """End the messages once no turn is read."""
+        self._ends_idle = True
+        self._has_news.set()
 
     async def messages(
         self, asked: AsyncIterator[rings_pb2.TurnReading]
@@ -298,7 +315,7 @@ class TurnsWriter:
         asking = asyncio.create_task(self._follow(asked))
         asking.add_done_callback(self._on_asked)
         try:
-            while not asking.done() or self._pumps or self._others or self._tokens:
+            while not (asking.done() or self._ends_idle) or self._pumps or self._others or self._tokens:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self._heartbeat):
                         await self._has_news.wait()
@@ -345,6 +362,8 @@ class TurnsWriter:
     def _on_pumped(self, number: int, _: asyncio.Task[None]) -> None:
         del self._pumps[number]
         self._held.discard(number)
+        if self._ends_idle:
+            self._has_news.set()
 
     def _put(self, number: int, event: TurnEvent | RingserveError) -> None:
         if isinstance(event, TokensEvent) and not event.logprobs and number not in self._others:

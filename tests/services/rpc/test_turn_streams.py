@@ -63,13 +63,13 @@ class Leader:
 
 
 class Service:
-    """Leader behind a port, and the peers of a gateway. `num_streams` are those of many turns that were opened."""
+    """Leader behind a port, and the peers of a gateway. `num_streams` were opened, and `num_ended` of them ended."""
 
     def __init__(self) -> None:
         self.leader = Leader()
         self.peers = GrpcPeers()
         self.server = GrpcServer()
-        self.num_streams = 0
+        self.num_streams = self.num_ended = 0
         self.endpoint = ""
 
     async def start(self, listen: str = "127.0.0.1:0") -> None:
@@ -78,12 +78,16 @@ class Service:
         class Servicer(DecodeServicer):
             async def StreamTurns(self, asked: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
                 counted.num_streams += 1
-                async with aclosing(super().StreamTurns(asked, context)) as messages:  # type: ignore[type-var]
-                    async for message in messages:
-                        yield message
+                try:
+                    async with aclosing(super().StreamTurns(asked, context)) as messages:  # type: ignore[type-var]
+                        async for message in messages:
+                            yield message
+                finally:
+                    counted.num_ended += 1
 
         self.server = GrpcServer()
-        Servicer(self.leader).register(self.server)  # type: ignore[arg-type]
+        self.servicer = Servicer(self.leader)  # type: ignore[arg-type]
+        self.servicer.register(self.server)
         self.endpoint = await self.server.start(listen)
 
     def read(self, turn_id: str, after: int = 0, interval: float = 0.0) -> AsyncGenerator[TurnEvent, None]:
@@ -200,6 +204,33 @@ async def test_a_slow_reader_holds_its_turn_at_the_leader_and_holds_up_no_other(
             assert isinstance(event, TokensEvent)
             found += event.token_ids
         assert found == list(range(1, number + 1)), "nothing is lost, and nothing comes twice"
+
+
+async def test_a_stream_serves_one_turn_after_another_until_it_is_idle_for_long(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turn_streams, "IDLE_SECONDS", 0.05)
+    for name in "abc":
+        service.leader.tell(name, tokens(1), END)
+        assert await service.all_of(name) == [tokens(1), END]
+    assert (service.num_streams, service.num_ended) == (1, 0)
+    await eventually(lambda: service.num_ended == 1)
+    service.leader.tell("d", tokens(1), END)
+    assert await service.all_of("d") == [tokens(1), END]
+    assert service.num_streams == 2
+
+
+async def test_a_leader_that_stops_ends_streams_once_none_of_their_turns_is_read(service: Service) -> None:
+    service.leader.tell("a", tokens(1), END)
+    await service.all_of("a")
+    async with aclosing(service.read("b")) as events:
+        service.leader.tell("b", tokens(2))
+        assert await anext(events) == tokens(2)
+        service.servicer.end_idle()
+        service.leader.tell("b", tokens(3), END)
+        assert [event async for event in events] == [tokens(3), END]
+    await service.server.stop(WAIT_SECONDS)
+    assert (service.num_streams, service.num_ended) == (1, 1), "the server did not wait for an idle stream"
 
 
 async def test_a_stream_that_breaks_is_lost_for_all_its_turns_and_the_next_reader_opens_another(
