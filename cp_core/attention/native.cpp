@@ -1391,9 +1391,10 @@ int64_t divide(TiledLinear &a, bool is_narrow, bool x_is_narrow, int threads) {
 // If queries, keys and values are bfloat16, each has one part, and weights have two: they are rounded to 16 bits, and
 // what comes of it to 8.
 
-// Rows of queries of a task and keys at a time, at most: D of more than 128 and 64 halve them.
+// Rows of queries of a task, at most; D of more than 128 halves them. Keys at a time, at most, as far as D leaves room:
+// the processor is slow whenever it turns from tiles to vectors and back.
 #define TILED_QUERIES 384
-#define TILED_KEYS 256
+#define TILED_KEYS 512
 
 struct alignas(64) AttentionScratch {
     bf16 q[QUERY_BLOCK / BLOCK * MAX_DIM / BLOCK * BLOCK_NUMBERS];  // [rows / 32][D / 32]
@@ -1418,17 +1419,16 @@ INLINE bool split_tokens(bf16 *block, const Stored *from, int64_t stride, int64_
 }
 
 // Turn the scores of 16 rows into weights of some parts, by powers of two: `scale` includes the logarithm. Each row sees
-// keys [from, to), or all. `highest` are the rows' largest scores so far, scaled. The weights go to halves of blocks,
-// which are `apart` numbers apart.
+// keys [from, to), and all rows the first `common` ones. `highest` are the rows' largest scores so far, scaled. The
+// weights go to halves of blocks, which are `apart` numbers apart.
 template <int SOME_PARTS>
-INLINE void weigh(float *scores, int64_t keys, float scale, bool sees_all, vi from, vi to, float *highest, float *total,
+INLINE void weigh(float *scores, int64_t keys, float scale, int64_t common, vi from, vi to, float *highest, float *total,
                   float *out, int64_t dim, bf16 *halves, int64_t apart) {
     vf most = all(-INFINITE), next_most = most, sum = {}, other = {};
-    if (!sees_all)
-        for (int64_t key = 0; key < keys; ++key) {
-            const vi at = (int32_t)key - (vi){};
-            store(scores + key * W, select((at >= from) & (at < to), load(scores + key * W), most));
-        }
+    for (int64_t key = common; key < keys; ++key) {
+        const vi at = (int32_t)key - (vi){};
+        store(scores + key * W, select((at >= from) & (at < to), load(scores + key * W), most));
+    }
     for (int64_t key = 0; key < keys; key += 4) {
         most = larger(load(scores + key * W), larger(load(scores + (key + 1) * W), most));
         next_most = larger(load(scores + (key + 2) * W), larger(load(scores + (key + 3) * W), next_most));
@@ -1488,7 +1488,7 @@ void attend_by_tiles(const Attention &a, int64_t task) {
         }
     for (int64_t row = 0; row < TILED_QUERIES; ++row) s.highest[row] = -INFINITE, s.total[row] = 0.0f;
     memset(s.out, 0, sizeof(float) * (rows + BLOCK - 1) / BLOCK * BLOCK * dim);
-    const int64_t most = dim > 64 ? TILED_KEYS / 2 : TILED_KEYS;
+    const int64_t room = sizeof(s.k) / sizeof(bf16) / (depth * size) * BLOCK, most = room < TILED_KEYS ? room : TILED_KEYS;
     for (int64_t key = low[0]; key < high[tokens - 1]; key += most) {
         const int64_t left = high[tokens - 1] - key, keys = left < most ? left : most;
         const int64_t parts = (keys + BLOCK - 1) / BLOCK;
@@ -1520,14 +1520,16 @@ void attend_by_tiles(const Attention &a, int64_t task) {
             for (int half = 0; half < 2; ++half) {
                 const int64_t begin = top + half * W;
                 vi from = {}, to = {};
+                int64_t common = seen * BLOCK;
                 if (!sees_all)
                     for (int64_t lane = 0; lane < W && begin + lane < rows; ++lane) {
                         const int64_t token = (begin + lane) / group;
                         const int64_t first = low[token] - key, stop = high[token] - key;
                         from[lane] = (int32_t)(first < 0 ? 0 : first < keys ? first : keys);
                         to[lane] = (int32_t)(stop < 0 ? 0 : stop < keys ? stop : keys);
+                        if (from[lane] || to[lane] < common) common = from[lane] ? 0 : to[lane];
                     }
-                weigh<weight_parts>(s.scores[half], seen * BLOCK, a.scale * 1.44269504f, sees_all, from, to,
+                weigh<weight_parts>(s.scores[half], seen * BLOCK, a.scale * 1.44269504f, common, from, to,
                                     s.highest + begin, s.total + begin, s.out + begin * dim, dim,
                                     s.weights + half * TILE_NUMBERS, apart);
             }
@@ -1802,6 +1804,7 @@ void ringserve_attend(const void *q, const void *k, const void *v, const int64_t
 #if defined(__AMX_BF16__)
     by_tiles = uses_tiles && all >= LEAST_TILE_ROWS;
     if (by_tiles && all > 8 * TILED_QUERIES && sizes[3] <= 128) per_block = TILED_QUERIES / group;
+    else if (by_tiles && all * sizes[2] >= 8 * QUERY_BLOCK) per_block = QUERY_BLOCK / group;
 #endif
     // Blocks of keys begin where the first row of a task begins to see. So tasks change no row's bits without a window.
     if (is_short && !by_tiles && sizes[0] && low[0] == low[sizes[0] - 1])
