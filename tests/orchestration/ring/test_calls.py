@@ -183,6 +183,23 @@ def test_a_message_can_run_no_code(value: object) -> None:
         load(dump((1, True, value)))
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        b"\x80\x05.",
+        b"\x80\x05\x95garbage",
+        dump(KEY)[:-9],
+        dump(TransferError("late")).replace(b"TransferError", b"TransferErroR"),
+        dump(KEY).replace(b"ringserve.workers", b"ringserve.nowhere"),
+    ],
+    ids=repr,
+)
+def test_a_message_that_is_cut_or_garbled_is_refused(message: bytes) -> None:
+    with pytest.raises(pickle.UnpicklingError):
+        load(message)
+
+
 async def test_who_lacks_the_secret_learns_nothing_and_the_leader_still_comes(rank: Rank, tls: PeerTls | None) -> None:
     endpoint = listen_for_calls("127.0.0.1", rendezvous(tls), Lanes(), rank.call)
     host, _, port = endpoint.rpartition(":")
