@@ -2,32 +2,36 @@
 
 Such a call takes each end a millisecond or more of a core, just when ranks compute. The rank listens until its leader
 comes; each proves to the other that it knows the secret of these connections, which Ray has carried. One connection
-carries questions, the other answers, since TLS allows no write during a read. A message is a length and the pickle of
-plain data: `load` refuses everything else, so a message cannot run code.
+carries questions, the other answers, since TLS allows no write during a read. A message is a length and plain data in
+msgpack, with the dataclasses, enums and errors that leaders and ranks know.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
-import importlib
-import io
 import itertools
 import logging
-import pickle
 import queue
 import socket
 import struct
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import is_dataclass, replace
-from enum import Enum
+from dataclasses import fields, is_dataclass, replace
+from enum import Enum, IntEnum
 from functools import partial
 from typing import Any
 
+import msgpack
+import numpy as np
+
+from ringserve import views
+from ringserve.cp_core import errors
 from ringserve.cp_core.errors import ConfigError, RingserveError, Unavailable
+from ringserve.cp_core.layout import reshard, shards, sparsity
 from ringserve.cp_core.transport.socket_mesh import Rendezvous, RingListener, call_rank, connect_mesh
+from ringserve.workers.protocol import ranks, steps, transfers
+from ringserve.workers.sampling import parameters
 
 log = logging.getLogger(__name__)
 
@@ -36,17 +40,10 @@ RANK, QUESTIONS, ANSWERS = 0, 1, 2
 LANES = {"compute": 1, "transfer": 64, "control": 16}
 """Threads for the calls of each kind. One computes; the others wait for transfers, or answer at once."""
 SILENCE_SECONDS = 30.0
-"""Seconds after which a leader counts as gone that takes no byte of an answer."""
+"""Seconds in which a leader takes an answer. One that does not counts as gone."""
 LENGTH = struct.Struct("<Q")
 MAX_BYTES = 1 << 30
 """Length of a message at most. Ten million token ids have 80 MB."""
-PARTS_OF_ARRAYS = {
-    ("numpy", "dtype"),
-    ("numpy", "ndarray"),
-    ("numpy._core.numeric", "_frombuffer"),
-    ("numpy._core.multiarray", "_reconstruct"),
-    ("numpy._core.multiarray", "scalar"),
-}
 Call = Callable[..., Any]
 """`call(method, *arguments)` of the rank."""
 
@@ -63,39 +60,80 @@ def calls_of(incarnation: str, secret: str, timeout_seconds: float) -> Rendezvou
     )
 
 
-@functools.cache  # of what it returns: nobody can fill it with names
-def _plain(module: str, name: str) -> Any:
-    is_ours = module.startswith("ringserve.") and "." not in name
-    if is_ours or (module, name) in PARTS_OF_ARRAYS or (module, name) == ("builtins", "range"):
-        found = getattr(importlib.import_module(module), name)
-        if not is_ours or (
-            isinstance(found, type) and (is_dataclass(found) or issubclass(found, (Enum, RingserveError)))
-        ):
-            return found
-    raise pickle.UnpicklingError(f"{module}.{name} is no plain data")
+def _kinds() -> dict[str, type[Any]]:
+    modules = (errors, ranks, steps, transfers, parameters, reshard, shards, sparsity, views)
+    found = (each for module in modules for each in vars(module).values() if isinstance(each, type))
+    return {each.__name__: each for each in found if is_dataclass(each) or issubclass(each, (Enum, RingserveError))}
 
 
-class _PlainData(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        return _plain(module, name)
+KINDS = _kinds()
+"""Classes that messages have values of, by name."""
+FIELDS = {name: tuple(field.name for field in fields(kind)) for name, kind in KINDS.items() if is_dataclass(kind)}
+
+
+class _Code(IntEnum):
+    """Kinds of values that msgpack lacks."""
+
+    DATACLASS = 1
+    ENUM = 2
+    ERROR = 3
+    ARRAY = 4
+    LARGE = 5
 
 
 def dump(value: object) -> bytes:
-    """Return the message of a value that `load` accepts, without its length."""
-    return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    """Return the message of a value that `load` accepts, without its length. Raises TypeError for another one."""
+    return bytes(msgpack.packb(value, default=_written, strict_types=True))
+
+
+def _written(value: Any) -> Any:
+    kind = type(value)
+    if isinstance(value, tuple):
+        return list(value)
+    if isinstance(value, np.ndarray):
+        return msgpack.ExtType(_Code.ARRAY, dump([value.dtype.str, value.shape, value.tobytes()]))
+    if isinstance(value, np.generic):
+        return value.item()
+    if kind is int:
+        return msgpack.ExtType(_Code.LARGE, str(value).encode())
+    if KINDS.get(kind.__name__) is not kind:
+        raise TypeError(f"{kind.__name__} is no plain data")
+    if isinstance(value, Enum):
+        return msgpack.ExtType(_Code.ENUM, dump([kind.__name__, value.value]))
+    if isinstance(value, RingserveError):
+        return msgpack.ExtType(_Code.ERROR, dump([kind.__name__, value.args, vars(value)]))
+    values = (getattr(value, name) for name in FIELDS[kind.__name__])
+    return msgpack.ExtType(_Code.DATACLASS, dump([kind.__name__, *values]))
 
 
 def load(message: bytes | bytearray) -> Any:
-    """Return the value: dataclasses, enums and errors of ringserve, arrays, and what Python has literals for.
+    """Return the value: of KINDS, arrays, and what Python has literals for. Lists become tuples.
 
-    Raises UnpicklingError for anything else.
+    Raises ValueError for anything else.
     """
     try:
-        return _PlainData(io.BytesIO(message)).load()
-    except pickle.UnpicklingError:
-        raise
-    except Exception as error:  # of any kind: a pickle is a program
-        raise pickle.UnpicklingError(f"not a pickle: {type(error).__name__}: {error}") from error
+        return msgpack.unpackb(message, use_list=False, strict_map_key=False, ext_hook=_read)
+    except Exception as error:  # of any kind: a class may not take what it is given
+        raise ValueError(f"no plain data: {type(error).__name__}: {error}") from error
+
+
+def _read(code: int, data: bytes) -> Any:
+    if code == _Code.LARGE:
+        return int(data)
+    name, *values = load(data)
+    if code == _Code.ARRAY:
+        shape, numbers = values
+        return np.frombuffer(numbers, dtype=np.dtype(name)).reshape(shape)
+    kind = KINDS[name]
+    if code == _Code.ENUM:
+        return kind(*values)
+    if code == _Code.DATACLASS:
+        return kind(**dict(zip(FIELDS[name], values, strict=True)))
+    assert code == _Code.ERROR, f"no value has code {code}"
+    arguments, more = values
+    error = kind(*arguments)
+    vars(error).update(more)
+    return error
 
 
 class Lanes:
@@ -170,7 +208,7 @@ class _Server:
                 while (message := _receive(questions)) is not None:
                     number, lane, method, arguments = load(message)
                     self._lanes.run(lane, partial(self._answer, answers, number, method, arguments))
-            except (OSError, pickle.UnpicklingError) as error:
+            except (OSError, ValueError) as error:
                 log.info("a leader's calls have ended: %s", error)
 
     def _answer(self, answers: socket.socket, number: int, method: str, arguments: tuple[object, ...]) -> None:
@@ -181,8 +219,13 @@ class _Server:
         except Exception as error:  # the leader tells it, and takes the rank for lost
             log.exception("%s failed", method)
             message = dump((number, False, f"{type(error).__name__}: {error}"))
-        with self._answering, suppress(OSError):  # the leader has gone, or will notice that the connection has
-            answers.sendall(LENGTH.pack(len(message)) + message)
+        with self._answering:
+            try:
+                answers.sendall(LENGTH.pack(len(message)) + message)
+            except OSError as error:  # it may have been sent in part
+                log.info("a leader takes no answers: %s", error)
+                with suppress(OSError):  # it has gone
+                    answers.shutdown(socket.SHUT_RDWR)
 
 
 def _receive(connection: socket.socket) -> bytearray | None:
@@ -300,7 +343,7 @@ class Calls:
                 if len(self._received) < first + count:
                     break
                 number, is_right, value = load(self._received[first : first + count])
-            except (OSError, pickle.UnpicklingError) as error:
+            except (OSError, ValueError) as error:
                 self.close(ConnectionError(f"the rank sent no answer: {error}"))
                 return
             begin = first + count
