@@ -25,11 +25,11 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from ringserve import views
 from ringserve.cp_core import errors
 from ringserve.cp_core.errors import ConfigError, RingserveError, Unavailable
 from ringserve.cp_core.layout import reshard, shards, sparsity
 from ringserve.cp_core.transport.socket_mesh import Rendezvous, RingListener, call_rank, connect_mesh
+from ringserve.views import RingRates
 from ringserve.workers.protocol import ranks, steps, transfers
 from ringserve.workers.sampling import parameters
 
@@ -61,9 +61,12 @@ def calls_of(incarnation: str, secret: str, timeout_seconds: float) -> Rendezvou
 
 
 def _kinds() -> dict[str, type[Any]]:
-    modules = (errors, ranks, steps, transfers, parameters, reshard, shards, sparsity, views)
-    found = (each for module in modules for each in vars(module).values() if isinstance(each, type))
-    return {each.__name__: each for each in found if is_dataclass(each) or issubclass(each, (Enum, RingserveError))}
+    modules = (errors, ranks, steps, transfers, parameters, reshard, shards, sparsity)
+    found: dict[str, type[Any]] = {RingRates.__name__: RingRates}
+    for each in (each for module in modules for each in vars(module).values() if isinstance(each, type)):
+        if is_dataclass(each) or issubclass(each, (Enum, RingserveError)):
+            assert found.setdefault(each.__name__, each) is each, f"two classes are called {each.__name__}"
+    return found
 
 
 KINDS = _kinds()
