@@ -279,6 +279,7 @@ class Calls:
         self._numbers = itertools.count()
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._asking = asyncio.Lock()
+        self._may_write = asyncio.Event()
         self._received = bytearray()
         self._buffer = memoryview(bytearray(1 << 16))
         self._loop: asyncio.AbstractEventLoop | None = None  # once it reads answers
@@ -316,12 +317,13 @@ class Calls:
 
     async def _writable(self) -> None:
         assert self._loop is not None, "a question is sent after the loop is known"
-        is_writable = asyncio.Event()
-        self._loop.add_writer(self._questions, is_writable.set)
+        self._may_write.clear()
+        self._loop.add_writer(self._questions, self._may_write.set)
         try:
-            await is_writable.wait()
+            await self._may_write.wait()
         finally:
-            self._loop.remove_writer(self._questions)
+            if not self.is_closed:
+                self._loop.remove_writer(self._questions)
 
     def _read(self) -> None:
         ended: OSError = ConnectionError("the rank closed the connection")
@@ -365,6 +367,8 @@ class Calls:
             return
         if self._loop is not None:
             self._loop.remove_reader(self._answers)
+            self._loop.remove_writer(self._questions)
+        self._may_write.set()  # what waits to send more finds the connection closed
         for connection in (self._questions, self._answers):
             connection.close()
         for answer in self._asked.values():

@@ -359,6 +359,27 @@ async def test_a_leader_that_takes_no_answers_is_left(rank: Rank, monkeypatch: p
     assert connection.is_closed
 
 
+async def test_a_question_that_is_half_sent_fails_with_the_connection(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_come, may_read = threading.Event(), threading.Event()
+
+    def receive(connection: socket.socket) -> None:
+        has_come.set()
+        assert may_read.wait(WAIT_SECONDS)
+
+    monkeypatch.setattr(calls, "_receive", receive)
+    connection = connect(rank)
+    asking = asyncio.create_task(connection.ask("control", "echo", np.zeros(1 << 23)))  # more than the kernel takes
+    behind = asyncio.create_task(connection.ask("control", "echo", 1))
+    assert await asyncio.to_thread(has_come.wait, WAIT_SECONDS)  # both have begun meanwhile
+    connection.close()
+    for task in (asking, behind):
+        with pytest.raises(OSError, match=r"closed|descriptor"):
+            await task
+    may_read.set()
+
+
 async def test_a_rank_that_cannot_be_called_is_asked_by_ray(actor: Actor, caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         actor.endpoint = f"127.0.0.1:{server.getsockname()[1]}"
