@@ -313,7 +313,7 @@ class RayRank:
     async def _begin(self, method: str, spec: RankSpec, timeout: float) -> RankInfo:
         actor: Any = self._actor  # for Ray's stubs, a method of a class that they do not know never returns
         self.end_calls()
-        # Another incarnation counts the ends of its transfers anew.
+        # The rank numbers the ends of transfers from 0 again.
         self._arrivals.close(f"{self._name} left its incarnation {self._incarnation}")
         self._arrivals = Arrivals(self._poll_kv)
         self._incarnation = spec.incarnation

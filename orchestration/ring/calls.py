@@ -36,7 +36,7 @@ from ringserve.workers.sampling import parameters
 log = logging.getLogger(__name__)
 
 RANK, QUESTIONS, ANSWERS = 0, 1, 2
-"""Places at the ends of the connections: the rank's, and the leader's for what it asks and for what it is told."""
+"""Numbers at the rendezvous: the rank has the first, and each of the leader's two connections one of the others."""
 LANES = {"compute": 1, "transfer": 64, "control": 16}
 """Threads for the calls of each kind. One computes; the others wait for transfers, or answer at once."""
 SILENCE_SECONDS = 30.0
@@ -217,11 +217,12 @@ class _Server:
     def _answer(self, answers: socket.socket, number: int, method: str, arguments: tuple[object, ...]) -> None:
         try:
             message = dump((number, True, self._call(method, *arguments)))
-        except RingserveError as error:
-            message = dump((number, False, error))
-        except Exception as error:  # the leader tells it, and takes the rank for lost
-            log.exception("%s failed", method)
-            message = dump((number, False, f"{type(error).__name__}: {error}"))
+        except Exception as error:  # of any kind: a call without an answer would wait for its deadline
+            kind = type(error)
+            is_told = isinstance(error, RingserveError) and KINDS.get(kind.__name__) is kind
+            if not is_told:
+                log.exception("%s failed", method)
+            message = dump((number, False, error if is_told else f"{kind.__name__}: {error}"))
         with self._answering:
             try:
                 answers.sendall(LENGTH.pack(len(message)) + message)

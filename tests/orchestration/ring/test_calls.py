@@ -1,4 +1,4 @@
-"""A leader's calls arrive whole by its connections to a rank, whoever else comes, or by Ray where there are none."""
+"""A leader calls its ranks by connections. Calls arrive whole, strangers are cut off, and Ray stands in."""
 
 from __future__ import annotations
 
@@ -91,6 +91,10 @@ MESSAGES = (
 )
 
 
+class OddError(RingserveError):
+    """Error that the leader does not know."""
+
+
 class Rank:
     """Rank that returns the arguments of its calls, and notes their methods. `wait` waits for `may_answer`."""
 
@@ -107,6 +111,8 @@ class Rank:
                 assert self.may_answer.wait(WAIT_SECONDS)
             case "refuse":
                 raise arguments[0]
+            case "odd":
+                raise OddError("of no kind that is told")
             case "unsayable":
                 return Path()
         return arguments[0] if len(arguments) == 1 else arguments
@@ -206,6 +212,8 @@ async def test_other_errors_are_told_by_kind_and_text(rank: Rank) -> None:
     calls = connect(rank)
     with pytest.raises(RankFailed, match="TypeError: exceptions must derive from BaseException"):
         await calls.ask("control", "refuse", "no error")
+    with pytest.raises(RankFailed, match="OddError: of no kind that is told"):
+        await calls.ask("control", "odd")
     with pytest.raises(RankFailed, match=r"TypeError: .*Path is no plain data"):
         await calls.ask("control", "unsayable")
     calls.close()
