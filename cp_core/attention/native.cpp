@@ -313,14 +313,55 @@ void run_tasks(const Arguments &arguments, int64_t tasks, int threads) {
 
 // Attention of many queries.
 
+// Keys and values of some tokens: [S, K, D], with strides in elements.
+struct KeyRun {
+    const void *k, *v;
+    int64_t tokens, k_token, k_head, v_token, v_head;
+};
+
 struct Attention {
-    const void *q, *k, *v;                                      // [T, H, D], [S, K, D], of one type
-    const int64_t *low, *high;                                  // query t sees keys [low[t], high[t]); both ascend
-    float *out, *lse;                                           // [T, H, D], [T, H]
+    const void *q;              // [T, H, D], of the keys' type
+    const KeyRun *runs;         // one behind the other; the last is long enough for every query
+    const int64_t *low, *high;  // query t sees keys [low[t], high[t]) of all runs; both ascend
+    void *out;                  // [T, H, D]
+    float *lse;                 // [T, H], or none
     int64_t tokens, heads, kv_heads, dim;
-    int64_t per_block;                                          // tokens of a task
-    int64_t q_token, q_head, k_token, k_head, v_token, v_head;  // strides in elements
+    int64_t per_block;        // tokens of a task
+    int64_t q_token, q_head;  // strides in elements
+    int is_out_wide;
     float scale;
+
+    void put_out(int64_t at, vf value) const {
+        if (is_out_wide) put((float *)out + at, value);
+        else put((bf16 *)out + at, value);
+    }
+};
+
+// Keys [key, key + count) of all runs that lie in one of them, for a KV head.
+template <class Stored>
+struct Keys {
+    const Stored *k, *v;
+    int64_t count, k_token, v_token;
+};
+
+// Blocks of up to `most` keys from `key` to `stop`, each of one run.
+template <class Stored>
+struct KeyBlocks {
+    const KeyRun *run;
+    int64_t passed;  // keys of the runs before
+
+    Keys<Stored> next(int64_t key, int64_t stop, int64_t most, int64_t kv_head) {
+        for (; key - passed >= run->tokens; ++run) passed += run->tokens;
+        const int64_t within = key - passed, left = run->tokens - within < stop - key ? run->tokens - within : stop - key;
+        return {(const Stored *)run->k + within * run->k_token + kv_head * run->k_head,
+                (const Stored *)run->v + within * run->v_token + kv_head * run->v_head, left < most ? left : most,
+                run->k_token, run->v_token};
+    }
+    // Return how many keys lie behind the block up to `stop` in its run.
+    int64_t behind(int64_t key, int64_t stop) const {
+        const int64_t end = passed + run->tokens < stop ? passed + run->tokens : stop;
+        return end - key;
+    }
 };
 
 // Queries and keys of bfloat16 that are multiplied in pairs lie so, too: a pair takes the place of an fp32 number.
@@ -449,21 +490,22 @@ void attend_block(const Attention &a, int64_t task) {
         s.decay[row] = 1.0f;
     }
     memset(s.out, 0, sizeof(float) * tiles * TILE_ROWS * dim);
-    int64_t begin = low[0], end = high[tokens - 1];
-    for (int64_t key = begin; key < end; key += KEY_BLOCK) {
-        const int64_t keys = end - key < KEY_BLOCK ? end - key : KEY_BLOCK;
+    const int64_t end = high[tokens - 1];
+    KeyBlocks<Stored> key_blocks = {a.runs, 0};
+    int64_t keys;
+    for (int64_t key = low[0]; key < end; key += keys) {
+        const auto [k, v, count, k_token, v_token] = key_blocks.next(key, end, KEY_BLOCK, kv_head);
+        keys = count;
         const int64_t vectors = (keys + W * TILE_VECTORS - 1) / (W * TILE_VECTORS) * TILE_VECTORS;
-        const Stored *k = (const Stored *)a.k + key * a.k_token + kv_head * a.k_head;
-        transpose_keys<IN_PAIRS>(k, a.k_token, keys, depth, s.k);
-        const Stored *v = (const Stored *)a.v + key * a.v_token + kv_head * a.v_head;
+        transpose_keys<IN_PAIRS>(k, k_token, keys, depth, s.k);
         for (int64_t each = 0; each < keys; ++each)
-            for (int64_t d = 0; d < dim; d += W) store(s.v + each * dim + d, load(v + each * a.v_token + d));
+            for (int64_t d = 0; d < dim; d += W) store(s.v + each * dim + d, load(v + each * v_token + d));
         // Each tile fetches a part of the next block.
-        const int64_t left = end - key - keys, following = left < KEY_BLOCK ? left : KEY_BLOCK;
-        const Stored *next_k = k + keys * a.k_token, *next_v = v + keys * a.v_token;
+        const int64_t left = key_blocks.behind(key + keys, end), following = left < KEY_BLOCK ? left : KEY_BLOCK;
+        const Stored *next_k = k + keys * k_token, *next_v = v + keys * v_token;
         for (int64_t tile = 0; tile < tiles; ++tile) {
-            fetch_tokens(next_k, a.k_token, following * tile / tiles, following * (tile + 1) / tiles, dim);
-            fetch_tokens(next_v, a.v_token, following * tile / tiles, following * (tile + 1) / tiles, dim);
+            fetch_tokens(next_k, k_token, following * tile / tiles, following * (tile + 1) / tiles, dim);
+            fetch_tokens(next_v, v_token, following * tile / tiles, following * (tile + 1) / tiles, dim);
             const int64_t top = tile * TILE_ROWS;
             const int64_t last = (top + TILE_ROWS <= rows ? top + TILE_ROWS : rows) - 1;
             // Both bounds ascend: a tile whose last row sees none of these keys yet, or whose first has passed them.
@@ -505,8 +547,8 @@ void attend_block(const Attention &a, int64_t task) {
     for (int64_t row = 0; row < rows; ++row) {
         const int64_t at = (first_token + row / group) * a.heads + kv_head * group + row % group;
         const float total = s.total[row], by = total == 0.0f ? 0.0f : 1.0f / total;
-        for (int64_t d = 0; d < dim; d += W) store(a.out + at * dim + d, load(s.out + row * dim + d) * by);
-        a.lse[at] = total == 0.0f ? -INFINITE : s.highest[row] * 0.693147181f + __builtin_logf(total);
+        for (int64_t d = 0; d < dim; d += W) a.put_out(at * dim + d, load(s.out + row * dim + d) * by);
+        if (a.lse) a.lse[at] = total == 0.0f ? -INFINITE : s.highest[row] * 0.693147181f + __builtin_logf(total);
     }
 }
 
@@ -1489,19 +1531,20 @@ void attend_by_tiles(const Attention &a, int64_t task) {
     for (int64_t row = 0; row < TILED_QUERIES; ++row) s.highest[row] = -INFINITE, s.total[row] = 0.0f;
     memset(s.out, 0, sizeof(float) * (rows + BLOCK - 1) / BLOCK * BLOCK * dim);
     const int64_t room = sizeof(s.k) / sizeof(bf16) / (depth * size) * BLOCK, most = room < TILED_KEYS ? room : TILED_KEYS;
-    for (int64_t key = low[0]; key < high[tokens - 1]; key += most) {
-        const int64_t left = high[tokens - 1] - key, keys = left < most ? left : most;
+    KeyBlocks<Stored> key_blocks = {a.runs, 0};
+    int64_t keys;
+    for (int64_t key = low[0]; key < high[tokens - 1]; key += keys) {
+        const auto [k, v, count, k_token, v_token] = key_blocks.next(key, high[tokens - 1], most, kv_head);
+        keys = count;
         const int64_t parts = (keys + BLOCK - 1) / BLOCK;
-        const Stored *k = (const Stored *)a.k + key * a.k_token + kv_head * a.k_head;
-        const Stored *v = (const Stored *)a.v + key * a.v_token + kv_head * a.v_head;
         bool k_is_narrow = true, v_is_narrow = true;
         for (int64_t part = 0; part < parts; ++part)
             for (int64_t d = 0; d < depth; ++d) {
                 const int64_t first = part * BLOCK, at = d * BLOCK;
-                k_is_narrow &= split_tokens<false>(s.k + (part * depth + d) * size, k + first * a.k_token + at,
-                                                   a.k_token, keys - first, a.dim - at, s.some, k_is_narrow);
-                v_is_narrow &= split_tokens<true>(s.v + (d * parts + part) * size, v + first * a.v_token + at,
-                                                  a.v_token, keys - first, a.dim - at, s.some, v_is_narrow);
+                k_is_narrow &= split_tokens<false>(s.k + (part * depth + d) * size, k + first * k_token + at, k_token,
+                                                   keys - first, a.dim - at, s.some, k_is_narrow);
+                v_is_narrow &= split_tokens<true>(s.v + (d * parts + part) * size, v + first * v_token + at, v_token,
+                                                  keys - first, a.dim - at, s.some, v_is_narrow);
             }
         for (int64_t top = 0; top < rows; top += BLOCK) {
             const int64_t last = (top + BLOCK < rows ? top + BLOCK : rows) - 1;
@@ -1509,7 +1552,8 @@ void attend_by_tiles(const Attention &a, int64_t task) {
             if (high[last / group] <= key || low[top / group] >= key + keys) continue;
             const int64_t end = high[last / group] - key < keys ? high[last / group] - key : keys;
             const int64_t seen = (end + BLOCK - 1) / BLOCK;
-            const bool sees_all = high[top / group] >= key + seen * BLOCK && low[last / group] <= key;
+            const bool is_whole = seen * BLOCK <= keys;
+            const bool sees_all = is_whole && high[top / group] >= key + seen * BLOCK && low[last / group] <= key;
             for (int64_t part = 0; part < seen; ++part) {
                 clear_sums();
                 for (int64_t d = 0; d < depth; ++d)
@@ -1553,10 +1597,10 @@ void attend_by_tiles(const Attention &a, int64_t task) {
             transpose(lines);
             for (int64_t each = 0; each < W && begin + each < rows; ++each) {
                 const int64_t row = begin + each, token = first_token + row / group;
-                store(a.out + (token * a.heads + kv_head * group + row % group) * a.dim + d, lines[each]);
+                a.put_out((token * a.heads + kv_head * group + row % group) * a.dim + d, lines[each]);
             }
         }
-        for (int64_t row = begin; row < begin + W && row < rows; ++row)
+        for (int64_t row = begin; a.lse && row < begin + W && row < rows; ++row)
             a.lse[(first_token + row / group) * a.heads + kv_head * group + row % group] =
                 s.total[row] == 0.0f ? -INFINITE : s.highest[row] * 0.693147181f + __builtin_logf(s.total[row]);
     }
@@ -1773,7 +1817,7 @@ struct Layer {
 
 extern "C" {
 
-int ringserve_version() { return 7; }
+int ringserve_version() { return 8; }
 
 // Multiply by tiles from now on, or not. Returns whether it does: the processor and the system must allow it.
 int ringserve_use_tiles(int wanted) {
@@ -1794,8 +1838,8 @@ int ringserve_use_pairs(int wanted) {
 
 void ringserve_use_pool(void *given) { parallel = (Parallel)given; }
 
-void ringserve_attend(const void *q, const void *k, const void *v, const int64_t *low, const int64_t *high, float *out,
-                      float *lse, const int64_t *sizes, float scale, int is_wide, int threads) {
+void ringserve_attend(const void *q, const KeyRun *runs, const int64_t *low, const int64_t *high, void *out, float *lse,
+                      const int64_t *sizes, float scale, int is_wide, int is_out_wide, int threads) {
     const int64_t group = sizes[1] / sizes[2];
     const int64_t all = sizes[0] * group;
     const bool is_short = all <= 8 * QUERY_BLOCK;
@@ -1809,9 +1853,8 @@ void ringserve_attend(const void *q, const void *k, const void *v, const int64_t
     // Blocks of keys begin where the first row of a task begins to see. So tasks change no row's bits without a window.
     if (is_short && !by_tiles && sizes[0] && low[0] == low[sizes[0] - 1])
         per_block = tokens_of_task(sizes[0], group, sizes[2], per_block, threads);
-    Attention a = {q,        k,        v,         low,      high,     out,      lse,      sizes[0], sizes[1],
-                   sizes[2], sizes[3], per_block, sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9],
-                   scale};
+    Attention a = {q,        runs,     low,       high,     out,      lse,         sizes[0], sizes[1],
+                   sizes[2], sizes[3], per_block, sizes[4], sizes[5], is_out_wide, scale};
     const int64_t tasks = (a.tokens + per_block - 1) / per_block * a.kv_heads;
 #if defined(__AMX_BF16__)
     if (by_tiles) {

@@ -20,7 +20,7 @@ from ringserve.cp_core.attention.partial import PagedShards, Partial, empty_part
 from ringserve.cp_core.attention.torch_cpu import TorchCpuFlash
 from ringserve.cp_core.layout.step_plans import KvRun
 
-VERSION = 7
+VERSION = 8
 """Version of the libraries' functions: a library of another version is not called."""
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -77,7 +77,7 @@ def load_file(path: Path) -> ctypes.CDLL | None:
     if found.ringserve_version() != VERSION:
         return None
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    found.ringserve_attend.argtypes = [*[pointer] * 8, ctypes.c_float, ctypes.c_int, ctypes.c_int]
+    found.ringserve_attend.argtypes = [*[pointer] * 7, ctypes.c_float, *[ctypes.c_int] * 3]
     found.ringserve_attend_pages.argtypes = [*[pointer] * 9, ctypes.c_float, ctypes.c_int, ctypes.c_int]
     found.ringserve_merge.argtypes = [*[pointer] * 4, *[integer] * 3, ctypes.c_int, ctypes.c_int]
     found.ringserve_pack.argtypes = [pointer, pointer, integer, integer, ctypes.c_int, ctypes.c_int]
@@ -141,8 +141,8 @@ class NativeCpu:
         if num_tokens <= MAX_SINGLE_TOKENS and k.is_contiguous() and v.is_contiguous():
             return self._attend_singly(q, k, v, 0 if causal else None, scale)
         if causal:
-            return _attend(q, k, v, *_seen(num_tokens, 0), scale)
-        return _attend(q, k, v, *_whole(num_tokens, num_stored), scale)
+            return _attend(q, [KvRun(k, v)], *_seen(num_tokens, 0), scale)
+        return _attend(q, [KvRun(k, v)], *_whole(num_tokens, num_stored), scale)
 
     def attend_newest(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -> Partial:
         """See NewestAttention."""
@@ -151,7 +151,7 @@ class NativeCpu:
             return self._torch.attend_newest(q, k, v, scale=scale)
         if num_tokens <= MAX_SINGLE_TOKENS and k.is_contiguous() and v.is_contiguous():
             return self._attend_singly(q, k, v, earlier, scale)
-        return _attend(q, k, v, *_seen(num_tokens, earlier), scale)
+        return _attend(q, [KvRun(k, v)], *_seen(num_tokens, earlier), scale)
 
     def attend_between(
         self,
@@ -165,10 +165,27 @@ class NativeCpu:
     ) -> Partial:
         """See BandAttention."""
         if _serves(q, k):
-            return _attend(q, k, v, first, stop, scale)
+            return _attend(q, [KvRun(k, v)], first, stop, scale)
         at = torch.arange(k.shape[0])
         hidden = (at < first[:, None]) | (at >= stop[:, None])
         return self._torch.attend_masked(q, k, v, hidden, scale=scale)
+
+    def serves_whole(self, q: torch.Tensor, k: torch.Tensor) -> bool:
+        """See WholeAttention."""
+        return q.shape[0] > MAX_SINGLE_TOKENS and q.dtype == k.dtype and _serves(q, k)
+
+    def attend_whole(
+        self,
+        q: torch.Tensor,
+        runs: Sequence[KvRun],
+        first: torch.Tensor,
+        stop: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        scale: float,
+    ) -> None:
+        """See WholeAttention."""
+        _attend_into(q, runs, first, stop, scale, out)
 
     def attend_masked(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, *, scale: float
@@ -214,27 +231,53 @@ def _serves(q: torch.Tensor, k: torch.Tensor) -> bool:
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, low: torch.Tensor, high: torch.Tensor, scale: float
+    q: torch.Tensor, runs: Sequence[KvRun], low: torch.Tensor, high: torch.Tensor, scale: float
 ) -> Partial:
-    """Attend q[T, H, D] over k[S, K, D] and v[S, K, D]: query t sees keys [low[t], high[t]); both bounds ascend."""
+    """Attend q[T, H, D] over k[S, K, D] and v[S, K, D] of runs: query t sees keys [low[t], high[t]) of all of them.
+
+    Both bounds ascend.
+    """
+    if q.dtype != runs[0].k.dtype:
+        q, runs = q.float(), [KvRun(run.k.float(), run.v.float()) for run in runs]
+    out = torch.empty(q.shape, dtype=torch.float32)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32)
+    _attend_into(q, runs, low, high, scale, out, lse)
+    return Partial(out, lse)
+
+
+def _attend_into(
+    q: torch.Tensor,
+    runs: Sequence[KvRun],
+    low: torch.Tensor,
+    high: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor | None = None,
+) -> None:
+    """Attend queries over runs of their dtype, and write out[T, H, D], contiguous, and lse[T, H]."""
     found = library()
     assert found is not None
     assert scale > 0.0, f"the largest score is scaled after it is found, and the scale is {scale}"
-    if q.dtype != k.dtype:
-        q, k, v = q.float(), k.float(), v.float()
     num_tokens, num_heads, head_dim = q.shape
-    out = torch.empty(q.shape, dtype=torch.float32)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32)
-    strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
-    sizes = (ctypes.c_int64 * 10)(num_tokens, num_heads, k.shape[1], head_dim, *strides)
+    sizes = (ctypes.c_int64 * 6)(num_tokens, num_heads, runs[0].k.shape[1], head_dim, *q.stride()[:2])
+    of_runs = [
+        number
+        for k, v in ((run.k, run.v) for run in runs)
+        for number in (k.data_ptr(), v.data_ptr(), k.shape[0], *k.stride()[:2], *v.stride()[:2])
+    ]
     found.ringserve_attend(
-        *(each.data_ptr() for each in (q, k, v, low, high, out, lse)),
+        q.data_ptr(),
+        (ctypes.c_int64 * len(of_runs))(*of_runs),
+        low.data_ptr(),
+        high.data_ptr(),
+        out.data_ptr(),
+        None if lse is None else lse.data_ptr(),
         sizes,
         scale,
-        k.dtype == torch.float32,
+        q.dtype == torch.float32,
+        out.dtype == torch.float32,
         torch.get_num_threads(),
     )
-    return Partial(out, lse)
 
 
 def _attend_pages(

@@ -129,6 +129,36 @@ class BandAttention(AttentionBackend, Protocol):
         ...
 
 
+class WholeAttention(AttentionBackend, Protocol):
+    """Backend that attends all keys of a sequence in one call, straight into the layer's result."""
+
+    def serves_whole(self, q: torch.Tensor, k: torch.Tensor) -> bool:
+        """Return whether `attend_whole` takes queries and keys of these sizes and dtypes."""
+        ...
+
+    def attend_whole(
+        self,
+        q: torch.Tensor,
+        runs: Sequence[KvRun],
+        first: torch.Tensor,
+        stop: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        scale: float,
+    ) -> None:
+        """Attend q[T, H, D] over k[S, K, D] and v[S, K, D] of runs, one behind the other, into out[T, H, D].
+
+        Query t sees keys [first[t], stop[t]) of all runs, at least one. Both bounds are int64 and ascend. `out` is
+        contiguous, in the queries' dtype.
+        """
+        ...
+
+
+def attends_whole(backend: AttentionBackend) -> TypeGuard[WholeAttention]:
+    """Return whether the backend attends all keys of a sequence in one call."""
+    return hasattr(backend, "attend_whole")
+
+
 def attends_between(backend: AttentionBackend) -> TypeGuard[BandAttention]:
     """Return whether the backend attends a range of keys for each query."""
     return hasattr(backend, "attend_between")
@@ -407,6 +437,24 @@ def attend_pair(
         # NaN is looked for once, when the parts of all ranks are merged.
         answers.append(RowPartial(rows, merge(parts) if len(parts) > 1 else parts[0]))
     return answers
+
+
+def attend_alone(
+    backend: WholeAttention, q_thd: torch.Tensor, queries: Shard, keys: KeyShard, scale: float, out_thd: torch.Tensor
+) -> None:
+    """Attend queries of a rank that holds all keys of their sequence, in any number of runs, into out_thd[T, H, D]."""
+    if not backend.serves_whole(q_thd, keys.new.k):
+        merge_rows(attend_pair(backend, q_thd, queries, keys, scale), out_thd)
+        return
+    for band in bands(queries, keys.shard) or (_seen_by_newest(keys.shard.cached, queries.new),):
+        rows = slice(band.rows.start, band.rows.stop)
+        bounds = band.bounds_on(q_thd.device)
+        backend.attend_whole(q_thd[rows], [*keys.cached, keys.new], *bounds, out_thd[rows], scale=scale)
+
+
+@lru_cache(maxsize=64)
+def _seen_by_newest(num_cached: int, num_new: int) -> Band:
+    return Band(Rows(0, num_new), np.zeros(num_new, np.int64), np.arange(num_cached + 1, num_cached + num_new + 1))
 
 
 def _attend_bands(

@@ -11,7 +11,14 @@ from dataclasses import replace
 
 import torch
 
-from ringserve.cp_core.attention.partial import AttentionBackend, KeyShard, merge_rows, newest_tokens
+from ringserve.cp_core.attention.partial import (
+    AttentionBackend,
+    KeyShard,
+    attend_alone,
+    attends_whole,
+    merge_rows,
+    newest_tokens,
+)
 from ringserve.cp_core.cost.model import CHAIN, GATHER_KV, PASS_KV, PASS_Q, PREFILL_ALGORITHMS, SP_NTP
 from ringserve.cp_core.errors import ConfigError
 from ringserve.cp_core.layout.step_plans import KvRun, PrefillPlan, Shard, split_new
@@ -61,6 +68,8 @@ class RingPrefill:
         is_sparse = any(each.is_sparse for each in plan.sequences)
         assert algorithm == PASS_KV or not is_sparse, f"{algorithm} sends all keys, and a sequence is sparse"
         self._chooser = KeyChooser(plan, transport, num_layers) if is_sparse else None
+        # Without other ranks, all algorithms are one. Chains and sp_ntp keep more than the attention.
+        self._is_alone = transport.size == 1 and algorithm not in (CHAIN, SP_NTP) and not is_sparse
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cached_of: CachedOf, scale: float
@@ -87,6 +96,11 @@ class RingPrefill:
                 shards, cached, split_new(k, shards), split_new(v, shards), strict=True
             )
         ]
+        if self._is_alone and attends_whole(backend) and sink_h is None:
+            of_sequence = zip(q_of_sequence, shards, keys_of_sequence, split_new(out, shards), strict=True)
+            for q_thd, shard, keys, out_thd in of_sequence:
+                attend_alone(backend, q_thd, shard, keys, scale, out_thd)
+            return out
         parts: list[SequenceParts]
         if self._algorithm == SP_NTP:
             sp_ntp(q_of_sequence, keys_of_sequence, plan, transport, backend, scale, split_new(out, shards), sink_h)
