@@ -1405,7 +1405,8 @@ void multiply_in_tile_order(const Linear &a, int64_t task) {
     finish_rows<bf16, true>(a, 0, a.rows, line, OUT_LANES, sums, sums + size);
 }
 
-// Divide a product into tasks, of which each thread gets some. Larger ones split rows and weights less often.
+// Divide a product into tasks, of which each thread gets some: if nothing is split, more, so that a thread does not wait
+// long for one that another process has stopped. Larger ones split rows and weights less often.
 int64_t divide(TiledLinear &a, bool is_narrow, bool x_is_narrow, int threads) {
     const int64_t rows = (a.linear.rows + BLOCK - 1) / BLOCK, panels = (a.linear.out_features + BLOCK - 1) / BLOCK;
     const int64_t columns = (a.linear.in_features + BLOCK - 1) / BLOCK, count = a.linear.second ? 2 : 1;
@@ -1417,10 +1418,11 @@ int64_t divide(TiledLinear &a, bool is_narrow, bool x_is_narrow, int threads) {
         if (wide * 4 * count > SPLIT_SUMS) wide = SPLIT_SUMS / 4 / count;
         if (most > SPLIT_SUMS / (wide * count)) most = SPLIT_SUMS / (wide * count);
     }
+    const int64_t least = (is_narrow && x_is_narrow ? 8 : 2) * threads;
     for (;;) {
         const int64_t above = (rows + most - 1) / most, beside = (panels + wide - 1) / wide;
         a.rows = (rows + above - 1) / above, a.panels = (panels + beside - 1) / beside;
-        if (above * beside >= 2 * threads || (most == 1 && wide == 1))
+        if (above * beside >= least || (most == 1 && wide == 1))
             return ((rows + a.rows - 1) / a.rows) * ((panels + a.panels - 1) / a.panels);
         if (most > 4 || wide == 1) most = (most + 1) / 2;
         else wide = (wide + 1) / 2;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,12 @@ from hatch_build import X86, compile_kernels
 from ringserve.cp_core.attention import native
 from ringserve.cp_core.attention.native import HEAD_DIMS, MAX_SINGLE_TOKENS, NativeCpu, multiply, pack_weight
 from ringserve.cp_core.attention.partial import PagedShards, Partial, merge, merge_in_kernel
+from ringserve.cp_core.cost.model import PREFILL_ALGORITHMS
+from ringserve.cp_core.layout.shards import chunked_layout
+from ringserve.cp_core.layout.step_plans import KvRun
 from tests.cp_core.attention.test_paged import scattered
-from tests.oracles import largest, oracle_partial, random_tokens
+from tests.cp_core.rings import PlacedSequence, prefill_on_threads
+from tests.oracles import largest, oracle_causal, oracle_partial, random_tokens
 from tests.programs import require
 from tests.test_repository import ROOT
 
@@ -173,7 +178,7 @@ def test_any_range_of_keys_of_each_query_matches_the_oracle(
     dtype: torch.dtype,
     seed: int,
 ) -> None:
-    """Some queries see no key; keys that no query sees are never read.
+    """Some queries see no key; keys that no query sees are never read, and nothing between the runs of keys.
 
     In bfloat16, weights of tiles are rounded to 16 bits.
     """
@@ -191,14 +196,32 @@ def test_any_range_of_keys_of_each_query_matches_the_oracle(
     k, v = tokens.k[:num_stored].clone(), tokens.v[:num_stored].clone()
     k[: int(first[0])], v[: int(first[0])] = torch.nan, torch.nan
     part = KERNEL.attend_between(tokens.q[:num_tokens], k, v, first, stop, scale=0.125)
+    whole = torch.full_like(tokens.q[:num_tokens], torch.nan)
+    cuts = sorted(torch.randint(num_stored + 1, (3,), generator=torch.Generator().manual_seed(seed)).tolist())
+    is_whole = KERNEL.serves_whole(whole, k)
+    if is_whole:
+        runs = [poisoned_run(k[begin:end], v[begin:end]) for begin, end in pairwise([0, *cuts, num_stored])]
+        KERNEL.attend_whole(tokens.q[:num_tokens], runs, first, stop, whole, scale=0.125)
+    assert is_whole == (num_tokens > MAX_SINGLE_TOKENS)
     for row in range(num_tokens):
         seen = slice(int(first[row]), int(stop[row]))
         if seen.start == seen.stop:
             assert torch.isneginf(part.lse[row]).all()
+            assert not (is_whole and whole[row].any())
             continue
         right = oracle_partial(tokens.q[row : row + 1], k[seen], v[seen], causal=False, scale=0.125)
-        assert largest(part.out[row].double() - right.out[0]) <= most * max(1.0, largest(v[seen].float()))
+        scale = max(1.0, largest(v[seen].float()))
+        assert largest(part.out[row].double() - right.out[0]) <= most * scale
         assert largest(part.lse[row].double() - right.lse[0]) <= 1e-5
+        rounding = 2**-8 if dtype == torch.bfloat16 else 0.0
+        assert not is_whole or largest(whole[row].double() - right.out[0]) <= (most + rounding) * scale
+
+
+def poisoned_run(k: torch.Tensor, v: torch.Tensor) -> KvRun:
+    """Return a copy between numbers that are none, keys and values side by side."""
+    both = torch.full((k.shape[0] + 2, 2, *k.shape[1:]), torch.nan, dtype=k.dtype)
+    both[1:-1, 0], both[1:-1, 1] = k, v
+    return KvRun(both[1:-1, 0], both[1:-1, 1])
 
 
 @pytest.mark.parametrize("num_tokens", [1, MAX_SINGLE_TOKENS, MAX_SINGLE_TOKENS + 1])
@@ -431,3 +454,32 @@ def test_a_compiler_that_does_not_know_all_flags_is_given_fewer(
     assert ("-mamx-tile" in made["native-avx512"]) is (not unknown)
     assert ("-mavx512bf16" in made["native-avx512"]) is (unknown != "-mavx512bf16")
     assert "-mavx512f" in made["native-avx512"]
+
+
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("dtype", native.DTYPES)
+@pytest.mark.parametrize("algorithm", PREFILL_ALGORITHMS)
+def test_a_lone_rank_attends_sequences_of_any_length_in_any_runs(
+    algorithm: str, dtype: torch.dtype, window: int, way: str
+) -> None:
+    """Sequences without new tokens, with so few that they are attended singly, and without cached ones."""
+    sequences = [
+        PlacedSequence(
+            random_tokens(num_cached + num_new, dtype=dtype, seed=num_new),
+            chunked_layout(num_cached, num_new, (0,)),
+            (0,) * num_cached,
+            run=run,
+        )
+        for num_cached, num_new, run in [
+            (30, 0, 16),
+            (40, 3, 7),
+            (0, 70, 1),
+            (129, 50, 64),
+            (3, MAX_SINGLE_TOKENS + 1, 2),
+        ]
+    ]
+    most = 1e-5 if dtype == torch.float32 else 2**-8
+    outs = prefill_on_threads(sequences, 1, algorithm, 0.125, KERNEL, window=window).outs
+    for sequence, out in zip(sequences, outs, strict=True):
+        right = oracle_causal(sequence.tokens, 0.125, window=window)[sequence.layout.start :]
+        assert largest(out.double() - right) <= most * max(1.0, largest(sequence.tokens.v.float()))
