@@ -230,9 +230,7 @@ def _serves(q: torch.Tensor, k: torch.Tensor) -> bool:
     return q.shape[2] in HEAD_DIMS and q.shape[1] <= MAX_GROUP * k.shape[1] and k.dtype in DTYPES
 
 
-def _attend(
-    q: torch.Tensor, runs: Sequence[KvRun], low: torch.Tensor, high: torch.Tensor, scale: float
-) -> Partial:
+def _attend(q: torch.Tensor, runs: Sequence[KvRun], low: torch.Tensor, high: torch.Tensor, scale: float) -> Partial:
     """Attend q[T, H, D] over k[S, K, D] and v[S, K, D] of runs: query t sees keys [low[t], high[t]) of all of them.
 
     Both bounds ascend.
