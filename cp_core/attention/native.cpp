@@ -1815,11 +1815,20 @@ struct Layer {
     float norm_epsilon, q_epsilon, k_epsilon, mlp_epsilon;
 };
 
+// Slots of a layer's cache that rows are stored in, [K, D] each, and the pages of slots that they attend.
+struct PagedRows {
+    void *k, *v;
+    const int64_t *slots;             // [T]
+    const int32_t *table, *lengths;   // [T, columns], [T]
+    int64_t columns, page, longest;   // pages of a table, slots of a page, the largest length
+    float scale;
+};
+
 }  // namespace
 
 extern "C" {
 
-int ringserve_version() { return 8; }
+int ringserve_version() { return 9; }
 
 // Multiply by tiles from now on, or not. Returns whether it does: the processor and the system must allow it.
 int ringserve_use_tiles(int wanted) {
@@ -1969,5 +1978,40 @@ void ringserve_behind_attention(const Layer *layer, const void *x, const void *a
         multiply({product, l.down, nullptr, l.down_bias, result, result, some, l.middle, l.features, 0, 0}, l.down_types,
                  alone, threads);
     }
+}
+
+// A whole layer of rows that this process alone stores and attends, each by itself: a decode step's. `joined`, `q`, `k`,
+// `normed` and `product` are memory for what the other two calls return.
+void ringserve_decode_layer(const Layer *layer, const PagedRows *stored, const void *x, const void *cos, const void *sin,
+                            void *normed, void *joined, void *q, void *k, void *product, void *out, int64_t rows,
+                            int alone, int threads) {
+    const Layer &l = *layer;
+    const PagedRows &p = *stored;
+    const int64_t size = l.is_wide ? sizeof(float) : sizeof(bf16), width = l.heads + 2 * l.kv_heads;
+    const int64_t token = l.kv_heads * l.dim * size, numbers = rows * l.heads * l.dim;
+    ringserve_before_attention(layer, x, cos, sin, normed, joined, q, k, rows, alone, threads);
+    for (int64_t row = 0; row < rows; ++row) {
+        const char *v = (const char *)joined + (row * width + l.heads + l.kv_heads) * l.dim * size;
+        memcpy((char *)p.k + p.slots[row] * token, (const char *)k + row * token, token);
+        memcpy((char *)p.v + p.slots[row] * token, v, token);
+    }
+    const int64_t of_parts = ringserve_paged_floats(rows, p.longest, l.heads, l.dim);
+    float *const wide = (float *)malloc(sizeof(float) * (2 * numbers + rows * l.heads + of_parts));
+    float *const attended = wide + numbers, *const lse = attended + numbers, *const parts = lse + rows * l.heads;
+    const float *queries = (const float *)q;
+    if (!l.is_wide) {
+        for (int64_t at = 0; at < numbers; at += W) store(wide + at, load((const bf16 *)q + at));
+        queries = wide;
+    }
+    const int64_t sizes[] = {rows, p.columns, p.page, l.heads, l.kv_heads, l.dim, p.longest};
+    ringserve_attend_pages(queries, p.k, p.v, p.table, p.lengths, attended, lse, parts, sizes, p.scale, l.is_wide,
+                           threads);
+    const void *result = attended;
+    if (!l.is_wide) {
+        for (int64_t at = 0; at < numbers; at += W) put((bf16 *)q + at, load(attended + at));
+        result = q;
+    }
+    ringserve_behind_attention(layer, x, result, normed, product, out, rows, rows, alone, threads);
+    free(wide);
 }
 }

@@ -10,6 +10,7 @@ import ctypes
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import ClassVar
@@ -20,7 +21,7 @@ from ringserve.cp_core.attention.partial import PagedShards, Partial, empty_part
 from ringserve.cp_core.attention.torch_cpu import TorchCpuFlash
 from ringserve.cp_core.layout.step_plans import KvRun
 
-VERSION = 8
+VERSION = 9
 """Version of the libraries' functions: a library of another version is not called."""
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -51,6 +52,31 @@ class Layer(ctypes.Structure):
     kv_heads: int
     dim: int
     middle: int
+
+
+class _PagedRows(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("k", "v", "slots", "table", "lengths")),
+        *((name, ctypes.c_int64) for name in ("columns", "page", "longest")),
+        ("scale", ctypes.c_float),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class PagedRows:
+    """Slots of a layer's cache where T rows are stored, and the pages that each attends by itself, its own KV included.
+
+    k and v[S, K, D] are the cache's, slots is int64[T], table int32[T, M] has pages of `page_tokens` slots, and lengths
+    int32[T] their filled slots, `longest` at most.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    slots: torch.Tensor
+    table: torch.Tensor
+    lengths: torch.Tensor
+    page_tokens: int
+    longest: int
 
 
 @cache
@@ -86,6 +112,8 @@ def load_file(path: Path) -> ctypes.CDLL | None:
     found.ringserve_rotate.argtypes = [*[pointer] * 5, ctypes.c_int, ctypes.c_int]
     layer = ctypes.POINTER(Layer)
     found.ringserve_before_attention.argtypes = [layer, *[pointer] * 7, integer, ctypes.c_int, ctypes.c_int]
+    rows = ctypes.POINTER(_PagedRows)
+    found.ringserve_decode_layer.argtypes = [layer, rows, *[pointer] * 9, integer, ctypes.c_int, ctypes.c_int]
     found.ringserve_behind_attention.argtypes = [layer, *[pointer] * 5, integer, integer, ctypes.c_int, ctypes.c_int]
     found.ringserve_paged_floats.argtypes = [integer] * 4
     found.ringserve_paged_floats.restype = integer
@@ -525,6 +553,43 @@ def behind_attention(layer: Layer, states: torch.Tensor, attended: torch.Tensor,
         torch.get_num_threads(),
     )
     return out
+
+
+def decode_layer(
+    layer: Layer, paged: PagedRows, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Run a whole layer on rows that are stored and attended here alone: states[T, C] -> [T, C].
+
+    The bits are those of `before_attention`, `NativeCpu.paged_attention` and `behind_attention`. All are of one dtype
+    and contiguous; `may_decode` says for which layers.
+    """
+    found = library()
+    assert found is not None
+    rows, dim = states.shape[0], layer.dim
+    assert paged.k.shape[1:] == (layer.kv_heads, dim) and paged.k.dtype == states.dtype, "the cache is the layer's"
+    heads = layer.heads + 2 * layer.kv_heads
+    out, normed = torch.empty_like(states), torch.empty_like(states)
+    sizes = (heads * dim, layer.heads * dim, layer.kv_heads * dim, layer.middle)
+    memory = [states.new_empty(rows, size) for size in sizes]
+    joined, q, k, product = memory
+    given = (paged.k, paged.v, paged.slots, paged.table, paged.lengths)
+    where = _PagedRows(
+        *(each.data_ptr() for each in given), paged.table.shape[1], paged.page_tokens, paged.longest, scale
+    )
+    found.ringserve_decode_layer(
+        layer,
+        where,
+        *(each.data_ptr() for each in (states, cos, sin, normed, joined, q, k, product, out)),
+        rows,
+        _calls.are_alone,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def may_decode(layer: Layer) -> bool:
+    """Return whether `decode_layer` attends heads of the layer's sizes."""
+    return layer.dim in HEAD_DIMS and layer.heads <= MAX_GROUP * layer.kv_heads
 
 
 def serves(dtype: torch.dtype) -> bool:

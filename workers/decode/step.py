@@ -16,7 +16,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ringserve.cp_core.attention.native import rows_alone
+from ringserve.cp_core.attention.native import NativeCpu, PagedRows, rows_alone
 from ringserve.cp_core.attention.partial import AttentionBackend, PagedShards, takes_pages
 from ringserve.cp_core.cost.decode import (
     HELIX,
@@ -161,6 +161,8 @@ class DecodePass:
         self._passed: dict[int, list[int]] = {}
         by_table = {*self._windows_by_table, *([0] if self._follows_tables else [])}
         self._windows_by_runs = set(model.windows) - by_table
+        is_alone = transport.size == 1 and self._columns is None
+        self._is_on_pages = is_alone and self._follows_tables and isinstance(backend, NativeCpu)
         # Rows behind the batch's, in a step that is to be recorded whole; None in any other.
         self._num_padding: int | None = None
         self._is_asynchronous = cache.device.type == "cuda" if is_asynchronous is None else is_asynchronous
@@ -338,6 +340,17 @@ class DecodePass:
         # Rows of padding are in no plan, and messages of a recording have one size: each rank answers for all rows.
         plan = self._plan if self._num_padding is None else None
         return sharded_decode(q, shards, self._transport, self._backend, scale, plan, sink_h)
+
+    def own_pages(self, layer: int) -> PagedRows | None:
+        """Return the pages of a layer that kernels of CPUs store and attend the step's rows in; None if `attend` must.
+
+        It must where KV is on several ranks, and in layers with a window or sinks.
+        """
+        if not self._is_on_pages or self._stored is not None or self._windows[layer] or self._sinks[layer] is not None:
+            return None
+        inputs, k, v = self._inputs, self._cache.k_layers[layer], self._cache.v_layers[layer]
+        lengths = inputs.lengths, self._cache.block_tokens, max(self._stored_tokens)
+        return PagedRows(k, v, inputs.slots, inputs.table, *lengths)
 
     def _pieces_in(self, window: int) -> list[list[SlotRun | Tensor]]:
         """Return the runs from which each row's shard is read: the KV that its newest token and its drafts see."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ringserve.cp_core.attention import native
 from ringserve.cp_core.cost.decode import GATHER, HELIX, VARIANTS, DecodeRates, StartChoice
 from ringserve.cp_core.cost.model import PASS_Q
 from ringserve.cp_core.errors import ConfigError
@@ -95,6 +97,26 @@ def test_every_model_decodes_the_same(kind: str, variant: str, model_paths: Mode
         ring.start_decode()
         following = ring.decode(conversation, first, sampling)
     assert [first, *following] == oracles[kind].greedy(prompt, 16)
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("kind", [*KINDS, ALL_WINDOWED])
+def test_a_lone_rank_of_packed_weights_takes_one_call_a_layer_and_decodes_the_same(
+    kind: str, drafts: bool, model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless all its layers have a window. Sequences join and leave; blocks are scattered."""
+    calls = []
+
+    def decode_layer(*given: Any) -> torch.Tensor:
+        calls.append(given)
+        return native_decode_layer(*given)
+
+    native_decode_layer = native.decode_layer
+    monkeypatch.setattr(native, "decode_layer", decode_layer)
+    with LocalRing(model_paths[kind], 1, packs_weights=True, drafts=drafts) as ring:
+        answers = serve_all(ring, greedy())
+    assert answers == {name: oracles[kind].greedy(PROMPTS[name], end) for name, end in ENDS.items()}
+    assert bool(calls) == (native.library() is not None and kind != ALL_WINDOWED)
 
 
 @pytest.mark.parametrize("variant", [PASS_Q, HELIX])

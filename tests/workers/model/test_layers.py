@@ -13,6 +13,7 @@ import torch
 from torch.nn import Linear, Module, Parameter
 
 from ringserve.cp_core.attention import native
+from ringserve.cp_core.attention.partial import PagedShards
 from ringserve.workers.model import layers, shared
 from ringserve.workers.model.layers import (
     ATTENTION_LAYERS,
@@ -345,6 +346,62 @@ def test_a_row_of_a_layer_in_two_calls_has_the_same_bits_beside_any_others(model
     states[0, 3] = torch.nan
     out = layer(states, position_embeddings=angles, ring_step=Mixing())
     assert out.isnan().any(-1)[0].tolist() == [row == 3 for row in range(20)]
+
+
+class OnPages:
+    """Step of five rows over poisoned pages: a sequence with two drafts, one of a token, and one of 300."""
+
+    PAGE = 16
+    LENGTHS = (20, 21, 22, 1, 300)
+
+    def __init__(self, model: LoadedModel, *, in_one_call: bool) -> None:
+        self.in_one_call = in_one_call
+        generator = torch.Generator().manual_seed(1)
+        pages = torch.randperm(24, generator=generator).tolist()
+        of_sequences = [[pages.pop() for _ in range(-(-length // self.PAGE))] for length in (22, 1, 300)]
+        of_rows = [of_sequences[number] for number in (0, 0, 0, 1, 2)]
+        self.table = torch.tensor([[*each, *[0] * (19 - len(each))] for each in of_rows], dtype=torch.int32)
+        slots = [page * self.PAGE + at for pages in of_sequences for page in pages for at in range(self.PAGE)]
+        stored = [*slots[:19], *slots[48:347]]  # tokens before the rows' own
+        self.slots = torch.tensor([*slots[19:22], slots[32], slots[347]])
+        shape = (24 * self.PAGE, model.info.num_kv_heads, model.info.head_dim)
+        self.layers = [torch.full((2, *shape), torch.nan, dtype=model.model.dtype) for _ in range(2)]
+        for both in self.layers:
+            both[:, stored] = torch.randn(2, len(stored), *shape[1:], generator=generator).to(model.model.dtype)
+
+    def own_pages(self, layer: int) -> native.PagedRows | None:
+        lengths = torch.tensor(self.LENGTHS, dtype=torch.int32)
+        paged = native.PagedRows(*self.layers[layer], self.slots, self.table, lengths, self.PAGE, max(self.LENGTHS))
+        return paged if self.in_one_call else None
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        assert not self.in_one_call
+        pages = [each.view(-1, self.PAGE, *each.shape[1:]) for each in self.layers[layer]]
+        for each, rows in zip(self.layers[layer], (k, v), strict=True):
+            each[self.slots] = rows
+        shards = PagedShards(*pages, self.table, self.LENGTHS, torch.tensor(self.LENGTHS, dtype=torch.int32))
+        return native.NativeCpu().paged_attention(q, shards, scale=scale).out.to(q.dtype)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_in_one_call_stores_and_attends_with_the_bits_of_two_calls(
+    kind: str, dtype: str, model_paths: Mapping[str, Path]
+) -> None:
+    if dtype == "bfloat16" and not native.serves(torch.bfloat16):
+        return  # its weights are oneDNN's then
+    model = load_model(model_paths[kind], dtype, "cpu")
+    model.pack_weights(with_head=False)
+    found = []
+    for in_one_call in (True, False):
+        step = OnPages(model, in_one_call=in_one_call)
+        with torch.inference_mode(), native.rows_alone():
+            states = model.hidden_states(torch.arange(5) * 7, torch.tensor(OnPages.LENGTHS) - 1, step)
+        found.append([states, *step.layers])
+    assert found[0][0].isfinite().all()
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
 
 
 @pytest.mark.usefixtures("kernels")
