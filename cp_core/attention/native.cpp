@@ -1179,6 +1179,7 @@ INLINE bool split_block(bf16 *block, const Stored *upper, const Stored *lower, i
 
 struct TiledLinear {
     Linear linear;
+    const bf16 *last;             // the last rows if they are no whole block, with rows of zeros behind them; or none
     int64_t rows, panels, depth;  // of a task, in blocks: rows, outputs, and columns at a time
 };
 
@@ -1273,8 +1274,9 @@ void multiply_by_tiles(const TiledLinear &a, int64_t task) {
         for (int64_t row = first; row < stop; row += BLOCK) {
             const int64_t height = stop - row < BLOCK ? stop - row : BLOCK;
             // Whole blocks of bfloat16 rows are multiplied where they lie.
-            const bool in_place = x_parts == 1 && height == BLOCK && depth * BLOCK == columns;
-            const Row *x = (const Row *)l.x + row * l.in_features + column;
+            const bool is_last = height < BLOCK && a.last;
+            const bool in_place = x_parts == 1 && (height == BLOCK || is_last) && depth * BLOCK == columns;
+            const Row *x = is_last ? (const Row *)a.last + column : (const Row *)l.x + row * l.in_features + column;
             if (!in_place) split_rows(x, height, columns, l.in_features, s.rows, s.some);
             const bf16 *x_blocks = in_place ? (const bf16 *)x : s.rows;
             const int64_t x_size = in_place ? BLOCK : x_parts * PART_NUMBERS;
@@ -1779,11 +1781,15 @@ void multiply(Linear a, int types, int alone, int threads) {
     a.panels = (a.out_features + OUT_LANES - 1) / OUT_LANES;
 #if defined(__AMX_BF16__)
     if (takes_tiles(a.rows, types, alone)) {
-        TiledLinear tiled = {a, 0, 0, 0};
-        const int64_t parts = divide(tiled, types != 1, types == 0, threads);
+        TiledLinear tiled = {a, nullptr, 0, 0, 0};
+        const int64_t parts = divide(tiled, types != 1, types == 0, threads), left = a.rows % BLOCK;
+        bf16 *const last = types == 0 && left ? (bf16 *)calloc(BLOCK * a.in_features, sizeof(bf16)) : nullptr;
+        if (last) memcpy(last, (const bf16 *)a.x + (a.rows - left) * a.in_features, sizeof(bf16) * left * a.in_features);
+        tiled.last = last;
         if (types == 1) run_tasks<TiledLinear, multiply_by_tiles<float, float>>(tiled, parts, threads);
         else if (types == 2) run_tasks<TiledLinear, multiply_by_tiles<float, bf16>>(tiled, parts, threads);
         else run_tasks<TiledLinear, multiply_by_tiles<bf16, bf16>>(tiled, parts, threads);
+        free(last);
         return;
     }
     if (uses_tiles && !types) {
