@@ -93,8 +93,8 @@ distclean: clean ## remove .venv as well
 	rm -rf $(VENV)
 
 # torch is installed first and by its exact version: together with the rest, or by a range, pip may choose several
-# gigabytes of CUDA packages although a CPU build is available. Bytecode is written when a module is first imported: that
-# of all packages would take most of a minute, and most of it is never read.
+# gigabytes of CUDA packages although a CPU build is available. Bytecode is written when a module is first imported:
+# that of all packages would take most of a minute, and most of it is never read.
 define install
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ringserve needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)

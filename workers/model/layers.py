@@ -256,7 +256,7 @@ def _rotated(
 
 
 class FusedLayer:
-    """Forward pass of a decoder layer in two calls and the attention between them, or in one, instead of fifteen modules.
+    """Forward pass of a decoder layer in two calls around its attention, or in one, instead of fifteen modules.
 
     The numbers stay the modules': each layer is compared with them once. Python and the dispatch of torch took more
     than half of the time of a step of 16 tokens.

@@ -371,15 +371,16 @@ class OnPages:
 
     def own_pages(self, layer: int) -> native.PagedRows | None:
         lengths = torch.tensor(self.LENGTHS, dtype=torch.int32)
-        paged = native.PagedRows(*self.layers[layer], self.slots, self.table, lengths, self.PAGE, max(self.LENGTHS))
+        k, v = self.layers[layer]
+        paged = native.PagedRows(k, v, self.slots, self.table, lengths, self.PAGE, max(self.LENGTHS))
         return paged if self.in_one_call else None
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         assert not self.in_one_call
-        pages = [each.view(-1, self.PAGE, *each.shape[1:]) for each in self.layers[layer]]
-        for each, rows in zip(self.layers[layer], (k, v), strict=True):
-            each[self.slots] = rows
-        shards = PagedShards(*pages, self.table, self.LENGTHS, torch.tensor(self.LENGTHS, dtype=torch.int32))
+        both = self.layers[layer]
+        both[:, self.slots] = torch.stack([k, v])
+        k, v = both.view(2, -1, self.PAGE, *both.shape[2:])
+        shards = PagedShards(k, v, self.table, self.LENGTHS, torch.tensor(self.LENGTHS, dtype=torch.int32))
         return native.NativeCpu().paged_attention(q, shards, scale=scale).out.to(q.dtype)
 
 
