@@ -34,11 +34,11 @@ help: ## list the targets
 demo: $(USER_READY) ## ask a real model about a document on this machine and check every token
 	$(BIN)/ringserve demo $(if $(DEVICE),--device $(DEVICE))
 
-# pytest's summary is the last output, unless lint fails. It has five processes on two cores: two wait for clusters most
+# pytest's summary is the last output, unless lint fails. It has four processes on two cores: two wait for clusters most
 # of the time.
 test: programs $(DEV_READY) ## run lint and tests, required before a commit; installs the system programs they need
 	@$(MAKE) --no-print-directory lint >$(VENV)/lint.log 2>&1 & lint=$$!; \
-	$(BIN)/pytest -n 5 || failed=1; \
+	$(BIN)/pytest -n 4 || failed=1; \
 	wait $$lint || { cat $(VENV)/lint.log; echo "lint failed"; failed=1; }; \
 	exit $${failed:-0}
 

@@ -215,12 +215,6 @@ class NativeCpu:
         """See WholeAttention."""
         _attend_into(q, runs, first, stop, scale, out)
 
-    def attend_masked(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, *, scale: float
-    ) -> Partial:
-        """See MaskedAttention."""
-        return self._torch.attend_masked(q, k, v, hidden, scale=scale)
-
     def attend_rows(self, q: torch.Tensor, runs: Sequence[KvRun], *, scale: float) -> Partial:
         """See RowAttention."""
         parts = [
