@@ -92,14 +92,20 @@ clean: ## remove caches and build outputs
 distclean: clean ## remove .venv as well
 	rm -rf $(VENV)
 
+# Modules that import nearly all that serves a model.
+SERVED := ringserve.services.cli.up ringserve.services.cluster.running ringserve.services.gateway.process \
+	ringserve.services.gateway.openai.app ringserve.workers.rank.worker
+
 # torch is installed first and by its exact version: together with the rest, or by a range, pip may choose several
 # gigabytes of CUDA packages although a CPU build is available. Bytecode is written when a module is first imported:
-# that of all packages would take most of a minute, and most of it is never read.
+# that of all packages would take most of a minute, and most of it is never read. What serves a model is imported at
+# once, for those who let Python write none.
 define install
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ringserve needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 $(PIP) install --no-compile "$$(grep '^torch==' constraints.txt)" -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 $(PIP) install --no-compile -e proto -e "$(1)" -c constraints.txt
+$(BIN)/python -c 'import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]' $(SERVED)
 endef
 
 SOURCES := pyproject.toml proto/pyproject.toml constraints.txt hatch_build.py cp_core/attention/native.cpp
