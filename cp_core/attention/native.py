@@ -206,14 +206,15 @@ class NativeCpu:
         self,
         q: torch.Tensor,
         runs: Sequence[KvRun],
-        first: torch.Tensor,
-        stop: torch.Tensor,
         out: torch.Tensor,
         *,
         scale: float,
+        bounds: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         """See WholeAttention."""
-        _attend_into(q, runs, first, stop, scale, out)
+        if bounds is None:
+            bounds = _seen(q.shape[0], sum(run.k.shape[0] for run in runs) - q.shape[0])
+        _attend_into(q, runs, *bounds, scale, out)
 
     def attend_rows(self, q: torch.Tensor, runs: Sequence[KvRun], *, scale: float) -> Partial:
         """See RowAttention."""
@@ -554,8 +555,8 @@ def decode_layer(
 ) -> torch.Tensor:
     """Run a whole layer on rows that are stored and attended here alone: states[T, C] -> [T, C].
 
-    The bits are those of `before_attention`, `NativeCpu.paged_attention` and `behind_attention`. All are of one dtype
-    and contiguous; `may_decode` says for which layers.
+    It gives the bits of `before_attention`, `NativeCpu.paged_attention` and `behind_attention`, one after the other.
+    The layer must be one that `may_decode` accepts. All tensors have the layer's dtype and are contiguous.
     """
     found = library()
     assert found is not None

@@ -140,16 +140,15 @@ class WholeAttention(AttentionBackend, Protocol):
         self,
         q: torch.Tensor,
         runs: Sequence[KvRun],
-        first: torch.Tensor,
-        stop: torch.Tensor,
         out: torch.Tensor,
         *,
         scale: float,
+        bounds: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         """Attend q[T, H, D] over k[S, K, D] and v[S, K, D] of runs, one behind the other, into out[T, H, D].
 
-        Query t sees keys [first[t], stop[t]) of all runs, at least one. Both bounds are int64 and ascend. `out` is
-        contiguous, in the queries' dtype.
+        The queries are the newest T tokens of the runs, and each sees all keys up to itself. With bounds (first, stop),
+        both int64 and ascending, query t sees keys [first[t], stop[t]). `out` is contiguous, in the queries' dtype.
         """
         ...
 
@@ -446,15 +445,14 @@ def attend_alone(
     if not backend.serves_whole(q_thd, keys.new.k):
         merge_rows(attend_pair(backend, q_thd, queries, keys, scale), out_thd)
         return
-    for band in bands(queries, keys.shard) or (_seen_by_newest(keys.shard.cached, queries.new),):
+    runs = [*keys.cached, keys.new]
+    if (cut := bands(queries, keys.shard)) is None:
+        backend.attend_whole(q_thd, runs, out_thd, scale=scale)
+        return
+    for band in cut:
         rows = slice(band.rows.start, band.rows.stop)
         bounds = band.bounds_on(q_thd.device)
-        backend.attend_whole(q_thd[rows], [*keys.cached, keys.new], *bounds, out_thd[rows], scale=scale)
-
-
-@lru_cache(maxsize=64)
-def _seen_by_newest(num_cached: int, num_new: int) -> Band:
-    return Band(Rows(0, num_new), np.zeros(num_new, np.int64), np.arange(num_cached + 1, num_cached + num_new + 1))
+        backend.attend_whole(q_thd[rows], runs, out_thd[rows], scale=scale, bounds=bounds)
 
 
 def _attend_bands(

@@ -107,11 +107,9 @@ class Band:
 
         All layers of a step ask for the same. Only the first uploads them, without waiting for the device.
         """
-        if device.type == "cpu":
-            first, stop = (torch.from_numpy(np.ascontiguousarray(each)) for each in (self.first, self.stop))
-            return first, stop
         if device not in self._uploaded:
-            on_host = torch.from_numpy(np.stack([self.first, self.stop]).astype(np.int32))
+            dtype = np.int64 if device.type == "cpu" else np.int32
+            on_host = torch.from_numpy(np.stack([self.first, self.stop]).astype(dtype))
             on_host = on_host.pin_memory() if device.type == "cuda" else on_host
             first, stop = on_host.to(device, non_blocking=True)
             self._uploaded[device] = first, stop

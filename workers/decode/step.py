@@ -142,6 +142,7 @@ class DecodePass:
         # For kernels that follow block tables: how many tokens of each row this rank stores, and the windows they take.
         self._follows_tables = takes_pages(backend, cache.block_tokens)
         self._stored_tokens: tuple[int, ...] = ()
+        self._longest = 0
         self._takes_bounds = takes_pages(backend, cache.block_tokens) and backend.takes_bounds
         self._windows_by_table = sorted(set(model.windows) - {0}) if self._takes_bounds else []
         self._plan: DecodePlan
@@ -279,6 +280,7 @@ class DecodePass:
         padding = self._num_padding or 0
         if self._follows_tables:
             self._stored_tokens = (*(held[self._transport.rank] for held in self._plan.held), *[0] * padding)
+            self._longest = max(self._stored_tokens, default=0)
         self._batch.forget(max(self._windows, default=0))
         self._pieces = {window: self._pieces_in(window) for window in self._windows_by_runs}
         if has_drafts:
@@ -349,8 +351,8 @@ class DecodePass:
         if not self._is_on_pages or self._stored is not None or self._windows[layer] or self._sinks[layer] is not None:
             return None
         inputs, k, v = self._inputs, self._cache.k_layers[layer], self._cache.v_layers[layer]
-        lengths = inputs.lengths, self._cache.block_tokens, max(self._stored_tokens)
-        return PagedRows(k, v, inputs.slots, inputs.table, *lengths)
+        sizes = self._cache.block_tokens, self._longest
+        return PagedRows(k, v, inputs.slots, inputs.table, inputs.lengths, *sizes)
 
     def _pieces_in(self, window: int) -> list[list[SlotRun | Tensor]]:
         """Return the runs from which each row's shard is read: the KV that its newest token and its drafts see."""

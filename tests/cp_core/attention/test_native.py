@@ -201,7 +201,7 @@ def test_any_range_of_keys_of_each_query_matches_the_oracle(
     is_whole = KERNEL.serves_whole(whole, k)
     if is_whole:
         runs = [poisoned_run(k[begin:end], v[begin:end]) for begin, end in pairwise([0, *cuts, num_stored])]
-        KERNEL.attend_whole(tokens.q[:num_tokens], runs, first, stop, whole, scale=0.125)
+        KERNEL.attend_whole(tokens.q[:num_tokens], runs, whole, scale=0.125, bounds=(first, stop))
     assert is_whole == (num_tokens > MAX_SINGLE_TOKENS)
     for row in range(num_tokens):
         seen = slice(int(first[row]), int(stop[row]))

@@ -112,7 +112,7 @@ class Rank:
             case "refuse":
                 raise arguments[0]
             case "odd":
-                raise OddError("of no kind that is told")
+                raise OddError("the leader does not know it")
             case "unsayable":
                 return Path()
         return arguments[0] if len(arguments) == 1 else arguments
@@ -212,7 +212,7 @@ async def test_other_errors_are_told_by_kind_and_text(rank: Rank) -> None:
     calls = connect(rank)
     with pytest.raises(RankFailed, match="TypeError: exceptions must derive from BaseException"):
         await calls.ask("control", "refuse", "no error")
-    with pytest.raises(RankFailed, match="OddError: of no kind that is told"):
+    with pytest.raises(RankFailed, match="OddError: the leader does not know it"):
         await calls.ask("control", "odd")
     with pytest.raises(RankFailed, match=r"TypeError: .*Path is no plain data"):
         await calls.ask("control", "unsayable")
