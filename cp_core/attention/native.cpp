@@ -1821,12 +1821,29 @@ struct Layer {
     float norm_epsilon, q_epsilon, k_epsilon, mlp_epsilon;
 };
 
-// Slots of a layer's cache that rows are stored in, [K, D] each, and the pages of slots that they attend.
-struct PagedRows {
+// Tokens that lie in adjacent slots from `start` on, or in the slots that are listed, which are copied together.
+struct Piece {
+    const int64_t *slots;
+    int64_t start, tokens;
+};
+
+// A sequence of a prompt: its next `rows` rows attend `cached` pieces and, behind them, their own keys. Row t sees keys
+// [low[t], high[t]).
+struct Sequence {
+    const Piece *pieces;
+    const int64_t *low, *high;
+    int64_t cached, rows;
+};
+
+// Slots of a layer's cache that rows are stored in, [K, D] each, and what they attend: the pages of a table, each by
+// itself, or `count` sequences.
+struct OwnRows {
     void *k, *v;
     const int64_t *slots;             // [T]
     const int32_t *table, *lengths;   // [T, columns], [T]
     int64_t columns, page, longest;   // pages of a table, slots of a page, the largest length
+    const Sequence *sequences;
+    int64_t count;
     float scale;
 };
 
@@ -1834,7 +1851,7 @@ struct PagedRows {
 
 extern "C" {
 
-int ringserve_version() { return 9; }
+int ringserve_version() { return 10; }
 
 // Multiply by tiles from now on, or not. Returns whether it does: the processor and the system must allow it.
 int ringserve_use_tiles(int wanted) {
@@ -1986,38 +2003,81 @@ void ringserve_behind_attention(const Layer *layer, const void *x, const void *a
     }
 }
 
-// A whole layer of rows that this process alone stores and attends, each by itself: a decode step's. `joined`, `q`, `k`,
-// `normed` and `product` are memory for what the other two calls return.
-void ringserve_decode_layer(const Layer *layer, const PagedRows *stored, const void *x, const void *cos, const void *sin,
-                            void *normed, void *joined, void *q, void *k, void *product, void *out, int64_t rows,
-                            int alone, int threads) {
+}
+
+namespace {
+
+void attend_sequences(const Layer &l, const OwnRows &o, const void *q, const void *k, const void *v, void *attended,
+                      int threads) {
+    const int64_t size = l.is_wide ? sizeof(float) : sizeof(bf16), width = (l.heads + 2 * l.kv_heads) * l.dim;
+    const int64_t token = l.kv_heads * l.dim, bytes = token * size;
+    int64_t first = 0;
+    for (const Sequence *s = o.sequences; s < o.sequences + o.count; first += s->rows, ++s) {
+        int64_t copied = 0;
+        for (const Piece *piece = s->pieces; piece < s->pieces + s->cached; ++piece)
+            if (piece->slots) copied += piece->tokens;
+        KeyRun *const runs = (KeyRun *)malloc(sizeof(KeyRun) * (s->cached + 1) + 2 * copied * bytes);
+        char *copy = (char *)(runs + s->cached + 1);
+        for (int64_t run = 0; run < s->cached; ++run) {
+            const Piece &piece = s->pieces[run];
+            const char *keys = (const char *)o.k + piece.start * bytes, *values = (const char *)o.v + piece.start * bytes;
+            if (piece.slots) {
+                keys = copy, values = copy + piece.tokens * bytes;
+                for (int64_t at = 0; at < piece.tokens; ++at, copy += bytes) {
+                    memcpy(copy, (const char *)o.k + piece.slots[at] * bytes, bytes);
+                    memcpy(copy + piece.tokens * bytes, (const char *)o.v + piece.slots[at] * bytes, bytes);
+                }
+                copy += piece.tokens * bytes;
+            }
+            runs[run] = {keys, values, piece.tokens, token, l.dim, token, l.dim};
+        }
+        const int64_t at = first * l.heads * l.dim * size;
+        runs[s->cached] = {(const char *)k + first * bytes, (const char *)v + first * width * size, s->rows,
+                           token, l.dim, width, l.dim};
+        const int64_t sizes[] = {s->rows, l.heads, l.kv_heads, l.dim, l.heads * l.dim, l.dim};
+        ringserve_attend((const char *)q + at, runs, s->low, s->high, (char *)attended + at, nullptr, sizes, o.scale,
+                         l.is_wide, l.is_wide, threads);
+        free(runs);
+    }
+}
+
+void attend_own_pages(const Layer &l, const OwnRows &o, const void *q, void *attended, int64_t rows, int threads) {
+    const int64_t numbers = rows * l.heads * l.dim;
+    const int64_t of_parts = ringserve_paged_floats(rows, o.longest, l.heads, l.dim);
+    float *const wide = (float *)malloc(sizeof(float) * (2 * numbers + rows * l.heads + of_parts));
+    float *const found = l.is_wide ? (float *)attended : wide + numbers;
+    float *const lse = wide + 2 * numbers, *const parts = lse + rows * l.heads;
+    if (!l.is_wide)
+        for (int64_t at = 0; at < numbers; at += W) store(wide + at, load((const bf16 *)q + at));
+    const int64_t sizes[] = {rows, o.columns, o.page, l.heads, l.kv_heads, l.dim, o.longest};
+    ringserve_attend_pages(l.is_wide ? (const float *)q : wide, o.k, o.v, o.table, o.lengths, found, lse, parts, sizes,
+                           o.scale, l.is_wide, threads);
+    if (!l.is_wide)
+        for (int64_t at = 0; at < numbers; at += W) put((bf16 *)attended + at, load(found + at));
+    free(wide);
+}
+
+}  // namespace
+
+extern "C" {
+
+// A whole layer of rows that this process alone stores and attends. `joined`, `q`, `k`, `attended`, `normed` and
+// `product` are memory for what the other two calls take and return.
+void ringserve_whole_layer(const Layer *layer, const OwnRows *own, const void *x, const void *cos, const void *sin,
+                           void *normed, void *joined, void *q, void *k, void *attended, void *product, void *out,
+                           int64_t rows, int64_t part, int alone, int threads) {
     const Layer &l = *layer;
-    const PagedRows &p = *stored;
+    const OwnRows &o = *own;
     const int64_t size = l.is_wide ? sizeof(float) : sizeof(bf16), width = l.heads + 2 * l.kv_heads;
-    const int64_t token = l.kv_heads * l.dim * size, numbers = rows * l.heads * l.dim;
+    const int64_t token = l.kv_heads * l.dim;
+    const char *const v = (const char *)joined + (l.heads + l.kv_heads) * l.dim * size;
     ringserve_before_attention(layer, x, cos, sin, normed, joined, q, k, rows, alone, threads);
     for (int64_t row = 0; row < rows; ++row) {
-        const char *v = (const char *)joined + (row * width + l.heads + l.kv_heads) * l.dim * size;
-        memcpy((char *)p.k + p.slots[row] * token, (const char *)k + row * token, token);
-        memcpy((char *)p.v + p.slots[row] * token, v, token);
+        memcpy((char *)o.k + o.slots[row] * token * size, (const char *)k + row * token * size, token * size);
+        memcpy((char *)o.v + o.slots[row] * token * size, v + row * width * l.dim * size, token * size);
     }
-    const int64_t of_parts = ringserve_paged_floats(rows, p.longest, l.heads, l.dim);
-    float *const wide = (float *)malloc(sizeof(float) * (2 * numbers + rows * l.heads + of_parts));
-    float *const attended = wide + numbers, *const lse = attended + numbers, *const parts = lse + rows * l.heads;
-    const float *queries = (const float *)q;
-    if (!l.is_wide) {
-        for (int64_t at = 0; at < numbers; at += W) store(wide + at, load((const bf16 *)q + at));
-        queries = wide;
-    }
-    const int64_t sizes[] = {rows, p.columns, p.page, l.heads, l.kv_heads, l.dim, p.longest};
-    ringserve_attend_pages(queries, p.k, p.v, p.table, p.lengths, attended, lse, parts, sizes, p.scale, l.is_wide,
-                           threads);
-    const void *result = attended;
-    if (!l.is_wide) {
-        for (int64_t at = 0; at < numbers; at += W) put((bf16 *)q + at, load(attended + at));
-        result = q;
-    }
-    ringserve_behind_attention(layer, x, result, normed, product, out, rows, rows, alone, threads);
-    free(wide);
+    if (o.sequences) attend_sequences(l, o, q, k, v, attended, threads);
+    else attend_own_pages(l, o, q, attended, rows, threads);
+    ringserve_behind_attention(layer, x, attended, normed, product, out, rows, part, alone, threads);
 }
 }

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,13 +22,16 @@ from ringserve.cp_core.attention.partial import PagedShards, Partial, empty_part
 from ringserve.cp_core.attention.torch_cpu import TorchCpuFlash
 from ringserve.cp_core.layout.step_plans import KvRun
 
-VERSION = 9
+VERSION = 10
 """Version of the libraries' functions: a library of another version is not called."""
 
 DTYPES = (torch.float32, torch.bfloat16)
 HEAD_DIMS = frozenset({16, 32, 48, 64, 80, 96, 112, 128, 192, 256})
 MAX_GROUP = 96
 """Query heads of one KV head."""
+
+LINE_NUMBERS = 32
+"""Numbers of bfloat16 in a cache line, at whose start each tensor of a layer begins."""
 
 # Up to this many tokens each reads the keys as they lie. More are worth the keys' transposition.
 MAX_SINGLE_TOKENS = 8
@@ -54,10 +58,23 @@ class Layer(ctypes.Structure):
     middle: int
 
 
-class _PagedRows(ctypes.Structure):
+class _Piece(ctypes.Structure):
+    _fields_: ClassVar = [("slots", ctypes.c_void_p), ("start", ctypes.c_int64), ("tokens", ctypes.c_int64)]
+
+
+class _Sequence(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("pieces", "low", "high")),
+        *((name, ctypes.c_int64) for name in ("cached", "rows")),
+    ]
+
+
+class _OwnRows(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("k", "v", "slots", "table", "lengths")),
         *((name, ctypes.c_int64) for name in ("columns", "page", "longest")),
+        ("sequences", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
         ("scale", ctypes.c_float),
     ]
 
@@ -77,6 +94,65 @@ class PagedRows:
     lengths: torch.Tensor
     page_tokens: int
     longest: int
+
+    def memory(self, numbers: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numbers, dtype=dtype)
+
+    def _own(self, scale: float) -> _OwnRows:
+        given = (self.k, self.v, self.slots, self.table, self.lengths)
+        sizes = self.table.shape[1], self.page_tokens, self.longest
+        return _OwnRows(*(each.data_ptr() for each in given), *sizes, None, 0, scale)
+
+
+class PromptSequences:
+    """Sequences whose next tokens a prompt's step computes, packed: the same for all layers.
+
+    `cached` lists the pieces of each sequence's cached tokens: (first slot, tokens), or int64 slots, which are copied.
+    """
+
+    def __init__(self, cached: Sequence[Sequence[tuple[int, int] | torch.Tensor]], num_new: Sequence[int]) -> None:
+        self._memory: list[object] = []  # whose addresses the kernels get
+        each = []
+        for pieces, rows in zip(cached, num_new, strict=True):
+            made = (_Piece * len(pieces))(
+                *(
+                    _Piece(piece.data_ptr(), 0, len(piece)) if isinstance(piece, torch.Tensor) else _Piece(None, *piece)
+                    for piece in pieces
+                )
+            )
+            bounds = _seen(rows, sum(piece.tokens for piece in made))
+            self._memory += [pieces, made, bounds]
+            each.append(_Sequence(ctypes.addressof(made), *(bound.data_ptr() for bound in bounds), len(made), rows))
+        self.each = (_Sequence * len(each))(*each)
+        self._scratch = torch.empty(0)
+
+    def scratch(self, numbers: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory that all layers use: of a prompt's size it would go back to the system after each of them."""
+        if self._scratch.numel() < numbers or self._scratch.dtype != dtype:
+            self._scratch = torch.empty(numbers, dtype=dtype)
+        return self._scratch
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """Slots int64[T] of a layer's cache, k and v[S, K, D], where T rows of some sequences are stored."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    slots: torch.Tensor
+    sequences: PromptSequences
+
+    def memory(self, numbers: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.sequences.scratch(numbers, dtype)
+
+    def _own(self, scale: float) -> _OwnRows:
+        k, v, slots = (each.data_ptr() for each in (self.k, self.v, self.slots))
+        each = self.sequences.each
+        return _OwnRows(k, v, slots, sequences=ctypes.addressof(each), count=len(each), scale=scale)
+
+
+OwnRows = PagedRows | PromptRows
+"""Rows of a step that this process alone stores and attends."""
 
 
 @cache
@@ -112,8 +188,8 @@ def load_file(path: Path) -> ctypes.CDLL | None:
     found.ringserve_rotate.argtypes = [*[pointer] * 5, ctypes.c_int, ctypes.c_int]
     layer = ctypes.POINTER(Layer)
     found.ringserve_before_attention.argtypes = [layer, *[pointer] * 7, integer, ctypes.c_int, ctypes.c_int]
-    rows = ctypes.POINTER(_PagedRows)
-    found.ringserve_decode_layer.argtypes = [layer, rows, *[pointer] * 9, integer, ctypes.c_int, ctypes.c_int]
+    own = ctypes.POINTER(_OwnRows)
+    found.ringserve_whole_layer.argtypes = [layer, own, *[pointer] * 10, integer, integer, ctypes.c_int, ctypes.c_int]
     found.ringserve_behind_attention.argtypes = [layer, *[pointer] * 5, integer, integer, ctypes.c_int, ctypes.c_int]
     found.ringserve_paged_floats.argtypes = [integer] * 4
     found.ringserve_paged_floats.restype = integer
@@ -550,40 +626,44 @@ def behind_attention(layer: Layer, states: torch.Tensor, attended: torch.Tensor,
     return out
 
 
-def decode_layer(
-    layer: Layer, paged: PagedRows, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, scale: float
+def whole_layer(
+    layer: Layer, own: OwnRows, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, scale: float, most: int
 ) -> torch.Tensor:
     """Run a whole layer on rows that are stored and attended here alone: states[T, C] -> [T, C].
 
-    It gives the bits of `before_attention`, `NativeCpu.paged_attention` and `behind_attention`, one after the other.
-    The layer must be one that `may_decode` accepts. All tensors have the layer's dtype and are contiguous.
+    It gives the bits of `before_attention`, of `NativeCpu.paged_attention` or `attend_whole`, and of
+    `behind_attention`, one after the other. The layer must be one that `attends` accepts. All tensors have the layer's
+    dtype and are contiguous.
     """
     found = library()
     assert found is not None
-    rows, dim = states.shape[0], layer.dim
-    assert paged.k.shape[1:] == (layer.kv_heads, dim) and paged.k.dtype == states.dtype, "the cache is the layer's"
-    heads = layer.heads + 2 * layer.kv_heads
-    out, normed = torch.empty_like(states), torch.empty_like(states)
-    sizes = (heads * dim, layer.heads * dim, layer.kv_heads * dim, layer.middle)
-    memory = [states.new_empty(rows, size) for size in sizes]
-    joined, q, k, product = memory
-    given = (paged.k, paged.v, paged.slots, paged.table, paged.lengths)
-    where = _PagedRows(
-        *(each.data_ptr() for each in given), paged.table.shape[1], paged.page_tokens, paged.longest, scale
-    )
-    found.ringserve_decode_layer(
+    rows, dim, part = states.shape[0], layer.dim, min(states.shape[0], most)
+    assert own.k.shape[1:] == (layer.kv_heads, dim) and own.k.dtype == states.dtype, "the cache is the layer's"
+    assert own.slots.shape[0] == rows, f"{own.slots.shape[0]} slots for {rows} rows"
+    out = torch.empty_like(states)
+    of_heads = [
+        rows * dim * heads for heads in (layer.heads + 2 * layer.kv_heads, layer.heads, layer.kv_heads, layer.heads)
+    ]
+    sizes = [states.numel(), *of_heads, part * layer.middle]
+    starts = [0, *accumulate(-(-size // LINE_NUMBERS) * LINE_NUMBERS for size in sizes)]
+    memory = own.memory(starts[-1], states.dtype)
+    first = memory.data_ptr()
+    found.ringserve_whole_layer(
         layer,
-        where,
-        *(each.data_ptr() for each in (states, cos, sin, normed, joined, q, k, product, out)),
+        own._own(scale),
+        *(each.data_ptr() for each in (states, cos, sin)),
+        *(first + start * states.itemsize for start in starts[:-1]),
+        out.data_ptr(),
         rows,
+        part,
         _calls.are_alone,
         torch.get_num_threads(),
     )
     return out
 
 
-def may_decode(layer: Layer) -> bool:
-    """Return whether `decode_layer` attends heads of the layer's sizes."""
+def attends(layer: Layer) -> bool:
+    """Return whether `whole_layer` attends heads of the layer's sizes."""
     return layer.dim in HEAD_DIMS and layer.heads <= MAX_GROUP * layer.kv_heads
 
 

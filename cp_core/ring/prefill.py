@@ -119,6 +119,10 @@ class RingPrefill:
             merge_rows([part for source in parts for part in source[index]], out_rows, sink_h)
         return out
 
+    def is_lone(self, layer: int) -> bool:
+        """Return whether every row of a layer sees all earlier keys of its sequence, and all of them are here."""
+        return self._is_alone and not self._windows[layer] and self._sinks[layer] is None
+
     def shards(self, layer: int) -> tuple[Shard, ...]:
         """Return this rank's shards in a layer, one per sequence."""
         return self._plans[self._windows[layer]].of_rank(self._transport.rank)

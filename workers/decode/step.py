@@ -16,7 +16,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ringserve.cp_core.attention.native import NativeCpu, PagedRows, rows_alone
+from ringserve.cp_core.attention.native import NativeCpu, OwnRows, PagedRows, rows_alone
 from ringserve.cp_core.attention.partial import AttentionBackend, PagedShards, takes_pages
 from ringserve.cp_core.cost.decode import (
     HELIX,
@@ -343,16 +343,18 @@ class DecodePass:
         plan = self._plan if self._num_padding is None else None
         return sharded_decode(q, shards, self._transport, self._backend, scale, plan, sink_h)
 
-    def own_pages(self, layer: int) -> PagedRows | None:
-        """Return the pages of a layer that kernels of CPUs store and attend the step's rows in; None if `attend` must.
+    def own_layer(self, layer: int, dtype: torch.dtype, run: Callable[[OwnRows], Tensor]) -> Tensor | None:
+        """Return run(rows) of a layer whose rows kernels of CPUs store and attend; None, and no more, if `attend` must.
 
         It must where KV is on several ranks, and in layers with a window or sinks.
         """
         if not self._is_on_pages or self._stored is not None or self._windows[layer] or self._sinks[layer] is not None:
             return None
-        inputs, k, v = self._inputs, self._cache.k_layers[layer], self._cache.v_layers[layer]
-        sizes = self._cache.block_tokens, self._longest
-        return PagedRows(k, v, inputs.slots, inputs.table, inputs.lengths, *sizes)
+        inputs, cache = self._inputs, self._cache
+        if cache.dtype != dtype:
+            return None
+        k, v, sizes = cache.k_layers[layer], cache.v_layers[layer], (cache.block_tokens, self._longest)
+        return run(PagedRows(k, v, inputs.slots, inputs.table, inputs.lengths, *sizes))
 
     def _pieces_in(self, window: int) -> list[list[SlotRun | Tensor]]:
         """Return the runs from which each row's shard is read: the KV that its newest token and its drafts see."""

@@ -308,7 +308,7 @@ class FusedLayer:
             mlp_epsilon=second.epsilon,
         )
         self._dtype = dtype
-        self._may_decode = native.may_decode(self._layer)
+        self._attends = native.attends(self._layer)
 
     @classmethod
     def try_of(cls, layer: Module) -> FusedLayer | None:
@@ -372,10 +372,14 @@ class FusedLayer:
             return self._stock(hidden_states, *args, **named)
         states, cos, sin = hidden_states[0].contiguous(), angles[0].contiguous(), angles[1].contiguous()
         attention = self._attention
-        own_pages = getattr(step, "own_pages", None)  # of decode steps
-        paged = own_pages(attention.layer_idx) if own_pages is not None and self._may_decode else None
-        if paged is not None and paged.k.dtype == self._dtype:
-            return native.decode_layer(made, paged, states, cos, sin, attention.scaling).unsqueeze(0)
+        if self._attends and (own_layer := getattr(step, "own_layer", None)) is not None:
+
+            def run(own: native.OwnRows) -> Tensor:
+                return native.whole_layer(made, own, states, cos, sin, attention.scaling, self._most)
+
+            whole = own_layer(attention.layer_idx, self._dtype, run)
+            if whole is not None:
+                return whole.unsqueeze(0)
         q, k, v = native.before_attention(made, states, cos, sin)
         attended = step.attend(attention.layer_idx, q, k, v, attention.scaling)
         attended = attended.to(self._dtype).contiguous()

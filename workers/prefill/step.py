@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ringserve.cp_core.attention.native import MAX_SINGLE_TOKENS, NativeCpu, OwnRows, PromptRows, PromptSequences
 from ringserve.cp_core.attention.partial import AttentionBackend
 from ringserve.cp_core.layout.shards import TokenRange
 from ringserve.cp_core.layout.step_plans import KvRun, PrefillPlan, SequencePlan
@@ -165,6 +166,7 @@ class PrefillPass:
             sinks,
         )
         self._shares = self._place(step.sequences)
+        self._own = self._own_sequences()
         self.token_ids, self.positions = self._tokens(step.sequences)
         self.last_rows = self._last_rows(step.sequences)
         self.scored_rows = self._scored_rows(step.sequences)
@@ -180,8 +182,7 @@ class PrefillPass:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Store this layer's k[T,K,D] and v[T,K,D], start sending them, and attend q[T,H,D] over the ring."""
-        if self._before_layer is not None and layer % self._period == 0:
-            self._before_layer()
+        self._let_others_run(layer)
         for share in self._shares:
             if not share.is_relayed:
                 self._store(layer, share, _rows(k, share.stored), _rows(v, share.stored))
@@ -198,6 +199,20 @@ class PrefillPass:
                 self._store(layer, share, stored.k, stored.v)
         return out
 
+    def own_layer(self, layer: int, dtype: torch.dtype, run: Callable[[OwnRows], Tensor]) -> Tensor | None:
+        """Return run(rows) of a layer whose rows kernels of CPUs store and attend; None, and no more, if `attend` must.
+
+        It must where KV is on several ranks, and in layers with a window or sinks.
+        """
+        cache = self._cache
+        if self._own is None or not self._ring.is_lone(layer) or cache.dtype != dtype:
+            return None
+        self._let_others_run(layer)
+        out = run(PromptRows(cache.k_layers[layer], cache.v_layers[layer], *self._own))
+        for share in self._shares:
+            self._announce(layer, share)
+        return out
+
     def finish(self) -> None:
         """Wait until all messages of this rank have left. Call it after the last layer. Raises Unavailable."""
         self._ring.finish()
@@ -212,8 +227,32 @@ class PrefillPass:
             self._cache.write_runs(layer, share.written, k, v)
         else:
             self._cache.write_slots(layer, share.slots, k, v)
+        self._announce(layer, share)
+
+    def _announce(self, layer: int, share: LocalShare) -> None:
         for key in share.keys:
             self._layer_ready(key, layer)
+
+    def _let_others_run(self, layer: int) -> None:
+        if self._before_layer is not None and layer % self._period == 0:
+            self._before_layer()
+
+    def _own_sequences(self) -> tuple[Tensor, PromptSequences] | None:
+        """Return the slots of all rows and the sequences, if kernels of CPUs may store and attend them without a ring.
+
+        Tokens so few that they are attended one by one are none of them.
+        """
+        if self._transport.size > 1 or self._columns is not None or not isinstance(self._backend, NativeCpu):
+            return None
+        num_new = [share.end - share.begin for share in self._shares]
+        if min(num_new, default=0) <= MAX_SINGLE_TOKENS:
+            return None
+        slots = self._cache.index([run for share in self._shares for run in share.written])
+        cached = [
+            [(piece.start, len(piece)) if isinstance(piece, SlotRun) else piece for piece in share.cached]
+            for share in self._shares
+        ]
+        return slots, PromptSequences(cached, num_new)
 
     def _computed(self, sequence: SequencePrefill) -> tuple[TokenRange, ...]:
         """Return the positions that this rank computes, in row order."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import MethodType
@@ -369,11 +369,15 @@ class OnPages:
         for both in self.layers:
             both[:, stored] = torch.randn(2, len(stored), *shape[1:], generator=generator).to(model.model.dtype)
 
-    def own_pages(self, layer: int) -> native.PagedRows | None:
+    def own_layer(
+        self, layer: int, dtype: torch.dtype, run: Callable[[native.OwnRows], torch.Tensor]
+    ) -> torch.Tensor | None:
+        if not self.in_one_call:
+            return None
         lengths = torch.tensor(self.LENGTHS, dtype=torch.int32)
         k, v = self.layers[layer]
-        paged = native.PagedRows(k, v, self.slots, self.table, lengths, self.PAGE, max(self.LENGTHS))
-        return paged if self.in_one_call else None
+        assert k.dtype == dtype
+        return run(native.PagedRows(k, v, self.slots, self.table, lengths, self.PAGE, max(self.LENGTHS)))
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         assert not self.in_one_call

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ import torch
 from ringserve.cp_core.attention import native
 from ringserve.cp_core.attention.partial import Partial
 from ringserve.cp_core.errors import Unavailable
+from ringserve.workers.kv import cache
 from ringserve.workers.model.layers import FusedNorm, GatedMlp, PackedLinear
 from ringserve.workers.model.loading import load_model
 from ringserve.workers.prefill import step as prefill_step
@@ -195,6 +196,43 @@ def test_packed_weights_give_the_logits_of_one_process(
         conversation = ring.open("a", 80)
         parts = [ring.prefill_logits([Turn(conversation, tokens[a:b])])[0] for a, b in ((0, 1), (1, 4), (4, 77))]
     assert_same(torch.cat(parts), oracles[kind].logits(tokens))
+
+
+@pytest.mark.parametrize("copied_bytes", [0, 1 << 20], ids=["runs", "copies"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lone_rank_of_packed_weights_takes_one_call_a_layer_with_the_bits_of_several(
+    kind: str, copied_bytes: int, model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill two conversations together, over blocks that are read where they lie or copied together first."""
+    monkeypatch.setattr(rank_parts, "load_model", load_model)
+    monkeypatch.setattr(cache, "COPIED_BYTES", copied_bytes)
+    rows: list[object] = []
+
+    def whole_layer(layer: native.Layer, own: native.OwnRows, *others: Any) -> torch.Tensor:
+        rows.append(own)
+        return native_whole_layer(layer, own, *others)
+
+    native_whole_layer = native.whole_layer
+    monkeypatch.setattr(native, "whole_layer", whole_layer)
+    first, second = random_tokens(70, seed=1), random_tokens(66, seed=2)
+    answers = []
+    for in_one_call in (True, False):
+        if not in_one_call:
+            monkeypatch.setattr(native, "attends", lambda _: False)
+        with LocalRing(model_paths[kind], 1, packs_weights=True) as ring:
+            a, b = ring.open("a", 80), ring.open("b", 80)
+            parts = [
+                ring.prefill_logits([Turn(a, first[:33])]),
+                ring.prefill_logits([Turn(a, first[33:61]), Turn(b, second[:45])]),
+                ring.prefill_logits([Turn(b, second[45:]), Turn(a, first[61:])]),
+            ]
+        answers.append([torch.cat([parts[0][0], parts[1][0], parts[2][1]]), torch.cat([parts[1][1], parts[2][0]])])
+        assert bool(rows) == (in_one_call and native.library() is not None)
+        assert all(isinstance(each, native.PromptRows) for each in rows)
+        rows.clear()
+    assert all(map(torch.equal, *answers))
+    for found, tokens in zip(answers[0], (first, second), strict=True):
+        assert_same(found, oracles[kind].logits(tokens))
 
 
 def is_packed(worker: RankWorker) -> bool:
