@@ -48,7 +48,6 @@ from ringserve.workers.protocol.steps import (
     FinishReason,
     GrowSequence,
     RemoveSequence,
-    TokenIds,
 )
 from ringserve.workers.sampling.parameters import TokenHistory
 
@@ -450,7 +449,7 @@ class DecodeEngine:
         assert self._room is not None, "the caller requires a started engine"
         return self._room.reserve(sequence, filled, max_tokens)
 
-    async def compute_prompt(self, turn: DecodeTurn, token_ids: TokenIds) -> Admit:
+    async def compute_prompt(self, turn: DecodeTurn) -> Admit:
         """Compute the tokens of a reserved turn's prompt whose KV the ring lacks, and return the turn's first token.
 
         All KV of the turn is on the ring then. The turn's blocks are written until this call or `leave` returns.
@@ -465,7 +464,7 @@ class DecodeEngine:
         new = TokenRange(turn.reservation.retained_tokens, request.num_tokens)
         prompt = ComputePrompt(
             sequence_id=turn.turn_id,
-            token_ids=token_ids[new.start : new.stop],
+            token_ids=request.draft_text[-len(new) :],
             held=sequence.shards.held,
             blocks=tuple(sequence.table(rank) for rank in range(sequence.shards.num_ranks)),
             sampling=request.sampling,

@@ -32,7 +32,7 @@ from ringserve.orchestration.ring.kv_transfers import copy_blocks, expect, send
 from ringserve.orchestration.ring.leader import Announce, RingLeader
 from ringserve.orchestration.tasks import begin_joined, gather_first_error
 from ringserve.views import RingInfo
-from ringserve.workers.protocol.steps import FinishReason, TokenIds
+from ringserve.workers.protocol.steps import FinishReason
 from ringserve.workers.protocol.transfers import TransferKey
 
 CAUSE_SECONDS = 1.0
@@ -101,7 +101,9 @@ class DecodeLeader(RingLeader):
         if turn.error is not None:
             await self._turns.refuse(turn)
             raise turn.error
-        if not request.is_direct:
+        if request.is_direct:
+            turn.tasks.prefilling = begin_joined(f"the prompt of turn {turn.turn_id}", self._prefill(turn))
+        else:
             turn.tasks.sealing = self.spawn(self._seal(turn))
         return turn.reservation
 
@@ -196,22 +198,20 @@ class DecodeLeader(RingLeader):
         await self._advance(turn)
 
     async def prefill(self, request: PrefillTurn) -> PrefillDone:
-        """Compute the prompt of a turn that was reserved for that, and decode on.
+        """Join the prompt of a turn whose reservation has begun it. The turn may have ended since.
 
-        A second call joins the first. A lost caller does not end it; the turn's own end does.
+        A lost caller does not end it; the turn's own end does.
         """
-        turn = self._turns.under_way(request.turn_id)
-        if turn is None or not turn.request.is_direct or request.attempt != turn.request.attempt:
+        turn = self._turns.find(request.turn_id)
+        if turn is None or turn.tasks.prefilling is None or request.attempt != turn.request.attempt:
             raise NotFound(f"turn {request.turn_id} has no prompt to compute on decode ring {self.settings.name}")
-        if turn.tasks.prefilling is None:
-            prefilling = self._prefill(turn, request.token_ids)
-            turn.tasks.prefilling = begin_joined(f"the prompt of turn {turn.turn_id}", prefilling)
         return await asyncio.shield(turn.tasks.prefilling)
 
-    async def _prefill(self, turn: DecodeTurn, token_ids: TokenIds) -> PrefillDone:
+    async def _prefill(self, turn: DecodeTurn) -> PrefillDone:
+        """Compute the prompt of a turn, and decode on."""
         if grammar := turn.request.sampling.grammar:
             await self.preparing_grammar(grammar)
-        admit = await self._engine.compute_prompt(turn, token_ids)
+        admit = await self._engine.compute_prompt(turn)
         turn.times.note_prompt(self.settings.name, turn.request.attempt, admit.report)
         shards = turn.sequence.shards
         await self.admit(admit)

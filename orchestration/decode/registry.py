@@ -149,6 +149,10 @@ class DecodeTurns:
         """Return the turn, if it is registered."""
         return self._turns.get(turn_id)
 
+    def find(self, turn_id: str) -> DecodeTurn | None:
+        """Return the turn, which may have ended a while ago."""
+        return self._turns.get(turn_id) or self._ended.get(turn_id)
+
     def under_way(self, turn_id: str) -> DecodeTurn | None:
         """Return the turn, unless it is ending."""
         turn = self._turns.get(turn_id)
@@ -156,7 +160,7 @@ class DecodeTurns:
 
     def read(self, turn_id: str, after: int, interval: float = 0.0) -> TurnReader:
         """Return a reader of the turn, which may have ended. It replaces the one before. Raises NotFound."""
-        turn = self._turns.get(turn_id) or self._ended.get(turn_id)
+        turn = self.find(turn_id)
         if turn is None:
             raise NotFound(f"turn {turn_id} is not known on decode ring {self._settings.name}")
         return TurnReader(turn, after, interval)

@@ -278,22 +278,17 @@ class TurnLifecycle:
         return self._planner.plan(prompt, mode=turn.admitted.mode, algorithm=algorithm)
 
     async def _prefill(self, turn: RunningTurn, plan: TurnPlan) -> PrefillDone:
-        assert turn.attempt.on_decode, "the decode ring has answered"
         turn.attempt.pulled_from = _retaining_ring(turn, plan)
-        request = PrefillTurn(
-            turn_id=turn.turn_id,
-            attempt=turn.attempt.number,
-            kv_id=turn.kv_id,
-            token_ids=turn.token_ids,
-            cached_tokens=plan.cached_tokens,
-            chunks=plan.chunks,
-            sampling=turn.request.sampling,
-            deadline_seconds=turn.request.deadline_seconds,
-            decode_endpoint=turn.decode.registration.endpoint,
-            destination=turn.attempt.on_decode,
-            pulled_from=turn.attempt.pulled_from,
-            sparsity=turn.sparsity,
-        )
+        request = _joined(turn)
+        if turn.prefill is not None:
+            request = replace(
+                request,
+                token_ids=turn.token_ids,
+                cached_tokens=plan.cached_tokens,
+                chunks=plan.chunks,
+                pulled_from=turn.attempt.pulled_from,
+                sparsity=turn.sparsity,
+            )
         turn.attempt.is_on_prefill_ring = turn.prefill is not None
         computing = turn.attempt.choice.computing
         port = self._peers.leader(computing.role, computing.registration.endpoint)
@@ -463,8 +458,8 @@ def _retaining_ring(turn: RunningTurn, plan: TurnPlan) -> RetainingRing | None:
 
 
 def _joined(turn: RunningTurn) -> PrefillTurn:
-    """Return the request that joins a prefill under way: its ring knows the rest."""
-    assert turn.attempt.on_decode is not None, "an adopted turn is on its decode ring"
+    """Return the request that joins a prefill under way, as a direct turn's is: its ring knows the rest."""
+    assert turn.attempt.on_decode is not None, "the decode ring has answered"
     return PrefillTurn(
         turn_id=turn.turn_id,
         attempt=turn.attempt.number,

@@ -60,7 +60,9 @@ class ReserveRequest(_message.Message):
     trace_parent: _builtins.str
     """W3C Trace Context of the turn's span; empty without tracing."""
     is_direct: _builtins.bool
-    """Decode only: the ring computes the tokens of the prompt that it does not retain; it refuses too many."""
+    """Decode only: the ring computes the newest tokens of `draft_text`, which it does not retain, and begins at once; it
+    refuses too many.
+    """
     shares: _builtins.str
     """The sequence is new and begins with KV of this one, whose blocks it shares; empty: it has its own."""
     is_spare: _builtins.bool

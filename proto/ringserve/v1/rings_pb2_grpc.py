@@ -119,8 +119,8 @@ class RingServiceServicer:
 
     def Prefill(self, request, context):
         """Prefill ring: queues and runs the turn, and answers when its KV has been handed over. The first token goes to the
-        decode leader. Decode ring: computes the prompt of a turn that was reserved as `is_direct`, and answers when the
-        turn decodes. Idempotent per attempt.
+        decode leader. Decode ring: joins the prompt that it computes since it reserved a turn as `is_direct`, and answers
+        when the turn decodes. Idempotent per attempt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

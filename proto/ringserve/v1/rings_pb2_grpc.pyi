@@ -42,8 +42,8 @@ class RingServiceStub:
     """
     Prefill: _grpc.UnaryUnaryMultiCallable[_rings_pb2.PrefillRequest, _rings_pb2.PrefillResponse]
     """Prefill ring: queues and runs the turn, and answers when its KV has been handed over. The first token goes to the
-    decode leader. Decode ring: computes the prompt of a turn that was reserved as `is_direct`, and answers when the
-    turn decodes. Idempotent per attempt.
+    decode leader. Decode ring: joins the prompt that it computes since it reserved a turn as `is_direct`, and answers
+    when the turn decodes. Idempotent per attempt.
     """
     Admit: _grpc.UnaryUnaryMultiCallable[_rings_pb2.AdmitRequest, _rings_pb2.AdmitResponse]
     """Decode ring only, from the prefill leader: the first token exists. Decoding begins when the KV is sealed.
@@ -87,8 +87,8 @@ class RingServiceAsyncStub(RingServiceStub):
     """
     Prefill: _aio.UnaryUnaryMultiCallable[_rings_pb2.PrefillRequest, _rings_pb2.PrefillResponse]  # type: ignore[assignment]
     """Prefill ring: queues and runs the turn, and answers when its KV has been handed over. The first token goes to the
-    decode leader. Decode ring: computes the prompt of a turn that was reserved as `is_direct`, and answers when the
-    turn decodes. Idempotent per attempt.
+    decode leader. Decode ring: joins the prompt that it computes since it reserved a turn as `is_direct`, and answers
+    when the turn decodes. Idempotent per attempt.
     """
     Admit: _aio.UnaryUnaryMultiCallable[_rings_pb2.AdmitRequest, _rings_pb2.AdmitResponse]  # type: ignore[assignment]
     """Decode ring only, from the prefill leader: the first token exists. Decoding begins when the KV is sealed.
@@ -141,8 +141,8 @@ class RingServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_rings_pb2.PrefillResponse, _abc.Awaitable[_rings_pb2.PrefillResponse]]:
         """Prefill ring: queues and runs the turn, and answers when its KV has been handed over. The first token goes to the
-        decode leader. Decode ring: computes the prompt of a turn that was reserved as `is_direct`, and answers when the
-        turn decodes. Idempotent per attempt.
+        decode leader. Decode ring: joins the prompt that it computes since it reserved a turn as `is_direct`, and answers
+        when the turn decodes. Idempotent per attempt.
         """
 
     @_abc_1.abstractmethod

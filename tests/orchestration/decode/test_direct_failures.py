@@ -20,7 +20,7 @@ from ringserve.cp_core.errors import (
     Unavailable,
 )
 from ringserve.orchestration.protocol.plans import PromptMode
-from ringserve.orchestration.protocol.turns import TurnRequest
+from ringserve.orchestration.protocol.turns import PrefillDone, PrefillTurn, TurnRequest
 from ringserve.workers.decode.prompts import DecodePrompts
 from ringserve.workers.protocol.steps import Algorithm, ComputePrompt
 from ringserve.workers.sampling.parameters import Sampled
@@ -252,8 +252,8 @@ async def test_asking_twice_joins_and_a_turn_of_another_kind_is_not_computed_her
     async with conversing(model_paths["llama_gqa"]) as (service, history):
         prefill = service.decode.prefill
 
-        async def ask_twice(request: object) -> object:
-            answers = await asyncio.gather(prefill(request), prefill(request))  # type: ignore[arg-type]
+        async def ask_twice(request: PrefillTurn) -> PrefillDone:
+            answers = await asyncio.gather(prefill(request), prefill(request))
             asked.append(request)
             assert answers[0] == answers[1]
             return answers[0]
@@ -261,7 +261,26 @@ async def test_asking_twice_joins_and_a_turn_of_another_kind_is_not_computed_her
         monkeypatch.setattr(service.decode, "prefill", ask_twice)
         await goes_on(service, history, oracles["llama_gqa"])
         (request,) = asked
-        with pytest.raises(NotFound, match="has no prompt to compute on decode ring decode-0"):
-            await prefill(request)  # type: ignore[arg-type]
-        await service.answer(replace(direct_request(service, [1]), algorithm=Algorithm.PASS_KV))
+        other = await service.answer(replace(direct_request(service, [1]), algorithm=Algorithm.PASS_KV))
+        for unknown in (replace(request, turn_id=other.begun.turn_id), replace(request, attempt=2)):
+            with pytest.raises(NotFound, match="has no prompt to compute on decode ring decode-0"):
+                await prefill(unknown)
         assert len(asked) == 1
+
+
+async def test_a_prompt_begins_with_its_reservation_and_its_turn_may_end_before_the_router_asks(
+    model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with conversing(model_paths["llama_gqa"]) as (service, history):
+        prefill, answers = service.decode.prefill, []
+
+        async def ask_late(request: PrefillTurn) -> PrefillDone:
+            await eventually(lambda: request.turn_id in service.decode._turns._ended)
+            assert not len(request.token_ids), "they came with the reservation"
+            answers.append(await prefill(request))
+            return answers[0]
+
+        monkeypatch.setattr(service.decode, "prefill", ask_late)
+        answer = await goes_on(service, history, oracles["llama_gqa"])
+        await eventually(lambda: bool(answers))
+        assert answers[0].report == answer.report
