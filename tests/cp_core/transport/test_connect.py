@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -25,6 +24,7 @@ from ringserve.cp_core.transport.socket_mesh import own_address
 from ringserve.cp_core.transport.socket_ring import SocketRing
 from tests.cp_core.real_rings import HOST, real_ring
 from tests.cp_core.rings import PlacedSequence, on_every_rank, prefill_on_threads
+from tests.forking import forking
 from tests.gloo import GlooRing, gloo_as_nccl
 from tests.oracles import fp32_bound, largest, oracle_causal, random_tokens
 from tests.waiting import WAIT_SECONDS
@@ -152,8 +152,7 @@ def _rank_until_killed(backend: str, rank: int, port: int, told: Connection) -> 
 
 
 def test_the_death_of_a_rank_surfaces_at_once_on_all_others(backend: str) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context = forking()
     store = RingStore(HOST)
     pipes = [context.Pipe() for _ in (1, 2)]
     processes = [

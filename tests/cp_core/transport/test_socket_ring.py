@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import signal
 import threading
@@ -21,6 +20,7 @@ from ringserve.cp_core.transport.peer_tls import PeerTls
 from ringserve.cp_core.transport.socket_ring import LARGE_BYTES, Link
 from tests.cp_core.real_rings import HOST, real_ring
 from tests.cp_core.rings import on_every_rank
+from tests.forking import forking
 from tests.services.auth.certificates import Authority
 from tests.waiting import WAIT_SECONDS
 
@@ -172,8 +172,7 @@ def _send_half(port: int, told: Connection) -> None:
 
 
 def test_a_death_in_the_middle_of_a_large_message_surfaces_on_everybody_at_once() -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context = forking()
     store = RingStore(HOST)
     ours, theirs = context.Pipe()
     process = context.Process(target=_send_half, args=(store.port, theirs), daemon=True)

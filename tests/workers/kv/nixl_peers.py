@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,6 +13,7 @@ import torch
 from ringserve.workers.kv.nixl_agent import NixlAgent, engine_of
 from ringserve.workers.kv.pulls import PullAgent
 from ringserve.workers.kv.sender import KvSender
+from tests.forking import forking
 from tests.waiting import WAIT_SECONDS
 from tests.workers.kv.kv_peers import (
     BLOCKS,
@@ -107,9 +107,7 @@ def process_of(
     target: Callable[[Connection, str], None], engine: str = ENGINE
 ) -> Iterator[tuple[BaseProcess, Connection]]:
     """Run a rank in a process, which is killed at the end."""
-    # The server of forks imports torch once for all of them, and has no agent that a fork would break.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context = forking()
     here, there = context.Pipe()
     process = context.Process(target=target, args=(there, engine), daemon=True)
     process.start()

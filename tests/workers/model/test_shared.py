@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import multiprocessing
 import os
 import tempfile
 import threading
@@ -22,6 +21,7 @@ from ringserve.workers.model.layers import PackedLinear, pack
 from ringserve.workers.model.loading import LoadedModel, load_model
 from ringserve.workers.model.shared import shared_bytes
 from ringserve.workers.model.weights import is_mapped
+from tests.forking import forking
 from tests.programs import require
 from tests.waiting import WAIT_SECONDS
 from tests.workers.models import SHAPE
@@ -47,8 +47,7 @@ class Other:
     """Another process, which wants memory full of its number and holds it until it ends."""
 
     def __init__(self, number: int, directory: Path) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])  # imports torch once
+        context = forking()
         self._told, theirs = context.Pipe()
         self.process = context.Process(target=hold, args=(number, str(directory), theirs), daemon=True)
         self.process.start()
