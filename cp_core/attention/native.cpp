@@ -2003,12 +2003,8 @@ void ringserve_behind_attention(const Layer *layer, const void *x, const void *a
     }
 }
 
-}
-
-namespace {
-
-void attend_sequences(const Layer &l, const OwnRows &o, const void *q, const void *k, const void *v, void *attended,
-                      int threads) {
+static void attend_sequences(const Layer &l, const OwnRows &o, const void *q, const void *k, const void *v,
+                             void *attended, int threads) {
     const int64_t size = l.is_wide ? sizeof(float) : sizeof(bf16), width = (l.heads + 2 * l.kv_heads) * l.dim;
     const int64_t token = l.kv_heads * l.dim, bytes = token * size;
     int64_t first = 0;
@@ -2020,16 +2016,18 @@ void attend_sequences(const Layer &l, const OwnRows &o, const void *q, const voi
         char *copy = (char *)(runs + s->cached + 1);
         for (int64_t run = 0; run < s->cached; ++run) {
             const Piece &piece = s->pieces[run];
-            const char *keys = (const char *)o.k + piece.start * bytes, *values = (const char *)o.v + piece.start * bytes;
+            const char *k_run = (const char *)o.k + piece.start * bytes, *v_run = (const char *)o.v + piece.start * bytes;
             if (piece.slots) {
-                keys = copy, values = copy + piece.tokens * bytes;
-                for (int64_t at = 0; at < piece.tokens; ++at, copy += bytes) {
-                    memcpy(copy, (const char *)o.k + piece.slots[at] * bytes, bytes);
-                    memcpy(copy + piece.tokens * bytes, (const char *)o.v + piece.slots[at] * bytes, bytes);
+                char *const k_copy = copy, *const v_copy = copy + piece.tokens * bytes;
+                for (int64_t at = 0; at < piece.tokens; ++at) {
+                    memcpy(k_copy + at * bytes, (const char *)o.k + piece.slots[at] * bytes, bytes);
+                    memcpy(v_copy + at * bytes, (const char *)o.v + piece.slots[at] * bytes, bytes);
                 }
-                copy += piece.tokens * bytes;
+                k_run = k_copy;
+                v_run = v_copy;
+                copy += 2 * piece.tokens * bytes;
             }
-            runs[run] = {keys, values, piece.tokens, token, l.dim, token, l.dim};
+            runs[run] = {k_run, v_run, piece.tokens, token, l.dim, token, l.dim};
         }
         const int64_t at = first * l.heads * l.dim * size;
         runs[s->cached] = {(const char *)k + first * bytes, (const char *)v + first * width * size, s->rows,
@@ -2041,7 +2039,8 @@ void attend_sequences(const Layer &l, const OwnRows &o, const void *q, const voi
     }
 }
 
-void attend_own_pages(const Layer &l, const OwnRows &o, const void *q, void *attended, int64_t rows, int threads) {
+static void attend_own_pages(const Layer &l, const OwnRows &o, const void *q, void *attended, int64_t rows,
+                             int threads) {
     const int64_t numbers = rows * l.heads * l.dim;
     const int64_t of_parts = ringserve_paged_floats(rows, o.longest, l.heads, l.dim);
     float *const wide = (float *)malloc(sizeof(float) * (2 * numbers + rows * l.heads + of_parts));
@@ -2056,10 +2055,6 @@ void attend_own_pages(const Layer &l, const OwnRows &o, const void *q, void *att
         for (int64_t at = 0; at < numbers; at += W) put((bf16 *)attended + at, load(found + at));
     free(wide);
 }
-
-}  // namespace
-
-extern "C" {
 
 // A whole layer of rows that this process alone stores and attends. `joined`, `q`, `k`, `attended`, `normed` and
 // `product` are memory for what the other two calls take and return.

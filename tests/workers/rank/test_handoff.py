@@ -11,8 +11,10 @@ from ringserve.cp_core.cost.decode import HELIX, STEP_VARIANTS
 from ringserve.cp_core.errors import ConfigError, TransferError, Unavailable
 from ringserve.cp_core.layout.reshard import plan_reshard
 from ringserve.cp_core.layout.shards import ShardMap, TokenRange, balanced_layout, spread
+from ringserve.workers.model.loading import load_model
 from ringserve.workers.protocol.steps import RING_ALGORITHMS, Algorithm
 from ringserve.workers.protocol.transfers import KvExpect, KvPart, KvSend, TransferKey
+from ringserve.workers.rank import parts as rank_parts
 from ringserve.workers.sampling.parameters import SamplingParameters
 from tests.gloo import gloo_as_nccl
 from tests.waiting import WAIT_SECONDS
@@ -54,18 +56,32 @@ def arrived(source: LocalRing, destination: LocalRing, key: TransferKey) -> int:
 
 
 @pytest.mark.parametrize(
-    ("num_prefill", "num_decode", "carrier"),
-    [(1, 1, "auto"), (2, 1, "auto"), (1, 2, "auto"), (2, 3, "nixl"), (3, 2, "sockets")],
+    ("num_prefill", "num_decode", "carrier", "packs_weights"),
+    [
+        (1, 1, "auto", False),
+        (1, 1, "auto", True),  # whose layers are one call each
+        (2, 1, "auto", False),
+        (1, 2, "auto", True),
+        (2, 3, "nixl", False),
+        (3, 2, "sockets", False),
+    ],
 )
 def test_two_turns_over_two_rings_have_the_tokens_of_one_process(
-    num_prefill: int, num_decode: int, carrier: str, model_paths: Models, oracles: Oracles
+    num_prefill: int,
+    num_decode: int,
+    carrier: str,
+    packs_weights: bool,
+    model_paths: Models,
+    oracles: Oracles,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(rank_parts, "load_model", load_model)  # packing would change models that tests share
     prompt, question = random_tokens(37), random_tokens(6, seed=3)
     sampling = SamplingParameters(max_tokens=11)
     path = model_paths["llama_gqa"]
     with (
-        LocalRing(path, num_prefill, kv_carrier=carrier) as prefill,
-        LocalRing(path, num_decode, kv_carrier=carrier) as decode,
+        LocalRing(path, num_prefill, kv_carrier=carrier, packs_weights=packs_weights) as prefill,
+        LocalRing(path, num_decode, kv_carrier=carrier, packs_weights=packs_weights) as decode,
     ):
         here, there = prefill.open("a", 128), decode.open("a", 128)
         coming = spread(0, len(prompt), there.held)
