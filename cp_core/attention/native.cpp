@@ -1821,7 +1821,7 @@ struct Layer {
     float norm_epsilon, q_epsilon, k_epsilon, mlp_epsilon;
 };
 
-// Tokens that lie in adjacent slots from `start` on, or in the slots that are listed, which are copied together.
+// Tokens that lie in adjacent slots from `start` on, or in the slots that are listed, whose KV is copied together.
 struct Piece {
     const int64_t *slots;
     int64_t start, tokens;
@@ -1836,13 +1836,14 @@ struct Sequence {
 };
 
 // Slots of a layer's cache that rows are stored in, [K, D] each, and what they attend: the pages of a table, each by
-// itself, or `count` sequences.
+// itself, or `count` sequences, one after the other, with `copies` as memory for a sequence's copied KV.
 struct OwnRows {
     void *k, *v;
     const int64_t *slots;             // [T]
     const int32_t *table, *lengths;   // [T, columns], [T]
     int64_t columns, page, longest;   // pages of a table, slots of a page, the largest length
     const Sequence *sequences;
+    void *copies;
     int64_t count;
     float scale;
 };
@@ -2009,11 +2010,8 @@ static void attend_sequences(const Layer &l, const OwnRows &o, const void *q, co
     const int64_t token = l.kv_heads * l.dim, bytes = token * size;
     int64_t first = 0;
     for (const Sequence *s = o.sequences; s < o.sequences + o.count; first += s->rows, ++s) {
-        int64_t copied = 0;
-        for (const Piece *piece = s->pieces; piece < s->pieces + s->cached; ++piece)
-            if (piece->slots) copied += piece->tokens;
-        KeyRun *const runs = (KeyRun *)malloc(sizeof(KeyRun) * (s->cached + 1) + 2 * copied * bytes);
-        char *copy = (char *)(runs + s->cached + 1);
+        KeyRun *const runs = (KeyRun *)malloc(sizeof(KeyRun) * (s->cached + 1));
+        char *copy = (char *)o.copies;
         for (int64_t run = 0; run < s->cached; ++run) {
             const Piece &piece = s->pieces[run];
             const char *k_run = (const char *)o.k + piece.start * bytes, *v_run = (const char *)o.v + piece.start * bytes;

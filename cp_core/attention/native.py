@@ -73,7 +73,7 @@ class _OwnRows(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("k", "v", "slots", "table", "lengths")),
         *((name, ctypes.c_int64) for name in ("columns", "page", "longest")),
-        ("sequences", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("sequences", "copies")),
         ("count", ctypes.c_int64),
         ("scale", ctypes.c_float),
     ]
@@ -94,20 +94,22 @@ class PagedRows:
     lengths: torch.Tensor
     page_tokens: int
     longest: int
+    copied: ClassVar[int] = 0  # tokens whose KV is copied first
 
     def memory(self, numbers: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numbers, dtype=dtype)
 
-    def _own(self, scale: float) -> _OwnRows:
+    def _own(self, scale: float, copies: int) -> _OwnRows:
         given = (self.k, self.v, self.slots, self.table, self.lengths)
         sizes = self.table.shape[1], self.page_tokens, self.longest
-        return _OwnRows(*(each.data_ptr() for each in given), *sizes, None, 0, scale)
+        return _OwnRows(*(each.data_ptr() for each in given), *sizes, scale=scale)
 
 
 class PromptSequences:
     """Sequences whose next tokens a prompt's step computes, packed: the same for all layers.
 
-    `cached` lists the pieces of each sequence's cached tokens: (first slot, tokens), or int64 slots, which are copied.
+    `cached` lists the pieces of each sequence's cached tokens: (first slot, tokens), or int64 slots, whose KV is
+    copied: of `copied` tokens at most at a time.
     """
 
     def __init__(self, cached: Sequence[Sequence[tuple[int, int] | torch.Tensor]], num_new: Sequence[int]) -> None:
@@ -124,6 +126,9 @@ class PromptSequences:
             self._memory += [pieces, made, bounds]
             each.append(_Sequence(ctypes.addressof(made), *(bound.data_ptr() for bound in bounds), len(made), rows))
         self.each = (_Sequence * len(each))(*each)
+        self.copied = max(
+            (sum(len(piece) for piece in pieces if isinstance(piece, torch.Tensor)) for pieces in cached), default=0
+        )
         self._scratch = torch.empty(0)
 
     def scratch(self, numbers: int, dtype: torch.dtype) -> torch.Tensor:
@@ -142,13 +147,18 @@ class PromptRows:
     slots: torch.Tensor
     sequences: PromptSequences
 
+    @property
+    def copied(self) -> int:
+        return self.sequences.copied
+
     def memory(self, numbers: int, dtype: torch.dtype) -> torch.Tensor:
         return self.sequences.scratch(numbers, dtype)
 
-    def _own(self, scale: float) -> _OwnRows:
+    def _own(self, scale: float, copies: int) -> _OwnRows:
         k, v, slots = (each.data_ptr() for each in (self.k, self.v, self.slots))
-        each = self.sequences.each
-        return _OwnRows(k, v, slots, sequences=ctypes.addressof(each), count=len(each), scale=scale)
+        listed = self.sequences.each
+        sequences = {"sequences": ctypes.addressof(listed), "copies": copies, "count": len(listed)}
+        return _OwnRows(k, v, slots, **sequences, scale=scale)
 
 
 OwnRows = PagedRows | PromptRows
@@ -644,15 +654,15 @@ def whole_layer(
     of_heads = [
         rows * dim * heads for heads in (layer.heads + 2 * layer.kv_heads, layer.heads, layer.kv_heads, layer.heads)
     ]
-    sizes = [states.numel(), *of_heads, part * layer.middle]
+    sizes = [states.numel(), *of_heads, part * layer.middle, 2 * own.copied * layer.kv_heads * dim]
     starts = [0, *accumulate(-(-size // LINE_NUMBERS) * LINE_NUMBERS for size in sizes)]
-    memory = own.memory(starts[-1], states.dtype)
-    first = memory.data_ptr()
+    memory = own.memory(starts.pop(), states.dtype)
+    *places, copies = (memory.data_ptr() + start * states.itemsize for start in starts)
     found.ringserve_whole_layer(
         layer,
-        own._own(scale),
+        own._own(scale, copies),
         *(each.data_ptr() for each in (states, cos, sin)),
-        *(first + start * states.itemsize for start in starts[:-1]),
+        *places,
         out.data_ptr(),
         rows,
         part,

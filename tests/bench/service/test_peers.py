@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -70,16 +71,19 @@ async def test_a_prompt_has_the_length_that_was_asked_for_and_is_new(path: Path)
 
 @pytest.mark.parametrize("then", ["pass", "signal.pause()"])
 def test_a_server_that_does_not_answer_is_told_with_its_log(
-    path: Path, monkeypatch: pytest.MonkeyPatch, then: str
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
-    monkeypatch.setattr(peers, "START_SECONDS", 0.5)
+    """Its time is over when it has written something, however long that takes."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    passed = peers.START_SECONDS + 1.0
+    clock = SimpleNamespace(perf_counter=lambda: passed * any(log.read_text() for log in tmp_path.glob("peer-*.log")))
+    monkeypatch.setattr(peers, "time", clock)
     code = f"import signal; print('no room', flush=True); {then}"
     server = Server(name="broken", command=[sys.executable, "-c", code])
     with pytest.raises(Unavailable, match=r"its log is|the server's log is") as told:
         asyncio.run(peers._one_round(server, path, "float32", 0, peers.PARTS))
     log = Path(str(told.value).rpartition(" ")[2])
     assert log.read_text() == "no room\n"
-    log.unlink()
 
 
 ECHO = """
