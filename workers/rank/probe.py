@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 import torch
+from torch import Tensor
 from torch.nn import Linear, Parameter
 
 from ringserve.cp_core.attention.partial import AttentionBackend, PagedBackend, PagedShards, attend_pages, takes_pages
@@ -171,7 +172,7 @@ def probe_decode_rates(
 
 def _product(info: ModelInfo, device: torch.device, num_tokens: int) -> Callable[[], object]:
     """Return the product of the model's widest linear layer: `_product_flops` operations."""
-    tokens = torch.ones(num_tokens, info.hidden_size, dtype=DTYPES[info.dtype], device=device)
+    tokens = _numbers((num_tokens, info.hidden_size), DTYPES[info.dtype], device)
     layer = _linear(info, device)
     return lambda: layer(tokens)
 
@@ -195,10 +196,15 @@ def _attention(
 ) -> Callable[[], object]:
     """Return unmasked partial attention of T `tokens` to S `stored_tokens`: 4 * T * S * H * D operations."""
     dtype = DTYPES[info.kv_dtype]
-    q = torch.ones(tokens, info.num_heads, info.head_dim, dtype=dtype, device=device)
-    k = torch.ones(stored_tokens, info.num_kv_heads, info.head_dim, dtype=dtype, device=device)
+    q = _numbers((tokens, info.num_heads, info.head_dim), dtype, device)
+    k = _numbers((stored_tokens, info.num_kv_heads, info.head_dim), dtype, device)
     scale = info.head_dim**-0.5
     return lambda: backend.partial_attention(q, k, k, causal=False, scale=scale)
+
+
+def _numbers(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return random numbers. Ones would be too fast: kernels multiply numbers of few bits in fewer products."""
+    return torch.empty(shape, dtype=dtype, device=device).normal_(generator=torch.Generator(device).manual_seed(0))
 
 
 def _paged_attention(

@@ -92,6 +92,22 @@ def test_prefill_is_measured_with_many_queries(small: ModelInfo) -> None:
     assert backend.unpaged == {(6, 9)}
 
 
+def test_attention_is_measured_with_numbers_whose_bits_all_count(small: ModelInfo) -> None:
+    """Tiles multiply numbers that bfloat16 holds, such as ones, in fewer products."""
+    shares: list[float] = []
+
+    class Looking(TorchCpuFlash):
+        def partial_attention(
+            self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
+        ) -> Partial:
+            shares.extend(float((each.view(torch.int32) & 0xFFFF).bool().float().mean()) for each in (q, k, v))
+            return super().partial_attention(q, k, v, causal=causal, scale=scale)
+
+    (ring,) = InProcessRing(1).transports
+    assert finished(probe_rates(small, CPU, Looking(), ring)).attention_flops > 0.0
+    assert min(shares) > 0.99
+
+
 def test_a_gpu_reads_more_than_its_cache_holds() -> None:
     gpu = torch.device("cuda", 0)
     assert sizes_on(gpu, TorchCpuFlash()) is GPU_SIZES
