@@ -647,16 +647,12 @@ def whole_layer(
     """
     found = library()
     assert found is not None
-    rows, dim, part = states.shape[0], layer.dim, min(states.shape[0], most)
-    assert own.k.shape[1:] == (layer.kv_heads, dim) and own.k.dtype == states.dtype, "the cache is the layer's"
+    rows, part = states.shape[0], min(states.shape[0], most)
+    assert own.k.shape[1:] == (layer.kv_heads, layer.dim) and own.k.dtype == states.dtype, "the cache is the layer's"
     assert own.slots.shape[0] == rows, f"{own.slots.shape[0]} slots for {rows} rows"
     out = torch.empty_like(states)
-    of_heads = [
-        rows * dim * heads for heads in (layer.heads + 2 * layer.kv_heads, layer.heads, layer.kv_heads, layer.heads)
-    ]
-    sizes = [states.numel(), *of_heads, part * layer.middle, 2 * own.copied * layer.kv_heads * dim]
-    starts = [0, *accumulate(-(-size // LINE_NUMBERS) * LINE_NUMBERS for size in sizes)]
-    memory = own.memory(starts.pop(), states.dtype)
+    *starts, end = _starts(rows, part, layer.features, layer.heads, layer.kv_heads, layer.dim, layer.middle, own.copied)
+    memory = own.memory(end, states.dtype)
     *places, copies = (memory.data_ptr() + start * states.itemsize for start in starts)
     found.ringserve_whole_layer(
         layer,
@@ -670,6 +666,16 @@ def whole_layer(
         torch.get_num_threads(),
     )
     return out
+
+
+@lru_cache(maxsize=64)  # the same for all layers of a step
+def _starts(
+    rows: int, part: int, features: int, heads: int, kv_heads: int, dim: int, middle: int, copied: int
+) -> tuple[int, ...]:
+    """Return where the tensors of a layer begin in its memory, in the kernel's order, then copied KV, and the end."""
+    of_heads = [rows * dim * count for count in (heads + 2 * kv_heads, heads, kv_heads, heads)]
+    sizes = [rows * features, *of_heads, part * middle, 2 * copied * kv_heads * dim]
+    return (0, *accumulate(-(-size // LINE_NUMBERS) * LINE_NUMBERS for size in sizes))
 
 
 def attends(layer: Layer) -> bool:

@@ -138,12 +138,12 @@ class Reserve:
 
     Only the decode ring uses `sampling` and the fields from `source_incarnation` to `is_direct`, and `answer`.
     `penalized_ids` are the prompt's distinct tokens if a penalty needs them. `draft_text` has the newest of the
-    `num_tokens`, from which next tokens may be drafted. `is_direct`: the decode ring computes those of them that it
-    does not retain, and begins at once, so no KV comes. `shares`: the sequence is new and begins with KV of that one,
-    whose blocks it shares. `is_spare`: once retained, its KV is evicted before others', as a ring of the other role
-    retains it too. The answer goes on after the tokens of `answer`, whose KV but the newest token's is among the
-    `num_tokens`. `waited_seconds` is the time since the router took the turn, which is its age in a prefill ring's
-    order: a turn that lost a ring does not queue behind later turns.
+    `num_tokens`, from which next tokens may be drafted. `is_direct`: the decode ring computes the tokens that it does
+    not retain. It begins at once, and no KV comes. `shares`: the sequence is new and begins with KV of that one, whose
+    blocks it shares. `is_spare`: once retained, its KV is evicted before others', as a ring of the other role retains
+    it too. The answer goes on after the tokens of `answer`, whose KV but the newest token's is among the `num_tokens`.
+    `waited_seconds` is the time since the router took the turn, which is its age in a prefill ring's order: a turn that
+    lost a ring does not queue behind later turns.
     """
 
     turn_id: str

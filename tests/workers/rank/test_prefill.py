@@ -204,7 +204,7 @@ def test_packed_weights_give_the_logits_of_one_process(
 def test_a_lone_rank_of_packed_weights_takes_one_call_a_layer_with_the_bits_of_several(
     kind: str, copied_bytes: int, dtype: str, model_paths: Models, oracles: Oracles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prefill two conversations together, over blocks that are read where they lie or copied together first."""
+    """Prefill two conversations together. Their blocks are scattered: read in place, or copied first."""
     monkeypatch.setattr(rank_parts, "load_model", load_model)
     monkeypatch.setattr(cache, "COPIED_BYTES", copied_bytes)
     rows: list[object] = []
