@@ -17,7 +17,7 @@ from bench.report import table, told_load
 from bench.selection.links import LinkRate
 from ringserve.cp_core.cost.model import PASS_KV, PREFILL_ALGORITHMS, ModelShape
 from ringserve.cp_core.cost.profile import HardwareProfile
-from ringserve.cp_core.cost.selector import NAMES, POLICIES, Turn, select
+from ringserve.cp_core.cost.selector import NAMES, POLICIES, PROBED_TIE, Turn, fastest, select
 from ringserve.cp_core.cost.steps import StepPredictor
 from ringserve.cp_core.errors import ConfigError
 from ringserve.services.offline.calibration.fitting import Errors, Row
@@ -147,7 +147,7 @@ def judge(
     rates, own = (each.prefill.rates(num_ranks, is_cached=cell.cached_tokens > 0) for each in (fitted, before))
     compute, link = rates.ring.attention_flops, rates.ring.link_bytes_per_second
     chosen = {
-        OWN_RATES: select("auto", turn, model, own),
+        OWN_RATES: fastest(turn, model, own, PROBED_TIE),
         "alg1": algorithm_1(turn, model, compute, link),
         "alg5": algorithm_5(turn, model, compute, link),
         **({} if fit is None else {"empirical": empirical(turn, fit)}),

@@ -23,8 +23,10 @@ from ringserve.cp_core.errors import ConfigError, InvalidRequest
 
 POLICIES = ("auto", *PREFILL_ALGORITHMS)
 
-# Predictions nearer to each other than this are no reason to leave an earlier one of PREFILL_ALGORITHMS.
 TIE = 0.02
+"""Share by which predictions must differ to leave an earlier one of PREFILL_ALGORITHMS."""
+PROBED_TIE = 0.1
+"""The same if nobody calibrated the rates: a ring that starts measures no steps but pass-KV's."""
 GATHERED_TOKENS = 1 << 17
 """Most tokens of a sequence whose KV all comes to a rank by choice: it holds a layer or more of them at a time."""
 NAMES = {PASS_KV: "pass-KV", PASS_Q: "pass-Q", GATHER_KV: "gather-KV", CHAIN: "chain", SP_NTP: "SP-NTP"}
@@ -64,33 +66,37 @@ class Turn:
         return self.new_tokens / (self.new_tokens + self.cached_tokens)
 
 
-def fastest(turn: Turn, model: ModelShape, rates: PrefillRates) -> Selection:
-    """Select the least predicted time; a tie within 2% goes to the earlier one of PREFILL_ALGORITHMS."""
-    return faster(turn, StepPredictor(model, rates, turn.num_ranks).seconds(turn.new_tokens, turn.cached_tokens))
+def fastest(turn: Turn, model: ModelShape, rates: PrefillRates, tie: float = TIE) -> Selection:
+    """Select the least predicted time; a tie goes to the earlier one of PREFILL_ALGORITHMS."""
+    predictor = StepPredictor(model, rates, turn.num_ranks)
+    return faster(turn, predictor.seconds(turn.new_tokens, turn.cached_tokens), tie)
 
 
-def faster(turn: Turn, seconds: Mapping[str, float]) -> Selection:
+def faster(turn: Turn, seconds: Mapping[str, float], tie: float = TIE) -> Selection:
     """Select as `fastest`, by times that are known already, in the order of PREFILL_ALGORITHMS."""
     if turn.num_ranks == 1:
         return alone()
-    chosen = least(seconds, turn.num_tokens)
-    return Selection(chosen, why_fastest(seconds, chosen, turn.num_tokens))
+    chosen = least(seconds, turn.num_tokens, tie)
+    return Selection(chosen, why_fastest(seconds, chosen, turn.num_tokens, tie))
 
 
-def why_fastest(seconds: Mapping[str, float], chosen: str, num_tokens: int) -> str:
+def why_fastest(seconds: Mapping[str, float], chosen: str, num_tokens: int, tie: float = TIE) -> str:
     """Say that `chosen` has the least predicted time. Example: "fastest of five, a tie with chain"."""
     compared = {name: each for name, each in seconds.items() if is_open(name, num_tokens)}
     ties = [
-        NAMES[name] for name, each in compared.items() if name != chosen and not is_clearly_less(seconds[chosen], each)
+        NAMES[name]
+        for name, each in compared.items()
+        if name != chosen and not is_clearly_less(seconds[chosen], each, tie)
     ]
     fastest = f"fastest of {COUNTS[len(compared)]}"
     return fastest + (f", a tie with {' and '.join(ties)}" if ties else "")
 
 
-def least(seconds: Mapping[str, float], num_tokens: int) -> str:
+def least(seconds: Mapping[str, float], num_tokens: int, tie: float = TIE) -> str:
     """Return the algorithm of least time for a sequence of so many tokens; of a tie the first."""
-    best = min(each for name, each in seconds.items() if is_open(name, num_tokens))
-    return next(name for name, each in seconds.items() if not is_clearly_less(best, each) and is_open(name, num_tokens))
+    compared = {name: each for name, each in seconds.items() if is_open(name, num_tokens)}
+    best = min(compared.values())
+    return next(name for name, each in compared.items() if not is_clearly_less(best, each, tie))
 
 
 def is_open(name: str, num_tokens: int) -> bool:
@@ -98,9 +104,9 @@ def is_open(name: str, num_tokens: int) -> bool:
     return name not in (GATHER_KV, CHAIN) or num_tokens <= GATHERED_TOKENS
 
 
-def is_clearly_less(seconds: float, other: float) -> bool:
+def is_clearly_less(seconds: float, other: float, tie: float = TIE) -> bool:
     """Return whether `seconds` is less than `other` by more than a tie."""
-    return seconds < (1.0 - TIE) * other
+    return seconds < (1.0 - tie) * other
 
 
 def forced(algorithm: str) -> Selection:

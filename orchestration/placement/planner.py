@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ringserve.cp_core.cost.profile import HardwareProfile
-from ringserve.cp_core.cost.selector import NAMES, duration, forced, least, why_fastest
+from ringserve.cp_core.cost.selector import NAMES, PROBED_TIE, TIE, duration, forced, least, why_fastest
 from ringserve.cp_core.cost.steps import StepLimits, WorkModel, cut
 from ringserve.cp_core.layout.shards import TokenRange
 from ringserve.cp_core.layout.sparsity import Sparsity
@@ -130,6 +130,7 @@ class Planner:
     def __init__(self, model: ModelInfo, settings: PlannerSettings) -> None:
         self.selector = settings.selector
         self._settings = settings
+        self._tie = PROBED_TIE if settings.profile is None else TIE
         self._kv_bytes_a_token = model.kv_bytes_per_token
         self._work = WorkModel.of_shape(model.shape)
         self._costs = RingCosts(model, profile=settings.profile)
@@ -191,7 +192,7 @@ class Planner:
         if len(set(names)) > 1:
             return "fastest for each chunk"
         return why_fastest(
-            {name: sum(each.by(name) for each in seconds) for name in RING_ALGORITHMS}, taken, num_tokens
+            {name: sum(each.by(name) for each in seconds) for name in RING_ALGORITHMS}, taken, num_tokens, self._tie
         )
 
     def plan_direct(self, prompt: PromptOnRings, *, mode: PromptMode, algorithm: Algorithm | None = None) -> TurnPlan:
@@ -356,7 +357,7 @@ class Planner:
             return Algorithm(forced(self.selector).algorithm)
         if ring.num_ranks == 1:
             return Algorithm.PASS_KV
-        return Algorithm(least(seconds.of, tokens.stop))
+        return Algorithm(least(seconds.of, tokens.stop, self._tie))
 
     def _cut(self, ring: RingRegistration, tokens: TokenRange) -> list[TokenRange]:
         limits = StepLimits.of(

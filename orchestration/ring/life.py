@@ -18,7 +18,7 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -53,17 +53,27 @@ UNLIKE = 1.25
 """Times that one rank is as fast as another before they count as unlike: probes of equal ranks differ by less."""
 
 
-def rates_of_ring(rates: Sequence[RingRates], tp: int) -> RingRates:
+def rates_of_ring(rates: Sequence[RingRates], tp: int, processors: Sequence[str] | None = None) -> RingRates:
     """Return a ring's rates from its processes' rates, `tp` a rank; the slowest process of a rank counts.
 
     Ranks that are alike have the first process's rates. Otherwise the slowest rank's are taken, which all wait for in
-    a ring, and `speeds` tells how many times as fast each rank computes.
+    a ring, and `speeds` tells how many times as fast each rank computes. `processors` has what each process computes
+    on, None if each has its own. All processes on one count as its slowest: where they differ, other programs took
+    its time from one of them, and take it from another in the next moment.
+    Example: two ranks of one host, probed at 4e10 and 2e10, are two alike at 2e10.
     """
-    ranks = [min(rates[at : at + tp], key=lambda each: each.gemm_flops) for at in range(0, len(rates), tp)]
-    slowest = min(ranks, key=lambda each: each.gemm_flops)
+    if processors is not None:
+        probed = list(zip(processors, rates, strict=True))
+        rates = [_slowest(other for place, other in probed if place == own) for own in processors]
+    ranks = [_slowest(rates[at : at + tp]) for at in range(0, len(rates), tp)]
+    slowest = _slowest(ranks)
     if max(each.gemm_flops for each in ranks) <= UNLIKE * slowest.gemm_flops:
         return rates[0]
     return replace(slowest, speeds=tuple(each.gemm_flops / slowest.gemm_flops for each in ranks))
+
+
+def _slowest(rates: Iterable[RingRates]) -> RingRates:
+    return min(rates, key=lambda each: each.gemm_flops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +254,7 @@ class Ring:
         sized = self._sized(infos)
         if known is None:
             probed = await gather_first_error(rank.probe(settings.start_timeout) for rank in ranks)
-            common = rates_of_ring(probed, settings.ranks.tp)
+            common = self._common(probed, infos)
             if settings.measures_at_start and self._correction is None:
                 self._correction = await measure_steps(ranks, sized, infos[0].model, common)
         rates = known or self._corrected(common)
@@ -278,7 +288,7 @@ class Ring:
         settings = self.settings
         async with alone():
             rates = await gather_first_error(rank.probe(settings.start_timeout) for rank in self.ranks)
-        common = rates_of_ring(rates, settings.ranks.tp)
+        common = self._common(rates, self.infos)
         with self._room_for_steps() as tables:
             if tables is not None:
                 sized = self._sized(self.infos)
@@ -307,6 +317,11 @@ class Ring:
         """Return the settings with the blocks that every rank has: free memory may have decided their number."""
         num_blocks = min(info.num_blocks for info in infos)
         return replace(self.settings, ranks=replace(self.settings.ranks, num_blocks=num_blocks))
+
+    def _common(self, rates: Sequence[RingRates], infos: Sequence[RankInfo]) -> RingRates:
+        """Return the ring's rates; CPU ranks of one host compute on one processor."""
+        ranks = self.settings.ranks
+        return rates_of_ring(rates, ranks.tp, _hosts(infos) if ranks.device == "cpu" else None)
 
     def _corrected(self, rates: RingRates) -> RingRates:
         """Return probed rates, corrected by the extra time that steps took: a rebuild does not change that time."""

@@ -8,11 +8,12 @@ import pytest
 
 from ringserve.cp_core.cost.fit import PrefillSample, predicted_prefill
 from ringserve.cp_core.cost.profile import read_profile
+from ringserve.cp_core.cost.selector import PROBED_TIE, TIE
 from ringserve.cp_core.errors import ConfigError
 from ringserve.orchestration.placement.planner import Planner, PlannerSettings, PromptOnRings
 from ringserve.orchestration.protocol.plans import PromptMode, TurnPlan
 from ringserve.views import RingRates
-from ringserve.workers.protocol.steps import RING_ALGORITHMS
+from ringserve.workers.protocol.steps import RING_ALGORITHMS, Algorithm
 from tests.orchestration.fake_ranks import MODEL
 from tests.rings import registration
 
@@ -103,3 +104,23 @@ def test_a_turn_that_asks_for_an_algorithm_gets_it_in_every_chunk() -> None:
         )
         assert {chunk.algorithm for chunk in plan.chunks} == {plan.algorithm} == {name}
         assert plan.reason.endswith(": the request asked for it")
+
+
+@pytest.mark.parametrize("is_calibrated", [False, True])
+def test_without_a_calibration_pass_kv_is_left_for_a_tenth_of_its_time_or_more(is_calibrated: bool) -> None:
+    profile, chosen = read_profile("gtt"), []
+    for rate in (2e5 * 1.05**step for step in range(100)):
+        ring = registration(rates=replace(RATES, link_bytes_per_second=rate))
+        links = replace(profile.prefill, link_bytes_per_second=100 * rate, all_to_all_bytes_per_second=100 * rate)
+        given = replace(profile, prefill=links) if is_calibrated else None
+        plan = Planner(MODEL, PlannerSettings(profile=given)).plan(
+            PromptOnRings(num_tokens=4096, retained_on_prefill=3000, retained_on_decode=0, prefill=ring, decode=ring),
+            mode=PromptMode.NEW,
+        )
+        seconds = dict(plan.alternatives)
+        least = min(seconds[name] for name in RING_ALGORITHMS)
+        tie = TIE if is_calibrated else PROBED_TIE
+        assert plan.algorithm is next(name for name in RING_ALGORITHMS if least >= (1.0 - tie) * seconds[name])
+        chosen.append((plan.algorithm is Algorithm.PASS_KV, least / seconds[Algorithm.PASS_KV]))
+    between = {is_kept for is_kept, share in chosen if 1.0 - PROBED_TIE < share < 1.0 - TIE}
+    assert between == {not is_calibrated}, "those of more than a fiftieth, less than a tenth"

@@ -11,6 +11,7 @@ from hatchling.builders.wheel import WheelBuilder
 
 from ringserve import __version__
 from ringserve.cp_core.cost.model import PREFILL_ALGORITHMS
+from ringserve.cp_core.cost.selector import PROBED_TIE
 from ringserve.orchestration.placement.planner import PULL, RECOMPUTE
 from tests.services.e2e.cluster import ROOT, Ringserve
 from tests.waiting import START_SECONDS
@@ -87,5 +88,5 @@ def test_the_demo_passes_its_own_check_and_prints_one_object(ringserve: Ringserv
             assert max(shares) - min(shares) <= apart
     if is_over_prefill:
         fastest = min(predicted[name] for name in PREFILL_ALGORITHMS)
-        assert predicted[second["plan"]["algorithm"]] <= 1.02 * fastest, "a tie, or the fastest"
+        assert (1.0 - PROBED_TIE) * predicted[second["plan"]["algorithm"]] <= fastest, "a tie, or the fastest"
     assert "Traceback" not in finished.stderr
