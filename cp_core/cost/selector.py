@@ -81,13 +81,15 @@ def faster(turn: Turn, seconds: Mapping[str, float], tie: float = TIE) -> Select
 
 
 def why_fastest(seconds: Mapping[str, float], chosen: str, num_tokens: int, tie: float = TIE) -> str:
-    """Say that `chosen` has the least predicted time. Example: "fastest of five, a tie with chain"."""
+    """Say that `chosen` is fastest. Examples: "fastest of five, a tie with chain", "all five tie"."""
     compared = {name: each for name, each in seconds.items() if is_open(name, num_tokens)}
     ties = [
         NAMES[name]
         for name, each in compared.items()
         if name != chosen and not is_clearly_less(seconds[chosen], each, tie)
     ]
+    if len(ties) == len(compared) - 1 > 1:
+        return f"all {COUNTS[len(compared)]} tie"
     fastest = f"fastest of {COUNTS[len(compared)]}"
     return fastest + (f", a tie with {' and '.join(ties)}" if ties else "")
 

@@ -55,6 +55,7 @@ def test_a_reason_is_a_few_words() -> None:
     turn = Turn(new_tokens=100, cached_tokens=9900, num_ranks=4)
     assert faster(turn, seconds) == Selection("pass_q", "fastest of five, a tie with gather-KV and SP-NTP")
     assert faster(turn, seconds | {"pass_q": 0.5}) == Selection("pass_q", "fastest of five")
+    assert faster(turn, seconds, 0.7) == Selection("pass_kv", "all five tie")
     long = Turn(new_tokens=100, cached_tokens=1 << 20, num_ranks=4)
     assert faster(long, seconds) == Selection("pass_q", "fastest of three, a tie with SP-NTP")
     assert forced("pass_q") == Selection("pass_q", "the configuration sets it")

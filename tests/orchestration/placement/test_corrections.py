@@ -207,7 +207,7 @@ def test_later_predictions_are_those_of_the_model_times_what_turns_took() -> Non
         planner.note_prefill(RING, report(before, 1.5))
     after = planned(planner)
     assert after.predicted_prefill_seconds == pytest.approx(1.5 * before.predicted_prefill_seconds)
-    assert after.reason.startswith(f"pass-KV, predicted {duration(after.predicted_prefill_seconds)}: fastest of five")
+    assert after.reason.startswith(f"pass-KV, predicted {duration(after.predicted_prefill_seconds)}: all five tie")
     assert after.correction == pytest.approx(1.5)
     # Ratios are to the model, not to what it was corrected to: the same time again changes nothing.
     planner.note_prefill(RING, report(before, 1.5))
