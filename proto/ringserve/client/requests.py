@@ -177,7 +177,10 @@ def make_request(prompt: Prompt, options: Mapping[str, Any]) -> inference_pb2.Ge
     """
     unknown = options.keys() - OPTIONS
     if unknown:
-        raise TypeError(f"{min(unknown)!r} is no option of a turn; allowed are {', '.join(sorted(OPTIONS))}")
+        name = min(unknown)
+        if name in Sampling.__dataclass_fields__:
+            raise TypeError(f"{name!r} is a sampling parameter: pass it as sampling=Sampling({name}={options[name]!r})")
+        raise TypeError(f"{name!r} is no option of a turn; allowed are {', '.join(sorted(OPTIONS))}")
     given = dict(options)
     mode = given.pop("mode", "auto")
     if mode not in MODES:

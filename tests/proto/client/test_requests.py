@@ -141,6 +141,19 @@ def test_what_cannot_be_meant_is_refused_in_one_sentence(prompt: Any, options: A
 
 
 @pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_tokens": 5}, "'max_tokens' is a sampling parameter: pass it as sampling=Sampling(max_tokens=5)"),
+        ({"max_words": 5}, "'max_words' is no option of a turn; allowed are algorithm, "),
+    ],
+)
+def test_an_option_that_a_turn_has_not_is_refused_with_its_place(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(TypeError) as refused:
+        make_request("x", options)
+    assert str(refused.value).startswith(said)
+
+
+@pytest.mark.parametrize(
     ("kind", "message"),
     [
         (views.ServerInfo, inference_pb2.GetServerInfoResponse),
