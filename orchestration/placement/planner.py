@@ -91,12 +91,14 @@ def choose_source(
 class PlannerSettings:
     """Planner settings. `missing_kv` is one of `cached_kv.MISSING_KV`.
 
-    `profile` predicts for every ring; without one, the rates that each ring measured at its start do.
+    `profile` predicts for every ring; without one, the rates that each ring measured at its start do. With
+    `has_exact_rates` these predict all algorithms as well as a profile does, for example those of simulated rings.
     """
 
     selector: str = "auto"
     profile: HardwareProfile | None = None
     missing_kv: str = AUTO
+    has_exact_rates: bool = False
 
 
 class PromptOnRings(NamedTuple):
@@ -130,7 +132,7 @@ class Planner:
     def __init__(self, model: ModelInfo, settings: PlannerSettings) -> None:
         self.selector = settings.selector
         self._settings = settings
-        self._tie = PROBED_TIE if settings.profile is None else TIE
+        self._tie = TIE if settings.profile is not None or settings.has_exact_rates else PROBED_TIE
         self._kv_bytes_a_token = model.kv_bytes_per_token
         self._work = WorkModel.of_shape(model.shape)
         self._costs = RingCosts(model, profile=settings.profile)

@@ -95,7 +95,7 @@ class Simulation:
         if placement not in POLICIES:
             raise ConfigError(f"placement is {placement!r}; allowed are {', '.join(POLICIES)}")
         self._placement = placement
-        self._planner = Planner(shape.model, PlannerSettings(selector=selector))
+        self._planner = Planner(shape.model, PlannerSettings(selector=selector, has_exact_rates=True))
         self._clock = Clock()
         self._trace = trace
         longest = max((each.num_tokens for each in trace), default=1)
