@@ -1,4 +1,5 @@
-// Kernels of CPUs: attention with its log-sum-exp, merges of its parts, linear layers, norms, and rotary positions.
+// Kernels of CPUs: attention with its log-sum-exp, merges of its parts, linear layers, norms, rotary positions, and the
+// choice of tokens.
 //
 // One source, compiled once for each instruction set (hatch_build.py) and called through ctypes (native.py): it needs
 // no header of Python or torch. Vectors are those of gcc and clang, W floats wide.
@@ -1746,6 +1747,257 @@ void rotate_task(const Rotation &a, int64_t task) {
         }
 }
 
+// Choice of tokens by their logits, in fp64. `workers/sampling/sampler.py` has the formulas.
+
+typedef double vd __attribute__((vector_size(4 * W)));
+typedef double vd_u __attribute__((vector_size(4 * W), aligned(8)));
+typedef int64_t vl __attribute__((vector_size(4 * W)));
+typedef float half_u __attribute__((vector_size(2 * W), aligned(4)));
+typedef uint32_t half_bits __attribute__((vector_size(2 * W)));
+typedef uint16_t quarter_u __attribute__((vector_size(W), aligned(2)));
+
+#define DOUBLES (W / 2)
+// Tokens whose weights are summed at a time.
+#define SUMMED_TOKENS 256
+// Tokens are sorted into buckets by the logarithm of their weight, so many to a unit. The last has all smaller ones.
+#define BUCKETS 2048
+#define BUCKETS_OF_UNIT 64
+#define BROKEN -1
+
+INLINE double as_double(double value) { return value; }
+INLINE double as_double(float value) { return value; }
+INLINE double as_double(bf16 value) { return widen(value); }
+INLINE vd load_doubles(const double *at) { return *(const vd_u *)at; }
+INLINE vd load_doubles(const float *at) { return __builtin_convertvector(*(const half_u *)at, vd); }
+INLINE vd load_doubles(const bf16 *at) {
+    const half_bits bits = __builtin_convertvector(*(const quarter_u *)at, half_bits) << 16;
+    return __builtin_convertvector((half_u)bits, vd);
+}
+
+// e^x for x <= 0 within 2 units in the last place, 0 below -708.
+INLINE vd exponential(vd x) {
+    const vd least = -708.0 - (vd){};
+    const vd bounded = x < least ? least : x;
+    const vd shifted = bounded * 1.4426950408889634 + 6755399441055744.0;  // rounds, as for fp32
+    const vd whole = shifted - 6755399441055744.0;
+    const vd rest = bounded - whole * 0.69314718036912382 - whole * 1.9082149292705877e-10;
+    static const double inverse_factorials[] = {  // from 12! on down
+        2.0876756987868099e-9, 2.505210838544172e-8,  2.7557319223985893e-7, 2.7557319223985888e-6,
+        2.4801587301587302e-5, 1.9841269841269841e-4, 1.3888888888888889e-3, 8.3333333333333332e-3,
+        4.1666666666666664e-2, 1.6666666666666666e-1, 0.5,                   1.0,
+        1.0};
+    vd sum = 1.6059043836821613e-10 - (vd){};
+    for (const double each : inverse_factorials)
+        sum = sum * rest + each;
+    const vd power = (vd)(((vl)shifted + 1023) << 52);
+    return x < least ? (vd){} : sum * power;
+}
+
+struct Choice {
+    const void *logits;        // [R, V]
+    const double *parameters;  // [R, 5]: temperature, top_k, top_p, min_p, a random number in [0, 1)
+    int64_t *tokens;           // [R]: BROKEN if the largest logit is not finite
+    int64_t size, stride;
+};
+
+struct Candidate {
+    double scaled, weight;
+
+    int bucket() const {
+        const double place = -scaled * BUCKETS_OF_UNIT;
+        return place < BUCKETS - 1 ? (int)place : BUCKETS - 1;
+    }
+};
+
+int descending(const void *one, const void *other) {
+    const double a = ((const Candidate *)one)->scaled, b = ((const Candidate *)other)->scaled;
+    return (a < b) - (a > b);
+}
+
+// Memory of a thread for a row's tokens, in whole sums of SUMMED_TOKENS.
+struct Weights {
+    double *scaled = nullptr, *weights, *sums;  // scaled are (logit - largest) / temperature, weights e to their power
+    Candidate *some;
+    int64_t *ids;  // of the tokens, if `is_part`: else all are there
+    int64_t room = 0, padded;
+    bool is_part;
+
+    void make_room(int64_t size) {
+        padded = (size + SUMMED_TOKENS - 1) / SUMMED_TOKENS * SUMMED_TOKENS;
+        if (padded > room) {
+            free(scaled);
+            scaled = (double *)aligned_alloc(64, sizeof(double) * 6 * padded);
+            room = padded;
+        }
+        weights = scaled + padded;
+        sums = weights + padded;
+        some = (Candidate *)(sums + padded);
+        ids = (int64_t *)(some + padded);
+        is_part = false;
+    }
+
+    void weigh() {
+        for (int64_t at = 0; at < padded; at += DOUBLES)
+            *(vd *)(weights + at) = exponential(*(vd *)(scaled + at));
+    }
+
+    double sum() {
+        double total = 0.0;
+        for (int64_t block = 0; block < padded / SUMMED_TOKENS; ++block) {
+            vd each = {};
+            for (int64_t at = 0; at < SUMMED_TOKENS; at += DOUBLES)
+                each += load_doubles(weights + block * SUMMED_TOKENS + at);
+            sums[block] = 0.0;
+            for (int lane = 0; lane < DOUBLES; ++lane) sums[block] += each[lane];
+            total += sums[block];
+        }
+        return total;
+    }
+
+    // Drop tokens that are not among the `count` largest, in so far as this is seen by the largest ones of the sums: as
+    // many tokens as sums reach the least of these.
+    void drop_small(int64_t count) {
+        const int64_t blocks = padded / SUMMED_TOKENS;
+        if (count > blocks) return;
+        for (int64_t block = 0; block < blocks; ++block) {
+            vd most = load_doubles(scaled + block * SUMMED_TOKENS);
+            for (int64_t at = DOUBLES; at < SUMMED_TOKENS; at += DOUBLES) {
+                const vd each = load_doubles(scaled + block * SUMMED_TOKENS + at);
+                most = each > most ? each : most;
+            }
+            sums[block] = most[0];
+            for (int lane = 1; lane < DOUBLES; ++lane) sums[block] = most[lane] > sums[block] ? most[lane] : sums[block];
+            some[block].scaled = sums[block];
+        }
+        qsort(some, blocks, sizeof(Candidate), descending);
+        const double reached = some[count - 1].scaled;
+        int64_t found = 0;
+        for (int64_t block = 0; block < blocks; ++block) {
+            if (sums[block] < reached) continue;
+            for (int64_t at = block * SUMMED_TOKENS; at < (block + 1) * SUMMED_TOKENS; ++at) {
+                scaled[found] = scaled[at];
+                ids[found] = at;
+                found += scaled[at] >= reached;
+            }
+        }
+        is_part = true;
+        padded = (found + SUMMED_TOKENS - 1) / SUMMED_TOKENS * SUMMED_TOKENS;
+        while (found < padded) scaled[found++] = -__builtin_inf();
+    }
+
+    // Keep the largest tokens that together count `limit` or more, each by its weight; or `by_number` as one, and all
+    // equals of the last. Tokens that weigh `least` or less never stay.
+    void keep_largest(double limit, double least, bool by_number) {
+        int64_t found = 0, members = 0, kept = 0, equals = 0, kept_equals = 0;
+        for (int64_t at = 0; at < padded; ++at) {
+            some[found] = {scaled[at], weights[at]};
+            found += weights[at] > least;
+        }
+        double counts[BUCKETS] = {}, before = 0.0;
+        for (int64_t at = 0; at < found; ++at) counts[some[at].bucket()] += by_number ? 1.0 : some[at].weight;
+        int last = 0;
+        while (last < BUCKETS - 1 && before + counts[last] < limit) before += counts[last++];
+        for (int64_t at = 0; at < found; ++at)
+            if (some[at].bucket() == last) some[members++] = some[at];
+        qsort(some, members, sizeof(Candidate), descending);
+        double boundary = -__builtin_inf();  // if rounding leaves the last bucket empty, all stay
+        while (kept < members && (!kept || before < limit)) {
+            before += by_number ? 1.0 : some[kept].weight;
+            boundary = some[kept++].scaled;
+        }
+        for (int64_t at = 0; at < members; ++at) {
+            equals += some[at].scaled == boundary;
+            kept_equals += at < kept && some[at].scaled == boundary;
+        }
+        for (int64_t at = 0; at < padded; at += DOUBLES) {
+            vd *const each = (vd *)(weights + at);
+            *each = (*(vd *)(scaled + at) >= boundary) & (*each > least) ? *each : (vd){};
+        }
+        if (by_number || equals == kept_equals) return;
+        for (int64_t at = 0; at < padded; ++at)
+            if (scaled[at] == boundary && --kept_equals < 0) weights[at] = 0.0;
+    }
+};
+thread_local Weights drawn;
+
+template <class Stored>
+void choose_token(const Choice &a, int64_t row) {
+    const Stored *x = (const Stored *)a.logits + row * a.stride;
+    const double *given = a.parameters + 5 * row;
+    const double temperature = given[0], top_k = given[1], top_p = given[2], min_p = given[3];
+    int64_t *const token = a.tokens + row;
+    // Each lane's first largest number. A NaN counts as larger than any.
+    vd most = -__builtin_inf() - (vd){};
+    vl is_odd = {}, firsts = {}, place = {};
+    int64_t at = 0;
+    for (; at + DOUBLES <= a.size; at += DOUBLES, place += 1) {
+        const vd each = load_doubles(x + at);
+        is_odd |= each != each;
+        firsts = each > most ? place : firsts;
+        most = each > most ? each : most;
+    }
+    double largest = -__builtin_inf();
+    int64_t first = 0;
+    bool is_broken = false;
+    for (int lane = 0; lane < DOUBLES; ++lane) {
+        const int64_t lane_first = firsts[lane] * DOUBLES + lane;
+        is_broken |= is_odd[lane] != 0;
+        if (most[lane] > largest || (most[lane] == largest && lane_first < first)) first = lane_first;
+        largest = most[lane] > largest ? most[lane] : largest;
+    }
+    for (int64_t rest = at; rest < a.size; ++rest) {
+        const double each = as_double(x[rest]);
+        is_broken |= each != each;
+        if (each > largest) first = rest, largest = each;
+    }
+    if (is_broken || largest - largest != 0.0) {
+        *token = BROKEN;
+        return;
+    }
+    *token = first;
+    if (temperature <= 0.0) return;
+    Weights &w = drawn;
+    w.make_room(a.size);
+    for (int64_t each = 0; each < w.padded; each += DOUBLES) {
+        if (each + DOUBLES <= a.size) {
+            *(vd *)(w.scaled + each) = (load_doubles(x + each) - largest) / temperature;
+        } else {
+            for (int64_t rest = each; rest < each + DOUBLES; ++rest)
+                w.scaled[rest] = rest < a.size ? (as_double(x[rest]) - largest) / temperature : -__builtin_inf();
+        }
+    }
+    const bool is_limited = top_k > 0.0 && top_k < (double)a.size;
+    if (is_limited) w.drop_small((int64_t)top_k);
+    w.weigh();
+    if (is_limited) w.keep_largest(top_k, -1.0, true);
+    double total = w.sum();
+    if (top_p < 1.0) {
+        // Together, tokens of this share at most have 1 - top_p at most. The largest, of weight 1, always stays.
+        const double least = (1.0 - top_p) / (double)a.size * total;
+        w.keep_largest(top_p * total, least < 1.0 ? least : 1.0 - 0x1p-53, false);
+    }
+    if (min_p > 0.0)
+        for (int64_t each = 0; each < w.padded; each += DOUBLES) {
+            vd *const weight = (vd *)(w.weights + each);
+            *weight = *weight < min_p ? (vd){} : *weight;
+        }
+    if (top_p < 1.0 || min_p > 0.0) total = w.sum();
+    // The first token up to which the weights are more than the random share of all. None has the weight 0.
+    const double target = given[4] * total;
+    double before = 0.0;
+    for (int64_t block = 0; block < w.padded / SUMMED_TOKENS; ++block) {
+        if (w.sums[block] > 0.0 && before + w.sums[block] > target) {
+            for (int64_t each = block * SUMMED_TOKENS; each < (block + 1) * SUMMED_TOKENS; ++each) {
+                if (w.weights[each] <= 0.0) continue;
+                *token = w.is_part ? w.ids[each] : each;
+                if ((before += w.weights[each]) > target) return;
+            }
+            return;  // rounding: the block's last token
+        }
+        before += w.sums[block];
+    }
+}
+
 void normalize(const Norm &a, int is_wide, int threads) {
     // A few rows take less time than other threads take to begin.
     const int64_t tasks = (a.rows + NORM_ROWS - 1) / NORM_ROWS;
@@ -1852,7 +2104,7 @@ struct OwnRows {
 
 extern "C" {
 
-int ringserve_version() { return 10; }
+int ringserve_version() { return 11; }
 
 // Multiply by tiles from now on, or not. Returns whether it does: the processor and the system must allow it.
 int ringserve_use_tiles(int wanted) {
@@ -1940,6 +2192,14 @@ void ringserve_normalize(const void *x, const void *weight, void *out, int64_t r
 void ringserve_rotate(const void *x, const void *cos, const void *sin, void *out, const int64_t *sizes, int is_wide,
                       int threads) {
     rotate({x, cos, sin, out, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]}, is_wide, threads);
+}
+
+void ringserve_choose(const void *logits, const double *parameters, int64_t *tokens, int64_t rows, int64_t size,
+                      int64_t stride, int type, int threads) {
+    const Choice a = {logits, parameters, tokens, size, stride};
+    if (type == 0) run_tasks<Choice, choose_token<float>>(a, rows, threads);
+    else if (type == 1) run_tasks<Choice, choose_token<bf16>>(a, rows, threads);
+    else run_tasks<Choice, choose_token<double>>(a, rows, threads);
 }
 
 int ringserve_most_parts() { return MERGED_PARTS; }

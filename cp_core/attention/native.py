@@ -1,7 +1,7 @@
-"""Kernels of CPUs that are compiled when ringserve is installed (`native.cpp`): attention, layers, norms and others.
+"""Kernels of CPUs that are compiled when ringserve is installed (`native.cpp`): attention, layers, choice of tokens.
 
 Shapes: T query tokens, S stored tokens, B single queries, H query heads, K key/value heads, D head dimension, C input
-features, N output features.
+features, N output features, R rows of logits, V tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from ringserve.cp_core.attention.partial import PagedShards, Partial, empty_part
 from ringserve.cp_core.attention.torch_cpu import TorchCpuFlash
 from ringserve.cp_core.layout.step_plans import KvRun
 
-VERSION = 10
+VERSION = 11
 """Version of the libraries' functions: a library of another version is not called."""
 
 DTYPES = (torch.float32, torch.bfloat16)
+CHOSEN_DTYPES = (*DTYPES, torch.float64)
 HEAD_DIMS = frozenset({16, 32, 48, 64, 80, 96, 112, 128, 192, 256})
 MAX_GROUP = 96
 """Query heads of one KV head."""
@@ -201,6 +202,7 @@ def load_file(path: Path) -> ctypes.CDLL | None:
     own = ctypes.POINTER(_OwnRows)
     found.ringserve_whole_layer.argtypes = [layer, own, *[pointer] * 10, integer, integer, ctypes.c_int, ctypes.c_int]
     found.ringserve_behind_attention.argtypes = [layer, *[pointer] * 5, integer, integer, ctypes.c_int, ctypes.c_int]
+    found.ringserve_choose.argtypes = [pointer, pointer, pointer, *[integer] * 3, ctypes.c_int, ctypes.c_int]
     found.ringserve_paged_floats.argtypes = [integer] * 4
     found.ringserve_paged_floats.restype = integer
     found.ringserve_use_pool.argtypes = [pointer]
@@ -676,6 +678,38 @@ def _starts(
     of_heads = [rows * dim * count for count in (heads + 2 * kv_heads, heads, kv_heads, heads)]
     sizes = [rows * features, *of_heads, part * middle, 2 * copied * kv_heads * dim]
     return (0, *accumulate(-(-size // LINE_NUMBERS) * LINE_NUMBERS for size in sizes))
+
+
+def chooses(logits: torch.Tensor) -> bool:
+    """Return whether `choose_tokens` takes these logits."""
+    return logits.device.type == "cpu" and logits.dtype in CHOSEN_DTYPES and library() is not None
+
+
+def choose_tokens(logits: torch.Tensor, parameters: Sequence[tuple[float, float, float, float, float]]) -> list[int]:
+    """Return the token of each row of logits[R, V], -1 if its largest logit is NaN or infinite.
+
+    Each row has (temperature, top_k, top_p, min_p, a random number in [0, 1)). Temperature 0 takes the first of the
+    largest logits, any other draws by weights in fp64; a row's token is the same whatever rows are beside it.
+    Example: `choose_tokens(torch.tensor([[0.0, 2.0, 2.0]]), [(0.0, 0, 1.0, 0.0, 0.0)])` is [1].
+    """
+    found = library()
+    assert found is not None
+    num_rows, size = logits.shape
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    given, tokens = torch.tensor(parameters, dtype=torch.float64), torch.empty(num_rows, dtype=torch.int64)
+    found.ringserve_choose(
+        logits.data_ptr(),
+        given.data_ptr(),
+        tokens.data_ptr(),
+        num_rows,
+        size,
+        logits.stride(0),
+        CHOSEN_DTYPES.index(logits.dtype),
+        torch.get_num_threads(),
+    )
+    chosen: list[int] = tokens.tolist()
+    return chosen
 
 
 def attends(layer: Layer) -> bool:

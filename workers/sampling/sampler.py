@@ -18,8 +18,8 @@ after the repetition penalty, as in vLLM:
     min_p         tokens stay with a probability >= min_p * the most likely token's
 
 A greedy choice takes the largest logit after the first eight steps. A draw depends only on (seed, position), so a
-sequence gets the same tokens on a ring of any size, in any batch, and after its turn has moved to another ring. Rows
-without special parameters are sampled together: one argmax for greedy rows, one cumulative sum for drawn rows.
+sequence gets the same tokens on a ring of any size, in any batch, and after its turn has moved to another ring. On CPUs
+one call of a kernel chooses the tokens of all rows whose logits are taken as they are, and one each that of another.
 Log-probabilities use the raw logits, as in vLLM.
 
 Shapes: R rows, V vocabulary.
@@ -27,7 +27,6 @@ Shapes: R rows, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -36,8 +35,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ringserve.cp_core.attention import native
 from ringserve.workers.sampling.grammar import Grammars
-from ringserve.workers.sampling.on_device import ChosenRows, choose, words_of
+from ringserve.workers.sampling.on_device import BROKEN, ChosenRows, choose, words_of
 from ringserve.workers.sampling.parameters import (
     NO_HISTORY,
     NO_TOKEN,
@@ -52,8 +52,7 @@ from ringserve.workers.sampling.parameters import (
 Logits = npt.NDArray[np.float64]
 
 SIXTY_FOUR_BITS = 0xFFFF_FFFF_FFFF_FFFF
-CACHED_NUMBERS = 1 << 16
-"""Limit on logits per joint draw, so that they stay in the processor's cache."""
+GREEDY = SamplingParameters()
 
 
 class SampledRow(Protocol):
@@ -84,23 +83,20 @@ def sample_rows(rows: Sequence[SampledRow], logits: Tensor) -> list[Sampled]:
         return []
     if logits.device.type != "cpu":
         return sample_rows_on_device(rows, logits)
-    # max treats NaN as the largest value, so the maximum shows any NaN. It takes the first of equal values.
-    largest, winners = logits.max(dim=-1)
-    finite = [number for number, value in enumerate(largest.tolist()) if math.isfinite(value)]
-    if len(finite) < len(rows):
-        sampled = [NO_TOKEN] * len(rows)
-        for number, drawn in zip(finite, sample_rows([rows[each] for each in finite], logits[finite]), strict=True):
-            sampled[number] = drawn
-        return sampled
-    tokens: list[int | None] = winners.tolist()
-    _draw_plain_rows(rows, logits, tokens)
-    for number, row in enumerate(rows):
-        if row.sampler.is_special:
-            tokens[number] = _choose(row, logits[number])
-    return [
-        OUTSIDE_GRAMMAR if token is None else Sampled(token, _wanted(row, each, token))
-        for row, token, each in zip(rows, tokens, logits, strict=True)
-    ]
+    samplings = [row.sampler.sampling for row in rows]
+    # Rows whose logits change are only checked here.
+    tokens = _choose(rows, [GREEDY if each.changes_logits else each for each in samplings], logits)
+    sampled = []
+    for number, (row, sampling, token) in enumerate(zip(rows, samplings, tokens, strict=True)):
+        is_whole = token != BROKEN
+        if is_whole and sampling.changes_logits:
+            processed = torch.from_numpy(row.sampler.process(logits[number].double().numpy()))
+            (token,) = _choose([row], [sampling], processed[None])
+        if token == BROKEN:
+            sampled.append(OUTSIDE_GRAMMAR if is_whole else NO_TOKEN)
+        else:
+            sampled.append(Sampled(token, _wanted(row, logits[number], token)))
+    return sampled
 
 
 def sample_checked(tokens: Sequence[CheckedToken], logits: Tensor) -> list[Sampled]:
@@ -169,16 +165,13 @@ def are_chosen_on_device(rows: Sequence[SampledRow]) -> bool:
 def choose_rows(rows: Sequence[SampledRow], logits: Tensor) -> Tensor:
     """Choose the words int64[R] of rows on the device of logits[R, V]. All rows must be `are_chosen_on_device`."""
     samplings = [row.sampler.sampling for row in rows]
-    uniforms = [_uniform(each.seed, row.next_position) for each, row in zip(samplings, rows, strict=True)]
-    return choose(logits, samplings, uniforms)
+    return choose(logits, samplings, _uniforms(rows, samplings))
 
 
 def are_greedy(rows: Sequence[SampledRow]) -> bool:
     """Return whether each row's largest logit and its token suffice to sample the rows."""
-    return all(
-        not row.sampler.is_drawn and not row.sampler.is_special and row.sampler.sampling.logprobs is None
-        for row in rows
-    )
+    samplings = [row.sampler.sampling for row in rows]
+    return not any(each.temperature > 0.0 or each.changes_logits or each.logprobs is not None for each in samplings)
 
 
 def sample_greedy_rows(largest: Tensor, tokens: Tensor) -> list[Sampled]:
@@ -186,44 +179,14 @@ def sample_greedy_rows(largest: Tensor, tokens: Tensor) -> list[Sampled]:
     return ChosenRows(words_of(largest, tokens)).read()
 
 
-def _draw_plain_rows(rows: Sequence[SampledRow], logits: Tensor, tokens: list[int | None]) -> None:
-    plain = [number for number, row in enumerate(rows) if row.sampler.is_drawn and not row.sampler.is_special]
-    if not plain:
-        return
-    if len(plain) == 1 or len(plain) * logits.shape[1] > CACHED_NUMBERS:
-        for number in plain:
-            tokens[number] = _choose(rows[number], logits[number])
-        return
-    drawn = draw_plain(
-        logits[plain].double().cpu().numpy(),
-        [rows[number].sampler.sampling for number in plain],
-        [rows[number].next_position for number in plain],
-    )
-    for number, token in zip(plain, drawn, strict=True):
-        tokens[number] = token
-
-
-def _choose(row: SampledRow, logits: Tensor) -> int | None:
-    """Choose one row's token from logits[V], or None if its masks allow none."""
-    sampling = row.sampler.sampling
-    if row.sampler.is_drawn and not sampling.changes_logits and 0 < sampling.top_k < len(logits):
-        return _draw_among_top(logits.double(), sampling, row.next_position)
-    processed = row.sampler.process(logits.double().cpu().numpy())
-    if sampling.is_masked and not math.isfinite(processed.max()):
-        return None
-    if not row.sampler.is_drawn:
-        return int(processed.argmax())
-    return draw(processed, row.sampler.sampling, row.next_position)
-
-
-def _draw_among_top(logits: Tensor, sampling: SamplingParameters, position: int) -> int:
-    """Draw the same token as `draw`, but filter only the few tokens that top_k can leave, in token order."""
-    top = logits.topk(sampling.top_k).values
-    largest, smallest = top[0].item(), top[-1].item()
-    # Temperature may round a slightly smaller logit to the k-th logit. Then it stays too.
-    slack = 2.0**-50 * (abs(largest) + abs(smallest))
-    ids = (logits >= smallest - slack).nonzero().view(-1)
-    return int(ids[draw(logits[ids].cpu().numpy(), sampling, position)])
+def _choose(rows: Sequence[SampledRow], samplings: Sequence[SamplingParameters], logits: Tensor) -> list[int]:
+    """Choose each row's token from logits[R, V] as they are, BROKEN if the row's largest is not finite."""
+    uniforms = _uniforms(rows, samplings)
+    if native.chooses(logits):
+        given = ((each.temperature, each.top_k, each.top_p, each.min_p) for each in samplings)
+        return native.choose_tokens(logits, [(*each, uniform) for each, uniform in zip(given, uniforms, strict=True)])
+    chosen: list[int] = choose(logits, samplings, uniforms).tolist()
+    return chosen
 
 
 def _wanted(row: SampledRow, logits: Tensor, token_id: int) -> TokenLogprobs | None:
@@ -231,44 +194,19 @@ def _wanted(row: SampledRow, logits: Tensor, token_id: int) -> TokenLogprobs | N
     return None if num_top is None else logprobs_of(logits[None], [token_id], num_top)[0]
 
 
-def draw(logits: Logits, sampling: SamplingParameters, position: int) -> int:
-    """Draw the token at `position` from processed logits [V], whose largest is finite."""
-    scaled = logits - logits.max()
-    # A temperature near 0 correctly makes any distance infinite.
-    with np.errstate(over="ignore"):
-        scaled /= sampling.temperature
-    if not sampling.filters:
-        # In place, because newly allocated pages cost more than the arithmetic.
-        np.exp(scaled, out=scaled)
-        return pick(np.cumsum(scaled, out=scaled), sampling.seed, position)
-    scaled = filtered(scaled, sampling)
-    possible = np.flatnonzero(scaled > -np.inf)
-    return int(possible[pick(np.cumsum(np.exp(scaled[possible])), sampling.seed, position)])
-
-
-def draw_plain(logits: npt.NDArray[np.float64], samplings: list[SamplingParameters], positions: list[int]) -> list[int]:
-    """Draw the same tokens as `draw` for all rows of logits [R, V] at once. No row has filters."""
-    scaled = logits - logits.max(axis=1, keepdims=True)
-    with np.errstate(over="ignore"):
-        scaled /= np.array([[sampling.temperature] for sampling in samplings])
-    cumulative = np.cumsum(np.exp(scaled), axis=1)
+def _uniforms(rows: Sequence[SampledRow], samplings: Sequence[SamplingParameters]) -> list[float]:
+    """Return the random numbers in [0, 1) of rows that are drawn, 0 for others."""
+    # Philox is counter-based. Seed and position are its key, so there is no state between tokens.
     return [
-        pick(row, sampling.seed, position)
-        for row, sampling, position in zip(cumulative, samplings, positions, strict=True)
+        float(np.random.Generator(np.random.Philox(key=_key(each.seed, row.next_position))).random())
+        if each.temperature > 0.0
+        else 0.0
+        for row, each in zip(rows, samplings, strict=True)
     ]
 
 
-def pick(cumulative: npt.NDArray[np.float64], seed: int, position: int) -> int:
-    """Pick a token from a cumulative distribution [V] in token order. It need not end at 1."""
-    # side="right" never lands on a token of probability zero.
-    return int(np.searchsorted(cumulative, _uniform(seed, position) * cumulative[-1], side="right"))
-
-
-def _uniform(seed: int, position: int) -> float:
-    """Return a draw's random number in [0, 1)."""
-    # Philox is counter-based. Seed and position are its key, so there is no state between tokens.
-    key = ((position & SIXTY_FOUR_BITS) << 64) | (seed & SIXTY_FOUR_BITS)
-    return float(np.random.Generator(np.random.Philox(key=key)).random())
+def _key(seed: int, position: int) -> int:
+    return ((position & SIXTY_FOUR_BITS) << 64) | (seed & SIXTY_FOUR_BITS)
 
 
 class RowSampler:
@@ -284,9 +222,6 @@ class RowSampler:
         self.sampling = sampling
         self.grammar = grammars.begin(sampling.grammar, history.answer_ids) if grammars and sampling.grammar else None
         self.num_generated = history.num_generated
-        # True if the row's logits need their own processing.
-        self.is_special = sampling.changes_logits or (sampling.temperature > 0.0 and sampling.filters)
-        self.is_drawn = sampling.temperature > 0.0
         self._unseen_prompt = history.prompt_ids
         self._uncounted = list(history.answer_ids)
         self._num_ahead = 0
@@ -371,41 +306,6 @@ class RowSampler:
         np.add.at(self._counts, self._uncounted, 1)
         self._uncounted.clear()
         return self._counts
-
-
-def filtered(logits: Logits, sampling: SamplingParameters) -> Logits:
-    """Return [V] logits after temperature with -inf for tokens that are never drawn.
-
-    Among equal logits at the boundary of top_p the smaller ids stay.
-    """
-    if sampling.top_k and sampling.top_k < len(logits):
-        smallest = _kth_largest(logits, sampling.top_k)
-        logits = np.where(logits < smallest, -np.inf, logits)
-    if sampling.top_p < 1.0:
-        logits = _nucleus(logits, sampling.top_p)
-    if sampling.min_p > 0.0:
-        shares = np.exp(logits - logits.max())  # of the most likely token's probability
-        logits = np.where(shares < sampling.min_p, -np.inf, logits)
-    return logits
-
-
-def _nucleus(logits: Logits, top_p: float) -> Logits:
-    shares = np.exp(logits - logits.max())
-    shares /= shares.sum()
-    # Tokens with at most this share are removed together, since their sum is at most 1 - top_p. The other tokens, few
-    # in a real distribution, are sorted. The largest is always among them, even if its share is 1.
-    highest = shares.max()
-    smallest_sorted = min((1.0 - top_p) / len(logits), np.nextafter(highest, 0.0))
-    candidates = np.sort(logits[shares > smallest_sorted])
-    probabilities = np.exp(candidates - candidates[-1])
-    probabilities *= highest
-    cumulative = shares[shares <= smallest_sorted].sum() + np.cumsum(probabilities)
-    num_removed = min(int(np.searchsorted(cumulative, 1.0 - top_p, side="right")), len(candidates) - 1)
-    boundary = candidates[num_removed]
-    stays = logits > boundary
-    num_equals = len(candidates) - num_removed - np.count_nonzero(stays)
-    stays[np.flatnonzero(logits == boundary)[:num_equals]] = True
-    return np.where(stays, logits, -np.inf)
 
 
 def logprobs_of(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:

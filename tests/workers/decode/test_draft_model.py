@@ -21,11 +21,11 @@ from ringserve.workers.decode.step import DoneStep
 from ringserve.workers.model.loading import load_model
 from ringserve.workers.rank import parts as rank_parts
 from ringserve.workers.sampling.parameters import SamplingParameters
-from ringserve.workers.sampling.sampler import draw
 from tests.workers.decode.recording import KeptFunctions, compile_ranks, recording
 from tests.workers.decode.test_variants import ENDS, PROMPTS, greedy, serve_all
 from tests.workers.models import ALL_WINDOWED, VOCAB_SIZE, WINDOWED, Oracle, random_tokens
 from tests.workers.rings import LocalRing
+from tests.workers.sampling.one_row import choose_token
 
 Models = Mapping[str, Path]
 Oracles = Mapping[str, Oracle]
@@ -234,8 +234,9 @@ def test_a_guess_is_drawn_at_its_place_in_the_sequence(model_paths: Models, orac
         pass
     seen, drawn = text[-16:], list[int]()
     for place in range(30, 34):
-        logits = oracle.logits([*seen, *drawn])[-1].double().numpy()
-        drawn.append(draw(logits, plain, place + shift))
+        token = choose_token(oracle.logits([*seen, *drawn])[-1], plain, place + shift)
+        assert token is not None
+        drawn.append(token)
     assert list(drafts["a"]) == drawn
 
 

@@ -32,8 +32,8 @@ from ringserve.workers.sampling.parameters import (
     TokenHistory,
     TokenSequence,
 )
-from ringserve.workers.sampling.sampler import RowSampler, filtered, sample_greedy_rows, sample_rows
-from tests.workers.sampling.one_row import choose_token
+from ringserve.workers.sampling.sampler import RowSampler, sample_greedy_rows, sample_rows
+from tests.workers.sampling.one_row import WAYS, Choose, assert_shares, choose_token
 
 VOCAB_SIZE = 40
 tokens = st.integers(0, VOCAB_SIZE - 1)
@@ -97,9 +97,10 @@ def warpers(sampling: SamplingParameters) -> LogitsProcessorList:
     return LogitsProcessorList(listed)
 
 
+@pytest.mark.parametrize("choose", WAYS)
 @given(samplings(), seeds, st.lists(tokens, min_size=1, max_size=12), st.lists(tokens, max_size=12))
 def test_the_distribution_is_that_of_transformers(
-    sampling: SamplingParameters, seed: int, prompt: list[int], answer: list[int]
+    choose: Choose, sampling: SamplingParameters, seed: int, prompt: list[int], answer: list[int]
 ) -> None:
     logits = random_logits(seed)
     ids: Any = torch.tensor([prompt + answer])
@@ -107,12 +108,9 @@ def test_the_distribution_is_that_of_transformers(
     ours = RowSampler(sampling, TokenHistory.of(sampling, prompt, answer)).process(logits.numpy())
     # transformers' bias is in fp32.
     np.testing.assert_allclose(ours, theirs[0].numpy(), rtol=1e-6, atol=1e-6)
-    theirs = warpers(sampling)(ids, _scores(torch.from_numpy(ours)))[0]
-    result = filtered((ours - ours.max()) / sampling.temperature, sampling)
-    np.testing.assert_array_equal(np.isfinite(result), np.isfinite(theirs.numpy()))
-    np.testing.assert_allclose(
-        torch.softmax(torch.from_numpy(result), 0), torch.softmax(theirs, 0), rtol=1e-9, atol=1e-12
-    )
+    processed = torch.from_numpy(ours)
+    theirs = warpers(sampling)(ids, _scores(processed))[0]
+    assert_shares(choose, processed, sampling, torch.softmax(theirs, 0).numpy())
 
 
 @given(samplings(), seeds, st.lists(tokens, min_size=1, max_size=12), st.lists(tokens, max_size=12))
@@ -190,31 +188,26 @@ def test_presence_and_frequency_count_the_answer_and_not_the_prompt(
     np.testing.assert_allclose(ours, wanted, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("choose", WAYS)
 @given(st.lists(st.integers(-3, 3), min_size=2, max_size=30), st.floats(0.01, 0.99))
-def test_among_equals_at_the_boundary_of_top_p_the_smaller_ids_stay(levels: list[int], top_p: float) -> None:
-    """Compare the number of tokens that stay: transformers leaves open which of equal ones do."""
-    logits = np.array(levels, dtype=np.float64)
-    finite = np.isfinite(filtered(logits, SamplingParameters(temperature=1.0, top_p=top_p)))
-    theirs = TopPLogitsWarper(top_p)(torch.zeros(1, 1), torch.from_numpy(logits)[None])
-    assert finite.sum() == int(torch.isfinite(theirs).sum())
-    boundary = logits[finite].min()
-    equals = np.flatnonzero(logits == boundary)
-    assert finite[equals].tolist() == sorted(finite[equals].tolist(), reverse=True)
-    assert finite[logits > boundary].all()
+def test_among_equals_at_the_boundary_of_top_p_the_smaller_ids_stay(
+    choose: Choose, levels: list[int], top_p: float
+) -> None:
+    """Take the number of tokens that stay from transformers, which leaves open which of equal ones do."""
+    logits = torch.tensor(levels, dtype=torch.float64)
+    theirs = TopPLogitsWarper(top_p)(torch.zeros(1, 1), logits[None])
+    num_kept = int(torch.isfinite(theirs).sum())
+    kept = sorted(range(len(levels)), key=lambda token: (-levels[token], token))[:num_kept]
+    shares = torch.zeros_like(logits)
+    shares[kept] = torch.softmax(logits[kept], 0)
+    assert_shares(choose, logits, SamplingParameters(temperature=1.0, top_p=top_p), shares.numpy())
 
 
-def test_all_equals_of_the_kth_stay() -> None:
-    result = filtered(np.array([1.0, 2.0, 1.0, 3.0, 0.0]), SamplingParameters(temperature=1.0, top_k=3))
-    assert np.isfinite(result).tolist() == [True, True, True, True, False]
-
-
-@given(samplings(), seeds)
-def test_only_tokens_that_pass_the_filters_are_drawn(sampling: SamplingParameters, seed: int) -> None:
-    logits = random_logits(seed)
-    processed = RowSampler(sampling).process(logits.numpy())
-    finite = np.isfinite(filtered((processed - processed.max()) / sampling.temperature, sampling))
-    for position in range(5):
-        assert finite[choose_token(logits, replace(sampling, seed=seed), position)]
+@pytest.mark.parametrize("choose", WAYS)
+def test_all_equals_of_the_kth_stay(choose: Choose) -> None:
+    logits = torch.tensor([1.0, 2.0, 1.0, 3.0, 0.0])
+    shares = torch.softmax(torch.tensor([1.0, 2.0, 1.0, 3.0, -torch.inf], dtype=torch.float64), 0)
+    assert_shares(choose, logits, SamplingParameters(temperature=1.0, top_k=3), shares.numpy())
 
 
 @given(st.lists(st.tuples(samplings(), st.booleans(), seeds, st.lists(tokens, max_size=6)), min_size=1, max_size=6))

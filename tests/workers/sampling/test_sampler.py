@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
+from ringserve.cp_core.attention import native
 from ringserve.workers.sampling.parameters import SamplingParameters
-from ringserve.workers.sampling.sampler import draw
-from tests.workers.sampling.one_row import choose_token
+from tests.workers.sampling.one_row import WAYS, Choose, assert_shares, choose_natively, choose_token
 
 
 def test_greedy_takes_the_largest_and_the_first_of_equals() -> None:
@@ -55,22 +57,56 @@ def test_a_token_of_probability_zero_is_never_drawn(seed: int) -> None:
     assert choose_token(logits, SamplingParameters(temperature=1.0, seed=seed), 0) in (1, 3)
 
 
-@given(
-    st.lists(
-        st.floats(-9, 9, width=32) | st.sampled_from([0.0, 1e-30, 2e-30, 3.0, -math.inf]), min_size=2, max_size=40
-    ),
-    st.integers(1, 45),
-    st.sampled_from([0.3, 1.0]),
-    st.sampled_from([0.0, 0.2]),
-    st.integers(0, 2**63 - 1),
-)
-def test_a_draw_among_the_top_is_the_draw_from_all(
-    values: list[float], top_k: int, top_p: float, min_p: float, seed: int
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("size", [1, 7, 255, 256, 257, 5000])
+@pytest.mark.parametrize("choose", WAYS)
+def test_vocabularies_of_any_size_have_the_shares_of_their_softmax(
+    choose: Choose, size: int, dtype: torch.dtype
 ) -> None:
-    """Draw with equal logits at the k-th, with logits that a temperature rounds to it, and with less than k finite."""
-    logits = torch.tensor([*values, 10.0])
-    sampling = SamplingParameters(temperature=0.7, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    assert choose_token(logits, sampling, 3) == draw(logits.double().numpy(), sampling, 3)
+    logits = (2.0 * torch.randn(size, generator=torch.Generator().manual_seed(size))).to(dtype)
+    for top_k, top_p, min_p in [(0, 1.0, 0.0), (3, 1.0, 0.0), (300, 0.9, 0.0), (0, 0.7, 0.0), (0, 0.95, 0.05)]:
+        sampling = SamplingParameters(temperature=0.8, top_k=top_k, top_p=top_p, min_p=min_p)
+        assert_shares(choose, logits, sampling, shares_of(logits, sampling))
+
+
+def shares_of(logits: Tensor, sampling: SamplingParameters) -> npt.NDArray[np.float64]:
+    """Return the shares by sorting all: equal logits of the k-th stay, of those at the boundary of top_p the first."""
+    scaled = logits.double().numpy() / sampling.temperature
+    weights = np.exp(scaled - scaled.max())
+    falling = np.argsort(-scaled, kind="stable")
+    if 0 < sampling.top_k < len(scaled):
+        weights[scaled < scaled[falling[sampling.top_k - 1]]] = 0.0
+    if sampling.top_p < 1.0:
+        before = np.cumsum(weights[falling]) - weights[falling]
+        weights[falling[before >= sampling.top_p * weights.sum()]] = 0.0
+    weights[weights < sampling.min_p] = 0.0
+    shares: npt.NDArray[np.float64] = weights / weights.sum()
+    return shares
+
+
+@pytest.mark.skipif(native.library() is None, reason="no kernels here")
+@pytest.mark.parametrize("top_p", [0.5, 0.95, 1.0])
+@pytest.mark.parametrize("top_k", [0, 1, 50, 1000])
+@pytest.mark.parametrize("spread", [0.0, 1e-3, 3.0, 300.0])
+def test_rows_of_a_real_vocabulary_are_drawn_from_as_by_sorting(spread: float, top_k: int, top_p: float) -> None:
+    """Draw from equal logits, from nearly equal ones, and from some that are farther apart than buckets reach."""
+    logits = spread * torch.randn(3, 49_152, generator=torch.Generator().manual_seed(4))
+    logits[1, ::3] = -torch.inf
+    sampling = SamplingParameters(temperature=0.9, top_k=top_k, top_p=top_p)
+    uniforms = [0.0, 0.2971, 0.9993]
+    wanted = []
+    for row, uniform in zip(logits, uniforms, strict=True):
+        ends = np.cumsum(shares_of(row, sampling))
+        wanted.append(int(np.searchsorted(ends, uniform * ends[-1], side="right")))
+    rows = logits.repeat(1, 2)[:, :49_152]  # rows of other strides than their size
+    assert choose_natively(rows, [sampling] * 3, uniforms) == wanted
+
+
+@pytest.mark.parametrize("choose", WAYS)
+def test_the_largest_random_number_draws_the_last_token_that_is_possible(choose: Choose) -> None:
+    logits = torch.zeros(1, 1000)
+    logits[0, 900:] = -torch.inf
+    assert choose(logits, [SamplingParameters(temperature=1.0)], [1.0 - 2.0**-53]) == [899]
 
 
 def test_draws_hardly_hang_on_the_last_bits_of_the_logits() -> None:
