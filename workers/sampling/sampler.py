@@ -28,6 +28,7 @@ Shapes: R rows, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -86,17 +87,19 @@ def sample_rows(rows: Sequence[SampledRow], logits: Tensor) -> list[Sampled]:
     samplings = [row.sampler.sampling for row in rows]
     # Rows whose logits change are only checked here.
     tokens = _choose(rows, [GREEDY if each.changes_logits else each for each in samplings], logits)
-    sampled = []
-    for number, (row, sampling, token) in enumerate(zip(rows, samplings, tokens, strict=True)):
-        is_whole = token != BROKEN
-        if is_whole and sampling.changes_logits:
-            processed = torch.from_numpy(row.sampler.process(logits[number].double().numpy()))
-            (token,) = _choose([row], [sampling], processed[None])
-        if token == BROKEN:
-            sampled.append(OUTSIDE_GRAMMAR if is_whole else NO_TOKEN)
-        else:
-            sampled.append(Sampled(token, _wanted(row, logits[number], token)))
-    return sampled
+    sampled = [NO_TOKEN if token == BROKEN else Sampled(token) for token in tokens]
+    changed = [number for number, each in enumerate(samplings) if each.changes_logits and tokens[number] != BROKEN]
+    if changed:
+        processed = logits[changed].double()
+        for number, each in zip(changed, processed.numpy(), strict=True):
+            rows[number].sampler.process(each)
+        found = _choose([rows[each] for each in changed], [samplings[each] for each in changed], processed)
+        for number, token in zip(changed, found, strict=True):
+            sampled[number] = OUTSIDE_GRAMMAR if token == BROKEN else Sampled(token)
+    return [
+        each if each.token_id is None else replace(each, logprobs=_wanted(row, logits[number], each.token_id))
+        for number, (row, each) in enumerate(zip(rows, sampled, strict=True))
+    ]
 
 
 def sample_checked(tokens: Sequence[CheckedToken], logits: Tensor) -> list[Sampled]:
@@ -222,12 +225,11 @@ class RowSampler:
         self.sampling = sampling
         self.grammar = grammars.begin(sampling.grammar, history.answer_ids) if grammars and sampling.grammar else None
         self.num_generated = history.num_generated
-        self._unseen_prompt = history.prompt_ids
+        self._seen = dict.fromkeys(history.prompt_ids)  # distinct tokens of the prompt, and of the answer
+        self._counts = dict[int, int]()  # of each token in the answer
         self._uncounted = list(history.answer_ids)
         self._num_ahead = 0
         self._tail = list(history.answer_ids)  # the answer's last tokens, as many as `banned` looks at
-        self._in_prompt: npt.NDArray[np.bool_] | None = None  # [V]
-        self._counts: npt.NDArray[np.int64] | None = None  # [V]
 
     def push(self, token_id: int) -> None:
         """Append a token to the answer, unless `push_ahead` has."""
@@ -247,15 +249,9 @@ class RowSampler:
         self.push(token_id)
         self._num_ahead = num_ahead + 1
 
-    def process(self, logits: Logits) -> Logits:
-        """Apply bias, penalties and masks. Return a new [V], or `logits` itself if nothing changes.
-
-        All logits are -inf if the grammar has become too complex.
-        """
+    def process(self, logits: Logits) -> None:
+        """Apply bias, penalties and masks to logits[V]. All become -inf if the grammar has become too complex."""
         sampling = self.sampling
-        if not sampling.changes_logits:
-            return logits
-        logits = logits.copy()
         for item in sampling.logit_bias:
             logits[item.token_id] += item.bias
         if sampling.looks_at_answer:
@@ -273,7 +269,6 @@ class RowSampler:
             assert self.grammar is not None, "a rank that samples has grammars"
             allowed = self.grammar.mask()
             logits[slice(None) if allowed is None else ~allowed] = -np.inf
-        return logits
 
     def _ban(self, logits: Logits) -> None:
         longest = max(len(each.token_ids) for each in self.sampling.banned) - 1
@@ -284,28 +279,20 @@ class RowSampler:
                 logits[last] = -np.inf
 
     def _penalize(self, logits: Logits) -> None:
-        sampling = self.sampling
-        counts = self._count(len(logits))
-        said = counts > 0
+        sampling, counts = self.sampling, self._counts
+        for token_id in self._uncounted:
+            counts[token_id] = counts.get(token_id, 0) + 1
+            self._seen[token_id] = None
+        self._uncounted.clear()
         if sampling.repetition_penalty != 1.0:
-            assert self._in_prompt is not None
-            seen = said | self._in_prompt
-            repeated, penalty = logits[seen], sampling.repetition_penalty
+            seen, penalty = np.fromiter(self._seen, np.int64, len(self._seen)), sampling.repetition_penalty
+            repeated = logits[seen]
             logits[seen] = np.where(repeated < 0, repeated * penalty, repeated / penalty)
         if sampling.frequency_penalty or sampling.presence_penalty:
-            logits[said] -= sampling.frequency_penalty * counts[said]
+            said = np.fromiter(counts, np.int64, len(counts))
+            times = np.fromiter(counts.values(), np.float64, len(counts))
+            logits[said] -= sampling.frequency_penalty * times
             logits[said] -= sampling.presence_penalty
-
-    def _count(self, vocab_size: int) -> npt.NDArray[np.int64]:
-        """Count each token in the answer, as [V]. The first logits reveal the vocabulary size."""
-        if self._counts is None:
-            self._counts = np.zeros(vocab_size, np.int64)
-            self._in_prompt = np.zeros(vocab_size, np.bool_)
-            self._in_prompt[list(self._unseen_prompt)] = True
-            self._unseen_prompt = ()
-        np.add.at(self._counts, self._uncounted, 1)
-        self._uncounted.clear()
-        return self._counts
 
 
 def logprobs_of(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given
@@ -43,6 +44,13 @@ seeds = st.integers(0, 2**32 - 1)
 def random_logits(seed: int, spread: float = 4.0) -> Tensor:
     """Make logits [V] in fp64, all different."""
     return spread * torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def processed(row: RowSampler, logits: Tensor) -> npt.NDArray[np.float64]:
+    """Return a copy of logits[V] with the row's bias, penalties and masks."""
+    result: npt.NDArray[np.float64] = logits.numpy().copy()
+    row.process(result)
+    return result
 
 
 @st.composite
@@ -105,12 +113,11 @@ def test_the_distribution_is_that_of_transformers(
     logits = random_logits(seed)
     ids: Any = torch.tensor([prompt + answer])
     theirs = processors(sampling, len(prompt))(ids, _scores(logits))
-    ours = RowSampler(sampling, TokenHistory.of(sampling, prompt, answer)).process(logits.numpy())
+    ours = processed(RowSampler(sampling, TokenHistory.of(sampling, prompt, answer)), logits)
     # transformers' bias is in fp32.
     np.testing.assert_allclose(ours, theirs[0].numpy(), rtol=1e-6, atol=1e-6)
-    processed = torch.from_numpy(ours)
-    theirs = warpers(sampling)(ids, _scores(processed))[0]
-    assert_shares(choose, processed, sampling, torch.softmax(theirs, 0).numpy())
+    theirs = warpers(sampling)(ids, _scores(torch.from_numpy(ours)))[0]
+    assert_shares(choose, torch.from_numpy(ours), sampling, torch.softmax(theirs, 0).numpy())
 
 
 @given(samplings(), seeds, st.lists(tokens, min_size=1, max_size=12), st.lists(tokens, max_size=12))
@@ -149,7 +156,7 @@ def test_masks_are_those_of_transformers(
     row = RowSampler(sampling, TokenHistory.of(sampling, prompt, answer[:2]))
     for token in answer[2:]:
         row.push(token)
-    np.testing.assert_array_equal(row.process(logits.numpy()), theirs[0].numpy())
+    np.testing.assert_array_equal(processed(row, logits), theirs[0].numpy())
 
 
 def test_a_row_whose_masks_allow_nothing_has_no_token() -> None:
@@ -163,13 +170,13 @@ def test_a_row_told_token_by_token_equals_one_told_at_once(
 ) -> None:
     """Resume a sequence with its tokens so far, before or after its first logits."""
     sampling = replace(sampling, presence_penalty=0.7, frequency_penalty=-0.3, banned=sequences(banned))
-    prompt, logits = [3, 3, 5], random_logits(seed).numpy()
+    prompt, logits = [3, 3, 5], random_logits(seed)
     row = RowSampler(sampling, TokenHistory.of(sampling, prompt, answer[:told_before]))
     for token in answer[told_before:]:
-        row.process(logits)
+        processed(row, logits)
         row.push(token)
     whole = RowSampler(sampling, TokenHistory.of(sampling, prompt, answer))
-    np.testing.assert_array_equal(row.process(logits), whole.process(logits))
+    np.testing.assert_array_equal(processed(row, logits), processed(whole, logits))
     assert row.num_generated == whole.num_generated == len(answer)
 
 
@@ -178,12 +185,12 @@ def test_presence_and_frequency_count_the_answer_and_not_the_prompt(
     seed: int, answer: list[int], presence: float, frequency: float
 ) -> None:
     """Check OpenAI's formula: mu[j] -> mu[j] - c[j] * frequency - (1 if c[j] > 0 else 0) * presence."""
-    logits = random_logits(seed).numpy()
+    logits = random_logits(seed)
     sampling = SamplingParameters(presence_penalty=presence, frequency_penalty=frequency)
-    ours = RowSampler(sampling, TokenHistory.of(sampling, list(range(VOCAB_SIZE)), answer)).process(logits)
+    ours = processed(RowSampler(sampling, TokenHistory.of(sampling, list(range(VOCAB_SIZE)), answer)), logits)
     wanted = [
         logit - answer.count(token) * frequency - (presence if token in answer else 0.0)
-        for token, logit in enumerate(logits)
+        for token, logit in enumerate(logits.tolist())
     ]
     np.testing.assert_allclose(ours, wanted, rtol=1e-12, atol=1e-12)
 
