@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -62,7 +62,8 @@ LENGTHS = (512, 2048, 6000)
 CLIENTS, SHORT, CALLS_OF_CLIENT = 8, 256, 4
 STREAMS, STREAM_ANSWER = 4, 600
 ASIDE, ASIDE_ANSWER = 128, 4
-PARTS = ("lone", "edits", "clients", "mixed")
+PARTS = ("lone", "edits", "clients", "drawn", "mixed")
+GREEDY, DRAWN = {"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.95}
 WORDS = "ring rank river stone cloud paper green light seven night window garden letter morning bridge silver"
 
 
@@ -108,11 +109,15 @@ class Caller:
         self._random = random.Random(seed)
 
     async def complete(
-        self, num_tokens: int, max_tokens: int = ANSWER, seen: Callable[[], None] = lambda: None
+        self,
+        num_tokens: int,
+        max_tokens: int = ANSWER,
+        seen: Callable[[], None] = lambda: None,
+        sampling: Mapping[str, float] = GREEDY,
     ) -> Times:
         """Complete a new prompt of so many token ids; `seen` is called at each chunk."""
         ids = self._tokenizer(self.document(num_tokens), add_special_tokens=False)["input_ids"][:num_tokens]
-        return await self._stream("/v1/completions", {"prompt": ids, "max_tokens": max_tokens}, seen)
+        return await self._stream("/v1/completions", {"prompt": ids, "max_tokens": max_tokens, **sampling}, seen)
 
     async def chat(self, messages: list[dict[str, str]]) -> Times:
         return await self._stream("/v1/chat/completions", {"messages": messages, "max_tokens": ANSWER}, lambda: None)
@@ -132,7 +137,7 @@ class Caller:
         asked = {
             "model": self._model,
             "stream": True,
-            "temperature": 0,
+            **GREEDY,
             "ignore_eos": True,
             "stream_options": {"include_usage": True},
             **body,
@@ -165,7 +170,8 @@ def name_of(num_tokens: int) -> str:
 async def measure(caller: Caller, parts: Sequence[str] = PARTS) -> AsyncIterator[tuple[str, float]]:
     """Yield the figures of one pass, by name: seconds, milliseconds or tokens a second, as the name says."""
     await caller.complete(64, 8)
-    for name, part in zip(PARTS, (measure_lone, measure_edits, measure_clients, measure_mixed), strict=True):
+    measured = (measure_lone, measure_edits, measure_clients, measure_drawn, measure_mixed)
+    for name, part in zip(PARTS, measured, strict=True):
         if name in parts:
             async for named in part(caller):
                 yield named
@@ -193,16 +199,24 @@ async def measure_edits(caller: Caller) -> AsyncIterator[tuple[str, float]]:
         yield "between tokens of an edit, ms", times.ttit * 1e3
 
 
-async def measure_clients(caller: Caller) -> AsyncIterator[tuple[str, float]]:
+async def measure_clients(caller: Caller, sampling: Mapping[str, float] = GREEDY) -> AsyncIterator[tuple[str, float]]:
     async def work() -> list[Times]:
-        return [await caller.complete(SHORT) for _ in range(CALLS_OF_CLIENT)]
+        return [await caller.complete(SHORT, sampling=sampling) for _ in range(CALLS_OF_CLIENT)]
 
     began = time.perf_counter()
     done = [each for some in await asyncio.gather(*(work() for _ in range(CLIENTS))) for each in some]
     seconds = time.perf_counter() - began
-    name = f"{CLIENTS} clients"
+    name = f"{CLIENTS} clients" + (", drawn" if sampling is DRAWN else "")
     yield f"{name}, tokens/s", sum(each.num_tokens for each in done) / seconds
     yield f"{name}, worst TTFT s", max(each.ttft for each in done)
+
+
+async def measure_drawn(caller: Caller) -> AsyncIterator[tuple[str, float]]:
+    """Yield the times of answers that are drawn, as chats are, instead of the likeliest ones."""
+    for _ in range(3):
+        yield "between tokens, drawn, ms", (await caller.complete(LENGTHS[0], sampling=DRAWN)).ttit * 1e3
+    async for named in measure_clients(caller, DRAWN):
+        yield named
 
 
 async def measure_mixed(caller: Caller) -> AsyncIterator[tuple[str, float]]:

@@ -53,6 +53,8 @@ async def test_one_client_takes_every_figure_of_a_server(path: Path) -> None:
         "between tokens of an edit, ms",
         "3 clients, tokens/s",
         "3 clients, worst TTFT s",
+        "between tokens, drawn, ms",
+        "3 clients, drawn, tokens/s",
         "beside a long prompt: longest gap of a stream, s",
         "beside a long prompt: worst TTFT of short ones, s",
         "beside streams: TTFT 80, s",
