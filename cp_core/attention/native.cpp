@@ -1814,7 +1814,7 @@ int descending(const void *one, const void *other) {
     return (a < b) - (a > b);
 }
 
-// Memory of a thread for a row's tokens, in whole sums of SUMMED_TOKENS.
+// A thread's memory for the tokens of a row, padded to whole blocks of SUMMED_TOKENS, whose weights have a sum each.
 struct Weights {
     double *scaled = nullptr, *weights, *sums;  // scaled are (logit - largest) / temperature, weights e to their power
     Candidate *some;
@@ -1854,8 +1854,8 @@ struct Weights {
         return total;
     }
 
-    // Drop tokens that are not among the `count` largest, in so far as this is seen by the largest ones of the sums: as
-    // many tokens as sums reach the least of these.
+    // Drop most of the tokens that are not among the `count` largest: of the largest logits of all blocks, at least
+    // `count` tokens reach the `count`th, so what is below it goes.
     void drop_small(int64_t count) {
         const int64_t blocks = padded / SUMMED_TOKENS;
         if (count > blocks) return;
