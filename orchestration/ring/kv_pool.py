@@ -51,14 +51,18 @@ class BlockAllocator:
         assert extent_blocks >= 1, f"an extent of {extent_blocks} blocks"
         self.num_blocks = num_blocks
         self._extent_blocks = extent_blocks
-        self._free: list[tuple[int, int]] = [(0, num_blocks)] if num_blocks else []
+        self._free: list[tuple[int, int]] = []  # free runs [start, stop), ascending
+        self._by_length: list[tuple[int, int]] = []  # (length, start) of each of them, ascending
+        self._whole: list[tuple[int, int]] = []  # (length, start) from its first extent on, of runs with a free extent
         self.num_free = num_blocks
+        if num_blocks:
+            self._replace(0, 0, [(0, num_blocks)])
         self._extra_holders: dict[int, int] = {}  # number beyond the first; blocks with several alone
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
         """Take `count` blocks: from the run that follows block `after`, else from free extents, else from any run.
 
-        The first run that is long enough is taken. If none is, the blocks come from several runs. More than
+        The shortest run that is long enough is taken. If none is, the blocks come from several runs. More than
         `num_free` is a bug: AssertionError.
         """
         assert count <= self.num_free, f"asked for {count} blocks of {self.num_free} free"
@@ -75,25 +79,43 @@ class BlockAllocator:
     def _place_for(self, count: int) -> tuple[int, int]:
         """Return a free run, by its index, and the block in it at which `count` blocks are taken.
 
-        The first run that has them from the start of a free extent on, else the first of that length, else the longest.
+        The shortest run that has them from the start of a free extent on, else the shortest that has them, else the
+        longest.
         """
-        extent = self._extent_blocks
-        for index, (start, stop) in enumerate(self._free):
-            aligned = -(-start // extent) * extent
-            if stop - aligned >= max(count, extent):
-                return index, aligned
-        lengths = [stop - start for start, stop in self._free]
-        fitting = (index for index, length in enumerate(lengths) if length >= count)
-        index = next(fitting, lengths.index(max(lengths)))
-        return index, self._free[index][0]
+        at = bisect_left(self._whole, (max(count, self._extent_blocks), 0))
+        if at < len(self._whole):
+            _, first = self._whole[at]
+        else:
+            _, first = self._by_length[min(bisect_left(self._by_length, (count, 0)), len(self._by_length) - 1)]
+        return bisect_left(self._free, (first + 1, 0)) - 1, first
 
     def _take(self, index: int, first: int, count: int) -> list[int]:
         """Take `count` blocks of a free run from block `first` on, or all from there on of a shorter one."""
         start, stop = self._free[index]
         end = min(stop, first + count)
-        self._free[index : index + 1] = [(low, high) for low, high in ((start, first), (end, stop)) if low < high]
+        self._replace(index, index + 1, [(low, high) for low, high in ((start, first), (end, stop)) if low < high])
         self.num_free -= end - first
         return list(range(first, end))
+
+    def _replace(self, first: int, last: int, runs: Sequence[tuple[int, int]]) -> None:
+        """Put `runs` in the places [first, last) of the free ones: a cache has thousands, of which none is searched."""
+        for run in self._free[first:last]:
+            for lengths, entry in self._entries(run):
+                del lengths[bisect_left(lengths, entry)]
+        self._free[first:last] = runs
+        for run in runs:
+            for lengths, entry in self._entries(run):
+                insort(lengths, entry)
+
+    def _entries(self, run: tuple[int, int]) -> list[tuple[list[tuple[int, int]], tuple[int, int]]]:
+        """Return the lists by length that have a free run, each with the run's entry."""
+        start, stop = run
+        extent = self._extent_blocks
+        aligned = -(-start // extent) * extent
+        entries = [(self._by_length, (stop - start, start))]
+        if stop - aligned >= extent:
+            entries.append((self._whole, (stop - aligned, aligned)))
+        return entries
 
     def share(self, blocks: Iterable[int]) -> None:
         """Add a holder to each of these blocks, which are held already."""
@@ -111,30 +133,38 @@ class BlockAllocator:
 
     def free(self, blocks: Iterable[int]) -> None:
         """Remove a holder from each of these blocks. Freeing a free or unknown block is a bug: AssertionError."""
+        freed = []
         for block in blocks:
             more = self._extra_holders.pop(block, 0)
             if not more:
-                self._make_free(block)
+                freed.append(block)
             elif more > 1:
                 self._extra_holders[block] = more - 1
+        freed.sort()
+        first = 0
+        for place, block in enumerate(freed, 1):
+            if place == len(freed) or freed[place] != block + 1:
+                self._make_free(freed[first], block + 1)
+                first = place
 
-    def _make_free(self, block: int) -> None:
-        """Enter a block into the free runs, joined with the runs before and after it."""
-        assert 0 <= block < self.num_blocks, f"block {block} does not exist"
-        index = bisect_left(self._free, (block, 0))
-        before = self._free[index - 1] if index else None
-        after = self._free[index] if index < len(self._free) else None
-        assert not (before and before[1] > block), f"block {block} is free already"
-        assert not (after and after[0] == block), f"block {block} is free already"
-        start, stop = block, block + 1
-        if before and before[1] == block:
-            start = before[0]
-            self._free.remove(before)
-        if after and after[0] == stop:
-            stop = after[1]
-            self._free.remove(after)
-        insort(self._free, (start, stop))
-        self.num_free += 1
+    def _make_free(self, start: int, stop: int) -> None:
+        """Enter blocks [start, stop) into the free runs, joined with the runs before and after them."""
+        assert start >= 0, f"block {start} does not exist"
+        assert stop <= self.num_blocks, f"block {stop - 1} does not exist"
+        num_freed = stop - start
+        first = last = bisect_left(self._free, (start, 0))
+        if first:
+            before = self._free[first - 1]
+            assert before[1] <= start, f"block {start} is free already"
+            if before[1] == start:
+                first, start = first - 1, before[0]
+        if last < len(self._free):
+            after = self._free[last]
+            assert after[0] >= stop, f"block {after[0]} is free already"
+            if after[0] == stop:
+                last, stop = last + 1, after[1]
+        self._replace(first, last, [(start, stop)])
+        self.num_free += num_freed
 
     def check_integrity(self, used: Iterable[int]) -> None:
         """Assert that each block is either free, or in `used` exactly once for each of its holders."""
@@ -146,6 +176,11 @@ class BlockAllocator:
         )
         assert self._extra_holders.keys() <= holders.keys(), "a free block has holders"
         assert self.num_free == sum(stop - start for start, stop in self._free), "free count is off"
+        entries = [each for run in self._free for each in self._entries(run)]
+        for lengths in (self._by_length, self._whole):
+            assert lengths == sorted(entry for listed, entry in entries if listed is lengths), (
+                "a free run is not listed"
+            )
 
 
 @dataclass(frozen=True, slots=True)

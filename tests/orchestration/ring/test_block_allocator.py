@@ -93,12 +93,14 @@ def test_blocks_freed_in_any_order_become_one_run_again(num_blocks: int, chance:
     assert allocator.allocate(num_blocks) == list(range(num_blocks))
 
 
-def test_the_first_run_that_holds_all_is_taken_before_a_longer_one() -> None:
+def test_the_shortest_run_that_holds_all_is_taken_wherever_it_is() -> None:
     allocator = BlockAllocator(12)
     allocator.allocate(12)
-    allocator.free([1, 2, 4, 5, 6, 8, 9, 10, 11])
-    assert allocator.allocate(3) == [4, 5, 6]
-    assert allocator.allocate(5) == [8, 9, 10, 11, 1]
+    allocator.free([11, 9, 1, 2, 3, 4, 10, 7, 6])
+    assert allocator.allocate(2) == [6, 7]
+    assert allocator.allocate(3) == [9, 10, 11]
+    allocator.free([6, 7, 9])
+    assert allocator.allocate(6) == [1, 2, 3, 4, 6, 7]
 
 
 def test_tables_that_grow_in_turn_get_runs_of_whole_extents() -> None:
