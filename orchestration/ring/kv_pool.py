@@ -244,6 +244,7 @@ class KvPool:
         extent = max(-(-EXTENT_TOKENS // block_tokens), -(-num_blocks // MAX_EXTENTS))
         self._ranks = [BlockAllocator(num_blocks, extent) for _ in range(num_ranks)]
         self._sequences: OrderedDict[str, SequenceKv] = OrderedDict()
+        self._pinned: dict[str, SequenceKv] = {}  # those in use: few of the thousands that a full cache retains
         self._settled: dict[str, asyncio.Event] = {}  # of sequences whose end of use somebody waits for
 
     @property
@@ -258,9 +259,8 @@ class KvPool:
         The fullest rank decides, because tokens lie evenly over the ranks. A block that two pinned sequences share
         counts twice, so the number is a lower bound.
         """
-        pinned = [item for item in self._sequences.values() if item.pinned_by is not None]
         free = (
-            allocator.num_blocks - sum(len(item.blocks[rank]) for item in pinned)
+            allocator.num_blocks - sum(len(item.blocks[rank]) for item in self._pinned.values())
             for rank, allocator in enumerate(self._ranks)
         )
         return max(0, min(free, default=0)) * self.num_ranks * self.block_tokens
@@ -301,7 +301,7 @@ class KvPool:
                 f"conversation_id: {kv_id!r} is busy until turn {sequence.pinned_by!r} has settled; retry in a moment"
             )
         is_again = sequence.pinned_by is not None
-        sequence.pinned_by = turn_id
+        self._pin(sequence, turn_id)
         self._sequences.move_to_end(kv_id)
         self._cut(sequence, match_tokens)
         if not is_again:
@@ -320,7 +320,8 @@ class KvPool:
             )
         if sequence.pinned_by is not None:
             raise Busy(f"sequence {kv_id!r} is in use by {sequence.pinned_by!r}; retry in a moment")
-        sequence.pinned_by, sequence.num_before = holder, sequence.shards.num_tokens
+        self._pin(sequence, holder)
+        sequence.num_before = sequence.shards.num_tokens
         return sequence
 
     async def until_unpinned(self, kv_id: str, seconds: float) -> None:
@@ -350,7 +351,7 @@ class KvPool:
                     f"spare"
                 )
         sequence = self._add(kv_id)
-        sequence.pinned_by = holder
+        self._pin(sequence, holder)
         self.make_room(sequence, held)
         return sequence
 
@@ -368,7 +369,8 @@ class KvPool:
             self._drop(old)
         source = self._sequences.get(source_id)
         sequence = self._add(kv_id)
-        sequence.pinned_by, sequence.is_forking = turn_id, True
+        self._pin(sequence, turn_id)
+        sequence.is_forking = True
         if source is None:
             return sequence
         sequence.shards = source.shards.truncate(num_tokens)
@@ -473,6 +475,7 @@ class KvPool:
             if retain_tokens > sequence.num_before:
                 sequence.last_turn = sequence.pinned_by
             sequence.pinned_by, sequence.is_forking = None, False
+            del self._pinned[kv_id]
             if (settled := self._settled.pop(kv_id, None)) is not None:
                 settled.set()
             self._sequences.move_to_end(kv_id, last=not is_guest)  # a long turn was in use until now
@@ -485,10 +488,15 @@ class KvPool:
         """Drop retained sequences, the least recently used first, while a rank exceeds its limit."""
         if all(rank.num_blocks == self._max_retained for rank in self._ranks):
             return
-        for other in [item for item in self._sequences.values() if item.pinned_by is None]:
-            if all(usage.kept_blocks <= self._max_retained for usage in self.usage()):
+        while any(usage.kept_blocks > self._max_retained for usage in self.usage()):
+            oldest = next((other for other in self._sequences.values() if other.pinned_by is None), None)
+            if oldest is None:
                 return
-            self._drop(other)
+            self._drop(oldest)
+
+    def _pin(self, sequence: SequenceKv, holder: str) -> None:
+        sequence.pinned_by = holder
+        self._pinned[sequence.kv_id] = sequence
 
     def _add(self, kv_id: str) -> SequenceKv:
         empty = SequenceKv(kv_id, ShardMap.empty(self.num_ranks), [[] for _ in range(self.num_ranks)])
@@ -507,6 +515,7 @@ class KvPool:
         for allocator, table in zip(self._ranks, sequence.blocks, strict=True):
             allocator.free(table)
         del self._sequences[sequence.kv_id]
+        self._pinned.pop(sequence.kv_id, None)
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
@@ -519,8 +528,7 @@ class KvPool:
         return tuple(self._usage_of(rank, allocator) for rank, allocator in enumerate(self._ranks))
 
     def _usage_of(self, rank: int, allocator: BlockAllocator) -> RankKvUsage:
-        pinned = [item for item in self._sequences.values() if item.pinned_by is not None]
-        active = len({block for item in pinned for block in self._blocks_of(item, rank)})
+        active = len({block for item in self._pinned.values() for block in self._blocks_of(item, rank)})
         total, free = allocator.num_blocks, allocator.num_free
         retained = total - free - active
         return RankKvUsage(total_blocks=total, free_blocks=free, active_blocks=active, kept_blocks=retained)
@@ -550,6 +558,8 @@ class KvPool:
             allocator.check_integrity(
                 block for item in self._sequences.values() for block in self._blocks_of(item, rank)
             )
+        pinned = {kv_id: item for kv_id, item in self._sequences.items() if item.pinned_by is not None}
+        assert self._pinned == pinned, "a sequence in use is not listed"
         for item in self._sequences.values():
             for rank, (table, held) in enumerate(zip(item.blocks, item.shards.held, strict=True)):
                 assert len(table) >= self._blocks_for(held), f"{item.kv_id} lacks room for its own tokens"
