@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from ringserve.cp_core.errors import ConfigError
+from ringserve.orchestration.tasks import IDLE_NICENESS
 from ringserve.services.cluster import capacity, gateway
 from ringserve.services.cluster.capacity import SpareSchedule
 from ringserve.services.cluster.gateway import GatewayKeeper
@@ -224,6 +225,24 @@ def test_the_end_of_a_gateway_is_that_of_its_spare(spared: GatewayKeeper) -> Non
         os.kill(spare, 0)
 
 
+def test_a_spare_loads_with_what_others_leave_of_the_cores(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, of_script = list[tuple[bool, int]](), command
+
+    def noted(settings: GatewaySettings) -> Sequence[str]:
+        started.append((settings.is_spare, settings.niceness))
+        return of_script(settings)
+
+    monkeypatch.setitem(globals(), "command", noted)
+    keeper = make_keeper(clock)
+    keeper.start()
+    try:
+        keeper.await_serving()
+        look(keeper, clock, capacity.SPARE_WAIT)
+        assert started == [(False, 0), (True, IDLE_NICENESS)]
+    finally:
+        keeper.end()
+
+
 def loaded_spare(keeper: GatewayKeeper) -> psutil.Process:
     """Return a spare that has loaded at a lower priority, of which nothing is left."""
     keeper._keep_spare(float("inf"))
@@ -269,7 +288,8 @@ def test_what_takes_time_before_a_gateway_serves_is_done_at_its_niceness(monkeyp
     assert [niceness for _, niceness in done] == [7, 7]
 
 
-def test_a_spare_ends_with_its_parent_and_listens_nowhere_before_its_turn() -> None:
+def test_a_spare_ends_with_its_parent_and_listens_nowhere_before_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway, "IDLE_NICENESS", 5)  # on a busy machine others leave it next to nothing for minutes
     settings = replace(
         SETTINGS, listen="127.0.0.1:0", router="127.0.0.1:1", model=PREFIX + TINY, dtype="float32", follow_stdin=True
     )
