@@ -1815,6 +1815,7 @@ int descending(const void *one, const void *other) {
 }
 
 // A thread's memory for the tokens of a row, padded to whole blocks of SUMMED_TOKENS, whose weights have a sum each.
+// It grows to 48 bytes a token of the vocabulary and is never freed: its threads, torch's, live as long as the process.
 struct Weights {
     double *scaled = nullptr, *weights, *sums;  // scaled are (logit - largest) / temperature, weights e to their power
     Candidate *some;

@@ -91,8 +91,8 @@ def choose_source(
 class PlannerSettings:
     """Planner settings. `missing_kv` is one of `cached_kv.MISSING_KV`.
 
-    `profile` predicts for every ring; without one, the rates that each ring measured at its start do. With
-    `has_exact_rates` these predict all algorithms as well as a profile does, for example those of simulated rings.
+    `profile` predicts for every ring; without one, the rates that each ring measured at its start do. Set
+    `has_exact_rates` if these rates predict every algorithm exactly: steps of simulated rings are computed from them.
     """
 
     selector: str = "auto"

@@ -56,10 +56,10 @@ UNLIKE = 1.25
 def rates_of_ring(rates: Sequence[RingRates], tp: int, processors: Sequence[str] | None = None) -> RingRates:
     """Return a ring's rates from its processes' rates, `tp` a rank; the slowest process of a rank counts.
 
-    Ranks that are alike have the first process's rates. Otherwise the slowest rank's are taken, which all wait for in
-    a ring, and `speeds` tells how many times as fast each rank computes. `processors` has what each process computes
-    on, None if each has its own. All processes on one count as its slowest: where they differ, other programs took
-    its time from one of them, and take it from another in the next moment.
+    Ranks that are alike have the first process's rates. Otherwise the slowest rank's are taken, which all wait for in a
+    ring, and `speeds` tells how many times as fast each rank computes. `processors` names the processor of each
+    process; None if no two processes share one. Processes of one processor all get the rates of the slowest: their
+    probes differ only because another program ran beside one of them, and it soon runs beside another.
     Example: two ranks of one host, probed at 4e10 and 2e10, are two alike at 2e10.
     """
     if processors is not None:

@@ -19,7 +19,7 @@ after the repetition penalty, as in vLLM:
 
 A greedy choice takes the largest logit after the first eight steps. A draw depends only on (seed, position), so a
 sequence gets the same tokens on a ring of any size, in any batch, and after its turn has moved to another ring. On CPUs
-one call of a kernel chooses the tokens of all rows whose logits are taken as they are, and one each that of another.
+one kernel call chooses the tokens of all rows without penalties, masks and grammars, and a second call the others'.
 Log-probabilities use the raw logits, as in vLLM.
 
 Shapes: R rows, V vocabulary.
@@ -96,10 +96,11 @@ def sample_rows(rows: Sequence[SampledRow], logits: Tensor) -> list[Sampled]:
         found = _choose([rows[each] for each in changed], [samplings[each] for each in changed], processed)
         for number, token in zip(changed, found, strict=True):
             sampled[number] = OUTSIDE_GRAMMAR if token == BROKEN else Sampled(token)
-    return [
-        each if each.token_id is None else replace(each, logprobs=_wanted(row, logits[number], each.token_id))
-        for number, (row, each) in enumerate(zip(rows, sampled, strict=True))
-    ]
+    for number, (sampling, each) in enumerate(zip(samplings, sampled, strict=True)):
+        if sampling.logprobs is not None and each.token_id is not None:
+            (logprobs,) = logprobs_of(logits[number][None], [each.token_id], sampling.logprobs)
+            sampled[number] = replace(each, logprobs=logprobs)
+    return sampled
 
 
 def sample_checked(tokens: Sequence[CheckedToken], logits: Tensor) -> list[Sampled]:
@@ -190,11 +191,6 @@ def _choose(rows: Sequence[SampledRow], samplings: Sequence[SamplingParameters],
         return native.choose_tokens(logits, [(*each, uniform) for each, uniform in zip(given, uniforms, strict=True)])
     chosen: list[int] = choose(logits, samplings, uniforms).tolist()
     return chosen
-
-
-def _wanted(row: SampledRow, logits: Tensor, token_id: int) -> TokenLogprobs | None:
-    num_top = row.sampler.sampling.logprobs
-    return None if num_top is None else logprobs_of(logits[None], [token_id], num_top)[0]
 
 
 def _uniforms(rows: Sequence[SampledRow], samplings: Sequence[SamplingParameters]) -> list[float]:

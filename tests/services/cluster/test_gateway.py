@@ -257,7 +257,7 @@ def loaded_spare(keeper: GatewayKeeper) -> psutil.Process:
                 found.add((os.getpriority(os.PRIO_PROCESS, thread.id), os.sched_getscheduler(thread.id)))
         return found
 
-    # A thread that was joined takes some time to end where it has only what others leave of the cores.
+    # Python's join returns before the system has ended the thread, which takes long at a low priority.
     own = (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0))
     wait_until(lambda: policies() == {own}, "the end of the thread that loaded")
     return spare

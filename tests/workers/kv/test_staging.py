@@ -186,7 +186,7 @@ def test_a_read_that_takes_too_long_ends_its_connection_and_its_slot_comes_back_
         network.gate.set()
         wait_for_slots(pair.agent.landings, 4)
         assert is_untouched(pair.cache)
-        with pytest.raises(Unavailable, match="is gone"):  # so the sender knows it, and connects anew for the next
+        with pytest.raises(Unavailable, match="is gone"):  # now the sender reconnects for turn-2
             pair.sender.finish(key_of("turn-1"), WAIT_SECONDS)
         # The peer's former life is forgotten, and the same agent is met again, which takes its time on a busy machine.
         pair.receiver._stall_seconds = WAIT_SECONDS

@@ -45,16 +45,19 @@ def choose_by_torch(logits: Tensor, samplings: Sequence[SamplingParameters], uni
 Choose = Callable[[Tensor, Sequence[SamplingParameters], Sequence[float]], list[int]]
 WAYS: list[Any] = [
     choose_by_torch,
-    pytest.param(choose_natively, marks=pytest.mark.skipif(native.library() is None, reason="no kernels here")),
+    pytest.param(
+        choose_natively, marks=pytest.mark.skipif(native.library() is None, reason="the kernels were not compiled")
+    ),
 ]
 
 
 def assert_shares(
     choose: Choose, logits: Tensor, sampling: SamplingParameters, shares: npt.NDArray[np.float64], within: float = 1e-9
 ) -> None:
-    """Assert that of all draws from logits[V] each token gets its share of shares[V], which add up to 1.
+    """Assert that each token of logits[V] is drawn with its probability in shares[V].
 
-    So it is drawn by random numbers `within` the two ends of its part of [0, 1), and by the one in the middle.
+    The tokens divide [0, 1) in their order. Each is drawn by the random number in the middle of its part, and by the
+    numbers that lie `within` its two ends.
     """
     ends = np.cumsum(shares)
     tokens = [token for token in range(len(shares)) if shares[token] > 2 * within]

@@ -84,7 +84,7 @@ def shares_of(logits: Tensor, sampling: SamplingParameters) -> npt.NDArray[np.fl
     return shares
 
 
-@pytest.mark.skipif(native.library() is None, reason="no kernels here")
+@pytest.mark.skipif(native.library() is None, reason="the kernels were not compiled")
 @pytest.mark.parametrize("top_p", [0.5, 0.95, 1.0])
 @pytest.mark.parametrize("top_k", [0, 1, 50, 1000])
 @pytest.mark.parametrize("spread", [0.0, 1e-3, 3.0, 300.0])
