@@ -896,26 +896,30 @@ void multiply_group(const Row *x, const Stored *weight, float *sums, int64_t row
     }
 }
 
-// Write rows [first, first + rows) and outputs [line, line + width) of a product: its sums, or with a second weight the
-// product of their silu and `ups`; both [rows][width]. Where a model stores results, they are rounded: products before
-// `added` is added to them.
+// A gated product: silu(gate) * up, rounded after the same operations as in the modules. For bfloat16 silu is
+// gate / (1 + 2^power), and 0 where that is smaller than any normal number.
+template <bool IN_ONE, class Result>
+INLINE vf gated(vf gate, vf up) {
+    const Result *kind = nullptr;
+    gate = rounded<IN_ONE>(gate, kind), up = rounded<IN_ONE>(up, kind);
+    if (IN_ONE && sizeof(Result) == sizeof(bf16)) {
+        const vf power = gate * -1.44269504f;
+        const vi is_tiny = power > 126.0f;
+        const vf part = inverse(power_of_two<true>(select(is_tiny, all(126.0f), power)) + 1.0f);
+        return rounded<IN_ONE>(select(is_tiny, all(0.0f), gate * part), kind) * up;
+    }
+    // 1 / (1 + e^-x) with an exponent that is never positive.
+    const vf small = exponential(select(gate < 0.0f, gate, -gate));
+    return rounded<IN_ONE>(gate * (select(gate < 0.0f, small, all(1.0f)) * inverse(small + 1.0f)), kind) * up;
+}
+
+// Write rows [first, first + rows) and outputs [line, line + width) of a product: its sums, or with a second weight
+// their gated product with `ups`; both [rows][width]. Where a model stores results, they are rounded: products before
+// `added` is added to them. If `width` outputs are left and it is a constant, no loop remains.
 template <class Result, bool IN_ONE>
-void finish_rows(const Linear &a, int64_t first, int64_t rows, int64_t line, int64_t width, float *sums,
-                 const float *ups) {
-    const int64_t left = a.out_features - line, lanes = left < width ? left : width;
+INLINE void finish_some(const Linear &a, int64_t first, int64_t rows, int64_t line, int64_t width, const float *sums,
+                        const float *ups, int64_t lanes) {
     for (int64_t row = 0; row < rows; ++row, sums += width, ups += width) {
-        if (a.second)
-            for (int64_t lane = 0; lane < width; lane += W) {
-                const Result *kind = nullptr;
-                vf gate = rounded<IN_ONE>(load(sums + lane), kind), up = rounded<IN_ONE>(load(ups + lane), kind);
-                // 1 / (1 + e^-x) with an exponent that is never positive. The shorter power is exact to far more bits than
-                // a bfloat16 has.
-                const vf lower = select(gate < 0.0f, gate, -gate);
-                const vf small = IN_ONE && sizeof(Result) == sizeof(bf16) ? power_of_two(lower * 1.44269504f)
-                                                                          : exponential(lower);
-                vf part = select(gate < 0.0f, small, all(1.0f)) * inverse(small + 1.0f);
-                store(sums + lane, rounded<IN_ONE>(gate * part, kind) * up);
-            }
         const int64_t at = (first + row) * a.out_features + line;
         Result *out = (Result *)a.out + at;
         const Result *bias = a.bias ? (const Result *)a.bias + line : nullptr;
@@ -923,15 +927,25 @@ void finish_rows(const Linear &a, int64_t first, int64_t rows, int64_t line, int
         int64_t lane = 0;
         for (; lane + W <= lanes; lane += W) {
             vf value = load(sums + lane);
+            if (a.second) value = gated<IN_ONE, Result>(value, load(ups + lane));
             if (bias) value += load(bias + lane);
             put_rounded<IN_ONE>(out + lane, added ? load(added + lane) + rounded<IN_ONE>(value, added) : value);
         }
-        for (; lane < lanes; ++lane) {
-            float value = sums[lane];
+        if (lane == lanes) continue;
+        vf last = load(sums + lane);
+        if (a.second) last = gated<IN_ONE, Result>(last, load(ups + lane));
+        for (int at = 0; lane < lanes; ++lane, ++at) {
+            float value = last[at];
             if (bias) value += widen(bias[lane]);
             put(out + lane, added ? widen(added[lane]) + stored(all(value), added)[0] : value);
         }
     }
+}
+template <class Result, bool IN_ONE>
+void finish_rows(const Linear &a, int64_t first, int64_t rows, int64_t line, int64_t width, const float *sums,
+                 const float *ups) {
+    const int64_t left = a.out_features - line;
+    finish_some<Result, IN_ONE>(a, first, rows, line, width, sums, ups, left < width ? left : width);
 }
 
 template <class Row, class Stored, class Result>
@@ -1009,13 +1023,12 @@ bool uses_tiles = false, uses_pairs = false;
 #define BLOCK_NUMBERS (PARTS * PART_NUMBERS)
 // A task of a linear layer takes the weights of some outputs, which then stay in the second cache, and 32 rows at a
 // time: blocks of columns, parts of weights' blocks, and blocks of rows and of sums at most. fp32 weights are split;
-// those of bfloat16 are read where they lie. A few rows of sums are finished at a time, since each call costs some.
+// those of bfloat16 are read where they lie.
 #define SPLIT_DEPTH 24
 #define NARROW_DEPTH 48
 #define SPLIT_PARTS 648
 #define SPLIT_ROWS 32
 #define SPLIT_SUMS 144
-#define FINISHED_ROWS 2
 
 struct alignas(64) LinearScratch {
     bf16 weights[SPLIT_PARTS * PART_NUMBERS];  // [outputs / 32][columns / 32]
@@ -1232,7 +1245,7 @@ void split_panel(const Stored *weight, const Stored *others, int64_t columns, bf
 template <class Row, class Stored>
 void multiply_by_tiles(const TiledLinear &a, int64_t task) {
     LinearScratch &s = linear_scratch;
-    const Linear &l = a.linear;
+    const Linear l = a.linear;  // a copy, whose members are in registers: tiles' instructions may write any other memory
     constexpr bool is_narrow = sizeof(Stored) == sizeof(bf16);
     constexpr int parts = is_narrow ? 1 : PARTS, x_parts = sizeof(Row) == sizeof(bf16) ? 1 : PARTS;
     const int64_t count = l.second ? 2 : 1, apart = packed_columns<Stored>(l.in_features);
@@ -1258,19 +1271,22 @@ void multiply_by_tiles(const TiledLinear &a, int64_t task) {
                 const Stored *others = line + panel * BLOCK + W < l.out_features ? from + W * apart : nullptr;
                 split_panel(from, others, columns, s.weights + (panel * count + which) * depth * parts * PART_NUMBERS);
             }
-        // Vectors finish a few rows of the sums before, `done` of `height`, beside each product of two blocks.
+        // Vectors finish the rows of the sums before, `done` of `height`, beside the products of two blocks: the
+        // processor runs both at once if they are one stream of instructions, without a call.
         struct {
             int64_t row, height, line, done;
             float *sums;
         } last = {};
-        const auto finish = [&](int64_t upto) {
-            if (upto >= last.height) upto = last.height;
-            else if (upto < last.done + FINISHED_ROWS) return;
-            if (upto == last.done) return;
-            float *sums = last.sums + last.done * BLOCK;
-            finish_rows<Row, true>(l, last.row + last.done, upto - last.done, last.line, BLOCK, sums,
-                                   sums + BLOCK * BLOCK);
-            last.done = upto;
+        const int64_t at_a_time = (BLOCK + depth * count - 1) / (depth * count);
+        const auto finish = [&](int64_t rows) __attribute__((always_inline)) {
+            for (; rows && last.done < last.height; --rows, ++last.done) {
+                const float *const sums = last.sums + last.done * BLOCK, *const ups = sums + BLOCK * BLOCK;
+                const int64_t row = last.row + last.done;
+                if (last.line + BLOCK <= l.out_features)
+                    finish_some<Row, true>(l, row, 1, last.line, BLOCK, sums, ups, BLOCK);
+                else
+                    finish_rows<Row, true>(a.linear, row, 1, last.line, BLOCK, sums, ups);
+            }
         };
         for (int64_t row = first; row < stop; row += BLOCK) {
             const int64_t height = stop - row < BLOCK ? stop - row : BLOCK;
@@ -1301,7 +1317,7 @@ void multiply_by_tiles(const TiledLinear &a, int64_t task) {
                         }
                         multiply_blocks(x_blocks + block * x_size, weights + block * size, x_parts, parts, of_x,
                                         {beside});
-                        finish((which * depth + block + 1) * BLOCK / (depth * count));
+                        finish(at_a_time);
                     }
                     if (!column) {
                         store_sums(sums[which], W, 16 * BLOCK, BLOCK);
