@@ -116,6 +116,7 @@ static inline void need(bool there) {
 #define __m512bh emulated::floats
 #define _mm512_max_ps emulated::max
 #define _mm512_cvtneps_pbh emulated::narrow_all
+#define _mm512_cvtepu16_epi32(x) __builtin_convertvector((emulated::half)(x), emulated::numbers)
 #define _mm512_dpbf16_ps emulated::dot
 #define _mm512_set1_ps(x) ((x) - emulated::floats{})
 #define _mm512_cmp_ps_mask emulated::compare
