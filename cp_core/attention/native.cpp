@@ -1493,23 +1493,31 @@ INLINE bool split_tokens(bf16 *block, const Stored *from, int64_t stride, int64_
     return split_block<order>(block, from, from + 16 * stride, stride, 16, likely);
 }
 
+// Raise `most` to the largest scores of each of 16 rows among the keys [first, last), in two vectors.
+INLINE void raise(vf (&most)[2], const float *scores, int64_t first, int64_t last) {
+    for (int64_t key = first; key < last; key += 4)
+        for (int side = 0; side < 2; ++side) {
+            const float *const two = scores + (key + 2 * side) * W;
+            most[side] = larger(load(two), larger(load(two + W), most[side]));
+        }
+}
+
 // Turn the scores of 16 rows into weights of some parts, by powers of two: `scale` includes the logarithm. Each row sees
-// keys [from, to), and all rows the first `common` ones. `highest` are the rows' largest scores so far, scaled. The
-// weights go to halves of blocks, which are `apart` numbers apart.
+// keys [from, to), and all rows the first `common` ones. `most` are the rows' largest scores if all keys are common,
+// `highest` the largest so far, scaled. The weights go to halves of blocks, which are `apart` numbers apart.
 template <int SOME_PARTS>
-INLINE void weigh(float *scores, int64_t keys, float scale, int64_t common, vi from, vi to, float *highest, float *total,
-                  float *out, int64_t dim, bf16 *halves, int64_t apart) {
-    vf most = all(-INFINITE), next_most = most, sum = {}, other = {};
-    for (int64_t key = common; key < keys; ++key) {
-        const vi at = (int32_t)key - (vi){};
-        store(scores + key * W, select((at >= from) & (at < to), load(scores + key * W), most));
+INLINE void weigh(float *scores, int64_t keys, float scale, int64_t common, vi from, vi to, vf (&most)[2],
+                  float *highest, float *total, float *out, int64_t dim, bf16 *halves, int64_t apart) {
+    vf sum = {}, other = {};
+    if (common < keys) {
+        most[0] = most[1] = all(-INFINITE);
+        for (int64_t key = common; key < keys; ++key) {
+            const vi at = (int32_t)key - (vi){};
+            store(scores + key * W, select((at >= from) & (at < to), load(scores + key * W), most[0]));
+        }
+        raise(most, scores, 0, keys);
     }
-    for (int64_t key = 0; key < keys; key += 4) {
-        most = larger(load(scores + key * W), larger(load(scores + (key + 1) * W), most));
-        next_most = larger(load(scores + (key + 2) * W), larger(load(scores + (key + 3) * W), next_most));
-    }
-    most = larger(most, next_most);
-    const vf before = load(highest), now = larger(most * scale, before);
+    const vf before = load(highest), now = larger(larger(most[0], most[1]) * scale, before);
     const vf shift = select(now == -INFINITE, all(0.0f), now);
     for (int64_t key = 0; key < keys; key += BLOCK, halves += apart)
         for (int64_t line = 0; line < 16; ++line) {
@@ -1587,13 +1595,22 @@ void attend_by_tiles(const Attention &a, int64_t task) {
             const int64_t seen = (end + BLOCK - 1) / BLOCK;
             const bool is_whole = seen * BLOCK <= keys;
             const bool sees_all = is_whole && high[top / group] >= key + seen * BLOCK && low[last / group] <= key;
+            // Vectors look for the largest scores of the part before, which the first cache still has.
+            vf most[2][2];
+            for (auto &half : most) half[0] = half[1] = all(-INFINITE);
+            const auto look = [&](int64_t part) __attribute__((always_inline)) {
+                for (int half = 0; half < 2; ++half)
+                    raise(most[half], s.scores[half], part * BLOCK, (part + 1) * BLOCK);
+            };
             for (int64_t part = 0; part < seen; ++part) {
                 clear_sums();
                 for (int64_t d = 0; d < depth; ++d)
                     multiply_blocks(s.k + (part * depth + d) * size, s.q + (top / BLOCK * depth + d) * size,
                                     is_narrow || k_is_narrow ? 1 : PARTS, is_narrow || q_is_narrow ? 1 : PARTS);
+                if (part) look(part - 1);
                 store_sums(s.scores[0] + part * BLOCK * W, TILED_KEYS * W, 16 * W, W);
             }
+            look(seen - 1);
             for (int half = 0; half < 2; ++half) {
                 const int64_t begin = top + half * W;
                 vi from = {}, to = {};
@@ -1606,7 +1623,7 @@ void attend_by_tiles(const Attention &a, int64_t task) {
                         to[lane] = (int32_t)(stop < 0 ? 0 : stop < keys ? stop : keys);
                         if (from[lane] || to[lane] < common) common = from[lane] ? 0 : to[lane];
                     }
-                weigh<weight_parts>(s.scores[half], seen * BLOCK, a.scale * 1.44269504f, common, from, to,
+                weigh<weight_parts>(s.scores[half], seen * BLOCK, a.scale * 1.44269504f, common, from, to, most[half],
                                     s.highest + begin, s.total + begin, s.out + begin * dim, dim,
                                     s.weights + half * TILE_NUMBERS, apart);
             }
