@@ -1321,12 +1321,7 @@ void multiply_by_tiles(const TiledLinear &a, int64_t task) {
                         size = TILE_NUMBERS, beside = W * apart;
                     }
                     clear_sums();
-                    const bool is_first = row == first && is_whole(panel);
                     for (int64_t block = 0; block < depth; ++block) {
-                        for (int64_t at = 0; is_first && at < TILE_NUMBERS; at += 32) {
-                            fetch_ahead(weights + block * size + at);
-                            fetch_ahead(weights + block * size + beside + at);
-                        }
                         multiply_blocks(x_blocks + block * x_size, weights + block * size, x_parts, parts, of_x,
                                         {beside});
                         finish(at_a_time);
