@@ -924,7 +924,7 @@ INLINE vf gated(vf gate, vf up) {
 
 // Write rows [first, first + rows) and outputs [line, line + width) of a product: its sums, or with a second weight
 // their gated product with `ups`; both [rows][width]. Where a model stores results, they are rounded: products before
-// `added` is added to them. If `width` outputs are left and it is a constant, no loop remains.
+// `added` is added to them. Only the first `lanes` outputs are there; if that is a constant, no loop over them remains.
 template <class Result, bool IN_ONE>
 INLINE void finish_some(const Linear &a, int64_t first, int64_t rows, int64_t line, int64_t width, const float *sums,
                         const float *ups, int64_t lanes) {

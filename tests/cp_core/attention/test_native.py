@@ -277,6 +277,23 @@ def test_a_row_of_tiny_numbers_has_the_bits_that_it_has_beside_others(way: str) 
         assert torch.equal(multiply(rows[:count], packed, 48), product[:count])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [3, 70])
+def test_a_gate_of_any_size_opens_as_the_oracles(count: int, dtype: torch.dtype, way: str) -> None:
+    """Also gates whose power would be more than any number, in whole vectors of outputs and in the rest."""
+    sizes = torch.tensor([0.0, 1e-3, 0.5, 1.0, 3.0, 20.0, 80.0, 87.0, 88.0, 89.0, 200.0, 1e4, 1e30])
+    gates = torch.cat([-sizes, sizes, torch.linspace(-10, 10, 14)])
+    rows, ups = torch.zeros(count, 64), torch.zeros(40, 64)
+    rows[:, 0] = ups[:, 0] = 1.0
+    weight = torch.zeros(40, 64)
+    weight[:, 0] = gates
+    rows, weight, ups = (each.to(dtype) for each in (rows, weight, ups))
+    gated = multiply(rows, pack_weight(weight), 40, second=pack_weight(ups))
+    wanted = torch.nn.functional.silu(weight[:, 0].double()).expand(count, 40)
+    tolerance = 2**-8 if dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(gated.double(), wanted, atol=1e-30, rtol=tolerance)
+
+
 @pytest.mark.parametrize(("num_in", "num_out"), [(300, 129), (1500, 40), (40, 200)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_many_rows_are_multiplied_in_parts_that_may_end_anywhere(
