@@ -1498,13 +1498,13 @@ INLINE void raise(vf (&most)[2], const float *scores, int64_t first, int64_t las
 }
 
 // Turn the scores of 16 rows into weights of some parts, by powers of two: `scale` includes the logarithm. Each row sees
-// keys [from, to), and all rows the first `common` ones. `most` are the rows' largest scores if all keys are common,
+// keys [from, to), and all rows the first `common` ones. `most` are the rows' largest scores if these are `known`,
 // `highest` the largest so far, scaled. The weights go to halves of blocks, which are `apart` numbers apart.
 template <int SOME_PARTS>
-INLINE void weigh(float *scores, int64_t keys, float scale, int64_t common, vi from, vi to, vf (&most)[2],
+INLINE void weigh(float *scores, int64_t keys, float scale, int64_t common, vi from, vi to, bool known, vf (&most)[2],
                   float *highest, float *total, float *out, int64_t dim, bf16 *halves, int64_t apart) {
     vf sum = {}, other = {};
-    if (common < keys) {
+    if (!known) {
         most[0] = most[1] = all(-INFINITE);
         for (int64_t key = common; key < keys; ++key) {
             const vi at = (int32_t)key - (vi){};
@@ -1590,7 +1590,8 @@ void attend_by_tiles(const Attention &a, int64_t task) {
             const int64_t seen = (end + BLOCK - 1) / BLOCK;
             const bool is_whole = seen * BLOCK <= keys;
             const bool sees_all = is_whole && high[top / group] >= key + seen * BLOCK && low[last / group] <= key;
-            // Vectors look for the largest scores of the part before, which the first cache still has.
+            // Vectors look for the largest scores of the part before, which the first cache still has, if all rows see
+            // all keys.
             vf most[2][2];
             for (auto &half : most) half[0] = half[1] = all(-INFINITE);
             const auto look = [&](int64_t part) __attribute__((always_inline)) {
@@ -1602,10 +1603,10 @@ void attend_by_tiles(const Attention &a, int64_t task) {
                 for (int64_t d = 0; d < depth; ++d)
                     multiply_blocks(s.k + (part * depth + d) * size, s.q + (top / BLOCK * depth + d) * size,
                                     is_narrow || k_is_narrow ? 1 : PARTS, is_narrow || q_is_narrow ? 1 : PARTS);
-                if (part) look(part - 1);
+                if (sees_all && part) look(part - 1);
                 store_sums(s.scores[0] + part * BLOCK * W, TILED_KEYS * W, 16 * W, W);
             }
-            look(seen - 1);
+            if (sees_all) look(seen - 1);
             for (int half = 0; half < 2; ++half) {
                 const int64_t begin = top + half * W;
                 vi from = {}, to = {};
@@ -1618,8 +1619,8 @@ void attend_by_tiles(const Attention &a, int64_t task) {
                         to[lane] = (int32_t)(stop < 0 ? 0 : stop < keys ? stop : keys);
                         if (from[lane] || to[lane] < common) common = from[lane] ? 0 : to[lane];
                     }
-                weigh<weight_parts>(s.scores[half], seen * BLOCK, a.scale * 1.44269504f, common, from, to, most[half],
-                                    s.highest + begin, s.total + begin, s.out + begin * dim, dim,
+                weigh<weight_parts>(s.scores[half], seen * BLOCK, a.scale * 1.44269504f, common, from, to, sees_all,
+                                    most[half], s.highest + begin, s.total + begin, s.out + begin * dim, dim,
                                     s.weights + half * TILE_NUMBERS, apart);
             }
             for (int64_t d = 0; d < depth; ++d) {
