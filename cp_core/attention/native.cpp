@@ -66,7 +66,7 @@ typedef uint16_t bf16;
 
 const float INFINITE = __builtin_inff();
 
-// Numbers of 16 bits, a lane each. gcc takes four instructions to convert vectors of 512 bits for the one that there is.
+// Numbers of 16 bits, a lane each. To convert vectors of 512 bits gcc takes four instructions, the processor has one.
 INLINE vu spread(vh_u bits) {
 #if W == 16
     return (vu)_mm512_cvtepu16_epi32((__m256i)bits);
@@ -1257,7 +1257,8 @@ void split_panel(const Stored *weight, const Stored *others, int64_t columns, bf
 template <class Row, class Stored>
 void multiply_by_tiles(const TiledLinear &a, int64_t task) {
     LinearScratch &s = linear_scratch;
-    const Linear l = a.linear;  // a copy, whose members are in registers: tiles' instructions may write any other memory
+    // A copy, whose members stay in registers: the compiler expects tiles' instructions to write any other memory.
+    const Linear l = a.linear;
     constexpr bool is_narrow = sizeof(Stored) == sizeof(bf16);
     constexpr int parts = is_narrow ? 1 : PARTS, x_parts = sizeof(Row) == sizeof(bf16) ? 1 : PARTS;
     const int64_t count = l.second ? 2 : 1, apart = packed_columns<Stored>(l.in_features);
