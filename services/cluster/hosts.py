@@ -1,6 +1,7 @@
-"""Parts of router and leaders. Their actors unpickle them, and compose the rest (`services.cluster.running`).
+"""Descriptions of the router and of a ring's leader. The starter pickles them; an actor unpickles and calls them.
 
-The starter has these descriptions, too, and does without the rest, which takes a third of a second to import.
+A call builds the process from its description (`services.cluster.running`). That takes a third of a second to import,
+so it is named here, not imported: the starter needs the description alone.
 """
 
 from __future__ import annotations
@@ -8,21 +9,16 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
 from ringserve.cp_core.cost.profile import HardwareProfile
 from ringserve.cp_core.cost.sparse import SparseLosses
 from ringserve.orchestration.protocol.rings import RingSettings
+from ringserve.orchestration.ring.actors import Hosted
 from ringserve.services.config import Config
 from ringserve.services.config.sections import Pool
 from ringserve.workers.protocol.ranks import ModelInfo, RankSettings
 
-if TYPE_CHECKING:
-    from ringserve.services.cluster.running import RunningLeader, RunningRouter
-
-
-def _running() -> Any:
-    return import_module("ringserve.services.cluster.running")
+RUNNING = "ringserve.services.cluster.running"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +35,8 @@ class RouterHost:
     journal: str = ""
     sparse_losses: SparseLosses | None = None
 
-    def __call__(self) -> RunningRouter:
-        router: RunningRouter = _running().RunningRouter(self)
+    def __call__(self) -> Hosted:
+        router: Hosted = import_module(RUNNING).RunningRouter(self)
         return router
 
 
@@ -70,8 +66,8 @@ class LeaderHost:
     def role(self) -> str:
         return self.pool.role
 
-    def __call__(self) -> RunningLeader:
-        leader: RunningLeader = _running().RunningLeader(self)
+    def __call__(self) -> Hosted:
+        leader: Hosted = import_module(RUNNING).RunningLeader(self)
         return leader
 
     def resources(self) -> dict[str, float]:

@@ -66,7 +66,8 @@ from ringserve.services.gateway.openai.server import (
 )
 from ringserve.services.gateway.openai.stored import KeptAnswers, LinkedTurn, ResponseName, make_not_held_error
 from ringserve.services.gateway.openai.tools import END_OF_THOUGHTS, AnswerForm, find_call_form, find_thoughts
-from ringserve.services.gateway.page.page import ServiceViews, ViewedService, page_routes
+from ringserve.services.gateway.openai.views import ServiceViews, ViewedService
+from ringserve.services.gateway.page.page import page_routes
 from ringserve.services.gateway.requests import RequestReader, check_identifier
 from ringserve.services.gateway.text import TextCodec
 from ringserve.services.telemetry.metrics.endpoint import metrics_page

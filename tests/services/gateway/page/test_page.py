@@ -18,7 +18,8 @@ from ringserve.services.auth.tenants import hash_token
 from ringserve.services.gateway.openai.app import HttpApi
 from ringserve.services.gateway.openai.models import MAX_LIMIT, ChatRequest
 from ringserve.services.gateway.openai.server import HttpServer
-from ringserve.services.gateway.page.page import FILES, queue_seconds
+from ringserve.services.gateway.openai.views import queue_seconds
+from ringserve.services.gateway.page.page import FILES
 from ringserve.services.gateway.text import TextCodec
 from ringserve.views import RingInfo
 from tests.rings import GPU_RATES, LLAMA_8B
