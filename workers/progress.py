@@ -15,11 +15,11 @@ from ringserve.workers.protocol.ranks import STEP_BOUNDS
 class Progress:
     """Progress of a rank for watchdogs.
 
-    `steps` counts forward passes. `running` is the number of sequences in the current step, or in the batch.
-    `decode_variant` served the latest decode step. Every heartbeat of an idle loop resets the time since the last
-    step: a rank that waits for work is not stuck. `checked_drafts[i]` and `accepted_drafts[i]` count drafts by their
-    place behind a sequence's newest token. `waited_steps` counts decode steps of a GPU whose tokens were read
-    before the next was issued, by the reason.
+    `steps` counts forward passes. `running` is the number of sequences in the current prefill step, or in the decode
+    batch. `decode_variant` served the latest decode step. Every heartbeat of an idle loop resets the time since the
+    last step: a rank that waits for work is not stuck. `checked_drafts[i]` and `accepted_drafts[i]` count the draft
+    tokens at place i behind a sequence's newest token. `waited_steps` counts, by reason, a GPU's decode steps whose
+    tokens had to be read before the next step was issued.
     """
 
     def __init__(self) -> None:
@@ -59,11 +59,12 @@ class Progress:
 
 
 class StepClock:
-    """Times of a rank's steps: their lengths, the waits for peers in them, and the messages under way in them.
+    """Times of a rank's steps: their lengths, the waits for peers in them, and the time with messages under way.
 
-    The clock runs during steps only. A loop that waits for work, or for its leader's next header, is not in a step.
-    Element i of `step_counts` counts the steps of at most STEP_BOUNDS[i] seconds and more than the bound before it;
-    the last element counts the steps above every bound. `communication_seconds` is None while no transport can tell.
+    The clock runs during steps only. No step runs while a loop waits for work, or for the next header of the decode
+    loop that leads it. Element i of `step_counts` counts the steps of at most STEP_BOUNDS[i] seconds and more than the
+    bound before it; the last element counts the steps above every bound. `communication_seconds` is None while no
+    transport can tell when its messages are done.
     """
 
     def __init__(self, *transports: RingTransport) -> None:
@@ -97,6 +98,6 @@ class StepClock:
 
     @property
     def _seconds_under_way(self) -> float | None:
-        """Seconds with messages under way; None if no transport sees when its messages are done."""
+        """Seconds for which messages were under way; None if no transport can tell when its messages are done."""
         told = [seconds for each in self._transports if (seconds := each.stats.seconds_under_way) is not None]
         return sum(told) if told else None

@@ -1,7 +1,7 @@
 """Decode batch of a ring, as one rank holds it.
 
 Every rank derives the same batch from the same headers: its sequences, and which rank stores each sequence's next token
-in which slot.
+in which slot. The decode loop and its steps change it, on the loop's thread. A draft model has a batch of its own.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class BatchRow:
     The step also computes `drafts`, guesses of the tokens that follow it, and stores all on the rank `owner`.
 
     `held` counts the stored tokens of every rank, `room` the slots in every rank's table. `owner` is the rank that
-    stores the newest token, from the step's start on. `blocks` and `runs` are this rank's: its block table, and the
-    slots of its shard in stored order. `recent` has the positions of its newest tokens, ascending, if the model has
-    windows: of all that the widest window may hide or show. `sampler` draws tokens; the leading loop decides when the
-    sequence ends.
+    stores the newest token; it is set when a step starts. `blocks` and `runs` are this rank's: its block table, and the
+    slots of its shard in stored order. `recent` is None if the model has no windows; else it lists, ascending, the
+    positions of the newest tokens on this rank, at least all that the widest window can still reach. `sampler` draws
+    tokens; the first rank's decode loop decides when the sequence ends.
     """
 
     sequence_id: str
@@ -43,12 +43,12 @@ class BatchRow:
     drafts: list[int] = field(default_factory=list)
     recent: list[int] | None = None
 
-    def seen_from(self, position: int, window: int) -> int:
-        """Return how many of this rank's newest tokens lie in the window that ends at `position`, or behind it.
+    def num_from_window(self, position: int, window: int) -> int:
+        """Return how many of `recent` lie in the window that ends at `position`, or after it.
 
-        Example: with positions 2, 5 and 8 here and a window of 4, a token at position 8 sees two of them.
+        Example: with positions 2, 5 and 8 here and a window of 4, two for position 8, but three for position 5.
         """
-        assert self.recent is not None, "the admission told no places"
+        assert self.recent is not None, "the admission named no positions: it had no `tail`"
         return len(self.recent) - bisect_right(self.recent, position - window)
 
     @property
@@ -78,8 +78,8 @@ class StepToken:
         return self.position + 1
 
     @property
-    def num_behind(self) -> int:
-        """Drafts of the row behind this token, which it does not see."""
+    def num_after(self) -> int:
+        """Number of the row's drafts after this token; it does not see them."""
         return len(self.row.drafts) - self.number
 
     @property
@@ -111,7 +111,7 @@ class BatchState:
 
     @property
     def tokens(self) -> list[StepToken]:
-        """Step tokens: of each row in turn the newest token and the drafts behind it."""
+        """Step tokens: of each row in turn the newest token and the drafts after it."""
         return [StepToken(row, number) for row in self.rows for number in range(1 + len(row.drafts))]
 
     def draft(self, drafts: Sequence[Sequence[int]]) -> None:
@@ -120,7 +120,7 @@ class BatchState:
             row.drafts = list(tokens)
 
     def settle(self, accepted: Sequence[int]) -> None:
-        """Append so many drafts of each row to its text, and take back the KV of the others."""
+        """Append the first `accepted[i]` drafts of row i to its text, and drop the KV of its other drafts."""
         for row, count in zip(self.rows, accepted, strict=True):
             num_wrong = len(row.drafts) - count
             row.held[row.owner] -= num_wrong
@@ -137,7 +137,7 @@ class BatchState:
     def advance(self, token_ids: Sequence[int], change: BatchChange, accepted: Sequence[int] = ()) -> None:
         """Append the tokens sampled from the last step, in the order of its rows, then apply `change`.
 
-        `accepted` counts the drafts before each of those tokens, if the step had any and `settle` does not have them.
+        `accepted` counts each row's accepted drafts; it is empty if the step had none or `settle` was called already.
         """
         if accepted:
             self.settle(accepted)
@@ -169,27 +169,27 @@ class BatchState:
             ]
 
     def forget(self, window: int) -> None:
-        """Forget positions that no window up to this one reaches any more."""
+        """Forget positions that no window of at most `window` tokens can reach any more."""
         for row in self.rows:
             if row.recent is not None:
                 del row.recent[: bisect_right(row.recent, row.position - window)]
 
     def advance_untold(self) -> None:
-        """Append tokens that the device alone has; `tell` brings them before any other change of the batch."""
+        """Move every row on by one token; `tell` must bring the ids before any other change of the batch."""
         for row in self.rows:
             row.position += 1
 
     def tell(self, token_ids: Sequence[int]) -> None:
-        """Take the tokens, in the order of the rows, to whose positions the batch has advanced already."""
+        """Take the ids, in the order of the rows, of the tokens by which `advance_untold` moved the rows on."""
         for row, token_id in zip(self.rows, token_ids, strict=True):
             row.token_id = token_id
             row.sampler.push(token_id)
 
     def append(self) -> Appended:
-        """Assign every row's new tokens to a rank by `assign_owners`, and take the slots of this rank's.
+        """Assign every row's new tokens to a rank by `assign_owners`, and take slots for those that this rank stores.
 
-        One rank stores all of a row: so it alone has to look which of them a draft sees, and samples them in order.
-        Drafts without a slot are dropped.
+        One rank stores all new tokens of a row, so only that rank must work out which of them a draft sees, and it can
+        sample them in order. Drafts without a slot are dropped.
         """
         appended = Appended([], [])
         owners = assign_owners([row.held for row in self.rows], [row.room for row in self.rows])
@@ -232,11 +232,11 @@ def _positions(ranges: Iterable[TokenRange]) -> list[int]:
 
 
 def _seen(token: StepToken) -> tuple[int, ...]:
-    """Return how many tokens of its row on each rank a token of a step sees, with itself."""
+    """Return how many tokens of its row a step token sees on each rank, itself included."""
     held = token.row.held
-    if not token.num_behind:
+    if not token.num_after:
         return tuple(held)
-    return tuple(count - token.num_behind * (rank == token.row.owner) for rank, count in enumerate(held))
+    return tuple(count - token.num_after * (rank == token.row.owner) for rank, count in enumerate(held))
 
 
 def _take_back(runs: list[SlotRun], num_slots: int) -> None:

@@ -1,7 +1,7 @@
 """Drafts from a small model that a decode ring's first rank holds beside its share of the large one.
 
-The small model reads each sequence's newest tokens and guesses the next ones; a step of the ring then checks them.
-Its KV is whole and lies here: other ranks hear of nothing but the drafts, in the header of the step. It draws with the
+The small model reads each sequence's newest tokens and guesses the next ones; a step of the ring then checks them. All
+of its KV is on the first rank: the other ranks get only the drafts, in the header of the step. It draws with the
 sequence's own random numbers, so wherever both models have about the same distribution they draw the same token.
 """
 
@@ -30,7 +30,7 @@ from ringserve.workers.sampling.parameters import NOT_REACHED, Sampled, Sampling
 from ringserve.workers.sampling.sampler import RowSampler, sample_rows
 
 READ_TOKENS = 256
-"""Most tokens of new text that the model reads between two steps of the ring, which waits meanwhile."""
+"""Maximum tokens of new text that the model reads between two steps of the ring; the ring waits meanwhile."""
 NO_SAMPLING = SamplingParameters()
 
 Text = npt.NDArray[np.int32]
@@ -48,8 +48,8 @@ class Guesses:
 class _Reading:
     """Part of one sequence's text that the model has read.
 
-    `row` has KV of the tokens from place `first` of the text on. The first `num_sure` of them are the text's, and
-    `guessed` are those behind, which were drafts. Places of the text begin `shift` before positions of the sequence.
+    `row` has KV of the tokens from place `first` of the text on. The first `num_sure` of them are certainly the text's;
+    `guessed` are those after them, which were drafts. Place t of the text is position t + `shift` of the sequence.
     """
 
     row: BatchRow
@@ -87,7 +87,7 @@ class DraftModel:
     ) -> None:
         """`vocab_size` is the large model's: no other tokens are drafted. `poisoned` fills KV with NaN, for tests.
 
-        `compilation` has a recorder of its own: each replays its recordings in their order.
+        `compilation` must have its own recorder, since a recorder replays its recordings in their order.
         """
         self._compilation = compilation
         blocks_each = min(-(-context // block_tokens), max(1, model.info.max_positions // block_tokens))
@@ -130,7 +130,7 @@ class DraftModel:
         self._prompts = DecodePrompts(model, alone, cache, self._backend, runner=prompts)
 
     def make_fast(self, *, packs_weights: bool) -> None:
-        """Pack the weights, then compile the layers and record their steps where the ring does. Idempotent."""
+        """Pack the weights if asked; with a `compilation`, compile the layers and record their steps. Idempotent."""
         if packs_weights:
             self._model.pack_weights(with_head=True, is_shared=True)
         if self._compilation is not None:
@@ -164,9 +164,9 @@ class DraftModel:
     def guess(self, texts: Mapping[str, Text], limits: Mapping[str, int]) -> Guesses:
         """Return at most `limits[s]` tokens that may follow the text of each sequence s, which has begun.
 
-        A sequence whose text the model has yet to read has none. Of one such sequence it reads a part.
+        A sequence whose text the model has not read yet gets none. Of one such sequence the call reads the next part.
         """
-        reads = [self._readings[name] for name in limits if self._has_read(self._readings[name], texts[name])]
+        reads = [self._readings[name] for name in limits if self._keep_read(self._readings[name], texts[name])]
         for name in limits:
             if self._readings[name] not in reads and self._read_on(self._readings[name], texts[name]):
                 break
@@ -192,7 +192,7 @@ class DraftModel:
         self._batch.rows = []
         return Guesses({name: tuple(own) for name, own in drafts.items()}, time.perf_counter() - began)
 
-    def _has_read(self, reading: _Reading, text: Text) -> bool:
+    def _keep_read(self, reading: _Reading, text: Text) -> bool:
         """Keep the read tokens that the text still has. Return True if one step can read the rest."""
         # The newest token is computed in any case: its logits are wanted.
         num_sure = min(reading.num_sure, len(text) - reading.first - 1)
@@ -214,11 +214,11 @@ class DraftModel:
         return len(unread) <= 1 + MAX_DRAFTS and self._knows(unread)
 
     def _knows(self, tokens: Text) -> bool:
-        """Return True if all these tokens are the model's: a prompt of ids may have others."""
+        """Return True if all these tokens are in the model's vocabulary: a prompt of ids may have others."""
         return bool(tokens.max() < self._vocab_size)
 
     def _read_on(self, reading: _Reading, text: Text) -> bool:
-        """Read a part of the rest of a text. Return False if the model cannot read on."""
+        """Read a part of the rest of a text. Return False if none is left, or the model does not know a token of it."""
         row, start = reading.row, reading.first + reading.num_sure
         part = text[start : len(text) - 1][:READ_TOKENS]
         if not len(part) or not self._knows(part):
@@ -244,7 +244,7 @@ class DraftModel:
 
     def _draw_last(self, tokens: Sequence[StepToken], logits: Tensor) -> list[Sampled]:
         """Draw the token after the last one of each row; earlier tokens are followed by known ones."""
-        last = [place for place, token in enumerate(tokens) if not token.num_behind]
+        last = [place for place, token in enumerate(tokens) if not token.num_after]
         rows = []
         for place in last:
             reading = self._readings[tokens[place].row.sequence_id]

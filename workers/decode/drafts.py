@@ -4,7 +4,8 @@ A decode step reads all weights once, whatever the number of tokens that it comp
 token and guesses of those that follow: if a guess is the token that would have been sampled, the step has two tokens
 for one. A guess is what followed the text's last tokens when they occurred before (prompt lookup, as in
 github.com/apoorvumang/prompt-lookup-decoding): answers about a document, edits of code and summaries repeat their
-prompt. Tokens are exact, since every one is sampled from the model's logits.
+prompt. Tokens are exact, since every one is sampled from the model's logits. The first rank's decode loop has a drafter
+for each sequence, on its own thread.
 """
 
 from __future__ import annotations
@@ -20,20 +21,21 @@ from ringserve.workers.protocol.steps import DRAFT_TEXT_TOKENS, TokenIds
 
 assert MAX_DRAFTS < MAX_TOGETHER, "drafts and the newest token are attended together"
 LEAST_MATCH = 2
-"""Newest tokens that must have occurred before."""
+"""A text gives drafts only if at least this many of its newest tokens occurred before."""
 LONGEST_MATCH = 12
+"""Newest tokens that are looked for, at most."""
 
-# Share of right drafts before any was checked: of a model's, of those behind a short match, and behind one of
-# LONGEST_MATCH tokens. MEMORY is the factor that each new draft leaves of the share.
+# Assumed share of right drafts until one is checked: of a draft model, after a short match, and after a match of
+# LONGEST_MATCH tokens. Each checked draft multiplies the weight of earlier ones by MEMORY.
 FIRST_SHARE, SHORT_SHARE, LONG_SHARE, MEMORY = 0.7, 0.6, 0.95, 0.8
-# Tokens without a draft after which a sequence whose drafts were wrong has one more checked.
+# After PROBE_TOKENS tokens without a draft, one draft of a sequence whose drafts were wrong is tried again.
 PROBE_TOKENS = 24
 # Time of a draft over the time of a one-sequence step, until it is measured; weight of a new measurement.
 FIRST_COST, NEW_WEIGHT = 0.04, 0.2
 
 
 class Acceptance:
-    """Share of a sequence's drafts of one kind that were right lately, and how many it is worth to check."""
+    """Share of a sequence's drafts of one kind that were right lately, and how many are worth checking."""
 
     def __init__(self, share: float = FIRST_SHARE) -> None:
         self._share = share
@@ -44,13 +46,13 @@ class Acceptance:
         self._tokens_since += 1
 
     def checked(self, num_drafts: int, num_accepted: int) -> None:
-        """Note that a step accepted so many of its drafts. The first wrong draft says nothing about later ones."""
+        """Note how many drafts a step accepted. The first wrong draft says nothing about later ones."""
         self._tokens_since = 0
         for is_right in [True] * num_accepted + [False] * (num_accepted < num_drafts):
             self._share = MEMORY * self._share + (1.0 - MEMORY) * is_right
 
     def limit(self, least_share: float) -> int:
-        """Return how many drafts are worth their time: as many as are all right with a chance of `least_share`.
+        """Return how many drafts are worth their time: the most that are all correct with a chance of `least_share`.
 
         If none is, one is tried again after a while.
         """
@@ -64,13 +66,14 @@ class Acceptance:
 class TextDrafter:
     """Text of one sequence, and drafts of its next tokens: the tokens that followed its newest ones before.
 
-    Drafts behind LONGEST_MATCH tokens are far more often right than drafts behind fewer, so the two are counted apart.
+    Drafts after a match of LONGEST_MATCH tokens are right far more often than others, so the two have own counts.
     """
 
     def __init__(self, text: TokenIds) -> None:
         """Begin with all tokens up to the newest."""
         self._short, self._long = Acceptance(SHORT_SHARE), Acceptance(LONG_SHARE)
-        self._match = (-1, 0, 0)  # length of the text that was searched, of its match, and the place behind that
+        # Length of the text that was searched, length of the match, and the place right after the match.
+        self._match = (-1, 0, 0)
         kept = text[-DRAFT_TEXT_TOKENS:]
         self._tokens: npt.NDArray[np.int32] = np.empty(2 * len(kept) + 64, np.int32)
         self._tokens[: len(kept)] = kept
@@ -98,14 +101,14 @@ class TextDrafter:
         return self._kind(num_matched).limit(least_share) if num_matched >= LEAST_MATCH else 0
 
     def propose(self, limit: int) -> tuple[int, ...]:
-        """Return at most `limit` tokens that followed the latest occurrence of the most of the newest tokens."""
+        """Return at most `limit` tokens that followed the latest occurrence of the longest match."""
         num_matched, place = self._matched()
         if limit < 1 or num_matched < LEAST_MATCH:
             return ()
         return tuple(self._tokens[place : min(place + limit, self._length)].tolist())
 
     def checked(self, num_drafts: int, num_accepted: int) -> None:
-        """Note how many of the drafts were accepted that followed the text, before these tokens are pushed."""
+        """Note how many of the text's drafts were accepted. Call it before those tokens are pushed."""
         num_matched, _ = self._matched()
         for right in range(num_accepted):
             self._kind(num_matched + right).checked(1, 1)
@@ -116,7 +119,7 @@ class TextDrafter:
         return self._long if num_matched >= LONGEST_MATCH else self._short
 
     def _matched(self) -> tuple[int, int]:
-        """Return how many of the newest tokens occurred before, LONGEST_MATCH at most, and the place behind them."""
+        """Return the length of the longest match, at most LONGEST_MATCH, and the place after it."""
         if self._match[0] != self._length:
             self._match = (self._length, *self._search())
         return self._match[1:]
@@ -125,7 +128,7 @@ class TextDrafter:
         tokens = self.text
         if not len(tokens):
             return 0, 0
-        # Places behind an earlier occurrence of the newest token, the next-to-newest before it, and so on.
+        # Places right after earlier occurrences of the newest token. The loop keeps those at which longer matches end.
         places = np.flatnonzero(tokens[:-1] == tokens[-1]) + 1
         if not len(places):
             return 0, 0
@@ -156,15 +159,15 @@ class DraftCosts:
             self._draft = _mean(known, max(0.0, seconds - plain) / num_drafts)
 
     def note_guesses(self, num_drafts: int, seconds: float) -> None:
-        """Note the time in which a draft model made so many drafts."""
+        """Note the time in which a draft model made `num_drafts` drafts."""
         each = seconds / num_drafts
         self._guess = each if self._guess is None else _mean(self._guess, each)
 
     def least_share(self, num_sequences: int, *, is_guessed: bool = False) -> float:
-        """Return the chance from which a draft is worth its time. If it `is_guessed`, a draft model's time counts too.
+        """Return the least chance at which a draft is worth its time; if it `is_guessed`, a draft model's time counts.
 
         A step of B sequences and t seconds has B tokens, so a draft that adds c seconds must be right with more than
-        B * c / t. Nothing is drafted before a step without drafts has been timed; a batch of another size counts.
+        B * c / t. Nothing is drafted before a step without drafts has been timed; the nearest batch size counts.
         """
         if not self._plain:
             return math.inf

@@ -1,15 +1,16 @@
 """Steps that a device replays: one launch for a recording, in place of one for each of its kernels.
 
-Decode steps are recorded by the number of their rows, in buckets of powers of two, at their first use. If attention
-follows block tables, a ring whose messages are work of the stream, or that has none, records the whole step. Any other
-ring records the pieces between two attentions and sends its messages between them. So do short prompts. What a replayed
-step reads lies at the same addresses, and so do its results: one copy from pinned memory fills its inputs, which the
-host does not wait for.
+Decode steps are recorded by the number of their rows, in buckets of powers of two, at their first use. The whole step
+is recorded if attention reads block tables and messages, if any, are work of the device's stream. Else the pieces
+between two attentions are recorded, and messages are sent between them. Short prompts are recorded in pieces too. What
+a replayed step reads lies at the same addresses, and so do its results: one copy from pinned memory fills its inputs,
+and the host does not wait for that copy.
 
 Rows of padding fill a bucket. No row of a step depends on another, so they may hold anything.
 
 Messages must be recorded and replayed by all their ranks together (NCCL's user guide, "Using NCCL with CUDA Graphs").
-So all ranks decide alike whether a step is computed, recorded or replayed, and vote after a recording.
+So all ranks decide alike whether a step is computed, recorded or replayed, and vote after a recording. A rank's decode
+steps, prompts and draft model run through these classes, which own the recordings and their memory.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ if TYPE_CHECKING:
     from ringserve.workers.model.pieces import Pieces
 
 
-# Rows of four int64 arrays (token ids, positions, slots, stored rows); lengths and table are int32 behind them.
+# Rows of four int64 arrays (token ids, positions, slots, stored rows); after them come the int32 arrays: lengths, ends,
+# firsts and the table.
 WORD_ARRAYS = 4
-# A step with drafts has so many rows at least: recorded steps are forgotten if it makes the buffers anew.
+# Buffers begin with this many rows, the least of a recorded step with drafts: making them anew for it would forget
+# recorded steps.
 LEAST_ROWS = 16
 LEAST_WIDTH = 16
 logger = logging.getLogger(__name__)
@@ -43,11 +46,11 @@ logger = logging.getLogger(__name__)
 NOT_COMPILED = "not_compiled"
 RECORDING = "recording"
 RECORDING_FAILED = "recording_failed"
-# Least bucket of whole steps with drafts, whose number changes from step to step: a device that reads all weights for
-# one row hardly takes longer for so many, and fewer buckets are recorded while users wait.
+# Smallest bucket of whole steps with drafts. The number of drafts changes from step to step, and a device that reads
+# all weights for one row hardly takes longer for this many. So fewer buckets are recorded while users wait.
 DRAFTS_BUCKET = LEAST_ROWS
-# Most tokens of a prompt whose pieces are recorded: with more a GPU takes longer than its host. Each bucket is a
-# recording, and padding costs at most the distance of two.
+# Maximum tokens of a prompt whose pieces are recorded: with more, the GPU is slower than its host. Each bucket needs a
+# recording, and a prompt is padded by less than the distance of two buckets.
 MOST_RECORDED_TOKENS = 1024
 PROMPT_BUCKET_TOKENS = 128
 LEAST_PROMPT_BUCKET = 32
@@ -58,10 +61,11 @@ class StepInputs:
     """Views of the buffers for one step, valid until the next `fill`.
 
     `token_ids` and `positions` int64[R] are the model's, `slots` int64[A] where new KV goes, `stored` int64[A] the
-    places of those rows among the computed ones. `table` int32[B, M] and `lengths` int32[B] are this rank's shards.
-    `firsts[w]` int32[B] has the first token of its shard that each row sees in layers with the loop's window number w.
-    `ends` int32[E] has the number behind each sequence's last row, if some have several rows.
-    `allocation` is the sign of the buffers' memory, which no other memory has: recorded steps read one of them.
+    places among the computed rows of the rows whose KV goes there. `table` int32[B, M] and `lengths` int32[B] are this
+    rank's shards. `firsts[w]` int32[B] has, for each row, the index of the first token of its shard that it sees in
+    layers with the w-th of the loop's windows. `ends` int32[E] has one more than the number of each sequence's last
+    row, if some have several rows. `allocation` identifies the buffers' memory: a recorded step is valid for one
+    allocation only.
     """
 
     token_ids: Tensor
@@ -78,7 +82,7 @@ class StepInputs:
 class _HostBuffer:
     """Inputs of a step on the host: `words` int64[WORD_ARRAYS, rows], then int32 bounds[2 + W, rows] and the table.
 
-    It knows which table lies in each row and how many blocks of it: a block in its place is not written again.
+    It remembers which table lies in each row, and how many blocks of it: an unchanged table is not written again.
     """
 
     def __init__(self, rows: int, width: int, num_windows: int, *, is_pinned: bool) -> None:
@@ -88,7 +92,7 @@ class _HostBuffer:
         narrow = self.memory[words:].numpy().view(np.int32)
         self.lengths, self.ends, *self.firsts = narrow[:bounds].reshape(-1, rows)
         self.table = narrow[bounds:].reshape(rows, width)
-        # Event behind the copy of this memory, which is not written before.
+        # Event after the copy of this memory, which must not be written before it.
         self.copied: torch.Event | None = None
         self._placed: list[list[int] | None] = [None] * rows
         self._num_placed = [0] * rows
@@ -110,7 +114,7 @@ class InputBuffers:
     """
 
     def __init__(self, device: torch.device, num_windows: int = 0, *, is_staged: bool = False) -> None:
-        """Make buffers for a model whose layers have so many different windows that the kernel reads from tables."""
+        """Make buffers for a model with `num_windows` different windows that the kernel takes with its tables."""
         self._device = device
         self._num_windows = num_windows
         self._is_staged = is_staged or device.type == "cuda"
@@ -182,7 +186,7 @@ class InputBuffers:
         self._on_device = torch.zeros_like(memory, device=self._device) if self._is_staged else memory
 
     def _copy(self, on_device: Tensor, on_host: Tensor) -> torch.Event | None:
-        """Start a copy to the device. Return the event behind it; None if it is done."""
+        """Start a copy to the device. Return the event after it; None if it is done."""
         on_device.copy_(on_host, non_blocking=True)
         return torch.cuda.current_stream(self._device).record_event() if on_device.is_cuda else None
 
@@ -206,8 +210,8 @@ class Recorder(Protocol):
 class CudaRecorder:
     """Recorder of CUDA graphs, which share one pool of memory: they are replayed in the order of their recording.
 
-    A process records one graph at a time, on a stream of high priority. torch hands out its streams in turn, and those
-    of each priority apart: among the others a copy of KV could get the recorder's stream, and be recorded with it.
+    A process records one graph at a time, on a stream of high priority. torch hands out the streams of each priority in
+    turn, again and again: with normal priority, a copy of KV could get the recorder's stream and be recorded with it.
     """
 
     _recording: ClassVar[threading.Lock] = threading.Lock()
@@ -216,8 +220,9 @@ class CudaRecorder:
         """Record on `device`; it is not touched before the first recording."""
         self._device = device
         self._stream: torch.cuda.Stream | None = None
-        # It lives as long as the recorder: torch refuses a pool whose graphs are all gone while memory of it is used,
-        # and the workspace of matrix products is. It has no messages: NCCL's rings end only when their graphs are gone.
+        # Trivial graph that lives as long as the recorder: torch refuses a pool whose graphs are all gone while its
+        # memory is used, and the workspace of matrix products stays in use. The graph has no messages, since an NCCL
+        # ring ends only when all graphs with its messages are gone.
         self._first: torch.cuda.CUDAGraph | None = None
 
     def record(self, compute: Callable[[], Any]) -> Recorded:
@@ -231,7 +236,7 @@ class CudaRecorder:
 
     def _capture(self, compute: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         graph, pool = torch.cuda.CUDAGraph(), None if self._first is None else self._first.pool()
-        # After a failure torch leaves its stream as the current one: the first block brings back the steps'.
+        # After a failure torch leaves the capture stream current; the outer `with` restores the stream of the steps.
         with (
             torch.cuda.stream(torch.cuda.current_stream(self._device)),
             torch.cuda.graph(graph, pool, stream=self._stream, capture_error_mode="thread_local"),
@@ -249,22 +254,22 @@ class Compilation:
 
 
 def bucket_of(num_rows: int) -> int:
-    """Return the rows of the bucket for so many: a power of two."""
+    """Return the size of the bucket for `num_rows` rows: a power of two."""
     return 1 << (num_rows - 1).bit_length()
 
 
 def prompt_bucket(num_tokens: int) -> int:
-    """Return the rows of the bucket for a prompt's new tokens: 32, 64, or a multiple of 128."""
+    """Return the size of the bucket for a prompt's new tokens: 32, 64, or a multiple of 128."""
     if num_tokens <= PROMPT_BUCKET_TOKENS // 2:
         return max(LEAST_PROMPT_BUCKET, bucket_of(num_tokens))
     return -(-num_tokens // PROMPT_BUCKET_TOKENS) * PROMPT_BUCKET_TOKENS
 
 
 class RecordedPieces:
-    """Forward pass of one bucket whose pieces are recorded; between them run attention, of the rows in use, and sums.
+    """Forward pass of one bucket in recorded pieces, with attention (of the rows in use) and sums in between.
 
-    The first `run` records. A piece that cannot be recorded is computed, and so are all after it: attention in between
-    has sent messages, so a step that has begun goes on. `fault` is then the reason.
+    The first `run` records. If a piece cannot be recorded, it and all later ones are only computed, and `fault` is the
+    reason. The step goes on, since its attention has sent messages already.
     """
 
     def __init__(
@@ -342,7 +347,10 @@ class PromptRunner:
         self._is_running = False
 
     def hidden_states(self, token_ids: Tensor, positions: Tensor, step: AttentionStep) -> Tensor:
-        """Return `LoadedModel.hidden_states`, valid until the next call. A step inside another one is computed."""
+        """Return `LoadedModel.hidden_states`, valid until the next call.
+
+        A prompt between two layers of a recorded one is computed as it is.
+        """
         pieces, bucket = self._model.pieces, prompt_bucket(token_ids.shape[0])
         is_short = pieces is not None and bucket <= MOST_RECORDED_TOKENS
         if not is_short or bucket in self._broken or self._is_running:
@@ -375,7 +383,7 @@ class RecordedStep:
     ) -> None:
         """Compute the pass, then record it; `states` come from the first step. `fault` tells why it could not.
 
-        `stats` are the ring's, which sees messages when they are issued: those of replays are counted here.
+        `stats` are the ring's, which counts messages only when they are issued: those of each replay are added here.
         """
 
         def compute() -> Tensor:
@@ -424,7 +432,7 @@ class GraphRunner:
         stats: TransportStats | None = None,
         agrees: Callable[[bool], bool] = bool,
     ) -> None:
-        """`stats` are the ring's. `agrees` tells whether all ranks of the ring are told True, each by a call."""
+        """`stats` are the ring's. Every rank calls `agrees` with its vote; it returns True if all votes are True."""
         self._model = model
         self._recorder = recorder
         self._device = device
@@ -439,7 +447,7 @@ class GraphRunner:
         self.eager_steps: Counter[str] = Counter()
 
     def num_padding(self, num_rows: int, *, has_drafts: bool = False) -> int | None:
-        """Return the rows of padding with which a whole step of so many rows runs, on all ranks; None: in pieces."""
+        """Return the padding rows of a whole step of `num_rows` rows, alike on all ranks; None if it runs in pieces."""
         bucket = max(bucket_of(num_rows), DRAFTS_BUCKET if has_drafts else 1)
         return None if bucket in self._in_pieces else bucket - num_rows
 
@@ -469,7 +477,7 @@ class GraphRunner:
     def run_step(self, inputs: StepInputs, step: AttentionStep) -> Tensor:
         """Return hidden states [bucket, hidden_size] of a whole step with its rows of padding.
 
-        Recordings for another memory of the inputs are forgotten.
+        Recordings for earlier buffers of the inputs are forgotten.
         """
         bucket = inputs.token_ids.shape[0]
         key = bucket, 0 if inputs.ends is None else inputs.ends.shape[0]
@@ -477,7 +485,7 @@ class GraphRunner:
             return self._steps[key].run()
         recorded = RecordedStep(self._model, self._recorder, inputs, step, self._stats)
         if inputs.allocation is not self._allocation:
-            # Not before: one of them may be under way until the device is waited for, as it is to record another.
+            # Not earlier: an old recording may run until the device is waited for, as it is to record another.
             self._steps.clear()
             self._allocation = inputs.allocation
         if self._agrees(recorded.fault is None):

@@ -5,8 +5,8 @@ sequence, and one more for each of its drafts that was right. A header may also 
 before the batch. So a sequence waits for at most one prompt between two of its tokens. While the batch is empty rank 0
 sends a heartbeat about once a second: a follower without one knows that its leader is gone.
 
-A step whose tokens stay on the devices has a second header, once it is issued and before any rank waits for it: all
-follow it by the next step of the same batch, or read it first.
+If a step's tokens can stay on the devices, rank 0 sends a second header after the step is issued and before any rank
+waits for it. It says whether all ranks issue the next step of the same batch at once, or read this step's tokens first.
 
 The ring's leader puts commands into rank 0's mailbox and takes events out of it.
 """
@@ -52,8 +52,8 @@ from ringserve.workers.sampling.parameters import SamplingParameters
 if TYPE_CHECKING:
     from ringserve.workers.decode.draft_model import DraftModel
 
-# Why a step whose tokens could stay on the device was waited for, beside the next one's drafts; the pass has the other
-# reasons.
+# Reasons to read a step's tokens first although they could stay on the device; DRAFTS is a third.
+# `DecodePass.reason_to_wait` has the others.
 BATCH_CHANGES = "batch_changes"
 VARIANT_CHANGES = "variant_changes"
 
@@ -242,8 +242,8 @@ class Measurement:
 class Generation:
     """State of a running sequence that rank 0 alone has. `room[r]` tokens fit into rank r's table.
 
-    `drafter` has its text; None if steps check no drafts of it. `guesses` counts what a draft model's were worth, and
-    `is_guessed` tells that the drafts of the step under way are such.
+    `drafter` has its text; None if no drafts of it are checked. `guesses` counts how many of a draft model's drafts
+    were right, and `is_guessed` says that the drafts of the step under way are that model's.
     """
 
     sampling: SamplingParameters
@@ -281,15 +281,18 @@ class FollowingLoop:
             if header.change.prompt is not None:
                 self._work.prompts.run(header.change.prompt)
                 self._progress.stepped(len(self._batch))
-            is_followed = partial(self._is_followed, header.variant)
+            is_followed = partial(self._agree_on_next, header.variant)
             for _ in self._work.step.run(header.variant, is_followed) if len(self._batch) else ():
                 self._progress.decoded(len(self._batch), header.variant)
             if not len(self._batch):
                 self._progress.alive(running=0)
                 self._work.rest()
 
-    def _is_followed(self, variant: str) -> bool:
-        """Return True if the first rank follows the step under way by the next one; tables grow as its header says."""
+    def _agree_on_next(self, variant: str) -> bool:
+        """Receive the step's second header, if it has one, and grow tables as it says.
+
+        Return True if the next step is issued before the tokens of this one are read.
+        """
         if self._work.step.reason_to_wait(variant) is not None:
             return False
         header = self._channel.receive()
@@ -312,10 +315,10 @@ class LeadingLoop:
         drafts: bool = False,
         draft_model: DraftModel | None = None,
     ) -> None:
-        """With `drafts` steps check drafts of sequences whose text is known, if that is worth its time.
+        """With `drafts`, steps check drafts of sequences whose text is known, if that is worth its time.
 
-        Those come from the text, and if it has none from `draft_model`. `pause_after` says for how long to leave the
-        cores to others after steps that took some seconds.
+        Drafts come from the text; if it gives none, from `draft_model`. `pause_after(s)` returns for how many seconds
+        to leave the cores to others after a step that took s seconds.
         """
         self._pause_after = pause_after
         self._step_seconds = 0.0
@@ -334,7 +337,7 @@ class LeadingLoop:
         self._generations: dict[str, Generation] = {}
         self._sampled: tuple[int, ...] = ()
         self._finished: list[str] = []
-        # Ends that are told when the step under way is done.
+        # Ends to report when the step under way is done.
         self._ended: list[DecodeEvent] = []
 
     def run(self) -> None:
@@ -353,7 +356,7 @@ class LeadingLoop:
             if header.change.prompt is not None:
                 self._compute(header.change.prompt)
                 self._progress.stepped(len(self._batch))
-            is_followed = partial(self._is_followed, header.variant)
+            is_followed = partial(self._agree_on_next, header.variant)
             started = began = time.perf_counter()
             recordings = self._work.step.num_recordings
             for done in self._work.step.run(header.variant, is_followed) if len(self._batch) else ():
@@ -379,7 +382,7 @@ class LeadingLoop:
         return replace(header, drafts=drafts) if any(drafts) else header
 
     def _drafts_in_texts(self) -> tuple[tuple[int, ...], ...]:
-        """Find the drafts of each row that follow the tokens that are known and are worth their time."""
+        """Find drafts for each row in its known text, as many as are worth their time."""
         least_share = self._costs.least_share(len(self._batch))
         running = (self._generations[row.sequence_id] for row in self._batch.rows)
         return tuple(
@@ -413,7 +416,7 @@ class LeadingLoop:
         return limits
 
     def _limit(self, generation: Generation, source: TextDrafter | Acceptance, least_share: float) -> int:
-        """Return how many drafts are worth their time: no more than the answer may have behind the next token."""
+        """Return how many drafts are worth their time: no more than the answer may have after the next token."""
         sampling = generation.sampling
         left = sampling.max_tokens - generation.num_generated - 1
         most = left if sampling.max_drafts is None else min(left, sampling.max_drafts)
@@ -425,9 +428,9 @@ class LeadingLoop:
         return any(drafts) or (self._draft_model is not None and bool(self._limits_of_guesses(drafts)))
 
     def _next_header(self) -> Header:
-        """Take commands and make the next header; wait for commands while there is nothing to compute, or a pause."""
+        """Take commands and make the next header; wait for them if nothing is to be computed, or a pause is due."""
         is_idle = not len(self._batch)
-        # Between two parts of a measurement comes a step, of sequences that have come meanwhile, too.
+        # Between two parts of a measurement comes a step, which includes sequences that have come meanwhile.
         self._measures = self._mailbox.wants_rates and not self._measures
         if self._measures:
             return Header(HeaderKind.PROBE)
@@ -542,10 +545,10 @@ class LeadingLoop:
         )
         self._mailbox.post([event])
 
-    def _is_followed(self, variant: str) -> bool:
-        """Return True if the next step of the batch is issued before the tokens of the last are read; tell the others.
+    def _agree_on_next(self, variant: str) -> bool:
+        """Return True if the next step is issued before the tokens of this one are read; tell the other ranks.
 
-        Tables grow at once: the step under way has its own.
+        Tables grow at once: the step under way has a copy of them.
         """
         reason = self._work.step.reason_to_wait(variant)
         if reason is None:
@@ -560,7 +563,8 @@ class LeadingLoop:
             elif self._choose_variant(*self._load(UNCHANGED)) != variant:
                 reason = VARIANT_CHANGES
             elif self._drafts and self._has_drafts():
-                # They follow the tokens of the step under way: with these there are drafts for the next one, too.
+                # The drafts follow the text before the step under way. With its tokens, drafts for the next step are
+                # likely.
                 reason = DRAFTS
             self._channel.send(Header(HeaderKind.FOLLOW if reason is None else HeaderKind.READ, change=change))
         if reason:
@@ -575,9 +579,9 @@ class LeadingLoop:
         )
 
     def _commit(self, done: DoneStep) -> None:
-        """Report the tokens of all rows, and the sequences that end with them or have none.
+        """Report the tokens of all rows, and end the sequences that finish with their token or have none.
 
-        A sequence that ends while another step is under way is in that step: its end is told when that is done, so that
+        If the next step is under way, an ending sequence is in it. Its end is reported when that step is done, so that
         nothing writes to its blocks any more, and the token of that step is dropped.
         """
         events = []

@@ -1,9 +1,10 @@
 """Messages between the ranks of a decode ring: headers and sampled tokens.
 
-A header is one int64[6 + w * max_batch]: kind, variant, bytes of the payload, three counts, and what they count: the
-tokens, how many drafts were accepted before each, and the drafts of each row of the next step, with their number. w is
-1, or 3 + max_drafts if a ring drafts. A payload with the encoded change follows only if the batch changes. The fixed
-size lets followers wait for a header of any kind.
+The ring's decode loops send the headers, its steps the tokens. A header is one int64[6 + w * max_batch]: kind, variant,
+bytes of the payload, three counts, and the three lists that they count: the tokens; for each token, how many drafts
+were accepted before it; for each row of the next step, the number of its drafts and the drafts. w is 1, or 3 +
+max_drafts if a ring drafts. A payload with the encoded change follows only if the batch changes. The fixed size lets
+followers wait for a header of any kind.
 
 A sampled token is one 64-bit word. With log-probabilities these words follow: rank, log-probability, and (id,
 log-probability) of each top token.
@@ -64,9 +65,9 @@ CHANGES = Codec(BatchChange)
 
 
 class HeaderKind(IntEnum):
-    """Header kind: a step boundary, a heartbeat, the end of the loop, or a measurement between two steps.
+    """Header kind: STEP, a step boundary; IDLE, a heartbeat; STOP, the end; PROBE, a measurement between two steps.
 
-    The last two come while a step is under way: all ranks FOLLOW it by the next one, or READ its tokens first.
+    FOLLOW and READ come while a step is under way: all ranks issue the next one at once, or read its tokens first.
     """
 
     STEP = 0
@@ -81,8 +82,8 @@ class HeaderKind(IntEnum):
 class Header:
     """Order for the next step. `token_ids` were sampled from the last step, in the order of its rows.
 
-    `accepted` counts the drafts before each of them. `change` turns that batch into the next, which `variant` serves;
-    `drafts` are by row. Both are empty if the ring drafts nothing.
+    `accepted` counts the drafts before each of them. `change` turns that batch into the next, whose step `variant`
+    computes. `drafts` has an item for each row. `accepted` and `drafts` are empty if the ring drafts nothing.
     """
 
     kind: HeaderKind
@@ -96,9 +97,9 @@ class Header:
 class HeaderChannel:
     """Channel of headers from the first rank to all others.
 
-    `hops` are this rank's rings in the order in which a header passes them: a header arrives by the first and leaves by
-    the second. Besides the ring of rank 0 these are, with tensor parallelism, the tensor parallel rings of cp ranks.
-    Headers are tensors of the host, so that no rank waits for a GPU to know its next step.
+    `hops` are the rings of this process that a header passes, in that order. In each rank's first process the decode
+    ring comes first; with tensor parallelism the ring of the rank's processes follows. Headers are tensors of the host,
+    so that no rank waits for a GPU to know its next step.
     """
 
     def __init__(self, hops: Sequence[RingTransport], max_batch: int, max_drafts: int = 0) -> None:
@@ -173,7 +174,7 @@ def num_words(num_top: int | None) -> int:
 
 
 def write_words(sampled: Iterable[Sampled], num_tops: Iterable[int | None]) -> list[int]:
-    """Encode sampled tokens as 64-bit words, for rows with so many top tokens each."""
+    """Encode sampled tokens as 64-bit words; `num_tops` has the number of top tokens of each row."""
     words: list[int] = []
     for drawn, num_top in zip(sampled, num_tops, strict=True):
         if drawn.token_id is None:
@@ -189,7 +190,7 @@ def write_words(sampled: Iterable[Sampled], num_tops: Iterable[int | None]) -> l
 
 
 def read_words(words: Sequence[int], num_tops: Iterable[int | None]) -> list[Sampled]:
-    """Decode the words of `write_words`, for rows with so many top tokens each."""
+    """Decode the words of `write_words`; `num_tops` has the number of top tokens of each row."""
     sampled, place = [], 0
     for num_top in num_tops:
         row = words[place : place + num_words(num_top)]

@@ -1,4 +1,7 @@
-"""Prompts that a decode ring computes between two steps of its batch, as one rank runs them."""
+"""Prompts that a decode ring computes between two steps of its batch, as one rank runs them.
+
+The decode loop runs them, and the draft model reads its texts with them.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +83,7 @@ class DecodePrompts:
             _send_nothing,
             hidden_states=self._hidden_states,
         )
-        # All processes of a rank compute the logits together, also of no rows; the first of them samples.
+        # All processes of a rank compute the logits together, even if the rank has no row. The first process samples.
         logits = self._model.logits(states[[last.row for last in forward.last_rows]])
         if not self._model.samples:
             return None

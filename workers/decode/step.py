@@ -1,7 +1,7 @@
 """Decode steps of a ring and their variant, as one rank runs them over the newest tokens of its batch and their drafts.
 
-`workers.decode.loop` calls it. A step exchanges nothing but attention and the sampled tokens. Each token of a step is a
-row of its tensors: it sees its sequence up to itself.
+The decode loop and the draft model run them. A step exchanges nothing but attention and the sampled tokens. Each token
+of a step is a row of its tensors: it sees its sequence up to itself.
 
 Shapes: B tokens of a step (rows), one a sequence if there are no drafts, R rows that this rank computes, H query heads,
 K KV heads, D head dimension.
@@ -52,7 +52,7 @@ from ringserve.workers.sampling.sampler import (
     sample_greedy_rows,
 )
 
-# Why a device that works beside its host waited for it: the labels of a metric, beside the variants that wait.
+# Reasons why a device that works beside its host had to wait for it: labels of a metric, like PASS_Q and HELIX.
 HOST_MESSAGES = "host_messages"
 TENSOR_PARALLEL = "tensor_parallel"
 SAMPLED_ON_HOST = "sampled_on_host"
@@ -66,7 +66,7 @@ VariantChoice = Callable[[int, int], str]
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """Step token: with it `kv_tokens` of its sequence are stored, the newest of them on rank `owner`."""
+    """Token of a step: rank `owner` stores it, and with it `kv_tokens` tokens of its sequence are stored."""
 
     sequence_id: str
     kv_tokens: int
@@ -84,9 +84,10 @@ class IssuedStep:
 
 @dataclass(frozen=True, slots=True)
 class DoneStep:
-    """Step whose tokens have been read: one after each row in the ring's first process, elsewhere the same or none.
+    """Step whose tokens have been read.
 
-    Unless it `is_last`, the next step is under way, with the same rows: it writes to a slot of each.
+    In the ring's first process `sampled` has the token after each row; in others it has the same tokens or is empty.
+    Unless it `is_last`, the next step with the same rows is under way already, and writes to a slot of each row.
     """
 
     rows: tuple[StepRow, ...]
@@ -100,10 +101,11 @@ def never() -> bool:
 
 
 class DecodePass:
-    """Decode steps of a ring over distributed KV. Every rank computes a row (`gather`), or one rank does (`pass_q`).
+    """Decode steps of a ring over distributed KV.
 
-    The variant may change from step to step: both leave the same KV on the same ranks. A model whose weights are cut
-    over the ring takes `helix` alone: every rank has every row and, of all else, its share.
+    In `gather` every rank computes every row; in `pass_q` one rank computes each row. The variant may change from step
+    to step: both leave the same KV on the same ranks. A model whose weights are cut over the ring takes `helix` alone:
+    every rank computes every row, with its share of weights and KV.
 
     With tensor parallelism each rank of the ring is several processes, each in the ring of its own heads. They compute
     the logits together, and the first of them samples. The model calls `attend` at each layer.
@@ -150,7 +152,7 @@ class DecodePass:
         self._tokens: list[StepToken] = []
         # Route of a pass-Q step; None if every rank computes every row.
         self._route: PassQRoute | None = None
-        # Indices of the stored rows among the computed ones; None if these are all, and no layer has to pick rows.
+        # Indices of the stored rows among the computed ones; None if all are stored, so that no layer has to pick.
         self._stored: Tensor | None = None
         self._buffers = InputBuffers(cache.device, len(self._windows_by_table))
         self._inputs: StepInputs
@@ -164,10 +166,11 @@ class DecodePass:
         self._windows_by_runs = set(model.windows) - by_table
         is_alone = transport.size == 1 and self._columns is None
         self._is_on_pages = is_alone and self._follows_tables and isinstance(backend, NativeCpu)
-        # Rows behind the batch's, in a step that is to be recorded whole; None in any other.
+        # Number of padding rows in a step that is recorded whole; None in any other.
         self._num_padding: int | None = None
         self._is_asynchronous = cache.device.type == "cuda" if is_asynchronous is None else is_asynchronous
-        # A device records attention that reads tables and lengths in place, and messages that are its own.
+        # A whole step can be recorded only if attention reads tables and lengths from the device's memory, and messages
+        # are work of its stream.
         self._records_whole = (
             model.tensor.size == 1
             and not model.is_helix
@@ -181,9 +184,9 @@ class DecodePass:
         """Run one step of the whole batch, and another of the same batch before its tokens are read if `is_followed`.
 
         `is_followed` is asked before each step is read, and says the same on every rank; if it says yes,
-        `reason_to_wait` must be None. Tokens of such a step go to the batch when it is done, those of the last by its
-        `advance`. A ring of one rank runs every variant as `gather`, with the same results. Raises Unavailable when a
-        peer is lost.
+        `reason_to_wait` must be None. The tokens of a step that is followed go to the batch here, those of the last by
+        the caller's `BatchState.advance`. A ring of one rank runs every variant as `gather`, with the same results.
+        Raises Unavailable when a peer is lost.
         """
         issued: IssuedStep | None = None
         is_last = False
@@ -203,11 +206,11 @@ class DecodePass:
 
     @property
     def num_recordings(self) -> int:
-        """Steps until now that took longer than others, since they were recorded."""
+        """Number of steps that took longer because they were being recorded."""
         return 0 if self._runner is None else self._runner.eager_steps[RECORDING]
 
     def reason_to_wait(self, variant: str) -> str | None:
-        """Return why the next step is issued after the tokens of this one are read; None if that need not be.
+        """Return why this step's tokens must be read before the next step is issued; None if they need not be.
 
         The same on every rank. Empty on devices that do their work when it is launched: there is nothing to gain.
         """
@@ -237,7 +240,7 @@ class DecodePass:
             assert not isinstance(tokens, list), "tokens of a step that is followed unread are on the device"
             return IssuedStep(rows, self._launch(tokens))
         sampled = self._compute(computed)
-        # Where tokens were read, nothing is left to wait for.
+        # Nothing is left to wait for once tokens are returned.
         self._settle()
         return IssuedStep(rows, sampled)
 
@@ -310,7 +313,7 @@ class DecodePass:
         """Compute the step that has begun. Return each token's successor in the first process, [] elsewhere."""
         states = self._hidden_states(computed)
         if self._num_padding is not None and self._transport.size > 1:
-            # Messages of a recording have no deadline but this one.
+            # Messages of a recording have no deadline of their own; this wait has one.
             self._settle()
         if self._model.is_helix:
             return self._sample_together(states)
@@ -339,14 +342,14 @@ class DecodePass:
             return helix_decode(q, shards, self._plan, self._columns, self._transport, self._backend, scale)
         if self._route is not None:
             return ring_decode(q, shards, self._route, self._transport, self._backend, scale, sink_h)
-        # Rows of padding are in no plan, and messages of a recording have one size: each rank answers for all rows.
+        # Rows of padding are in no plan, and messages of a recording have a fixed size: each rank answers for all rows.
         plan = self._plan if self._num_padding is None else None
         return sharded_decode(q, shards, self._transport, self._backend, scale, plan, sink_h)
 
     def own_layer(self, layer: int, dtype: torch.dtype, run: Callable[[OwnRows], Tensor]) -> Tensor | None:
-        """Return run(rows) of a layer whose rows kernels of CPUs store and attend; None, and no more, if `attend` must.
+        """Return run(rows) of a layer whose rows a CPU kernel can store and attend; else do nothing and return None.
 
-        It must where KV is on several ranks, and in layers with a window or sinks.
+        Then `attend` must do it: if KV is on several ranks, and in layers with a window or sinks.
         """
         if not self._is_on_pages or self._stored is not None or self._windows[layer] or self._sinks[layer] is not None:
             return None
@@ -361,26 +364,26 @@ class DecodePass:
         rows = self._batch.rows
         if not window:
             return [self._cache.pieces(row.runs) for row in rows]
-        return [self._cache.pieces(newest_slots(row.runs, row.seen_from(row.position, window))) for row in rows]
+        return [self._cache.pieces(newest_slots(row.runs, row.num_from_window(row.position, window))) for row in rows]
 
     def _passed_in(self, window: int) -> list[int]:
-        """Return how many tokens of this rank each token of the step sees no more that its row's newest token sees."""
+        """Return, for each step token, how many tokens here have left the window since its row's newest token."""
         if not window:
             return []
         return [
-            token.row.seen_from(token.row.position, window) - token.row.seen_from(token.position, window)
+            token.row.num_from_window(token.row.position, window) - token.row.num_from_window(token.position, window)
             for token in self._tokens
         ]
 
     def _firsts(self, window: int) -> list[int]:
         """Return the first token of its row's shard on this rank that each token of the step sees in such a layer."""
         rank = self._transport.rank
-        return [token.row.held[rank] - token.row.seen_from(token.position, window) for token in self._tokens]
+        return [token.row.held[rank] - token.row.num_from_window(token.position, window) for token in self._tokens]
 
     def _ends(self) -> list[int]:
-        """Return the number behind each sequence's last token in the step; a whole step has ends of no sequence, too.
+        """Return one more than the number of each sequence's last token in the step.
 
-        So steps that are recorded have as many ends for as many rows.
+        In a step that is recorded whole the last end is repeated up to a power of two, so that fewer are recorded.
         """
         ends = list(accumulate(1 + len(row.drafts) for row in self._batch.rows))
         padding = 0 if self._num_padding is None else bucket_of(len(ends)) - len(ends)
@@ -400,7 +403,7 @@ class DecodePass:
         rank = self._transport.rank
         return DraftedShards(
             [runs for runs, row in zip(shards, self._batch.rows, strict=True) for _ in range(1 + len(row.drafts))],
-            [token.num_behind if token.row.owner == rank else 0 for token in self._tokens],
+            [token.num_after if token.row.owner == rank else 0 for token in self._tokens],
             self._passed[window],
         )
 
@@ -481,9 +484,9 @@ class DecodeChoice:
     def share_weights(self, model: LoadedModel, ring: RingTransport) -> LoadedModel:
         """Return the model with this rank's share of its weights, if helix is chosen; collective, once rates are known.
 
-        By "auto" the first rank chooses for all, as every rank has rates of its own, and the first call is for good.
-        With tensor parallelism nothing is chosen. Ranks that outlive their ring have packed weights, which stay whole.
-        Raises ModelRefused, Unavailable.
+        By "auto" the first rank chooses for all, as every rank has rates of its own, and its first choice is final.
+        With tensor parallelism nothing is chosen. Packed weights, of a rank that has served in an earlier ring, cannot
+        be cut; then nothing is. Raises ModelRefused, Unavailable.
         """
         if self._policy != "auto" or self.reason or ring.size == 1 or model.tensor.size > 1 or self.rates is None:
             return model

@@ -2,8 +2,9 @@
 
 Shapes: S stored tokens (slots), T tokens written or read, K KV heads of this rank, D head dimension.
 
-The leader owns the block tables. The cache never allocates blocks. In every layer, a sequence's token with stored index
-j is in slot blocks[j // block_tokens] * block_tokens + j % block_tokens.
+A rank's steps, sender and receiver share its cache. The leader owns the block tables; the cache never allocates blocks.
+In every layer, a sequence's token with stored index j is in slot
+blocks[j // block_tokens] * block_tokens + j % block_tokens.
 """
 
 from __future__ import annotations

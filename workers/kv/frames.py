@@ -73,8 +73,9 @@ class Kind(StrEnum):
 class Reach(StrEnum):
     """Answer to a card. After any answer except REACHED, the source sends payloads after their headers.
 
-    STALE: the card is for another incarnation. OFF: the destination has no NIXL agent. UNLIKE: memory or slots are of
-    different kinds. UNREACHED: NIXL could reach the source only by emulated RMA, which is forbidden.
+    STALE: the card is for another incarnation. OFF: the destination has no NIXL agent. UNLIKE: the source's slots are
+    on another type of device, or larger than the destination's. UNREACHED: NIXL could reach the source only by emulated
+    RMA, which is forbidden.
     """
 
     REACHED = "reached"
@@ -252,7 +253,7 @@ def decode_prefix(prefix: bytes | bytearray | memoryview) -> tuple[int, int]:
     if not 0 < header_bytes <= MAX_HEADER_BYTES:
         raise TransferError(f"KV frame with a header of {header_bytes} bytes: allowed are 1 to {MAX_HEADER_BYTES}")
     if payload_bytes > MAX_PAYLOAD_BYTES:
-        raise TransferError(f"KV frame with a payload of {payload_bytes} bytes: allowed are {MAX_PAYLOAD_BYTES}")
+        raise TransferError(f"KV frame with a payload of {payload_bytes} bytes: allowed are 0 to {MAX_PAYLOAD_BYTES}")
     return int(header_bytes), int(payload_bytes)
 
 
@@ -318,7 +319,7 @@ class _Fields:
     def flag(self, name: str) -> bool:
         value = self._values.get(name)
         if not isinstance(value, bool):
-            raise TransferError(f"KV frame whose {name!r} is no flag")
+            raise TransferError(f"KV frame whose {name!r} is not a boolean")
         return value
 
     def key(self) -> TransferKey:
@@ -372,7 +373,7 @@ class _Fields:
     def card(self) -> CardFrame:
         metadata = self._values.get("metadata")
         if not isinstance(metadata, bytes) or not 0 < len(metadata) <= MAX_METADATA_BYTES:
-            raise TransferError(f"KV frame whose 'metadata' are no 1 to {MAX_METADATA_BYTES} bytes")
+            raise TransferError(f"KV frame whose 'metadata' are not 1 to {MAX_METADATA_BYTES} bytes")
         return CardFrame(
             destination=self.text("destination"),
             agent=self.text("agent"),
@@ -394,13 +395,13 @@ class _Fields:
     @staticmethod
     def _text(name: str, value: object) -> str:
         if not isinstance(value, str) or len(value) > MAX_TEXT:
-            raise TransferError(f"KV frame whose {name!r} is no text of at most {MAX_TEXT} characters")
+            raise TransferError(f"KV frame whose {name!r} is not a text of at most {MAX_TEXT} characters")
         return value
 
     @staticmethod
     def _number(name: str, value: object, most: int = MAX_NUMBER) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
-            raise TransferError(f"KV frame whose {name!r} is no number in 0 to {most}")
+            raise TransferError(f"KV frame whose {name!r} is not an integer from 0 to {most}")
         return value
 
 
@@ -452,7 +453,7 @@ class FrameLayout:
         return packed
 
     def num_bytes(self, cache: KvCache, num_layers: int = 1) -> int:
-        """Return the payload bytes of so many layers."""
+        """Return the payload bytes of `num_layers` layers."""
         return num_layers * int(self.counts.sum()) * _token_bytes(cache, self.head_start, self.head_stop)
 
 
@@ -477,15 +478,16 @@ class OutgoingPart:
 
     @property
     def layer_bytes(self) -> int:
-        """Layer bytes."""
+        """Payload bytes of all pieces in one layer."""
         pieces = self._pieces
         return sum(len(each.tokens) * _token_bytes(self._cache, each.head_start, each.head_stop) for each in pieces)
 
     def frames(self, frame_bytes: int = FRAME_BYTES) -> tuple[FrameLayout, ...]:
         """Cut the pieces into frames of at most `frame_bytes`, or of one token.
 
-        The thread that sends the first layer cuts the frames for all layers: decode shards may have a piece per token.
-        Raises TransferError if a piece is not in this rank's blocks and heads, or if pieces do not ascend.
+        The first call cuts the frames for all layers, in the lane's thread and not in the step's: that can be slow,
+        since decode shards may have a piece per token. Raises TransferError if a piece is not in this rank's blocks and
+        heads, or if pieces do not ascend.
         """
         if frame_bytes != self._cut_to:
             heads = sorted({(piece.head_start, piece.head_stop) for piece in self._pieces})

@@ -1,5 +1,8 @@
 """Incoming transfers on a destination rank: expected KV, arrived KV, and each transfer's end.
 
+The leader opens and drops transfers, and the receiver's connections store their frames. They write only to slots of
+open transfers.
+
 Shapes: T tokens of a frame, K its KV heads, D head dimension.
 """
 
@@ -25,7 +28,7 @@ from ringserve.workers.protocol.transfers import KvEnd, KvEnds, KvExpect, Transf
 
 
 class TransferState(Enum):
-    """State of an `IncomingTransfer`, which draws the transitions."""
+    """State of an `IncomingTransfer`; its docstring shows the transitions."""
 
     RESERVED = auto()
     STREAMING = auto()
@@ -71,7 +74,8 @@ class IncomingTransfer:
         self._slots = self._reserved_slots(expect, num_tokens)
         self._left = num_tokens * cache.num_layers * cache.num_kv_heads
         self._state = TransferState.RESERVED if self._left else TransferState.SEALED
-        # One byte per (layer, head, token), 1/256 of its KV. Memory is untouched until KV arrives.
+        # One byte per (layer, head, token), 1/256 of its KV if heads have 64 two-byte numbers. Memory is untouched
+        # until KV arrives.
         self._arrived: npt.NDArray[np.bool_] = np.zeros((cache.num_layers, cache.num_kv_heads, num_tokens), np.bool_)
         self._places: dict[tuple[bytes, bytes], _Place] = {}
         self._error: RingserveError | None = None
@@ -111,10 +115,10 @@ class IncomingTransfer:
                 self._began = self._fed = time.monotonic()
 
     def store(self, frame: LayerFrame, payload: torch.Tensor) -> None:
-        """Copy a frame's payload (2*T*K*D elements a layer: K, then V) to its slots, and wait. The last frame seals.
+        """Copy a frame's payload (2*T*K*D elements a layer: K, then V) to its slots, and wait for the device.
 
-        Raises the error that ended the transfer. If the checksum is wrong, or tokens are unexpected or have arrived
-        already, nothing is written, the transfer is aborted, and TransferError is raised.
+        The last frame seals the transfer. Raises the error that ended it. If the checksum is wrong, or tokens are
+        unexpected or have arrived already, nothing is written, the transfer is aborted, and TransferError is raised.
         """
         cache = self._cache
         is_whole = frame.checksum is None or frame.checksum == digest_of(payload.view(torch.uint8))
@@ -212,7 +216,7 @@ class IncomingTransfer:
     def _check_shape(self, frame: LayerFrame, payload_bytes: int) -> None:
         cache = self._cache
         if frame.layers.stop > cache.num_layers:
-            raise TransferError(f"{_layers(frame)} of {self} is not among {cache.num_layers}")
+            raise TransferError(f"{_layers(frame)} of {self}: this cache has {cache.num_layers} layers")
         if frame.dtype != cache.dtype_name:
             raise TransferError(f"KV of {self} is {frame.dtype}, this cache is {cache.dtype_name}")
         if frame.head_start < cache.heads.start or frame.head_stop > cache.heads.stop:

@@ -1,4 +1,6 @@
-"""NIXL agent for READs of one descriptor. Only this file imports NIXL. One thread makes an agent and calls it.
+"""NIXL agent whose READs each copy one contiguous range (one NIXL descriptor).
+
+The thread of a `PullAgent` makes an agent and calls it. Only this file imports NIXL.
 
 NIXL cannot cancel a READ. Only the end of a READ guarantees that no more bytes land.
 """
@@ -19,8 +21,8 @@ from ringserve.cp_core.errors import ConfigError
 RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
-def engine_of(rdma_devices: Path = RDMA_DEVICES) -> str:
-    """Return UCX's settings. UCX_... variables in the environment override them.
+def ucx_settings(rdma_devices: Path = RDMA_DEVICES) -> str:
+    """Return NIXL's settings for UCX. UCX_... variables in the environment override them.
 
     Emulated RMA is forbidden, since a reader's death could end the process that it reads. An agent listens on every
     interface, and whoever reaches it may read and write the whole process. TCP is therefore off if there is RDMA, and
@@ -45,7 +47,7 @@ class NixlRead:
 
 
 class Unfinished(Exception):
-    """READ error that does not mean its end: bytes may still land."""
+    """Error of a READ that may still be running: bytes may still land."""
 
     def __init__(self, reason: str, read: NixlRead) -> None:
         super().__init__(reason)
@@ -88,13 +90,13 @@ class NixlAgent:
     """Agent with registered memory. `close` destroys it, which ends its READs."""
 
     def __init__(self, name: str, device: torch.device, engine: str | None = None) -> None:
-        """Make the agent. `engine` replaces `engine_of`. Raises ConfigError and NIXL's errors."""
+        """Make the agent. `engine` replaces `ucx_settings`. Raises ConfigError and NIXL's errors."""
         api = load_nixl()
         if device.type == "cuda":
             torch.cuda.set_device(device.index or 0)
         self._device = device
         self._agent: Any = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
-        self._agent.create_backend("UCX", {"engine_config": engine or engine_of()})
+        self._agent.create_backend("UCX", {"engine_config": engine or ucx_settings()})
 
     def register(self, memory: torch.Tensor) -> None:
         """Register memory for READs, on both ends."""
@@ -143,7 +145,7 @@ class NixlAgent:
         self._agent.get_new_notifs()
 
     def close(self) -> None:
-        """Destroy the agent. Its READs are over afterwards unless the caller holds one. Idempotent."""
+        """Destroy the agent. Its READs are then over, unless the caller still holds a `NixlRead`. Idempotent."""
         self._agent = None
 
     def _follow(self, read: NixlRead, call: Any) -> None:

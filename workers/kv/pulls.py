@@ -1,8 +1,9 @@
 """Pulls between slots: a rank lends its out slots to peers, and reads peers' out slots into its landing slots.
 
-One thread owns the NIXL agent, since calls from two threads hang or crash it. NIXL's own thread is off, because it
-would occupy a core. A READ moves one descriptor. Then an 8-byte READ fetches the slot's word: it fails if the first
-READ had holes, and differs if the source has reused the slot.
+The rank's sender and receiver share one `PullAgent`. One thread owns the NIXL agent, since calls from two threads hang
+or crash it. NIXL's own thread is off, because it would occupy a core. A READ moves one descriptor. Then an 8-byte READ
+fetches the slot's word: this READ fails if the first one left holes, and the word differs from the expected one if the
+source has reused the slot.
 
 A READ cannot be cancelled. If it outlives its owner, its landing slot is lent again only when the READ is over.
 """
@@ -42,7 +43,7 @@ MAX_POLL_SECONDS = 0.002
 
 
 class PullState(Enum):
-    """State of a `Pull`, which draws the transitions."""
+    """State of a `Pull`; its docstring shows the transitions."""
 
     QUEUED = auto()
     READING = auto()
@@ -134,7 +135,7 @@ class PullAgent:
             raise self._refusal
         if not self._metadata:
             raise Unavailable(f"the NIXL agent of {name} does not start: {self._error or 'it does not answer'}")
-        atexit.register(self.close)  # a process that ends beside its agent aborts
+        atexit.register(self.close)  # a process that exits while its agent exists aborts
 
     def card(self, destination: str) -> CardFrame:
         """Return this rank's card for an incarnation of another ring."""
@@ -199,7 +200,7 @@ class PullAgent:
         return self._landing_of(pull)
 
     def release(self, pull: Pull) -> None:
-        """Return a pull's landing slot, once, in any state."""
+        """Give back a pull's landing slot. Call it once; the pull may be in any state."""
         with self.changed:
             pull.is_released = True
             if pull.is_over:
@@ -217,8 +218,10 @@ class PullAgent:
 
     def check_usable(self) -> None:
         """Raise Unavailable if every landing slot is lost or the thread has ended: the rank must be replaced."""
-        if self.landings.is_used_up or (self._is_ended and not self._is_closing):
+        if self.landings.is_used_up:
             raise Unavailable(f"the NIXL agent {self.name} has no safe landing slot left")
+        if self._is_ended and not self._is_closing:
+            raise Unavailable(f"the NIXL agent {self.name} has ended: {self._error}")
 
     def close(self) -> None:
         """End the agent. READs in progress get CLOSE_SECONDS, then destroying the agent ends them. Idempotent."""

@@ -1,7 +1,7 @@
 """Receiver for KV from ranks of other rings, over TCP, plain or with TLS, into this rank's cache.
 
-Each source rank has a connection, which admits frames and stores their payloads. A payload follows its header, or lies
-in a slot of the source, from which the agent reads it.
+A rank starts one receiver. Each source rank has a connection, which admits frames and stores their payloads. A payload
+follows its header, or lies in a slot of the source, from which the agent reads it.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ IDLE_SECONDS = 1.0
 MAX_REFUSED = 1024
 # Interval for checking whether the receiver is closing while it waits for connections.
 ACCEPT_SECONDS = 0.5
-# Longest wait of a new connection for an idle connection's place, less than a caller's connect timeout. Several idle
-# connections are asked to leave at a time, so that not every new connection waits.
+# Longest wait of a new connection for an idle connection's place, less than a caller's connect timeout.
 ROOM_SECONDS = 4.0
 # Age at which an unknown caller must make room: a rank's first frame follows its connection at once.
 STRANGE_SECONDS = 0.1
+# This fraction (1/8) of the connections is asked to leave at a time, so that not every new connection waits.
 LEAVING_FRACTION = 8
 JOIN_SECONDS = 10.0
 
@@ -249,7 +249,7 @@ class SourceConnection:
         self._store(share, frame, payload)
 
     def _land(self) -> None:
-        """Store the frame with a payload being read, if there is one."""
+        """Wait for the frame whose payload is being read from a slot, if there is one, and store it."""
         before, self._pulled = self._pulled, None
         self._store_pulled(before)
 
@@ -421,7 +421,7 @@ class KvReceiver(TransferTable):
             self._threads = [each for each in self._threads if each.is_alive()] + [thread]
 
     def _make_room(self) -> bool:
-        """Make room for a connection. Return whether there is room. Only the accepting thread, which adds, may call."""
+        """Make room for a connection. Return whether there is room. Only the accepting thread calls it."""
         deadline = time.monotonic() + self._room_seconds
         while True:
             with self._serving_changed:

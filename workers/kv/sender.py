@@ -1,7 +1,8 @@
 """Sender for KV from this rank's cache to ranks of other rings, layer by layer, hidden behind computation.
 
-Each destination rank has a *lane*: a thread, a connection, and the carrier of payloads. A payload follows its header on
-the socket, or lies in an out slot that the destination reads by NIXL.
+A rank's worker begins transfers, and its prefill steps report written layers. Each destination rank has a *lane*: a
+thread, a connection, and the carrier of payloads. A payload follows its header on the socket, or lies in an out slot
+that the destination reads by NIXL.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from ringserve.workers.kv.frames import (
     encode,
 )
 from ringserve.workers.kv.pulls import PullAgent
-from ringserve.workers.kv.sockets import call
+from ringserve.workers.kv.sockets import connect
 from ringserve.workers.protocol.transfers import KvSend, TransferKey, TransferReport
 
 # Interval for checking an idle connection that awaits a reply.
@@ -55,12 +56,12 @@ LANE_IDLE_SECONDS = 30.0
 GRACE_SECONDS = 0.5
 JOIN_SECONDS = 10.0
 HELD_BYTES = 16 << 20
-"""Bytes of written layers that a rank's sender holds back at most. The sending of each wakes threads here and at the
-destination, which take time from a step that computes: on two cores a fifth of the time of a prompt of 16 tokens."""
+"""Maximum bytes of written layers that a rank's sender holds back. Sending each layer by itself would wake threads here
+and at the destination, and take time from the step: on two cores a fifth of the time of a prompt of 16 tokens."""
 
 
 class OutgoingState(Enum):
-    """State of an `OutgoingTransfer`, which draws the transitions."""
+    """State of an `OutgoingTransfer`; its docstring shows the transitions."""
 
     SENDING = auto()
     SETTLED = auto()
@@ -191,11 +192,11 @@ class DestinationConnection:
         """Connect. Raises Unavailable if the endpoint is malformed, or if no KV receiver of this cluster answers."""
         self._endpoint = endpoint
         try:
-            self._stream = call(endpoint, connect_seconds, stall_seconds, tls)
+            self._stream = connect(endpoint, connect_seconds, stall_seconds, tls)
         except OSError as error:
             raise Unavailable(f"the KV receiver at {endpoint} cannot be reached: {reason_of(error)}") from error
         except ConfigError as error:
-            raise Unavailable(f"the KV receiver at {endpoint} cannot be called: {error}") from error
+            raise Unavailable(f"the KV receiver at {endpoint} cannot be connected to: {error}") from error
         self._agent = agent
         self._stall_seconds = stall_seconds
         self._reached: ReachedFrame | None = None
@@ -246,7 +247,7 @@ class DestinationConnection:
             return True
 
     def send(self, frame: TransferFrame, payload: list[memoryview]) -> None:
-        """Send one frame. The connection owns the slot that it names from now on, even if the send fails.
+        """Send one frame. From now on the connection owns the slot that the frame names, even if the send fails.
 
         Raises Unavailable if the connection breaks or stalls. It is then broken.
         """
@@ -395,7 +396,7 @@ WrittenLayer = tuple[int, torch.Event | None]
 
 
 def together(layers: Sequence[WrittenLayer], most: int) -> Iterator[tuple[range, torch.Event | None]]:
-    """Yield neighbouring layers in groups of `most`, and when all of a group are written."""
+    """Yield neighbouring layers in groups of at most `most`, each with the event after which all of it is written."""
     start = 0
     for place, (layer, ready) in enumerate(layers, 1):
         is_last = place == len(layers) or layers[place][0] != layer + 1
@@ -518,7 +519,7 @@ class Lane:
             return
         try:
             by_nixl = self._is_by_nixl(connection, transfer)
-            most_bytes = self._slots.out.slot_bytes if by_nixl else FRAME_BYTES
+            most_bytes = self._required_agent.out.slot_bytes if by_nixl else FRAME_BYTES
             with self._copies.copying():
                 frames = part.frames(most_bytes)
             # A frame takes time of both ends, however small it is: small layers share one.
@@ -571,7 +572,7 @@ class Lane:
 
         Blocks are read only while packing, so `release` does not wait for the destination.
         """
-        out = self._slots.out
+        out = self._required_agent.out
         slot = connection.take_slot()
         try:
             if not self._begin_reading(transfer):
@@ -601,7 +602,7 @@ class Lane:
             self._changed.notify_all()
 
     @property
-    def _slots(self) -> PullAgent:
+    def _required_agent(self) -> PullAgent:
         assert self._agent is not None, "slots without an agent"
         return self._agent
 

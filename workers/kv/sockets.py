@@ -1,6 +1,7 @@
 """TCP stream of a KV connection, plain or with TLS, for both ends. Every wait is bounded.
 
-docs/decisions/0003-kv-carrier.md compares plain sockets with gRPC and ZeroMQ. Decision 0022 covers their security.
+The KV sender and receiver own the streams. docs/decisions/0003-kv-carrier.md compares plain sockets with gRPC and
+ZeroMQ. Decision 0022 covers their security.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class KvStream:
             shut(self._connection)
 
     def close(self) -> None:
-        """Free the descriptor, or leave it to the last waiting call, since freed descriptors are reused. Idempotent."""
+        """Free the descriptor, or let the last waiting call free it: a free descriptor may be reused. Idempotent."""
         with self._moving:
             self._is_closed = True
             self._dispose()
@@ -150,7 +151,7 @@ class KvStream:
         return left
 
 
-def call(endpoint: str, connect_seconds: float, stall_seconds: float, tls: PeerTls | None = None) -> KvStream:
+def connect(endpoint: str, connect_seconds: float, stall_seconds: float, tls: PeerTls | None = None) -> KvStream:
     """Connect to HOST:PORT and return the stream. Raises ConfigError, OSError."""
     host, port = parse_endpoint(endpoint)
     connection = socket.create_connection((host, port), timeout=connect_seconds)

@@ -1,7 +1,7 @@
 """Staging slots between the cache and a peer.
 
 A source packs a frame's payload into an out slot, and a destination reads it into its own landing slot, so a peer never
-reads or writes the cache.
+reads or writes the cache. A rank's `PullAgent` owns its slots.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class OutSlots(SlotPool):
         self.words = torch.zeros(num_slots, dtype=torch.int64)
 
     def fill(self, slot: int, layout: FrameLayout, layers: range, cache: KvCache) -> torch.Tensor:
-        """Pack the payload of a frame of some layers into a slot and return its bytes, inside `CopyStream.copying`."""
+        """Pack a frame's payload of some layers into a slot and return those bytes. Call it in `CopyStream.copying`."""
         begin = slot * self.slot_bytes
         return layout.pack(layers, cache, self.memory[begin : begin + self.slot_bytes])
 

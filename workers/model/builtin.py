@@ -4,6 +4,7 @@
 found. `builtin:tiny` is written here on first use: a small Llama with a byte-level tokenizer. Its token id i < 256 is
 the byte i, and five special tokens follow. Its weights are random, not trained, and the same bits on every machine.
 They make its answers printable, varied and endless, but meaningless. Writing them needs numpy only: no torch is loaded.
+Commands, gateways and ranks find the directory of their model here.
 """
 
 from __future__ import annotations
@@ -45,9 +46,11 @@ def resolve_model_path(model: str, environment: Mapping[str, str] = os.environ) 
         path = Path(model).expanduser()
         if not path.is_dir():
             fetch = (
-                f"'hf download {model} --local-dir DIR' fetches one of that name, " if HUB_NAME.fullmatch(model) else ""
+                f" ('hf download {model} --local-dir DIR' fetches the model of that name)"
+                if HUB_NAME.fullmatch(model)
+                else ""
             )
-            raise ModelRefused(f"model path {model!r} is not a directory; {fetch}give one, or {ALLOWED}")
+            raise ModelRefused(f"model path {model!r} is not a directory; give a directory{fetch}, or {ALLOWED}")
         return path
     name = model.removeprefix(PREFIX)
     if name not in VERSIONS:
@@ -56,7 +59,7 @@ def resolve_model_path(model: str, environment: Mapping[str, str] = os.environ) 
     if (target / "config.json").is_file():
         return target
     if name != TINY:
-        raise ModelRefused(f"{model} is not in the cache ({target}); run 'ringserve import {model}' there once")
+        raise ModelRefused(f"{model} is not in the cache ({target}); run 'ringserve import {model}' here once")
     write_once(model, target, _write_tiny)
     return target
 
@@ -242,9 +245,10 @@ def _draw_weights() -> dict[str, Weights]:
 def _look_back(query: Weights, key: Weights) -> None:
     """Make query head h of the first KV head attend to the token h + 1 places back, whatever the tokens are.
 
-    Rotary scores of constant queries and keys depend on the distance alone; rotated by the angle of h + 1 places, they
-    peak there. So the next token depends on the last five tokens, and on distant ones that the other heads choose. A
-    flat average over thousands of tokens would make the output repeat itself at once.
+    If queries and keys are constant, rotary scores depend on the distance alone. Head h's query is rotated by the angle
+    of h + 1 places, so its scores peak at that distance. So the next token depends on the newest token, on the four
+    before it (one for each head), and on distant ones that the other heads choose. A flat average over thousands of
+    tokens would make the output repeat itself at once.
     """
     frequencies = ROPE_THETA ** (-np.arange(LOOK_BACK_FREQUENCIES) / (HEAD_DIM // 2))
     cosine, sine = (slice(start, start + LOOK_BACK_FREQUENCIES) for start in (0, HEAD_DIM // 2))

@@ -42,7 +42,7 @@ def _undecorated(function: Callable[..., object] | None = None, *_: object, **__
 
 @contextmanager
 def _transformed_getitem() -> Iterator[None]:
-    """Load the one part of the compiler that transformers needs without compiling, when it builds masks."""
+    """Load, when masks are built, the one part of the compiler that transformers needs without compiling."""
     with import_module(INDEXING).TransformGetItemToIndex():
         yield
 
@@ -77,14 +77,15 @@ class _CompilerFinder(MetaPathFinder):
 
 @contextmanager
 def _without_compiler_and_sharding() -> Iterator[None]:
-    """Import transformers as if torch had neither. Only transformers' own decisions remain afterwards."""
+    """Hide torch's compiler and sharding inside the `with` block; what transformers decides there stays."""
     import transformers
     from transformers.utils import import_utils
 
     decorators = dict.fromkeys(("allow_in_graph", "assume_constant_result", "disable"), _undecorated)
     indexing, models = ModuleType(INDEXING), ModuleType("transformers.models")
     vars(indexing)["TransformGetItemToIndex"] = _transformed_getitem
-    # Models are found by path; other names of this package are transformers' own.
+    # Stand-in for `transformers.models`: models are found by path, without reading their sources; every other name is
+    # looked up in `transformers`.
     models.__path__ = [f"{path}/models" for path in transformers.__path__]
     vars(models)["__getattr__"] = partial(getattr, transformers)
     sys.modules.setdefault(models.__name__, models)
@@ -119,7 +120,7 @@ from transformers.initialization import no_init_weights  # noqa: E402
 
 
 def prepare_conversions() -> None:
-    """Compile the tensor names of all families, for which the first model of a process would wait half a second."""
+    """Build transformers' table of the tensor names of all families, for which the first model waits half a second."""
     get_checkpoint_conversion_mapping("")
 
 

@@ -1,4 +1,4 @@
-"""Model shape and model identity, read from a model directory without torch: leaders and gateways have none."""
+"""Model shape and model identity, read from a model directory without torch: leaders and gateways do not load it."""
 
 from __future__ import annotations
 
@@ -137,9 +137,9 @@ IDENTITY_FILES = ("config.json", "generation_config.json", "tokenizer.json", "to
 def read_fingerprint(path: Path) -> str:
     """Return the identity of the model in `path`, 16 hexadecimal digits: of its configuration, tokenizer and weights.
 
-    Equal directories have equal fingerprints on every machine. Of each stored tensor name, type, shape and the
-    SAMPLE_BYTES in its middle count, so most of a large file is not read. Example: two fine-tunes of one base model
-    differ. Raises ModelRefused.
+    Equal directories have equal fingerprints on every machine. Of each stored tensor, only its name, type, shape and
+    the SAMPLE_BYTES in its middle are hashed, so most of a large file is not read. Example: two fine-tunes of one base
+    model differ. Raises ModelRefused.
     """
     digest = hashlib.sha256()
     try:
@@ -184,7 +184,7 @@ def _sample_torch_file(path: Path) -> Iterator[bytes]:
 
 
 def check_fingerprint(path: Path, expected: str) -> None:
-    """Check that `path` holds the model that the service began with; any if `expected` is empty. Raises ModelRefused.
+    """Check that `path` holds the model that the service began with, unless `expected` is empty. Raises ModelRefused.
 
     Ranks of two models would give answers of neither.
     """
@@ -196,7 +196,7 @@ def check_fingerprint(path: Path, expected: str) -> None:
 
 
 def tensor_sizes(info: ModelInfo) -> list[int]:
-    """Return the numbers of tensor-parallel ranks of which each gets as many whole KV heads: 1 if heads have sinks."""
+    """Return the numbers of tensor-parallel ranks that divide the KV heads evenly; only 1 if heads have sinks."""
     if info.has_sinks:
         return [1]
     return [size for size in range(1, info.num_kv_heads + 1) if info.num_kv_heads % size == 0]
@@ -286,8 +286,9 @@ class _MlpWidths:
 
 
 def _yarn_positions(config: Mapping[str, object]) -> int:
-    """Return the positions that YaRN stretches to, 0 without it; configs often give only the length before.
+    """Return the number of positions that YaRN stretches to, 0 without it.
 
+    `max_position_embeddings` often gives only the number before.
     Example: Qwen's recipe for 131,072 positions is factor 4 and `original_max_position_embeddings` 32768.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -301,7 +302,7 @@ def _yarn_positions(config: Mapping[str, object]) -> int:
 
 
 def _eos_token_ids(path: Path, config: Mapping[str, object]) -> tuple[int, ...]:
-    """Read the end-of-sequence ids from generation_config.json, which chat models extend, or else from config.json."""
+    """Read the end-of-sequence ids from generation_config.json, in which chat models list more, or from config.json."""
     generation_path = path / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else {}
     ids = generation.get("eos_token_id", config.get("eos_token_id"))

@@ -1,6 +1,7 @@
 """Linear layers in the forms that kernels read fastest: packed for CPUs, joined, or 8-bit floats.
 
-A layer changes its form in place, once, after the ring has cut its share of the weights.
+A loaded model calls these functions. A layer changes its form in place, once, after the ring has cut its share of the
+weights.
 
 Shapes: T rows, C input features.
 """
@@ -31,8 +32,8 @@ class PackedLinear(Linear):
     Weights are read by this package's kernels (`is_native`) if they are compiled here, those of bfloat16 only if the
     processor multiplies such numbers; all others are read by oneDNN's. fp32 weights of which each number is a bfloat16
     are stored as such: half of the bytes are read, and the sums are the same. oneDNN would reorder a plain weight in
-    every call, which costs relatively more for few rows: one row takes 1.2 times as long in fp32 and 1.4 times in bf16,
-    and 8 rows twice as long.
+    every call. That costs more for few rows than for hundreds: one row takes 1.2 times as long in fp32 and 1.4 times in
+    bf16, and 8 rows twice as long.
     """
 
     packed: Tensor
@@ -82,7 +83,7 @@ def _stored_dtype(weight: Tensor) -> torch.dtype:
 
 
 FIRST_NUMBERS, CHECKED_NUMBERS = 1 << 10, 1 << 20
-"""Numbers of a weight that are checked first, which tell for most, and at a time."""
+"""How many numbers of a weight are checked first, which is enough for most, and then at a time."""
 
 
 def with_least_rows(input: Tensor, packed: Tensor) -> Tensor:
@@ -97,10 +98,10 @@ def with_least_rows(input: Tensor, packed: Tensor) -> Tensor:
     return torch.nn.functional.pad(input, (0, 0, 0, missing))
 
 
-# Numbers of an MLP's widest tensor that are computed at a time: memory of a larger one is new in every layer, and takes
-# a tenth of the MLP's time.
+# Limit on the numbers of an MLP's widest tensor that are computed at a time: memory of a larger one would be allocated
+# in every layer, which takes a tenth of the MLP's time.
 PRODUCT_NUMBERS = 1 << 21
-# Rows of a part at least: all weights of the MLP are read for each part.
+# Minimum rows of a part, since all weights of the MLP are read for each part.
 LEAST_PRODUCT_ROWS = 384
 
 
@@ -120,8 +121,8 @@ class GatedMlp:
     def try_of(cls, mlp: Module) -> GatedMlp | None:
         """Return the forward pass of an `mlp`, or None for other modules and if its first two layers have hooks.
 
-        In bf16 oneDNN would round less often than transformers; this package's kernels round where it does. The kernels
-        want the first two layers in one type.
+        In bf16 oneDNN would round less often than transformers; this package's kernels round in the same places as
+        transformers. The kernels want the first two layers in one type.
         """
         gate, up, down = (getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
         if not (isinstance(gate, PackedLinear) and isinstance(up, PackedLinear) and isinstance(down, Module)):
@@ -190,21 +191,21 @@ class FusedNorm:
 
 
 def _are_alike(found: Tensor, wanted: Tensor) -> bool:
-    """Return True if numbers differ by the order of a sum at most. In bf16 few of them may, in their last bit."""
+    """Return True if numbers differ at most by the order of a sum; in bf16, few of them and only in the last bit."""
     if wanted.dtype == torch.float32:
         return torch.allclose(found, wanted, rtol=1e-5, atol=1e-6)
     return bool((found != wanted).float().mean() <= MAX_ROUNDED) and torch.allclose(found, wanted, rtol=2**-7, atol=0.0)
 
 
 MAX_ROUNDED = 0.01
-"""Share of bf16 numbers that an fp32 difference in the last bit may round to a neighbour."""
+"""Maximum share of bf16 numbers that a difference in the last bit of fp32 rounds to a neighbour."""
 
 ROTATION = "apply_rotary_pos_emb"
 """Function that the attention of most families turns its queries and keys with."""
 
 
 def rotating_forward(attention: Module) -> Callable[..., Any] | None:
-    """Return the forward pass of an attention module of a CPU with rotary positions in one call instead of ten.
+    """Return an attention module's forward pass that applies rotary positions by one CPU kernel instead of ten calls.
 
     Its code stays the module's own: only the function that it calls for the positions is replaced. None for other
     modules, for families whose function gives other numbers (Cohere pairs neighbours), and if kernels are not compiled.

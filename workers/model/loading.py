@@ -1,4 +1,7 @@
-"""Loader of Hugging Face model directories with ring attention. Local files only: nothing is ever downloaded."""
+"""Loader of Hugging Face model directories with ring attention. Local files only: nothing is ever downloaded.
+
+A rank loads its model, and perhaps a draft model, when it starts. Its steps run the `LoadedModel`.
+"""
 
 from __future__ import annotations
 
@@ -82,8 +85,8 @@ def attend_in_ring(
 ) -> tuple[Tensor, None]:
     """Attend rotated query[1,H,T,D] to key and value[1,K,T,D] -> (out[1,T,H,D], None), as transformers calls it.
 
-    The step stores and sends them in their dtype, and merges fp32. On a CPU float16 is widened first. Raises
-    ModelRefused if the layer wants another attention than causal softmax over all earlier tokens.
+    The step stores and sends keys and values in their dtype, and merges partial results in fp32. On a CPU float16 is
+    widened first. Raises ModelRefused if the layer wants another attention than causal softmax over all earlier tokens.
     """
     if unserved := [name for name in UNSERVED_ATTENTION if others.get(name) is not None]:
         raise ModelRefused(f"attention with {unserved[0]} cannot be served")
@@ -187,14 +190,16 @@ class LoadedModel:
     def pack_weights(self, *, with_head: bool, quantization: str = NO_QUANTIZATION, is_shared: bool = False) -> None:
         """Bring the weights of all layers into the form that kernels read fastest. Idempotent.
 
-        Projections with the same input become one layer. On a CPU layers are packed, MLPs run in two calls of its
-        kernels instead, which apply the activation, RMS norms and rotary positions in one. The packed copy of a head
-        that is the embedding, too, takes memory of its own. With `is_shared` all ranks of a machine with the same
-        weights have one copy of the embedding and of those that are packed for this package's kernels; they must be as
-        they were read. On a GPU with `quantization` "fp8" MLPs become such of 8-bit floats.
+        Projections with the same input become one layer. On a CPU layers are packed; MLPs are not joined there, but run
+        in two kernel calls that also apply the activation, and RMS norms and rotary positions take one call each. If
+        the head's weight is the embedding too, its packed copy takes extra memory. With `is_shared`, all ranks of a
+        machine with the same weights share one copy of the embedding and of layers packed for this package's kernels;
+        the weights must be as they were read. On a GPU, `quantization` "fp8" turns the MLPs' layers into layers of
+        8-bit floats.
         """
         is_on_cpu = self.model.device.type == "cpu"
-        if not is_on_cpu or self.body.dtype in packed_dtypes():  # where files are mapped, a copy would take memory
+        # Weights that are not packed stay mapped from their files: a joined copy would take memory.
+        if not is_on_cpu or self.body.dtype in packed_dtypes():
             join_layers(self.body, ATTENTION_LAYERS)
         if not is_on_cpu:
             join_layers(self.body, MLP_LAYERS)
@@ -231,9 +236,9 @@ class LoadedModel:
             weight.data = shared.view(weight.dtype).view(weight.shape)
 
     def compiled(self, backend: str) -> LoadedModel:
-        """Return the model with its layers compiled by a backend of torch; its weights are cut and packed no more.
+        """Return the model with its layers compiled by a backend of torch; do not cut or pack its weights afterwards.
 
-        If the compiler fails they stay as they are, and the log has its reason.
+        If the compiler fails, the layers stay as they are, and the reason is logged.
         """
         if self.pieces is not None:
             return self
@@ -358,7 +363,7 @@ def name_files(path: Path) -> str:
 
 
 def draw_model(path: Path, dtype: str, device: str) -> LoadedModel:
-    """Return the model that config.json in `path` describes, with random weights: it takes the time of a trained one.
+    """Return the model that config.json in `path` describes, with random weights: it runs as fast as a trained one.
 
     Raises ModelRefused.
     """
@@ -375,7 +380,7 @@ def draw_model(path: Path, dtype: str, device: str) -> LoadedModel:
 
 
 def _without_weights(path: Path, info: ModelInfo) -> PreTrainedModel:
-    """Return a model of memory that is never written before its share is read: it takes none. Raises ModelRefused."""
+    """Return a model with unwritten weights: they take no memory before its share is read. Raises ModelRefused."""
     register_attention()
     try:
         with LOADING, no_init_weights():
@@ -403,14 +408,14 @@ def _check_defaults(path: Path, config: Any, info: ModelInfo) -> None:
     ):
         theirs = getattr(config, key, None)
         if theirs is not None and theirs != ours:
-            raise ModelRefused(f"{path / 'config.json'} lacks {key}, and transformers takes {theirs}; write it there")
+            raise ModelRefused(f"{path / 'config.json'} lacks {key}, and transformers assumes {theirs}; add it there")
     if info.model_type in WINDOWS:
         window, kinds = getattr(config, "sliding_window", None) or 0, getattr(config, "layer_types", None)
         slides = [kind == SLIDING for kind in kinds] if kinds else [True] * info.num_layers
         theirs = [window if each and window < info.max_positions else 0 for each in slides]
         if theirs != list(info.windows or (0,) * info.num_layers):
             raise ModelRefused(
-                f"{path / 'config.json'} lacks layer_types, and transformers takes {kinds}; write it there"
+                f"{path / 'config.json'} lacks layer_types, and transformers assumes {kinds}; add it there"
             )
 
 

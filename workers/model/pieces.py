@@ -1,9 +1,9 @@
 """Forward pass of a model cut at its attention: the code between two attentions is one compiled piece.
 
-torch's compiler traces the stock modules once, with attention, and sums over ranks, as opaque operators and any number
-of rows. The traced graph is cut there. A piece has tensors of fixed shapes for a given number of rows, reads nothing on
-the host, and sends nothing, so a device can record it (`workers/decode/graphs.py`). Layers of one shape share one
-compiled piece.
+torch's compiler traces the stock modules once, for any number of rows. Attention and sums over ranks are opaque
+operators in the trace, and the graph is cut there. A piece has tensors of fixed shapes for a given number of rows,
+reads nothing on the host, and sends nothing, so a device can record it (`workers/decode/graphs.py`). Layers of one
+shape share one compiled piece.
 
 Shapes: T rows, H query heads, K KV heads, D head dimension.
 """
@@ -149,8 +149,8 @@ class Pieces:
     ) -> Tensor:
         """Return hidden states [T, hidden_size] of token_ids and positions int64[T].
 
-        `total` sums over ranks. `call` computes a piece, given its function and arguments; a piece computes itself
-        where it is None.
+        `total` sums over ranks. `call` computes a piece, given its function and arguments; if it is None, the function
+        is called directly.
         """
         ids, places, *sizes = self._inputs
         values: dict[str, Any] = {**self._weights, ids: token_ids, places: positions}
@@ -213,7 +213,8 @@ def trace(body: Module, device: torch.device, backend: str, columns: int = 0) ->
     token_ids, positions = (torch.zeros(TRACED_ROWS, dtype=torch.int64, device=device) for _ in range(2))
     for each in (token_ids, positions):
         dynamo.mark_dynamic(each, 0)
-    # Another model of the process is no recompilation of this one: its numbers are constants, too.
+    # Tracing another model in this process must not count as a recompilation, nor make variables of the numbers that
+    # differ: they are constants of each.
     alone = dynamo.config.patch(recompile_limit=1 << 20, automatic_dynamic_shapes=False)
     with torch.inference_mode(), alone, suppress(_Traced):
         torch.compile(forward, backend=keep, fullgraph=True)(token_ids, positions)

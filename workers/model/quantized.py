@@ -1,9 +1,9 @@
 """Weights that were published in few bits, read as plain ones.
 
-Every form has a factor for each group of weights, and perhaps a zero point. A weight is one product in float32, rounded
-once to the model's dtype, so it equals the number of the form's own library in that dtype. Activations are not rounded,
-even if a file has scales for them. Sources of the forms: transformers' Fp8Dequantize, compressed-tensors 0.20,
-bitsandbytes 0.50, AutoAWQ 0.2.9 (gemm), GPTQModel 7.7.
+The reader of weight files calls it. Every form has a factor for each group of weights, and perhaps a zero point. A
+weight is one product in float32, rounded once to the model's dtype, so it equals the number of the form's own library
+in that dtype. Activations are not rounded, even if a file has scales for them. Sources of the forms: transformers'
+Fp8Dequantize, compressed-tensors 0.20, bitsandbytes 0.50, AutoAWQ 0.2.9 (gemm), GPTQModel 7.7.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from ringserve.cp_core.errors import ModelRefused
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Place of each of eight adjacent weights in an int32 of AWQ, counted in fours of bits."""
+"""Number of the four-bit group, in an int32 of AWQ, of each of eight adjacent weights."""
 BITSANDBYTES_STATE = re.compile(r"\.weight\.quant_state\.bitsandbytes__(nf4|fp4)$")
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Floats of 4 bits (E2M1), by their bits."""
@@ -38,7 +38,7 @@ class WeightFile(Protocol):
 
 @dataclass(frozen=True)
 class _Layer:
-    """Tensors of one layer, whose names are `name`, `joint` and a part. `config` is the `quantization_config`."""
+    """Tensors of one layer, each named `name` + `joint` + the part's name. `config` is the `quantization_config`."""
 
     files: Mapping[str, WeightFile]
     name: str
@@ -57,10 +57,10 @@ class _Layer:
 
 @dataclass(frozen=True)
 class _Form:
-    """Form in which a layer is stored: `ending` marks its tensors, and `parts` are all that it takes from the files.
+    """Form in which a layer is stored: a tensor with this `ending` marks a layer, and `parts` are its other tensors.
 
-    `read` returns the weight [out, in] in float32, whose name is the layer's with `weight` behind it. `joint` is
-    between the layer's name and a part's.
+    `read` returns the weight [out, in] in float32, named by the layer's name and `weight`. `joint` stands between the
+    layer's name and a part's.
     """
 
     ending: re.Pattern[str]
@@ -94,8 +94,8 @@ def read_plain(
 ) -> Mapping[str, WeightFile]:
     """Replace the tensors of every quantized layer NAME by one, `NAME.weight` of `dtype`. Others stay as they are.
 
-    `config` is `quantization_config` of config.json, which `check_supported` has taken. Raises ModelRefused on use of a
-    weight whose tensors do not fit together.
+    `config` is `quantization_config` of config.json, which `check_supported` has accepted. Raises ModelRefused on use
+    of a weight whose tensors do not fit together.
     """
     plain = dict(files)
     for form in FORMS[str(config["quant_method"])]:
@@ -109,14 +109,14 @@ def read_plain(
 
 
 def check_plain(path: Path, name: str, stored: Tensor) -> None:
-    """Raise ModelRefused for a weight in few bits whose config.json says nothing of it: its factor would be missed."""
+    """Raise ModelRefused for a weight in few bits if config.json does not say so: its factors would be ignored."""
     if not stored.is_floating_point() or stored.dtype in FP8_TYPES:
         kind = str(stored.dtype).removeprefix("torch.")
         raise ModelRefused(f"{path} has {name} as {kind}, but config.json has no quantization_config that explains it")
 
 
 def _spread(values: Tensor, shape: torch.Size, block: Iterable[int] | None) -> Tensor:
-    """Spread one value, one a row, or one a block over a weight of `shape` [out, in]; the last blocks may be smaller.
+    """Spread one value, one per row or one per block over a weight [out, in]; the last blocks may be smaller.
 
     `block` is their size (rows, columns). Without it, or if there are not as many values as blocks, blocks divide the
     weight evenly.
@@ -169,7 +169,7 @@ def _block(config: Mapping[str, Any]) -> Iterable[int] | None:
 
 
 def _read_packed(layer: _Layer) -> Tensor:
-    """Read integers of compressed-tensors, which lie in words along the row, and are stored plus half their range."""
+    """Read integers of compressed-tensors: in words along the row, plus half their range, so that none is negative."""
     packed, scale = layer.get("weight_packed"), layer.get("weight_scale").float()
     rows, columns = layer.get("weight_shape").tolist()
     bits = packed.shape[1] * 32 // columns
@@ -185,7 +185,7 @@ def _read_packed(layer: _Layer) -> Tensor:
 
 
 def _read_gptq(layer: _Layer) -> Tensor:
-    """Read GPTQ, which lies in words along the input. Its first format stores zero points less one, word by word."""
+    """Read GPTQ: in words along the input. Its first format stores each zero point minus one, so one is added here."""
     bits = int(layer.config["bits"])
     numbers, scale = _unpacked(layer.get("qweight"), bits, 0), layer.get("scales").float()
     words = layer.get("qzeros")

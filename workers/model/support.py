@@ -73,7 +73,7 @@ ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
 # Those whose angles change when the sequence becomes longer than a limit: cached keys would become wrong then.
 LIMITED_ROPE_TYPES: Final = ("dynamic", "longrope")
 
-# Keys of config.json that only models with the feature set.
+# Keys of config.json that are set only by models with the named feature.
 FEATURE_KEYS: Final[Mapping[str, str]] = {
     "vision_config": "vision input",
     "audio_config": "audio input",
@@ -147,10 +147,10 @@ def _unread_quantization(config: Config) -> str | None:
         return f"{found!r}"
     method = str(found.get("quant_method"))
     if method not in READ_QUANTIZATIONS:
-        return f"quant_method {method} (read are {', '.join(READ_QUANTIZATIONS)})"
+        return f"quant_method {method} (only {', '.join(READ_QUANTIZATIONS)} can be read)"
     for key, allowed in READ_QUANTIZATIONS[method].items():
         if ((value := found.get(key)) is not None or key == "bits") and value not in allowed:
-            return f"{method} with {key}={value!r} (read are {', '.join(map(repr, allowed))})"
+            return f"{method} with {key}={value!r} (only {', '.join(map(repr, allowed))} can be read)"
     for key in ("sparsity_config", "transform_config"):
         value = found.get(key)
         if isinstance(value, Mapping) and value and value.get("format") != "dense":
@@ -169,9 +169,9 @@ READ_QUANTIZATIONS: Final[Mapping[str, Mapping[str, tuple[object, ...]]]] = {
     "gptq": {"bits": (2, 4, 8), "checkpoint_format": ("gptq", "gptq_v2")},
     "mxfp4": {},
 }
-"""Methods of quantized weights that are read, each with the values of its keys that are; other keys do not matter.
+"""Quantization methods that can be read, each with the values that some keys may have; other keys do not matter.
 
-Only `bits` has no default."""
+Only `bits` may not be missing."""
 
 
 WINDOWS: Final[Mapping[str, int | None]] = {
@@ -209,9 +209,9 @@ FULL_EVERY: Final[Mapping[str, int]] = {
     "gpt_oss": 2,
     "olmo3": 4,
 }
-"""Families whose every so many-th layer is full attention if no `layer_types` say otherwise."""
+"""Families in which every n-th layer has full attention unless `layer_types` says otherwise, with n."""
 FULL_UNTIL: Final[Mapping[str, int]] = {"dots1": 62, "qwen2": 28, "qwen3": 28}
-"""Families whose layers slide from layer `max_window_layers` on if no `layer_types` say otherwise; its default."""
+"""Families with the window from layer `max_window_layers` on, unless `layer_types` says otherwise; its default."""
 SINKS: Final = ("gpt_oss", "granite_swa")
 """Families whose layers have attention sinks."""
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -273,7 +273,7 @@ def _unsupported_window(config: Config) -> str | None:
 def rope_limit(config: Config) -> int | None:
     """Return the positions up to which the rotary embedding's angles stay as they are; None if that is all of them.
 
-    Example: Phi-3.5 has 131,072 positions, but its angles change for all of them beyond the 4,096th.
+    Example: Phi-3.5 has 131,072 positions, but beyond the 4,096th the angles of all of them change: the limit is 4,096.
     """
     limits = [_limit(config, each) for each in _ropes(config) if _rope_kind(each) in LIMITED_ROPE_TYPES]
     return min((limit for limit in limits if limit is not None), default=None)
@@ -286,7 +286,7 @@ def _limit(config: Config, rope: Config) -> int | None:
 
 
 def _ropes(config: Config) -> list[Config]:
-    """Return the rotary embeddings, in `rope_parameters` or `rope_scaling` of older configs, one a kind of layer."""
+    """Return the rotary embeddings, one per kind of layer: `rope_parameters`, or `rope_scaling` in older configs."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         return []

@@ -26,11 +26,11 @@ GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 def load_tokenizer(model_path: Path) -> Any:
     """Return the tokenizer of a model directory, as transformers' AutoTokenizer chooses it.
 
-    AutoTokenizer rebuilds some tokenizers from the family's class, with other pieces than `tokenizer.json` has. The
-    file counts then, since the model was trained with it. Example: a Qwen2 directory with a SentencePiece tokenizer.
+    AutoTokenizer builds some tokenizers from the family's class, which splits texts unlike `tokenizer.json`. Then the
+    file is used, since the model was trained with it. Example: a Qwen2 directory with a SentencePiece tokenizer.
 
-    AutoTokenizer imports torch, which costs a gateway 250 MB and two seconds. If a Llama directory has the generic
-    `tokenizer_class`, AutoTokenizer would choose it, so it is loaded directly.
+    AutoTokenizer imports torch, which costs a gateway 250 MB and two seconds. If a Llama directory names a generic
+    `tokenizer_class`, AutoTokenizer would choose PreTrainedTokenizerFast, so that is loaded directly.
     """
     files = [model_path / name for name in ("config.json", "tokenizer_config.json", "tokenizer.json")]
     if all(file.is_file() for file in files) and _is_generic(read_json(files[0]), read_json(files[1])):
@@ -44,7 +44,7 @@ def load_tokenizer(model_path: Path) -> Any:
         return chosen
     from transformers import PreTrainedTokenizerFast
 
-    logger.warning("%s: %s has other tokens than tokenizer.json, which is used", model_path, type(chosen).__name__)
+    logger.warning("%s: %s differs from tokenizer.json; tokenizer.json is used", model_path, type(chosen).__name__)
     return PreTrainedTokenizerFast.from_pretrained(str(model_path), local_files_only=True)
 
 
@@ -54,8 +54,8 @@ def check_same_tokens(model_path: Path, other_path: Path, key: str) -> None:
     if own != others:
         raise ConfigError(
             f"{key}: the tokenizer of {other_path} differs from that of {model_path} in "
-            f"{len(own.items() ^ others.items())} entries; allowed is a model with the same one, such as a smaller one "
-            "of the family"
+            f"{len(own.items() ^ others.items())} entries; use a model with the same tokenizer, such as a smaller "
+            "one of the family"
         )
 
 

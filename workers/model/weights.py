@@ -1,4 +1,7 @@
-"""Weights of a model directory. A rank reads its own share of each tensor straight into the model's parameters."""
+"""Weights of a model directory. A rank reads its own share of each tensor straight into the model's parameters.
+
+Model loading calls it. It writes to the parameters that it is given, and gives up pages of mapped files.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ def release_pages(path: Path) -> None:
 
     Packed weights are copies, and the pages they were read from would count as this process's for good. The kernel
     keeps them as a cache of the files, whose contents stay readable. Mappings with pages that were written to are left
-    alone. Weights that were converted as they were read were in memory of the allocator, which keeps it when it is
+    alone. Weights that were converted while they were read lay in the allocator's memory, which it keeps after they are
     freed: three quarters of a gigabyte for SmolLM2 in fp32 from a file of bfloat16.
     """
     files = {str(file.resolve()) for file in path.iterdir()}
@@ -70,7 +73,7 @@ def release_pages(path: Path) -> None:
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Return True if a tensor is mapped from a file, or from memory that processes share; False where nobody knows."""
+    """Return True if a tensor is mapped from a file, or from memory that processes share; False if unknown."""
     if not MAPPINGS.is_file():
         return False
     found = (MAPPING.fullmatch(line) for line in MAPPINGS.with_name("maps").read_text().splitlines())

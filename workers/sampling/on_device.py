@@ -1,7 +1,8 @@
 """Sampling on a GPU: the formulas of `workers.sampling.sampler` as tensor operations, with one read of the result.
 
 Sums are fp64 in token order, as on the host. If a draw falls within the rounding error of such a sum (1e-16 relative),
-a GPU may choose the neighbouring token. The random number comes from the host.
+a GPU may choose the neighbouring token. The random number comes from the host. Decode steps and the sampler of rows on
+a GPU call it.
 
 Shapes: R rows, V vocabulary.
 """
@@ -44,7 +45,7 @@ class ChosenRows:
 
 
 def words_of(largest: Tensor, tokens: Tensor) -> Tensor:
-    """Return each row's word from its largest logit [R], NaN or infinite if the row is broken, and its token [R]."""
+    """Return each row's word: its token [R], or BROKEN if its largest logit [R] is NaN or infinite."""
     return torch.where(largest.isfinite(), tokens, BROKEN)
 
 
@@ -80,7 +81,8 @@ def _filtered(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Te
     is_limited = (top_k > 0) & (top_k < size)
     smallest = values.gather(1, (top_k.long() - 1).clamp(0, size - 1))
     weights = values.exp().masked_fill(is_limited & (values < smallest), 0.0)
-    # Sum of a token's share and all smaller shares. Tokens up to 1 - top_p are removed, except the largest.
+    # Sum of a token's share and all smaller shares. A token is removed if this sum is at most 1 - top_p; the most
+    # likely token always stays.
     tails = (weights / weights.sum(dim=-1, keepdim=True)).flip(-1).cumsum(-1).flip(-1)
     is_outside = (top_p < 1.0) & (tails <= 1.0 - top_p)
     is_outside[:, 0] = False

@@ -25,13 +25,14 @@ class TokenSequence:
 class SamplingParameters:
     """Sampling parameters of a turn. Temperature 0 is greedy; else `seed` draws from softmax(logits / temperature).
 
-    The draw at position p depends only on (seed, p), so it is the same for every ring size and batch.
-    `stop_token_ids` includes the model's end-of-sequence ids unless the caller ignores them. `top_k` 0 disables the
-    filter. `workers.sampling.sampler` has the formulas and their order. `logprobs` and `prompt_logprobs` are the number
-    of top tokens reported besides the chosen token; None means no log-probabilities. With `ends_by_text`, the reader of
-    the tokens decides where the answer ends. `grammar` is an llguidance grammar for the answer; empty means none.
-    Only `allowed_ids` are drawn unless they are empty, and no token that would complete one of the `banned` sequences.
-    A step checks at most `max_drafts` drafts of next tokens; None means as many as pay. They change no token.
+    The draw at position p depends only on (seed, p), so it is the same for every ring size and batch. `stop_token_ids`
+    includes the model's end-of-sequence ids unless the caller ignores them. `top_k` 0 disables the filter.
+    `workers.sampling.sampler` has the formulas and their order. `logprobs` and `prompt_logprobs` are the number of top
+    tokens reported besides the chosen token; None means no log-probabilities. With `ends_by_text`, the reader of the
+    tokens decides where the answer ends. `grammar` is an llguidance grammar for the answer; empty means none. Only
+    `allowed_ids` are drawn unless they are empty, and no token that would complete one of the `banned` sequences. A
+    step checks at most `max_drafts` drafts of next tokens; None means as many as are worth their time. Drafts never
+    change which tokens are drawn.
 
     Example: `SamplingParameters(temperature=0.7, seed=1)` draws the same tokens on any ring.
     """
@@ -127,7 +128,7 @@ class Sampled:
     """Sampled token, with `logprobs` if requested.
 
     The token is None if the row's logits are not finite, or, with `is_outside_grammar`, if its masks allow no token.
-    Unless it `is_reached`, it would follow a draft that is wrong: it does not count.
+    Unless it `is_reached`, this draft or an earlier one is wrong, and the token is ignored.
     """
 
     token_id: int | None
@@ -141,4 +142,4 @@ NO_TOKEN = Sampled(None)
 OUTSIDE_GRAMMAR = Sampled(None, is_outside_grammar=True)
 """Outcome of a row whose grammar became too complex, or with masks that allow no token of the vocabulary."""
 NOT_REACHED = Sampled(None, is_reached=False)
-"""Outcome of a row behind a draft that is wrong."""
+"""Outcome of the row of a wrong draft, and of the rows after it."""

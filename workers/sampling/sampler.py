@@ -9,7 +9,7 @@ after the repetition penalty, as in vLLM:
     frequency     l -= f * count                     count of the token in the answer
     presence      l -= p                             for tokens of the answer
     min_tokens    l = -inf                           for stop tokens, while the answer is shorter
-    allowed       l = -inf                           for tokens that are not among allowed_ids, where any are given
+    allowed       l = -inf                           for tokens that are not among allowed_ids, if any are given
     banned        l = -inf                           for the token that would complete a banned sequence in the answer
     grammar       l = -inf                           for tokens that the answer's grammar does not allow here
     temperature   l /= t
@@ -20,7 +20,8 @@ after the repetition penalty, as in vLLM:
 A greedy choice takes the largest logit after the first eight steps. A draw depends only on (seed, position), so a
 sequence gets the same tokens on a ring of any size, in any batch, and after its turn has moved to another ring. On CPUs
 one kernel call chooses the tokens of all rows without penalties, masks and grammars, and a second call the others'.
-Log-probabilities use the raw logits, as in vLLM.
+Log-probabilities use the raw logits, as in vLLM. Prefill and decode steps call it; a row's state lies in its
+`RowSampler`.
 
 Shapes: R rows, V vocabulary.
 """
@@ -85,7 +86,7 @@ def sample_rows(rows: Sequence[SampledRow], logits: Tensor) -> list[Sampled]:
     if logits.device.type != "cpu":
         return sample_rows_on_device(rows, logits)
     samplings = [row.sampler.sampling for row in rows]
-    # Rows whose logits change are only checked here.
+    # Of rows whose logits change below, this call only finds out whether they are BROKEN.
     tokens = _choose(rows, [GREEDY if each.changes_logits else each for each in samplings], logits)
     sampled = [NO_TOKEN if token == BROKEN else Sampled(token) for token in tokens]
     changed = [number for number, each in enumerate(samplings) if each.changes_logits and tokens[number] != BROKEN]
@@ -104,10 +105,11 @@ def sample_rows(rows: Sequence[SampledRow], logits: Tensor) -> list[Sampled]:
 
 
 def sample_checked(tokens: Sequence[CheckedToken], logits: Tensor) -> list[Sampled]:
-    """Sample the successor of each token of a step from logits[B, V]. A row's drafts stand behind its newest token.
+    """Sample the successor of each token of a step from logits[B, V]. A row's newest token comes before its drafts.
 
-    A draft counts if it equals the token that was sampled in its place; drafts behind a wrong one are NOT_REACHED.
-    So the tokens are the same as without drafts. Samplers that look at the answer have each right draft pushed.
+    A draft counts if it equals the token that was sampled in its place; a wrong one and all after it give NOT_REACHED.
+    So the tokens are the same as without drafts. If a row's parameters change the logits, each right draft is pushed to
+    its sampler before the next token is sampled.
     """
     if not any(token.number for token in tokens):
         return sample_rows(tokens, logits)
@@ -127,7 +129,7 @@ def sample_checked(tokens: Sequence[CheckedToken], logits: Tensor) -> list[Sampl
 
 
 def reached(tokens: Sequence[CheckedToken], sampled: list[Sampled]) -> list[Sampled]:
-    """Return `sampled` with NOT_REACHED after the first wrong draft."""
+    """Return `sampled` with NOT_REACHED from the first wrong draft of each row on."""
     for place, token in enumerate(tokens):
         if token.number and not _is_right(token, sampled[place - 1]):
             sampled[place] = NOT_REACHED

@@ -10,7 +10,7 @@ from multiprocessing.process import BaseProcess
 
 import torch
 
-from ringserve.workers.kv.nixl_agent import NixlAgent, engine_of
+from ringserve.workers.kv.nixl_agent import NixlAgent, ucx_settings
 from ringserve.workers.kv.pulls import PullAgent
 from ringserve.workers.kv.sender import KvSender
 from tests.forking import forking
@@ -31,7 +31,7 @@ from tests.workers.kv.kv_peers import (
     wait_for_slots,
 )
 
-ENGINE = engine_of()
+ENGINE = ucx_settings()
 # UCX over TCP serves READs by its target's processor: one that stands still keeps them under way.
 EMULATED = "PROTO_EMULATION_ENABLE=y,TLS=tcp,NET_DEVICES=lo"
 

@@ -15,7 +15,7 @@ import torch
 from ringserve.cp_core.errors import ConfigError, StaleIncarnation, TransferError, Unavailable
 from ringserve.workers.kv import nixl_agent, pulls
 from ringserve.workers.kv.frames import SlotRef
-from ringserve.workers.kv.nixl_agent import Disconnected, engine_of
+from ringserve.workers.kv.nixl_agent import Disconnected, ucx_settings
 from ringserve.workers.kv.pulls import PullAgent
 from ringserve.workers.kv.staging import SlotPool
 from tests.waiting import WAIT_SECONDS
@@ -305,9 +305,9 @@ def test_a_card_for_another_life_of_the_destination_ends_as_a_stale_transfer(pai
 
 def test_agents_listen_on_loopback_alone_and_without_tcp_where_there_is_rdma(tmp_path: Path) -> None:
     forced = "PROTO_EMULATION_ENABLE=n,CUDA_IPC_ENABLE_GET_ZCOPY=on"
-    assert engine_of(tmp_path / "none") == engine_of(tmp_path) == f"{forced},NET_DEVICES=lo"
+    assert ucx_settings(tmp_path / "none") == ucx_settings(tmp_path) == f"{forced},NET_DEVICES=lo"
     (tmp_path / "mlx5_0").mkdir()
-    assert engine_of(tmp_path) == f"{forced},TLS=^tcp"
+    assert ucx_settings(tmp_path) == f"{forced},TLS=^tcp"
 
 
 def test_nixl_that_is_not_installed_or_does_not_load_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

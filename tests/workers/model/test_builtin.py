@@ -137,7 +137,7 @@ def test_an_unknown_name_and_a_missing_directory_are_refused(tmp_path: Path) -> 
         resolve_model_path("builtin:large")
     with pytest.raises(ModelRefused, match="is not a directory"):
         resolve_model_path(str(tmp_path / "nowhere"))
-    fetched = "is not a directory; 'hf download Qwen/Qwen3-8B --local-dir DIR' fetches one of that name, give one"
+    fetched = r"give a directory \('hf download Qwen/Qwen3-8B --local-dir DIR' fetches the model of that name\), or"
     with pytest.raises(ModelRefused, match=fetched):
         resolve_model_path("Qwen/Qwen3-8B")
 

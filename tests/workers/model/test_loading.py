@@ -282,7 +282,7 @@ def test_positions_end_where_a_rotary_embedding_would_change_for_all_of_them(
 def test_a_config_whose_windows_transformers_reads_otherwise_is_refused(edited_config: Callable[..., Path]) -> None:
     """Its Mistral reads no `layer_types`, so all layers would have the window."""
     path = edited_config("mistral", sliding_window=8, layer_types=["full_attention", "sliding_attention"])
-    with pytest.raises(ModelRefused, match=r"config\.json lacks layer_types, and transformers takes"):
+    with pytest.raises(ModelRefused, match=r"config\.json lacks layer_types, and transformers assumes"):
         load_model(path, "float32", "cpu")
 
 
@@ -598,7 +598,7 @@ def test_a_default_of_transformers_that_the_config_omits_is_asked_for(tmp_path: 
     config = json.loads((path / "config.json").read_text())
     del config["num_key_value_heads"]
     (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelRefused, match=r"lacks num_key_value_heads, and transformers takes 2; write it there"):
+    with pytest.raises(ModelRefused, match=r"lacks num_key_value_heads, and transformers assumes 2; add it there"):
         load_model(path, "float32", "cpu")
 
 

@@ -159,11 +159,17 @@ def test_tensors_that_do_not_fit_together_are_refused_by_the_name_of_their_layer
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ({"quant_method": "aqlm"}, r"quantized by quant_method aqlm \(read are awq, .*, mxfp4\) cannot be served"),
+        (
+            {"quant_method": "aqlm"},
+            r"quantized by quant_method aqlm \(only awq, .*, mxfp4 can be read\) cannot be served",
+        ),
         ({"bits": 4}, "quantized by quant_method None"),
-        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, r"awq with version='gemv' \(read are 'gemm', 'GEMM'\)"),
-        ({"quant_method": "gptq", "bits": 3}, r"gptq with bits=3 \(read are 2, 4, 8\)"),
-        ({"quant_method": "gptq"}, r"gptq with bits=None \(read are 2, 4, 8\)"),
+        (
+            {"quant_method": "awq", "bits": 4, "version": "gemv"},
+            r"awq with version='gemv' \(only 'gemm', 'GEMM' can be read\)",
+        ),
+        ({"quant_method": "gptq", "bits": 3}, r"gptq with bits=3 \(only 2, 4, 8 can be read\)"),
+        ({"quant_method": "gptq"}, r"gptq with bits=None \(only 2, 4, 8 can be read\)"),
         ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "format='nvfp4-pack-quantized'"),
         (
             {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
