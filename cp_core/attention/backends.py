@@ -1,4 +1,4 @@
-"""Attention kernels, fastest first, and the choice of one. A new kernel is a class and a line here."""
+"""All attention kernels, those that "auto" tries fastest first, and the choice of one when a rank loads its model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""FlashAttention 3 kernel for Hopper GPUs, from the package `fa3-fwd`: prefill about twice as fast.
+"""FlashAttention 3 kernel for Hopper GPUs, from the package `fa3-fwd`: prefill twice as fast as torch's.
 
-Written against version 0.0.3, which supports only bfloat16 and no block tables. On an H100 its LSE differs from torch's
-kernel by at most 3e-8.
+"auto" chooses it if it is installed. Written against version 0.0.3, which supports only bfloat16 and no block tables.
+On an H100 its LSE differs from torch's kernel by at most 3e-8.
 
 Shapes: T query tokens, S stored tokens, H query heads, D head dimension.
 """
@@ -21,14 +21,14 @@ from ringserve.cp_core.attention.triton_decode import TritonDecode
 from ringserve.cp_core.errors import ConfigError
 
 HOPPER = 9
-# Arguments of the operator behind q, k and v, all of them optional, and those behind the scale and `causal`: window,
-# chunk, soft cap, interleaved rotation, schedule, splits, packed heads, spared processors.
+# The operator's optional arguments after q, k and v, and the ones after the scale and `causal`: window (2), chunk, soft
+# cap, interleaved rotation, schedule, splits, packed heads, spared processors.
 UNUSED = (None,) * 20
 DEFAULTS = (-1, -1, 0, 0.0, True, None, 1, None, 0)
 
 
 class FlashAttention3:
-    """Its operator for many queries. `triton_decode` serves decode, windows, and few queries over long keys."""
+    """FlashAttention 3's operator, for many queries. `triton_decode` serves decode, windows, and few queries."""
 
     name: ClassVar[str] = "flash_attn_3"
     is_fast: ClassVar[bool] = True

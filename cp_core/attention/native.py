@@ -1,4 +1,6 @@
-"""Kernels of CPUs that are compiled when ringserve is installed (`native.cpp`): attention, layers, choice of tokens.
+"""CPU kernels (`native.cpp`), compiled when ringserve is installed: attention, decoder layers, choice of tokens.
+
+Layers, steps and samplers of ranks on CPUs call them.
 
 Shapes: T query tokens, S stored tokens, B single queries, H query heads, K key/value heads, D head dimension, C input
 features, N output features, R rows of logits, V tokens of the vocabulary.
@@ -29,20 +31,20 @@ DTYPES = (torch.float32, torch.bfloat16)
 CHOSEN_DTYPES = (*DTYPES, torch.float64)
 HEAD_DIMS = frozenset({16, 32, 48, 64, 80, 96, 112, 128, 192, 256})
 MAX_GROUP = 96
-"""Query heads of one KV head."""
+"""Maximum query heads per KV head."""
 
-LINE_NUMBERS = 32
-"""Numbers of bfloat16 in a cache line, at whose start each tensor of a layer begins."""
+NUMBERS_PER_LINE = 32
+"""How many bfloat16 numbers fill a cache line. Each tensor in a layer's working memory begins at a multiple of it."""
 
-# Up to this many tokens each reads the keys as they lie. More are worth the keys' transposition.
+# Up to this many query tokens, each one reads the keys in place. With more, it pays to transpose the keys first.
 MAX_SINGLE_TOKENS = 8
 
 
 class Layer(ctypes.Structure):
-    """Weights of a decoder layer, packed, and norms, by address (0: none), with their sizes; the caller keeps them.
+    """Addresses of a decoder layer's packed weights and norms (0: none), and their sizes; the caller keeps the tensors.
 
-    `joined` are the projections of queries, keys and values. `q_norm` and `k_norm` are norms of each head. `types_of`
-    gives the types of each product.
+    `joined` are the projections of queries, keys and values. `q_norm` and `k_norm` are norms of each head. The four
+    types are codes of `types_of`.
     """
 
     _fields_: ClassVar = [
@@ -82,10 +84,10 @@ class _OwnRows(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class PagedRows:
-    """Slots of a layer's cache where T rows are stored, and the pages that each attends by itself, its own KV included.
+    """Slots of a layer's cache where T rows are stored, and each row's own list of pages to attend, with its own KV.
 
-    k and v[S, K, D] are the cache's, slots is int64[T], table int32[T, M] has pages of `page_tokens` slots, and lengths
-    int32[T] their filled slots, `longest` at most.
+    k and v[S, K, D] are the cache's, slots is int64[T], table int32[T, M] lists each row's pages of `page_tokens`
+    slots, and lengths int32[T] how many of their slots are filled, at most `longest`.
     """
 
     k: torch.Tensor
@@ -109,8 +111,8 @@ class PagedRows:
 class PromptSequences:
     """Sequences whose next tokens a prompt's step computes, packed: the same for all layers.
 
-    `cached` lists the pieces of each sequence's cached tokens: (first slot, tokens), or int64 slots, whose KV is
-    copied: of `copied` tokens at most at a time.
+    `cached` lists the pieces of each sequence's cached tokens: (first slot, number of tokens), or a tensor of int64
+    slots. KV in such slots is copied together before it is attended, one sequence at a time, at most `copied` tokens.
     """
 
     def __init__(self, cached: Sequence[Sequence[tuple[int, int] | torch.Tensor]], num_new: Sequence[int]) -> None:
@@ -133,7 +135,7 @@ class PromptSequences:
         self._scratch = torch.empty(0)
 
     def scratch(self, numbers: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory that all layers use: of a prompt's size it would go back to the system after each of them."""
+        """Return working memory that all layers share: each layer's own would go back to the system after it."""
         if self._scratch.numel() < numbers or self._scratch.dtype != dtype:
             self._scratch = torch.empty(numbers, dtype=dtype)
         return self._scratch
@@ -174,12 +176,12 @@ def library() -> ctypes.CDLL | None:
 
 
 def load(kind: str) -> ctypes.CDLL | None:
-    """Load the library of an instruction set, or return None if there is none, or one of another VERSION."""
+    """Load the library for an instruction set. Return None if it does not exist or is not of VERSION."""
     return load_file(Path(__file__).with_name(f"native-{kind}.so"))
 
 
 def load_file(path: Path) -> ctypes.CDLL | None:
-    """Load a compiled library, or return None if there is none, or one of another VERSION.
+    """Load a compiled library. Return None if it does not exist or is not of VERSION.
 
     Kernels run on torch's thread pool, since a second pool would compete with it.
     """
@@ -225,10 +227,10 @@ def _pool() -> int | None:
 
 
 class NativeCpu:
-    """Attention of CPUs by this package's own kernels. Sizes that they lack go to torch's kernel.
+    """Attention on CPUs by this package's own kernels. Sizes that these do not support go to torch's kernel.
 
-    Every query's result has the same bits whatever queries are beside it, as long as there are MAX_SINGLE_TOKENS or
-    fewer, or more.
+    A query's result has the same bits in every call of at most MAX_SINGLE_TOKENS queries, and the same bits in every
+    larger call; between the two kinds the bits may differ.
     """
 
     name: ClassVar[str] = "native_cpu"
@@ -332,7 +334,7 @@ class NativeCpu:
     def _attend_singly(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, earlier: int | None, scale: float
     ) -> Partial:
-        """Attend the queries of one run one by one: it is one page. Query t sees `earlier` + t + 1 keys, or all."""
+        """Attend each query by itself over a run as one page of keys. Query t sees `earlier` + t + 1 keys, or all."""
         lengths = _lengths(q.shape[0], k.shape[0], earlier)
         return _attend_pages(q, k[None], v[None], _one_page(q.shape[0]), lengths, k.shape[0], scale)
 
@@ -366,7 +368,7 @@ def _attend_into(
     """Attend queries over runs of their dtype, and write out[T, H, D], contiguous, and lse[T, H]."""
     found = library()
     assert found is not None
-    assert scale > 0.0, f"the largest score is scaled after it is found, and the scale is {scale}"
+    assert scale > 0.0, f"scale is {scale}, but must be above 0: the kernel finds the largest score before it scales"
     num_tokens, num_heads, head_dim = q.shape
     sizes = (ctypes.c_int64 * 6)(num_tokens, num_heads, runs[0].k.shape[1], head_dim, *q.stride()[:2])
     of_runs = [
@@ -466,7 +468,7 @@ def _one_page(num_rows: int) -> torch.Tensor:
 
 
 def packed_shape(weight: torch.Tensor, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the shape of weight[N, C] that is packed in `dtype`: N rounded up to vectors, C of bfloat16 to pairs."""
+    """Return the shape of weight[N, C] packed in `dtype`: N is rounded up to whole vectors, C in bfloat16 to even."""
     found = library()
     assert found is not None
     lanes = found.ringserve_lanes()
@@ -496,9 +498,10 @@ def multiply(
 ) -> torch.Tensor:
     """Return rows[..., C] times a packed weight -> [..., N], in the rows' dtype, plus bias[N].
 
-    fp32 rows may have a weight of bfloat16. With `second`, a packed weight as large, it is silu(first product) * second
-    product, each rounded to the rows' dtype. Many rows are multiplied by tiles, if the processor has them. Sums of fp32
-    rows have another order then: see `rows_alone`.
+    fp32 rows may have a weight of bfloat16. With `second`, a packed weight of the same shape, it is silu(first product)
+    * second product, each product rounded to the rows' dtype. Many rows are multiplied by tiles, if the processor has
+    them. Tiles add fp32 products in another order, so a row's bits depend on the number of rows, unless `rows_alone`
+    prevents it.
     """
     found = library()
     assert found is not None
@@ -523,7 +526,7 @@ def multiply(
 
 
 def types_of(dtype: torch.dtype, packed: torch.Tensor) -> int:
-    """Return how the kernels call a product of rows of a dtype with a packed weight."""
+    """Return the kernels' code for rows of `dtype` times a weight: 0 bfloat16, 1 fp32 by fp32, 2 fp32 by bfloat16."""
     return 0 if dtype == torch.bfloat16 else 1 if packed.dtype == torch.float32 else 2
 
 
@@ -536,7 +539,7 @@ _calls = _Calls()
 
 @contextmanager
 def rows_alone() -> Iterator[None]:
-    """Give every row of this thread's products the bits that it has alone, however many rows are beside it.
+    """Give each row of this thread's products the bits that it would have if it were the only row.
 
     Example: a decode step, in which a draft must not change the token that its sequence has without it.
     """
@@ -548,7 +551,7 @@ def rows_alone() -> Iterator[None]:
 
 
 def normalize(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Return rows[..., C] / sqrt(mean(rows^2) + epsilon) * weight[C], of one dtype, which rounds the quotient, too."""
+    """Return rows[..., C] / sqrt(mean(rows^2) + epsilon) * weight[C] in their dtype; the quotient is rounded first."""
     found = library()
     assert found is not None
     assert weight.dtype == rows.dtype, f"a norm of {weight.dtype} for rows of {rows.dtype}"
@@ -571,8 +574,8 @@ def normalize(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Return states[T, H, D] turned by the angles of cos[T, D] and sin[T, D], of one dtype: a new tensor.
 
-    Both products of a number are rounded to the dtype. Number d of the first half and d + D / 2 are one pair: (a, b)
-    becomes (a cos - b sin, b cos + a sin).
+    Each product below is rounded to the dtype before it is added. Number d of the first half and d + D / 2 are one
+    pair: (a, b) becomes (a cos - b sin, b cos + a sin).
     """
     found = library()
     assert found is not None
@@ -613,10 +616,10 @@ def before_attention(
     return q, k, joined[:, heads + kv_heads :]
 
 
-def behind_attention(layer: Layer, states: torch.Tensor, attended: torch.Tensor, most: int) -> torch.Tensor:
+def after_attention(layer: Layer, states: torch.Tensor, attended: torch.Tensor, most: int) -> torch.Tensor:
     """Run the rest of a layer: its input states[T, C] and attended[T, H, D], both contiguous -> [T, C].
 
-    The MLP computes `most` rows at a time at most.
+    The MLP computes at most `most` rows at a time, which bounds its memory.
     """
     found = library()
     assert found is not None
@@ -641,10 +644,10 @@ def behind_attention(layer: Layer, states: torch.Tensor, attended: torch.Tensor,
 def whole_layer(
     layer: Layer, own: OwnRows, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, scale: float, most: int
 ) -> torch.Tensor:
-    """Run a whole layer on rows that are stored and attended here alone: states[T, C] -> [T, C].
+    """Run a whole layer on rows whose KV this process alone stores and attends: states[T, C] -> [T, C].
 
-    It gives the bits of `before_attention`, of `NativeCpu.paged_attention` or `attend_whole`, and of
-    `behind_attention`, one after the other. The layer must be one that `attends` accepts. All tensors have the layer's
+    The result has the bits of `before_attention`, then `NativeCpu.paged_attention` (PagedRows) or `attend_whole`
+    (PromptRows), then `after_attention`. The layer must be one that `attends` accepts. All tensors have the layer's
     dtype and are contiguous.
     """
     found = library()
@@ -674,10 +677,10 @@ def whole_layer(
 def _starts(
     rows: int, part: int, features: int, heads: int, kv_heads: int, dim: int, middle: int, copied: int
 ) -> tuple[int, ...]:
-    """Return where the tensors of a layer begin in its memory, in the kernel's order, then copied KV, and the end."""
+    """Return where each tensor begins in a layer's working memory, in the kernel's order, then copied KV, the end."""
     of_heads = [rows * dim * count for count in (heads + 2 * kv_heads, heads, kv_heads, heads)]
     sizes = [rows * features, *of_heads, part * middle, 2 * copied * kv_heads * dim]
-    return (0, *accumulate(-(-size // LINE_NUMBERS) * LINE_NUMBERS for size in sizes))
+    return (0, *accumulate(-(-size // NUMBERS_PER_LINE) * NUMBERS_PER_LINE for size in sizes))
 
 
 def chooses(logits: torch.Tensor) -> bool:
@@ -718,7 +721,7 @@ def attends(layer: Layer) -> bool:
 
 
 def serves(dtype: torch.dtype) -> bool:
-    """Return True if these kernels multiply a dtype: bfloat16 if the processor does (AVX512-BF16 or AMX)."""
+    """Return True if `multiply` takes weights of a dtype: float32; bfloat16 needs AVX512-BF16 or AMX."""
     found = library()
     if found is None or dtype not in DTYPES:
         return False

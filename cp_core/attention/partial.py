@@ -1,4 +1,6 @@
-"""Partial attention: contract of kernels, exact merge, and the queries of one or several sequences over keys or pages.
+"""Partial attention: interfaces of kernels, exact merge, and calls that attend sequences over runs of keys or pages.
+
+Ring algorithms and decode steps call it.
 
 Shapes: M parts, T query tokens, S stored tokens, H query heads, K key/value heads (H is a multiple of K), D head
 dimension; of paged attention B sequences with one query each, P pages of a cache, G tokens a page, M pages of the
@@ -27,16 +29,16 @@ import torch
 
 from ringserve.cp_core.layout.step_plans import Band, KvRun, RowIndices, Rows, Shard, bands, seen_keys
 
-# Query rows that are attended together under a mask: of more, a window hides most of the keys between the first row's
-# and the last row's.
+# Maximum query rows that are attended together under a mask. With more rows, the window would hide most of the keys
+# between the first row's first key and the last row's last key.
 BAND_ROWS = 256
-# Keys that all of those rows see are attended without a mask if they are more than this, else under one mask with the
-# others: a mask costs less than two more calls and a merge.
+# If all these rows see more than this many keys in common, those keys get a call of their own without a mask. Otherwise
+# one masked call takes all keys: it costs less than two more calls and a merge.
 MASKED_KEYS = 1024
 # Parts of one sequence that a GPU holds at a time. Each part is as large as the queries.
 MAX_HELD_PARTS = 4
 MAX_TOGETHER = 8
-"""Most queries of one sequence in a call over pages: with the query heads of a KV head they are one tile of rows."""
+"""Maximum queries of one sequence in a call over pages: they, times a KV head's query heads, fill one tile of rows."""
 Key = TypeVar("Key")
 """Key of one sequence, or of a part of it, in a call for several sequences."""
 
@@ -124,7 +126,7 @@ class BandAttention(AttentionBackend, Protocol):
     ) -> Partial:
         """Attend q[T, H, D] over k[S, K, D] and v[S, K, D]: query t sees keys [first[t], stop[t]).
 
-        Both bounds are int64 and ascend. The LSE of a query that sees no key is -inf.
+        Both bounds ascend; `Band.bounds_on` makes them. The LSE of a query that sees no key is -inf.
         """
         ...
 
@@ -145,7 +147,7 @@ class WholeAttention(AttentionBackend, Protocol):
         scale: float,
         bounds: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
-        """Attend q[T, H, D] over k[S, K, D] and v[S, K, D] of runs, one behind the other, into out[T, H, D].
+        """Attend q[T, H, D] over k[S, K, D] and v[S, K, D] of runs, read as one sequence of keys, into out[T, H, D].
 
         The queries are the newest T tokens of the runs, and each sees all keys up to itself. With bounds (first, stop),
         both int64 and ascending, query t sees keys [first[t], stop[t]). `out` is contiguous, in the queries' dtype.
@@ -247,15 +249,15 @@ def merge_in_kernel(kernels: MergeKernels, parts: Sequence[Partial], into: torch
 def merge(parts: Sequence[Partial]) -> Partial:
     """Merge M >= 1 parts of the same rows. A single part is returned as it is; otherwise the result is new memory.
 
-    out and lse have the parts' dtype (fp32). If a part's lse is NaN in some row, this row of the result is NaN, and no
-    other: its query was not finite, or a kernel or memory failed. Sampling then ends the row's sequence.
+    out and lse have the parts' dtype (fp32). If a part's lse is NaN in some row, that row of the result is NaN, and no
+    other row: its query was not finite, or a kernel or memory failed. Sampling then ends the row's sequence.
 
     Example: two parts of one row with lse 0 and out 1 and 3 merge to out 2 and lse log 2.
     """
     assert parts, "nothing to merge"
     if len(parts) == 1:
         # GPU kernels return a NaN out for a NaN LSE.
-        return parts[0] if parts[0].lse.device.type == "cuda" else _without_a_number(parts[0])
+        return parts[0] if parts[0].lse.device.type == "cuda" else _with_nan_outs(parts[0])
     kernels = kernels_on(parts[0].lse.device)
     if kernels is not None and parts[0].lse.dtype == torch.float32:
         return merge_in_kernel(kernels, parts)
@@ -309,7 +311,7 @@ def _weights(lse_mth: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
     return weights_mth, highest_th + total_th.log(), not bool(weights_mth.all())
 
 
-def _without_a_number(part: Partial) -> Partial:
+def _with_nan_outs(part: Partial) -> Partial:
     """Set out to NaN in rows with a NaN lse."""
     if not part.lse.numel() or not bool(part.lse.amax().isnan()):  # amax passes a NaN on
         return part
@@ -547,9 +549,9 @@ class PagedShards:
     never read, but must be valid page numbers. `stored` has each sequence's token count on this rank, possibly 0.
     `lengths` has the same counts as int32[B] on the device, for kernels that read them there.
 
-    In a layer with a window query b sees no token before firsts[b] (int32[B] on the device), and at most `most_seen`.
-    A sequence with drafts has several queries, side by side and with the same table. `ends` int32[E] on the device then
-    has the number behind each sequence's last query. Queries behind the last of all are padding.
+    In a layer with a window query b sees no token before firsts[b] (int32[B] on the device), and at most `most_seen`. A
+    sequence with drafts has several queries, side by side and with the same table. `ends` int32[E] on the device then
+    has, for each sequence, the index of its last query plus one. Queries from ends[-1] on are padding.
 
     Example: if ends is (3, 4), queries 0 to 2 are of one sequence and query 3 is of another.
     """
@@ -567,7 +569,7 @@ class PagedShards:
         return len(self.stored)
 
     def of(self, rows: Sequence[int], indices: RowIndices) -> PagedShards:
-        """Return the shards of some queries, each by itself. Rows must ascend. All rows need no copy."""
+        """Return the shards of the queries in `rows` (ascending), each attended by itself."""
         if len(rows) == len(self):
             return self
         index = indices.of(rows, self.table.device)
@@ -748,8 +750,8 @@ def attend_together(
 ) -> dict[Key, Partial]:
     """Return the part of each call's queries q[T, H, D] over its keys. Neither may be empty.
 
-    A backend that takes several sequences attends all of them in one call. If there are few queries and the call is not
-    causal, each gets its own call, so that the kernel can split the keys.
+    A backend that takes several sequences attends all of them in one call. If all queries are too few to fill the
+    device and the call is not causal, each sequence gets its own call, so that the kernel can split the keys.
     """
     queries, runs = [q for q, _ in calls.values()], [run for _, run in calls.values()]
     lengths = [q.shape[0] for q in queries]

@@ -1,5 +1,7 @@
 """Torch's flash attention kernel for CPUs, the only torch CPU kernel that returns the log-sum-exp.
 
+It serves what the native kernels do not.
+
 Shapes: T query tokens, S stored tokens, H query heads, K key/value heads, G = H // K query heads of one KV head,
 D head dimension.
 """
@@ -18,8 +20,9 @@ from ringserve.cp_core.layout.step_plans import KvRun
 # Up to this many tokens, the G query heads of a KV head become G * T rows of one head, so each K and V is read once
 # instead of G times (65,536 keys, T = 1: 6.5 ms instead of 26.5). With more tokens, copying q costs what it saves.
 MAX_FOLDED_TOKENS = 512
-# A single token's rows of a KV head are padded to a multiple of this: MKL multiplies three rows by 2,048 keys slower
-# than four (607 us a layer with three KV heads and 489; seven rows 405 and eight 374).
+# A single token's rows of a KV head are padded to a multiple of this: MKL multiplies three rows by 2,048 keys more
+# slowly than four: with three KV heads a layer takes 607 us with three rows and 489 us with four, 405 us with seven and
+# 374 us with eight.
 ROW_MULTIPLE = 4
 
 
@@ -27,8 +30,8 @@ class TorchCpuFlash:
     """`aten::_scaled_dot_product_flash_attention_for_cpu`, guarded against its traps (torch 2.13).
 
     The kernel raises SIGFPE on zero lengths, aligns causal masks to the top left, and returns 16-bit results for 16-bit
-    inputs, which rounds every partial. 16-bit inputs are therefore widened to fp32. K and V are read strided, without a
-    copy.
+    inputs, which rounds every partial. 16-bit inputs are therefore copied to fp32. K and V in fp32 are read strided,
+    without a copy.
     """
 
     name: ClassVar[str] = "torch_cpu_flash"
@@ -66,7 +69,7 @@ class TorchCpuFlash:
     def attend_masked(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, *, scale: float
     ) -> Partial:
-        """See MaskedAttention. The kernel's LSE of a row that sees no key is 0."""
+        """See MaskedAttention. The kernel returns an LSE of 0 for a row that sees no key."""
         out_bhtd, lse_bht = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q.float().transpose(0, 1).unsqueeze(0),
             k.float().transpose(0, 1).unsqueeze(0),
@@ -139,7 +142,7 @@ def _unfold(out_bhtd: torch.Tensor, lse_bht: torch.Tensor, num_tokens: int, num_
 
 @lru_cache(maxsize=64)
 def _newest_mask(num_tokens: int, num_stored: int, group: int) -> torch.Tensor:
-    """Return the mask [1, 1, T * G, S] of folded newest tokens: 0, or -inf for the keys behind each."""
+    """Return the mask [1, 1, T * G, S] of folded newest tokens: 0 for keys that a token sees, -inf after it."""
     mask_ts = torch.zeros(num_tokens, num_stored)
     mask_ts[:, num_stored - num_tokens :] = torch.full((num_tokens, num_tokens), -torch.inf).triu(1)
     return mask_ts.repeat_interleave(group, dim=0)[None, None]

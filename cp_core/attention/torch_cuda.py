@@ -1,5 +1,7 @@
 """Torch's flash attention kernel for NVIDIA GPUs. Written against torch 2.13; run on an H100 with 2.11.
 
+The other GPU backends build on it.
+
 Shapes: T query tokens, S stored tokens, H query heads, K key/value heads, D head dimension.
 """
 
@@ -16,14 +18,15 @@ from ringserve.cp_core.attention.partial import PagedShards, Partial, cumulative
 MAX_HEAD_DIM = 256
 # Page size, in tokens, for flash kernels that follow a block table.
 PAGE_MULTIPLE = 256
-# Query tokens per kernel tile, and processors per GPU. With fewer tiles some processors idle, and a call that splits
-# the keys is faster (128 queries over 128K keys on an H100: 282 TFLOP/s, FlashAttention 3 has 200).
+# Query tokens per kernel tile, and processors of an H100 or H200. With fewer tiles some processors idle, and a kernel
+# that splits the keys is faster: 128 queries over 128K keys on an H100 run at 282 TFLOP/s, and at 200 with
+# FlashAttention 3, which does not split.
 TILE_TOKENS = 128
 PROCESSORS = 132
 
 
 def fills_gpu(queries: Sequence[int], num_heads: int) -> bool:
-    """Return whether these queries, counted by sequence, make a tile for each processor of a GPU."""
+    """Return whether these numbers of queries, one per sequence, make at least one tile per processor of a GPU."""
     return sum(-(-tokens // TILE_TOKENS) for tokens in queries) * num_heads >= PROCESSORS
 
 

@@ -1,4 +1,6 @@
-"""Backend for NVIDIA GPUs: torch's flash attention for many queries, Triton's for windows and over block tables.
+"""Backend for NVIDIA GPUs: torch's flash kernel for many queries, Triton kernels for windows and block tables.
+
+"auto" chooses it on GPUs that FlashAttention 3 does not serve.
 
 Shapes: B sequences with one query each, H query heads, D head dimension.
 """
@@ -17,7 +19,7 @@ from ringserve.cp_core.attention.torch_cuda import TorchCudaFlash, check_head_di
 
 
 class TritonDecode:
-    """Triton kernel over block tables. Calls with many queries go to another backend, if no window hides keys.
+    """Backend for prefill and decode. Calls with many queries and no window go to `prefill`, torch's flash backend.
 
     Only the device reads tables and lengths, so a CUDA graph can capture a decode step.
     """
@@ -32,7 +34,7 @@ class TritonDecode:
     def __init__(self, prefill: TorchCudaFlash | None = None, kernels: Any = None) -> None:
         """`prefill` attends many queries (default: torch's flash kernel). Tests replace `kernels`."""
         self._prefill = prefill or TorchCudaFlash()
-        # Only here is Triton imported: CPU builds of torch come without it.
+        # Triton is imported when a backend is made: CPU builds of torch come without it.
         self._kernels = kernels or importlib.import_module("ringserve.cp_core.attention.triton_kernels")
 
     @staticmethod

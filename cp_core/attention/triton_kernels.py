@@ -1,7 +1,8 @@
 """Triton kernels: paged decode attention with split keys, attention of bands of keys, and the merge of parts.
 
-The package comes with torch's CUDA builds and is imported by this file alone. With TRITON_INTERPRET=1 the kernels run
-on CPU tensors, as the tests do. No launch reads a tensor on the host, so all of them can be captured in a CUDA graph.
+The GPU backends and the merge of parts call them. The package `triton` comes with torch's CUDA builds; no other file
+imports it. With TRITON_INTERPRET=1 the kernels run on CPU tensors, as the tests do. No launch reads a tensor on the
+host, so all of them can be captured in a CUDA graph.
 
 Shapes: B sequences with one query each, P pages of G tokens, M pages of the longest table, H query heads, K key/value
 heads, D head dimension, N splits; T rows of parts.
@@ -18,15 +19,16 @@ import triton.language as tl
 
 from ringserve.cp_core.attention.partial import MAX_TOGETHER
 
-# Bytes of one tile of keys: with the tile of values and the next two on their way it fits into shared memory.
+# Maximum bytes of one tile of keys. Shared memory must hold it, its tile of values, and the next tile of each, which is
+# being loaded.
 TILE_BYTES = 16 << 10
 MAX_TILE_KEYS = 64
 # Least rows and columns of a product of matrices.
 LEAST_TILE = 16
-# Most queries of a program that attends bands of keys, and their bytes.
+# Maximum queries of a program that attends bands of keys, and their bytes.
 BAND_ROWS = 128
 BAND_BYTES = 32 << 10
-# Numbers of a tile of sums that takes twice the threads.
+# A program whose tile of sums has at least this many numbers gets 8 warps instead of 4.
 LARGE_TILE = 8192
 # Programs for each processor of the GPU, and most splits of one sequence.
 PROGRAMS_PER_PROCESSOR = 2
@@ -51,18 +53,21 @@ def attend_pages(
     most_seen: int = 0,
     ends: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend q[B, H, D] over the first lengths[b] tokens of the pages table[b, :] of k, v[P, G, K, D]; any G.
+    """Attend q[B, H, D] over the first lengths[b] tokens in the pages table[b, :] of k, v[P, G, K, D]; any G.
 
     Return fp32 out[B, H, D] and lse[B, H].
 
     `table` int32[B, M] and `lengths` int32[B] are on the device. A length of 0 gives (0, -inf). Entries of a table
-    after its last page are not read, nor are tokens after the length. A row with an LSE of NaN has such an out. With
-    `firsts` int32[B] query b sees tokens [firsts[b], lengths[b]), at most `most_seen`; no page before is read.
+    after its last page are not read, nor are tokens after the length. If a row's LSE is NaN, so is its out. With
+    `firsts` int32[B] query b sees tokens [firsts[b], lengths[b]), at most `most_seen` of them; pages that end before
+    firsts[b] are not read.
 
-    With `ends` int32[E] queries [ends[e - 1], ends[e]) are of one sequence, at most MAX_TOGETHER, with the same table:
-    its pages are read once for all of them. Queries behind the last end see nothing.
+    If `ends` int32[E] is given, queries [ends[e - 1], ends[e]) are one sequence's, at most MAX_TOGETHER, with equal
+    rows of the table: its pages are read once for all of them. Queries from ends[E - 1] on see nothing: they get (0,
+    -inf).
 
-    Each sequence is cut into `num_splits` ranges of keys; 0 chooses as many as keep the GPU busy at the table's width.
+    Each sequence is cut into `num_splits` ranges of keys; 0 chooses enough to keep the GPU busy if every row of the
+    table is full.
     """
     batch, num_heads, head_dim = q.shape
     page_tokens, num_kv_heads = k_pages.shape[1:3]
@@ -129,7 +134,8 @@ def attend_between(
     """Attend q[T, H, D] over k[S, K, D] and v[S, K, D]: query t sees keys [first[t], stop[t]), both ascending.
 
     Return fp32 out[T, H, D] and lse[T, H]; a query that sees no key has (0, -inf). `first` and `stop` int32[T] are on
-    the device. A program reads the keys that one of its queries sees, so a call takes the time of its widest queries.
+    the device. A program reads every key that at least one of its queries sees, so queries with few keys take as long
+    as those with the most.
     """
     num_rows, num_heads, head_dim = q.shape
     padded_dim = triton.next_power_of_2(head_dim)
@@ -161,6 +167,7 @@ def attend_between(
 
 
 MERGES_EARLY = True
+"""See `MergeKernels`."""
 
 
 def merge_parts(
@@ -168,8 +175,9 @@ def merge_parts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge M >= 1 parts of the same T rows, of any dtype and strides -> fp32 out[T, H, D] and lse[T, H].
 
-    With `into`, contiguous [T, H, D] of any dtype, that is out. The out of a part is not read if its lse is -inf or
-    its weight is 0. Rows that no part attended give (0, -inf). A row with an lse of NaN in a part is NaN in the result.
+    If `into` (contiguous [T, H, D], any dtype) is given, out is written there. The out of a part is not read if its lse
+    is -inf or its weight is 0. Rows that no part attended give (0, -inf). A row with an lse of NaN in a part is NaN in
+    the result.
     """
     num_rows, num_heads, head_dim = outs[0].shape
     out = outs[0].new_empty(num_rows, num_heads, head_dim, dtype=torch.float32) if into is None else into
@@ -202,7 +210,7 @@ def _last_contiguous(out: torch.Tensor) -> torch.Tensor:
 
 
 def _num_splits(num_programs: int, capacity: int, keys: int, device: torch.device) -> int:
-    """Return the splits of every sequence, by numbers on the host: a captured graph serves all lengths."""
+    """Return the number of splits for every sequence, from sizes on the host: one captured graph serves all lengths."""
     wanted = -(-PROGRAMS_PER_PROCESSOR * _num_processors(device) // max(1, num_programs))
     return max(1, min(wanted, -(-capacity // keys), MAX_SPLITS))
 
@@ -247,7 +255,10 @@ def _attend_split(
     HAS_FIRSTS: tl.constexpr,
     IS_TOGETHER: tl.constexpr,
 ):
-    """Attend the GROUP query heads of one KV head over one split of a sequence's keys: ROWS rows, for each query."""
+    """Attend the GROUP query heads of one KV head over one split of a sequence's keys.
+
+    The ROWS rows are these heads for all queries of the sequence, padded.
+    """
     number, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_splits = tl.num_programs(2)
     rows, dims, keys = tl.arange(0, ROWS), tl.arange(0, PADDED_DIM), tl.arange(0, KEYS)
@@ -273,7 +284,7 @@ def _attend_split(
     place = (queries * tl.num_programs(1) * GROUP + heads) * num_splits + split
     if begin >= end:
         tl.store(part_lse + place, float("-inf"), mask=is_row)
-        # With one split no second kernel looks at the LSE.
+        # With one split no second kernel follows, which would skip this out by its LSE.
         if num_splits == 1:
             to = part_out + place[:, None] * HEAD_DIM + dims[None, :]
             tl.store(to, tl.zeros([ROWS, PADDED_DIM], tl.float32), mask=is_row[:, None] & is_dim[None, :])
@@ -345,11 +356,11 @@ def _attend_band(
     PRECISION: tl.constexpr,
 ):
     """Attend ROWS queries of one head over the keys that one of them sees."""
-    # The last rows see the most keys where nothing is hidden: they begin first.
+    # If no window hides keys, the last rows see the most of them, so they begin first.
     tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     rows, dims, keys = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED_DIM), tl.arange(0, KEYS)
     is_row, is_dim = rows < num_rows, dims < HEAD_DIM
-    # Rows behind the last see the same keys as the last one.
+    # Padding rows, after the last query, repeat the last query and are not stored.
     held = tl.minimum(rows, num_rows - 1)
     low, high = tl.load(first + held), tl.load(stop + held)
     # Keys that some rows see, and keys that all rows see: whole tiles of the latter need no mask.
@@ -377,7 +388,7 @@ def _attend_band(
                 is_seen = (low[:, None] <= tokens[None, :]) & (tokens[None, :] < high[:, None])
                 scores = tl.where(is_seen, scores, float("-inf"))
             higher = tl.maximum(highest, tl.max(scores, 1))
-            # Rows that have seen no key yet.
+            # Rows that have seen no key yet have -inf here, and -inf - -inf would be NaN.
             base = tl.where(higher == float("-inf"), 0.0, higher)
             shrink = tl.exp2(highest - base)
             weights = tl.exp2(scores - base[:, None])

@@ -1,15 +1,17 @@
-"""Time of chain prefill. Pure Python, no torch.
+"""Time of chain prefill, which predictions, the choice of cuts and fits use. Pure Python, no torch.
 
 Position i of a chain of N ranks computes the new tokens from cut c_i to c_{i+1} and gets the KV of all before them from
-position i-1 (KV-Runahead, arXiv 2405.05329). Per layer it sends its own KV at once, attends its own tokens, then waits
-for the KV before them, sends it on and attends it. T_i tokens, s_i the speed of the rank, f_i the end of the layer:
+position i-1 (KV-Runahead, arXiv 2405.05329). In each layer it first sends its own new KV and attends its own tokens.
+Then it waits for the KV of all earlier tokens, sends it on, and attends it. Rank i has T_i tokens and speed s_i, and
+ends the layer at f_i; P tokens are cached; ChainRates has qkv, lin, pair, kv, BW, o and a as projection_seconds,
+token_seconds, pair_seconds, kv_bytes, link_bytes_per_second, layer_seconds and message_seconds:
 
     ready  = f_i + T_i qkv / s_i                    own  = ready + T_i^2 / 2 pair / s_i
     sent   = max(link_i, ready) + T_i kv / BW       link_i = max(sent, own, arrived_i) + c_i kv / BW
     f_i    = max(own, arrived_i) + (T_i (P + c_i) pair + T_i (lin - qkv)) / s_i + o          arrived_{i+1} = link_i + a
 
-A message costs a chain its start once a hop, a ring once a layer; the chain hides it behind a whole layer, the ring
-behind attention alone.
+A chain pays the start of a message once per hop, a ring once per hop in every layer. A chain can hide a message behind
+a whole layer, a ring only behind attention.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from ringserve.cp_core.errors import ConfigError
 from ringserve.views import RingRates
 
 LAYERS_AHEAD = 2
-"""Layers between the one whose new KV a rank has just sent on and the one whose cached KV it sends then. The ranks of a
-chain are at different layers, and each needs the cached KV of all: the later ones would hold back the earlier ones."""
+"""After the new KV of layer l, a rank sends its cached KV of layer l + LAYERS_AHEAD. Ranks of a chain are at different
+layers, and each needs the cached KV of all: sent only in its own layer, it would delay the ranks that are ahead."""
 
 MAX_TRIED = 8
 """Size of the coarse grid: numbers of ranks without tokens that are tried first."""
@@ -45,17 +47,17 @@ Cuts = tuple[int, ...]
 class ChainRates:
     """Rates of a chain; times in seconds. `speeds` and `lateness` are by position, in the chain's order.
 
-    `token_seconds` are all matrix products of one token in one layer, `projection_seconds` those of its q, k and v
-    among them, `pair_seconds` one query with one key in one layer, `layer_seconds` what else a layer takes. `kv_bytes`
-    are K and V of one token in one layer. A rank of speed 2 computes twice as fast; one that is late begins so many
-    seconds after the others. Where ranks share cores, a GPU or its memory, a rank computes `lone_speed` times as fast
-    while the others wait; the other rates are for ranks that compute together. `overhead_seconds` are the part of
-    a layer behind which nothing hides, `overlap` is the share of messages that hides behind the rest: predictions and
-    choices of cuts count both, `chain_seconds` neither. `links` are shares of `link_bytes_per_second` that the links of
-    its positions have; none given: all of it.
+    `token_seconds` is the time of all matrix products of one token in one layer, `projection_seconds` the part of it
+    for q, k and v, `pair_seconds` the time of one query with one key in one layer, `layer_seconds` all other time of a
+    layer. `kv_bytes` are K and V of one token in one layer. A rank of speed 2 computes twice as fast; a rank begins its
+    lateness after the others. If ranks share cores, a GPU or its memory, a rank computes `lone_speed` times as fast
+    while the others wait; the other rates are for ranks that compute together. During `overhead_seconds` of a layer no
+    message is hidden; `overlap` is the share of messages hidden behind the rest of the layer. Predictions and the
+    choice of cuts use both, `chain_seconds` neither. `links` are the shares of `link_bytes_per_second` that the
+    positions' links have, by default 1.
 
-    Two options compare with KV-Runahead: `is_masked` computes a rank's square of pairs whole, `is_one_message` sends a
-    rank's KV with the KV it received, when both are there.
+    Two options imitate KV-Runahead for comparison. With `is_masked` a rank computes all pairs among its own tokens, not
+    half. With `is_one_message` it waits for the earlier KV and sends it together with its own.
     """
 
     token_seconds: float
@@ -119,7 +121,7 @@ class ChainRates:
             message_seconds=ring.link_latency_seconds,
             speeds=tuple(speeds),
             lateness=tuple(lateness),
-            # Ranks that share one core are N times as fast alone as together, and none is faster. 0: not measured.
+            # Ranks that share one core are N times as fast alone as together, and none is faster. A 0 was not measured.
             lone_speed=min(max(1.0, ring.lone_speed), float(len(speeds))),
         )
 
@@ -128,14 +130,15 @@ class ChainRates:
         return len(self.speeds)
 
     def busy_share(self, cuts: Sequence[int]) -> float:
-        """Return the share of the fixed parts of a layer that remains if only the ranks with tokens take part."""
+        """Return the factor by which ranks without tokens shrink a layer's overhead: others use their cores."""
         num_busy = sum(1 for start, stop in pairwise(cuts) if stop > start)
         return max(1.0 / self.lone_speed, num_busy / self.num_ranks) if self.lone_speed > 1.0 else 1.0
 
     def shared(self, work: Sequence[float]) -> list[float]:
         """Return the seconds of a layer's `work` on each position if all ranks compute together.
 
-        Shared processors do as much as all ranks together, and one rank at most `lone_speed` times its part.
+        On shared processors a rank with more work than the mean takes only the mean time, since ranks that end earlier
+        leave it their share, but at least its work / `lone_speed`.
         """
         if self.lone_speed == 1.0:
             return list(work)
@@ -157,7 +160,7 @@ class ChainRates:
         return self.kv_bytes / self.link_bytes_per_second / self.links[place]
 
     def square(self, num_tokens: float) -> float:
-        """Return the pairs of tokens among themselves."""
+        """Return the number of (query, key) pairs among a rank's own tokens."""
         return num_tokens * num_tokens * (1.0 if self.is_masked else 0.5)
 
 
@@ -182,7 +185,7 @@ def chain_seconds(cuts: Sequence[int], cached: int, rates: ChainRates) -> float:
             left = rates.num_layers - 1 - layer
             ends = [end + left * step for end, step in zip(ends, steps, strict=False)]
             break
-    # Empty ranks before the first tokens and behind the last ones hold back nothing.
+    # Ranks without tokens at either end of the chain delay nothing.
     return max(ends[_first(cuts) : _last(cuts) + 1]) + rates.head_seconds
 
 
@@ -276,7 +279,7 @@ def _send_cached(links: list[float], stages: Sequence[_Stage], message_seconds: 
 
 
 def _is_steady(earlier: Sequence[float], steps: Sequence[float], num_ranks: int) -> bool:
-    """Return whether layers add the same as before to every rank and link, and no less downstream.
+    """Return whether each layer adds the same time to every rank and link as the layer before, and no less downstream.
 
     A maximum then keeps its side for ever: arrivals from upstream do not grow faster than the rank's own times.
     """
@@ -293,11 +296,11 @@ def _is_steady(earlier: Sequence[float], steps: Sequence[float], num_ranks: int)
 
 
 def chain_closed_form(cuts: Sequence[int], cached: int, rates: ChainRates) -> float:
-    """Return about the seconds of `chain_seconds`: the slowest stage in all layers but one, and the way of one message.
+    """Return `chain_seconds` approximately: the slowest stage in all layers but one, then one KV down the chain.
 
-    A stage also has the part of its messages that does not overlap: a processor that moves them computes less. Within
-    -3% and +0.3% without cached tokens. With them within -5% and +10%, and up to 30% high for short steps of many
-    ranks, where starts of messages count.
+    A stage includes the part of its messages that does not overlap: a processor that moves them computes less. Without
+    cached tokens the result is 3% below to 0.3% above `chain_seconds`; with them, 5% below to 10% above, and up to 30%
+    above for short steps of many ranks, where starts of messages count.
     """
     stages = _stages(cuts, cached, rates)
     num_ranks, lone_speed = rates.num_ranks, rates.lone_speed
@@ -309,7 +312,8 @@ def chain_closed_form(cuts: Sequence[int], cached: int, rates: ChainRates) -> fl
         [rates.stage(*each) for each in zip(rates.shared(work), links, strict=True)],
     )
     if cached and num_ranks > 1:
-        # From the first rank's KV to the last one's cached KV for a later layer.
+        # From the first rank's new KV until the last rank has the cached KV of a later layer: once in LAYERS_AHEAD
+        # layers.
         way = _way(cuts, first, rates) if first < last else 0.0
         way += (num_ranks - first) * rates.message_seconds + max(each.cached_link for each in stages)
         busiest[last] = max(busiest[last], (way + stages[first].projection / lone_speed) / LAYERS_AHEAD)
@@ -350,8 +354,8 @@ def _way(cuts: Sequence[int], place: int, rates: ChainRates) -> float:
 def chain_order(rates: RingRates, held: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """Return the ranks along a chain: late and slow ones last, because nothing waits for them there.
 
-    Of ranks that are alike, the emptiest are last: if not all ranks take part, they do. `held[r]` is
-    compared as a tuple, so it may hold further counts for ties.
+    Among equal ranks, those that hold the fewest tokens come last: if not all ranks take part, the last ones do.
+    `held[r]` is compared as a tuple, so it may hold further counts for ties.
     """
     places = _places(rates, len(held))
     fullest_first = sorted(range(len(held)), key=lambda rank: (tuple(-each for each in held[rank]), rank))
@@ -373,7 +377,7 @@ def chain_rates(model: ModelShape, rates: PrefillRates, num_ranks: int) -> Chain
 
 
 def _places(rates: RingRates, num_ranks: int) -> list[tuple[float, float]]:
-    """Return (seconds late, speed below 0) of each rank, by which they are ordered. Ranks without any are alike."""
+    """Return each rank's sort key: (seconds late, negative speed). Unmeasured ranks have equal keys."""
     lateness = rates.lateness if len(rates.lateness) == num_ranks else (0.0,) * num_ranks
     speeds = rates.speeds if len(rates.speeds) == num_ranks else (1.0,) * num_ranks
     return [(late, -speed) for late, speed in zip(lateness, speeds, strict=True)]
@@ -387,9 +391,9 @@ def step_seconds(cuts: Cuts, cached: int, rates: ChainRates) -> float:
 def quick_cuts(num_tokens: int, cached: int, rates: ChainRates) -> Cuts:
     """Return cuts by which the busiest processor or link of a layer is least busy, with hardly a search.
 
-    For a number of ranks that take part, all compute equally long, but none sends more than its link carries meanwhile;
-    of these the prediction chooses. Up to MAX_TRIED ranks all numbers are tried. With more ranks, a coarse grid of
-    numbers is tried first, then a finer one around the best. A search for the best cuts
+    For each tried number of ranks, the cuts give all of them equal computing time, unless a link cannot send so much in
+    that time. The cuts with the least predicted time are returned. Up to MAX_TRIED ranks all numbers are tried. With
+    more ranks, a coarse grid of numbers is tried first, then a finer one around the best. A search for the best cuts
     (`bench/systems/chain_cuts.py`) takes a hundred times as long and gains up to 4%
     (`tests/cp_core/cost/test_chain_steps.py`).
     """
@@ -409,7 +413,7 @@ def quick_cuts(num_tokens: int, cached: int, rates: ChainRates) -> Cuts:
         if hops * evens[empty] + rates.head_seconds >= min(known.values(), default=math.inf):
             return math.inf
         seconds = math.inf
-        # Where links hold them up, fewer compute at a time, each faster.
+        # If ranks wait for links, fewer compute at a time, each faster.
         for faster in dict.fromkeys((shares[empty], rates.lone_speed)):
             sped = replace(rates, speeds=tuple(faster * each for each in speeds)) if faster > 1.0 else rates
             cuts = _balanced(num_tokens, cached, sped, empty, evens[empty] * shares[empty] / faster)
@@ -439,7 +443,8 @@ def _balanced(num_tokens: int, cached: int, rates: ChainRates, empty: int, even:
     num_ranks = rates.num_ranks
     pairs = rates.square(num_tokens) + num_tokens * cached
     work = num_tokens * rates.token_seconds + pairs * rates.pair_seconds
-    # In less than this, links carry cached KV alone: then the last rank computes all, or it takes longer.
+    # The links take this long in a layer for cached KV alone. If the last rank can compute everything in that time, it
+    # does; else no split takes less.
     cached_alone = rates.byte_seconds(0) * cached * (num_ranks - empty - 1) / num_ranks
     low, high = even, max(rates.lateness) / rates.num_layers + work / min(rates.speeds) + cached_alone
     if cached_alone > low:
@@ -449,7 +454,8 @@ def _balanced(num_tokens: int, cached: int, rates: ChainRates, empty: int, even:
     cuts = _filled(low, cached, rates, empty)
     under = num_tokens - cuts[-1]
     if under > TOLERANCE:
-        # A false position, of which one end that stays counts half (Illinois): a handful of steps instead of dozens.
+        # The Illinois form of false position: the value at an end that stays is halved: a handful of steps instead of
+        # dozens.
         over, side = _filled(high, cached, rates, empty)[-1] - num_tokens, 0
         for _ in range(MAX_STEPS):
             middle = (low * over + high * under) / (under + over)
@@ -486,7 +492,7 @@ def _filled(seconds: float, cached: int, rates: ChainRates, empty: int) -> list[
         hop, sent = (byte_seconds * speed, cut + shares) if place < num_ranks - 1 else (0.0, shares)
         sent *= byte_seconds * speed
         work = before + pair_seconds * cut
-        # The t >= 0 with a t^2 + b t = c, in the form of the root that does not cancel; no bound for b = 0.
+        # t >= 0 is the root of a t^2 + b t = c, in the form without cancellation; there is no bound for b = 0.
         computed = carried = 0.0
         if (c := (seconds - lateness[place] / num_layers) * speed - exposed * sent) > 0.0:
             b = work + exposed * hop
@@ -500,7 +506,7 @@ def _filled(seconds: float, cached: int, rates: ChainRates, empty: int) -> list[
 
 
 _Entry = tuple[float, float]
-"""Seconds of a length over its seconds on one rank alone; share of the overhead of all ranks."""
+"""Predicted seconds of a step over its computing seconds on one rank; factor of the overhead (`busy_share`)."""
 
 
 class ChainPredictor:
@@ -508,10 +514,10 @@ class ChainPredictor:
 
     The closed form is computed for T = 2^(i/2) and 1 + P / T = 2^(j/2), as a multiple of what the matrix products and
     the attention take on one rank. Between these the multiple is linear: a router asks for many steps while it places
-    one turn. The overhead of a layer is added, and the starts of the hops of pass-KV in each: a profile's starts hold
-    what a rank waits for late ones, and a gain that rests on starts alone is not to be claimed. A calibration measures
-    overlap and overhead of chains; else they are those of the ring. Late ranks are in the closed form, and not once
-    more in the seconds of every step.
+    one turn. Each layer's overhead is added, and the starts of pass-KV's hops: a profile's starts include waits for
+    late ranks, so a chain must not seem faster only because it has fewer of them. A calibration measures overlap and
+    overhead of chains; else they are those of the ring. The closed form counts late ranks already, so the seconds of a
+    ring's step must not count them again.
     """
 
     __slots__ = ("_entries", "_model", "_num_ranks", "_prefill_rates", "_rates", "_step_seconds")
@@ -522,7 +528,7 @@ class ChainPredictor:
         self._num_ranks = num_ranks
         ring = rates.ring
         self._step_seconds = max(0.0, ring.step_seconds - max(ring.lateness, default=0.0))
-        self._rates: ChainRates | None = None  # made when first needed: a fit makes a million predictors for others
+        self._rates: ChainRates | None = None  # made when needed: most of a fit's predictors predict no chain
         self._entries: dict[tuple[int, int], _Entry] = {}
 
     @property

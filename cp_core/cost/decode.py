@@ -1,5 +1,7 @@
 """Cost model of one decode step, and the choice of the variant that serves a batch. Pure Python, no torch.
 
+Decode loops choose by it, and offline planning predicts by it.
+
 B rows (sequences), N ranks, L layers, c context tokens a row, b rows that one rank computes:
 
     step = linear(b) + tensor parallel sums + L * (attention + messages + ring) + tokens
@@ -10,11 +12,12 @@ B rows (sequences), N ranks, L layers, c context tokens a row, b rows that one r
     helix:  b = B            attention = call(B rows over c / N tokens)        messages = one all-to-all of columns +
                                                                                two sums of hidden states
 
-linear(b) is the slower of b rows of arithmetic and one reading of the weights. A call reads the KV of its rows.
-In helix a rank computes and reads the projections of q, k and v, and 1 / N of all other weights.
-Pass-Q sends more messages and computes N times fewer rows, so while reading the weights dominates, `gather` wins.
-The exception are ranks that share a memory: with fewer rows than ranks, pass-Q leaves some ranks without any, and the
-others read their weights faster. Pass-Q is arXiv 2411.01783, 4.3; gathered parts are vLLM's RFC 26133.
+linear(b) is the slower of b rows of arithmetic and one reading of the weights. A call reads the KV of its rows. In
+helix a rank computes and reads the projections of q, k and v, and 1 / N of all other weights. Pass-Q sends more
+messages and computes N times fewer rows, so while reading the weights dominates, `gather` wins. The exception is a ring
+whose ranks share one memory: with fewer rows than ranks, pass-Q leaves some ranks without rows, and the others then
+read their weights faster. `ring` is the further cost of a layer in a ring, `tokens` the message with sampled tokens.
+Pass-Q is arXiv 2411.01783, 4.3; gathered parts are vLLM's RFC 26133.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from ringserve.views import RingRates
 
 GATHER = "gather"
 HELIX = "helix"
-# Variants that a ring may choose at every step, and all: the weights of helix are cut when the ring starts.
+# Variants that a ring may choose at every step, and all. Helix cuts the weights when the ring starts.
 STEP_VARIANTS = (GATHER, PASS_Q)
 VARIANTS = (*STEP_VARIANTS, HELIX)
 VARIANT_POLICIES = ("auto", *VARIANTS)
@@ -37,7 +40,7 @@ VARIANT_POLICIES = ("auto", *VARIANTS)
 # Share by which pass-Q must be predicted to be better: it sends N times the messages, and every one may be late.
 MARGIN = 0.05
 TOKEN_BYTES = 8
-# Batches, and the tokens of each sequence, by which a ring chooses when it starts.
+# Batch sizes, and tokens of each sequence, whose predicted steps decide on helix when a ring starts.
 START_BATCHES = (1, 8)
 START_TOKENS = 2048
 
@@ -46,10 +49,10 @@ START_TOKENS = 2048
 class DecodeRates:
     """Rates of one rank in decode steps, measured by its ring or derived from a hardware profile.
 
-    `ring` as for prefill. `weight_bytes_per_second` is the rate at which a rank reads a weight while it multiplies one
-    row by it and all ranks do so, `lone_weight_bytes_per_second` while it does so alone. `kv_bytes_per_second` is the
-    KV that one query attends. `busy_message_seconds` is the time of a small message between ranks that were computing
-    just before, which is longer than between ranks that wait for it.
+    `ring` as in PrefillRates. `weight_bytes_per_second` is the rate at which a rank reads weights, multiplying one row,
+    while all ranks do the same, `lone_weight_bytes_per_second` while only this rank does. `kv_bytes_per_second` is the
+    rate at which one query's attention reads KV. `busy_message_seconds` is the time of a small message between ranks
+    that were computing just before, which is longer than between ranks that wait for it.
 
     The fields below have values only if a profile gives them. A call starts in `call_seconds`, and every row beyond
     `free_rows` adds `row_seconds`. The collective has the start and rate of a hop unless it has its own. A ring of
@@ -224,7 +227,7 @@ class StartChoice:
 
 
 def choose_at_start(model: ModelShape, rates: DecodeRates, num_ranks: int) -> StartChoice:
-    """Choose helix for a ring, or whole weights and a choice at every step, by the steps of START_BATCHES sequences.
+    """Choose helix for a ring, or whole weights with a choice at every step, by the predicted steps of START_BATCHES.
 
     Helix must be predicted to be better by more than MARGIN: it sends three messages a layer, and every one may be
     late.
@@ -249,8 +252,8 @@ def choose_at_start(model: ModelShape, rates: DecodeRates, num_ranks: int) -> St
 def choose_variant(policy: str, load: DecodeLoad, model: ModelShape, rates: DecodeRates | None) -> str:
     """Return the variant of a step by `policy`, one of VARIANT_POLICIES.
 
-    "auto" takes `gather` unless pass-Q is predicted to be better by more than MARGIN, and always if nothing was
-    measured. Raises ConfigError for an unknown policy.
+    "auto" takes `gather` unless pass-Q is predicted to be better by more than MARGIN. If nothing was measured, it takes
+    `gather`. Raises ConfigError for an unknown policy.
     """
     if policy in VARIANTS:
         return policy
@@ -276,8 +279,8 @@ def predict_profiled_step(
 ) -> StepCost:
     """Return the cost of a step of `batch` sequences of `context_tokens`, on a ring of cp x tp processes.
 
-    Each has one row for its newest token and one for each of `num_drafts`, which read its KV together. Raises
-    ConfigError for an unknown variant.
+    Each sequence has one row for its newest token and one per draft; these rows read its KV once. Raises ConfigError
+    for an unknown variant.
     """
     load = DecodeLoad(batch=batch * (1 + num_drafts), stored_tokens=batch * context_tokens, num_ranks=cp)
     rates = DecodeRates.of_profile(profile, model, tp)
@@ -295,10 +298,7 @@ def fastest_step(
     context_tokens: float,
     num_drafts: int = 0,
 ) -> StepCost:
-    """Return the cost of the variant that is predicted to take less, as `predict_profiled_step` does.
-
-    Helix is among them if tp is 1.
-    """
+    """Return the cost of the variant for which `predict_profiled_step` gives the least time; helix needs tp 1."""
     steps = (
         predict_profiled_step(
             model,
@@ -345,10 +345,10 @@ def fastest_drafted_step(
     context_tokens: float,
     accepted_share: float,
 ) -> DraftedStep:
-    """Return the step with the number of drafts that gives tokens soonest, if each draft is right with a chance.
+    """Return the step with the number of drafts that takes the least time per token.
 
     A draft counts only if all before it are right: k drafts of which each is right with chance p give 1 + p + ... + p^k
-    tokens. With `accepted_share` 0 there are none.
+    tokens. If `accepted_share` is 0, no drafts are tried.
     """
     steps = []
     for num_drafts in range((MAX_DRAFTS if accepted_share else 0) + 1):

@@ -1,4 +1,7 @@
-"""Fits of a hardware profile's constants to published or measured times: least squares of relative errors."""
+"""Fits of a hardware profile's constants to published or measured times: least squares of relative errors.
+
+`ringserve calibrate` and the laboratory call it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ Vector = npt.NDArray[np.float64]
 
 # Step of the logarithms by which slopes are taken.
 SLOPE_STEP = 1e-5
-# A constant changes by less than this factor's logarithm in one round.
+# Maximum change of a constant's logarithm in one round.
 MAX_MOVE = 0.5
 MAX_ROUNDS = 200
 LEAST_GAIN = 1e-8
@@ -39,14 +42,14 @@ PREFILL_CONSTANTS = (
     "sum_bytes_per_second",
 )
 CHAIN_CONSTANTS = ("chain_overhead", "chain_overlap")
-"""Constants that chains alone have and that no ring measures of itself."""
+"""Constants that only chains have. A ring does not measure them when it starts."""
 RATIO_WEIGHT = 2.0
-"""Weight of a ratio's residual beside 1 of a sample's: a disturbed machine spoils samples first."""
+"""Weight of a ratio's residual; a sample's is 1. A disturbed machine changes samples more than their ratios."""
 DISTURBED = 2.385
-"""Constant of Cauchy's weights: at so many scales a residual counts about half, and far beyond next to nothing.
-On clean samples it costs 5% of their information (Holland and Welsch, Communications in Statistics A6, 1977)."""
+"""Constant of Cauchy's weights: a residual of this many scales gets half the weight, and one far beyond almost none. On
+clean samples it costs 5% of their information (Holland and Welsch, Communications in Statistics A6, 1977)."""
 LEAST_SCALE = 0.05
-"""Scale below which residuals are the model's own, and all count."""
+"""Minimum scale: smaller residuals are errors of the model itself, and all count."""
 ROBUST_ROUNDS = 5
 DECODE_CONSTANTS = (
     "kv_bytes_per_second",
@@ -64,8 +67,8 @@ DECODE_CONSTANTS = (
 class PrefillSample:
     """Prefill and the seconds it took. `cuts` are the positions where one step of it ended and the next began.
 
-    `speeds` and `lateness` are by rank, as in RingRates. `chain_cuts` are a chain's cuts in each
-    step; without, they follow from the rates.
+    `speeds` and `lateness` are by rank, as in RingRates. `chain_cuts` are a chain's cuts in each step; if there are
+    none, the cuts follow from the rates.
     """
 
     cp: int
@@ -155,7 +158,7 @@ def _predicted_chain(model: ModelShape, profile: HardwareProfile, sample: Prefil
 
 
 def with_chain_cuts(model: ModelShape, profile: HardwareProfile, sample: PrefillSample) -> PrefillSample:
-    """Return a sample of a chain with the cuts of ranks that know themselves by `profile`; another one unchanged."""
+    """Return a chain's sample with the cuts that its ranks would choose by `profile`, another sample unchanged."""
     if sample.algorithm != CHAIN:
         return sample
     cuts = [
@@ -284,7 +287,7 @@ def _with_prefill(profile: HardwareProfile, names: Sequence[str], values: Vector
 def _share(value: float) -> float:
     """Return the share that a fitted number above 0 stands for: beyond 1, its inverse.
 
-    A fit that starts at 1 sees a slope there, which a limit would hide, and leaves it to either side.
+    So a fit that starts at 1 can move in both directions; under a limit the slope there would be 0.
     """
     return value if value <= 1.0 else 1.0 / value
 

@@ -1,4 +1,4 @@
-"""Process memory: weights, KV, and the buffers of a step."""
+"""Process memory: weights, KV, and the buffers of a step. Pure Python; offline planning and simulation use it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def kv_bytes_per_token(model: ModelShape, tp: int = 1) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessMemory:
-    """Process bytes. `kv_bytes` remain for KV, and are negative where not even the rest fits."""
+    """Process bytes. `kv_bytes` remain for KV; they are negative if not even the rest fits."""
 
     weights_bytes: float
     step_bytes: float

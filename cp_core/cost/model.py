@@ -1,4 +1,7 @@
-"""Sizes of a model and measured rates of a ring, from which times are predicted. Pure Python."""
+"""Sizes of a model and measured rates of a ring, from which times are predicted. Pure Python.
+
+All cost models, the router and leaders share these dataclasses.
+"""
 
 from __future__ import annotations
 
@@ -79,10 +82,10 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillRates:
-    """Rates of one rank in prefill steps: its ring's, and seconds a layer that nothing else explains.
+    """Rates of one rank in prefill steps: its ring's, and the seconds of a layer that no other term explains.
 
-    An all-to-all has the link's rate and start unless its own are given, and a chain the ring's overlap.
-    `chain_overhead` is the share of a ring's overhead and starts that a chain's layers have.
+    If an all-to-all's rate or latency is not given, the link's is used; if `chain_overlap` is not, the ring's overlap.
+    A chain's layer has `chain_overhead` times a ring's layer overhead and message latencies.
     """
 
     ring: RingRates

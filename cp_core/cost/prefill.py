@@ -1,5 +1,7 @@
 """Seconds of a whole turn's prefill on hardware of a profile, with tensor parallel sums, and of its KV's migration.
 
+The router's planner and offline planning use it.
+
 T new tokens, P cached ones, N = cp ranks of the ring, each of tp processes. Pure Python, no torch.
 """
 
@@ -81,7 +83,7 @@ def sum_seconds(model: ModelShape, profile: HardwareProfile, tp: int, rows: int)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MigrationCost:
-    """Cost of sending a turn's KV in `wire_seconds`, of which `exposed_seconds` come after the prefill."""
+    """Cost of sending a turn's KV: `wire_seconds` in all, of which `exposed_seconds` remain after the prefill."""
 
     total_bytes: float
     wire_seconds: float

@@ -1,4 +1,7 @@
-"""Hardware profile: rates of one process (a GPU), its links and its overheads. Shipped or measured, as JSON."""
+"""Hardware profile: rates of one process (a GPU), its links and its overheads. Shipped or measured, as JSON.
+
+The router, offline planning and the simulator read one if it is given.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,8 @@ from ringserve.cp_core.errors import ConfigError
 from ringserve.views import RingRates
 
 SUFFIX = ".json"
-# Everything else is a rate or a size, and must be above 0.
+# Values whose names end so may be 0. All others are rates or sizes, and must be above 0.
 MAY_BE_ZERO = ("_seconds", "free_rows", "overlap")
-MAY_BE_NEGATIVE = ("alpha", "beta", "gamma")
 
 Section = TypeVar("Section")
 
@@ -26,10 +28,10 @@ Section = TypeVar("Section")
 class PrefillConstants:
     """FLOP/s, bytes/s and seconds of one process. Links are the ring's, between hosts.
 
-    A hop's latency is its whole start, with the wait for a late peer. A layer has three overheads: one always, one for
-    each rank after the first, one if there are cached tokens. Sums of tensor parallelism are ring all-reduces, in
-    bytes/s inside one host and over several. A chain has the overlap of a ring unless its own was measured;
-    `chain_overhead` is as in PrefillRates, `lone_speed` as in RingRates.
+    A hop's latency is all time before its first byte, with the wait for a late peer. A layer has three overheads: one
+    always, one for each rank after the first, one if there are cached tokens. Sums of tensor parallelism are ring
+    all-reduces, in bytes/s inside one host and over several. A chain has the overlap of a ring unless its own was
+    measured; `chain_overhead` is as in PrefillRates, `lone_speed` as in RingRates.
     """
 
     gemm_flops: float
@@ -72,10 +74,10 @@ class PrefillConstants:
 class DecodeConstants:
     """Bytes/s and seconds of one process in a decode step.
 
-    One attention call costs `attention_seconds`, the reading of its KV, and `row_seconds` for every query row after
-    the first `free_rows`. `hop_seconds` start an exchange of queries, `all_to_all_seconds` a collective,
-    `ring_seconds` are a layer's further cost in any ring of more than one. A tensor parallel sum starts in
-    `sum_seconds`, and takes `host_seconds` more for every host after the first.
+    One attention call costs `attention_seconds`, the reading of its KV, and `row_seconds` for every query row after the
+    first `free_rows`. An exchange of queries has a latency of `hop_seconds`, a collective of `all_to_all_seconds`; each
+    layer of a ring of several ranks costs `ring_seconds` more. A tensor parallel sum has a latency of `sum_seconds`,
+    plus `host_seconds` for every host after the first.
     """
 
     weight_bytes_per_second: float
@@ -94,8 +96,8 @@ class DecodeConstants:
 class HardwareProfile:
     """Constants of one kind of hardware; `source` says where they come from.
 
-    `kv_link_bytes_per_second` is the rate at which one process sends migrating KV beside its ring's messages.
-    Tensor parallel sums reach `processes_per_host` without the links.
+    `kv_link_bytes_per_second` is the rate at which one process sends migrating KV beside its ring's messages. Up to
+    `processes_per_host` processes sum within one host, without links between hosts.
     """
 
     name: str
@@ -136,7 +138,7 @@ def read_profile(name: str) -> HardwareProfile:
 
 
 def parse_profile(text: str, where: str) -> HardwareProfile:
-    """Return the profile in `text`: every constant is needed, and no unknown one is allowed.
+    """Return the profile in `text`: every constant without a default is needed, and no unknown one is allowed.
 
     Raises ConfigError naming `where` and the key.
     """
@@ -188,9 +190,7 @@ def _checked(name: str, annotation: object, value: object, where: str) -> object
         raise ConfigError(f"{where} is {value}; allowed are 0 to 1")
     if name == "lone_speed" and value < 1.0:
         raise ConfigError(f"{where} is {value}; allowed is 1 or more")
-    if name in MAY_BE_NEGATIVE:
-        return value
-    # Rates end in "_per_second".
-    if value < 0 or (value == 0 and not name.endswith(MAY_BE_ZERO)):
-        raise ConfigError(f"{where} is {value}; allowed is any {'number from 0' if value else 'number above 0'}")
+    may_be_zero = name.endswith(MAY_BE_ZERO)
+    if value < 0 or (value == 0 and not may_be_zero):
+        raise ConfigError(f"{where} is {value}; allowed is any number {'from' if may_be_zero else 'above'} 0")
     return value

@@ -1,5 +1,7 @@
 """Choice of the ring algorithm of a prefill, with its reason. Pure functions, no torch.
 
+The router's planner and placer call it, `ringserve explain` too.
+
 T new tokens, P cached ones, N ranks.
 """
 
@@ -24,11 +26,12 @@ from ringserve.cp_core.errors import ConfigError, InvalidRequest
 POLICIES = ("auto", *PREFILL_ALGORITHMS)
 
 TIE = 0.02
-"""Share by which predictions must differ to leave an earlier one of PREFILL_ALGORITHMS."""
+"""A later one of PREFILL_ALGORITHMS is chosen only if its predicted time is less by more than this share."""
 PROBED_TIE = 0.1
-"""The same if nobody calibrated the rates: a ring that starts measures no steps but pass-KV's."""
+"""The same share for rates that nobody calibrated: a ring that starts measures only pass-KV steps."""
 GATHERED_TOKENS = 1 << 17
-"""Most tokens of a sequence whose KV all comes to a rank by choice: it holds a layer or more of them at a time."""
+"""Maximum tokens of a sequence for which "auto" chooses gather_kv or chain: each rank gets the KV of all tokens and
+holds a layer or more of it at a time."""
 NAMES = {PASS_KV: "pass-KV", PASS_Q: "pass-Q", GATHER_KV: "gather-KV", CHAIN: "chain", SP_NTP: "SP-NTP"}
 COUNTS = {2: "two", 3: "three", 4: "four", 5: "five"}
 """Number of algorithms that may be chosen, in words."""
@@ -69,11 +72,11 @@ class Turn:
 def fastest(turn: Turn, model: ModelShape, rates: PrefillRates, tie: float = TIE) -> Selection:
     """Select the least predicted time; a tie goes to the earlier one of PREFILL_ALGORITHMS."""
     predictor = StepPredictor(model, rates, turn.num_ranks)
-    return faster(turn, predictor.seconds(turn.new_tokens, turn.cached_tokens), tie)
+    return choose_fastest(turn, predictor.seconds(turn.new_tokens, turn.cached_tokens), tie)
 
 
-def faster(turn: Turn, seconds: Mapping[str, float], tie: float = TIE) -> Selection:
-    """Select as `fastest`, by times that are known already, in the order of PREFILL_ALGORITHMS."""
+def choose_fastest(turn: Turn, seconds: Mapping[str, float], tie: float = TIE) -> Selection:
+    """Select as `fastest` does, by predicted seconds that the caller has, in the order of PREFILL_ALGORITHMS."""
     if turn.num_ranks == 1:
         return alone()
     chosen = least(seconds, turn.num_tokens, tie)

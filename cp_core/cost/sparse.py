@@ -1,8 +1,9 @@
-"""Costs of sparse prefills: predicted seconds, and measured losses.
+"""Costs of sparse prefills: predicted seconds, and measured losses. The router's planner and placer use it.
 
 A loss says how far answers are from exact ones, by prompt length, ranks and share of keys. Losses are measured by
 `ringserve calibrate --sparse` on one model, and looked up, never fitted. A length between two measured ones has the
-worse loss of both; one beyond the longest has none, nor has a ring of more ranks than any measured. Pure Python.
+larger loss of both. There is no loss for a longer prompt than the longest measured, nor for a ring of more ranks. Pure
+Python; it reads the file of losses.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ def sparse_seconds(
 ) -> float:
     """Return the seconds of T new tokens after P cached ones by pass_kv with a sparsity.
 
-    The first and the last layer are exact. In the others a rank attends its own keys and the chosen ones of others,
-    which alone are sent. Before, it sends its sampled queries to all, and scores its keys by all ranks' queries: half
-    of the work of their attention.
+    The first and the last layer are exact. In the other layers a rank attends all its own keys and the chosen keys of
+    other ranks; only chosen keys are sent. Before that, each rank sends its sampled queries to all ranks and scores its
+    own keys by all of them, which costs half as much as attending them.
     """
     exact = StepPredictor(model, rates, num_ranks).cost(PASS_KV, new_tokens, cached_tokens)
     num_sparse = model.num_layers - 2
@@ -46,10 +47,10 @@ def sparse_seconds(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredLoss:
-    """Loss of answers after prompts of `num_tokens` tokens on `num_ranks` ranks, `keep` of whose keys reach others.
+    """Loss of answers after prompts of `num_tokens` tokens on `num_ranks` ranks, if the share `keep` of keys is sent.
 
     `loss` is the mean KL divergence of the answer tokens from exact ones, in nats. `accuracy` is the share of
-    `num_questions` that were answered, `exact_accuracy` that by exact attention.
+    `num_questions` answered correctly, `exact_accuracy` the share with exact attention.
     """
 
     num_tokens: int
@@ -63,7 +64,7 @@ class MeasuredLoss:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PredictedLoss:
-    """Sparsity with the loss predicted for one prompt: the worse one of the measured lengths next to it.
+    """Sparsity with the loss predicted for one prompt: the larger one of the neighbouring lengths.
 
     `nearest` is the measurement at the length nearest to the prompt's.
     """
@@ -75,7 +76,7 @@ class PredictedLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class SparseLosses:
-    """Losses of one model. `sinks` and `window` hold for every measurement, in tokens of a partition."""
+    """Losses of one model. All measurements had these `sinks` and this `window`, in tokens of a partition."""
 
     model: str
     sinks: int
@@ -85,8 +86,8 @@ class SparseLosses:
     def predict(self, num_tokens: int, num_ranks: int) -> list[PredictedLoss]:
         """Return a prediction for each measured share of keys, the least loss first.
 
-        Taken are measurements on the fewest ranks that are at least `num_ranks`: the more ranks, the fewer keys each
-        query sees. Raises InvalidRequest for a longer prompt, or more ranks, than were measured.
+        The measurements on the smallest ring of at least `num_ranks` ranks count, which is the safe side: with more
+        ranks each query sees fewer keys. Raises InvalidRequest for a longer prompt, or more ranks, than were measured.
         """
         ranks = min((each.num_ranks for each in self.measured if each.num_ranks >= num_ranks), default=None)
         if ranks is None:
@@ -156,7 +157,7 @@ def _measured(items: Iterable[dict[str, Any]]) -> Iterable[MeasuredLoss]:
         except InvalidRequest as error:
             raise ValueError(str(error)) from error
         if not (found.num_tokens >= 1 and found.num_ranks >= 1 and 0.0 <= found.loss < float("inf")):
-            raise ValueError(f"{item} has a count below 1, or a loss that is no number from 0")
+            raise ValueError(f"{item} has num_tokens or num_ranks below 1, or a loss that is not a number from 0")
         yield found
 
 

@@ -1,13 +1,15 @@
 """Prefill cost: seconds of a step by rates measured on its ring, and its work as one number. Pure Python.
 
+The router's planner and the prefill scheduler predict by it.
+
 T new tokens, P cached ones, N ranks, H query heads, K key/value heads, D head dimension, L layers, e bytes per element.
 
     seconds = linear(T / N) + L * (N * a + (N - 1) * (x - o * min(x, a)) + all_to_all + overhead)
 
 a is the attention of one ring iteration, x the time of its message, and o the share of the shorter of the two that is
 hidden behind the longer. With o = 1 the part of x that exceeds a is exposed, as in arXiv 2411.01783, 3.5 and appendix
-A, to whose published times the form was fitted. If the processor that attends also moves the messages, o is less.
-Every rate is the caller's.
+A, to whose published times the form was fitted. If the processor that attends also moves the messages, o is less. The
+caller passes all rates.
 
 One *work unit* is the matrix products of one token. T new tokens after P earlier ones are
 
@@ -81,7 +83,7 @@ class PrefillCost:
 class StepPredictor:
     """Predictions of a model's steps on rings of one size and speed, by PREFILL_ALGORITHMS.
 
-    Values that follow from these alone are computed once: a router asks for many steps while it places one turn.
+    Values that depend only on these are computed once: a router asks for many steps while it places one turn.
     """
 
     __slots__ = (
@@ -112,7 +114,7 @@ class StepPredictor:
         self.chain = ChainPredictor(model, rates, num_ranks)
         self._head_seconds = model.head_flops / rates.ring.gemm_flops
         self._token_seconds = model.linear_flops_per_token / rates.ring.gemm_flops
-        # The share of one ring iteration that two tokens take which attend to each other.
+        # Seconds of one (query, key) pair in a ring iteration: its work is spread over N ranks and N iterations.
         self._pair_seconds = model.attention_flops(1, 0) / num_ranks**2 / rates.ring.attention_flops
         self._overhead = model.num_layers * rates.layer_overhead_seconds + rates.ring.step_seconds
         # Bytes of one token: its K and V or its queries in a hop, its partial outputs and LSE from all other ranks.
@@ -121,7 +123,7 @@ class StepPredictor:
             PASS_Q: model.num_heads * model.head_dim * model.attention_bytes,
         }
         self._return_bytes = (num_ranks - 1) * model.num_heads * (model.head_dim + 1) * model.partial_bytes
-        # In sp_ntp, bytes of a token that the rank sends which sends most: its queries, its K and V, its finished rows.
+        # In sp_ntp, bytes per token sent by the busiest rank: queries, K and V, finished rows.
         shares = head_shares(num_ranks, model.num_heads, model.num_kv_heads)
         queries, keys = [len(each.heads) for each in shares], [len(each.kv_heads) for each in shares]
         head_bytes = model.head_dim * model.attention_bytes
@@ -144,7 +146,8 @@ class StepPredictor:
         if algorithm == SP_NTP:
             all_to_all, _ = self._by_heads(new_tokens, cached_tokens)
         elif algorithm == CHAIN:
-            # Uneven cuts, and messages behind whole layers: only the sum compares with the others.
+            # A chain's cuts are uneven and its messages hide behind whole layers, so only its total compares with the
+            # others.
             exposed = self.chain.seconds(new_tokens, cached_tokens) / self._layers - attention
             exposed -= (self._linear(new_tokens) + self._overhead) / self._layers
             attention, exposed = attention + min(0.0, exposed), max(0.0, exposed)
@@ -201,7 +204,7 @@ class StepPredictor:
         return self._by_heads(new_tokens, cached_tokens)[1]
 
     def _by_heads(self, new_tokens: int, cached_tokens: int) -> tuple[float, int]:
-        """Return the seconds of a layer of sp_ntp beyond an even share of its attention, and the best segments."""
+        """Return the seconds of a layer of sp_ntp beyond evenly shared attention, and the best number of segments."""
         attention = self._num_ranks * self._iteration(new_tokens, cached_tokens)
         alone = by_one = self._segmented(1, new_tokens, cached_tokens, attention)
         best = 1
@@ -216,7 +219,7 @@ class StepPredictor:
         return by_one - attention, best
 
     def _segmented(self, number: int, new_tokens: int, cached_tokens: int, attention: float) -> float:
-        """Return the seconds of a layer's all-to-alls and attention in so many segments, all hidden that can be."""
+        """Return the seconds of a layer's all-to-alls and attention in `number` segments, all hidden that can be."""
         queries, keys, back = self._share_bytes
         own, stored = -(-new_tokens // self._num_ranks), -(-cached_tokens // self._num_ranks)
         each = own * (queries + keys) / number
@@ -239,7 +242,7 @@ class StepPredictor:
         return returned
 
     def _collective_seconds(self, num_bytes: float) -> float:
-        # The rate of an all-to-all was fitted to the small messages of pass-Q: none is faster than the link.
+        # The rate of an all-to-all was fitted to pass-Q's small messages and may be too high, so the link's bounds it.
         if not num_bytes:
             return 0.0
         message = self._message[0] + num_bytes / self._message[1]

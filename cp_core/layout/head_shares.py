@@ -1,4 +1,7 @@
-"""Attention heads of each rank in head-parallel prefill. Pure Python."""
+"""Attention heads of each rank in head-parallel prefill. Pure Python.
+
+The algorithm sp_ntp and its cost model use it.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ from itertools import accumulate, pairwise
 from ringserve.cp_core.errors import ReshardError
 
 UNEVEN = 1.125
-"""Highest ratio of the fullest rank's work to the mean for whole sequences: a whole sequence needs no messages."""
+"""A step's sequences are laid whole on one rank each, which needs no messages, if the fullest rank then has at most
+this many times the mean work."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -129,7 +130,7 @@ class _Runs:
         if runs:
             first, each, distance, number = runs[-4:]
             latest = first + (number - 1) * distance
-            if start == latest + each:  # joined, the two ranges have another length than the series
+            if start == latest + each:  # joined, these two differ in length from the series, so the last one leaves it
                 self._drop_latest()
                 start = latest
         if runs:
@@ -225,8 +226,8 @@ class ShardMap:
         position = covered.start
         for item in sorted(item for ranges in self.ranks for item in ranges if len(item)):
             if item.start != position:
-                fault = "missing" if item.start > position else "held twice or outside"
-                raise ReshardError(f"position {min(item.start, position)} is {fault} in {where}")
+                fault = f"missing in {where}" if item.start > position else f"held twice, or lies outside {where}"
+                raise ReshardError(f"position {min(item.start, position)} is {fault}")
             position = item.stop
         if position != covered.stop:
             raise ReshardError(f"position {min(position, covered.stop)} is missing or outside {where}")
@@ -285,9 +286,9 @@ def chunked_layout(start: int, num_tokens: int, slots: Sequence[int]) -> Prefill
 def balanced_layout(start: int, num_tokens: int, held: Sequence[int], load: Sequence[int] = ()) -> PrefillLayout:
     """Lay out `num_tokens` new tokens in 2N chunks from position `start`; rank r already holds `held[r]` tokens.
 
-    The fullest slots go to the emptiest ranks. With fixed slots, rank 0 would get every turn's remainder, and all of a
-    conversation of short turns. Ties go to the rank with the least `load`: the number of tokens that it computes for
-    other sequences in the same step (default: 0 each).
+    The fullest slots go to the emptiest ranks. With fixed slots, rank 0 would get the remainder of every turn, and all
+    tokens of a conversation of very short turns. Ties go to the rank with the least `load`: the number of tokens that
+    it computes for other sequences in the same step (default: 0 each).
     """
     num_ranks = len(held)
     identity = chunked_layout(start, num_tokens, range(num_ranks))

@@ -1,9 +1,9 @@
 """Sparse prefill: how many keys of a partition reach the queries of other ranks. Pure Python.
 
-A *partition* is one contiguous part of a sequence on one rank: its cached tokens, or one range of its new tokens. A
-rank sees its own partitions whole, and only the chosen keys of other partitions (CSPS, arXiv 2409.15104, with two
-segment levels: the rank and the whole ring). The number of chosen keys follows from the partition's length, so message
-lengths are known. Each layer and KV head chooses its own keys.
+Step plans, the router's plans and cost models use it. A *partition* is one contiguous part of a sequence on one rank:
+its cached tokens, or one range of its new tokens. A rank sees its own partitions whole, and only the chosen keys of
+other partitions (CSPS, arXiv 2409.15104, with two segment levels: the rank and the whole ring). The number of chosen
+keys follows from the partition's length, so message lengths are known. Each layer and KV head chooses its own keys.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Sparsity(views.Sparsity):
         return min(num_tokens, max(share, self.sinks + self.window))
 
     def thinned(self, ranges: tuple[TokenRange, ...]) -> tuple[TokenRange, ...]:
-        """Shrink each range to its chosen keys, keeping its end: visibility checks use only the end."""
+        """Shrink each range to its number of chosen keys, keeping its end: visibility checks use only the end."""
         return tuple(TokenRange(each.stop - self.chosen(len(each)), each.stop) for each in ranges)
 
 

@@ -1,5 +1,7 @@
 """Step plans for prefill and decode: the tokens and rows of each rank, known to every rank before the step.
 
+Ring algorithms and the steps of ranks use them; attention kernels get their index tensors.
+
 Shapes: S stored tokens, K key/value heads, D head dimension; B sequences (rows) of a decode batch with one new token
 each, N ranks. Every rank derives the same decode plan, so message lengths are exact and queries carry no batch ids
 (arXiv 2411.01783, algorithm 4, sends batch ids).
@@ -43,8 +45,9 @@ class Rows:
 class Shard:
     """One rank's part of a sequence: its number of cached tokens, and its new tokens' positions, ascending.
 
-    In a layer with a `window` a query sees only the newest `window` tokens up to itself (0: all). The cached tokens are
-    then the last ones in stored order, those that any new token sees, and `tail` has their positions.
+    In a layer with a `window` a query sees only the newest `window` tokens up to itself (0: all). `cached` then counts
+    only the cached tokens that some new token of the step sees, the last ones in stored order, and `tail` has their
+    positions.
     """
 
     cached: int
@@ -118,7 +121,7 @@ class Band:
 
 @lru_cache(maxsize=64)
 def bands(queries: Shard, keys: Shard) -> tuple[Band, ...] | None:
-    """Return which keys of `keys`, first cached and then new ones, each range of queries sees.
+    """Return, for each range of queries, the keys of shard `keys` that it sees, numbered with the cached ones first.
 
     None if the layer has no window or it hides no key from these queries. Ranges of which no query sees any key have no
     band. Every layer with the same window asks for the same.
@@ -159,7 +162,7 @@ class SequencePlan:
 
     `stored` says which rank stores each new token if other ranks than the computing ones do: only chains set it.
     `sparsity` limits the keys that reach other ranks; None means all of them. `tail` has the positions of the newest
-    cached tokens, which layers with a window need: of at least so many tokens.
+    cached tokens, which layers with a window need: of at least window - 1 tokens, or of all.
     """
 
     layout: PrefillLayout
@@ -307,7 +310,7 @@ class RowIndices:
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """Owner of each row, and its tokens by rank. Made once per step.
+    """For each row, the rank that owns it, and its tokens by rank. Made once per step.
 
     `owners[i]` computes row i and stores its new token. Rank r holds `held[i][r]` tokens of row i, with the new one.
     """

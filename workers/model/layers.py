@@ -384,7 +384,7 @@ class FusedLayer:
         q, k, v = native.before_attention(made, states, cos, sin)
         attended = step.attend(attention.layer_idx, q, k, v, attention.scaling)
         attended = attended.to(self._dtype).contiguous()
-        return native.behind_attention(made, states, attended, self._most).unsqueeze(0)
+        return native.after_attention(made, states, attended, self._most).unsqueeze(0)
 
 
 CHECKED_ROWS = 3

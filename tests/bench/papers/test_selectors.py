@@ -22,7 +22,7 @@ from bench.papers.selectors import (
     hiding_length,
 )
 from ringserve.cp_core.cost.model import PASS_KV, PASS_Q
-from ringserve.cp_core.cost.selector import Selection, Turn, faster
+from ringserve.cp_core.cost.selector import Selection, Turn, choose_fastest
 from ringserve.cp_core.cost.steps import StepPredictor
 from ringserve.cp_core.errors import ConfigError
 from tests.cp_core.cost.test_selector import fitted_rates, llama_405b
@@ -71,7 +71,7 @@ def test_auto_never_costs_more_than_2_percent_on_table_4() -> None:
     chosen = []
     for each in TURNS:
         seconds = predictor.seconds(each.turn.new_tokens, each.turn.cached_tokens)
-        chosen.append(faster(each.turn, {name: seconds[name] for name in (PASS_KV, PASS_Q)}).algorithm)
+        chosen.append(choose_fastest(each.turn, {name: seconds[name] for name in (PASS_KV, PASS_Q)}).algorithm)
     assert num_right(chosen, TURNS) == 12
     for name, each in zip(chosen, TURNS, strict=True):
         taken = each.pass_kv_seconds if name == PASS_KV else each.pass_q_seconds

@@ -42,7 +42,8 @@ def test_overheads_of_a_ring_grow_with_its_ranks_and_with_cached_tokens() -> Non
     ("section", "key", "value", "sentence"),
     [
         ("prefill", "gemm_flops", 0.0, "prefill.gemm_flops is 0.0; allowed is any number above 0"),
-        ("prefill", "gemm_flops", -1.0, "prefill.gemm_flops is -1.0"),
+        ("prefill", "gemm_flops", -1.0, "prefill.gemm_flops is -1.0; allowed is any number above 0"),
+        ("decode", "hop_seconds", -1.0, "decode.hop_seconds is -1.0; allowed is any number from 0"),
         ("prefill", "gemm_flops", "fast", "prefill.gemm_flops is 'fast'; a number is needed"),
         ("prefill", "gemm_flops", True, "prefill.gemm_flops is True; a number is needed"),
         ("prefill", "gemm_flops", float("nan"), "prefill.gemm_flops is nan; a number is needed"),

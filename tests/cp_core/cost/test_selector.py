@@ -12,7 +12,7 @@ from ringserve.cp_core.cost.selector import (
     POLICIES,
     Selection,
     Turn,
-    faster,
+    choose_fastest,
     fastest,
     forced,
     select,
@@ -53,11 +53,11 @@ def fitted_rates() -> PrefillRates:
 def test_a_reason_is_a_few_words() -> None:
     seconds = {"pass_kv": 2.0, "pass_q": 1.01, "gather_kv": 1.0, "chain": 3.0, "sp_ntp": 1.015}
     turn = Turn(new_tokens=100, cached_tokens=9900, num_ranks=4)
-    assert faster(turn, seconds) == Selection("pass_q", "fastest of five, a tie with gather-KV and SP-NTP")
-    assert faster(turn, seconds | {"pass_q": 0.5}) == Selection("pass_q", "fastest of five")
-    assert faster(turn, seconds, 0.7) == Selection("pass_kv", "all five tie")
+    assert choose_fastest(turn, seconds) == Selection("pass_q", "fastest of five, a tie with gather-KV and SP-NTP")
+    assert choose_fastest(turn, seconds | {"pass_q": 0.5}) == Selection("pass_q", "fastest of five")
+    assert choose_fastest(turn, seconds, 0.7) == Selection("pass_kv", "all five tie")
     long = Turn(new_tokens=100, cached_tokens=1 << 20, num_ranks=4)
-    assert faster(long, seconds) == Selection("pass_q", "fastest of three, a tie with SP-NTP")
+    assert choose_fastest(long, seconds) == Selection("pass_q", "fastest of three, a tie with SP-NTP")
     assert forced("pass_q") == Selection("pass_q", "the configuration sets it")
 
 
