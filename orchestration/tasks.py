@@ -1,4 +1,4 @@
-"""Background tasks, concurrent calls, and work at a lower priority, as every room of orchestration runs them."""
+"""Background tasks, concurrent calls, and work at a lower priority, as every package of orchestration runs them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FIRST_PAUSE = 0.05
 MAX_PAUSE = 5.0
 """Seconds between two repetitions at most."""
 IDLE_NICENESS = 20
-"""Niceness that stands for Linux's SCHED_IDLE: ranks have a nice value of 15, beside which one of 19 gets a third."""
+"""From this niceness on, threads get Linux's SCHED_IDLE: beside ranks, which have 15, even 19 gets a third."""
 
 
 class TaskSet:
@@ -55,9 +55,9 @@ class TaskSet:
 
 
 def begin_joined(what: str, work: Coroutine[None, None, T]) -> asyncio.Task[T]:
-    """Begin work that callers join by `asyncio.shield`; an error is logged, since all of them may have left by then.
+    """Begin work that callers join by `asyncio.shield`. An error is logged: all callers may be cancelled by then.
 
-    `shield` does not look at the error of a task whose caller was cancelled: Python would log it with a stack trace
+    If all callers were cancelled, nobody would retrieve the task's error, and Python would log it with a stack trace
     when the task is collected. `what` names the work in the log.
     """
 
@@ -97,9 +97,9 @@ async def _as_coroutine(call: Awaitable[T]) -> T:
 
 
 async def finish_despite_cancellation(work: Awaitable[T]) -> T:
-    """Wait until `work` has ended, even if the caller is cancelled meanwhile, which is raised after it.
+    """Wait until `work` has ended, even if the caller is cancelled meanwhile; then raise the cancellation.
 
-    Raises what `work` raises, before a cancellation.
+    If `work` raises an error, that is raised instead.
     """
     task = asyncio.ensure_future(work)
     is_cancelled = False
@@ -117,9 +117,9 @@ async def finish_despite_cancellation(work: Awaitable[T]) -> T:
 async def until_reached(
     call: Callable[[], Awaitable[T]], what: str, until: float, on: type[Unavailable] = Unavailable
 ) -> T:
-    """Repeat an idempotent call while it fails with `on`; `until` is on the event loop's clock.
+    """Repeat an idempotent call while it raises an `on`, until the time `until` on the event loop's clock.
 
-    `what` names the call in the log. Raises that error after `until`, and other errors at once.
+    `what` names the call in the log. Raises the `on` after that time, and other errors at once.
     """
     pause = FIRST_PAUSE
     while True:
@@ -134,7 +134,7 @@ async def until_reached(
 
 
 QUEUED_ITEMS = 64
-"""Items that wait for the reader of `fan_in` before its streams wait too."""
+"""Most items that wait for the reader of `fan_in`; then its streams wait."""
 
 
 async def fan_in(
@@ -145,9 +145,9 @@ async def fan_in(
 ) -> AsyncGenerator[tuple[int, T], None]:
     """Yield the items of all streams as they arrive, each with its stream's place.
 
-    At most `at_once` streams run at a time (None: all). With `leads`, the others begin after the first has yielded an
-    item for which it is true. The first failure ends all streams, and so does closing the generator. Each context is
-    left as soon as its own stream ends, and sees no failure of another stream.
+    At most `at_once` streams run at a time (None: all). With `leads`, the first stream begins alone, and the others
+    when it has yielded an item for which `leads` is true. The first failure ends all streams, and so does closing the
+    generator. Each context is left as soon as its own stream ends, and sees no failure of another stream.
     """
     if len(streams) == 1:
         async with streams[0] as items:
@@ -188,10 +188,11 @@ async def fan_in(
 
 
 def beside_others(work: Callable[[], T], niceness: int) -> T:
-    """Return what `work` returns, done in a thread whose nice value is `niceness` higher; see IDLE_NICENESS, too.
+    """Return what `work` returns, done in a thread whose nice value is `niceness` higher than the caller's.
 
-    So others come first where cores are busy. On Linux each thread has a priority of its own, which only root may raise
-    again: so the thread ends, and `work` must start no other thread that stays.
+    So others come first where cores are busy; from IDLE_NICENESS on, the thread runs only on idle cores. On Linux each
+    thread has its own priority, which only root may raise again, so the thread ends with `work`. Threads that `work`
+    starts have the low priority too: they must end with it.
     Example: `beside_others(lambda: import_module("numpy"), 10)`.
     """
     with ThreadPoolExecutor(1, "ringserve-beside", initializer=_lower_priority, initargs=(niceness,)) as threads:

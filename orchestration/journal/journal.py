@@ -173,7 +173,7 @@ class SqliteJournal:
             stop = start
         return tokens
 
-    def agreeing(self, conversation_id: str, turn_id: str) -> int:
+    def num_agreeing(self, conversation_id: str, turn_id: str) -> int:
         head = self._reader.execute("SELECT segment, num_tokens FROM conversations WHERE id = ?", (conversation_id,))
         segment, stop = head.fetchone() or (None, 0)
         while segment is not None:

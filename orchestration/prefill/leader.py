@@ -1,4 +1,4 @@
-"""Prefill ring leader: it pins sequences, queues turns for its steps, retains KV between turns."""
+"""Prefill ring leader: it pins sequences, queues turns for its steps, retains KV between turns. The router calls it."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ from ringserve.views import RingInfo
 log = logging.getLogger(__name__)
 
 LEASE_SECONDS = 30.0
-"""Seconds after a turn's deadline, or the loss of its ring, in which the router must settle it; then it is released."""
+"""Seconds that the router has to settle a turn, from its deadline or its ring's loss. Then the leader releases it."""
 
 
 @dataclass(slots=True)
 class _Turn:
-    """A reserved turn, with the pool and the loop of the ring's incarnation at its reservation."""
+    """A reserved turn, with the pool and the loop of the incarnation that reserved it."""
 
     request: Reserve
     reservation: Reservation
@@ -67,13 +67,13 @@ class _Turn:
         self.loop.scheduler.remove(self.request.turn_id)
         if self.run is not None:
             self.run.stop_error = self.error
-            self.loop.look()
+            self.loop.wake()
         if self.task is not None and not self.is_cleaning_up and not (self.run and self.run.is_computing):
             self.task.cancel()
 
 
 class PrefillLeader(RingLeader):
-    """Prefill ring owner. `announce` tells the router when the ring (again) serves.
+    """Prefill ring owner. `announce` tells the router that the ring serves, for the first time or again.
 
     `loop` runs the steps of the ring's present incarnation; it is None before the first.
     """
@@ -108,11 +108,11 @@ class PrefillLeader(RingLeader):
         await super().on_ready()
 
     def _rate(self, work: WorkModel) -> float:
-        """Return work units a second by the ring's measured rate, as if steps were matrix products alone."""
+        """Return the work units that the ring computes in a second, from its measured rate of matrix products alone."""
         return self.settings.num_processes * self.ring.rates.gemm_flops / work.flops_per_unit
 
     def _limits(self, work: WorkModel, num_layers: float = 1.0) -> StepLimits:
-        """Return the limits of a step of which a part of 1 / `num_layers` takes at most `step_seconds`."""
+        """Return the limits of a step that takes at most `num_layers * step_seconds`."""
         scheduling = self.settings.prefill_scheduling
         seconds = scheduling.step_seconds * num_layers
         return StepLimits.of(
@@ -124,10 +124,11 @@ class PrefillLeader(RingLeader):
         )
 
     def _lone_limits(self, work: WorkModel) -> StepLimits | None:
-        """Return the limits of a step that yields between its layers; None on devices that steps do not yield on.
+        """Return the limits of a step that yields between its layers; None on devices other than CPUs.
 
-        To yield, the ranks' threads agree after each layer, and would wait there for a device that computes ahead.
-        Beside decode steps on the same cores a layer takes up to twice as long as it is measured to take.
+        To yield, the ranks' threads agree after each layer. A GPU computes behind its thread, which would have to wait
+        for it there. If `ranks.cores` is set, decode steps on the same cores may double the time of a layer, so that
+        half as many layers are counted.
         """
         ranks, num_layers = self.settings.ranks, self.ring.model.num_layers
         return self._limits(work, num_layers / 2 if ranks.cores else num_layers) if ranks.device == "cpu" else None
@@ -158,7 +159,8 @@ class PrefillLeader(RingLeader):
         sequence = pool.pin(request.kv_id, request.turn_id, request.match_tokens, shares=request.shares)
         retained = sequence.shards.num_tokens
         try:
-            new = TokenRange(retained, request.num_tokens)  # at most: tokens on the decode ring are pulled
+            # At most: tokens that the decode ring retains will be pulled.
+            new = TokenRange(retained, request.num_tokens)
             began = time.monotonic() - request.waited_seconds
             loop.scheduler.reserve(
                 request.turn_id,
@@ -186,7 +188,7 @@ class PrefillLeader(RingLeader):
         return reservation
 
     async def prefill(self, request: PrefillTurn) -> PrefillDone:
-        """Run a reserved turn. A second call joins the first. A lost caller does not end it, an abort does."""
+        """Run a reserved turn. A second call joins the first. If the caller is lost, the turn goes on."""
         turn = self._turns.get(request.turn_id)
         if turn is None:
             raise NotFound(f"turn {request.turn_id} has no reservation on prefill ring {self.settings.name}")
@@ -252,7 +254,7 @@ class PrefillLeader(RingLeader):
             self.tracer.record(request.trace_parent, run.times.spans(name, request.attempt, turn.reserved_at, now))
 
     def _check_turns(self, scheduler: PrefillScheduler, request: Reserve) -> None:
-        """Raise CapacityExceeded at the limit of turns; a turn counts until it is settled, as its KV is pinned."""
+        """Raise CapacityExceeded at the limit of turns. A turn counts, and its KV is pinned, until it is settled."""
         self.shares.check_turns(
             request,
             (turn.request for turn in self._turns.values()),
@@ -264,7 +266,7 @@ class PrefillLeader(RingLeader):
     async def abort_turn(self, turn_id: str, error: RingserveError) -> None:
         """End a turn; return when no rank uses its blocks. Idempotent.
 
-        Raises DeadlineExceeded if the present step does not end in the step timeout; the ring is then rebuilt.
+        Raises DeadlineExceeded if the present step does not end within the step timeout; the ring is then rebuilt.
         """
         turn = self._turns.get(turn_id)
         if turn is None:
@@ -293,12 +295,12 @@ class PrefillLeader(RingLeader):
         turn = self._turns.get(request.turn_id)
         if turn is not None and self.ring.is_serving(turn.reservation.incarnation):
             log.warning("turn %s was never settled by the router; its KV is released now", request.turn_id)
-        else:  # the router settles no turn on a ring that it takes for lost
+        else:  # expected: the router settles no turn on a ring that it considers lost
             log.info("turn %s of a lost ring is released", request.turn_id)
         self.spawn(self.settle(request.kv_id, request.turn_id, 0))
 
     async def measure(self, until_quiet: Callable[[], Awaitable[None]]) -> None:
-        """Measure the ring's rates between steps: a turn waits for a part of the measurement at most."""
+        """Measure the ring's rates between steps. A turn waits for one part of the measurement at most."""
         loop = self.loop
         assert loop is not None, "the ring has started"
 
@@ -353,7 +355,8 @@ class PrefillLeader(RingLeader):
     async def fail_all(self, error: RingserveError) -> None:
         """End every turn with `error`, and the loop.
 
-        The router settles no turn on a ring that it knows to be lost: its place here would be held until its deadline.
+        The router settles no turn on a ring that it knows to be lost. Without a shorter lease, each turn would keep its
+        place here until its deadline.
         """
         loop = asyncio.get_running_loop()
         for turn in self._turns.values():

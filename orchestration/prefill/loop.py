@@ -1,4 +1,4 @@
-"""Loop of one incarnation of a prefill ring: schedule, run, commit."""
+"""Loop of one incarnation of a prefill ring: schedule, run, commit. The prefill leader runs it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ringserve.orchestration.tasks import gather_first_error
 from ringserve.workers.protocol.steps import Algorithm, PrefillStep
 
 PATIENCE = 5.0
-"""Times the predicted seconds of a step after which it counts as stuck."""
+"""A step counts as stuck after this many times its predicted seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class PrefillLoop:
     """Ring steps, one after another, until the ring is lost or `end` is called; waiting turns then fail.
 
     `at_work` is locked while the ranks compute a step: the holder of the lock has the ring to itself. `fallbacks`
-    counts the computed pieces whose layout had no room, by the layout that they got.
+    counts the computed pieces that had no room for the layout of their algorithm, by the layout used instead.
     """
 
     def __init__(self, ring: Ring, scheduler: PrefillScheduler, fallbacks: Counter[str]) -> None:
@@ -49,8 +49,8 @@ class PrefillLoop:
     async def compute(self, run: PrefillRun) -> int:
         """Queue a reserved turn until its last new token is computed; return the token that follows.
 
-        Raises the error that stopped the turn or the ring. A cancelled caller leaves the queue at once, which is not
-        allowed while `run.is_computing`.
+        Raises the error that stopped the turn or the ring. If the caller is cancelled, the turn leaves the queue at
+        once; this is not allowed while `run.is_computing`.
         """
         if self._is_over:
             raise self._lost()
@@ -75,7 +75,7 @@ class PrefillLoop:
                         await self._step(step)
                 if step is None:
                     await self._wakeup.wait()
-        except Exception as error:  # a bug: a ring without a loop would take turns and never compute them
+        except Exception as error:  # a bug: without its loop the ring would take turns and never compute them
             self._ring.report_lost(error, self._incarnation)
             raise
         finally:
@@ -83,19 +83,22 @@ class PrefillLoop:
             for run, _ in list(self._waiting.values()):
                 self._fail(run, run.stop_error or self._lost())
 
-    def look(self) -> None:
-        """Look again at the turns: one of them has been stopped."""
+    def wake(self) -> None:
+        """Wake the loop, so that it notices that a turn has been stopped."""
         self._wakeup.set()
 
     def end(self) -> None:
-        """Make `run` return after the present step, which the dead ranks of a lost ring end."""
+        """Make `run` return after the present step. On a lost ring, that step fails as soon as its ranks are dead."""
         self._is_over = True
         self._wakeup.set()
 
     async def _step(self, step: ScheduledStep, within: int = 0) -> bool:
-        """Compute a step, by itself or within another one; return False if it was not computed to its end."""
+        """Compute a step by itself or, if `within` is not 0, between two layers of the step of that number.
+
+        Returns False if it was not computed to its end, but True if none of its turns could take part.
+        """
         if any(self._waiting[piece.turn_id][0].is_sparse for piece in step.pieces):
-            step = replace(step, algorithm=Algorithm.PASS_KV)  # no other algorithm sends a part of the keys
+            step = replace(step, algorithm=Algorithm.PASS_KV)  # no other algorithm can send a selection of the keys
         form = self._form(step)
         prepared = self._prepare(step, form)
         if not prepared:
@@ -131,7 +134,7 @@ class PrefillLoop:
     async def _run_yielding(
         self, step: ScheduledStep, prepared: Sequence[PreparedPiece], form: StepForm
     ) -> _Done | None:
-        """Compute a step on all ranks, and between its layers the steps of turns that may overtake."""
+        """Compute a step and, between its layers, steps of turns that may overtake; None if it ended early."""
         self._seconds_within = 0.0
         is_over = asyncio.Event()
 
@@ -161,7 +164,7 @@ class PrefillLoop:
         return replace(done, seconds=done.seconds - self._seconds_within)
 
     async def _end_on_ranks(self, step: ScheduledStep) -> bool:
-        """End a step that yields before its last layer; return False if it ended by itself before."""
+        """End a step that yields before its last layer; return False if the ranks have already computed it."""
         timeout = self._ring.settings.step_timeout
         end = PrefillStep(algorithm=step.algorithm, sequences=(), within=step.number)
         answers = await gather_first_error(port.prefill_within(end, timeout) for port in self._ring.ranks)
@@ -185,12 +188,12 @@ class PrefillLoop:
         return prepared
 
     def _form(self, step: ScheduledStep) -> StepForm:
-        """Return the form of a step by its algorithm and its longest piece."""
+        """Return the form that the step's algorithm needs for its longest piece."""
         ring, tp = self._ring, self._ring.settings.ranks.tp
         longest = max(step.pieces, key=lambda piece: len(piece.tokens))
         if step.algorithm is Algorithm.CHAIN:
             run, _ = self._waiting[longest.turn_id]
-            # Each rank's tokens of the longest sequence, then of all sequences.
+            # By rank: its tokens of the longest piece's sequence, and for ties its free blocks, negated.
             held = [(own, -usage.free_blocks) for own, usage in zip(run.held, ring.pool.usage(), strict=True)]
             return StepForm.of_chain(ring.model, tp, ring.rates, held)
         if step.algorithm is Algorithm.SP_NTP:
@@ -198,7 +201,7 @@ class PrefillLoop:
         return StepForm()
 
     def _ranks_of_whole(self, step: ScheduledStep) -> dict[str, int]:
-        """Return the rank, by turn, that computes the turn's prompt whole: of several short ones in one step."""
+        """Return, by turn, the rank that computes its whole prompt; empty unless the step has several short prompts."""
         settings = self._ring.settings
         short = {
             piece.turn_id: len(piece.tokens)
@@ -239,14 +242,14 @@ class PrefillLoop:
         for piece in prepared:
             piece.run.note_logprobs(outputs)
         tokens = {name: token for output in outputs for name, token in output.tokens.items()}
-        # A step within another one waits for the end of a layer, in which the ranks compute for the other one.
+        # A step within another one first waits for the end of a layer of that one. This wait does not count.
         seconds = max(output.seconds for output in outputs) if within else time.monotonic() - began
         return _Done(tokens, seconds)
 
     def _patience(self, step: ScheduledStep, within: int) -> float:
         """Return the seconds that a step may take: five times the prediction, once a step has been measured.
 
-        A step that yields, or is within another one, takes as long as others make it.
+        A step that yields, or is within another one, also takes the time of that one: only the step timeout bounds it.
         """
         timeout = self._ring.settings.step_timeout
         if within or step.yields or not self.scheduler.is_measured:

@@ -1,4 +1,7 @@
-"""Run of one turn on a prefill ring: pull missing KV, take part in steps, hand the KV over."""
+"""Run of one turn on a prefill ring: pull missing KV, take part in steps, hand the KV over.
+
+The prefill leader begins and cleans up a run, its loop computes the steps. A run writes only its own sequence's KV.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,10 @@ PLAIN = StepForm()
 
 @dataclass(frozen=True, slots=True)
 class PreparedPiece:
-    """Part of a step that computes tokens of one turn, by process. `after` are the places of the KV after it.
+    """Part of a step that computes `tokens` of one turn; process p computes `sequences[p]`.
 
-    `fallback` is the layout's.
+    `after` are the places of the sequence's KV once the step is computed. `fallback` is set if a better layout had no
+    room.
     """
 
     run: PrefillRun
@@ -90,11 +94,11 @@ class PrefillRun:
 
     @property
     def lost_tokens(self) -> int:
-        """Tokens that were to be pulled from another ring, and are computed instead."""
+        """Number of tokens that could not be pulled from another ring and are computed instead."""
         return self._turn.cached_tokens - self._cached_tokens
 
     async def pull(self) -> SentKv:
-        """Fetch cached KV from another ring: tokens that a decode ring made, or tokens that were evicted here.
+        """Fetch cached KV that is missing here from another ring: it was computed by the decode ring, or evicted here.
 
         A failed pull from the turn's decode ring ends the turn. After a failed pull from another ring, this ring
         computes the tokens.
@@ -147,10 +151,10 @@ class PrefillRun:
         whole_on: int | None = None,
         form: StepForm = PLAIN,
     ) -> PreparedPiece:
-        """Return each process's part of computing the tokens `piece`, whose KV leaves layer by layer.
+        """Return what each process computes of the tokens `piece`. Their KV is sent layer by layer.
 
-        `load`, `whole_on` and `form` are passed to `lay_out`.
-        Raises the error that stopped the turn, CapacityExceeded, ReshardError, having changed nothing.
+        `load`, `whole_on` and `form` are passed to `lay_out`. Raises the error that stopped the turn, CapacityExceeded,
+        ReshardError.
         """
         if self.stop_error is not None:
             raise self.stop_error
@@ -167,7 +171,8 @@ class PrefillRun:
         )
         after = sequence.shards.extend(placed.kv)
         key = TransferKey(turn.turn_id, turn.attempt, self._incarnation, turn.destination.incarnation)
-        # The first chunk also carries cached KV that the decode ring lacks; no chunk carries KV that it retains.
+        # The first chunk also carries cached KV that the decode ring lacks; no chunk carries KV that the decode ring
+        # retains.
         retained = turn.destination.retained_tokens
         first = retained if piece.start == self._cached_tokens else max(piece.start, retained)
         sends = sends_for(
@@ -255,7 +260,7 @@ def _history(turn: PrefillTurn) -> TokenHistory:
 
 
 def _score(turn: PrefillTurn, stop: int) -> PromptScore | None:
-    """Return the request to score the prompt's tokens in a step that ends before position `stop`, if any."""
+    """Return the request to score the prompt in a step that ends before position `stop`; None if it need not."""
     num_top = turn.sampling.prompt_logprobs
     if num_top is None or turn.attempt > 1:
         return None  # not asked for, or answered in the first attempt
@@ -266,7 +271,7 @@ class PrefillTimes:
     """Times of one attempt of one turn, for its trace.
 
     The trace has `pull` (KV from another ring), `queue` (from ready to the first step), `prefill` with a part for each
-    chunk, and `hand-over` (the rest of the KV is sent after the last step).
+    chunk, and `hand-over` (after the last step: the rest of the KV is sent).
     """
 
     def __init__(self) -> None:
@@ -278,7 +283,7 @@ class PrefillTimes:
         self._pull = just_ended("pull", seconds, {"ringserve.bytes": payload_bytes})
 
     def note_chunk(self, chunk: PlannedChunk, seconds: float) -> None:
-        """Record that a step of the chunk has just ended."""
+        """Record that the step of the chunk has just ended."""
         attributes: Attributes = {
             "ringserve.tokens.start": chunk.tokens.start,
             "ringserve.tokens.stop": chunk.tokens.stop,

@@ -4,15 +4,15 @@ reserved ──ready──> waiting ──next_step──> in a step ──commi
     └──────────────────┴────────── remove ──────┴──────────────────┘
 
 Two orders share the ring. *By length* takes the highest priority first, and of equals the turn that is finished first:
-a step holds as many whole prompts as fit, and a prompt that is longer than a step has steps of its own. Tenants
-share the steps by work: the order counts a tenant's shorter turns and the work already computed for that tenant, so a
-lone prompt comes second beside forty equal prompts of another tenant. *By age* takes the earliest turn first, where a
-level of priority counts like `ageing_seconds` of waiting.
+a step holds as many whole prompts as fit, and a prompt that is longer than a step has steps of its own. Tenants share
+the steps by work: a turn's place follows from the work already computed for its tenant, plus that tenant's shorter
+turns, plus its own. So a lone prompt comes second at the latest beside forty equal prompts of another tenant. *By age*
+takes the earliest turn first, where a level of priority counts like `ageing_seconds` of waiting.
 
-The oldest turns get `AGE_SHARE` of all work. A step in which that share is overdue begins with them and fills the rest
-by length. So a short prompt waits for shorter prompts alone, however long the others are. The oldest turn advances
-however many short prompts come: a turn that arrives more than `ageing_seconds` times the difference in priority later
-cannot overtake it.
+The oldest turns get `AGE_SHARE` of all work. If they have had less, the next step begins with them, and the rest is
+filled by length. So beside that share a short prompt waits only for shorter prompts, however long the others are. The
+oldest turn advances however many short prompts come: a turn that arrives more than `ageing_seconds` times the
+difference in priority later cannot overtake it.
 
 Pure Python and synchronous; time is an argument, so that the simulator runs the same code as the leader.
 """
@@ -60,7 +60,7 @@ MIN_RETRY_SECONDS = 0.1
 """Shortest time after which a refused client is told to retry."""
 log = logging.getLogger(__name__)
 ROUNDING = 1
-"""Tokens by which a rank may exceed the level that all ranks approach."""
+"""Tokens that a rank may hold beyond its even share, since shares are whole numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,8 @@ class Piece:
 class ScheduledStep:
     """Next step of the ring: all pieces in one pass, by one algorithm. `work` is in work units.
 
-    A step that `yields` lets other steps run between its layers. `debt` is what it has added to the debt to the oldest
-    turns.
+    A step that `yields` lets other steps run between its layers. `debt` is the change that it made to the work owed to
+    the oldest turns.
     """
 
     number: int
@@ -89,7 +89,7 @@ class ScheduledStep:
 
 @dataclass(slots=True, eq=False)
 class _Item:
-    """One turn. Tokens [position, stop) are to be computed; `advice` is empty until the turn may compute."""
+    """One turn. Tokens [position, stop) are to be computed; `advice` has its planned chunks once it may compute."""
 
     turn_id: str
     position: int
@@ -113,9 +113,8 @@ class _Item:
 class PrefillScheduler:
     """Queue of one incarnation of a ring. `rate`, in work units a second, is a guess until a step has been measured.
 
-    `lone_limits` are those of a step of the only turn that is ready; None: the same as of other steps. Such a step may
-    be as long as its layers are short, since it yields to shorter turns between two layers. `shares` bounds the work of
-    each tenant.
+    `lone_limits` limit a step whose turn is the only one ready; None: `limits` do. Such a step may be long if its
+    layers are short, since it yields to shorter turns between two layers. `shares` bounds the work of each tenant.
     """
 
     def __init__(
@@ -165,8 +164,8 @@ class PrefillScheduler:
         """Enter a turn that computes at most `tokens`; it does not compute before `ready`.
 
         Raises CapacityExceeded, with the time to retry, if the queue would exceed its limit of work, or the tenant its
-        share of it, which is nothing to a turn that `has_begun` on another ring. An empty queue takes a turn of any
-        length, which would never find more room.
+        share of that limit. The share is not checked for a turn that `has_begun` on another ring. An empty queue takes
+        a turn of any length, because a turn beyond the limit would never fit.
         """
         asked, load = self._work.work(len(tokens), tokens.start), self.load
         limit = self._scheduling.max_queue_work
@@ -185,7 +184,7 @@ class PrefillScheduler:
         self._items[turn_id] = _Item(turn_id, tokens.start, tokens.stop, priority, now, tenant)
 
     def _welcome(self, tenant: str) -> None:
-        """Raise an arriving tenant to the lowest count among waiting tenants: idle time earns no lead."""
+        """Raise the served work of a tenant without turns to the lowest of the others: idle time earns no lead."""
         if not self._items:
             self._served.clear()
         present = {item.tenant for item in self._items.values()}
@@ -244,15 +243,16 @@ class PrefillScheduler:
         else:
             filling = self._fill(by_age, by_length)
         work = sum(filling.work.values())
-        # A step of ordinary length is over soon enough.
+        # A step of ordinary length need not yield: it is over soon enough.
         is_long = self.lone_limits is not self.limits and work > self.limits.budget
         return self._step(filling, by_age[0], yields=len(ready) == 1 and is_long)
 
     def next_step_within(self, outer: ScheduledStep) -> ScheduledStep | None:
         """Return a step to compute between two layers of `outer`, a step that yields; None if no turn may overtake.
 
-        Turns of the same or a higher priority with less work than `outer` may overtake, by the two orders and in steps
-        of ordinary length. While the oldest turn is in `outer` and its share of all work is due, no turn may.
+        A turn may overtake if it has less work than `outer`, and no lower priority than its turns. Among such turns the
+        two orders choose, and the step has ordinary length. While the oldest turn is in `outer` and the oldest turns
+        are owed work, no turn may overtake.
         """
         inside = {piece.turn_id for piece in outer.pieces}
         items = [item for turn_id, item in self._items.items() if item.advice]
@@ -303,7 +303,7 @@ class PrefillScheduler:
                 self.remove(piece.turn_id)
 
     def take_back(self, step: ScheduledStep) -> None:
-        """Take back a step of `next_step_within` that was not computed, since the step around it had ended."""
+        """Undo the accounting of a step of `next_step_within` that was not computed: the outer step had ended."""
         self._debt -= step.debt
         for piece in step.pieces:
             if (item := self._items.get(piece.turn_id)) is not None:
@@ -322,7 +322,10 @@ class PrefillScheduler:
         return item.arrived - item.priority * self._scheduling.ageing_seconds, item.turn_id
 
     def _by_length(self, items: Iterable[_Item]) -> list[_Item]:
-        """Order turns by their tenant's computed work once they end, lowest first. A lone tenant's go by their own."""
+        """Order turns by priority, then by the work that their tenant will have had when they end, lowest first.
+
+        With one tenant that is shortest first.
+        """
         work = {item: self._work.work(item.num_left, item.position) for item in items}
         up_to: dict[_Item, float] = {}
         totals: dict[tuple[str, int], float] = {}
@@ -343,10 +346,10 @@ class PrefillScheduler:
         return filling
 
     def _count(self, filling: _Filling, oldest: _Item, *, is_within: bool) -> float:
-        """Update the debt to the oldest turns with their work and the others' work in a step; return the difference.
+        """Update the work owed to the oldest turns by a step's work for them and for the others; return the change.
 
-        What a step gave them in excess of their share counts until the next step, also if the oldest turn, a short one
-        that came before the long one, is computed within that step.
+        The oldest turns are credited at most with what their last step gave them beyond their share. A step within
+        another one keeps the credit of that one, if it is larger.
         """
         for item, units in filling.work.items():
             self._served[item.tenant] += units
@@ -385,11 +388,11 @@ class _Filling:
             self.by_age.add(item)
             share -= self.work[item]
             tokens -= length
-        # The least chunk may cost more than the share: the step becomes longer, and the other turns lose nothing.
+        # The least chunk may cost more than the share: the step becomes longer, so that the other turns lose no room.
         self._room += max(0.0, -share)
 
     def add_at_least(self, item: _Item) -> None:
-        """Add as much of a turn as fits, and the least chunk in any case, unless the step has all its tokens."""
+        """Add as much of a turn as fits, at least the least chunk; nothing if the step has no tokens left."""
         if item not in self.tokens and self._tokens_left:
             self._put(item, max(self._at_most(item, self._room, self._tokens_left), self._least(item)))
 
@@ -400,7 +403,7 @@ class _Filling:
                 self._put(item, item.num_left)
 
     def extend(self, item: _Item) -> None:
-        """Lengthen a turn of the step by the room that no other turn uses."""
+        """Give a turn of the step the room that no other turn uses."""
         length, work = self.tokens[item], self.work[item]
         longer = self._at_most(item, self._room + work, self._tokens_left + length)
         if longer > length:
@@ -422,7 +425,7 @@ class _Filling:
 
 
 def _algorithm_of_most(work: dict[_Item, float]) -> Algorithm:
-    """Return the algorithm that was planned for most of the step's work; of equals pass-KV."""
+    """Return the algorithm that was planned for most of the step's work; on a tie the first of RING_ALGORITHMS."""
     totals = dict.fromkeys(RING_ALGORITHMS, 0.0)
     for item, units in work.items():
         totals[item.algorithm] += units
@@ -431,7 +434,7 @@ def _algorithm_of_most(work: dict[_Item, float]) -> Algorithm:
 
 @dataclass(frozen=True, slots=True)
 class StepForm:
-    """Form of a step by its algorithm: the order of a chain and its rates in it, or the segments of sp_ntp."""
+    """Form of a step: for a chain the order of its ranks and its rates, for sp_ntp the number of segments."""
 
     order: tuple[int, ...] = ()
     chain: ChainRates | None = None
@@ -452,7 +455,7 @@ class StepForm:
 
 @dataclass(frozen=True, slots=True)
 class PieceLayout:
-    """Layout of a piece's new tokens. Ranks that do not compute them may store their KV, by `stored`.
+    """Layout of a piece's new tokens. `stored` is where their KV is stored, if not on the ranks that compute it.
 
     `fallback` is set if a better layout had no room.
     """
@@ -486,7 +489,7 @@ def lay_out(
     fallback = None
     if whole_on is not None:
         whole = PieceLayout(whole_layout(piece.start, len(piece), whole_on, shards.num_ranks))
-        if _has_room(pool, sequence, whole.kv.held):
+        if _try_make_room(pool, sequence, whole.kv.held):
             return whole
         fallback = LayoutFallback.SPREAD
     level = balanced_layout(piece.start, len(piece), shards.held, load)
@@ -498,9 +501,9 @@ def lay_out(
     cuts = quick_cuts(len(piece), piece.start, form.chain)
     found = _chain_layout(piece.start, cuts, counts, form.order)
     if found.kv.held != tuple(counts):
-        # Later tokens may fill the ranks that now hold less, and find their room in any case.
+        # Later tokens go to the ranks that hold less then. Each rank must have room for its worst case.
         most = worst_case_held(shards.extend(found.kv).held, num_left)
-        if _has_room(pool, sequence, most):
+        if _try_make_room(pool, sequence, most):
             return replace(found, fallback=fallback)
         found = _chain_layout(piece.start, _level_cuts(cuts, counts, form.order), counts, form.order)
         fallback = LayoutFallback.LEVEL_CUTS
@@ -508,12 +511,12 @@ def lay_out(
     return replace(found, fallback=fallback)
 
 
-def _has_room(pool: KvPool, sequence: SequenceKv, held: Sequence[int]) -> bool:
-    """Give a sequence room beyond the even shares that were reserved for it, if there is any."""
+def _try_make_room(pool: KvPool, sequence: SequenceKv, held: Sequence[int]) -> bool:
+    """Give a sequence room beyond the even shares that were reserved for it; return False if there is none."""
     try:
         pool.make_room(sequence, held)
     except CapacityExceeded as error:
-        log.info("sequence %s stays level: %s", sequence.kv_id, error)
+        log.info("sequence %s is spread evenly, for lack of room on a rank: %s", sequence.kv_id, error)
         return False
     return True
 
@@ -525,7 +528,7 @@ def _chain_layout(start: int, cuts: Cuts, counts: Sequence[int], order: Sequence
 
 
 def _level_cuts(cuts: Cuts, counts: Sequence[int], order: Sequence[int]) -> Cuts:
-    """Return the nearest cuts by which every rank gets the tokens that it is to store."""
+    """Return the nearest cuts by which every rank computes or receives all tokens that it is to store."""
     level, levelled = 0, [0]
     for rank, cut in zip(order, cuts[1:], strict=True):
         level += counts[rank]
@@ -534,7 +537,7 @@ def _level_cuts(cuts: Cuts, counts: Sequence[int], order: Sequence[int]) -> Cuts
 
 
 def worst_case_held(held: Sequence[int], num_tokens: int) -> list[int]:
-    """Return the most tokens that each rank may hold after `num_tokens` more, pulled or in chunks of any sizes.
+    """Return, by rank, the most tokens that it may hold after `num_tokens` more, pulled or in chunks of any sizes.
 
     Every chunk gives each rank the same number of tokens, and one more to its emptiest ranks. So a rank gains at most
     as much as any emptier rank. In the worst case it grows as if all emptier ranks held as many tokens as itself.

@@ -9,7 +9,10 @@ from ringserve.cp_core.layout.shards import ShardMap
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceOnRing:
-    """Sequence whose KV was on the ring before the turn that uses it, if any. `last_turn` wrote the last of it."""
+    """Sequence whose KV the ring retains. If a turn uses it, only KV from before that turn counts.
+
+    `last_turn` is the turn that wrote the newest of this KV.
+    """
 
     kv_id: str
     last_turn: str
@@ -18,10 +21,10 @@ class SequenceOnRing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnOnRing:
-    """Turn that holds KV on the ring, or whose end the ring has not told yet.
+    """Turn that holds KV on the ring, or has ended there without the router's knowledge.
 
-    `retained_tokens` of the sequence were there before. `is_begun`: the ring computes the prompt, or has. `is_sealed`:
-    a decode ring had the KV of the whole prompt.
+    `retained_tokens` of its sequence were retained before the turn. `is_begun`: the ring computes the prompt, or has
+    computed it. `is_sealed`: the ring is a decode ring and has the KV of the whole prompt.
     """
 
     turn_id: str
@@ -42,7 +45,7 @@ class RingInventory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownEpoch:
-    """Epoch of the router that a ring has told its inventory, or tells it now."""
+    """Epoch of the router to which a ring has sent its inventory, or sends this `inventory`."""
 
     epoch: int = 0
     inventory: RingInventory | None = None
@@ -55,8 +58,9 @@ UNKNOWN_EPOCH = KnownEpoch()
 class Registered:
     """Answer to an announcement.
 
-    `running_turns` run or start on the ring; while it drains, conversations that are still to be moved count as well.
-    A ring that does not know the router's `epoch` is registered when it has told its inventory.
+    `running_turns` counts the turns that run or start on the ring and, while it drains, the conversations that are
+    still to be moved. A ring that named another epoch than the router's `epoch` is not registered: it must announce
+    itself again, with its inventory.
     """
 
     running_turns: int

@@ -43,7 +43,10 @@ class BegunRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommittedRecord:
-    """Good end of a turn. `kv_tokens` of its sequence stay on the decode ring. Without `plan` it is not told again."""
+    """Good end of a turn. The decode ring retains `kv_tokens` tokens of its sequence.
+
+    Without `plan` a client that asks again does not get the answer again.
+    """
 
     turn_id: str
     answer: TokenIds
@@ -57,7 +60,7 @@ class CommittedRecord:
 class StoredConversation:
     """Conversation in the journal. `last_turn` made its newest tokens; `last_used` is in seconds since 1970.
 
-    KV of its tokens, wherever it is, was computed with `sparsity`; None: it is exact.
+    All KV of its tokens, on any ring, was computed with `sparsity`; None: the KV is exact.
     """
 
     conversation_id: str
@@ -73,8 +76,8 @@ class StoredConversation:
 class JournalPort(Protocol):
     """Router journal. `epoch` grows with every start of a router on it; 0: the router remembers nothing.
 
-    Records are durable in the order of the calls; the awaitable of a call ends when its record is. It raises
-    Unavailable if the record could not be written.
+    Records become durable in the order of the calls. The awaitable of a call ends when its record is durable, and
+    raises Unavailable if the record could not be written.
     """
 
     epoch: int
@@ -96,7 +99,7 @@ class JournalPort(Protocol):
         """Return the conversations of earlier epochs, the least recently used first."""
 
     def turns(self) -> Iterable[BegunRecord]:
-        """Return the turns of earlier epochs that have not ended."""
+        """Return the turns of earlier epochs whose end is not in the journal."""
 
     def ended(self) -> Iterable[tuple[str, int]]:
         """Return recent turns that ended well, and how many tokens their decode rings retain."""
@@ -107,8 +110,8 @@ class JournalPort(Protocol):
     def tokens_of(self, conversation_id: str) -> TokenIds:
         """Return the tokens of a conversation."""
 
-    def agreeing(self, conversation_id: str, turn_id: str) -> int:
-        """Return how many tokens a turn's prompt and answer share with the conversation's history now."""
+    def num_agreeing(self, conversation_id: str, turn_id: str) -> int:
+        """Return how many leading tokens of a turn's prompt and answer the conversation's present history has."""
 
     def close(self) -> None: ...
 
@@ -148,7 +151,7 @@ class NoJournal:
     def tokens_of(self, conversation_id: str) -> TokenIds:
         raise AssertionError(f"nothing is stored of {conversation_id!r}")
 
-    def agreeing(self, conversation_id: str, turn_id: str) -> int:
+    def num_agreeing(self, conversation_id: str, turn_id: str) -> int:
         return 0
 
     def close(self) -> None:

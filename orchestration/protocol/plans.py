@@ -1,4 +1,4 @@
-"""Turn plan: how it is computed, and why. Frozen data, which crosses to the client."""
+"""Plan of a turn: how it is computed, and why. The planner makes it, leaders follow it, clients get it. Frozen data."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class PromptMode(StrEnum):
 class CachedSource:
     """Source of cached tokens.
 
-    One of "kept_on_prefill", "pulled_from_decode", "pulled_from_other" (`ring`, which the conversation leaves), and
-    "kept_on_decode", if that ring computes the prompt itself.
+    `source` is "kept_on_prefill", "pulled_from_decode", "pulled_from_other" (from `ring`, which the conversation
+    leaves) or, if the decode ring computes the prompt itself, "kept_on_decode".
     """
 
     source: str
@@ -36,10 +36,10 @@ class CachedSource:
 
 
 class LayoutFallback(StrEnum):
-    """Layouts that a chunk gets for lack of room on single ranks; predictions are of the layout that it should have.
+    """Layouts used instead of the intended one if a single rank lacks room. Predictions assume the intended layout.
 
-    LEVEL_CUTS: a chain is cut so that all ranks store equally much. SPREAD: a short prompt lies over all ranks and not
-    whole on one.
+    LEVEL_CUTS: a chain is cut so that all ranks store equally much. SPREAD: a short prompt is spread over all ranks
+    instead of computed whole on one.
     """
 
     LEVEL_CUTS = "level_cuts"
@@ -50,7 +50,7 @@ class LayoutFallback(StrEnum):
 class PlannedChunk:
     """New tokens computed in one step, after all before them. `num_turns` turns shared the step; 0 if only planned.
 
-    `fallback` is the layout that they got for lack of room, None if they have the one of their algorithm.
+    `fallback` is the layout used for lack of room; None: the tokens have the intended one.
     """
 
     tokens: TokenRange
@@ -61,11 +61,12 @@ class PlannedChunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingAlternative:
-    """Predicted seconds of a turn on one ring of `num_ranks` ranks of `tp` processes.
+    """Predicted seconds of a turn on one ring, with `num_ranks` ranks of `tp` processes each.
 
-    They add up from the queue, the pull of cached KV that the ring lacks, and the prefill of the rest. If the decode
-    ring could compute the prompt, it is one of the alternatives. Then `handoff_seconds` are for the new tokens' KV
-    from a prefill ring, and `stall_seconds` those by which all turns that decode there wait longer together.
+    The total is the sum of the queue, the pull of cached KV that the ring lacks, and the prefill of the rest. If the
+    decode ring could compute the prompt, it is an alternative too, and two costs are added. Prefill rings have
+    `handoff_seconds`, in which they send the new tokens' KV. The decode ring has `stall_seconds`, the delay of the
+    turns that decode there, summed over them.
     """
 
     ring: str
@@ -84,7 +85,7 @@ class RingAlternative:
 
 
 MAX_LOSS, MAX_TTFT = "max_loss", "max_ttft"
-"""Bounds that a turn may name: of the loss, for the least time; of the time in seconds, for the least loss."""
+"""Names of a sparse turn's bounds: least time within a loss (MAX_LOSS), least loss within seconds (MAX_TTFT)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,9 +100,10 @@ class Bound:
 class SparsePlan:
     """Sparsity of a turn's prefill, and the bound for which it was chosen.
 
-    Losses are mean KL divergences of answer tokens from exact ones, in nats. `predicted_loss` is the worse of those of
-    the measured lengths next to the prompt's; `measured_loss` and `measured_accuracy`, the share of questions that were
-    answered, are those of the nearest length, `measured_tokens`.
+    A loss is the mean KL divergence, in nats, of the answer tokens' distributions from those of exact computation.
+    `predicted_loss` is the higher one of the measured lengths on both sides of the prompt's. `measured_loss` and
+    `measured_accuracy`, the share of questions that were answered correctly, are those of the nearest length,
+    `measured_tokens`.
     """
 
     keep: float
@@ -116,26 +118,29 @@ class SparsePlan:
 
     @property
     def sparsity(self) -> Sparsity:
-        """Sparsity, by which KV that was computed with it is told from other KV."""
+        """Sparsity that labels the KV computed with it, so that no other turn uses this KV as exact."""
         return Sparsity(keep=self.keep, sinks=self.sinks, window=self.window)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnPlan:
-    """Plan of a turn and its reason, one short sentence whose numbers are fields. Most new tokens use `algorithm`.
+    """Plan of a turn. `algorithm` computes most of the new tokens.
+
+    `reason` is one short sentence, whose numbers are also fields.
 
     `remarks` has exceptions, one sentence each, for example that a ring had no room. `correction` is the learned factor
-    in the predictions for `algorithm`. `decode_turns` counts the turns on the decode ring when it was chosen.
+    by which the predictions for `algorithm` were multiplied. `decode_turns` counts the turns on the decode ring when it
+    was chosen.
 
-    `alternatives` are (algorithm, predicted seconds) of computing every chunk by it. If only the decode ring retains
-    a part, "pull" and "recompute" are there too, each until the prefill has ended. `chunks` are for an idle ring: the
-    prefill leader cuts by its queue, and reports its cuts. `ring_alternatives` are the rings compared, the fastest few
-    and the chosen one; none if there was no choice.
+    `alternatives` are (algorithm, predicted seconds) of computing every chunk by it. If only the decode ring retains a
+    part of the KV, "pull" and "recompute" are there too, with the seconds until the prefill has ended. `chunks` are for
+    an idle ring: the prefill leader cuts by its queue, and reports its cuts. `ring_alternatives` are the rings
+    compared, the fastest few and the chosen one; none if there was no choice.
 
     With `sparse` the turn's KV and answer are approximate. None: they are exact.
 
-    With `Algorithm.DECODE_RING` the decode ring is also `prefill_ring`, and nothing is handed over. Other plans have it
-    among their `alternatives` if it was possible.
+    With `Algorithm.DECODE_RING` the decode ring is also `prefill_ring`, and nothing is handed over. Other plans have
+    this algorithm among their `alternatives` if it was possible.
     """
 
     algorithm: Algorithm

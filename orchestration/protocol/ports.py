@@ -1,7 +1,7 @@
 """Ports of the control plane to ranks, rings and the router.
 
-`services` implements the ring and router ports over gRPC, `orchestration.ring.actors` the rank port over Ray; in tests
-the leaders and ranks stand in directly, in one process.
+`services` implements the ring and router ports over gRPC, `orchestration.ring.actors` the rank port over Ray; in tests,
+leaders and rank workers of the same process stand in for them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class RankPort(Protocol):
     async def renew(self, spec: RankSpec, timeout: float) -> RankInfo:
         """Leave the ring, and begin another incarnation of it at the same place with the loaded model.
 
-        Nothing of the old incarnation is written or read after the return. Raises Unavailable if that cannot be.
+        After the return nothing of the old incarnation is written or read. Raises Unavailable if that cannot be
+        guaranteed.
         """
 
     async def open_endpoints(self, timeout: float) -> RankEndpoints: ...
@@ -56,9 +57,9 @@ class RankPort(Protocol):
     async def prefill(self, step: PrefillStep, timeout: float) -> PrefillOutput: ...
 
     async def prefill_within(self, step: PrefillStep, timeout: float) -> PrefillOutput | None:
-        """Compute a step between two layers of the step that it is `within`; None if that step ended before.
+        """Compute a step between two layers of step `step.within`, which runs; None if that one has ended already.
 
-        All ranks answer None, or none does. At most one such step waits at a time.
+        All ranks answer None, or none does. The caller lets at most one such step wait at a time.
         """
 
     async def finish_sends(self, key: TransferKey, timeout: float) -> TransferReport: ...
@@ -69,14 +70,17 @@ class RankPort(Protocol):
     async def drop_kv(self, key: TransferKey, timeout: float) -> None: ...
     async def copy_blocks(self, pairs: Sequence[BlockPair], timeout: float) -> None: ...
     async def prepare_grammar(self, grammar: str, timeout: float) -> None:
-        """Compile a grammar beside the steps, before one of them needs it; the first one reads the tokenizer."""
+        """Compile a grammar while steps go on, before one needs it.
+
+        A rank's first grammar has it read the tokenizer.
+        """
 
     async def submit(self, commands: Sequence[DecodeCommand], timeout: float) -> None: ...
     async def poll(self, after: int, wait_seconds: float, timeout: float) -> DecodeEvents: ...
     async def status(self, timeout: float) -> RankStatus: ...
 
     async def run_decode(self) -> None:
-        """Run until the rank stops or fails; the ring's watchdog bounds it, not a deadline."""
+        """Run the decode loop until the rank stops or fails. It has no deadline: the ring's watchdog looks after it."""
 
     async def remember(self, note: object, timeout: float) -> None:
         """Keep something for the leader that takes this rank over."""
@@ -89,12 +93,15 @@ class RankPort(Protocol):
 
 
 class RankFactory(Protocol):
-    """Makes the ranks of one ring, all or none, and frees their resources. Each tensor parallel process is a rank."""
+    """Makes the ranks of one ring, all or none, and frees their resources.
+
+    Each tensor parallel process counts as a rank here.
+    """
 
     async def create(self, num_ranks: int, timeout: float) -> Sequence[RankPort]: ...
 
     async def adopt(self, num_ranks: int) -> Sequence[RankPort]:
-        """Return the ranks of this ring that a dead leader left, to be renewed; empty if there are none."""
+        """Return the ranks of this ring that a dead leader left; the caller renews them. Empty if there are none."""
 
     async def replace(self, lost: Sequence[int], timeout: float) -> Sequence[RankPort]:
         """Kill the lost ranks of the present ring and make others in their places. Return all ranks of the ring.
@@ -106,7 +113,7 @@ class RankFactory(Protocol):
 
 
 class PrefillPort(Protocol):
-    """Prefill ring leader. A decode leader knows these verbs too: it may compute a prompt itself."""
+    """Prefill ring leader. A decode leader has these methods too: it may compute a prompt itself."""
 
     async def reserve(self, request: Reserve) -> Reservation: ...
     async def prefill(self, turn: PrefillTurn) -> PrefillDone: ...
@@ -126,7 +133,7 @@ class DecodePort(PrefillPort, Protocol):
 
     async def admit(self, admit: Admit) -> None: ...
     def stream_turn(self, turn_id: str, after: int = 0, interval: float = 0.0) -> AsyncGenerator[TurnEvent, None]:
-        """Yield a turn's events behind its first `after` tokens; those with tokens are `interval` seconds apart."""
+        """Yield a turn's events after its first `after` tokens; tokens come at least `interval` seconds apart."""
         ...
 
     async def finish_turn(self, turn_id: str, num_tokens: int) -> None: ...
@@ -152,7 +159,7 @@ class RouterPort(Protocol):
     async def get_server_info(self) -> ServerInfo: ...
 
     async def find_fault(self) -> str:
-        """Return one sentence on why the service should get no turns; empty if it serves. Asks no ring."""
+        """Return one sentence on why no turns should be sent to the service; empty if it serves. Ask no ring."""
 
 
 class Peers(Protocol):

@@ -1,4 +1,4 @@
-"""States, events and settings of rings that several rooms share. Frozen data."""
+"""States, events and settings of rings, for leaders, the router and the services that start rings. Frozen data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOST_SECONDS = 3.0
 
 
 class RingState(StrEnum):
-    """Ring states; `orchestration.ring.life` draws the transitions."""
+    """States of a ring as its leader sees it; `orchestration.ring.life` draws the transitions."""
 
     STARTING = "starting"
     READY = "ready"
@@ -39,11 +39,13 @@ class RingStanding(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingEvent:
-    """Event for whatever started a ring: the ring has drained, it is wanted again, or its leader is silent.
+    """Event for whatever started a ring: it has drained, is wanted again or parked, or its leader is silent.
 
     A ring that is wanted again starts when the nodes at the addresses `leaving_nodes` are gone. A leader that has not
-    announced its ring for `silent_seconds` is to be replaced; 0 if that is not the event. A ring that the router itself
-    has `parked` is wanted again when another router takes its place, which does not know of it; False: it is back.
+    announced its ring for `silent_seconds` is to be replaced; 0: the event is another one. `parked`: the router itself
+    has drained the ring, because the load did not need it. If another router takes its place, the ring must be started
+    again, because that router does not know of it. False: the router has brought the ring back. None: the event is
+    another one.
     """
 
     ring: str
@@ -54,7 +56,7 @@ class RingEvent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillScheduling:
-    """Sharing of a prefill ring's steps; `services.config.PrefillConfig` explains each key to users."""
+    """How turns share a prefill ring's steps; `services.config.PrefillConfig` explains each key to users."""
 
     step_budget: float = 0.0
     step_seconds: float = 0.0
@@ -70,8 +72,8 @@ class RingSettings:
 
     Each rank is asked for a heartbeat every `watch_interval`, and is lost after `lost_timeout` without one.
 
-    At most `kept_fraction` of the ranks' blocks are retained between turns. A ring that is measured computes a few
-    steps, which make its rates more exact; with `measures_at_start` it does so before it serves.
+    At most `kept_fraction` of the ranks' blocks are retained between turns. With `measures_at_start` the ring computes
+    a few steps before it serves, which make its rates more exact.
     """
 
     role: str

@@ -19,7 +19,7 @@ from ringserve.workers.protocol.transfers import TransferKey
 from ringserve.workers.sampling.parameters import SamplingParameters, TokenLogprobs
 
 FREE_SHARES = 3.0
-"""Limit on a tenant's units, as a multiple of the units that stay free. One flood fills three quarters, two 6/7."""
+"""A tenant may hold this many times the units that stay free: one that asks without end fills 3/4, two fill 6/7."""
 MAX_PRIORITY = 100  # of a turn; its negative is the lowest
 Attributes = Mapping[str, str | int | float]
 
@@ -36,10 +36,10 @@ class KvQuota:
 class LostTurn:
     """Turn whose ring or stream was lost, as its gateway knows it.
 
-    The answer goes on after `token_ids`, the tokens that its client has; if it `is_complete`, there are no more.
-    `prompt_tokens` is the length of the whole prompt as it was planned. Without `turn_id` another gateway began the
-    turn, and is gone, or its router was lost before it answered: a running turn goes on as it is. Without
-    `prompt_tokens` the turn may not have begun.
+    The answer goes on after `token_ids`, the tokens that its client has; if `is_complete`, they are the whole answer.
+    `prompt_tokens` is the length of the whole prompt as it was planned. `turn_id` is empty if another gateway, which is
+    gone, began the turn, or if the router was lost before it answered: then a turn that still runs goes on as it is.
+    Without `turn_id` and `prompt_tokens` the turn may not have begun.
     """
 
     turn_id: str = ""
@@ -52,17 +52,18 @@ class LostTurn:
 class TurnRequest:
     """Turn as the gateway hands it in. A higher `priority` goes first.
 
-    `no_cache`: it shares no KV of other histories; without a conversation it leaves none either. A conversation must
-    remember `expected_tokens`, if given. It is forgotten when it has not been used for `conversation_ttl_seconds`
-    (0: never; None: as before, or as the router is set). `wait`: the turn waits for its running turn, instead of being
-    refused. An `algorithm` replaces the planner's choice. `trace_parent` is the trace that it continues, if any.
-    `kv_quota` bounds the tenant's KV; None: there is no bound. `follows` names a request with the same prompt, whose KV
-    the turn waits for, to share it. `resume`: the turn has begun before, and lost a ring, its stream or its gateway.
-    `reader` names the gateway's reader of the turn; an earlier one aborts nothing. Turns of one `cache_key` prefer the
-    rings of the latest one, if they answer about as soon as others. With a `bound` the turn may be sparse; None: as
-    the router is set. An answer that `is_open_ended` may go on as far as there is room, which the router decides. The
-    first `num_special` tokens were put before a text by the tokenizer, and are left out if it continues a conversation.
-    Next tokens are drafted from `prediction` as well.
+    `no_cache`: the turn uses no KV of other histories, and without a conversation its own KV is not retained. If
+    `expected_tokens` is given, the conversation must have exactly as many tokens. The conversation is forgotten when it
+    has not been used for `conversation_ttl_seconds` (0: never; None: as before, or as the router is set). `wait`: if
+    the conversation has a running turn, this turn waits for its end instead of being refused. An `algorithm` replaces
+    the planner's choice. `trace_parent` is the trace that the turn continues, if any. `kv_quota` bounds the tenant's
+    KV; None: there is no bound. `follows` names a request with the same prompt, whose KV the turn waits for, to share
+    it. `resume`: the turn has begun before, and lost a ring, its stream or its gateway. `reader` names the gateway's
+    stream that reads the turn; an abort by an earlier reader is ignored. Turns of one `cache_key` prefer the rings of
+    the latest one, if they answer about as soon as others. With a `bound` the turn may be sparse; None: the router's
+    setting holds. If `is_open_ended`, the router limits the answer to the room that there is. The first `num_special`
+    tokens were put before a text by the tokenizer, and are left out if it continues a conversation. `prediction` is
+    text that the client expects in the answer: tokens are drafted from it too.
     """
 
     request_id: str
@@ -91,7 +92,7 @@ class TurnRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndedAnswer:
-    """Answer of a turn that ended well: all its tokens. By its `seed` a request is known from others of the same id."""
+    """Answer of a turn that ended well: all its tokens. `seed` tells its request from others of the same id."""
 
     token_ids: tuple[int, ...]
     seed: int = 0
@@ -101,9 +102,8 @@ class EndedAnswer:
 class BegunTurn:
     """Planned turn in progress: its tokens come from the decode leader at `decode_endpoint`.
 
-    Of a turn that was begun again, `lost_role` is the role of the ring that it had lost; with `ended` it had ended by
-    then. The decode leader still has its tokens for a while. The answer has at most `max_tokens` (0: not known any
-    more).
+    If the turn was begun again, `lost_role` is the role of the ring that it had lost. `ended` is set if it had ended
+    well by then. The answer has at most `max_tokens` (0: not known any more).
     """
 
     turn_id: str
@@ -119,9 +119,11 @@ class BegunTurn:
 def exceeds_share(mine: float, asked: float, total: float, limit: float) -> bool:
     """Return whether one who has `mine` of the `total` may not add `asked`, since others need room.
 
-    It holds for the work and KV of tenants, and for the connections of addresses. One who has nothing is within it.
+    The rule holds for the work and KV of tenants, and for the connections of addresses. One who has nothing yet is
+    always within the share.
     Source: dynamic queue thresholds (Choudhury, Hahne 1998).
-    Example: with 70 of 70 in a queue of 100, 10 more exceed the share, and as many of somebody else do not.
+    Example: one tenant has all 70 units that are taken in a queue of 100. 10 more exceed its share, 10 of another do
+    not.
     """
     return mine > 0 and mine + asked > FREE_SHARES * (limit - total - asked)
 
@@ -136,12 +138,13 @@ def tenant_of(scoped_id: str) -> str:
 class Reserve:
     """Request to pin a turn's KV. `request_id` is for logs, `trace_parent` for traces.
 
-    Only the decode ring uses `sampling` and the fields from `source_incarnation` to `is_direct`, and `answer`.
-    `penalized_ids` are the prompt's distinct tokens if a penalty needs them. `draft_text` has the newest of the
-    `num_tokens`, from which next tokens may be drafted. `is_direct`: the decode ring computes the tokens that it does
-    not retain. It begins at once, and no KV comes. `shares`: the sequence is new and begins with KV of that one, whose
-    blocks it shares. `is_spare`: once retained, its KV is evicted before others', as a ring of the other role retains
-    it too. The answer goes on after the tokens of `answer`, whose KV but the newest token's is among the `num_tokens`.
+    Only the decode ring uses `source_incarnation`, `sampling`, `penalized_ids`, `draft_text`, `is_direct`, and the
+    tokens of `answer`. `penalized_ids` are the prompt's distinct tokens if a penalty needs them. `draft_text` has the
+    newest tokens of the client's prediction and the `num_tokens`: next tokens may be drafted from it. `is_direct`: the
+    decode ring computes the tokens that it does not retain. It begins at once, and no KV comes. `shares` names another
+    sequence: the turn's sequence is new, begins with that one's KV and shares its blocks. `is_spare`: once retained,
+    its KV is evicted before others', as a ring of the other role retains it too. `answer` has the tokens that the
+    client has already: the answer goes on after them. All but the newest of them are among the `num_tokens`.
     `waited_seconds` is the time since the router took the turn, which is its age in a prefill ring's order: a turn that
     lost a ring does not queue behind later turns.
     """
@@ -183,9 +186,10 @@ class Reserve:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reservation:
-    """Room that a ring reserved. `shards` lays tokens [retained_tokens, num_tokens) over the ranks of a decode ring.
+    """Room that a ring reserved. `kv_endpoints` has one endpoint per process, in order; a rank has `tp` processes.
 
-    `kv_endpoints` has one endpoint per process, `tp` a rank, in order.
+    A decode ring's `shards` are the places of tokens [retained_tokens, num_tokens), a prefill ring's the places of the
+    retained tokens.
     """
 
     incarnation: str
@@ -197,7 +201,7 @@ class Reservation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetainingRing:
-    """Ring that retains KV of a turn's prompt, under `kv_id`, and is none of the turn's own."""
+    """Ring other than the turn's own ones that retains KV of its prompt, under `kv_id`."""
 
     role: str
     ring: str
@@ -208,12 +212,14 @@ class RetainingRing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillTurn:
-    """Request to prefill a reserved turn. `destination` is the decode ring's reservation, also if it computes.
+    """Request to prefill a reserved turn.
 
-    Cached tokens that the ring lacks are pulled from there, or `pulled_from` another ring; tokens that cannot be pulled
-    are computed. `chunks` cover tokens [cached_tokens, len(token_ids)) in order. They are advice: the leader cuts by
-    what else waits, and takes from them which algorithm to prefer where. A turn with a `sparsity` is computed by
-    pass-KV, and its KV is approximate.
+    `destination` is the decode ring's reservation, also if that ring computes the prompt. Cached tokens that the ring
+    lacks are pulled from `pulled_from`, or from the decode ring if that is None. Tokens that cannot be pulled from
+    `pulled_from` are computed; if they cannot be pulled from the decode ring, the turn fails. `chunks` cover tokens
+    [cached_tokens, len(token_ids)) in order. They are advice: the leader cuts anew by the other turns that wait, and
+    takes only the preferred algorithms from them. A turn with a `sparsity` is computed by pass-KV, and its KV is
+    approximate.
     """
 
     turn_id: str
@@ -234,8 +240,9 @@ class PrefillTurn:
 class PrefillReport:
     """Measurements of the ring that computed the prompt, and the chunks as it computed them.
 
-    `prefill_seconds` are those of the steps the turn was in, shared ones whole; `queue_seconds` the rest of the time
-    from its reservation to its first token. `lost_tokens` were to be pulled, and were computed.
+    `prefill_seconds` adds up the steps that the turn was in; a step shared with other turns counts whole.
+    `queue_seconds` is the rest of the time from its reservation to its first token. `lost_tokens` counts the tokens
+    that could not be pulled and were computed.
     """
 
     prefill_seconds: float = 0.0
@@ -248,7 +255,7 @@ class PrefillReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillDone:
-    """Prefill end: the KV is on the decode ring, and `shards` lays the prompt on the ring that computed it."""
+    """Result of a prefill: the KV is on the decode ring. `shards` are its places on the ring that computed it."""
 
     report: PrefillReport
     shards: ShardMap
@@ -256,7 +263,7 @@ class PrefillDone:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Admit:
-    """Request to decode, once the KV is sealed. The first token exists, and the `logprobs` that were asked for."""
+    """Request to decode once the KV is sealed, with the first token and the `logprobs` that were asked for."""
 
     turn_id: str
     attempt: int
@@ -270,7 +277,7 @@ class Admit:
 class ResumeTurn:
     """Request of a decode leader to make a preempted turn's KV again, for the prompt and these decoded tokens.
 
-    `attempt` counts from 1, the turn's first prefill. The answer is waited for until the turn's deadline.
+    `attempt` 1 is the turn's first prefill. The decode leader waits for the answer until the turn's deadline.
     """
 
     turn_id: str
@@ -303,7 +310,7 @@ class EndingEvent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinishedEvent:
-    """End of the turn, with its KV settled. `accepted_drafts` of its tokens were drafted and right."""
+    """End of the turn, with its KV settled. `accepted_drafts` counts its tokens that were drafted and accepted."""
 
     finish_reason: FinishReason
     migrated_bytes: int
@@ -317,7 +324,7 @@ TurnEvent = PrefillReport | ScoredEvent | TokensEvent | EndingEvent | FinishedEv
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnOutcome:
-    """End of a turn, as the decode leader tells the router. `kv_tokens` and `shards` describe its ring.
+    """End of a turn, as the decode leader tells the router. `kv_tokens` and `shards` describe the KV on its ring.
 
     If the turn failed for the loss of one of its rings, `lost_role` is that ring's; its gateway may begin it again.
     """
@@ -335,18 +342,19 @@ class TurnOutcome:
 class RingRegistration:
     """Ring announcement. `capacity_tokens` is the KV room of the whole ring.
 
-    `num_ranks` ranks share the tokens, and each is `tp` processes that share the heads. `chunk_tokens` is the most that
-    one of its prefill steps may compute, `step_budget` its most work units (0: the work of `chunk_tokens` tokens).
-    A ring that `is_draining` takes no new turns; a ring that `is_leaving` is gone when this is read. A ring that
-    `is_rebuilding` failed, and `failure` says why the latest attempt to rebuild it did (empty: none has).
+    `num_ranks` ranks share the tokens, and each is `tp` processes that share the heads. `chunk_tokens` is the most
+    tokens that one of the ring's prefill steps may compute, `step_budget` the most work units (0: the work of
+    `chunk_tokens` tokens). A ring that `is_draining` takes no new turns; a ring that `is_leaving` counts as gone from
+    now on. A ring that `is_rebuilding` failed, and `failure` says why the latest attempt to rebuild it failed (empty:
+    no attempt has).
 
-    A decode ring computes up to `max_direct_tokens` tokens of a prompt itself (0: none), if a step of them is
-    predicted to take no longer than `max_direct_seconds`. It takes `max_batch` turns into one batch (0: not known).
+    A decode ring computes up to `max_direct_tokens` tokens of a prompt itself (0: none), if a step of them is predicted
+    to take no longer than `max_direct_seconds`. It takes `max_batch` turns into one batch (0: not known).
 
     Other fields change from one announcement to the next. A prefill ring tells the work units that wait
     (`waiting_work`) and those it computes a second (`work_rate`; 0: not known). `free_tokens` are not held by running
-    turns (None: not known). `spare_tokens` of them are empty, and may retain more KV. `num_evictions` counts the
-    sequences of which this incarnation has dropped retained KV, each time.
+    turns (None: not known). `spare_tokens` of them may retain more KV without eviction. `num_evictions` counts how
+    often this incarnation has evicted retained KV of a sequence.
     """
 
     role: str
@@ -405,7 +413,7 @@ class Tracer(Protocol):
     """Recorder of turns' spans."""
 
     def record(self, trace_parent: str, spans: Sequence[TimeSpan]) -> None:
-        """Record spans of the turn whose trace this continues; ignore them if `trace_parent` is empty.
+        """Record spans of a turn in the trace `trace_parent`; ignore them if that is empty.
 
         Never waits.
         """
@@ -420,7 +428,7 @@ class NoTracer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SendKv:
-    """Request to send retained KV of `tokens` to a ring whose ranks expect it as `shards` lay it.
+    """Request to send retained KV of `tokens` to a ring whose ranks expect it at the places `shards`.
 
     Each rank there is `tp` processes. `turn_id` is of the turn that holds the KV on the source; empty if none does.
     """
@@ -455,7 +463,8 @@ class SentKv:
 class TakeKv:
     """Request to fetch the KV of the first `num_tokens` tokens from another ring, and to retain it.
 
-    `deadline_seconds` are for the bytes. After a failed transfer the next one takes another `attempt`, or another id.
+    `deadline_seconds` bounds the transfer of the bytes. After a failed transfer the next one takes another `attempt`,
+    or another id.
     """
 
     transfer_id: str
@@ -489,7 +498,7 @@ class ForkKv:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForkedKv:
-    """Part of the source's KV that was there, and that both share now."""
+    """Part of the source's KV that the ring retained, and that both sequences share now."""
 
     incarnation: str
     shards: ShardMap

@@ -1,6 +1,6 @@
-"""Words and health of the views in `ringserve.views`.
+"""Words of the views in `ringserve.views`, such as kinds of events, and the checks of health. Pure functions.
 
-Health endpoints ask `ring_fault` and `service_fault`, which look at progress: a living process that makes no steps is a
+Health endpoints ask `ring_fault` and `service_fault`. They look at progress: a living process that makes no steps is a
 fault.
 """
 
@@ -28,10 +28,11 @@ class MoveReason(StrEnum):
 
 
 class EventKind(StrEnum):
-    """Event kinds. RING: a ring came, drains, left or returned. LOST: it lost a rank, its leader or its place.
+    """Event kinds. RING: a ring came, drains, left or returned.
 
-    REBUILT: it serves again after that. FAILOVER: a turn lost a ring or its gateway and went on. REFUSAL: a turn got no
-    rings. EVICTION: a ring made room by dropping retained KV.
+    LOST: a ring lost a rank or its leader, or was started again. REBUILT: the ring serves again after that. FAILOVER: a
+    turn lost a ring or its gateway and went on. REFUSAL: a turn got no rings. EVICTION: a ring made room by dropping
+    retained KV.
     """
 
     RING = "ring"
@@ -51,7 +52,7 @@ def rank_shards(shards: ShardMap) -> tuple[RankShard, ...]:
 
 
 def ring_fault(status: RingInfo, ranks: Iterable[RankStatus], stuck_seconds: float) -> str:
-    """Return one sentence on why a ring should get no turns; empty if it serves.
+    """Return one sentence on why no turns should be sent to a ring; empty if it serves.
 
     A rank is stuck if it has work and made no step for `stuck_seconds`. A transfer is stuck if it began and got no byte
     for as long.
@@ -69,15 +70,15 @@ def ring_fault(status: RingInfo, ranks: Iterable[RankStatus], stuck_seconds: flo
 
 
 def service_fault(view: ServerInfo) -> str:
-    """Return one sentence on why the service should get no turns; empty if it serves.
+    """Return one sentence on why no turns should be sent to the service; empty if it serves.
 
-    It serves if each role has a ring that takes turns or will return: turns wait for a ring that will.
+    It serves if each role has a ring that takes turns, or one that is to return: turns wait for such a ring.
     """
     return roles_fault(view.rings)
 
 
 def roles_fault(rings: Iterable[RingInfo]) -> str:
-    """Return one sentence on the role that lacks rings and why they fail to rebuild; empty if none lacks any."""
+    """Return one sentence on a role without rings and why they cannot be rebuilt; empty if each role has rings."""
     rings = tuple(rings)
     serving_roles = {
         ring.role for ring in rings if ring.restarting or (ring.state == RingState.READY and not ring.draining)

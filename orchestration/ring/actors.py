@@ -1,8 +1,8 @@
 """Ray actors: the only place where plain classes become actors.
 
 `RankActor` hosts a rank. `HostActor` hosts an object that `services` composes: a leader or the router, with its gRPC
-server. Ranks outlive the leader that made them: the next one takes them over with the models that they have loaded. If
-none comes, they end by themselves.
+server. Ranks outlive the leader that made them: the next leader takes them over, with the models that they have loaded.
+If no leader comes, they end by themselves.
 """
 
 from __future__ import annotations
@@ -62,19 +62,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CALLS_SECONDS = 5.0
-"""Seconds in which a leader and a rank connect for calls."""
+"""Seconds that a leader and a rank have to connect for calls."""
 
 RANK_NICENESS = 15
-"""Nice value of a rank, which is Ray's own for all its workers: router and leaders come before computations."""
+"""Nice value of a rank, by default that of all of Ray's workers. Router and leaders have 0: they come before ranks."""
 OUTPUT_VARIABLE = "RINGSERVE_WORKER_OUTPUT"
-"""Variable with the number of an open file for an actor's output, as `services.cluster.fork_server` sets it."""
+"""Environment variable with the number of an open file for an actor's output, set by `services.cluster.fork_server`."""
 LEASE_SECONDS = 180.0
-"""Seconds after which a rank without a leader ends: long enough for another to start, also with another head's pod."""
+"""Seconds after which a rank without a leader ends: long enough for another leader, even in another pod."""
 LEASE_LOOK_SECONDS = 15.0
-"""Seconds between two looks of a leader that renew its ranks' leases."""
+"""Seconds between two calls by which a leader renews its ranks' leases."""
 START_NICENESS = 5
-"""Addition to a rank's nice value while it imports: the imports get a third of a computing process's share. A rank that
-takes a lost one's place imports for a second or more just when those that live compute the lost turns."""
+"""Addition to a rank's nice value while it imports: it gets a third of a computing process's processor time.
+
+A rank that takes a lost one's place imports for a second or more just when those that live compute the lost turns.
+"""
 
 
 class Hosted(Protocol):
@@ -87,14 +89,17 @@ class Hosted(Protocol):
         """Measure its own rates, once all processes that share the machine have started."""
 
     async def wait_event(self) -> RingEvent:
-        """Return when the starter has something to do for a ring, which may be never."""
+        """Return the next event for which the starter must do something for a ring; it may never come."""
 
     async def stop(self) -> None:
         """Stop serving and free everything. Idempotent."""
 
 
 class HostActor:
-    """Async actor around one composed object. `start` builds it: Ray hands on a constructor's error as text alone."""
+    """Async actor around one composed object.
+
+    `start` builds the object, not the constructor, because Ray hands on a constructor's error as text alone.
+    """
 
     _hosted: Hosted
 
@@ -116,7 +121,7 @@ class HostActor:
             await self._hosted.stop()
 
     async def pid(self) -> int:
-        """Return the process id, by which the starter ends a process that stands still."""
+        """Return the process id, by which the starter kills this process if it hangs."""
         return os.getpid()
 
     async def wait_event(self) -> RingEvent:
@@ -138,10 +143,10 @@ class RankActor:
         self._worker = beside_others(_make_worker, START_NICENESS)
         self._lanes = Lanes()
         self._incarnation = ""
-        self._settings: RankSettings | None = None  # as a leader named them
+        self._settings: RankSettings | None = None  # as its first leader gave them
         self._note: object = None
-        self._asked_at = time.monotonic()
-        threading.Thread(target=self._end_unasked, name="ringserve-lease", daemon=True).start()
+        self._renewed_at = time.monotonic()
+        threading.Thread(target=self._end_without_lease, name="ringserve-lease", daemon=True).start()
 
     @ray.method(concurrency_group="control")
     def start(self, spec: RankSpec) -> RankInfo:
@@ -154,9 +159,9 @@ class RankActor:
 
     @ray.method(concurrency_group="control")
     def renew(self, spec: RankSpec) -> RankInfo:
-        """Begin another incarnation, at the address of before.
+        """Begin another incarnation, at the same address.
 
-        Raises Unavailable if the rank has not started, or with other settings than the leader has.
+        Raises Unavailable if the rank has not started, or was started with other settings than the leader's.
         """
         if self._settings not in (spec.settings, spec.with_helix().settings):
             raise Unavailable(f"rank {spec.rank} of ring {spec.ring} was started with other settings")
@@ -165,8 +170,8 @@ class RankActor:
 
     @ray.method(concurrency_group="watch")
     def home(self) -> tuple[str, int]:
-        """Return the id of this process's node, and its own there. A leader asks at intervals: it renews the lease."""
-        self._asked_at = time.monotonic()
+        """Return the id of this process's node, and the process id. A leader's calls at intervals renew the lease."""
+        self._renewed_at = time.monotonic()
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
     @ray.method(concurrency_group="watch")
@@ -207,9 +212,9 @@ class RankActor:
             raise StaleIncarnation(f"{method} was asked of {incarnation}, and this rank is one of {self._incarnation}")
         return getattr(self._worker, method)(*arguments)
 
-    def _end_unasked(self) -> None:
-        """End this process, and free the ring's places, once no leader has renewed the lease for too long."""
-        while (left := self._asked_at + LEASE_SECONDS - time.monotonic()) > 0:
+    def _end_without_lease(self) -> None:
+        """End this process, and free the ring's places, once no leader has renewed the lease for LEASE_SECONDS."""
+        while (left := self._renewed_at + LEASE_SECONDS - time.monotonic()) > 0:
             time.sleep(left)
         with suppress(RayError):
             if (places := get_current_placement_group()) is not None:
@@ -219,8 +224,8 @@ class RankActor:
 
 def _make_worker() -> RankWorker:
     os.environ.update(rank_variables(os.environ))
-    # The import is here because leaders import this file and must stay free of torch. Garbage collections during it
-    # would find nothing and take a sixth of its time; the frozen modules speed up later collections.
+    # The import is here because leaders import this file and must stay free of torch. During the import garbage
+    # collections would find nothing and take a sixth of the time. Frozen modules make later collections faster.
     gc.disable()
     from ringserve.workers.rank.worker import RankWorker
 
@@ -230,9 +235,9 @@ def _make_worker() -> RankWorker:
 
 
 def write_as_starter() -> None:
-    """Let this process write where the starter of its Ray writes errors, if OUTPUT_VARIABLE says where.
+    """Send this process's output to the file for errors of whoever started Ray, if OUTPUT_VARIABLE names it.
 
-    If it does not, Ray's log monitor forwards the output of this process.
+    If it does not, Ray's log monitor forwards the output.
     """
     if number := os.environ.pop(OUTPUT_VARIABLE, ""):
         for stream in (sys.stdout, sys.stderr):
@@ -263,7 +268,8 @@ def _remote(kind: type, title: str, **options: Any) -> Any:
 class RayRank:
     """`RankPort` on an actor. Errors of the rank are raised as they are; errors of Ray become Unavailable.
 
-    What a leader asks of a rank that has begun goes by a connection; by Ray if there is none, or it has ended.
+    Once the rank has started, calls go over a direct connection; if there is none, or it has ended, they go through
+    Ray.
     """
 
     def __init__(self, name: str, actor: ActorHandle[Any]) -> None:
@@ -311,7 +317,7 @@ class RayRank:
         return await self._begin("renew", spec, timeout)
 
     async def _begin(self, method: str, spec: RankSpec, timeout: float) -> RankInfo:
-        actor: Any = self._actor  # for Ray's stubs, a method of a class that they do not know never returns
+        actor: Any = self._actor  # Ray's stubs do not know its class, and type its methods as never returning
         self.end_calls()
         # The rank numbers the ends of transfers from 0 again.
         self._arrivals.close(f"{self._name} left its incarnation {self._incarnation}")
@@ -334,7 +340,11 @@ class RayRank:
             endpoint: str = await self._answer(listening, "listen_for_calls", timeout)
             return await asyncio.to_thread(Calls, endpoint, rendezvous)
         except (ConfigError, Unavailable) as error:
-            log.warning("%s is called by Ray, which takes more of the cores: %s", self._name, error)
+            log.warning(
+                "%s has no direct connection and is called through Ray, which costs more: %s",
+                self._name,
+                error,
+            )
             return None
 
     def end_calls(self) -> None:
@@ -418,8 +428,8 @@ class RayRank:
     async def kill(self) -> None:
         """End the process at once, and free everything it holds.
 
-        Ray asks a process to end, and kills it 5 s later: one that stands still would hold its memory, and its peers'
-        transfers, until then. On other nodes it does.
+        Ray asks a process to end, and kills it only 5 s later. Until then a process that hangs would hold its memory,
+        and its peers' transfers, so a rank on this node is killed directly. On other nodes only Ray's way is left.
         """
         self._arrivals.close(f"{self._name} died")
         self.end_calls()
@@ -433,10 +443,13 @@ class RayRank:
 
 
 class RayRanks:
-    """`RankFactory` that puts a ring's processes into one placement group, each with `resources` (e.g. {"CPU": 1}).
+    """`RankFactory` that puts a ring's processes into one placement group.
 
-    The `tp` processes that share the heads of the same tokens are on one host: they sum twice a layer. Group and
-    processes outlive their maker, by names that begin with the ring's: RING.HEX, and RING.HEX/RANK/COUNT.
+    Each process has `resources` (e.g. {"CPU": 1}).
+
+    The `tp` processes that share the heads of the same tokens are on one host, because they add up results twice a
+    layer. The group and its processes outlive the leader that made them. The next leader finds them by names that begin
+    with the ring's: RING.HEX, and RING.HEX/RANK/COUNT.
     """
 
     def __init__(self, name: str, resources: dict[str, float], tp: int = 1, strategy: str = "PACK") -> None:
@@ -471,7 +484,7 @@ class RayRanks:
         return self._hold([self._rank(ring, index) for index in range(num_ranks)])
 
     async def adopt(self, num_ranks: int) -> Sequence[RayRank]:
-        """Return the ranks of this ring that a dead leader left; empty if they do not fill its places."""
+        """Return the ranks of this ring that a dead leader left; empty if one is missing, or has other resources."""
         for group, ring in own_places(self._name).items():
             counts = dict(sorted(_place_of(name) for name in list_named_actors() if name.startswith(f"{group}/")))
             if ring.bundle_specs != self._bundles(num_ranks) or counts.keys() != set(range(num_ranks)):
@@ -485,7 +498,7 @@ class RayRanks:
         return ()
 
     def _hold(self, ranks: list[RayRank]) -> Sequence[RayRank]:
-        """Keep the leases of a ring's ranks until it is closed: one may wait for minutes while another loads."""
+        """Renew the ranks' leases until the ring is closed: one may wait for minutes while another loads its model."""
         self._ranks = ranks
         if self._leases is None:
             self._leases = asyncio.create_task(self._renew_leases())
@@ -538,7 +551,7 @@ class RayRanks:
 
 
 def _place_of(name: str) -> tuple[int, int]:
-    """Return a rank's number, and its actor's number among all actors, by the actor's name."""
+    """Return the rank's number from an actor's name, and the actor's number among all that were made for the ring."""
     index, count = name.split("/")[1:]
     return int(index), int(count)
 
@@ -568,7 +581,7 @@ def free_places(ring: str) -> None:
 
 
 def free_places_of_others(rings: Collection[str]) -> None:
-    """End the actors of this namespace's rings that are not in `rings`: an earlier configuration had more."""
+    """End the ranks of this namespace's rings that are not in `rings`: an earlier configuration had them."""
     for name, places in _all_places().items():
         if name.rpartition(".")[0] not in rings:
             remove_placement_group(places)

@@ -1,9 +1,9 @@
 """Connections by which a leader calls a rank, so that neither steps nor KV nor tokens need a call of Ray.
 
-Such a call takes each end a millisecond or more of a core, just when ranks compute. The rank listens until its leader
+A call of Ray costs each end a millisecond or more of a core, just when ranks compute. The rank listens until its leader
 comes; each proves to the other that it knows the secret of these connections, which Ray has carried. One connection
-carries questions, the other answers, since TLS allows no write during a read. A message is a length and plain data in
-msgpack, with the dataclasses, enums and errors that leaders and ranks know.
+carries questions, the other answers, because one TLS connection cannot be written by one thread while another reads it.
+A message is a length and plain data in msgpack, with the dataclasses, enums and errors that leaders and ranks know.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from ringserve.workers.sampling import parameters
 log = logging.getLogger(__name__)
 
 RANK, QUESTIONS, ANSWERS = 0, 1, 2
-"""Numbers at the rendezvous: the rank has the first, and each of the leader's two connections one of the others."""
+"""Numbers at the rendezvous: of the rank, and of the leader's two connections."""
 LANES = {"compute": 1, "transfer": 64, "control": 16}
-"""Threads for the calls of each kind. One computes; the others wait for transfers, or answer at once."""
+"""Most threads for each kind of calls: one computes, 64 may wait for transfers, 16 answer at once."""
 SILENCE_SECONDS = 30.0
-"""Seconds in which a leader takes an answer. One that does not counts as gone."""
+"""Seconds that a leader has to take an answer. A leader that does not take it counts as gone."""
 LENGTH = struct.Struct("<Q")
 MAX_BYTES = 1 << 30
-"""Length of a message at most. Ten million token ids have 80 MB."""
+"""Most bytes of a message. Ten million token ids take 80 MB."""
 Call = Callable[..., Any]
 """`call(method, *arguments)` of the rank."""
 
 
 def calls_of(incarnation: str, secret: str, timeout_seconds: float) -> Rendezvous:
-    """Return the parameters of the connections that both ends know before the rank listens."""
+    """Return what both ends know of the connections before the rank listens; the leader adds the endpoint."""
     endpoints = ("", "", "")
     return Rendezvous(
         name=f"calls of {incarnation}",
@@ -70,7 +70,7 @@ def _kinds() -> dict[str, type[Any]]:
 
 
 KINDS = _kinds()
-"""Classes that messages have values of, by name."""
+"""Classes whose values may be in messages, by name."""
 FIELDS = {name: tuple(field.name for field in fields(kind)) for name, kind in KINDS.items() if is_dataclass(kind)}
 
 
@@ -85,7 +85,7 @@ class _Code(IntEnum):
 
 
 def dump(value: object) -> bytes:
-    """Return the message of a value that `load` accepts, without its length. Raises TypeError for another one."""
+    """Return a value as a message for `load`, without its length. Raises TypeError if it is not plain data."""
     return bytes(msgpack.packb(value, default=_written, strict_types=True))
 
 
@@ -100,7 +100,7 @@ def _written(value: Any) -> Any:
     if kind is int:
         return msgpack.ExtType(_Code.LARGE, str(value).encode())
     if KINDS.get(kind.__name__) is not kind:
-        raise TypeError(f"{kind.__name__} is no plain data")
+        raise TypeError(f"{kind.__name__} is not plain data")
     if isinstance(value, Enum):
         return msgpack.ExtType(_Code.ENUM, dump([kind.__name__, value.value]))
     if isinstance(value, RingserveError):
@@ -110,13 +110,13 @@ def _written(value: Any) -> Any:
 
 
 def load(message: bytes | bytearray) -> Any:
-    """Return the value: of KINDS, arrays, and what Python has literals for. Lists become tuples.
+    """Return the value of a message: values of KINDS, arrays, and what Python has literals for. Lists become tuples.
 
     Raises ValueError for anything else.
     """
     try:
         return msgpack.unpackb(message, use_list=False, strict_map_key=False, ext_hook=_read)
-    except Exception as error:  # of any kind: a class may not take what it is given
+    except Exception as error:  # of any kind: a constructor may refuse what it is given
         raise ValueError(f"no plain data: {type(error).__name__}: {error}") from error
 
 
@@ -151,7 +151,7 @@ class Lanes:
 
 
 class _Lane:
-    # A pool of `concurrent.futures` would be waited for when the process exits, by its decode loop for ever.
+    # Not a pool of `concurrent.futures`: a process that exits waits for its threads, and the decode loop never ends.
     def __init__(self, name: str, most: int) -> None:
         self._name = name
         self._left = most
@@ -217,18 +217,18 @@ class _Server:
     def _answer(self, answers: socket.socket, number: int, method: str, arguments: tuple[object, ...]) -> None:
         try:
             message = dump((number, True, self._call(method, *arguments)))
-        except Exception as error:  # of any kind: a call without an answer would wait for its deadline
+        except Exception as error:  # of any kind: without an answer the caller would wait for its deadline
             kind = type(error)
-            is_told = isinstance(error, RingserveError) and KINDS.get(kind.__name__) is kind
-            if not is_told:
+            is_sendable = isinstance(error, RingserveError) and KINDS.get(kind.__name__) is kind
+            if not is_sendable:
                 log.exception("%s failed", method)
-            message = dump((number, False, error if is_told else f"{kind.__name__}: {error}"))
+            message = dump((number, False, error if is_sendable else f"{kind.__name__}: {error}"))
         with self._answering:
             try:
                 answers.sendall(LENGTH.pack(len(message)) + message)
-            except OSError as error:  # it may have been sent in part
-                log.info("a leader takes no answers: %s", error)
-                with suppress(OSError):  # it has gone
+            except OSError as error:  # a part may have been sent, so the connection is useless
+                log.info("a leader did not take an answer: %s", error)
+                with suppress(OSError):  # the leader has closed it
                     answers.shutdown(socket.SHUT_RDWR)
 
 
@@ -256,11 +256,13 @@ def _checked(length: bytes | bytearray) -> int:
 
 
 class RankFailed(Exception):
-    """Error of a call, by a rank that answers: its kind and text."""
+    """Error of a rank's method that is not a RingserveError: its class and text."""
 
 
 class Calls:
-    """Leader's end of the connections, from construction to `close`. For one event loop, which constructs none.
+    """Leader's end of the connections, from construction to `close`.
+
+    One event loop uses it. The constructor blocks, so it runs in another thread.
 
     A question that is cancelled while it is sent closes the connections: half of it may be on its way.
     """
@@ -290,7 +292,10 @@ class Calls:
         return self._answers.fileno() < 0
 
     async def ask(self, lane: str, method: str, *arguments: object) -> Any:
-        """Return what the rank's method returns. Raises its RingserveError, RankFailed, or OSError if none answers."""
+        """Return what the rank's method returns.
+
+        Raises its RingserveError, RankFailed for its other errors, or OSError if the connection ends first.
+        """
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._loop.add_reader(self._answers, self._read)
@@ -350,7 +355,7 @@ class Calls:
                     break
                 number, is_right, value = load(self._received[first : first + count])
             except (OSError, ValueError) as error:
-                self.close(ConnectionError(f"the rank sent no answer: {error}"))
+                self.close(ConnectionError(f"the rank sent no valid answer: {error}"))
                 return
             begin = first + count
             answer = self._asked.get(number)
@@ -369,7 +374,7 @@ class Calls:
         if self._loop is not None:
             self._loop.remove_reader(self._answers)
             self._loop.remove_writer(self._questions)
-        self._may_write.set()  # what waits to send more finds the connection closed
+        self._may_write.set()  # a `_send` that waits then finds the connection closed
         for connection in (self._questions, self._answers):
             connection.close()
         for answer in self._asked.values():

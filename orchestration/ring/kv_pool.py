@@ -2,19 +2,19 @@
 
 A sequence is *active* while a turn has it pinned and *retained* afterwards. Retained sequences are a cache: the pool
 evicts the least recently used first when blocks are needed, or when retained blocks exceed their limit. The end of a
-sequence goes before its beginning, which later prompts are likelier to share. The ring's leader alone reserves and
-releases, and it releases only after the ranks have stopped using the blocks.
+sequence is evicted before its beginning, because later prompts are likelier to share the beginning. The ring's leader
+alone reserves and releases, and it releases only after the ranks have stopped using the blocks.
 
 Sequences forked from one history share its full blocks. A shared block is never written: the first `make_room` of a
-turn exchanges shared blocks, from the first unwritten slot on, for blocks of the sequence's own. `SequenceKv.copies`
-lists those of them whose beginning must be copied. The caller of `make_room` has the ranks copy before the first write,
-and then calls `copied`. From then on the turn writes to blocks of its own alone: a fork of it gets copies of blocks
-that are filled in part.
+turn replaces the shared blocks that the turn would write, from the first unwritten slot on, by blocks of the sequence's
+own. `SequenceKv.copies` lists those of them whose beginning must be copied. The caller of `make_room` has the ranks
+copy before the first write, and then calls `copied`. From then on the turn writes to its own blocks alone: a sequence
+that is forked from it gets a copy of each block that is filled in part.
 
-Each rank has a `BlockAllocator`, which knows block numbers alone, no KV. It gives tables runs of adjacent blocks: one
-that cannot grow in place goes on at the start of a free *extent*, a fixed range of blocks. The other blocks of the
-extent stay free and count as free. But as long as there are free extents, no other table enters this one, so the table
-grows in place to its end. Without a free extent any free block serves.
+Each rank has a `BlockAllocator`, which knows block numbers alone, no KV. It gives block tables runs of adjacent blocks.
+A table that cannot grow in place goes on at the start of a free *extent*, a fixed range of blocks. The other blocks of
+the extent stay free and count as free. But as long as other extents are free, no other table takes blocks of this one,
+so the table grows in place to the extent's end. Without a free extent any free block serves.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from ringserve.orchestration.protocol.inventory import SequenceOnRing
 from ringserve.views import RankKvUsage
 
 EXTENT_TOKENS = 128
-"""Least size of an extent: attention over shorter runs spends more time on its calls than on their tokens."""
+"""Least tokens of an extent: over shorter runs, attention spends more time on its calls than on the tokens."""
 MAX_EXTENTS = 64
-"""Most extents of a rank: where many sequences fit, they also get longer runs."""
+"""Most extents of a rank: one with many blocks has larger extents, and so longer runs."""
 MAX_PARTS = 8
 """Most parts in which a sequence is evicted."""
 PARTS = ("end", "whole")
-"""Parts of a sequence that evictions take."""
+"""What an eviction takes of a sequence: its end, or the whole sequence."""
 
 
 class BlockAllocator:
@@ -53,11 +53,12 @@ class BlockAllocator:
         self._extent_blocks = extent_blocks
         self._free: list[tuple[int, int]] = []  # free runs [start, stop), ascending
         self._by_length: list[tuple[int, int]] = []  # (length, start) of each of them, ascending
-        self._whole: list[tuple[int, int]] = []  # (length, start) from its first extent on, of runs with a free extent
+        # (length, start) from its first extent on, for each free run that has an extent; ascending
+        self._whole: list[tuple[int, int]] = []
         self.num_free = num_blocks
         if num_blocks:
             self._replace(0, 0, [(0, num_blocks)])
-        self._extra_holders: dict[int, int] = {}  # number beyond the first; blocks with several alone
+        self._extra_holders: dict[int, int] = {}  # number beyond the first, of blocks with several
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
         """Take `count` blocks: from the run that follows block `after`, else from free extents, else from any run.
@@ -79,8 +80,8 @@ class BlockAllocator:
     def _place_for(self, count: int) -> tuple[int, int]:
         """Return a free run, by its index, and the block in it at which `count` blocks are taken.
 
-        The shortest run that has them from the start of a free extent on, else the shortest that has them, else the
-        longest.
+        It is the shortest run with so many blocks from the start of a free extent on; else the shortest run with so
+        many blocks; else the longest run.
         """
         at = bisect_left(self._whole, (max(count, self._extent_blocks), 0))
         if at < len(self._whole):
@@ -90,7 +91,7 @@ class BlockAllocator:
         return bisect_left(self._free, (first + 1, 0)) - 1, first
 
     def _take(self, index: int, first: int, count: int) -> list[int]:
-        """Take `count` blocks of a free run from block `first` on, or all from there on of a shorter one."""
+        """Take `count` blocks of a free run from block `first` on; if the run has fewer there, take all of them."""
         start, stop = self._free[index]
         end = min(stop, first + count)
         self._replace(index, index + 1, [(low, high) for low, high in ((start, first), (end, stop)) if low < high])
@@ -98,7 +99,10 @@ class BlockAllocator:
         return list(range(first, end))
 
     def _replace(self, first: int, last: int, runs: Sequence[tuple[int, int]]) -> None:
-        """Put `runs` in the places [first, last) of the free ones: a cache has thousands, of which none is searched."""
+        """Replace the free runs [first, last) by `runs`.
+
+        Places in the lists by length are found by bisection: a full cache has thousands of runs.
+        """
         for run in self._free[first:last]:
             for lengths, entry in self._entries(run):
                 del lengths[bisect_left(lengths, entry)]
@@ -128,7 +132,7 @@ class BlockAllocator:
 
     @property
     def num_shared(self) -> int:
-        """Blocks that holders would need beyond those here if they shared none."""
+        """Number of further blocks that the holders would need if they shared none."""
         return sum(self._extra_holders.values())
 
     def free(self, blocks: Iterable[int]) -> None:
@@ -194,12 +198,13 @@ class BlockCopy:
 
 @dataclass(slots=True)
 class SequenceKv:
-    """KV of one sequence on this ring. `blocks[r]` may have room beyond `shards.held[r]` while pinned.
+    """KV of one sequence on this ring. While it is pinned, `blocks[r]` may have room beyond `shards.held[r]`.
 
-    `last_turn` wrote the last of it that is retained; `num_before` tokens were here when it was pinned.
+    `last_turn` is the turn that wrote the newest retained token. `num_before` counts the tokens that were here when the
+    sequence was pinned.
 
-    `copies` are not made yet; the sequence holds their sources too until they are. `is_forking` lasts from the fork to
-    the first settlement.
+    `copies` are those that the ranks have not made yet; until then the sequence also holds their sources. `is_forking`
+    is True from the fork to the first `settle`.
     """
 
     kv_id: str
@@ -244,8 +249,8 @@ class KvPool:
         extent = max(-(-EXTENT_TOKENS // block_tokens), -(-num_blocks // MAX_EXTENTS))
         self._ranks = [BlockAllocator(num_blocks, extent) for _ in range(num_ranks)]
         self._sequences: OrderedDict[str, SequenceKv] = OrderedDict()
-        self._pinned: dict[str, SequenceKv] = {}  # those in use: few of the thousands that a full cache retains
-        self._settled: dict[str, asyncio.Event] = {}  # of sequences whose end of use somebody waits for
+        self._pinned: dict[str, SequenceKv] = {}  # few of the thousands of sequences in a full cache
+        self._settled: dict[str, asyncio.Event] = {}  # by sequence that somebody waits to see unpinned
 
     @property
     def capacity_tokens(self) -> int:
@@ -254,7 +259,7 @@ class KvPool:
 
     @property
     def free_tokens(self) -> int:
-        """Tokens that the ring could still hold without its retained sequences.
+        """Tokens that the ring could still hold if it evicted all retained sequences.
 
         The fullest rank decides, because tokens lie evenly over the ranks. A block that two pinned sequences share
         counts twice, so the number is a lower bound.
@@ -273,7 +278,7 @@ class KvPool:
 
     @property
     def shared_tokens(self) -> int:
-        """Tokens that sequences would hold beyond those here if they shared no blocks."""
+        """Further tokens of room that the sequences would need if they shared no blocks."""
         return sum(rank.num_shared for rank in self._ranks) * self.block_tokens
 
     def get(self, kv_id: str) -> SequenceKv | None:
@@ -288,8 +293,9 @@ class KvPool:
     def pin(self, kv_id: str, turn_id: str, match_tokens: int, *, shares: str = "") -> SequenceKv:
         """Pin a sequence for a turn, cut to its first `match_tokens` tokens; a new sequence starts empty.
 
-        With `shares` it is new and begins with those tokens of that sequence, as a fork does. Raises Busy while another
-        turn has it pinned, which may have ended already and be about to settle.
+        With `shares` the sequence is new and begins with the first `match_tokens` tokens of sequence `shares`, as in
+        `fork`. Raises Busy while another turn has the sequence pinned, even if that turn has ended and will settle
+        soon.
         """
         if shares:
             return self.fork(shares, kv_id, turn_id, match_tokens)
@@ -328,7 +334,7 @@ class KvPool:
         """Wait until a sequence's holder, if it has one, has settled; `seconds` at most."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                # Several may wait: the next one holds it at once.
+                # Several may wait, and the first may pin the sequence again at once.
                 while (sequence := self._sequences.get(kv_id)) is not None and sequence.pinned_by is not None:
                     await self._settled.setdefault(kv_id, asyncio.Event()).wait()
 
@@ -358,9 +364,9 @@ class KvPool:
     def fork(self, source_id: str, kv_id: str, turn_id: str, num_tokens: int) -> SequenceKv:
         """Pin a new sequence that begins with another's first `num_tokens` tokens, as far as they are here.
 
-        It shares the other's full blocks and gets a copy of a block filled in part (`copies`). A retained sequence of
-        the new id is dropped before. Raises Busy if that is pinned, CapacityExceeded if there is no room for the
-        copies; then no sequence of the new id is left.
+        It shares the other's full blocks and gets a copy of a block filled in part (`copies`). An earlier sequence of
+        the new id is dropped first. Raises Busy if it is pinned, CapacityExceeded if there is no room for the copies;
+        then no sequence of the new id is left.
         """
         old = self._sequences.get(kv_id)
         if old is not None and old.pinned_by is not None:
@@ -374,7 +380,8 @@ class KvPool:
         if source is None:
             return sequence
         sequence.shards = source.shards.truncate(num_tokens)
-        # A running turn of the source may have written more tokens than it shares with the turns before.
+        # If a turn runs on the source, `last_turn` is the turn before it, which may have written fewer tokens than
+        # these.
         sequence.last_turn, sequence.num_before = source.last_turn, sequence.shards.num_tokens
         for rank, held in enumerate(sequence.shards.held):
             sequence.blocks[rank] = source.filled_table(rank)[: self._blocks_for(held)]
@@ -412,7 +419,8 @@ class KvPool:
     def _is_shared(self, sequence: SequenceKv, rank: int, block: int) -> bool:
         """Return whether another holder needs slots of the block that this sequence may write.
 
-        A fork in progress does not: it copies slots that are filled already, and then releases the block.
+        A fork that has yet to copy the block does not: it copies slots that are filled already, then releases the
+        block.
         """
         others = self._ranks[rank].num_holders(block) - 1
         if not others:
@@ -434,7 +442,7 @@ class KvPool:
             self.evictions["end" if num_tokens else "whole"] += 1
 
     def _grow(self, sequence: SequenceKv, rank: int, count: int, shared: Sequence[int]) -> None:
-        """Take `count` free blocks: the first for the `shared` places of the table, the others for its end."""
+        """Take `count` free blocks: the first replace those at the `shared` places of the table, others extend it."""
         allocator, table = self._ranks[rank], sequence.blocks[rank]
         before = shared[0] if shared else len(table)
         fresh = allocator.allocate(count, after=table[before - 1] if before else None)
@@ -454,7 +462,10 @@ class KvPool:
         sequence.copies.clear()
 
     def _uncopy(self, sequence: SequenceKv) -> None:
-        """Give up the copies that are not made: no rank has written, so the table returns to its state before them."""
+        """Give up the copies that are not made.
+
+        No rank has written to the new blocks, so the table gets the sources back.
+        """
         for copy in sequence.copies:
             table = sequence.blocks[copy.rank]
             table[table.index(copy.destination)] = copy.source
@@ -464,8 +475,8 @@ class KvPool:
     def settle(self, kv_id: str, turn_id: str, retain_tokens: int, *, is_guest: bool = False) -> None:
         """End a turn's pin, retain the first `retain_tokens` tokens and release the other blocks. Idempotent.
 
-        Copies that are not made yet are given up: the caller guarantees that no rank is making them. A guest, which
-        another ring retained before or retains as well, is evicted first until a turn uses it.
+        Copies that are not made yet are given up: the caller guarantees that no rank is making them. With `is_guest`
+        another ring retained the sequence before, or retains it as well: it is evicted first until a turn uses it.
         """
         sequence = self._sequences.get(kv_id)
         if sequence is None or sequence.pinned_by not in (None, turn_id):
@@ -478,7 +489,7 @@ class KvPool:
             del self._pinned[kv_id]
             if (settled := self._settled.pop(kv_id, None)) is not None:
                 settled.set()
-            self._sequences.move_to_end(kv_id, last=not is_guest)  # a long turn was in use until now
+            self._sequences.move_to_end(kv_id, last=not is_guest)  # else it is the most recently used
         self._cut(sequence, retain_tokens)
         if not sequence.shards.num_tokens:
             self._drop(sequence)
@@ -576,14 +587,15 @@ def _tails_to_evict(
     block_tokens: int,
     part_tokens: int,
 ) -> list[tuple[SequenceKv, int]]:
-    """Return sequences to be evicted until `needs[r]` blocks are free on rank r, each with the tokens that stay.
+    """Return sequences to be evicted until `needs[r]` blocks are free on rank r, each with how many tokens stay.
 
     The beginning of a sequence stays as long as its end is enough: later prompts are likelier to share it, and it is of
-    no use to them without what precedes it. A block that several sequences hold is free when the last lets it go.
-    They are evicted in parts of at least `part_tokens` tokens. Raises CapacityExceeded if all are not enough.
+    no use to them without what precedes it. A block that several sequences hold is free when the last releases it.
+    Sequences are evicted in parts of at least `part_tokens` tokens. Raises CapacityExceeded if evicting all of them
+    would not be enough.
     """
     room = [rank.num_free for rank in ranks]
-    released: Counter[tuple[int, int]] = Counter()  # holders of (rank, block) that are to be evicted
+    released: Counter[tuple[int, int]] = Counter()  # by (rank, block): its holders that are to be evicted
     tails: list[tuple[SequenceKv, int]] = []
     # Only sequences that are evicted are looked at, each once: a full cache evicts at each growth.
     rest = iter(oldest_first)

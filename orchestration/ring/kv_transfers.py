@@ -1,7 +1,8 @@
 """KV of sequences that ranks copy, send and receive: block copies on one ring, and transfers between two rings.
 
 In a transfer the target ring reserves blocks, makes its ranks expect the bytes, asks the source's leader to send, and
-has the tokens when every rank is sealed. The source holds the sequence until its ranks have stopped reading it.
+has the tokens when every rank has received all of its bytes. The source holds the sequence until its ranks have stopped
+reading it.
 
 A *move* is a transfer between rings of one role, which the router asks for between turns (`KvMoves`). A move that fails
 leaves the source as it was and the target without a block of the sequence. The router releases the source's KV once its
@@ -29,9 +30,9 @@ from ringserve.workers.protocol.transfers import BlockPair, KvExpect, KvPart, Kv
 log = logging.getLogger(__name__)
 
 BUSY_SECONDS = 1.0
-"""Seconds that a sequence may be in use before a send of it is refused: the turn that computed it hands it over."""
+"""Seconds that a send waits for a sequence in use before it is refused: a turn may just be handing it over."""
 MAX_REMEMBERED = 1024
-"""Finished moves whose outcome is still returned to a caller that asks again."""
+"""Most takes whose outcome is remembered for a caller that asks again."""
 
 
 # --- copies within a ring --------------------------------------------------------------------------------------------
@@ -40,8 +41,8 @@ MAX_REMEMBERED = 1024
 async def copy_blocks(ring: Ring, pool: KvPool, sequence: SequenceKv, incarnation: str) -> None:
     """Have the ranks make the block copies that a sequence needs before it is written.
 
-    A cancelled caller still waits for the copies: they must not outlive the hold on their blocks. Every rank has the
-    control timeout; a rank that fails loses its ring. Raises Unavailable.
+    A cancelled caller still waits for the copies: they must not outlive the hold on their blocks. Each rank must answer
+    within the control timeout; if one fails, the ring is lost. Raises Unavailable.
     """
     if not sequence.copies:
         return
@@ -78,11 +79,11 @@ def sends_for(
     source_tp: int = 1,
     destination_tp: int = 1,
 ) -> list[KvSend]:
-    """Return one `KvSend` per source process, which moves `tokens` from `source` to their place in `destination`.
+    """Return one `KvSend` per source process; together they move `tokens` from `source` to `destination`.
 
     `source`, `destination` and `blocks` are by cp rank; the `tp` processes of one rank share them. `kv_endpoints` and
-    the result are by process (cp_rank * tp + tp_rank). Raises ReshardError when either map does not hold every token
-    of `tokens` exactly once, or when a tp does not divide the KV heads.
+    the result are by process (cp_rank * tp + tp_rank). Raises ReshardError when either map does not hold every token of
+    `tokens` exactly once, or when `source_tp` or `destination_tp` does not divide the KV heads.
     """
     plan = plan_reshard(
         source,
@@ -122,7 +123,7 @@ async def send(ring: Ring, sequence: SequenceKv, request: SendKv) -> SentKv:
 
 
 async def expect(ring: Ring, sequence: SequenceKv, key: TransferKey, shards: ShardMap) -> None:
-    """Make every rank expect the tokens of `shards` behind those it holds. Raises Unavailable."""
+    """Make every rank expect its tokens of `shards`, to be stored behind those that it holds. Raises Unavailable."""
     held, timeout = sequence.shards.held, ring.settings.control_timeout
     expects = [KvExpect(key, tuple(shards.ranks[rank]), held[rank], sequence.table(rank)) for rank in ring.cp_ranks]
     await gather_all(port.expect_kv(each, timeout) for port, each in zip(ring.ranks, expects, strict=True))
@@ -142,8 +143,8 @@ async def fetch(
 ) -> SentKv:
     """Have `source` send `tokens` to their places in `shards`; the sequence has blocks for them.
 
-    `kv_id` is the sequence's id on the source, if it differs; `turn_id` names the turn that holds it there, if
-    any. However this call ends, no rank of the ring writes for the transfer afterwards.
+    `kv_id` is the sequence's id on the source, if it is another than here. `turn_id` is the turn that has it pinned
+    there, if any. However this call ends, no rank of the ring writes for the transfer afterwards.
 
     Raises the error of either side.
     """
@@ -182,7 +183,7 @@ async def drop(ring: Ring, key: TransferKey) -> None:
 
 
 class KvMoves:
-    """Sends and takes of one leader. A lost caller ends neither; their deadlines and `close` do."""
+    """Sends and takes of one leader. If their caller is lost, they go on; their deadlines and `close` end them."""
 
     def __init__(self, ring: Ring, peers: Peers) -> None:
         self._ring = ring
@@ -193,8 +194,8 @@ class KvMoves:
     async def send(self, request: SendKv) -> SentKv:
         """Send retained tokens of a sequence that no turn uses. A second call during the first joins it.
 
-        A turn that has just computed them is waited for, BUSY_SECONDS at most. Raises NotFound if the tokens are not
-        here, Busy while a turn has them, TransferError, Unavailable.
+        If a turn still has the sequence pinned, the send waits up to BUSY_SECONDS for it. Raises NotFound if the tokens
+        are not here, Busy while a turn has them, TransferError, Unavailable.
         """
         key = request.key
         if key not in self._sends:
@@ -247,10 +248,10 @@ class KvMoves:
         )
 
     async def until_free(self, kv_id: str) -> None:
-        """Wait for moves of the sequence whose callers are gone: the sequence's next turn may have come already.
+        """Wait for a move that has the sequence pinned: its caller may be gone, and the next turn may be here.
 
-        A send that waits for the sequence's turn is not waited for. The wait ends after the control timeout; the pool
-        then refuses the turn and names the holder.
+        A send that itself waits for a turn does not count. After the control timeout this returns anyway; the pool then
+        refuses the turn and names the holder.
         """
         sequence = self._ring.pool.get(kv_id)
         holder = sequence.pinned_by if sequence is not None else None

@@ -1,6 +1,6 @@
 """Common part of prefill and decode leaders: the ring, its announcement and drain, its retained KV, its status.
 
-And the share of each tenant in the ring's room: one tenant's turns never take all of it if others ask for it too.
+`TenantShares` limits what one tenant takes of the ring's queue and KV: never all of it while other tenants ask too.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ log = logging.getLogger(__name__)
 
 
 RETRY_SECONDS = 0.25
-"""Seconds between announcements while the router does not hear them: a restarted router waits for the rings."""
+"""Seconds between announcements while the router cannot be reached. Once restarted, it waits for the rings."""
 GRAMMAR_SECONDS = 60.0
-"""Seconds for the ranks to compile a grammar before a step that needs it."""
+"""Seconds that the ranks have to compile a grammar before a step needs it."""
 PRESENT_SECONDS = 600.0
-"""Time after a tenant's latest turn for which others leave room for the next."""
+"""Seconds after a tenant's latest request for which other tenants must leave room for its next turn."""
 Announce = Callable[[RingRegistration, KnownEpoch], Awaitable[Registered]]
 """Announcement of a ring to the router."""
 
 
 class TenantShares:
-    """Shares of the tenants of one ring. A lone tenant may have all: shares hold while several ask."""
+    """Shares of the tenants of one ring. A tenant that has asked alone lately may take all room."""
 
     def __init__(self, ring: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._ring = ring
@@ -57,7 +57,7 @@ class TenantShares:
         self._asked: dict[str, float] = {}
 
     def note(self, tenant: str) -> None:
-        """Note that a tenant asks for a turn; "" is none."""
+        """Note that a tenant asks for a turn; "" is no tenant."""
         now = self._clock()
         self._asked = {name: at for name, at in self._asked.items() if now - at < PRESENT_SECONDS}
         if tenant:
@@ -74,18 +74,21 @@ class TenantShares:
         limit: float,
         retry: float | None = None,
     ) -> None:
-        """Check that a tenant may add `asked` to `mine`. Raises CapacityExceeded, with the seconds to `retry` after."""
+        """Check that a tenant that has `mine` units may add `asked`.
+
+        Raises CapacityExceeded, to `retry` in so many seconds.
+        """
         if self._asked.keys() - {tenant} and exceeds_share(mine, asked, total, limit):
             raise CapacityExceeded(
-                f"{self._ring}: tenant {tenant!r} has {mine:.0f} {unit} under way, this turn adds {asked:.0f}, and a "
-                f"share of {limit:.0f} is left to other tenants; retry later",
+                f"{self._ring}: tenant {tenant!r} has {mine:.0f} {unit} under way, this turn adds {asked:.0f}, and "
+                f"part of the {limit:.0f} must stay free for other tenants; retry later",
                 retry_after_seconds=retry,
             )
 
     def check_turns(
         self, request: Reserve, others: Iterable[Reserve], *, max_turns: int, kv_tokens: int, retry: float | None = None
     ) -> None:
-        """Check that the ring may take a turn. A turn that has begun needs no share. Raises CapacityExceeded."""
+        """Check that the ring may take a turn. Shares are not checked if it `has_begun`. Raises CapacityExceeded."""
         tenant, turns = request.tenant, list(others)
         self.note(tenant)
         if len(turns) >= max_turns:
@@ -105,7 +108,7 @@ class TenantShares:
 class RingLeader(ABC):
     """Ring owner, which announces its ring to the router. Subclasses own the turns.
 
-    `layout_fallbacks` counts pieces of prefill steps that were laid out otherwise for lack of room.
+    `layout_fallbacks` counts pieces of prefill steps that got another layout for lack of room, by that layout.
     """
 
     def __init__(
@@ -155,10 +158,10 @@ class RingLeader(ABC):
         return 0.0
 
     def preparing_grammar(self, grammar: str) -> asyncio.Task[None]:
-        """Begin to have the ranks compile the grammar of an answer. The task raises nothing.
+        """Start a task in which the ranks compile the grammar of an answer. It raises nothing.
 
-        A turn waits for it before a step takes it up, so that the step does not: the first grammar of a rank reads the
-        tokenizer, which takes seconds if cores are busy.
+        A turn waits for the task before it enters a step, so that the step does not wait for the grammar: with its
+        first grammar a rank reads the tokenizer, which takes seconds if cores are busy.
         """
         return self.spawn(self._prepare_grammar(grammar))
 
@@ -166,11 +169,11 @@ class RingLeader(ABC):
         try:
             await gather_first_error(port.prepare_grammar(grammar, GRAMMAR_SECONDS) for port in self.ring.ranks)
         except RingserveError as error:
-            log.warning("ring %s could not prepare a grammar, and its step waits: %s", self.settings.name, error)
+            log.warning("ring %s could not prepare a grammar, so a step will wait: %s", self.settings.name, error)
 
     @abstractmethod
     async def measure(self, until_quiet: Callable[[], Awaitable[None]]) -> None:
-        """Measure the ring's rates again, now that nothing else starts on its machine.
+        """Measure the ring's rates again, once nothing else starts on its machine.
 
         `until_quiet` is awaited before each part, which takes half a second at most.
         """
@@ -188,8 +191,8 @@ class RingLeader(ABC):
     async def on_ready(self) -> None:
         """Announce a ring that serves, for the first time or again.
 
-        One call that the router does not answer costs no start: it is repeated for the control timeout. Raises
-        Unavailable.
+        If the router does not answer, the call is repeated for the control timeout: one lost call fails no start.
+        Raises Unavailable.
         """
         deadline = time.monotonic() + self.settings.control_timeout
         if self._announcing is None:
@@ -207,8 +210,8 @@ class RingLeader(ABC):
     async def announce(self) -> int:
         """Register the ring's state with the router.
 
-        Returns the number of turns that the router has or begins on the ring, and of conversations that it moves away.
-        A router that has restarted gets the ring's inventory.
+        Returns how many turns the router has or begins on the ring, plus how many conversations it has yet to move
+        away. A router that has restarted gets the ring's inventory.
         """
         ring = self.ring
         registration = RingRegistration(
@@ -242,15 +245,15 @@ class RingLeader(ABC):
             log.info("ring %s tells the router of epoch %d what it holds", self.settings.name, epoch)
             inventory = RingInventory(sequences=ring.pool.inventory(), turns=self.turns_here())
             answer = await self._announce(registration, KnownEpoch(epoch=epoch, inventory=inventory))
-            if answer.epoch == epoch:  # else it has restarted again
+            if answer.epoch == epoch:  # else the router has restarted again
                 self._epoch = epoch
         return answer.running_turns
 
     def check_epoch(self, epoch: int) -> None:
-        """Refuse a call of an older router than the one to which this ring is announced. Raises StaleIncarnation.
+        """Refuse a call of an earlier router than the one to which this ring is announced. Raises StaleIncarnation.
 
-        Such a router stood still while another took its place, and does not know yet. The epoch that answers the ring's
-        announcements counts, also if it is lower: then the journal is a new one.
+        Such a router hung while another took its place, and does not know of it yet. The epoch in the latest answer to
+        an announcement counts, even if it is lower than before: then the router has a new journal.
         """
         if epoch < self._epoch:
             raise StaleIncarnation(
@@ -260,10 +263,10 @@ class RingLeader(ABC):
 
     @abstractmethod
     def turns_here(self) -> tuple[TurnOnRing, ...]:
-        """Return the turns that hold KV here, and those whose end the router has not heard."""
+        """Return the turns that hold KV here, and ended turns of whose end the router has not been told."""
 
     async def _stay_announced(self) -> None:
-        """Announce the ring at intervals, also while it is rebuilt, or the router would take its leader for dead."""
+        """Announce the ring at intervals, even while it is rebuilt: else the router would consider its leader dead."""
         while True:
             interval = self.settings.announce_interval
             await asyncio.sleep(interval if self._is_heard else min(interval, RETRY_SECONDS))
@@ -291,13 +294,13 @@ class RingLeader(ABC):
     @property
     @abstractmethod
     def num_turns(self) -> int:
-        """Turns that are not over here, or whose last event no stream has read yet."""
+        """Number of turns that have not ended here, or whose last event no stream has read yet."""
 
     async def drain(self, seconds: float) -> None:
         """Take no new turns; leave when running turns have ended and retained KV has been moved, or after `seconds`.
 
-        `has_left` is set then. Returns when the router knows of the drain; turns that it began before are served.
-        Idempotent: the first deadline counts.
+        `has_left` is set when the ring has left. Returns when the router knows of the drain; turns that the router
+        began before are served. Idempotent: the first `seconds` count.
         """
         if self._leave_task is None:
             log.info("ring %s drains", self.settings.name)
@@ -334,7 +337,7 @@ class RingLeader(ABC):
     async def _until_idle(self) -> None:
         """Wait until neither the router nor the ring has work here.
 
-        The router may have chosen the ring for a turn that has not come yet, and it moves conversations from here.
+        The router may have chosen the ring for a turn that has not come yet, and may still move conversations away.
         """
         while True:
             try:
@@ -348,7 +351,7 @@ class RingLeader(ABC):
 
     @abstractmethod
     async def fail_all(self, error: RingserveError) -> None:
-        """End every turn with `error`, without waiting for the ranks of the lost ring."""
+        """End every turn with `error`. Do not wait for the ring's ranks, which may be dead."""
 
     async def fork_kv(self, request: ForkKv) -> ForkedKv:
         """Begin a sequence with KV that another retains here. Raises Busy, CapacityExceeded, Unavailable."""

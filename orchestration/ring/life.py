@@ -1,14 +1,14 @@
-"""Life of one ring of ranks: start, watch, rebuild.
+"""Life of one ring of ranks: start, watch, rebuild. The ring's leader owns it.
 
 STARTING ──> READY ──a rank fails──> REBUILDING ──> READY ...        any ──close()──> CLOSED
 
-When one rank fails, the other ranks hold shards of sequences that can no longer be attended, and may wait in a receive
-that never ends. So all leave the ring, and begin a new one with the models that they have loaded; only lost ranks are
-killed and made anew. A rank that cannot leave in time is lost, too. If replacing ranks fails, all are made anew.
-The ring gets a new *incarnation*, which makes every message of the old one stale.
+When one rank fails, the KV of the others is useless, because attention needs the lost shards too, and they may wait in
+a receive that never ends. So all living ranks leave the ring and form a new one, with the models that they have loaded.
+Only lost ranks, and ranks that cannot leave in time, are killed and made anew. If that fails, all are made anew. The
+ring gets a new *incarnation*, which makes every message of the old one stale.
 
-A leader that starts takes over the ranks of one that died in the same way, and what it had measured of them: they need
-not load the model again while other rings compute the lost turns.
+In the same way a leader that starts takes over the ranks of one that died, and what that one had measured of them. So
+they need not load the model again while other rings compute the lost turns.
 """
 
 from __future__ import annotations
@@ -34,32 +34,35 @@ from ringserve.workers.protocol.ranks import ModelInfo, RankInfo, RankSpec, Rank
 
 log = logging.getLogger(__name__)
 
-# Name of the KV of steps that are measured, and of the turn that has it.
+# Id of the sequence, and of the turn, for which the pool reserves the blocks of measured steps.
 STEPS_KV = "measured steps"
 MAX_RETRY_PAUSE = 30.0
-"""Seconds between attempts to rebuild at most; they double up to this limit."""
+"""Longest pause between attempts to rebuild, in seconds; each is twice the one before, up to this."""
 RENEW_SECONDS = 10.0
-"""Seconds that a rank may take to leave its ring, besides the time after which a silent one is lost."""
+"""Seconds that a rank may take to leave its ring, in addition to `lost_timeout`."""
 SILENT_TICKS = 4
-"""Parts of the time without a heartbeat after which a rank is lost."""
+"""Ticks into which the wait for a rank's heartbeat is divided."""
 LEAST_PATIENCE_CPU = 15.0
-"""Seconds that a step on CPUs may take at least. A process that stands still is noticed by its silence, so this bounds
-steps that hang in a live one: a false alarm on a busy machine would cost a rebuild, and a late one only seconds."""
+"""Least limit of a step on CPUs, in seconds.
+
+A process that hangs is noticed by its silence, so this bounds steps that hang in a live one. A false alarm on a busy
+machine costs a rebuild, a late alarm only seconds.
+"""
 LEAST_PATIENCE = 60.0
-"""The same on other devices, which compile kernels at the first step of a shape."""
+"""The same limit on other devices, where the first step of a shape compiles kernels."""
 
 
 UNLIKE = 1.25
-"""Times that one rank is as fast as another before they count as unlike: probes of equal ranks differ by less."""
+"""Ranks count as unlike if one is more than this many times as fast as another. Probes of equal ones differ by less."""
 
 
 def rates_of_ring(rates: Sequence[RingRates], tp: int, processors: Sequence[str] | None = None) -> RingRates:
-    """Return a ring's rates from its processes' rates, `tp` a rank; the slowest process of a rank counts.
+    """Return a ring's rates from its processes' rates. Of the `tp` processes of a rank the slowest counts.
 
-    Ranks that are alike have the first process's rates. Otherwise the slowest rank's are taken, which all wait for in a
-    ring, and `speeds` tells how many times as fast each rank computes. `processors` names the processor of each
+    If all ranks are alike, the first process's rates are returned. Otherwise the slowest rank's, because all others
+    wait for it; `speeds` then says how many times as fast each rank is. `processors` names the processor of each
     process; None if no two processes share one. Processes of one processor all get the rates of the slowest: their
-    probes differ only because another program ran beside one of them, and it soon runs beside another.
+    probes differ only because another program ran beside one of them, and soon it will run beside another.
     Example: two ranks of one host, probed at 4e10 and 2e10, are two alike at 2e10.
     """
     if processors is not None:
@@ -78,10 +81,10 @@ def _slowest(rates: Iterable[RingRates]) -> RingRates:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A leader's measurements of a ring, with the host of each process. The first rank keeps them.
+    """A leader's measurements of a ring, with the host of each process. The first rank keeps them for the next leader.
 
-    It holds as long as the ring's processes are on these hosts: when a ring is formed again the machine is busy, with
-    the turns that were lost.
+    They hold as long as the processes are on these hosts, and are not repeated when the ring is formed again: the
+    machine is then busy with the lost turns.
     """
 
     rates: RingRates
@@ -96,7 +99,7 @@ def _hosts(infos: Sequence[RankInfo]) -> tuple[str, ...]:
 class Ring:
     """Ranks of one ring, in `ranks` and `infos` by number (cp_rank * tp + tp_rank).
 
-    `on_ready` is called when the ring serves, `on_lost` before its ranks are made anew.
+    `on_ready` is awaited each time the ring begins to serve, `on_lost` each time before it is rebuilt.
     """
 
     def __init__(
@@ -173,7 +176,7 @@ class Ring:
             raise
 
     async def _take_over(self) -> bool:
-        """Form a ring with the ranks that a dead leader left. Return whether there are any that can."""
+        """Form a ring with the ranks that a dead leader left. Return False if there are none, or if they cannot."""
         settings = self.settings
         self.ranks = await self._factory.adopt(settings.num_processes)
         if not self.ranks:
@@ -182,7 +185,7 @@ class Ring:
         try:
             measured = await self.ranks[0].recall(RENEW_SECONDS)
             if not isinstance(measured, Measured):
-                raise Unavailable("it had not served")
+                raise Unavailable("the ring had not served yet")
             self._correction = measured.correction
             await self._renew(measured)
         except RingserveError as failure:
@@ -203,7 +206,7 @@ class Ring:
         await self._join(ranks, infos, specs[0].incarnation)
 
     async def _renew(self, measured: Measured) -> None:
-        """Let the ranks that live form a new ring with others in the places of lost ones. Raises Unavailable.
+        """Let the living ranks form a new ring, with new ones in the places of lost ones. Raises Unavailable.
 
         Rates are measured again only if a rank is on another host than it was.
         """
@@ -218,14 +221,15 @@ class Ring:
                 log.info("rank %d of ring %s is made anew: %s", spec.rank, settings.name, error)
                 return None
 
-        # Messages to a rank that stands still fail once its process is dead, not before.
+        # A rank that sends to one that hangs cannot leave before the process of that one is dead.
         await gather_all(self.ranks[number].kill() for number in self._gone)
         kept = await gather_all(renewed(rank, spec) for rank, spec in zip(self.ranks, specs, strict=True))
         lost = [number for number, info in enumerate(kept) if info is None]
         if len(lost) == len(kept):
             raise Unavailable("no rank is left")
         ranks = await self._factory.replace(lost, settings.start_timeout)
-        # Survivors may have cut their weights, which does not depend on who the others are.
+        # If survivors have cut their weights for helix, new ranks must do so too; the cut does not depend on who the
+        # others are.
         places = [spec.with_helix() for spec in specs] if any(info.is_helix for info in kept if info) else specs
         made = await gather_first_error(ranks[number].start(places[number], settings.start_timeout) for number in lost)
         by_number = dict(zip(lost, made, strict=True))
@@ -234,7 +238,7 @@ class Ring:
         await self._join(ranks, infos, specs[0].incarnation, known)
 
     def _specs(self) -> list[RankSpec]:
-        """Return the places of a new incarnation."""
+        """Return the place of each process in a new incarnation."""
         incarnation = f"{self.settings.name}-{uuid.uuid4().hex[:12]}"
         return [self._spec(rank, incarnation) for rank in range(self.settings.num_processes)]
 
@@ -280,9 +284,9 @@ class Ring:
             self._watch += [asyncio.create_task(self._watch_loop(rank, incarnation)) for rank in ranks]
 
     async def measure(self, alone: Alone = nullcontext) -> None:
-        """Let the ranks measure their rates again, in parts that are each `alone`: turns may compute between them.
+        """Let the ranks measure their rates again, each part within `alone()`: turns may compute between two parts.
 
-        Their steps are measured again, unless KV would have to go for them.
+        Steps are measured again too, unless KV would have to be evicted for them.
         """
         self.require_ready()
         settings = self.settings
@@ -324,7 +328,7 @@ class Ring:
         return rates_of_ring(rates, ranks.tp, _hosts(infos) if ranks.device == "cpu" else None)
 
     def _corrected(self, rates: RingRates) -> RingRates:
-        """Return probed rates, corrected by the extra time that steps took: a rebuild does not change that time."""
+        """Return probed rates, corrected by the extra time that steps took before; a rebuild does not change it."""
         return rates if self._correction is None else self._correction.applied(rates)
 
     async def measure_between_steps(self) -> None:
@@ -340,7 +344,8 @@ class Ring:
             rank=rank,
             num_ranks=settings.num_processes,
             incarnation=incarnation,
-            # A prefill ring does not decode, and its ranks have different rows.
+            # A prefill ring does not decode. Its ranks compute different rows, so they cannot share weights as helix
+            # does.
             settings=settings.ranks if settings.role == "decode" else replace(settings.ranks, decode_variant=GATHER),
         )
 
@@ -363,10 +368,11 @@ class Ring:
             await asyncio.sleep(self.settings.watch_interval)
 
     async def _sign_of_life(self, number: int, rank: RankPort) -> RankStatus:
-        """Ask a rank for its status. Raises Unavailable if it is silent for the lost timeout.
+        """Ask a rank for its status. Raises Unavailable if the rank has been silent for the lost timeout.
 
-        The wait is counted in ticks: a leader that stands still itself counts one for all that time. A rank that stops
-        has been silent for some of the interval before the question, half of it on average.
+        The wait is counted in ticks: if the leader itself hangs, that counts as one tick, not as the rank's silence.
+        The wait is shorter than the lost timeout by half a watch interval: for so long, on average, a dead rank has
+        been silent when it is asked.
         """
         settings = self.settings
         patience = settings.lost_timeout - min(settings.watch_interval, settings.lost_timeout) / 2
@@ -381,7 +387,7 @@ class Ring:
 
     @property
     def _longest_step(self) -> float:
-        """Seconds that a step may take. For a prefill step they depend on its length; its loop watches it."""
+        """Seconds that a step may take. For a prefill step they depend on its length: `PrefillLoop` watches it."""
         settings = self.settings
         return settings.step_timeout if settings.role == "prefill" else min(settings.step_timeout, self.least_patience)
 
@@ -414,7 +420,7 @@ class Ring:
             return
         self.rebuilds += 1
         log.info("ring %s rebuilt in %.1f s", self.settings.name, time.monotonic() - started)
-        # A rank that is lost from here on starts another rebuild, in another task.
+        # If a rank is lost from here on, another rebuild starts in another task.
         try:
             await self._on_ready()
         except RingserveError as failure:
@@ -426,7 +432,7 @@ class Ring:
         try:
             await self._renew(Measured(self.rates, self._correction, _hosts(self.infos)))
             return True
-        except Exception as failure:  # of any kind, as below
+        except Exception as failure:  # of any kind: else the ring would never serve again
             log.warning("ring %s is made anew as a whole: %s", self.settings.name, failure)
         while self.state is RingState.REBUILDING:
             await gather_all(rank.kill() for rank in self.ranks)

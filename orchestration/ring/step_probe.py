@@ -1,11 +1,12 @@
-"""Corrections of a ring's rates by real steps of two lengths.
+"""Measurement of real steps of two lengths, and corrections of a ring's rates by them.
 
-A probe of the ranks knows matrix products, attention and messages, one at a time. A step also has norms, activations,
-copies, calls between its layers, and the calls of the ranks. Much of it is the same for every step, and weighs most in
-short ones; the rest grows with the tokens, as the matrix products do.
+`Ring` calls it, and keeps the corrections. A probe of the ranks measures matrix products, attention and messages, one
+at a time. A step also has norms, activations, copies, calls between its layers, and the calls of the ranks. Much of
+this extra time is the same for every step, and weighs most in short ones. The rest grows with the tokens, as the time
+of matrix products does.
 
-Steps also show which rank begins late: its order takes longer to reach it. In pass-KV all ranks end together, so a rank
-that takes less time than another has begun later.
+Steps also show which rank begins late, because the leader's call takes longer to reach it. In pass-KV all ranks end
+together, so a rank that takes less time than another has begun later.
 """
 
 from __future__ import annotations
@@ -32,22 +33,25 @@ from ringserve.workers.sampling.parameters import SamplingParameters
 
 SHORT_TOKENS, LONG_TOKENS = 16, 256
 REPEATS, REPEAT_SECONDS = 3, 0.25
-"""Counted steps of each length at most, after one that is not: the first of a shape is slower. None is begun once
-those that count have taken these seconds: what disturbs a long step for a moment is a small part of it."""
+"""Most steps of each length that count, after one that does not: the first of a shape is slower.
+
+No other begins once they have taken REPEAT_SECONDS: a moment's disturbance is a small part of a long step.
+"""
 MAX_FACTOR = 8.0
-"""Factor between a rate and the probed rate, above which other work has disturbed the steps."""
+"""Largest factor between a probed and a corrected rate: beyond it, other work has disturbed the steps."""
 
 
 LATENESS_REPEATS = 6
 LEAST_LATENESS = 0.005
-"""Seconds from which a rank counts as late: orders to the ranks of one machine reach them within less."""
+"""A rank that begins this many seconds after the first counts as late. On one machine, calls reach all ranks sooner."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepCorrection:
-    """Correction of probed rates: seconds that every step takes in addition, and a factor of its products' seconds.
+    """Correction of probed rates.
 
-    `lateness` is by rank, empty if none is late.
+    `step_seconds` are added to every step, and the seconds of its matrix products multiplied by `products`. `lateness`
+    is by rank, empty if none is late.
     """
 
     step_seconds: float
@@ -90,21 +94,21 @@ async def measure_steps(
 ) -> StepCorrection:
     """Compute steps on the ranks of a ring, and compare them with `rates`.
 
-    They write KV to the blocks `tables[r]` of each rank r, which have `room_for_steps`; without tables to the first
-    ones, and the ring must not hold any KV. Each step is `alone`; between two of them others may be computed. Raises
-    Unavailable.
+    They write KV to the blocks `tables[r]` of each rank r, which must have `room_for_steps`. Without `tables` they
+    write to each rank's first blocks, and the ring must not hold any KV. Each step is `alone`; between two of them
+    others may be computed. Raises Unavailable.
     """
     if tables is None:
         room = room_for_steps(settings, model)
         tables = [range(-(-tokens // settings.ranks.block_tokens)) for tokens in room]
     lengths = lengths_of_steps(settings, model)
-    # Where nothing is compiled, the short steps leave little that a first long step does in addition.
+    # On CPUs nothing is compiled by shape: after the short steps, the first long one is hardly slower than the next.
     is_warm = settings.ranks.device == "cpu"
     measured = [
         median(await _seconds(ranks, settings, num_tokens, tables, alone, is_warm=is_warm and number > 0))
         for number, num_tokens in enumerate(lengths)
     ]
-    # A sampled token takes the rank of the last position longer, when it waits for no other.
+    # These steps sample no token: sampling would take the rank of the last position longer, and make others look late.
     own = await _rank_seconds(ranks, settings, lengths[0], tables, alone) if settings.num_processes > 1 else []
     predictor = StepPredictor(
         tensor_share(model, settings.ranks.tp).shape, PrefillRates(ring=rates), settings.num_ranks
@@ -115,10 +119,10 @@ async def measure_steps(
 
 
 def lateness_of(steps: Sequence[Sequence[float]], tp: int) -> tuple[float, ...]:
-    """Return by how many seconds each rank begins after the first, by the seconds that its processes took in steps.
+    """Return how many seconds after the first each rank begins; process p took `steps[i][p]` seconds in step i.
 
-    A rank begins with the last of its `tp` processes. The least of all steps counts: a disturbance makes now one rank
-    late and now another. Empty if no rank is late by LEAST_LATENESS.
+    A rank begins with the last of its `tp` processes. The least lateness of all steps counts, because a disturbance
+    makes now one rank late and now another. Empty if no rank is late by LEAST_LATENESS.
     """
     by_rank = [[min(step[at : at + tp]) for at in range(0, len(step), tp)] for step in steps]
     lateness = [min(late) for late in zip(*([max(own) - each for each in own] for own in by_rank), strict=True)]
@@ -129,8 +133,9 @@ def lateness_of(steps: Sequence[Sequence[float]], tp: int) -> tuple[float, ...]:
 def correction_of(measured: Sequence[float], predicted: Sequence[float], products: Sequence[float]) -> StepCorrection:
     """Return the correction that predicts the measured seconds of a short and of a long step.
 
-    `products` are the seconds of matrix products in the predicted ones. What the long step takes more than predicted
-    counts as theirs, within MAX_FACTOR; what remains of the short one belongs to every step.
+    `products` are the seconds of matrix products in the predicted ones. What the long step exceeds the short one by,
+    more than predicted, is attributed to them, up to MAX_FACTOR. What the short step still exceeds its prediction by is
+    added to every step.
     """
     grown = products[1] - products[0]
     factor = 1.0
@@ -152,7 +157,7 @@ async def _seconds(
 ) -> list[float]:
     """Return the seconds of steps with one new prompt, as the leader of a prefill ring measures them.
 
-    On ranks that are warm a first step counts, too, if it takes REPEAT_SECONDS.
+    With `is_warm` the first step counts too, if it takes REPEAT_SECONDS.
     """
     seconds: list[float] = []
     for number in range(1 + REPEATS):

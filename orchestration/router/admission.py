@@ -1,6 +1,7 @@
 """Admission of requests at the router: a turn waits for its conversation, its prompt is read, its rings are chosen.
 
-`TurnLifecycle` then reserves on these rings.
+It enters the turn into the registry of turns, and owns only the requests that wait. `TurnLifecycle` then reserves on
+these rings.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ MAX_PROMPT_LOGPROBS = 1 << 18
 
 
 WORTH_WAITING = 1.25
-"""Wait for another turn's prompt only if the predicted TTFT stays below this factor of computing the prompt here."""
+"""Most predicted seconds to the first token for which a turn waits, in multiples of those without waiting."""
 PATIENCE = 2.0
-"""Factor of the predicted wait after which a turn computes its prompt itself."""
+"""A turn waits for a prompt at most this many times as long as predicted; then its own is computed."""
 LEAST_PATIENCE_SECONDS = 1.0
 
 
 class PromptWaits:
-    """Turns that wait for the prompt of another, to share its KV instead of computing the same at the same time."""
+    """Turns that wait for the prompt of another turn, to share its KV instead of computing the same tokens."""
 
     def __init__(
         self, prefixes: PromptPrefixes, placer: RingPlacer, planner: Planner, clock: Callable[[], float]
@@ -82,11 +83,11 @@ class PromptWaits:
         return True
 
     async def until_shared(self, request: TurnRequest, wanted: Callable[[], WantedTurn], seconds: float) -> bool:
-        """Wait while another turn computes a prompt that this turn would share. Return whether there was one.
+        """Wait while another turn computes a prompt whose KV this turn could share. Return whether it has waited.
 
-        `wanted` returns the KV that it would share now. The wait is over when the other turn's prompt has been
-        computed, or has ended otherwise; it takes at most `seconds`, and not much longer than predicted. Raises the
-        error of `end_wait`.
+        `wanted` returns the KV that it would share now. The wait ends when the other turn's prompt has been computed or
+        given up. It lasts at most `seconds` and, unless the request names the other one by `follows`, not much longer
+        than predicted. Raises the error of `end_wait`.
         """
         has_waited, until = False, asyncio.get_running_loop().time() + seconds
         while (awaited := self._awaited(request, wanted())) is not None:
@@ -98,7 +99,7 @@ class PromptWaits:
         return has_waited
 
     async def _wait(self, request: TurnRequest, awaited: PromptUnderWay, until: float) -> bool:
-        """Wait until a prompt is settled. Return False if it is not in time."""
+        """Wait until a prompt has been computed or given up. Return False if neither has happened by `until`."""
         waiting = self._waiting[request.request_id] = asyncio.get_running_loop().create_future()
         awaited.waiting.append(waiting)
         log.info("request %s waits for the prompt of %s", request.request_id, awaited.request_id)
@@ -134,7 +135,7 @@ class PromptWaits:
 
 
 class TurnAdmission:
-    """Request admission: waits for a turn's resources, checks limits and quotas, and chooses its rings.
+    """Request admission: waits for conversations, rings and prompts to share, checks limits and quotas, chooses rings.
 
     `max_positions` is the longest sequence that the model takes.
     """
@@ -166,7 +167,7 @@ class TurnAdmission:
         self._max_positions = max_positions
 
     async def admit(self, request: TurnRequest) -> RunningTurn:
-        """Make a turn of a request; it may have to wait for its conversation, or for a ring to return.
+        """Make a turn of a request. It may wait for its conversation, a ring to return, or another turn's prompt.
 
         Raises InvalidRequest, NotFound, ConversationLost, Busy, CapacityExceeded, DeadlineExceeded, NotBegun.
         """
@@ -175,21 +176,21 @@ class TurnAdmission:
         deadline = asyncio.get_running_loop().time() + request.deadline_seconds
         waits = request.wait or self._conversations.is_moving(request.conversation_id)
         if not self._conversations.is_known(request.conversation_id):
-            self._check_remembered(request, 0)  # before it takes the place of another conversation
+            self._check_remembered(request, 0)  # first: a new conversation may take the place of another
         conversation = await self._open(request, waits=waits)
         try:
             waits |= await self._returns.until_served(request.request_id, deadline)
             if await self._until_shared(request, conversation, deadline) or waits:
                 left = deadline - asyncio.get_running_loop().time()
                 request = replace(request, deadline_seconds=max(left, 0.001))
-            with refused_whole():
+            with as_not_begun():
                 return self._admit(request, conversation)
         except BaseException:
             self._conversations.close(conversation)
             raise
 
     async def _open(self, request: TurnRequest, *, waits: bool) -> Conversation:
-        """Open the request's conversation. Awaits nothing unless `waits`: then until the conversation is idle."""
+        """Open the request's conversation. With `waits`, wait until it is idle; else wait for nothing."""
         name, ttl = request.conversation_id, request.conversation_ttl_seconds
         if not name and (self._prefixes is None or self._is_alone(request)):
             return Conversation("", running_request=request.request_id)
@@ -249,7 +250,7 @@ class TurnAdmission:
         return turn
 
     async def _until_shared(self, request: TurnRequest, conversation: Conversation, deadline: float) -> bool:
-        """Wait for the prompt of a running turn if that is worth it. Return whether it was."""
+        """Wait for the prompt of a running turn if that is worth it. Return whether it has waited."""
         prefixes, prompt = self._prefixes, request.token_ids
         if prefixes is None or self._prompt_waits is None or not self._may_share(request, conversation):
             return False
@@ -266,11 +267,11 @@ class TurnAdmission:
         return not (self._is_alone(request) or scores_prompt or conversation.tokens is not None)
 
     def _is_alone(self, request: TurnRequest) -> bool:
-        """Return whether a turn shares no KV with other histories: all KV of a turn with a bound may be sparse."""
+        """Return whether a turn shares no KV with other histories: on request, or as a bound may make its KV sparse."""
         return request.no_cache or self._sparse.bound_of(request) is not None
 
     def _check_remembered(self, request: TurnRequest, num_tokens: int) -> None:
-        """Check that the request continues a conversation of `num_tokens` tokens."""
+        """Check that the request expects a conversation of `num_tokens` tokens (0: a new one)."""
         name = request.conversation_id
         why_gone = "" if num_tokens else f": {self._conversations.why_gone(name)}"
         if request.expected_tokens not in (None, num_tokens):
@@ -284,7 +285,10 @@ class TurnAdmission:
     def _bounded(
         self, request: TurnRequest, conversation: Conversation, num_tokens: int, choice: Choice
     ) -> TurnRequest:
-        """Bound an open-ended answer by the room after a prompt of `num_tokens`. If there is none, checks refuse."""
+        """Bound an open-ended answer by the room after a prompt of `num_tokens`.
+
+        Without room the bound is 1 or `min_tokens`; the check of the length, or the quota, then refuses the turn.
+        """
         room = self._limit(choice)[1] - num_tokens
         if request.kv_quota is not None:
             room = min(room, self._quotas.room_for_answer(request.kv_quota, conversation, num_tokens))
@@ -313,7 +317,7 @@ class TurnAdmission:
 
 
 @contextmanager
-def refused_whole() -> Iterator[None]:
+def as_not_begun() -> Iterator[None]:
     """Raise NotBegun for Unavailable: the turn got no plan, its conversation is unchanged, and it may be repeated."""
     try:
         yield
@@ -341,7 +345,7 @@ def _wanted(
 
 
 def _match(conversation: Conversation, prompt: TokenIds, request: TurnRequest, sparsity: Sparsity | None) -> int:
-    """Return how many leading tokens of the prompt are the conversation's, and so need no computing where KV is."""
+    """Return how many leading tokens of the prompt the conversation has: where their KV is, they are not computed."""
     history = conversation.tokens
     # An exact turn uses no approximate KV, and a sparse turn no KV of another sparsity.
     if conversation.sparsity != sparsity:
@@ -366,7 +370,7 @@ def resolve_prompt(
 ) -> tuple[TokenIds, PromptMode]:
     """Return the whole prompt of a turn, and the mode in which it was read. `history` is None for a new conversation.
 
-    A prompt of unstated mode follows the history, or begins the conversation, whatever its text. Raises
+    A prompt of mode AUTO follows the history or, if there is none, begins the conversation, whatever its text. Raises
     InvalidRequest for an empty prompt, NotFound if there is nothing to append to.
     """
     if len(prompt) == 0:

@@ -2,10 +2,10 @@
 
     serves ──restart──> drains ──leaves──> away ──announces a new incarnation──> serves
                                             ^
-    drained ──────────────undrain───────────+
+    drained for good ─────undrain───────────+
 
-While a role has no ring that takes turns and one of its rings is to return, new turns wait: in order of arrival, each
-until its own deadline, and all of them no longer than the ring may take to return.
+A ring that is away is to return. New turns wait while a role has no ring that takes turns, but one that is to return.
+They go on in order of arrival; each waits until its own deadline at most, and none longer than the ring may take.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ log = logging.getLogger(__name__)
 LOOK_SECONDS = 5.0
 """Seconds between two looks at the load."""
 SCALED_DRAIN_SECONDS = 600.0
-"""Seconds for the turns of a ring that is not needed."""
+"""Seconds that the turns of a ring have to end, if the ring is drained because it is not needed."""
 MAX_SECONDS = 86_400.0
 """Seconds that a drain may take at most."""
 
 
 @dataclass(slots=True, eq=False)
 class _Returning:
-    """Ring that is to return. `registration` is its last announcement, `until` its limit on the event loop's clock."""
+    """Ring that is to return. `registration` is its last announcement.
+
+    It must have returned at `until`, on the event loop's clock.
+    """
 
     registration: RingRegistration
     until: float
@@ -47,7 +50,7 @@ class _Returning:
 class RingReturns:
     """Registry of the rings that are to return, and of the turns that wait for them.
 
-    `seconds` is how long a ring may take from its last announcement until it serves again. `max_waiting` bounds the
+    `seconds` is how long a ring may take from the end of its drain until it serves again. `max_waiting` bounds the
     turns that wait.
     """
 
@@ -63,7 +66,7 @@ class RingReturns:
     # --- rings -------------------------------------------------------------------------------------------------------
 
     def expect(self, registration: RingRegistration, drain_seconds: float, leaving_node: str = "") -> None:
-        """Expect a ring that serves, or drains already, to leave within `drain_seconds` and to return."""
+        """Expect a ring that serves, or drains already, to leave within `drain_seconds` and then to return."""
         until = asyncio.get_running_loop().time() + drain_seconds + self._seconds
         ring = self._rings.setdefault(registration.name, _Returning(registration, until))
         ring.until = max(ring.until, until)
@@ -98,11 +101,14 @@ class RingReturns:
         self._wake()
 
     def note_silence(self, name: str, seconds: float) -> None:
-        """Have the leader replaced that has not announced its ring for so long."""
+        """Have a leader replaced that has not announced its ring for `seconds`."""
         self._wanted.put_nowait(RingEvent(ring=name, silent_seconds=seconds))
 
     def note_parked(self, name: str, is_parked: bool) -> None:
-        """Have a ring that this router drains for the load brought back by whoever started it, if this router dies."""
+        """Tell whoever started a ring whether this router has parked it.
+
+        If the router dies, parked rings are brought back.
+        """
         self._wanted.put_nowait(RingEvent(ring=name, parked=is_parked))
 
     async def until_news(self, seconds: float) -> None:
@@ -111,8 +117,8 @@ class RingReturns:
             async with asyncio.timeout(seconds):
                 await self._news.wait()
 
-    async def next_wanted(self) -> RingEvent:
-        """Return the next ring that has left and is wanted again, or whose leader is silent."""
+    async def next_event(self) -> RingEvent:
+        """Wait for the next event for whoever starts rings, and return it."""
         return await self._wanted.get()
 
     def away(self) -> Sequence[RingRegistration]:
@@ -140,10 +146,10 @@ class RingReturns:
         return True
 
     async def until_served(self, request_id: str, deadline: float) -> bool:
-        """Wait while a role has no ring and one is to return. Return whether that was so.
+        """Wait while a role has no ring that takes turns, but one that is to return. Return whether it has waited.
 
-        `deadline` is the turn's, on the event loop's clock. Returns at once if every role is served, and if no
-        ring is to return. Raises DeadlineExceeded, CapacityExceeded if too many wait, and the error of `end_wait`.
+        `deadline` is the turn's, on the event loop's clock. Returns at once if every role is served, and if no ring is
+        to return. Raises DeadlineExceeded, CapacityExceeded if too many wait, and the error of `end_wait`.
         """
         loop, has_waited = asyncio.get_running_loop(), False
         while (ring := self._awaited()) is not None:
@@ -173,7 +179,7 @@ class RingReturns:
             del self._waiting[request_id]
 
     def _awaited(self) -> _Returning | None:
-        """Return the ring that a new turn waits for; None if no role lacks a ring, or a lacking one stays away."""
+        """Return the ring that a new turn waits for; None if each role has one, or if a role will get none."""
         if not self._rings:
             return None  # the usual case: a thousand rings are not searched for each turn
         missing = [role for role in ROLES if not self._registry.ready(role)]
@@ -202,7 +208,7 @@ class RingReturns:
 
 
 class Drains:
-    """Commands of operators to the leaders. `returns` tells whatever started a ring when to start it again."""
+    """Commands of operators, passed on to the leaders. Through `returns` whoever started a ring starts it again."""
 
     def __init__(self, peers: Peers, rings: RingRegistry, returns: RingReturns) -> None:
         self._peers = peers
@@ -210,10 +216,10 @@ class Drains:
         self._returns = returns
 
     async def drain(self, name: str, seconds: float, *, force: bool) -> None:
-        """Take no new turns to a ring, which leaves when its turns have ended and its conversations have moved.
+        """Send no new turns to a ring. It leaves when its turns have ended and its conversations have moved.
 
-        The ring leaves after `seconds` at the latest. Idempotent. Raises NotFound, InvalidRequest, Unavailable; Busy
-        if no other ring of its role takes turns, unless forced.
+        The ring leaves after `seconds` at the latest. Idempotent. Raises NotFound, InvalidRequest, Unavailable; Busy if
+        no other ring of its role takes turns, unless forced.
         """
         _check_seconds(seconds)
         ring = self._require(name)
@@ -223,7 +229,7 @@ class Drains:
             raise Busy(
                 f"ring: {name} is the only {role} ring that takes turns; restart it, start another first, or force it"
             )
-        self._returns.forget(name)  # a drain replaces an earlier restart
+        self._returns.forget(name)  # a drain cancels an earlier restart
         await self._port(ring).drain(seconds)
 
     async def restart(self, name: str, seconds: float, *, leaving_node: str = "") -> None:
@@ -270,10 +276,10 @@ class Drains:
 
 
 class Scaling:
-    """Rings that leave while fewer will do, and return when they are needed: drains that the router itself orders.
+    """Drains that the router itself orders: rings leave while fewer are enough, and return when they are needed.
 
-    `least` is the number of rings by role that always serve; of other roles all do. Rings that operators have drained
-    stay away.
+    `least` has the least number of rings that serve, by role. Roles that it lacks are not scaled. Rings that operators
+    have drained stay away.
     """
 
     def __init__(
@@ -294,7 +300,7 @@ class Scaling:
         self._parked: dict[str, list[str]] = {role: [] for role in ROLES}
 
     async def run(self) -> None:
-        """Look at the load again and again. A ring that cannot be told is tried again at the next look."""
+        """Look at the load again and again. If a leader cannot be reached, the next look tries again."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             for role in self._least:
@@ -304,12 +310,12 @@ class Scaling:
                     log.warning("the number of %s rings stays as it is: %s", role, error)
 
     async def look(self, role: str) -> None:
-        """Let a role have the rings that it needs. Raises RingserveError."""
+        """Drain rings of a role, or bring some back, until it has as many as it needs. Raises RingserveError."""
         parked = self._parked[role] = [name for name in self._parked[role] if self._is_away(name)]
         returning = sum(self._returns.is_expected(name) for name in parked)
         load = self._meter.prefill(returning) if role == "prefill" else self._meter.decode(returning)
         most = load.serving + len(parked)
-        # Rings that are lost, or that operators have drained, are not counted: they come back by themselves or not.
+        # `most` counts no rings that are lost or that operators have drained: the router cannot bring them back.
         scaler = self._scalers.setdefault(role, RoleScaler(self._settings, self._least[role]))
         wanted = scaler.wanted(load, most, self._rings.clock())
         away = [name for name in parked if not self._returns.is_expected(name)]
@@ -335,7 +341,7 @@ class Scaling:
 
 
 def _is_back(now: RingRegistration, before: RingRegistration) -> bool:
-    """Return whether a ring has returned. A ring that lost a rank while it drained is new as well, but still leaves."""
+    """Return whether a ring has returned. One that lost a rank while it drained is new as well, but still drains."""
     return now.incarnation != before.incarnation and not now.is_draining
 
 

@@ -1,6 +1,7 @@
 """Life of a running turn until its end: reservations on its rings, its plan, its prefill, and its resumptions.
 
-A turn that a ring refuses goes to the next best. `TurnRegistry` has the ids of the turns, and ends them.
+The router and its recovery of turns call it. If a ring refuses a turn, the turn goes to the next best rings.
+`TurnRegistry` has the ids of the turns, and ends them.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from ringserve.workers.protocol.steps import DRAFT_TEXT_TOKENS, RING_ALGORITHMS,
 log = logging.getLogger(__name__)
 
 MAX_REFUSALS = 3
-"""Refusals by rings that a turn survives; the next one is the client's error."""
+"""Most refusals by rings after which a turn goes to other rings; one more is the client's error."""
 ASK_SECONDS = 2.0
-"""Seconds for the answer of a ring that a conversation leaves, on how much of its KV the ring retains."""
+"""Seconds that a ring that a conversation leaves has to answer how much of the conversation's KV it retains."""
 
 
 class TurnLifecycle:
-    """Reservations, plans and prefills of running turns, of which it writes `RunningTurn.attempt`.
+    """Reservations, plans and prefills of running turns. It writes the turns' `attempt`.
 
     A turn has one attempt after another, never two at a time: `start`, then each `resume`.
     """
@@ -80,7 +81,7 @@ class TurnLifecycle:
             reason = error if isinstance(error, RingserveError) else TurnCancelled("the turn was cancelled")
             self._tasks.spawn(self._turns.drop(turn, reason))
             if turn.stop_error is not None and isinstance(error, RingserveError):
-                raise turn.stop_error from None  # whatever else a ring says of a turn that was ended meanwhile
+                raise turn.stop_error from None  # not what a ring says of a turn that was ended meanwhile
             raise
 
     async def try_start(self, turn: RunningTurn) -> TurnPlan:
@@ -88,7 +89,8 @@ class TurnLifecycle:
         try:
             await self._reserve_somewhere(turn)
         finally:
-            if turn.is_over and turn.prefill is not None:  # the turn's end found nothing to release on that ring
+            # A turn that ended before it had this reservation has not released it.
+            if turn.is_over and turn.prefill is not None:
                 retain = turn.retained_on_prefill
                 release = self._leave_prefill(turn.kv_id, turn.turn_id, turn.prefill, retain)
                 self._tasks.spawn(release)
@@ -96,7 +98,7 @@ class TurnLifecycle:
             raise turn.stop_error
         if turn.is_over:
             raise Unavailable(f"ring {turn.decode.name} ended the turn before it began; retry")
-        turn.attempt.plan = plan = _explain(turn, self._plan(turn))
+        turn.attempt.plan = plan = _with_remarks(turn, self._plan(turn))
         turn.attempt.load_share.correct(plan.predicted_prefill_seconds)
         self._start_prefill(turn, plan).add_done_callback(lambda task: self._on_first_prefill(turn, task))
         return plan
@@ -115,14 +117,14 @@ class TurnLifecycle:
                 return await noting
 
     async def _reserve(self, turn: RunningTurn) -> None:
-        """Reserve on the turn's rings. Ask rings that its conversation leaves how much of its KV they retain.
+        """Reserve on the turn's rings. Meanwhile ask rings that its conversation leaves how much of its KV they retain.
 
         Rings that refused are added to `turn.attempt.refused`. Raises CapacityExceeded, Unavailable.
         """
         if self._prefixes is not None and turn.attempt.wanted.shared:
             turn.attempt.wanted = self._prefixes.agreeing(turn.attempt.wanted, turn.admitted.prompt)
         request = _reserve_request(turn)
-        # A turn whose prompt its decode ring computes pulls no KV. A later attempt uses its own rings alone.
+        # If the decode ring computes the prompt, no KV is pulled. A later attempt uses KV of its own rings alone.
         asks_left = turn.attempt.number == 1 and turn.prefill is not None
         left = self._left_rings(turn) if asks_left else []
         asking = asyncio.create_task(self._ask_left(turn, left)) if left else None
@@ -171,7 +173,7 @@ class TurnLifecycle:
             raise Unavailable(f"ring {prefill.name} was rebuilt just now; retry")
 
     def _note_shared(self, turn: RunningTurn) -> None:
-        """Note that rings have evicted KV that the turn was to share."""
+        """Note if rings have evicted KV that the turn was to share."""
         for ring, reservation in ((turn.prefill, turn.attempt.on_prefill), (turn.decode, turn.attempt.on_decode)):
             if ring is None or reservation is None or not (kv_id := turn.shares_on(ring)) or self._prefixes is None:
                 continue
@@ -181,8 +183,9 @@ class TurnLifecycle:
     async def _try_elsewhere(self, turn: RunningTurn, refusal: RingserveError) -> None:
         """Move a refused turn to the next best rings, and release its reservations on the previous ones.
 
-        A turn whose decode ring could not compute the prompt uses a prefill ring now. Raises `refusal` if no other
-        ring is left, after MAX_REFUSALS, if the turn is to end, or if it asked for its decode ring.
+        If its decode ring could not compute the prompt, a prefill ring is to do so. Raises `refusal` if no other ring
+        is left, if more than MAX_REFUSALS have refused, if the turn has ended or is to end, or if the client asked for
+        its decode ring.
         """
         if len(turn.attempt.refused) > MAX_REFUSALS or turn.stop_error is not None or turn.is_over:
             raise refusal
@@ -201,10 +204,10 @@ class TurnLifecycle:
         log.info("turn %s goes to rings %s and %s: %s", turn.turn_id, choice.prefill.name, choice.decode.name, refusal)
         before_prefill, before_decode, retained = turn.prefill, turn.decode, turn.retained_on_prefill
         had_prefill, had_decode = turn.attempt.on_prefill is not None, turn.attempt.on_decode is not None
-        kv_id = turn.kv_id  # the turn's own id if it has no conversation: `move` changes it
+        kv_id = turn.kv_id  # without a conversation it is the turn's id, which `move` changes
         turn_id = self._turns.move(turn, choice, self._placer.place(wanted, choice))
-        # Reserved blocks must be free before the turn reserves again. Rings that did not reserve are told, and nothing
-        # waits for them. `shield`: a client that hangs up does not cancel the release.
+        # Reserved blocks must be free before the turn reserves again. Rings that did not reserve are told too, but not
+        # waited for. `shield`: a client that hangs up does not cancel the release.
         leaving = [(self._tasks.spawn(self._leave_decode(turn_id, before_decode)), had_decode)]
         if before_prefill is not None:
             work = self._leave_prefill(kv_id, turn_id, before_prefill, retained)
@@ -273,7 +276,7 @@ class TurnLifecycle:
             return self._planner.plan_sparse(prompt, turn.admitted.sparse, mode=turn.admitted.mode)
         if is_direct:
             return self._planner.plan_direct(prompt, mode=turn.admitted.mode, algorithm=asked)
-        # A turn that its decode ring computed as asked is resumed by a prefill ring, which chooses the algorithm.
+        # If a turn asked for its decode ring to compute the prompt, and a prefill ring resumes it, the planner chooses.
         algorithm = asked if asked in RING_ALGORITHMS else None
         return self._planner.plan(prompt, mode=turn.admitted.mode, algorithm=algorithm)
 
@@ -295,7 +298,10 @@ class TurnLifecycle:
         return await computing.guarded(port.prefill(request))
 
     def _on_first_prefill(self, turn: RunningTurn, task: asyncio.Task[PrefillDone]) -> None:
-        """Learn from the first prefill. A failed one ends the turn where its client waits: on the decode stream."""
+        """Learn from the first prefill.
+
+        If it failed, end the turn where its client waits: on the decode ring's stream.
+        """
         if turn.attempt.prefilling is task:
             turn.attempt.load_share.end_prefill()
         error = None if task.cancelled() else task.exception()
@@ -307,12 +313,12 @@ class TurnLifecycle:
             log.error("the prefill of turn %s failed", turn.turn_id, exc_info=error)
             error = Unavailable("the prefill failed for an internal reason; retry")
         if isinstance(error, Unavailable):
-            # It may be the decode ring that could not be reached, so the ring is asked.
+            # Perhaps it was the decode ring that could not be reached, so the ring is asked before it is withdrawn.
             self._tasks.spawn(withdraw_if_lost(turn.attempt.choice.computing, self._peers))
         self._tasks.spawn(self._turns.fail(turn, error))
 
     def _note_report(self, turn: RunningTurn, report: PrefillReport) -> None:
-        if turn.admitted.sparse is None:  # corrections are of exact turns
+        if turn.admitted.sparse is None:  # corrections are learned from exact turns
             self._planner.note_prefill(turn.attempt.choice.computing.registration, report)
         if turn.attempt.pulled_from is None:
             return
@@ -322,7 +328,10 @@ class TurnLifecycle:
             self._moves.moved(turn.attempt.pulled_from.role, MoveReason.TURN, report.pulled_bytes, report.pull_seconds)
 
     def rejoin(self, turn: RunningTurn, *, is_joinable: bool) -> None:
-        """Go on with a turn of an earlier router, whose prompt is being computed, or was: it is not joinable then."""
+        """Go on with a turn of an earlier router.
+
+        With `is_joinable` its ring may still compute the prompt, and is joined.
+        """
         turn.to(TurnState.PREFILLING)
         turn.attempt.is_on_prefill_ring = turn.prefill is not None
         turn.attempt.prefilling = asyncio.create_task(self._rejoin(turn, is_joinable))
@@ -336,13 +345,13 @@ class TurnLifecycle:
     async def _rejoin(self, turn: RunningTurn, is_joinable: bool) -> PrefillDone:
         computing = turn.attempt.choice.computing
         if not is_joinable:
-            raise Unavailable(f"ring {computing.name} no longer has the KV of {turn.kv_id}")
+            raise Unavailable(f"ring {computing.name} has no prefill of turn {turn.turn_id}")
         return await self._peers.leader(computing.role, computing.registration.endpoint).prefill(_joined(turn))
 
     async def resume(self, request: ResumeTurn) -> None:
-        """Make the KV of a turn again. See `Router.resume_turn`."""
+        """Compute the KV of a preempted turn again. See `Router.resume_turn`."""
         turn = self._turns.of_turn(request.turn_id)
-        if turn is None or turn.is_over or turn.state is TurnState.LOST:  # a lost one is begun again under another id
+        if turn is None or turn.is_over or turn.state is TurnState.LOST:  # a lost turn is begun again under another id
             raise NotFound(f"turn {request.turn_id} has ended")
         if request.attempt > turn.attempt.number:
             turn.to(TurnState.RESUMING)
@@ -357,7 +366,7 @@ class TurnLifecycle:
             raise self._not_resumed(turn, error) from None
         assert turn.attempt.prefilling is not None, "resumed"
         prefilling = turn.attempt.prefilling
-        await asyncio.wait([prefilling])  # the prefill's own end, or the end of a cancelled turn, ends it
+        await asyncio.wait([prefilling])  # ends with the prefill, or when the turn's end cancels it
         if prefilling.cancelled():
             raise NotFound(f"turn {request.turn_id} has ended")
         failure = prefilling.exception()
@@ -369,13 +378,17 @@ class TurnLifecycle:
             raise Unavailable("the prefill failed for an internal reason")
 
     def _not_resumed(self, turn: RunningTurn, error: NotFound) -> RingserveError:
-        """Translate a ring's NotFound for the decode ring: only the router says that a turn has ended."""
+        """Return the error for the decode ring.
+
+        To it NotFound means that the turn has ended, which only the router knows.
+        """
         has_ended = turn.is_over or turn.state is TurnState.LOST
         return error if has_ended else Unavailable(str(error))
 
     async def _resume(self, turn: RunningTurn, decoded: TokenIds) -> None:
         assert turn.attempt.prefilling is not None, "a turn that was decoded was prefilled"
-        # The attempt before: the decode ring had all KV, or aborted it, and the sender may not know yet.
+        # The prefill of the attempt before: the decode ring has all its KV, or has aborted it. The sender may not know
+        # yet.
         await asyncio.wait([turn.attempt.prefilling], timeout=self._control_timeout)
         if not turn.attempt.prefilling.done():
             raise Unavailable(f"ring {turn.attempt.choice.computing.name} still works on turn {turn.turn_id}")
@@ -386,13 +399,14 @@ class TurnLifecycle:
         else:
             port = self._peers.leader("prefill", turn.prefill.registration.endpoint)
             await turn.prefill.guarded(port.settle(turn.kv_id, turn.turn_id, len(turn.token_ids) - 1))
-            _require_resuming(turn)  # it may have another id since, under which nobody would release this reservation
+            # The turn may have another id by now, under which nobody would release this reservation.
+            _require_resuming(turn)
         await self._reserve(turn)
         _require_resuming(turn)
         self._start_prefill(turn, self._plan(turn))
 
 
-def _explain(turn: RunningTurn, plan: TurnPlan) -> TurnPlan:
+def _with_remarks(turn: RunningTurn, plan: TurnPlan) -> TurnPlan:
     """Complete the plan with remarks on its rings and the predicted seconds of the alternatives."""
     refused = (f"ring {ring.name} had no room, or was gone" for ring in turn.attempt.refused)
     direct, others = turn.attempt.choice.direct, plan.alternatives
@@ -430,7 +444,7 @@ def _reserve_request(turn: RunningTurn) -> Reserve:
 
 
 def _require_resuming(turn: RunningTurn) -> None:
-    """Raise NotFound if the turn has ended meanwhile, or has lost a ring and is begun again under another id."""
+    """Raise NotFound if the turn has ended meanwhile, or has lost a ring: then it is begun again under another id."""
     if turn.state is not TurnState.RESUMING:
         raise NotFound(f"turn {turn.turn_id} has ended")
 
@@ -443,7 +457,7 @@ def _note_computed(turn: RunningTurn, task: asyncio.Task[PrefillDone]) -> None:
 
 
 def _retaining_ring(turn: RunningTurn, plan: TurnPlan) -> RetainingRing | None:
-    """Return the ring that the plan pulls cached KV from, unless that is the turn's decode ring."""
+    """Return the ring from which the plan pulls cached KV, if it is none of the turn's own."""
     names = [source.ring for source in plan.cached_sources if source.source == PULLED_FROM_OTHER]
     if not names:
         return None
@@ -458,7 +472,7 @@ def _retaining_ring(turn: RunningTurn, plan: TurnPlan) -> RetainingRing | None:
 
 
 def _joined(turn: RunningTurn) -> PrefillTurn:
-    """Return the request that joins a prefill under way, as a direct turn's is: its ring knows the rest."""
+    """Return the request that joins a prefill under way. A direct turn's always is: its decode ring knows the rest."""
     assert turn.attempt.on_decode is not None, "the decode ring has answered"
     return PrefillTurn(
         turn_id=turn.turn_id,

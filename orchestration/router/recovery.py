@@ -1,22 +1,22 @@
-"""Turn recovery: after a restart of the router, and after the loss of a ring or of a gateway.
+"""Turn recovery: after a restart of the router, and after the loss of a ring or of a gateway. The router calls it.
 
 A router that was started again adopts the turns of its predecessor:
 
-    begun, says the journal ──both rings have told their inventory──> adopted: runs as if this router had begun it
+    begun, says the journal ──both rings have sent their inventory──> adopted: runs as if this router had begun it
             │                                                            ^
-            ├──its decode ring has told, the prefill ring not in time───┘
+            ├──only its decode ring has sent it in time─────────────────┘
             ├──its decode ring holds no such turn──> failed: the conversation is as before the turn
-            └──its decode ring has told nothing in time──> given up: the conversation is as before the turn
-                   └──its decode ring tells of it, or of its end, and the conversation has not changed──> adopted
+            └──its decode ring has sent nothing in time──> given up: the conversation is as before the turn
+                   └──later its decode ring reports it, or its end, and the conversation has not changed──> adopted
 
-A turn of this router that its rings and its gateway were silent about is given up in the same way.
-Rings hold turns too that the journal lacks: an earlier router died before they were begun. They are ended. KV that no
-conversation has on its ring is released, since no turn would: of conversations that have left the ring or were deleted,
-and of requests that named none.
+A turn of this router is given up in the same way if neither its rings nor its gateway have told of it in time. Rings
+may also hold turns that the journal lacks, because the earlier router died before it had written them. These turns are
+ended. KV on a ring that belongs to no conversation there is released, because no turn would release it: KV of
+conversations that have left the ring or were deleted, and of requests that named none.
 
-A running turn that lost a ring, or its stream, is begun again and goes on after the tokens that its client has. Another
-attempt is fenced from the ones before by a new turn id: a late end of an old id does not count. The turn keeps its
-conversation, its place among its tenant's turns, and the KV that its prefill ring has made.
+A running turn that lost a ring, or its stream, is begun again and goes on after the tokens that its client has. Each
+new attempt has a new turn id, so that a late end of an earlier attempt does not count. The turn keeps its conversation,
+its place among its tenant's turns, and the KV that its prefill ring has made.
 """
 
 from __future__ import annotations
@@ -67,22 +67,26 @@ log = logging.getLogger(__name__)
 ADOPT_SECONDS = 5.0
 """Seconds after its start in which a router waits for the inventories of rings."""
 LATE_SECONDS = 2.0
-"""Seconds after its start in which a router begins no turn until every expected ring has told: the first ones would
-compute prompts whose KV lies on the others.
+"""Seconds after its start in which a router begins no turn until every expected ring has sent its inventory.
+
+Else the first rings would compute prompts whose KV other rings retain.
 """
 LEAST_SECONDS = 1.0
-"""Seconds that a turn whose deadline is over has left, for its decode ring to end it."""
+"""Least seconds that an adopted turn has left, even after its deadline, so that its decode ring can end it."""
 RELEASE_SECONDS = 0.25
-"""Seconds between two looks whether a conversation is idle whose KV may have to be released on a ring."""
+"""Seconds between two looks whether a conversation is idle: only then its KV on a ring may be released."""
 FENCE_SECONDS = 2.0
-"""Seconds that a ring gets to release the attempt before; it may be frozen. Then the next attempt goes elsewhere."""
+"""Seconds that a ring has to release the attempt before. It may hang, so then the next attempt begins without it."""
 RETRY_SECONDS = 0.25
 """Seconds between attempts to begin a turn for which no ring has room; news of a ring shorten them."""
 
 
 @dataclass(slots=True)
 class _Pending:
-    """Turn that has begun by the journal, with its rings' reports. `settled`: it `is_adopted`, or has failed."""
+    """Turn that has begun according to the journal, with its rings' reports.
+
+    `settled` is set when it has been adopted (`is_adopted`) or has failed.
+    """
 
     record: BegunRecord
     conversation: Conversation
@@ -105,10 +109,11 @@ class _GivenUp:
 class TurnRecovery:
     """Turns and KV that an earlier router began, and turns that lost a ring or their gateway.
 
-    Turns of earlier epochs are `pending` from `restore` until each is adopted or has failed. It `is_early` until
-    `num_expected` rings have sent their inventories; if rings of both roles serve, for LATE_SECONDS at most.
+    Turns of earlier epochs are `pending` from `restore` until each is adopted or has failed. From `restore` on,
+    recovery `is_early` until `num_expected` rings have sent their inventories and rings of both roles serve. After
+    LATE_SECONDS it is enough if rings of both roles serve; after ADOPT_SECONDS it is early no longer.
 
-    A turn that is begun again is not refused: it waits for rings until its deadline.
+    A turn that is begun again is not refused for lack of room: it waits for rings until its deadline.
     """
 
     def __init__(
@@ -144,7 +149,7 @@ class TurnRecovery:
         self._have_told = asyncio.Event()
 
     def restore(self) -> None:
-        """Occupy the conversations of the turns that run, and give their rings a while to tell of them."""
+        """Mark the conversations of the journal's turns as in use, and give the turns' rings time to report them."""
         for record in self._journal.turns():
             self.pending[record.turn_id] = _Pending(record, self._occupied(record))
         if self.pending:
@@ -180,7 +185,7 @@ class TurnRecovery:
         await self._have_told.wait()
 
     def _end_early_if_told(self) -> None:
-        """Let turns begin once all rings have reported, or enough have and the others are late."""
+        """Let turns begin once rings of both roles serve and all expected rings have reported, or are late."""
         have_all = self._is_late or len(self._told) >= self._num_expected
         if self.is_early and have_all and all(self._rings.ready(role) for role in ROLES):
             self._end_early()
@@ -211,11 +216,11 @@ class TurnRecovery:
     # --- inventories of rings ----------------------------------------------------------------------------------------
 
     def note(self, ring: RegisteredRing, inventory: RingInventory) -> None:
-        """Take over the turns and KV of a registered ring."""
+        """Note what a registered ring holds: adopt, fail or end its turns, enter its KV in the conversations."""
         here = {turn.turn_id: turn for turn in inventory.turns}
         for name in self.given_up.keys() & here.keys():
             if ring.role == "decode":
-                self._take_back(name)
+                self._reopen(name)
         for sequence in inventory.sequences:
             self._note_place(ring, sequence)
         awaited = {name: pending for name in here if (pending := self.pending.get(name))}
@@ -239,15 +244,17 @@ class TurnRecovery:
             self._adopt(pending, pending.on_decode)
 
     def _note_place(self, ring: RegisteredRing, sequence: SequenceOnRing) -> None:
-        """Note the KV that a ring retains of a conversation, as far as it agrees with the conversation."""
+        """Note the KV that a ring retains of a conversation, as far as its tokens agree with the history."""
         conversation = self._store.known(sequence.kv_id)
         if conversation is None or not conversation.has_finished:
             return
         if self._turns.of_request(conversation.running_request) is not None:
             return  # a turn of this router uses the conversation, and notes its KV when it ends
-        # Most rings hold the KV of the latest turn. A hundred thousand questions to the journal would take seconds.
+        # The journal is asked only for KV that is not the latest turn's. A hundred thousand queries would take seconds.
         is_latest = sequence.last_turn != "" and sequence.last_turn == conversation.last_turn
-        agreeing = conversation.num_tokens if is_latest else self._journal.agreeing(sequence.kv_id, sequence.last_turn)
+        agreeing = conversation.num_tokens
+        if not is_latest:
+            agreeing = self._journal.num_agreeing(sequence.kv_id, sequence.last_turn)
         shards = sequence.shards if agreeing >= sequence.shards.num_tokens else sequence.shards.truncate(agreeing)
         known = conversation.places.at(ring.role)
         if shards.num_tokens and (known is None or known.num_tokens < shards.num_tokens):
@@ -263,7 +270,7 @@ class TurnRecovery:
         awaited: Mapping[str, _Pending],
         orphans: Sequence[TurnOnRing],
     ) -> None:
-        """End the turns of a ring that do not go on, then release the KV that no conversation has there."""
+        """End the turns of a ring that do not go on, then release KV that belongs to no conversation there."""
         await asyncio.gather(*(self._end_orphan(ring, turn) for turn in orphans))
         for pending in awaited.values():
             await pending.settled.wait()
@@ -276,7 +283,7 @@ class TurnRecovery:
         await self._release_unplaced(ring, names)
 
     async def _release_unplaced(self, ring: RegisteredRing, kv_ids: Sequence[str]) -> None:
-        """Release those sequences on a ring whose conversations, once they are idle, are not there."""
+        """Release the sequences on a ring whose conversations do not have their KV there. Wait for each to be idle."""
         incarnation = ring.registration.incarnation
         port = self._peers.leader(ring.role, ring.registration.endpoint)
         while kv_ids:
@@ -295,7 +302,7 @@ class TurnRecovery:
             await asyncio.sleep(RELEASE_SECONDS if kv_ids else 0.0)
 
     async def _end_orphan(self, ring: RegisteredRing, turn: TurnOnRing) -> None:
-        """End a turn that no journal has as running. The KV that its sequence had before stays on the ring."""
+        """End a turn on a ring that does not go on. The ring retains the KV that the sequence had before the turn."""
         self._turns.ended.note(turn.turn_id, turn.retained_tokens)
         port = self._peers.leader(ring.role, ring.registration.endpoint)
         log.info("ring %s holds turn %s, which does not run; it is ended", ring.name, turn.turn_id)
@@ -319,7 +326,7 @@ class TurnRecovery:
             self._fail(pending, f"its decode ring {record.decode.ring} has left")
             return
         if on_decode.kv_id not in (record.turn_id, record.request.conversation_id):
-            # A request without a conversation leaves an unnamed one, which only the rings remember.
+            # The request named no conversation, so it has an unnamed one, whose id only the rings know.
             pending.conversation = self._opened(on_decode.kv_id, record.request.request_id)
         turn = self._running(pending, prefill, decode, on_decode)
         pending.is_adopted = True
@@ -340,7 +347,7 @@ class TurnRecovery:
         request = replace(record.request, deadline_seconds=max(LEAST_SECONDS, seconds_left(record)))
         prompt = request.token_ids
         if record.base_tokens:
-            assert conversation.tokens is not None, "its turn continued it"
+            assert conversation.tokens is not None, "a turn with base tokens continues a conversation"
             prompt = np.concatenate([conversation.tokens[: record.base_tokens], prompt])
         wanted = WantedTurn(
             num_tokens=len(prompt),
@@ -372,28 +379,28 @@ class TurnRecovery:
     # --- turns that were given up ------------------------------------------------------------------------------------
 
     def _give_up(self, record: BegunRecord, conversation: Conversation) -> None:
-        """Remember a turn that has failed for want of news, as long as its decode ring may tell of it."""
+        """Remember a turn that has failed because nobody reported it, as long as its decode ring may report it."""
         self.given_up[record.turn_id] = _GivenUp(record, conversation.num_tokens, conversation.last_turn)
         seconds = seconds_left(record) + LEASE_SECONDS
         asyncio.get_running_loop().call_later(seconds, self.given_up.pop, record.turn_id, None)
 
-    def _take_back(self, turn_id: str) -> _Pending | None:
-        """Occupy the conversation of a turn that was given up; None if the conversation is no longer as it was."""
+    def _reopen(self, turn_id: str) -> _Pending | None:
+        """Make a given-up turn pending again; None if its conversation has changed since or is in use."""
         given_up = self.given_up.pop(turn_id)
         record = given_up.record
         known = self._store.known(record.request.conversation_id) or Conversation("")
         is_as_before = (known.num_tokens, known.last_turn) == (given_up.num_tokens, given_up.last_turn)
         if not is_as_before or not known.is_idle:
-            log.warning("turn %s is told of too late: its conversation has gone on without it", turn_id)
+            log.warning("turn %s was reported too late: its conversation has gone on without it", turn_id)
             return None
         self._turns.ended.forget(turn_id)
         self._journal.begun(record)
-        # Its prefill ring was told to end it.
+        # The prefill ring need not report the turn: it was told to end it.
         pending = self.pending[turn_id] = _Pending(record, self._occupied(record), has_prefill_told=True)
         return pending
 
     async def note_late_end(self, turn_id: str) -> None:
-        """Adopt a turn that was given up, and has ended well as its decode ring tells now.
+        """Adopt a turn that was given up, and whose good end its decode ring reports now.
 
         Raises Unavailable if that ring must first send its inventory.
         """
@@ -401,13 +408,13 @@ class TurnRecovery:
         if turn is not None and turn.ending is not None:
             await asyncio.wait([turn.ending])
         given_up = self.given_up.get(turn_id)
-        if given_up is None:  # another call of the same end came before
+        if given_up is None:  # another report of the same end came before
             return
         place, request = given_up.record.decode, given_up.record.request
         ring = self._rings.named("decode", place.ring)
         if ring is None or ring.registration.incarnation != place.incarnation:
-            raise Unavailable(f"ring {place.ring} has not announced itself yet; tell the end again")
-        pending = self._take_back(turn_id)
+            raise Unavailable(f"ring {place.ring} has not announced itself yet; report the end again")
+        pending = self._reopen(turn_id)
         if pending is not None:
             on_decode = TurnOnRing(
                 turn_id=turn_id,
@@ -425,11 +432,11 @@ class TurnRecovery:
     # --- turns that are begun again ----------------------------------------------------------------------------------
 
     async def begin_again(self, request: TurnRequest) -> BegunTurn | None:
-        """Begin a turn again that lost a ring; if it has ended well meanwhile, return its answer.
+        """Begin a turn again that lost a ring. If it has ended well meanwhile, return its answer.
 
-        A turn that lost its gateway alone goes on as it is. A turn that the router does not know any more is admitted
-        as a new one, with the answer so far; one that may not have begun is left to the caller, with None. Raises
-        DeadlineExceeded, TurnCancelled if it was aborted, Busy if another request has its id, and the errors of
+        A turn that lost only its gateway goes on unchanged. A turn that the router does not know any more is admitted
+        as a new one, with the answer so far. For a turn that may not have begun return None: the caller begins it.
+        Raises DeadlineExceeded, TurnCancelled if it was aborted, Busy if another request has its id, and the errors of
         admission.
         """
         lost, deadline = request.resume, asyncio.get_running_loop().time() + request.deadline_seconds
@@ -495,7 +502,7 @@ class TurnRecovery:
         return turn
 
     async def _commit(self, turn: RunningTurn, lost: LostTurn) -> BegunTurn:
-        """End a turn well whose answer was complete when its ring was lost."""
+        """End a turn as successful whose answer was complete when it lost its ring."""
         self._tasks.spawn(self._leave_decode(turn, turn.turn_id))
         await self._turns.end(TurnOutcome(turn_id=turn.turn_id, ok=True, token_ids=lost.token_ids))
         answer = self._turns.ended.answer_of(turn.request.request_id)
@@ -508,12 +515,16 @@ class TurnRecovery:
         return answer
 
     async def _begin(self, turn: RunningTurn, lost: LostTurn, deadline: float) -> None:
-        """Begin an attempt, and another if rings refuse it or are lost, until `deadline` on the loop's clock."""
+        """Begin attempts until one starts, or `deadline` (on the loop's clock) has come.
+
+        Rings may refuse one or be lost.
+        """
         clock = asyncio.get_running_loop().time
         made: KvLocation | None = None
-        told = ""
+        reason = ""
         while True:
-            # Half of it would leave the attempt before pinned on its prefill ring, under an id that nobody knows.
+            # If it ended half-way, the attempt before would stay pinned on its prefill ring, under an id that nobody
+            # knows.
             made = await finish_despite_cancellation(self._fence(turn)) or made
             _check(turn)
             try:
@@ -528,23 +539,24 @@ class TurnRecovery:
                     raise DeadlineExceeded(
                         f"the turn lost a {role} ring and could not go on within its deadline: {refusal}"
                     ) from refusal
-                if told != (told := str(refusal)):  # one line for each reason, not for each attempt
-                    log.info("request %s cannot go on yet: %s", turn.request.request_id, refusal)
+                if str(refusal) != reason:  # one line for each reason, not for each attempt
+                    reason = str(refusal)
+                    log.info("request %s cannot go on yet: %s", turn.request.request_id, reason)
                 await self._returns.until_news(RETRY_SECONDS)
 
     # --- the attempt before ------------------------------------------------------------------------------------------
 
     async def _fence(self, turn: RunningTurn) -> KvLocation | None:
-        """End the latest attempt on its rings, as far as they can be told.
+        """End the latest attempt on its rings, as far as they can be reached, under a new turn id.
 
-        Return the KV that the prefill ring retains then: it is not computed again.
+        Return where the prefill ring retains KV that need not be computed again; None if it retains none.
         """
         if not turn.is_retained:
             turn.recovery.lone_kv_id = turn.kv_id
         turn_id = self._turns.rename(turn)
-        if turn.attempt.resuming is not None:  # reserves on the prefill ring
+        if turn.attempt.resuming is not None:  # it may be reserving on the prefill ring
             await asyncio.gather(turn.attempt.resuming, return_exceptions=True)
-        prefilling, turn.attempt.prefilling = turn.attempt.prefilling, None  # how it ends does not count any more
+        prefilling, turn.attempt.prefilling = turn.attempt.prefilling, None  # its callbacks then ignore how it ends
         leaving = self._tasks.spawn(self._leave_decode(turn, turn_id))
         keeping = asyncio.create_task(self._keep_on_prefill(turn, turn_id))
         await asyncio.wait([leaving, keeping], timeout=FENCE_SECONDS)
@@ -585,7 +597,7 @@ class TurnRecovery:
         (num_tokens,), incarnation = retained.num_tokens, retained.incarnation
         if not num_tokens or incarnation != ring.registration.incarnation:
             return None
-        # How the tokens lie over the ranks does not matter here.
+        # Only their number counts here, not how they lie over the ranks, which the ring does not tell.
         shards = ShardMap.of(((TokenRange(0, num_tokens),),))
         return KvLocation(ring=ring.name, incarnation=incarnation, shards=shards)
 
@@ -594,7 +606,7 @@ class TurnRecovery:
     def _place(self, turn: RunningTurn, lost: LostTurn, made: KvLocation | None) -> None:
         """Choose rings for the next attempt and move the turn there, under a new id. Raises Unavailable.
 
-        `made` is KV of the turn's own tokens. Scores of the prompt need all of it computed.
+        `made` is where KV lies that earlier attempts computed. For scores of the prompt, all of it is computed again.
         """
         first, request = turn.admitted.wanted, turn.request
         is_scored = request.sampling.prompt_logprobs is not None
@@ -619,16 +631,17 @@ class TurnRecovery:
 
 
 def seconds_left(record: BegunRecord) -> float:
-    """Return the seconds that a turn has left, by the clock of the machine: the router that began it is gone.
+    """Return the seconds that a turn has left, by the system clock: the router that began it is gone.
 
-    If the clock was set since then, that is all its time. The gateway ends the turn at the deadline of its client.
+    If the clock seems to have been set since then, return the turn's whole time. The gateway ends the turn at its
+    client's deadline anyway.
     """
     seconds, passed = record.request.deadline_seconds, time.time() - record.begun_at
     return seconds - passed if 0 <= passed < seconds else seconds
 
 
 def _reservation(ring: RegisteredRing, turn: TurnOnRing) -> Reservation:
-    """Return as much of a ring's reservation as a turn needs that was planned before."""
+    """Return a ring's reservation with what a turn needs of it that is planned already."""
     return Reservation(
         incarnation=ring.registration.incarnation,
         retained_tokens=turn.retained_tokens,
@@ -639,7 +652,7 @@ def _reservation(ring: RegisteredRing, turn: TurnOnRing) -> Reservation:
 
 
 def _is_answer_of(answer: BegunTurn, request: TurnRequest, lost: LostTurn) -> bool:
-    """Return whether an ended turn is the lost turn, and not an earlier one of the same request id."""
+    """Return whether an answer is that of the lost turn, and not of an earlier request with the same id."""
     if lost.turn_id:
         return answer.turn_id == lost.turn_id
     assert answer.ended is not None, "an answer has ended"
@@ -647,12 +660,12 @@ def _is_answer_of(answer: BegunTurn, request: TurnRequest, lost: LostTurn) -> bo
 
 
 def _without_scores(request: TurnRequest, lost: LostTurn) -> TurnRequest:
-    """Drop the prompt's log-probabilities from the request if the client has them: they precede all tokens."""
+    """Drop the prompt's log-probabilities from the request if the client has tokens: it got them before."""
     return replace(request, sampling=replace(request.sampling, prompt_logprobs=None)) if lost.token_ids else request
 
 
 def _check(turn: RunningTurn) -> None:
-    """Raise the error by which a turn was ended meanwhile."""
+    """Raise an error if the turn was ended meanwhile."""
     if isinstance(turn.stop_error, TurnCancelled):
         raise turn.stop_error
     if turn.is_over:

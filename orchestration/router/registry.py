@@ -1,6 +1,7 @@
 """Registry of the router's running turns, which ends each of them once and tells both rings how much KV to retain.
 
-A turn's state lasts from `begin_turn` to `end_turn`; ended turns are remembered for a while.
+Admission enters turns, `TurnLifecycle` and `TurnRecovery` move them, the router ends them. A turn's state lasts from
+`begin_turn` to `end_turn`; ended turns are remembered for a while.
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ from ringserve.orchestration.tasks import TaskSet, until_reached
 from ringserve.workers.protocol.steps import Algorithm, TokenIds
 
 MAX_REMEMBERED = 4096
-"""Ended turns that are remembered, so that telling an end twice is harmless."""
+"""Most ended turns that are remembered, so that a second report of an end is harmless."""
 MAX_ANSWER_TOKENS = 1 << 19
-"""Tokens of ended answers that are remembered together, for gateways that were lost or lost the stream."""
+"""Most tokens of all remembered answers, which are kept for turns whose gateway was lost or lost the stream."""
 log = logging.getLogger(__name__)
 LEASE_SECONDS = 30.0
 """Seconds past a turn's deadline after which the router ends the turn itself."""
 FAILOVER_SECONDS = 10.0
 """Seconds that a turn which lost a ring waits for its gateway to begin it again."""
 END_SECONDS = 1.0
-"""Seconds that a client's last message waits for the prefill ring, which has nothing more to do for the turn."""
+"""Seconds that a turn's end, and so the client's last message, waits at most for the prefill ring to settle."""
 
 
 def new_turn_id() -> str:
@@ -84,11 +85,11 @@ ALLOWED = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Admitted:
-    """Decisions of admission that hold for a turn on any rings.
+    """Decisions of admission about a turn, whatever its rings.
 
-    `wanted` is for the first attempt. With `sparse` every attempt of the turn is approximate, and all KV that it
-    makes. `under_way` lets others share the prompt, from the moment when it has been computed. `taken_at` is when the
-    router took the turn.
+    `wanted` is for the first attempt. With `sparse`, every attempt of the turn and all KV that it makes are
+    approximate. By `under_way` other turns find the prompt: they wait until it has been computed, then share its KV.
+    `taken_at` is when the router took the turn.
     """
 
     conversation: Conversation
@@ -105,14 +106,14 @@ class Attempt:
     """Attempt under way: its rings, their reservations, and its prefill.
 
     `TurnLifecycle` writes it. `TurnRegistry` puts another in its place if the turn moves to other rings. A preempted
-    turn keeps its own, with the next `number`, which counts from 1 how often KV is made for the decode ring. `decoded`
-    are generated tokens whose KV is made as well. Without a prefill ring the decode ring computes the prompt, until
-    the turn is resumed.
+    turn keeps its attempt, with the next `number`: it counts from 1 how often KV is made for the decode ring. `decoded`
+    are tokens generated before, whose KV is made as well. Without a prefill ring the decode ring computes the prompt,
+    until the turn is resumed.
 
     `on_prefill` and `on_decode` are the rings' reservations, None until the rings have answered. `refused` are rings
     that had no room for the turn, or were gone. `left` are rings that retain KV of the conversation and are none of the
-    turn's own; the prefill ring pulls from `pulled_from`. `is_on_prefill_ring`: that ring has begun to make the turn's
-    KV, and holds no other tokens of the conversation.
+    turn's own; the prefill ring pulls from `pulled_from`. `is_on_prefill_ring`: the prefill ring has begun to make the
+    turn's KV, so what it holds under the KV id are the turn's own tokens.
     """
 
     wanted: WantedTurn
@@ -133,11 +134,11 @@ class Attempt:
 
 @dataclass(slots=True)
 class Recovery:
-    """State by which a turn that lost a ring goes on; `TurnRecovery` writes it.
+    """State that a turn needs to go on after the loss of a ring; `TurnRecovery` writes it.
 
-    `lost_role` is the lost ring's role, which `TurnRegistry` notes. `emitted` are the answer tokens that the client
-    had then. `earlier` are rings on which the turn was before. They may hold KV under `lone_kv_id`, the turn's first
-    id, or its conversation's.
+    `lost_role` is the lost ring's role, which `TurnRegistry` notes. `emitted` are the answer tokens that the client had
+    then. `earlier` are the rings of earlier attempts. They may hold KV under the conversation's id or, without a
+    conversation, under `lone_kv_id`, the turn's first id.
     """
 
     lost_role: str = ""
@@ -150,22 +151,24 @@ class Recovery:
 class RunningTurn:
     """Turn whose rings have been chosen.
 
-        RESERVING ──all rings have reserved──> PREFILLING ──prompt computed──> DECODING
-         │  │  ^                                │  │   ^                        │  │
-         │  └──┘ refused: other rings, new id   │  │   └──reserved── RESUMING <─┘  │ preempted; has room again
-         │                                      │  └──preempted early──> │  ^      │
-         │                                      │                        │  └─ a resumption failed: next attempt
-         └──────────────────────────────────────┴────────────────────────┴──────> ENDING ──> ENDED
+        RESERVING ──all rings have reserved──> PREFILLING ──prompt computed──────> DECODING
+         │  │  ^                                │  │   ^                            │  │
+         │  └──┘ refused: other rings, new id   │  │   └──reserved── RESUMING <─(1)─┘  │
+         │                                      │  └──preempted early──> │  ^          │
+         │                                      │                        │  └─ (2)     │
+         └──────────────────────────────────────┴────────────────────────┴─────────────┴──> ENDING ──> ENDED
+
+        (1) preempted, has room again           (2) a resumption failed: next attempt
 
         PREFILLING, DECODING, RESUMING ──a ring is lost──> LOST ──the gateway begins it again──> RESERVING
 
-    Before RESERVING a request waits for its conversation and for rings that return; it is no turn yet. A failure in any
-    state leads to ENDING, as the decode leader's `end_turn` does, and so does LOST if no gateway comes. ENDING
+    Before RESERVING a request waits for its conversation and for rings that return; it is no turn yet. ENDING follows a
+    failure in any state, the decode leader's `end_turn`, and LOST if no gateway begins the turn again in time. ENDING
     settles both rings and updates the conversation; ENDED has left the registry.
 
     `request` is as its latest gateway sent it. `TurnRegistry` writes the id and all that ends the turn: `lease` ends a
-    turn of which nobody tells, `stop_error` one that its rings do not know yet; the decode ring retains `retain_tokens`
-    after the end. Each of the other parts says who writes it.
+    turn whose end nobody reports, `stop_error` one that is being reserved, which its rings do not know yet; the decode
+    ring retains `retain_tokens` after the end. Each of the other parts says who writes it.
     """
 
     turn_id: str
@@ -187,10 +190,10 @@ class RunningTurn:
             self.admitted.under_way.end()
 
     def give_up_prompt(self) -> None:
-        """Let others wait no longer for a prompt that was not computed.
+        """If the prompt has not been computed, let others wait for it no longer.
 
-        If the turn ends well they wait until it has ended: the end of a short answer may be known before its
-        prompt's, and then they share the whole.
+        If the turn ends well, this is not called, and others wait for its end: the end of a short answer may be
+        reported before that of its prefill. They then share the KV of both.
         """
         if self.admitted.under_way is not None and self.admitted.under_way.places is None:
             self.admitted.under_way.end()
@@ -212,7 +215,7 @@ class RunningTurn:
 
     @property
     def rings(self) -> tuple[RegisteredRing, ...]:
-        """Rings that have, or are to have, KV of the turn."""
+        """Rings that have, or will have, KV of the turn."""
         return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
 
     @property
@@ -232,21 +235,23 @@ class RunningTurn:
 
     @property
     def match_tokens(self) -> int:
-        """Number of prompt tokens that begin the conversation so far, the prompt's last token excluded."""
+        """Number of leading prompt tokens that agree with the conversation's history, without the prompt's last."""
         return self.admitted.wanted.match_tokens
 
     def match_on(self, ring: RegisteredRing) -> int:
-        """Return how many of the matching tokens a ring may reuse: 0 if the ring is not the conversation's own.
+        """Return how many of the matching tokens a ring may reuse: 0 if it has no KV of the conversation on record.
 
-        Another ring may still hold KV of an earlier state that has been overwritten since. The conversation's own
-        prefill ring may hold such KV beyond its location's end, if later turns did without that ring.
+        A ring that is not on record may still hold KV of an earlier history, a part of which has been replaced since.
+        Even the conversation's prefill ring may hold such KV beyond the tokens on record, if later turns did not use
+        it.
         """
         return self.attempt.wanted.known_on(ring)
 
     def match_to_reserve(self, ring: RegisteredRing) -> int:
         """Return how many tokens a ring is asked to retain when it reserves.
 
-        In a later attempt, a ring that made KV for this turn before holds the turn's own tokens alone.
+        In a later attempt, a ring that made KV for this turn before holds the turn's own tokens alone: they are asked
+        for.
         """
         return len(self.token_ids) - 1 if self._holds_own(ring) else self.match_on(ring)
 
@@ -255,9 +260,9 @@ class RunningTurn:
         return "" if self._holds_own(ring) else self.attempt.wanted.shares_on(ring)
 
     def is_spare_on(self, ring: RegisteredRing) -> bool:
-        """Return whether a ring may evict the KV first after the turn, since a ring of the other role retains it too.
+        """Return whether a ring may evict the turn's KV before other KV, as a ring of the other role retains it too.
 
-        Each retains half of the unnamed histories for longer, so that both together retain twice as many.
+        Of unnamed histories each role retains one half for longer, so that both together retain twice as many.
         """
         is_unnamed = self.admitted.conversation.is_unnamed
         return is_unnamed and self.prefill is not None and spare_role(self.kv_id) == ring.role
@@ -274,7 +279,7 @@ class RunningTurn:
 
     @property
     def told_plan(self) -> TurnPlan:
-        """Plan as clients are told it. Of a turn that an earlier router planned, only the outlines are known."""
+        """Plan as it is shown to clients. If an earlier router made it, only its outline is known."""
         attempt = self.attempt
         if attempt.plan is not None:
             return attempt.plan
@@ -323,26 +328,27 @@ class RunningTurn:
 
     @property
     def retained_on_prefill(self) -> int:
-        """Tokens of the conversation whose KV stays on the prefill ring if the turn fails."""
+        """Number of the conversation's tokens whose KV the prefill ring retains if the turn fails."""
         return 0 if self.prefill is None else self._retained(self.prefill, self.attempt.on_prefill)
 
     @property
     def retained_on_decode(self) -> int:
-        """Tokens of the conversation whose KV stays on the decode ring if the turn fails."""
+        """Number of the conversation's tokens whose KV the decode ring retains if the turn fails."""
         return self._retained(self.decode, self.attempt.on_decode)
 
     def _retained(self, ring: RegisteredRing, reservation: Reservation | None) -> int:
-        # A ring that refused still holds the tokens that agree with the prompt.
+        # A ring that refused has changed nothing: it still holds the tokens on record that agree with the prompt.
         place = self.admitted.conversation.places.at(ring.role)
         match = 0 if place is None or place.ring != ring.name else min(self.match_tokens, place.num_tokens)
         return match if reservation is None else min(match, reservation.retained_tokens)
 
 
 def note_computed(turn: RunningTurn, done: PrefillDone) -> None:
-    """Let others share the prompt, which both rings have now. Its tokens lie there in ways that do not matter here."""
+    """Let others share the prompt, whose KV is on the turn's rings now."""
     prompt, decode = turn.admitted.under_way, turn.attempt.on_decode
     if prompt is None or decode is None:
         return
+    # On which ranks of the decode ring the tokens lie does not matter here.
     shards = ShardMap.of(((TokenRange(0, len(turn.admitted.prompt)),),))
     prompt.computed(
         KvLocation(ring=turn.prefill.name, incarnation=turn.attempt.on_prefill.incarnation, shards=done.shards)
@@ -353,7 +359,7 @@ def note_computed(turn: RunningTurn, done: PrefillDone) -> None:
 
 
 def on_decode_ring(turn: RunningTurn, outcome: TurnOutcome) -> KvLocation | None:
-    """Return the conversation's KV on a decode ring; None if it was lost after the last token."""
+    """Return the conversation's KV on a decode ring; None if the ring lost it after the last token."""
     if not outcome.kv_tokens:
         return None
     assert turn.attempt.on_decode, "a turn that was decoded was reserved before"
@@ -363,8 +369,8 @@ def on_decode_ring(turn: RunningTurn, outcome: TurnOutcome) -> KvLocation | None
 def on_prefill_ring(turn: RunningTurn, done: PrefillDone | None) -> KvLocation | None:
     """Return the conversation's KV on a prefill ring when the turn is over.
 
-    A ring that the turn did without lags behind. If the turn has changed the history, the ring's KV beyond the
-    common prefix no longer counts.
+    If the turn used no prefill ring, the conversation's earlier one lacks the new tokens. If the turn has also replaced
+    a part of the history, that ring's KV counts only up to the common prefix.
     """
     if turn.prefill is None:
         before = turn.admitted.conversation.prefill
@@ -376,7 +382,7 @@ def on_prefill_ring(turn: RunningTurn, done: PrefillDone | None) -> KvLocation |
 
 
 class EndedTurns:
-    """Memory of the latest ends: how much a decode ring retains by turn id, and answers by request id.
+    """Memory of the latest ends: tokens that the decode ring retains, by turn id, and answers, by request id.
 
     Answers of earlier routers are in the journal.
     """
@@ -428,7 +434,7 @@ INTERRUPTED = (TurnState.PREFILLING, TurnState.DECODING, TurnState.RESUMING)
 class TurnRegistry:
     """Registry of running turns by turn id and by request id. Ends turns exactly once, whatever ends them.
 
-    `on_given_up` is called with each turn that is ended because nobody told of it, before that.
+    `on_given_up` is called before a turn is ended because nobody reported its end.
     """
 
     def __init__(
@@ -468,8 +474,8 @@ class TurnRegistry:
     def move(self, turn: RunningTurn, choice: Choice, load_share: LoadShare) -> str:
         """Move an attempt that a ring refused to other rings, under a new turn id. Return the old id.
 
-        The old id counts as ended: the rings that the turn leaves find nothing of it to end, and retain what the
-        conversation had there.
+        The old id counts as ended. If the rings that the turn leaves report its end, nothing ends, and they are told to
+        retain what the conversation had there.
         """
         before, attempt = self.rename(turn), turn.attempt
         moved = replace(attempt, choice=choice, load_share=load_share, on_prefill=None, on_decode=None)
@@ -488,7 +494,7 @@ class TurnRegistry:
         _count(turn, 1)
 
     def rename(self, turn: RunningTurn) -> str:
-        """Give a turn a new id, so that reports of its rings on the old one no longer count. Return the old one."""
+        """Give a turn a new id, so that its rings' reports on the old id no longer count. Return the old id."""
         before = turn.turn_id
         self.ended.note(before, turn.retained_on_decode)
         del self._running[before]
@@ -528,7 +534,7 @@ class TurnRegistry:
     # --- ends --------------------------------------------------------------------------------------------------------
 
     def interrupt(self, turn: RunningTurn, role: str) -> None:
-        """Hold a turn that lost its ring of a role, until its gateway begins it again."""
+        """Hold a turn that lost its ring of `role`, until its gateway begins it again or its lease ends."""
         turn.to(TurnState.LOST)
         turn.recovery.lost_role = role
         turn.attempt.load_share.end_prefill()
@@ -537,9 +543,10 @@ class TurnRegistry:
     async def end(self, outcome: TurnOutcome) -> int:
         """End a turn. Return how many tokens its decode ring should retain. Idempotent.
 
-        The answer is in the journal before; raises Unavailable if it cannot be written, and the turn goes on. A turn
-        that lost a ring ends later, unless its gateway begins it again. If the prefill ring does not answer within
-        END_SECONDS, the end goes on without the caller. The conversation takes its next turn after it.
+        The answer is first written to the journal. If that fails, Unavailable is raised, and the turn does not end. A
+        turn that lost a ring does not end here, but waits for its gateway. If the prefill ring does not answer within
+        END_SECONDS, this returns, and the end goes on in the background. The conversation takes its next turn after
+        that.
         """
         turn = self._running.get(outcome.turn_id)
         if turn is None:
@@ -568,9 +575,9 @@ class TurnRegistry:
         await self._journal.committed(record)
 
     def _goes_on(self, turn: RunningTurn, lost_role: str) -> bool:
-        """Take notice of a loss. Return False if the turn ends by it, since it has not begun."""
+        """Note that a turn lost a ring. Return False if the turn must end, because it has not begun."""
         if turn.state is TurnState.RESERVING:
-            if turn.recovery.lost_role:  # its next attempt is being begun, and is repeated
+            if turn.recovery.lost_role:  # it is being begun again: `TurnRecovery` tries once more
                 turn.stop_error = Unavailable(f"ring {turn.decode.name} was lost before the turn went on")
             return bool(turn.recovery.lost_role)
         if turn.state is not TurnState.LOST:
@@ -578,9 +585,9 @@ class TurnRegistry:
         return True
 
     async def abort(self, turn: RunningTurn, error: RingserveError) -> None:
-        """End a turn where its client waits: on the decode ring's stream."""
+        """End a turn where its client waits, on the decode ring's stream; directly if that ring cannot be told."""
         turn_id, is_lost = turn.turn_id, turn.state is TurnState.LOST
-        turn.stop_error = error  # in case the ring does not know the turn yet
+        turn.stop_error = error  # for a turn that is being reserved, which the ring does not know yet
         if is_lost or not await self._told_decode(turn, error):
             await self.end(TurnOutcome(turn_id=turn_id, ok=False))
 
@@ -588,7 +595,7 @@ class TurnRegistry:
         """End an attempt whose prefill failed. The client, who waits on the decode ring's stream, is told there."""
         turn_id = turn.turn_id
         await self._told_decode(turn, error)
-        # If that ring did not know the turn any more, it has told no end.
+        # If that ring did not know the turn any more, it reports no end.
         await self.end(TurnOutcome(turn_id=turn_id, ok=False, lost_role="prefill" if isinstance(error, LOSSES) else ""))
 
     async def drop(self, turn: RunningTurn, reason: RingserveError) -> None:
@@ -600,13 +607,13 @@ class TurnRegistry:
     def lose(self, ring: RegisteredRing, error: Unavailable) -> None:
         """Interrupt the turns that a lost ring was to decode; their gateways see it by themselves.
 
-        A turn that is still being reserved, or prefilled on that ring, ends by its call to the ring, which fails.
+        A turn that is being reserved, or prefilled on that ring, ends because its call to the ring fails.
         """
         for turn in list(self._running.values()):
             if turn.decode is ring and turn.state in INTERRUPTED:
                 log.warning("turn %s is lost: %s", turn.turn_id, error)
                 self.interrupt(turn, "decode")
-                # A leader that only stood still would decode on.
+                # A leader that only hung would go on decoding.
                 self._tasks.spawn(self._tell_lost(turn.turn_id, ring.name, ring.registration.endpoint, error))
 
     async def _tell_lost(self, turn_id: str, ring: str, endpoint: str, error: Unavailable) -> None:
@@ -627,7 +634,7 @@ class TurnRegistry:
         return True
 
     def _end_unreported(self, turn: RunningTurn) -> None:
-        """End a turn whose gateway and decode leader are both gone: neither has reported its end."""
+        """End a turn whose lease is over: its gateway and decode leader are gone, as neither has reported its end."""
         if turn.ending is None:
             log.warning("no end of turn %s was reported; it is ended now", turn.turn_id)
             if turn.attempt.on_decode is not None:
@@ -638,13 +645,13 @@ class TurnRegistry:
         turn.to(TurnState.ENDING)
         if not outcome.ok:
             turn.give_up_prompt()
-            self._journal.failed(turn.turn_id)  # nothing waits for it: the record of an ended turn does no harm
+            self._journal.failed(turn.turn_id)  # not awaited: a record that remains does no harm
         answered = outcome.kv_tokens if turn.is_retained else 0
         turn.retain_tokens = answered if outcome.ok else turn.retained_on_decode
         turn.ending = asyncio.create_task(self._end(turn, outcome))
 
     async def _end(self, turn: RunningTurn, outcome: TurnOutcome) -> None:
-        if turn.attempt.resuming is not None:  # reserves on the prefill ring, which is to be settled
+        if turn.attempt.resuming is not None:  # it may be reserving on the prefill ring, to be settled below
             await asyncio.gather(turn.attempt.resuming, return_exceptions=True)
         try:
             await (self._finish(turn, outcome) if outcome.ok else self._roll_back(turn))
@@ -663,7 +670,7 @@ class TurnRegistry:
                 done = await asyncio.shield(turn.attempt.prefilling)
         except (RingserveError, TimeoutError) as error:
             log.warning("ring %s lost the KV of %s: %s", turn.attempt.choice.computing.name, turn.kv_id, error)
-        # The prompt and, after a preemption, the tokens decoded before it.
+        # The prefill ring retains the prompt and, after a preemption, the tokens decoded before it.
         await self._settle_prefill(turn, done.shards.num_tokens if done and turn.is_retained else 0)
         if not turn.is_retained:
             return
@@ -677,12 +684,12 @@ class TurnRegistry:
         self._conversations.finish(conversation, tokens, is_appended=turn.admitted.mode is PromptMode.APPEND)
 
     async def _roll_back(self, turn: RunningTurn) -> None:
-        """Leave the conversation as before the turn. KV that agreed with the turn's prompt is still there."""
+        """Leave the conversation as before the turn. Rings have its KV as far as it agreed with the turn's prompt."""
         conversation = turn.admitted.conversation
         on_prefill, on_decode = turn.retained_on_prefill, turn.retained_on_decode
         await self._settle_prefill(turn, on_prefill)
         prefill, decode = conversation.prefill, conversation.decode
-        # Rings that the turn did not reach, or left, still have their KV of the conversation.
+        # Rings that the turn never used still have all their KV of the conversation.
         reached, earlier = {ring.name for ring in turn.rings}, {ring.name for ring in turn.recovery.earlier}
         if prefill and prefill.ring in earlier:
             prefill = prefill.cut(turn.match_tokens)
@@ -696,8 +703,8 @@ class TurnRegistry:
     async def _settle_prefill(self, turn: RunningTurn, retain_tokens: int) -> None:
         """Settle the prefill ring, if the turn has one, and stop waiting for the prefill's answer.
 
-        A ring that is lost, or has not answered after the control timeout, is told in the background, until the turn's
-        lease ends.
+        If the ring is lost, or does not answer within the control timeout, the call is repeated in the background until
+        the turn's lease ends.
         """
         if turn.prefill is not None:
             settling = self._tasks.spawn(self._settle(turn, turn.prefill, retain_tokens))
@@ -736,7 +743,7 @@ class TurnRegistry:
         self.ended.note(turn.turn_id, turn.retain_tokens)
 
     def _release_earlier(self, turn: RunningTurn) -> None:
-        """Release KV of a turn's earlier attempts. Rings retain the conversation's KV."""
+        """Release KV of a turn's earlier attempts on rings that it left. They retain the conversation's own KV."""
         for ring in turn.recovery.earlier:
             if ring in turn.rings:
                 continue
@@ -751,7 +758,7 @@ class TurnRegistry:
             log.info("ring %s could not be told to free %s: %s", ring.name, kv_id, error)
 
     async def _leave_other_rings(self, turn: RunningTurn) -> None:
-        """Release the conversation's KV on the rings that it has moved away from."""
+        """Release the conversation's KV on rings that it used before this turn and that the turn did not use."""
         old = turn.admitted.conversation
         freed = Conversation(old.conversation_id)
         freed.places = KvLocations(
@@ -761,7 +768,7 @@ class TurnRegistry:
         await self.free(freed)
 
     async def free(self, conversation: Conversation) -> None:
-        """Release an idle conversation's KV on every ring. A ring that cannot be told has lost it anyway."""
+        """Release an idle conversation's KV on every ring that can be reached."""
         for role, place in conversation.places.items():
             ring = self._rings.named(role, place.ring)
             if ring is None:
@@ -774,7 +781,7 @@ class TurnRegistry:
 
 
 def _record_of(turn: RunningTurn) -> BegunRecord:
-    # Tokens that a new conversation shares with others are its own in the journal.
+    # A new conversation's prompt is written whole, even if others share its KV.
     base = turn.match_tokens if turn.request.conversation_id and turn.admitted.conversation.has_finished else 0
     prompt, ttl = turn.admitted.prompt[base:], turn.admitted.conversation.ttl_seconds
     return BegunRecord(

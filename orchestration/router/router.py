@@ -44,7 +44,7 @@ from ringserve.orchestration.protocol.turns import (
     TurnRequest,
 )
 from ringserve.orchestration.protocol.views import EventKind, roles_fault
-from ringserve.orchestration.router.admission import PromptWaits, TurnAdmission, refused_whole
+from ringserve.orchestration.router.admission import PromptWaits, TurnAdmission, as_not_begun
 from ringserve.orchestration.router.drains import Drains, RingReturns, Scaling
 from ringserve.orchestration.router.lifecycle import TurnLifecycle
 from ringserve.orchestration.router.recovery import TurnRecovery
@@ -57,15 +57,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RouterSettings:
-    """Router settings. Times in seconds; `conversation_ttl` 0: conversations are never forgotten for their age.
+    """Router settings. Times in seconds; `conversation_ttl` 0: conversations are never forgotten because of their age.
 
     `max_waiting_turns` bounds the turns that wait for one conversation, and the turns that wait for rings to return. A
-    ring has `return_seconds` for that. A ring that has not announced itself for `ring_lease` counts as lost (0: never).
-    `retain_prompts`: KV of requests without a conversation is retained, and every new prompt shares the KV of the
-    longest prefix that rings retain, of its tenant or of one that `share_prompts` names beside it. After a restart
-    turns wait a while for the inventories of `num_rings` rings (0: for one of each role). Turns may be sparse by
-    `sparse_losses`; turns that name no bound have `bound`. Of the roles in `least_rings` only as many rings serve as
-    `scaling` finds necessary, at least so many.
+    ring that is to return has `return_seconds`. A ring that has not announced itself for `ring_lease` counts as lost
+    (0: never). `retain_prompts`: KV of requests without a conversation is retained, and every new prompt shares the KV
+    of the longest prefix that rings retain. Tenants share prompts only within a group of `share_prompts`. After a
+    restart turns wait a while for the inventories of `num_rings` rings (0: for one of each role). With measured
+    `sparse_losses` turns may be sparse; turns that name no bound have `bound`. Of a role in `least_rings` only as many
+    rings serve as `scaling` finds necessary, and at least the number there.
     """
 
     max_conversations: int = 10_000
@@ -86,9 +86,9 @@ class RouterSettings:
 
 
 class Router:
-    """Router surface. `peers` reaches the leaders, `clock` tells seconds, `placer` chooses rings.
+    """The router, as its callers see it. `peers` reaches the leaders, `clock` tells seconds.
 
-    It continues its predecessor's `journal`.
+    With a `journal` it goes on with the turns and conversations of the router before it.
     """
 
     def __init__(
@@ -200,17 +200,19 @@ class Router:
             await self._recovery.until_rings_told()
         turn = await self._admission.admit(replace(request, resume=None))
         remembered_tokens = turn.admitted.conversation.num_tokens
-        with refused_whole():
+        with as_not_begun():
             await self._lifecycle.start(turn)
         return turn.as_begun(remembered_tokens=remembered_tokens)
 
     async def _begin_again(self, request: TurnRequest) -> BegunTurn | None:
-        """Let a turn go on; None if it has not begun as far as anybody knows, and is to begin."""
+        """Go on with a turn that has begun before; None if nobody knows that it has, so that the caller begins it."""
         await self._recovery.until_request_settled(request.request_id)
         if self._recovery.is_early:
             await self._recovery.until_rings_told()
         if self._is_waiting(request.request_id):
-            raise Unavailable(f"request {request.request_id!r} waits already, for a gateway that may be gone; retry")
+            raise Unavailable(
+                f"request {request.request_id!r} waits already for another gateway, which may be gone; retry"
+            )
         return await self._recovery.begin_again(request)
 
     @property
@@ -227,7 +229,7 @@ class Router:
         return self._is_waiting(request_id) or self._turns.of_request(request_id) is not None or request_id in awaited
 
     async def resume_turn(self, request: ResumeTurn) -> None:
-        """Make the KV of a turn again, of its prompt and of its decoded tokens. Idempotent.
+        """Have the KV of a preempted turn, of its prompt and decoded tokens, made again. Idempotent.
 
         Answers when the KV has been handed over. KV that the prefill ring retains is not computed again. Raises
         NotFound for a turn that has ended, else the rings' errors; then the turn may be resumed later.
@@ -247,8 +249,8 @@ class Router:
     async def abort_requests(self, request_ids: Sequence[str], reader: str = "") -> tuple[list[str], list[str]]:
         """End running and waiting turns by request id. Return (aborted, unknown).
 
-        With a `reader`, only running turns that no later one reads: the call of a gateway whose client is gone, while
-        the turn may go on at another gateway.
+        With a `reader`, end only running turns that no later reader has taken over. So a gateway whose client is gone
+        does not end a turn that goes on at another gateway.
         """
         await self._recovery.until_all_settled()
         error = TurnCancelled("the request was aborted")
@@ -281,7 +283,7 @@ class Router:
 
     @property
     def prefix_tokens(self) -> tuple[int, int]:
-        """Prompt tokens that were looked up among earlier prompts, and how many of them had KV."""
+        """How many prompt tokens were looked up among earlier prompts, and for how many KV was found."""
         return (0, 0) if self.prefixes is None else (self.prefixes.queried, self.prefixes.hit)
 
     @property
@@ -314,7 +316,10 @@ class Router:
     # --- rings -------------------------------------------------------------------------------------------------------
 
     async def register_ring(self, ring: RingRegistration, known: KnownEpoch = UNKNOWN_EPOCH) -> Registered:
-        """Enter a leader's announcement, and its ring's inventory if this router does not know the ring."""
+        """Enter a leader's announcement, and its ring's inventory if it has one.
+
+        A leader that names another epoch gets this router's: it must announce its ring again, with its inventory.
+        """
         if known.epoch != self._journal.epoch:
             return Registered(running_turns=0, epoch=self._journal.epoch)
         return Registered(running_turns=self._register(ring, known.inventory), epoch=known.epoch)
@@ -341,13 +346,13 @@ class Router:
         return known.num_turns
 
     async def _watch_leases(self) -> None:
-        """Find the rings that have not announced themselves in time, and have their leaders replaced."""
+        """Look at intervals for rings that have not announced themselves in time, and have their leaders replaced."""
         while True:
             await asyncio.sleep(self._lease / LEASE_TICKS)
             self.tick()
 
     def tick(self) -> None:
-        """Count a tick of every ring's lease, of which there are LEASE_TICKS."""
+        """Count a tick of every ring's lease; a lease has LEASE_TICKS."""
         for ring in self._rings.tick():
             log.warning("%s ring %s has not announced itself for %.1f s and is lost", ring.role, ring.name, self._lease)
             self._returns.note_silence(ring.name, self._lease)
@@ -365,16 +370,16 @@ class Router:
         await self._drains.undrain(name)
 
     async def next_return(self) -> RingEvent:
-        """Return the next ring that has left and is wanted again, or whose leader is silent."""
-        return await self._returns.next_wanted()
+        """Wait for the next event for whoever starts rings, and return it."""
+        return await self._returns.next_event()
 
     @property
     def rings(self) -> Sequence[RegisteredRing]:
         """Every ring that has announced itself."""
         return self._rings.all()
 
-    def state_of_ring(self, name: str) -> RingStanding:
-        """Return a ring's state, registered or not. A ring that has left and is to return is starting."""
+    def standing_of_ring(self, name: str) -> RingStanding:
+        """Return a ring's standing, registered or not. A ring that has left and is to return counts as starting."""
         state = self._rings.state_of(name)
         is_returning = state is RingStanding.AWAY and self._returns.is_expected(name)
         return RingStanding.STARTING if is_returning else state
@@ -385,7 +390,7 @@ class Router:
         return self._returns.num_waiting
 
     async def find_fault(self) -> str:
-        """Return why the service should get no turns, by the rings' announcements; see `service_fault`."""
+        """Return why no turns should be sent to the service, by the rings' announcements; see `service_fault`."""
         rings = [ring.registration for ring in self._rings.all()]
         states = {ring.name: RingState.READY if ring.is_ready else LOST for ring in self._rings.all()}
         shown = [status_without(ring, states[ring.name], is_draining=ring.is_draining) for ring in rings]
@@ -395,7 +400,8 @@ class Router:
 
     async def get_server_info(self) -> ServerInfo:
         """Show every ring, and how busy the service is."""
-        # Read before the rings are asked: a ring that leaves or returns meanwhile is shown once all the same.
+        # Both are read before the rings are asked, so that a ring that leaves or returns meanwhile is shown exactly
+        # once.
         rings, away, returns = self._rings.all(), self._returns.away(), self._returns
         statuses = await asyncio.gather(*(status_of(ring, self._peers) for ring in rings))
         shown_in = self._planner.corrections.shown_in

@@ -165,7 +165,7 @@ class RunningRouter:
             prefix_tokens=self._router.prefix_tokens,
             running_turns=self._router.num_running,
             turns_waiting_for_rings=self._router.num_waiting_for_rings,
-            rings=tuple((role, name, self._router.state_of_ring(name)) for role, name in names),
+            rings=tuple((role, name, self._router.standing_of_ring(name)) for role, name in names),
             corrections=tuple(corrections),
             moves=self._router.moves,
         )

@@ -110,9 +110,9 @@ async def test_agreement_counts_what_later_turns_have_left_of_a_turn(tmp_path: P
     await turn(journal, "c", "t1", list(range(10)), [1, 2], base=0)
     await turn(journal, "c", "t2", [5], [6], base=8)
     await journal.forked("c", fork("f", 9))
-    assert [journal.agreeing("c", name) for name in ("t1", "t2", "another")] == [8, 10, 0]
-    assert [journal.agreeing("f", name) for name in ("t1", "t2")] == [8, 9]
-    assert journal.agreeing("unknown", "t1") == 0
+    assert [journal.num_agreeing("c", name) for name in ("t1", "t2", "another")] == [8, 10, 0]
+    assert [journal.num_agreeing("f", name) for name in ("t1", "t2")] == [8, 9]
+    assert journal.num_agreeing("unknown", "t1") == 0
     journal.close()
 
 
@@ -234,7 +234,7 @@ async def test_a_journal_remembers_which_turns_and_conversations_are_approximate
     assert [each.sparse for each in later.turns()] == [SPARSE]
     # An exact turn continues nothing of it; afterwards the turn's KV agrees with nothing.
     await turn(later, "c", "t4", [1, 2, 3, 4], [5], base=0)
-    assert (later.agreeing("c", "t1"), later.agreeing("f", "t1")) == (0, 2)
+    assert (later.num_agreeing("c", "t1"), later.num_agreeing("f", "t1")) == (0, 2)
     assert {each.conversation_id: each.sparsity for each in later.conversations()}["c"] is None
     later.close()
 

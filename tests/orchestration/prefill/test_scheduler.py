@@ -332,7 +332,7 @@ def test_a_tenant_keeps_three_quarters_of_the_queue_at_most_and_others_find_room
     for tenant in ("flood", "another", "third"):
         ring.shares.note(tenant)
     assert fill("flood") == 12
-    told = r"prefill ring ring: tenant 'flood' has \d+ work units under way, .* is left to other tenants; retry later"
+    told = r"prefill ring ring: tenant .flood. has \d+ work units under way, .* must stay free for other tenants; retry"
     with pytest.raises(CapacityExceeded, match=told):
         ring.add("flood", Prompt(new=1000, tenant="flood"))
     assert fill("another") == 3

@@ -56,7 +56,7 @@ def test_a_flood_leaves_room_for_another_tenant(num_tokens: int, taken: int, uni
     ring.take("another")
     ring.turns.clear()
     assert ring.flood("flood", num_tokens) == taken
-    told = f"decode ring d: tenant 'flood' has .* {unit} under way, .* is left to other tenants; retry later"
+    told = f"decode ring d: tenant 'flood' has .* {unit} under way, .* must stay free for other tenants; retry later"
     with pytest.raises(CapacityExceeded, match=told):
         ring.take("flood", num_tokens)
     ring.take("flood", num_tokens, attempt=2)  # another ring was lost with it
@@ -74,7 +74,7 @@ def test_a_tenant_that_asks_no_more_gives_its_share_back() -> None:
     with pytest.raises(CapacityExceeded, match="40 turns are under way and at most 40 are allowed"):
         ring.take("another")
     del ring.turns[35:]  # some end: the other one comes first now
-    with pytest.raises(CapacityExceeded, match="is left to other tenants"):
+    with pytest.raises(CapacityExceeded, match="must stay free for other tenants"):
         ring.take("flood")
     ring.take("another")
 

@@ -80,7 +80,7 @@ class Cluster:
             ring.num_turns, ring.free_tokens = turns, 1000
 
     async def events(self) -> list[RingEvent]:
-        return [await self.returns.next_wanted() for _ in range(self.returns._wanted.qsize())]
+        return [await self.returns.next_event() for _ in range(self.returns._wanted.qsize())]
 
 
 @pytest.fixture
