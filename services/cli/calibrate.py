@@ -39,10 +39,10 @@ class SparseOptions:
 
     sparse: bool = flag("measure losses of the configured model instead of times")
     ranks: int = option("with --sparse: ranks, threads of this process", default=4, min=2, max=MAX_THREAD_RANKS)
-    keep: str = option("with --sparse: shares of keys", "SHARE,...", "0.5,0.25,0.125")
+    keep: str = option("with --sparse: shares of keys that are kept", "SHARE,...", "0.5,0.25,0.125")
     depths: str = option("with --sparse: places of the hidden sentences, 0 to 1", "X,...", "0.1,0.3,0.5,0.7,0.9")
-    sinks: int = option("with --sparse: first keys of a partition that are always among them", default=4)
-    window: int = option("with --sparse: last keys that are", default=64)
+    sinks: int = option("with --sparse: number of first keys of a partition that are always kept", default=4)
+    window: int = option("with --sparse: number of last keys that are always kept", default=64)
     text: Path | None = option("with --sparse: text to hide sentences in (default: a short diary)", default=None)
 
 
@@ -66,9 +66,8 @@ class CalibrateOptions:
     "ringserve up --config cluster.yaml --set router.profile=measured.json",
     "ringserve calibrate --sparse --set model.path=builtin:smollm2 --tokens 500,1k,2k --write losses.json",
     "ringserve up --set model.path=builtin:smollm2 --set router.sparse_losses=losses.json",
-    description="""Runs a grid of prefills by pass-KV, pass-Q and chain, and fits to them the rates that the rings
-measured of themselves: rates, links, overheads, and what a chain alone has. Serve nothing else
-meanwhile.
+    description="""Runs a grid of prefills by pass-KV, pass-Q and chain. Starts from the rates that rings measured of
+themselves, and fits compute rates, links, overheads and the constants of chains. Serve nothing else meanwhile.
 
 With --sparse it serves nothing: it measures in this process how far answers of sparse prefills are from exact ones, by
 questions about sentences hidden in a text, and writes the losses that requests may bound by max_loss or max_ttft.""",
@@ -135,7 +134,7 @@ def _measure_losses(options: CalibrateOptions, sparse: SparseOptions) -> int:
         return 0
     print_table(console(), losses_table(losses))
     if options.write is not None:
-        print(f"written: {options.write}; allow bounds by it with --set router.sparse_losses={options.write}")
+        print(f"written: {options.write}; start the service with --set router.sparse_losses={options.write}")
     return 0
 
 
@@ -146,7 +145,7 @@ def _shares(key: str, text: str, least: float) -> list[float]:
         try:
             share = float(item)
         except ValueError:
-            raise ConfigError(f"{key}: {item!r} is no number; allowed are those like 0.25") from None
+            raise ConfigError(f"{key}: {item!r} is not a number; give numbers like 0.25") from None
         if not least <= share <= 1.0:
             raise ConfigError(f"{key}: {share:g} is out of range; allowed are {'0' if not least else 'above 0'} to 1")
         shares.append(share)

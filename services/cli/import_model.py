@@ -1,4 +1,4 @@
-"""`ringserve import`: make a Hugging Face directory of a GGUF file, or fetch the real built-in model."""
+"""`ringserve import`: make a Hugging Face directory of a GGUF file, or fetch the built-in one with trained weights."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def import_(options: ImportOptions) -> int:
 
 
 def prepare(model: str, console: Console) -> None:
-    """Fetch the real built-in model if `model` is it and the cache lacks it. Raises ModelRefused."""
+    """Fetch builtin:smollm2 if `model` names it and the cache does not hold it. Raises ModelRefused."""
     if model != PREFIX + SMOLLM2:
         return
     from ringserve.services.offline.importing.fetch import prepare_smollm2  # here: see above

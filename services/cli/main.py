@@ -42,11 +42,11 @@ PLACES = {
     "gateway": ("gateway", "run one more gateway"),
     "token": ("token", "make a bearer token"),
 }
-"""Command -> its module in this folder, and a summary. It is the module's attribute of its name."""
+"""Command -> the module in this folder that has it as an attribute of that name, and a summary."""
 
 
 class _Commands(TyperGroup):
-    """Group that imports the module of a command when that is called: help and completion of the rest need none."""
+    """Group that imports a command's module when that command is called: to list or complete names needs no module."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, listed, rest = super().resolve_command(ctx, args)
@@ -108,8 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"ringserve: {error}", file=sys.stderr)
         return EXIT_FAILED
     except BrokenPipeError:
-        # Nobody reads on; Python would tell of it once more at its end.
-        with suppress(OSError):  # of a test, which has no such file
+        # The reader of standard output is gone. Python would report it once more at its end.
+        with suppress(OSError):  # in tests standard output has no descriptor
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     except OSError as error:
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _sentence(command: str, error: OSError) -> str:
-    """Say which command failed, on which file, and why: the system's own words name none of the three together."""
+    """Say which command failed, on which file, and why: the system's own message never names all three."""
     reason = error.strerror or str(error) or type(error).__name__
     if error.filename is None:
         return f"'ringserve {command}' failed in a call of the system: {reason}"

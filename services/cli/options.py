@@ -24,7 +24,7 @@ MAX_DRAIN_SECONDS = 86_400
 TOKEN_VARIABLE = "RINGSERVE_TOKEN"
 """Environment variable with the bearer token of commands that call a gateway."""
 AT_ONCE = RetryPolicy(max_attempts=1, connect_seconds=0.0)
-"""Retries of a user who waits: a refusal is told at once, and a turn that has begun outlives its gateway."""
+"""Retries for a user at a terminal: a refused call fails at once, a turn that has begun goes on if its gateway dies."""
 
 ClusterName = Annotated[str, Option("--name", metavar="NAME", help="name of the local cluster")]
 JsonFlag = Annotated[bool, Option("--json", help="print one JSON object")]
@@ -115,13 +115,13 @@ class ServingOptions:
             yield self.gateway.address()
             return
         if self.gateway.target:
-            raise ConfigError("--target: a cluster that --start starts has its own")
+            raise ConfigError("--target: not together with --start, whose cluster has a gateway of its own")
         from ringserve.services.config import LogConfig
 
         config = self.config.load()
         # Free ports avoid clashes with other clusters; info lines would break the progress bar.
         gateway = replace(config.gateway, listen="127.0.0.1:0", metrics="", http="")
-        # Commands that start no cluster do without Ray: its import takes longer than all else of them.
+        # Commands that start no cluster do without Ray: its import takes longer than all else.
         from ringserve.services.cluster.local import LocalCluster
 
         cluster = LocalCluster(replace(config, gateway=gateway, logs=LogConfig(level="warning")))

@@ -43,7 +43,7 @@ WHOLE = "whole"
 class PlanOptions:
     model: str = option("a shipped shape, or a model directory", "DIR_OR_NAME")
     hardware: str = option("a shipped profile or a file", "PROFILE", "gtt")
-    device: str = one_of("its device: KV on cpu is float32", ("cuda", "cpu"), "cuda")
+    device: str = one_of("device of the hardware; KV on cpu is float32", ("cuda", "cpu"), "cuda")
     context: str = option("prompt lengths; 128k:9,1m:1 weighs them", "TOKENS,...")
     cached: float = option("share of a prompt that is cached", "SHARE", 0.0)
     accepted: float = option("share of drafts that are right; 0 plans without drafts", "SHARE", 0.0)
@@ -108,7 +108,7 @@ def _print_plan(
     if refusals:
         print_lines(f"no: {refusals[0]}" + (f"; and {len(refusals) - 1} more" if len(refusals) > 1 else ""))
     shape = smallest.shape
-    mix = "it" if len(workload.contexts) == 1 else "the whole mix"
+    mix = "the context" if len(workload.contexts) == 1 else "the whole mix"
     print_lines(f"{model.name} on {profile.name}: the smallest ring that holds {mix} is cp {shape.cp} x tp {shape.tp}")
     if workload.chunk_tokens is not None and workload.chunk_tokens < workload.longest:
         print_lines(

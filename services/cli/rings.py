@@ -23,11 +23,11 @@ TurnSeconds = Annotated[float, Option(metavar="N", help="how long turns may go o
 
 START_SECONDS = 180.0
 KUBERNETES_START_SECONDS = 1800.0
-"""As the chart's `timeouts.start`: with the pull of the image."""
+"""Same as the chart's `timeouts.start`, which includes the pull of the image."""
 
 
 def show_progress(line: str) -> None:
-    """Tell a step beside the outcome, which scripts may read."""
+    """Print a step to standard error: scripts read the outcome on standard output."""
     print("ringserve:", line, file=sys.stderr, flush=True)
 
 
@@ -86,7 +86,7 @@ class RestartOptions:
         "",
     )
     namespace: str = option("its namespace (default: kubectl's)", "NAME", "")
-    context: str = option("kubectl's context (default: kubectl's)", "NAME", "")
+    context: str = option("context of kubectl (default: its current one)", "NAME", "")
     all: bool = flag("with --kubernetes: replace every pod, also those that have the newest template")
     forget: bool = flag("with --kubernetes: replace a head without a journal volume, and forget its conversations")
 
@@ -109,8 +109,8 @@ def drain(options: DrainOptions) -> int:
         return router.show(outcome, f"{', '.join(rings)} have left" if rings else f"no ring is on {options.node}")
     found = asyncio.run(drain_ring(router.access(), options.ring, seconds=options.seconds, force=options.force))
     outcome = {"ring": options.ring, "drained": True, **_moves(found)}
-    until = f"until 'ringserve undrain {options.ring}'"
-    return router.show(outcome, f"{options.ring} has left {until}{_moves_sentence(found)}")
+    back = f"'ringserve undrain {options.ring}' brings it back"
+    return router.show(outcome, f"{options.ring} has left; {back}{_moves_sentence(found)}")
 
 
 @command("ringserve undrain decode-0")
@@ -126,7 +126,7 @@ def undrain(options: UndrainOptions) -> int:
     notes="""One ring after the other takes no new turns, ends those that run, and is started again. New turns go to
 other rings meanwhile; if there is no other of its role, they wait for it. On Kubernetes the pods of one ring after
 the other drain, are deleted and come back with their newest template, as after 'helm upgrade'; the head comes last.
-Another release, and a head without ray.gcsStorage, take all pods together.""",
+If the release changes, or the head is replaced and has no ray.gcsStorage, all pods are replaced together.""",
 )
 def restart(options: RestartOptions) -> int:
     if bool(options.rings) == bool(options.kubernetes):

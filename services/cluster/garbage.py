@@ -13,11 +13,12 @@ from contextlib import contextmanager
 
 
 class FrozenSurvivors:
-    """Survivors of full collections, which later ones leave alone: until `close` they look at newer objects only.
+    """Freezer of objects that survive a full collection: later ones skip them. `close` ends that.
 
-    An object that is no longer needed is freed all the same, unless it is part of a cycle. So when there are `growth`
-    times as many frozen objects as after the last whole collection, the next one is whole again. The time of full
-    collections depends on new objects alone, and cycles hold no more memory than all other objects.
+    An object that is no longer needed is freed all the same, unless it is part of a cycle. So once there are `growth`
+    times as many frozen objects as after the last whole collection, the next full collection is whole: it looks at all
+    objects. The time of every other depends only on new objects, and cycles hold no more memory than all other objects.
+    Routers and gateways have one.
     """
 
     def __init__(self, growth: float = 2.0) -> None:
@@ -28,7 +29,7 @@ class FrozenSurvivors:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Look at no object that is made in the context: a process loads its state, of which all is needed."""
+        """Run no collection in the context, and freeze what exists at its end: the state that a process loads."""
         gc.disable()
         try:
             yield

@@ -1,4 +1,7 @@
-"""Gateway that `ringserve up` runs as a process: its start, its heartbeats, its successor, its end."""
+"""Gateway that `ringserve up` runs as a process: its start, its heartbeats, its successor, its end.
+
+The local cluster keeps it.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,9 @@ STOP_SECONDS = 30.0
 RESTART_WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds between attempts to restart a gateway: a connection of another program may hold its port for a while."""
 MAX_TICK_SECONDS = 1.0
-"""Silence that one look counts at most: this process may have stood still itself."""
+"""Maximum silence counted between two calls of `look`: this process itself may have hung."""
 SPARE_SECONDS = 5.0
-"""Seconds that a loaded spare has to serve."""
+"""Seconds within which a loaded spare must begin to serve."""
 ENDED = b""
 """Line of a process that has ended."""
 SIGN = b"\n"
@@ -48,9 +51,9 @@ class _Process:
     def __init__(self, command: Sequence[str]) -> None:
         """Start it.
 
-        It has a process group of its own: Ctrl-C reaches this process alone, which then ends the gateway in order. Not
-        a session: Linux shares processors out among sessions first, and a nice value counts within one alone. Beside
-        ranks of another session, which all have 15, a gateway would get half of a core.
+        It has a process group of its own: Ctrl-C reaches only the starter, which then ends the gateway in order. It has
+        no session of its own: Linux first shares processors among sessions, and a nice value counts only within a
+        session. In another session than the ranks, which all have 15, a gateway would get half of a core.
         """
         self._popen = popen = subprocess.Popen(
             command,
@@ -76,7 +79,7 @@ class _Process:
         return self._popen.poll()
 
     def next_line(self, seconds: float) -> bytes:
-        """Return its next line; ENDED if none comes."""
+        """Return its next line; ENDED if it has ended, or if no line comes within `seconds`."""
         try:
             return self.lines.get(timeout=seconds)
         except queue.Empty:
@@ -210,13 +213,13 @@ class GatewayKeeper:
             self._end_spare()
             self._spares.wait(now, FAILED_SPARE_WAIT)
         if self._spare is None and self._spares.is_due(now):
-            self.load(IDLE_NICENESS)  # two seconds of a core, for which streams and prompts would have to wait
+            self.load(IDLE_NICENESS)  # it loads for two seconds, and streams and prompts come first
 
     def _take_spare(self) -> bool:
         """Let the spare serve. Return False if there is none that has loaded, or it does not serve."""
         if self._spare is None:
             return False
-        if self._spare.lines.empty():  # it still loads, with what others leave of the cores: a new one is quicker
+        if self._spare.lines.empty():  # it still loads, at low priority: a new one serves sooner
             self._end_spare()
             return False
         self.start()
@@ -230,7 +233,7 @@ class GatewayKeeper:
         return True
 
     def terminate(self) -> None:
-        """Tell the gateway to end when its turns have."""
+        """Tell the gateway to end as soon as its turns have ended."""
         self._end_spare()
         if self._process is not None:
             self._process.terminate()
@@ -248,5 +251,5 @@ class GatewayKeeper:
     def _end_spare(self) -> None:
         if self._spare is not None:
             spare, self._spare = self._spare, None
-            spare.kill()  # it has nothing to end in order
+            spare.kill()  # it serves nothing, so it need not end in order
             spare.end()

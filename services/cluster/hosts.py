@@ -23,9 +23,9 @@ RUNNING = "ringserve.services.cluster.running"
 
 @dataclass(frozen=True, kw_only=True)
 class RouterHost:
-    """Router builder. Picklable: an actor calls it. `journal` is a directory; empty: nothing survives.
+    """Router builder. Picklable: an actor calls it. Without a `journal` directory no conversation survives it.
 
-    The journal has the conversations with the model of this `fingerprint` alone.
+    Each model has a journal of its own in it, found by its `fingerprint`.
     """
 
     config: Config
@@ -84,10 +84,10 @@ class LeaderHost:
         return f"{host}:{int(port) and int(port) + self.pool.num_before + self.number}" if host else ""
 
     def _packs_head(self) -> bool:
-        """Return whether ranks pack the head, which takes memory of its own if it is the embedding, too.
+        """Return whether ranks pack the output head. If it is the embedding too, the copy takes extra memory.
 
-        Decode ranks gain by it in each step. Prefill ranks do it if they share that memory with a decode rank: on one
-        machine, with the same share of the weights, which more than one decode rank may cut later.
+        Decode ranks gain by it in each step. Prefill ranks do it if they can share the copy with a decode rank: on this
+        machine, with the same tp, and a decode ring of one rank, since several may cut the weights further.
         """
         if self.role == "decode":
             return True
@@ -96,7 +96,7 @@ class LeaderHost:
 
     @property
     def shared_cores(self) -> str:
-        """Name of the cores that all rings share; "" if each has cores of its own, or they may."""
+        """Name of the cores that all rings share; "" if each ring has, or may have, cores of its own."""
         num_threads = sum(pool.num_threads for pool in self.config.pools)
         has_enough = num_threads <= len(os.sched_getaffinity(0))
         is_spread = self.config.ray.address or self.config.model.device != "cpu"

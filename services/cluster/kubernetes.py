@@ -1,8 +1,9 @@
 """Rolling restart of a release on Kubernetes, by kubectl: pods of one ring after the other take their new template.
 
 KubeRay makes new pods from the template of the RayCluster, and leaves those that run as they are. So an upgrade is done
-by deleting pods: each drains its ring first, by its own hook. The head goes last. If its end stops all rings, since Ray
-keeps its state nowhere, or for another release, whose pods serve only among themselves, all are replaced together.
+by deleting pods: each drains its ring first, by its own hook. The head goes last. All pods are replaced together in two
+cases: if the head's end stops all rings because Ray does not store its state, or if the release changes, because pods
+of different releases do not serve each other. `ringserve rings` calls it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ CONFIG = "/etc/ringserve/config.yaml"
 ROUTER_PORT = 50050
 JOURNAL = "journal"
 CONFIG_VOLUME = "config"
-"""Volumes of the chart. The object behind the second is named after its content."""
+"""Volumes of the chart. The ConfigMap of the second has a name that depends on its content."""
 STORAGE = "RAY_gcs_storage"
 NOT_COMPARED = frozenset({"command", "args", "name"})
 """Fields of a container that KubeRay writes itself."""
@@ -98,7 +99,7 @@ class KubectlProgram:
 
 @dataclass(frozen=True, kw_only=True)
 class Replica:
-    """Pods of one replica of a worker group, or the head's, which are deleted together. `why`: how they differ."""
+    """Pods of one replica of a worker group, or the head's, deleted together. `why` names a difference, or is empty."""
 
     group: str
     index: str
@@ -286,14 +287,15 @@ class Rollout:
         """Replace all pods: a head's end stops all rings, and another release's pods serve only among themselves."""
         why = next((each.why for each in release.replicas if each.group == HEAD_GROUP and each.why), "release")
         self.progress(
-            f"all pods are replaced together, for the head's {why}; running turns end first, and no other begins"
+            f"all pods are replaced together, because the head's {why} differs; running turns end first, and no other "
+            "begins"
         )
         pods = [pod for replica in release.replicas for pod in replica.pods]
         self.kubectl.delete_pods(pods, max(replica.grace for replica in release.replicas) + GRACE_SECONDS)
         self._await([*release.wanted], _count_of(release))
 
     def _await(self, groups: Sequence[str], lacks: Callable[[set[str]], str]) -> None:
-        """Wait until groups have their pods again and the rings that serve lack nothing. Raises DeadlineExceeded."""
+        """Wait until groups have all pods and `lacks(serving rings)` is empty. Raises DeadlineExceeded."""
         deadline = self.clock() + self.start_seconds
         told = ""
         while lacking := self._lacking(groups, lacks):
@@ -301,7 +303,7 @@ class Rollout:
                 self.progress(lacking)
             told = lacking
             if self.clock() > deadline:
-                raise DeadlineExceeded(f"after {self.start_seconds:.0f} s {lacking}; nothing else was replaced")
+                raise DeadlineExceeded(f"after {self.start_seconds:.0f} s: {lacking}; nothing else was replaced")
             self.sleep(POLL_SECONDS)
 
     def _lacking(self, groups: Sequence[str], lacks: Callable[[set[str]], str]) -> str:

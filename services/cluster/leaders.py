@@ -1,6 +1,8 @@
 """Leaders of a cluster's rings: restarted after a failure, and after a drain when their ring is wanted again.
 
 runs ──fails──> started again                  runs ──ring has drained──> away ──wanted──> started again
+
+The local cluster calls `RingKeeper.look` again and again, on its one thread.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ RESTART_SECONDS = 1.0
 """Seconds between two starts of one leader at least: a leader that cannot start must not occupy the machine."""
 STOP_SECONDS = 10.0
 START_STAGES = 5
-"""Stages of a ring's start, each of which may take the start timeout: places, models, ring, rates, steps."""
+"""Stages of a ring's start, each within the start timeout: place ranks, load models, join, measure rates, measure
+steps."""
 NODE_SECONDS = 300.0
 """Seconds for a leaving node to go before its rings start elsewhere."""
 
@@ -56,7 +59,7 @@ class Leader(Protocol):
 
 
 class RayLeader:
-    """`Leader` as an actor of that name. `serves` resolves when the ring serves, or fails."""
+    """`Leader` that is a Ray actor called `name`. `serves` resolves when the ring serves, or cannot start."""
 
     def __init__(self, host: LeaderHost, name: str) -> None:
         self.host = host
@@ -66,7 +69,7 @@ class RayLeader:
         # Futures, which can be looked at without a call of Ray.
         self._served = self.serves.future()
         self._pid = self.actor.pid.remote().future()
-        self._leaves = self.actor.wait_event.remote().future()  # is done when the ring has drained, or by failing
+        self._leaves = self.actor.wait_event.remote().future()  # done when the ring has drained, or with an error
 
     def has_left(self) -> bool:
         return self._leaves.done() and self._leaves.exception() is None
@@ -123,7 +126,7 @@ class RingKeeper(Generic[L]):
         self._clock = clock
         self._leaders: dict[str, L] = {}
         self._away: dict[str, _Away] = {}
-        self._wanted: dict[str, RingEvent] = {}  # whose ring we have not seen leave yet
+        self._wanted: dict[str, RingEvent] = {}  # events for rings that have not left yet
         self._parked: set[str] = set()
         self._num_made = 0
 
@@ -133,7 +136,7 @@ class RingKeeper(Generic[L]):
 
     def make(self, host: LeaderHost) -> None:
         """Start the leader of a ring."""
-        # Ray frees the name of a dead actor when it likes: the successor gets another.
+        # Ray may free the name of a dead actor late, so the successor gets another.
         self._num_made += 1
         self._away.pop(host.name, None)
         self._wanted.pop(host.name, None)
@@ -141,11 +144,11 @@ class RingKeeper(Generic[L]):
         self._leaders[host.name] = self._start(host, f"{host.name}-{self._num_made}")
 
     def _make_again(self, host: LeaderHost) -> None:
-        # Nobody else starts meanwhile, and nobody asks the ring to measure itself later.
+        # The ring measures itself at its start, since nobody asks it to later.
         self.make(replace(host, measures_at_start=True))
 
     def want(self, event: RingEvent) -> None:
-        """Note that a ring which has left, or is about to, is to be started again, or replace a silent leader."""
+        """Handle the router's event: replace a silent leader, note a parked ring, or start a ring that has left."""
         if event.silent_seconds:
             self._replace_silent(event)
             return
@@ -167,7 +170,8 @@ class RingKeeper(Generic[L]):
     def _replace_silent(self, event: RingEvent) -> None:
         """Kill a leader that stands still, and start another.
 
-        One that starts has not announced its ring, and one that started since has not been silent: its predecessor was.
+        A leader that is still starting has not announced its ring and is left alone. So is one that started within the
+        silent time: its predecessor was silent.
         """
         leader = self._leaders.get(event.ring)
         if leader is None or leader.is_starting():
@@ -205,7 +209,7 @@ class RingKeeper(Generic[L]):
         self._away[name] = _Away(leader.host, self._clock(), self._wanted.pop(name, None))
 
     def _may_return(self, away: _Away, wanted: RingEvent) -> bool:
-        """Return whether a ring may start: its ranks would be placed on a leaving node while that is there."""
+        """Return whether a ring may start again: while a leaving node is there, ranks would be placed on it."""
         staying = [node for node in wanted.leaving_nodes if self._is_node_there(node)]
         if not staying:
             return True

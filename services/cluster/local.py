@@ -1,6 +1,6 @@
-"""Cluster that `ringserve up` runs: router, rings and gateway on a Ray of its own, or without gateway on a Ray cluster.
+"""Cluster that `ringserve up` runs: router, rings and perhaps a gateway, on a Ray that it starts or on a Ray cluster.
 
-It ends what it started, by handle: Ray with its driver, the gateway by its process, also after a failure.
+It ends only what it started, also after a failure: Ray by its driver, the gateway by its process.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from ringserve.workers.protocol.ranks import ModelInfo
 log = logging.getLogger(__name__)
 
 MEASURED: Future[None] = Future()
-"""Measurement that has been done."""
+"""Done future: no measurement is under way."""
 MEASURED.set_result(None)
 
 ACTORS_STOP_SECONDS = 10.0
@@ -71,15 +71,16 @@ RAY_LOOK_SECONDS = 0.2
 """Seconds of one wait for actors that stop, between two looks at Ray's own processes."""
 POLL_SECONDS = 0.2
 MEASURE_SECONDS = 10.0
-"""Seconds that a start waits for the measurement of its rings: turns that have begun meanwhile come first."""
+"""Maximum seconds that `start` waits for its rings' measurement, which waits while turns run. `watch` does the rest."""
 RAY_SECONDS = 1.0
 """Seconds between two looks at Ray's own processes."""
 JOIN_SECONDS = 1.0
 """Seconds between two attempts to join a Ray cluster."""
 PREDECESSOR_SECONDS = 75.0
-"""Seconds for the actors of a cluster of the same name to end in: Ray notices a lost node after 4 to 60 s."""
+"""Seconds within which actors of an earlier cluster of that name must end: Ray notices a lost node after 4 to 60 s."""
 SLOW_START_SECONDS = 25.0
-"""Ray waits 30 s for its own processes, too little on a busy machine. A start that fails sooner would fail again."""
+"""A start of Ray that fails after this time failed on a busy machine (Ray waits 30 s for its own processes), and is
+tried again. A start that fails sooner would fail again."""
 
 
 def read_draft_model(config: Config, path: Path) -> ModelInfo | None:
@@ -104,7 +105,8 @@ class LocalCluster:
     is in the directory `journal`; empty: nothing.
 
     On a Ray cluster `name` says whose ranks these are. A cluster that ends with `leaves_ranks`, or dies, leaves its
-    ranks for the next of that name, which need not load the model again; see `LEASE_SECONDS`.
+    ranks for the next of that name, which need not load the model again; see LEASE_SECONDS in
+    `orchestration.ring.actors`.
     """
 
     def __init__(
@@ -123,7 +125,8 @@ class LocalCluster:
     ) -> None:
         """`note_trouble` gets the reason why a cluster that has started does not serve, and "" when it does again.
 
-        If a `directory` is given, its server may already load what workers need. The cluster removes it.
+        If a `directory` is given, its fork server may already load what workers need. The cluster removes the
+        directory.
         """
         self._config = config
         self._journal = journal
@@ -134,7 +137,7 @@ class LocalCluster:
         self._stopped = stopped or threading.Event()
         self._name = name
         self._leaves_ranks = leaves_ranks and bool(config.ray.address)
-        # Names of a cluster that has just ended do not collide with these: Ray frees them when it likes.
+        # The id keeps names of actors apart from those of a cluster that has just ended: Ray may free them late.
         self._id = uuid.uuid4().hex[:8]
         self._namespace = f"ringserve-{name if config.ray.address else self._id}"
         # Other children of this process, such as the resource tracker of multiprocessing, are not ended with Ray.
@@ -220,7 +223,7 @@ class LocalCluster:
             lambda host, title: RayRouter(host, self._unique(title)),
             start_seconds=config.timeouts.start,
             silent_seconds=silent,
-            # A fork needs no longer to serve than a process that has loaded.
+            # With a fork server there is no spare: a fork serves as soon as a spare would.
             spares=SpareSchedule(has_spare=config.router.spare and self._directory.forks is None),
         )
         router = self._router.process
@@ -237,7 +240,7 @@ class LocalCluster:
                 number=number,
                 router_endpoint=self.router_endpoint,
                 listen_host="" if config.ray.address else "127.0.0.1",
-                # Prefill rings are measured below. The steps of a ring that decodes cannot be, once its loop runs.
+                # Prefill rings are measured below, decode rings at their start: not once their loop runs.
                 measures_at_start=pool.role == "decode",
             )
             for pool in config.pools
@@ -265,7 +268,7 @@ class LocalCluster:
             check_stop(self._stopped)
 
     def _measure_next(self) -> bool:
-        """Let the next ring measure itself, if the one before has. Return whether any still measures.
+        """If the last measurement is over, let the next ring measure itself. Return whether any still measures.
 
         A ring that fails meanwhile keeps what it measured at its start, or measures itself when it is started again.
         """
@@ -408,12 +411,12 @@ class LocalCluster:
 
     @property
     def http_address(self) -> str:
-        """Address of the gateway's HTTP server; empty without."""
+        """Address of the gateway's HTTP server; empty without a gateway or without HTTP."""
         return self._gateway.settings.http if self._gateway else ""
 
     @property
     def metrics_address(self) -> str:
-        """Address of the gateway's metrics; empty without."""
+        """Address of the gateway's metrics; empty without a gateway or without metrics."""
         return self._gateway.settings.metrics if self._gateway else ""
 
     def watch(self) -> None:
@@ -476,22 +479,23 @@ class LocalCluster:
         self._directory.remove()
 
     def _stop_actors(self) -> None:
-        # Leaders that do not stop in order leave their ranks, and end with this process.
+        # With `leaves_ranks` the leaders are not stopped in order: their ranks stay, and the leaders end with this
+        # process.
         leaders = [] if self._leaves_ranks else self._rings.leaders
         stops = [leader.actor.stop.remote() for leader in leaders]
         if self._router is not None:
-            self._router.end_spare()  # there is one, too, while no router runs
+            self._router.end_spare()  # a spare may exist even while no router runs
         if self._router is not None and isinstance(self._router.process, RayRouter):
             stops.append(self._router.process.actor.stop.remote())
         deadline, late = time.monotonic() + ACTORS_STOP_SECONDS, stops
-        # What stops this process may have stopped Ray's, too, as a signal to the whole process group does.
+        # What stops this process may have stopped Ray's too, such as a signal to the process group.
         while late and time.monotonic() < deadline and not find_ended(self._own_ray):
             _, late = ray.wait(stops, num_returns=len(stops), timeout=RAY_LOOK_SECONDS)
         if late:
             log.warning("%d of %d actors did not stop in time and are ended with Ray", len(late), len(stops))
         if late and not find_ended(self._own_ray):
             for leader in leaders:
-                free_places(leader.host.name)  # ranks outlive their leader, and here also a Ray that goes on
+                free_places(leader.host.name)  # ranks outlive their leader on a Ray that runs on
 
 
 def _model_name(path: str) -> str:

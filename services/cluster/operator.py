@@ -1,4 +1,4 @@
-"""Commands of an operator to the router: drain rings, bring them back, restart them."""
+"""Commands of an operator to the router: drain rings, bring them back, restart them. `ringserve rings` calls them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def drain_node(access: RouterAccess, node: str, *, seconds: float) -> list
 
 
 async def drain_all(access: RouterAccess, *, seconds: float) -> None:
-    """Drain all rings at once, and wait until they have left: the service ends. Raises as `drain_node`."""
+    """Drain all rings at once, because the service ends, and wait until they have left. Raises as `drain_node`."""
     async with access.router() as router:
         rings = [ring.name for ring in (await router.get_server_info()).rings if ring.state != AWAY]
         for ring in await _told(rings, lambda ring: router.drain_ring(ring, seconds, force=True), access.progress):
@@ -144,7 +144,7 @@ async def _until_left(
 
 
 def _moves_told(drain: RingDrain | None) -> str:
-    return "" if drain is None else f", {drain.moved} conversations are moved and {drain.left} left"
+    return "" if drain is None else f", {drain.moved} conversations have been moved, {drain.left} not yet"
 
 
 async def _until(router: GrpcRouter, ring: str, holds: Callable[[ServerInfo], bool], seconds: float, what: str) -> None:

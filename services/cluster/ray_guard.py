@@ -1,6 +1,6 @@
-"""Guard of Ray, whose calls are pickles: a process that reaches Ray can run code, so a token guards our own.
+"""Start and end of our own Ray, guarded by a token: Ray's calls are pickles, so what reaches it can run code in it.
 
-Ray's control listens on the machine's own address, even for a node at 127.0.0.1.
+The local cluster uses it. Ray's control listens on the machine's own address, even for a node at 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ RAY_DEFAULTS = {
     "RAY_enable_metrics_collection": "false",
     # Counts and times of Ray's own events: some 8 % of a service's processor time at rest, for files that nobody reads.
     "RAY_event_stats": "false",
-    # Ray starts all its workers at 15, so that a router had to wait for ranks that compute. Ranks go there themselves.
+    # Ray would start all workers at 15, and a router would wait for ranks that compute. Ranks raise their own to 15.
     "RAY_worker_niceness": "0",
     "RAY_ROTATION_MAX_BYTES": str(16 << 20),
     "RAY_ROTATION_BACKUP_COUNT": "1",
 }
-"""Variables of an own Ray, unless the user has set them. A log of each process is kept up to twice the bytes."""
+"""Variables of our own Ray, unless the user has set them. With one backup, a process's logs take up to twice the
+bytes."""
 UNUSED = ("start_monitor", "start_api_server")
 """Methods of Ray's node that start its autoscaler and its dashboard."""
 LOG_MONITOR = "start_log_monitor"
@@ -55,7 +56,7 @@ LOG_MONITOR = "start_log_monitor"
 RAYLET = "start_raylet"
 """Method that starts the raylet, which starts actors."""
 RAYLET_SECONDS, RAYLET_LOOK_SECONDS = 25.0, 0.02
-"""Seconds for which the raylet is waited for, which Ray does after that, and between two looks."""
+"""Maximum seconds to wait for the raylet (Ray waits for it itself afterwards), and seconds between two looks."""
 AGENT_OPTIONS = ("--dashboard_agent_command=", "--runtime_env_agent_command=")
 """Options of the raylet with the commands of its agents."""
 AGENT_PORTS = ("METRICS_AGENT", "METRICS_EXPORT", "DASHBOARD_AGENT_LISTEN", "RUNTIME_ENV_AGENT")
@@ -63,7 +64,8 @@ AGENT_PORTS = ("METRICS_AGENT", "METRICS_EXPORT", "DASHBOARD_AGENT_LISTEN", "RUN
 NO_PORT = -1
 """Port that Ray's agents report for a service that they do not have."""
 NO_AGENT = "sh -c 'trap : INT; while kill -0 $PPID; do sleep 5; done 2>&-'"
-"""Command that stands for an agent. It lives through Ctrl-C and as long as the raylet, which ends if an agent does."""
+"""Command in place of an agent. It ignores Ctrl-C and runs as long as the raylet, which ends if one of its agents
+ends."""
 VITAL = ("raylet", "gcs_server")
 """Processes of Ray without which no actor lives."""
 OWN_SOURCES = ("raylet", "autoscaler")
@@ -75,12 +77,12 @@ log = logging.getLogger(__name__)
 class InstalledCode(JobConfig):
     """Job whose processes import only installed packages.
 
-    Ray puts the folder in which a command runs first on the path of its workers. A file such as `psutil.py` there
-    would take the place of a library.
+    Ray puts the current folder of the command first on its workers' import path. A file such as `psutil.py` there would
+    take the place of a library.
     """
 
     def _runtime_env_has_working_dir(self) -> bool:
-        return True  # Ray leaves that folder out then, and asks for nothing else
+        return True  # then Ray leaves that folder out; it calls this for nothing else
 
 
 def start_own_ray(
@@ -88,9 +90,9 @@ def start_own_ray(
 ) -> list[psutil.Process]:
     """Start a Ray for this process and its children alone; return its processes that this one has to end.
 
-    The children inherit the secret of `make_secret`. With `forks` that server forks the workers. They write to the
-    standard error of this process, unless Ray `is_forwarding` to its standard streams what they write to files.
-    Raises Unavailable, and leaves nothing behind then.
+    The children inherit the secret of `make_secret`. With `forks` that server forks the workers. If `is_forwarding`,
+    workers write to files, which Ray forwards to this process's standard streams; else they write to its standard
+    error. Raises Unavailable, and leaves nothing behind then.
     """
     _make_token()
     make_secret()
@@ -120,12 +122,12 @@ def start_own_ray(
 
 @contextlib.contextmanager
 def _starting_little(forks: ForkServer | None, *, is_forwarding: bool) -> Iterator[None]:
-    """Let Ray start neither autoscaler, dashboard nor agents; `ray.init` has no option.
+    """Let Ray start no autoscaler, dashboard or agents: `ray.init` has no option, so methods are replaced.
 
     An own Ray has no use for them: no runtime environment is made, and no metrics of Ray are read. Each is a process of
     50 MB that imports Ray, and `ray.init` waits for the agents. The log monitor is another, which starts last, and only
-    if Ray `is_forwarding`. `ray.init` looks for the raylet once a second: here it comes back from its start when the
-    raylet is there. With `forks` the raylet asks that server for its workers.
+    if Ray `is_forwarding`. `ray.init` looks for the raylet only once a second, so the replaced `start_raylet` returns
+    when the raylet is there. With `forks` the raylet asks that server for its workers.
     """
     before = {name: vars(node.Node)[name] for name in (*UNUSED, LOG_MONITOR, RAYLET) if name in vars(node.Node)}
     start_process = services.start_ray_process
@@ -133,7 +135,7 @@ def _starting_little(forks: ForkServer | None, *, is_forwarding: bool) -> Iterat
 
     def start_raylet(started: Any, *arguments: Any, **options: Any) -> None:
         nonlocal needs_agents
-        needs_agents = not _told_no_ports(started)  # may fail: before the environment is changed
+        needs_agents = not _told_no_ports(started)  # may raise, so it comes before the environment is changed
         if forks is not None and hasattr(started, "_ray_params"):
             started._ray_params.setup_worker_path = fork_server.__file__
             # Both are for the raylet alone.
@@ -170,7 +172,7 @@ def _starting_little(forks: ForkServer | None, *, is_forwarding: bool) -> Iterat
 def _told_no_ports(started: Any) -> bool:
     """Tell the raylet of a node that starts that its agents have no ports. Return False if this Ray cannot be told.
 
-    Another version may have other ways, and starts its agents.
+    Another version of Ray may lack these functions; it then starts its agents.
     """
     library: Any = _raylet
     try:
@@ -270,7 +272,7 @@ def asks_for_token(address: str, token: str = "") -> bool:
 def tame_output() -> None:
     """Let Ray forward every line of our processes, and nothing of its own to the terminal.
 
-    It folds lines that differ by numbers alone, such as lines of two rings, and colours their origin also in a file.
+    Else Ray folds lines that differ only in numbers, such as lines of two rings, and writes colour codes into files.
     Its own lines (raylet, autoscaler) become debug lines of our log. Idempotent.
     """
     vars(ray_logging)["RAY_DEDUP_LOGS"] = False

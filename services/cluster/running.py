@@ -1,4 +1,4 @@
-"""Actor contents: a leader or the router, each with its gRPC server. Composed here."""
+"""What runs in an actor: the router or a leader with its gRPC server, built by `cluster.hosts`."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from ringserve.services.telemetry.tracing import make_tracer
 
 STOP_GRACE_SECONDS = 2.0
 QUIET_SECONDS, MOST_QUIET_SECONDS, QUIET_LOOK_SECONDS = 30.0, 600.0, 1.0
-"""Seconds for which a measurement waits for turns to end, if the ring's cores are its own and if they are not, and
+"""Seconds that a measurement waits for turns to end if the ring has its own cores, and if it shares them; seconds
 between two looks."""
 RETURN_SECONDS = 30.0
-"""Seconds beyond a ring's start timeout, for its predecessor to end."""
+"""Seconds that the router waits for a ring beyond the start timeout: its former leader must end first."""
 
 
 def reachable(address: str) -> str:
@@ -58,8 +58,8 @@ async def until_quiet(
 ) -> None:
     """Return once no turn of the service runs, or at the `deadline` of the monotonic clock.
 
-    If one ran, it takes two looks without any: else the moment between two turns of one client would do, and the second
-    would wait for the measurement. With `is_needed`, raises Unavailable at the deadline.
+    Once a turn was seen, two looks in a row must find none: between two turns of one client there is a moment without
+    any, and the second turn would wait for the measurement. With `is_needed`, raises Unavailable at the deadline.
     """
     quiet_looks_left = 1
     while time.monotonic() < deadline:
@@ -204,7 +204,7 @@ class RunningLeader:
         self._metrics: MetricsEndpoint | None = None
 
     async def start(self) -> str:
-        """Start the server, then the ring: a ready ring is announced by its endpoint."""
+        """Start the server, then the ring, which announces the server's endpoint to the router."""
         host = self._host
         server = self._server = GrpcServer(peer_server(self._tls), admit=self._admit)
         router = self._peers.router(host.router_endpoint)
@@ -219,7 +219,7 @@ class RunningLeader:
         servicer.register(server)
         self._servicer = servicer
         leader.tracer = self._tracer
-        leader.has_left = self._drained  # `wait_event` waits for it already
+        leader.has_left = self._drained  # `wait_event` may wait for this event already
         self._leader = leader
         endpoint = await server.start(f"{host.listen_host or ray.util.get_node_ip_address()}:0", is_serving=False)
         try:
@@ -263,11 +263,11 @@ class RunningLeader:
         leader.metrics_endpoint = reachable(self._metrics.address)
 
     async def measure(self) -> None:
-        """Measure the ring while no turn of the service runs, or after QUIET_SECONDS: each disturbs the other.
+        """Measure the ring while no turn of the service runs, since each disturbs the other, or after QUIET_SECONDS.
 
-        On cores that rings share it is measured while no turn runs, or not at all. Raises Unavailable.
+        On cores that rings share, it raises Unavailable instead after MOST_QUIET_SECONDS.
         """
-        assert self._leader is not None, "the leader has not started"
+        assert self._leader is not None, "the leader has started"
         router = self._peers.router(self._host.router_endpoint)
         await self._leader.measure(quiet_moments(router, is_shared=bool(self._host.shared_cores)))
 

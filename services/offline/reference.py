@@ -1,4 +1,7 @@
-"""Stock transformers in one process: the reference that every answer must equal, token for token."""
+"""Stock transformers in one process: the reference that every answer must equal, token for token.
+
+The demo, `bench` and tests use it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 class Reference:
     """Greedy answer, and the smallest lead of its tokens over the second-best token, in logits.
 
-    `seconds` are those from the call to each token.
+    `seconds[i]` is the time from the call to token i.
     """
 
     token_ids: list[int]
@@ -30,7 +33,7 @@ class StockModel:
     def __init__(self, path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         disable_progress_bar()
         self._known: list[int] = []
-        # Without the model's config: it keeps all tokens of layers with a window, so that it can be cut anywhere.
+        # Without the model's config the cache keeps all tokens of layers with a window too, so it can be cut anywhere.
         self._known_cache: Cache = DynamicCache()
         self._device = device
         loaded = AutoModelForCausalLM.from_pretrained(str(path), local_files_only=True, dtype=dtype)
@@ -68,8 +71,8 @@ class StockModel:
     def follow(self, prompt: Sequence[int], answer: Sequence[int]) -> Reference:
         """Return transformers' own choice at every place of `answer`, given the prompt and the answer up to there.
 
-        Choices that all equal the answer are the greedy answer, by induction, and cost one pass over the new tokens:
-        the KV of the beginning that this call shares with the one before is used again.
+        If all choices equal the answer, it is the greedy one, by induction. That takes one pass over the new tokens: KV
+        of tokens that this call shares with the call before is used again.
         """
         tokens = [*prompt, *answer[:-1]]
         began = time.perf_counter()

@@ -28,7 +28,7 @@ def parse_tokens(key: str, text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([km]?)", text.strip().lower())
     tokens = round(float(found[1]) * TOKENS[found[2]]) if found else 0
     if not 1 <= tokens <= MAX_TOKENS:
-        raise ConfigError(f"{key}: {text!r} is no number of tokens; allowed are those like 4096, 128k or 1m")
+        raise ConfigError(f"{key}: {text!r} is not a number of tokens; give one like 4096, 128k or 1m")
     return tokens
 
 
@@ -47,7 +47,7 @@ def parse_contexts(key: str, text: str) -> tuple[ContextShare, ...]:
         size, colon, weight = item.partition(":")
         tokens = parse_tokens(key, size)
         if tokens in weights:
-            raise ConfigError(f"{key}: {size!r} is there twice; allowed is each context once")
+            raise ConfigError(f"{key}: {size!r} is given twice; give each context once")
         weights[tokens] = _positive(key, weight, "a weight like 128k:9") if colon else 1.0
     total = sum(weights.values())
     return tuple(ContextShare(tokens=tokens, share=weight / total) for tokens, weight in sorted(weights.items()))
@@ -57,7 +57,7 @@ def parse_seconds(key: str, text: str) -> float:
     """Parse a duration: "60s", "500ms", "2min". Raises ConfigError."""
     found = re.fullmatch(r"([\d.]+)\s*(ms|s|m|min|h)", text.strip().lower())
     if found is None:
-        raise ConfigError(f"{key}: {text!r} is no duration; allowed are those like 500ms, 60s or 2min")
+        raise ConfigError(f"{key}: {text!r} is not a duration; give one like 500ms, 60s or 2min")
     return _positive(key, found[1], "a duration like 60s") * SECONDS[found[2]]
 
 
@@ -65,7 +65,7 @@ def parse_rate(key: str, text: str) -> float:
     """Parse "0.1/s", "6/min" or "360/h" into turns a second. Raises ConfigError."""
     found = re.fullmatch(r"([\d.]+)\s*/\s*(s|min|h)", text.strip().lower())
     if found is None:
-        raise ConfigError(f"{key}: {text!r} is no rate; allowed are those like 0.1/s, 6/min or 360/h")
+        raise ConfigError(f"{key}: {text!r} is not a rate; give one like 0.1/s, 6/min or 360/h")
     return _positive(key, found[1], "a rate like 0.1/s") / SECONDS[found[2]]
 
 
@@ -73,7 +73,7 @@ def parse_sizes(key: str, text: str) -> list[int]:
     """Parse "1,2,4" into distinct sizes. Raises ConfigError."""
     sizes = [int(item) if item.isdecimal() else 0 for item in text.split(",")]
     if not all(1 <= size <= MAX_SIZE for size in sizes):
-        raise ConfigError(f"{key}: {text!r} is no list of sizes; allowed are numbers of 1 to {MAX_SIZE}, with commas")
+        raise ConfigError(f"{key}: {text!r} is not a list of sizes; give numbers from 1 to {MAX_SIZE}, with commas")
     return list(dict.fromkeys(sizes))
 
 
@@ -98,5 +98,5 @@ def _positive(key: str, text: str, allowed: str) -> float:
     except ValueError:
         value = 0.0
     if not (value > 0.0 and math.isfinite(value)):
-        raise ConfigError(f"{key}: {text!r} is not above 0; allowed is {allowed}")
+        raise ConfigError(f"{key}: {text!r} is not a number above 0; give {allowed}")
     return value

@@ -1,4 +1,7 @@
-"""Calibration reports, measured beside predicted: a table, closing lines, one JSON object, a plot."""
+"""Calibration reports, measured beside predicted: a table, closing lines, one JSON object, a plot.
+
+`ringserve calibrate` prints them.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +47,7 @@ def closing_lines(calibration: Calibration) -> list[str]:
     lines = [f"fitted to all: {_errors(calibration.fitted)}"]
     if calibration.held_out is not None:
         lines.append(f"each half of the cells by constants of the other: {_errors(calibration.held_out)}")
-    lines += [
-        f"time beyond the fastest algorithm of every cell, {name}: {loss:.1%}" for name, loss in calibration.losses
-    ]
+    lines += [f"time beyond every cell's fastest algorithm, {name}: {loss:.1%}" for name, loss in calibration.losses]
     constants = calibration.profile.prefill
     if constants.chain_overlap is not None:
         lines.append(

@@ -1,10 +1,11 @@
 """Losses of sparse prefills, measured by questions about sentences that are hidden in a text.
 
-Each text holds several sentences of one form, at given depths: "The access code of the cellar is 8430." One of them is
-asked for. The prompt is prefilled on a ring of ranks in this process, exactly and with each sparsity; the answer's
-tokens are then given one after another, as decoding would, over the KV that the prefill has left. The loss is the mean
-KL divergence of their distributions from those after the exact prefill, in nats a token. A question counts as answered
-where each token of the code is the most likely one at its place.
+`ringserve calibrate --sparse` calls it. Each text holds several sentences of one form, at given depths: "The access
+code of the cellar is 8430." One of them is asked for. The prompt is prefilled on a ring of ranks in this process,
+exactly and with each sparsity; the answer's tokens are then given one after another, as decoding would, over the KV
+that the prefill has left. At each answer token the model's distribution is compared with the one after the exact
+prefill: the loss is the mean KL divergence, in nats per token. A question counts as answered if each token of the code
+is the most likely one at its place.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ BLOCK_TOKENS = 16
 RING_SECONDS = 600.0
 """Deadline of one message between the ranks, which are threads of one process."""
 CHAT_TOKENS = 64
-"""Room left in a prompt for the question and the chat's own tokens, before the text is cut to fit."""
+"""Tokens of a prompt for the question and the chat template; the text fills the rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Prompt, its right answer, and where in the answer the code begins; `depth` is the code's place, 0 to 1."""
+    """Prompt and its right answer, whose code begins at index `code`; `depth` is its place in the text, 0 to 1."""
 
     depth: float
     prompt: TokenIds
@@ -55,7 +56,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Answer to one question by one sparsity, None being exact attention."""
+    """Result of one question with one sparsity. `keep` is None for exact attention."""
 
     num_tokens: int
     depth: float
@@ -116,7 +117,7 @@ class LossMeter:
     def measure(
         self, num_tokens: int, question: Question, sparsities: Sequence[Sparsity], tell: Callable[[str], None]
     ) -> list[Result]:
-        """Answer a question exactly, then by each sparsity; `tell` gets each name.
+        """Answer a question exactly, then with each sparsity; `tell` gets a line before each.
 
         `num_tokens` is the length that the results stand for.
         """
@@ -203,7 +204,7 @@ def _send_nothing(key: TransferKey, layer: int) -> None:
 
 
 def losses_of(model: str, num_ranks: int, sinks: int, window: int, results: Sequence[Result]) -> SparseLosses:
-    """Return the mean over the questions of every length and share of keys."""
+    """Return loss and accuracies by length and share of keys, averaged over the questions."""
     measured = []
     lengths = sorted({each.num_tokens for each in results})
     for num_tokens in lengths:

@@ -1,4 +1,7 @@
-"""Conversion of a GGUF file into a Hugging Face directory: it appears whole, under its name, or not at all."""
+"""Conversion of a GGUF file into a Hugging Face directory: it appears whole, under its name, or not at all.
+
+`ringserve import` calls it.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,8 @@ def convert(source: Path, target: Path, progress: Progress, dtype: str = "float3
 def is_intact(directory: Path) -> bool:
     """Compare every file of a converted model with its checksum, if it was written after the checksums.
 
-    They are written last. To read a whole model takes half a second of each start and more.
+    Checksums are written last: only a file newer than them is read, since reading a whole model would add half a second
+    or more to each start.
     """
     try:
         lines = (directory / SUMS).read_text(encoding="utf-8").splitlines()

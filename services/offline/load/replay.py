@@ -1,7 +1,7 @@
 """Request arrivals, drawn at random or read from a file, and their replay against a gateway.
 
-The replay is open-loop: each request is sent at its time, whatever the state of the others. Times in seconds from the
-start.
+`ringserve bench` calls it. The replay is open-loop: each request is sent at its time, whatever the state of the others.
+Times in seconds from the start.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ class RequestKind:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """Traced request. With `block_ids` its prompt begins like others with the same first ids.
+    """Request of a trace.
 
-    Then each id stands for `block_tokens` tokens, which are drawn by it.
+    Each of the `block_ids`, if given, stands for `block_tokens` tokens, drawn with the id as the seed: prompts with the
+    same first ids begin alike.
     """
 
     at: float
@@ -130,7 +131,7 @@ OK = "ok"
 
 @dataclass(slots=True)
 class Outcome:
-    """Request outcome. Seconds; `sent` and `ended` from the start of the run, `gaps` between tokens.
+    """Request outcome, in seconds: `sent` and `ended` since the start of the run, `gaps` between tokens.
 
     `cached_tokens` of the prompt were not computed. `prefill` are the seconds of the prefill, predicted and measured.
     `status` is "ok", or the gRPC status code's name in lower case, of which `reason` is the service's sentence.
@@ -152,7 +153,7 @@ class Outcome:
 
     @property
     def ttit(self) -> float:
-        """Mean over this request's tokens after the first, 0 without any."""
+        """Mean time between this request's tokens (`gaps`), 0 without any."""
         return sum(self.gaps) / len(self.gaps) if self.gaps else 0.0
 
 
@@ -162,7 +163,7 @@ async def replay(
     """Replay a trace and return the outcomes in its order; `tell` gets the status of each request that ends.
 
     `timeout` is the deadline of each request. Prompts are random tokens, and answers ignore end-of-sequence tokens.
-    Raises grpc.aio.AioRpcError if the gateway does not name its model.
+    Raises grpc.aio.AioRpcError if the gateway does not answer GetModelInfo.
     """
     async with grpc.aio.insecure_channel(target, options=OPTIONS) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
@@ -189,7 +190,7 @@ def _request(
     ends = set(model.eos_token_ids)
     tokens = [token for token in range(min(model.vocab_size, 4096)) if token not in ends]
     drawn = [np.random.default_rng(block).choice(tokens, arrival.block_tokens) for block in arrival.block_ids]
-    # Of lengths that are rounded down the last block may lack a few tokens.
+    # If the trace's blocks have fewer tokens than its prompt, the rest is drawn at random.
     missing = max(0, arrival.prompt_tokens - len(drawn) * arrival.block_tokens)
     prompt = np.concatenate([*drawn, generator.choice(tokens, missing)])[: arrival.prompt_tokens]
     return inference_pb2.GenerateRequest(

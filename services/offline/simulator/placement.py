@@ -1,4 +1,7 @@
-"""Placement policies of simulated turns: the router's own, two that ignore KV, and one with exact queues."""
+"""Placement policies of simulated turns: the router's own, two that ignore KV, and one with exact queues.
+
+The simulation runs them.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """Policy by the shortest queue and the fewest turns that the router knows of, regardless of KV."""
+    """Policy that takes the ring with the shortest queue or the fewest turns, wherever KV is."""
 
     def __init__(self, cluster: Cluster, planner: Planner) -> None:
         self._registry = cluster.registry

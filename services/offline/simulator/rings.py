@@ -116,7 +116,7 @@ class BlockKv:
         return self._pool.num_retained(kv_id) * BLOCK_TOKENS
 
     def try_pin(self, kv_id: str, tokens: int, *, shares: str = "", shared_tokens: int = 0) -> bool:
-        """Pin a new sequence of `tokens`, which begins with so many shared ones of another.
+        """Pin a new sequence of `tokens`, whose first `shared_tokens` use the blocks of sequence `shares`.
 
         Return False and change nothing if running turns leave less room.
         """
@@ -135,7 +135,7 @@ class BlockKv:
         sequence.shards = ShardMap.of(((TokenRange(0, _blocks(tokens)),),)) if tokens else ShardMap.empty(1)
 
     def unpin(self, kv_id: str, retain: int, *, is_spare: bool = False) -> None:
-        """End a turn: its first `retain` tokens stay while there is room; spare ones go first."""
+        """End a turn: its first `retain` tokens stay while there is room; KV with `is_spare` goes first."""
         self.note_computed(kv_id, retain)
         self._pool.settle(kv_id, kv_id, _blocks(retain), is_guest=is_spare)
 

@@ -101,7 +101,7 @@ def test_plan_for_people_says_what_fits_and_what_is_proposed(capsys: pytest.Capt
     assert main(["plan", *MODEL, "--context", "1m", "--rate", "1/min", "--chunk", "whole"]) == 0
     shown = capsys.readouterr().out
     assert "no: llama3-405b-fp8 on cp 1 x tp 8 does not fit" in shown
-    assert "the smallest ring that holds it is cp 8 x tp 8" in shown
+    assert "the smallest ring that holds the context is cp 8 x tp 8" in shown
     assert "was made for 131072 tokens: longer contexts are predicted without regard to quality" in shown
     assert "prefill:decode" in shown
 
@@ -190,8 +190,8 @@ def test_a_plan_is_drawn_even_with_a_single_context(tmp_path: Path) -> None:
         (("plan", "--model", "gpt", "--context", "8k"), "--model: 'gpt' is unknown; allowed are llama3-8b"),
         (("plan", *MODEL, "--context", "8k", "--hardware", "none"), "hardware profile 'none' is unknown"),
         (("plan", *MODEL, "--context", "8k", "--tp", "3"), "--tp: 3 does not divide the 8 KV heads"),
-        (("plan", *MODEL, "--context", "8k", "--cp", "0"), "--cp: '0' is no list of sizes"),
-        (("plan", *MODEL, "--context", "8k", "--cp", "two"), "--cp: 'two' is no list of sizes"),
+        (("plan", *MODEL, "--context", "8k", "--cp", "0"), "--cp: '0' is not a list of sizes"),
+        (("plan", *MODEL, "--context", "8k", "--cp", "two"), "--cp: 'two' is not a list of sizes"),
         (("plan", *MODEL, "--context", "8k", "--cached", "1"), "--cached: 1.0 is no share"),
         (("plan", *MODEL, "--context", "8k", "--cached", "nan"), "--cached: nan is no share"),
         (("plan", *MODEL, "--context", "8k", "--ttft", "1s"), "--ttft: a limit needs traffic; give --rate too"),
@@ -201,8 +201,8 @@ def test_a_plan_is_drawn_even_with_a_single_context(tmp_path: Path) -> None:
         ),
         (("plan", *MODEL, "--context", "10m", "--cp", "1"), "llama3-405b-fp8 on cp 1 x tp 8 does not fit"),
         (("plan", "--model", "llama3-405b", "--context", "8k"), "llama3-405b on cp 64 x tp 8 does not fit: a process"),
-        (("explain", *MODEL, "--tokens", "0", "--ranks", "2"), "--tokens: '0' is no number of tokens"),
-        (("explain", *MODEL, "--tokens", "1", "--ranks", "0"), "--ranks: '0' is no list of sizes"),
+        (("explain", *MODEL, "--tokens", "0", "--ranks", "2"), "--tokens: '0' is not a number of tokens"),
+        (("explain", *MODEL, "--tokens", "1", "--ranks", "0"), "--ranks: '0' is not a list of sizes"),
         (("explain", *MODEL, "--tokens", "1", "--ranks", "2", "--tp", "3"), "--tp: 3 does not divide the 8 KV heads"),
     ],
 )

@@ -79,12 +79,12 @@ def test_progress_and_outcome_are_told_in_words(
     assert peers.asked == [("decode-0", 60.0, True)]
     told = capsys.readouterr()
     assert told.err.splitlines() == [
-        "ringserve: ring decode-0 drains, 2 turns are under way, 0 conversations are moved and 9 left",
-        "ringserve: ring decode-0 drains, 0 turns are under way, 3 conversations are moved and 5 left",
+        "ringserve: ring decode-0 drains, 2 turns are under way, 0 conversations have been moved, 9 not yet",
+        "ringserve: ring decode-0 drains, 0 turns are under way, 3 conversations have been moved, 5 not yet",
     ]
     assert told.out == (
-        "ringserve: decode-0 has left until 'ringserve undrain decode-0'; 6 conversations were moved, 1 found no room "
-        "elsewhere, 2 could not be moved\n"
+        "ringserve: decode-0 has left; 'ringserve undrain decode-0' brings it back; 6 conversations were moved, "
+        "1 found no room elsewhere, 2 could not be moved\n"
     )
 
 
@@ -101,4 +101,4 @@ def test_a_router_that_knows_nothing_of_the_drain_any_more_is_believed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     drain(FakePeers(EMPTY), monkeypatch)
-    assert capsys.readouterr().out == "ringserve: decode-0 has left until 'ringserve undrain decode-0'\n"
+    assert capsys.readouterr().out == "ringserve: decode-0 has left; 'ringserve undrain decode-0' brings it back\n"

@@ -177,7 +177,7 @@ def test_a_head_without_a_journal_is_replaced_only_by_who_says_so() -> None:
     made, told = rollout(kubernetes, forget=True)
     assert made.run() == ["head", "prefill 0", "prefill 1", "decode 0", "decode 1"]
     assert len(kubernetes.deleted) == 1
-    assert told[0].startswith("all pods are replaced together, for the head's configuration")
+    assert told[0].startswith("all pods are replaced together, because the head's configuration")
     assert told[1:] == [f"RayCluster {NAME} has no head pod: rings are lost until KubeRay has made another"]
 
 
@@ -224,7 +224,7 @@ def test_a_ring_that_does_not_come_back_stops_the_restart(stays_away: str, monke
     else:
         monkeypatch.setattr(kubernetes, "delete_pods", _then_unready(kubernetes, "decode-0"))
         lacking = "decode-0 does not serve yet"
-    with pytest.raises(DeadlineExceeded, match=f"after 30 s {lacking}; nothing else was replaced"):
+    with pytest.raises(DeadlineExceeded, match=f"after 30 s: {lacking}; nothing else was replaced"):
         made.run()
     assert groups_of(kubernetes.deleted) == [["decode-0-0"]]
     assert told[-1] == lacking

@@ -35,7 +35,7 @@ def test_what_cannot_be_measured_is_one_sentence(cluster: Cluster, tmp_path: Pat
         (("--tokens", "900m"), "nothing fits rings of"),
         (("--repeats", "0"), "--repeats: 0 is out of range; allowed are 1 or more"),
         (("--write", str(tmp_path / "nowhere" / "x.json")), "its directory does not exist"),
-        (("--tokens", "many"), "--tokens: 'many' is no number of tokens"),
+        (("--tokens", "many"), "--tokens: 'many' is not a number of tokens"),
     ):
         finished = cluster.ringserve.run("calibrate", "--target", cluster.gateway, *options)
         assert finished.returncode == 1

@@ -88,7 +88,7 @@ def test_losses_are_means_over_the_questions_of_a_length_and_are_reported(tmp_pa
     [
         ([], "builtin:tiny is not trained"),
         (["--ranks", "1"], "--ranks: 1 is out of range; allowed are 2 to 16"),
-        (["--keep", "0.5,x"], "--keep: 'x' is no number"),
+        (["--keep", "0.5,x"], "--keep: 'x' is not a number"),
         (["--keep", "2"], "--keep: 2 is out of range; allowed are above 0 to 1"),
         (["--window", "0"], "window 0; allowed are"),
         (["--depths", "1.5"], "--depths: 1.5 is out of range; allowed are 0 to 1"),

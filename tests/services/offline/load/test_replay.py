@@ -168,7 +168,7 @@ async def test_the_command_prints_the_report_and_draws_it(tmp_path: Path, capsys
         (("--kind", "tiny=5"), "--kind: 'tiny=5' is not NAME=TOKENS:ANSWER"),
         (("--kind", "tiny=5-3:1"), "--kind: 'tiny=5-3:1' needs a name"),
         (("--set", "prefill.cp=1"), "--config and --set: only for a cluster that --start starts"),
-        (("--target", "here:1", "--start"), "--target: a cluster that --start starts has its own"),
+        (("--target", "here:1", "--start"), "--target: not together with --start"),
         (("--target", "127.0.0.1:1"), "127.0.0.1:1 does not answer"),
     ],
 )
