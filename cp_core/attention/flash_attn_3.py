@@ -1,4 +1,4 @@
-"""FlashAttention 3 kernel for Hopper GPUs, from the package `fa3-fwd`: prefill twice as fast as torch's.
+"""FlashAttention 3 kernel for Hopper GPUs, from the package `fa3-fwd`: prefill about twice as fast as torch's.
 
 "auto" chooses it if it is installed. Written against version 0.0.3, which supports only bfloat16 and no block tables.
 On an H100 its LSE differs from torch's kernel by at most 3e-8.

@@ -468,7 +468,7 @@ def _one_page(num_rows: int) -> torch.Tensor:
 
 
 def packed_shape(weight: torch.Tensor, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the shape of weight[N, C] packed in `dtype`: N is rounded up to whole vectors, C in bfloat16 to even."""
+    """Return the shape of weight[N, C] packed in `dtype`: N is rounded up to vectors, C of bfloat16 is made even."""
     found = library()
     assert found is not None
     lanes = found.ringserve_lanes()
@@ -677,7 +677,10 @@ def whole_layer(
 def _starts(
     rows: int, part: int, features: int, heads: int, kv_heads: int, dim: int, middle: int, copied: int
 ) -> tuple[int, ...]:
-    """Return where each tensor begins in a layer's working memory, in the kernel's order, then copied KV, the end."""
+    """Return the offsets, in numbers, of a layer's tensors in its working memory, in the kernel's order.
+
+    The last two are the offset of the copied KV and the size.
+    """
     of_heads = [rows * dim * count for count in (heads + 2 * kv_heads, heads, kv_heads, heads)]
     sizes = [rows * features, *of_heads, part * middle, 2 * copied * kv_heads * dim]
     return (0, *accumulate(-(-size // NUMBERS_PER_LINE) * NUMBERS_PER_LINE for size in sizes))
@@ -720,8 +723,8 @@ def attends(layer: Layer) -> bool:
     return layer.dim in HEAD_DIMS and layer.heads <= MAX_GROUP * layer.kv_heads
 
 
-def serves(dtype: torch.dtype) -> bool:
-    """Return True if `multiply` takes weights of a dtype: float32; bfloat16 needs AVX512-BF16 or AMX."""
+def multiplies(dtype: torch.dtype) -> bool:
+    """Return whether `multiply` takes weights of a dtype: float32, and bfloat16 on AVX512-BF16 or AMX."""
     found = library()
     if found is None or dtype not in DTYPES:
         return False

@@ -3,14 +3,14 @@
 Ring algorithms and decode steps call it.
 
 Shapes: M parts, T query tokens, S stored tokens, H query heads, K key/value heads (H is a multiple of K), D head
-dimension; of paged attention B sequences with one query each, P pages of a cache, G tokens a page, M pages of the
+dimension; of paged attention B sequences with one query each, P pages of a cache, G tokens a page, W pages of the
 longest table. Parts merge in fp32, in their order (arXiv 2411.01783, 3.3 and appendix B):
 
     out = sum_i exp(lse_i) out_i / sum_i exp(lse_i)         lse = log sum_i exp(lse_i)
 
-Stable: m = max_i lse_i (0 if all are -inf), w_i = exp(lse_i - m), s = sum_i w_i, out = sum_i (w_i / s) out_i,
-lse = m + log s. A part that attended nothing has lse -inf and possibly a NaN out. It is selected away, because 0 * NaN
-is NaN. For equal bits on every rank, pass the parts in source-rank order.
+Stable: m = max_i lse_i (0 if all are -inf), w_i = exp(lse_i - m), s = sum_i w_i, out = sum_i (w_i / s) out_i, lse = m +
+log s. A part that attended nothing has lse -inf and possibly a NaN out. A `where` leaves it out, because 0 * NaN is
+NaN. For equal bits on every rank, pass the parts in source-rank order.
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ class BandAttention(AttentionBackend, Protocol):
     ) -> Partial:
         """Attend q[T, H, D] over k[S, K, D] and v[S, K, D]: query t sees keys [first[t], stop[t]).
 
-        Both bounds ascend; `Band.bounds_on` makes them. The LSE of a query that sees no key is -inf.
+        Both bounds ascend. As `Band.bounds_on` makes them, they are int64 on a CPU and int32 elsewhere. The LSE of a
+        query that sees no key is -inf.
         """
         ...
 
@@ -545,7 +546,7 @@ def _by_rows(parts: Sequence[RowPartial]) -> Iterator[tuple[Rows, list[Partial]]
 class PagedShards:
     """One rank's shards of a batch: pages k[P, G, K, D] and v[P, G, K, D] of one layer, in any order.
 
-    table[B, M] (int32, on the same device) lists each sequence's pages in stored order. Entries after the last page are
+    table[B, W] (int32, on the same device) lists each sequence's pages in stored order. Entries after the last page are
     never read, but must be valid page numbers. `stored` has each sequence's token count on this rank, possibly 0.
     `lengths` has the same counts as int32[B] on the device, for kernels that read them there.
 
@@ -569,7 +570,7 @@ class PagedShards:
         return len(self.stored)
 
     def of(self, rows: Sequence[int], indices: RowIndices) -> PagedShards:
-        """Return the shards of the queries in `rows` (ascending), each attended by itself."""
+        """Return the shards of the queries in `rows`, ascending, without `ends`; self if `rows` are all of them."""
         if len(rows) == len(self):
             return self
         index = indices.of(rows, self.table.device)

@@ -69,7 +69,7 @@ class TorchCpuFlash:
     def attend_masked(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, *, scale: float
     ) -> Partial:
-        """See MaskedAttention. The kernel returns an LSE of 0 for a row that sees no key."""
+        """See MaskedAttention. The kernel's LSE of a row that sees no key is 0; here it becomes -inf."""
         out_bhtd, lse_bht = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q.float().transpose(0, 1).unsqueeze(0),
             k.float().transpose(0, 1).unsqueeze(0),
@@ -142,7 +142,7 @@ def _unfold(out_bhtd: torch.Tensor, lse_bht: torch.Tensor, num_tokens: int, num_
 
 @lru_cache(maxsize=64)
 def _newest_mask(num_tokens: int, num_stored: int, group: int) -> torch.Tensor:
-    """Return the mask [1, 1, T * G, S] of folded newest tokens: 0 for keys that a token sees, -inf after it."""
+    """Return the mask [1, 1, T * G, S] of folded newest tokens: 0 for keys that a token sees, -inf for later ones."""
     mask_ts = torch.zeros(num_tokens, num_stored)
     mask_ts[:, num_stored - num_tokens :] = torch.full((num_tokens, num_tokens), -torch.inf).triu(1)
     return mask_ts.repeat_interleave(group, dim=0)[None, None]

@@ -18,9 +18,9 @@ from ringserve.cp_core.attention.partial import PagedShards, Partial, cumulative
 MAX_HEAD_DIM = 256
 # Page size, in tokens, for flash kernels that follow a block table.
 PAGE_MULTIPLE = 256
-# Query tokens per kernel tile, and processors of an H100 or H200. With fewer tiles some processors idle, and a kernel
-# that splits the keys is faster: 128 queries over 128K keys on an H100 run at 282 TFLOP/s, and at 200 with
-# FlashAttention 3, which does not split.
+# Query tokens per kernel tile, and processors of an H100 or H200, which stand for those of any GPU. With fewer tiles
+# some processors idle, and a kernel that splits the keys is faster: on an H100, 128 queries over 128K keys run at 282
+# TFLOP/s with torch's kernel, and at 200 with FlashAttention 3, which does not split.
 TILE_TOKENS = 128
 PROCESSORS = 132
 

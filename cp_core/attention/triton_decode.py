@@ -1,4 +1,4 @@
-"""Backend for NVIDIA GPUs: torch's flash kernel for many queries, Triton kernels for windows and block tables.
+"""Backend for NVIDIA GPUs: torch's flash kernel for runs of keys, Triton kernels for windows and block tables.
 
 "auto" chooses it on GPUs that FlashAttention 3 does not serve.
 
@@ -19,9 +19,10 @@ from ringserve.cp_core.attention.torch_cuda import TorchCudaFlash, check_head_di
 
 
 class TritonDecode:
-    """Backend for prefill and decode. Calls with many queries and no window go to `prefill`, torch's flash backend.
+    """Backend for prefill and decode, despite its name.
 
-    Only the device reads tables and lengths, so a CUDA graph can capture a decode step.
+    Calls without a window or a block table go to `prefill`, torch's flash backend. Only the device reads tables and
+    lengths, so a CUDA graph can capture a decode step.
     """
 
     name: ClassVar[str] = "triton_decode"
@@ -32,9 +33,9 @@ class TritonDecode:
     fills = staticmethod(fills_gpu)
 
     def __init__(self, prefill: TorchCudaFlash | None = None, kernels: Any = None) -> None:
-        """`prefill` attends many queries (default: torch's flash kernel). Tests replace `kernels`."""
+        """`prefill` attends runs of keys (default: torch's flash kernel). Tests replace `kernels`."""
         self._prefill = prefill or TorchCudaFlash()
-        # Triton is imported when a backend is made: CPU builds of torch come without it.
+        # Triton is imported only when a backend is made: CPU builds of torch come without it.
         self._kernels = kernels or importlib.import_module("ringserve.cp_core.attention.triton_kernels")
 
     @staticmethod

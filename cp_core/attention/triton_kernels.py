@@ -63,8 +63,8 @@ def attend_pages(
     firsts[b] are not read.
 
     If `ends` int32[E] is given, queries [ends[e - 1], ends[e]) are one sequence's, at most MAX_TOGETHER, with equal
-    rows of the table: its pages are read once for all of them. Queries from ends[E - 1] on see nothing: they get (0,
-    -inf).
+    rows of the table: its pages are read once for all of them. Queries from ends[E - 1] on see nothing and get
+    (0, -inf).
 
     Each sequence is cut into `num_splits` ranges of keys; 0 chooses enough to keep the GPU busy if every row of the
     table is full.
@@ -173,7 +173,7 @@ MERGES_EARLY = True
 def merge_parts(
     outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], into: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge M >= 1 parts of the same T rows, of any dtype and strides -> fp32 out[T, H, D] and lse[T, H].
+    """Merge one or more parts of the same T rows, of any dtype and strides -> fp32 out[T, H, D] and lse[T, H].
 
     If `into` (contiguous [T, H, D], any dtype) is given, out is written there. The out of a part is not read if its lse
     is -inf or its weight is 0. Rows that no part attended give (0, -inf). A row with an lse of NaN in a part is NaN in
@@ -284,7 +284,7 @@ def _attend_split(
     place = (queries * tl.num_programs(1) * GROUP + heads) * num_splits + split
     if begin >= end:
         tl.store(part_lse + place, float("-inf"), mask=is_row)
-        # With one split no second kernel follows, which would skip this out by its LSE.
+        # With one split no second kernel follows that would skip this out by its LSE, so it must be 0.
         if num_splits == 1:
             to = part_out + place[:, None] * HEAD_DIM + dims[None, :]
             tl.store(to, tl.zeros([ROWS, PADDED_DIM], tl.float32), mask=is_row[:, None] & is_dim[None, :])
@@ -355,7 +355,7 @@ def _attend_band(
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attend ROWS queries of one head over the keys that one of them sees."""
+    """Attend ROWS queries of one head over the keys that at least one of them sees."""
     # If no window hides keys, the last rows see the most of them, so they begin first.
     tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     rows, dims, keys = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED_DIM), tl.arange(0, KEYS)

@@ -10,8 +10,8 @@ token_seconds, pair_seconds, kv_bytes, link_bytes_per_second, layer_seconds and 
     sent   = max(link_i, ready) + T_i kv / BW       link_i = max(sent, own, arrived_i) + c_i kv / BW
     f_i    = max(own, arrived_i) + (T_i (P + c_i) pair + T_i (lin - qkv)) / s_i + o          arrived_{i+1} = link_i + a
 
-A chain pays the start of a message once per hop, a ring once per hop in every layer. A chain can hide a message behind
-a whole layer, a ring only behind attention.
+A chain pays the latency of a message once per hop, a ring once per hop in every layer. A chain can hide a message
+behind a whole layer, a ring only behind attention.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class ChainRates:
 
     `token_seconds` is the time of all matrix products of one token in one layer, `projection_seconds` the part of it
     for q, k and v, `pair_seconds` the time of one query with one key in one layer, `layer_seconds` all other time of a
-    layer. `kv_bytes` are K and V of one token in one layer. A rank of speed 2 computes twice as fast; a rank begins its
-    lateness after the others. If ranks share cores, a GPU or its memory, a rank computes `lone_speed` times as fast
-    while the others wait; the other rates are for ranks that compute together. During `overhead_seconds` of a layer no
-    message is hidden; `overlap` is the share of messages hidden behind the rest of the layer. Predictions and the
-    choice of cuts use both, `chain_seconds` neither. `links` are the shares of `link_bytes_per_second` that the
-    positions' links have, by default 1.
+    layer. `kv_bytes` are K and V of one token in one layer. A rank of speed 2 computes twice as fast; one with a
+    lateness begins that many seconds after the others. If ranks share cores, a GPU or its memory, a rank computes
+    `lone_speed` times as fast while the others wait; the other rates are for ranks that compute together. During
+    `overhead_seconds` of a layer no message is hidden; `overlap` is the share of messages hidden behind the rest of the
+    layer. Predictions and the choice of cuts use both, `chain_seconds` neither. `links` are the shares of
+    `link_bytes_per_second` that the positions' links have, by default 1.
 
     Two options imitate KV-Runahead for comparison. With `is_masked` a rank computes all pairs among its own tokens, not
     half. With `is_one_message` it waits for the earlier KV and sends it together with its own.
@@ -121,7 +121,7 @@ class ChainRates:
             message_seconds=ring.link_latency_seconds,
             speeds=tuple(speeds),
             lateness=tuple(lateness),
-            # Ranks that share one core are N times as fast alone as together, and none is faster. A 0 was not measured.
+            # Ranks that share one core are N times as fast alone as together, and none is faster. 0: not measured.
             lone_speed=min(max(1.0, ring.lone_speed), float(len(speeds))),
         )
 
@@ -130,7 +130,7 @@ class ChainRates:
         return len(self.speeds)
 
     def busy_share(self, cuts: Sequence[int]) -> float:
-        """Return the factor by which ranks without tokens shrink a layer's overhead: others use their cores."""
+        """Return the factor of a layer's overhead: less than 1 if ranks without tokens leave their cores to others."""
         num_busy = sum(1 for start, stop in pairwise(cuts) if stop > start)
         return max(1.0 / self.lone_speed, num_busy / self.num_ranks) if self.lone_speed > 1.0 else 1.0
 
@@ -152,7 +152,7 @@ class ChainRates:
         return max(work, link) + (1.0 - self.overlap) * min(work, link)
 
     def overhead(self, cuts: Sequence[int]) -> float:
-        """Return the seconds of all layers behind which nothing hides."""
+        """Return the seconds in which no message is hidden, in all layers together."""
         return self.num_layers * self.overhead_seconds * self.busy_share(cuts)
 
     def byte_seconds(self, place: int) -> float:
@@ -212,7 +212,7 @@ def _stages(cuts: Sequence[int], cached: int, rates: ChainRates) -> list[_Stage]
     num_readers = sum(1 for start, stop in pairwise(cuts) if stop > start)
     stages = []
     for place, (start, stop) in enumerate(pairwise(cuts)):
-        # Nothing goes to ranks behind the last tokens.
+        # Nothing goes to ranks after the last tokens.
         count, speed, is_last = stop - start, rates.speeds[place], place == num_ranks - 1 or stop == cuts[-1]
         byte_seconds = rates.byte_seconds(place)
         products = count * (rates.token_seconds - rates.projection_seconds)
@@ -281,7 +281,8 @@ def _send_cached(links: list[float], stages: Sequence[_Stage], message_seconds: 
 def _is_steady(earlier: Sequence[float], steps: Sequence[float], num_ranks: int) -> bool:
     """Return whether each layer adds the same time to every rank and link as the layer before, and no less downstream.
 
-    A maximum then keeps its side for ever: arrivals from upstream do not grow faster than the rank's own times.
+    Each max() in `_pass_layer` then keeps choosing the same argument: arrivals from upstream do not grow faster than
+    the rank's own times.
     """
     if not earlier or not math.isclose(math.fsum(earlier), math.fsum(steps), rel_tol=1e-12):
         return False
@@ -300,7 +301,7 @@ def chain_closed_form(cuts: Sequence[int], cached: int, rates: ChainRates) -> fl
 
     A stage includes the part of its messages that does not overlap: a processor that moves them computes less. Without
     cached tokens the result is 3% below to 0.3% above `chain_seconds`; with them, 5% below to 10% above, and up to 30%
-    above for short steps of many ranks, where starts of messages count.
+    above for short steps of many ranks, in which latencies count.
     """
     stages = _stages(cuts, cached, rates)
     num_ranks, lone_speed = rates.num_ranks, rates.lone_speed
@@ -454,8 +455,7 @@ def _balanced(num_tokens: int, cached: int, rates: ChainRates, empty: int, even:
     cuts = _filled(low, cached, rates, empty)
     under = num_tokens - cuts[-1]
     if under > TOLERANCE:
-        # The Illinois form of false position: the value at an end that stays is halved: a handful of steps instead of
-        # dozens.
+        # False position that halves the value at an end that stays (Illinois): a handful of steps instead of dozens.
         over, side = _filled(high, cached, rates, empty)[-1] - num_tokens, 0
         for _ in range(MAX_STEPS):
             middle = (low * over + high * under) / (under + over)
@@ -514,10 +514,10 @@ class ChainPredictor:
 
     The closed form is computed for T = 2^(i/2) and 1 + P / T = 2^(j/2), as a multiple of what the matrix products and
     the attention take on one rank. Between these the multiple is linear: a router asks for many steps while it places
-    one turn. Each layer's overhead is added, and the starts of pass-KV's hops: a profile's starts include waits for
-    late ranks, so a chain must not seem faster only because it has fewer of them. A calibration measures overlap and
-    overhead of chains; else they are those of the ring. The closed form counts late ranks already, so the seconds of a
-    ring's step must not count them again.
+    one turn. Each layer's overhead is added, and the latencies of pass-KV's hops: a profile's latencies include waits
+    for late ranks, so a chain must not seem faster only because it has fewer of them. A calibration measures overlap
+    and overhead of chains; else they are those of the ring. The closed form counts late ranks already, so the seconds
+    of a ring's step must not count them again.
     """
 
     __slots__ = ("_entries", "_model", "_num_ranks", "_prefill_rates", "_rates", "_step_seconds")

@@ -54,10 +54,11 @@ class DecodeRates:
     rate at which one query's attention reads KV. `busy_message_seconds` is the time of a small message between ranks
     that were computing just before, which is longer than between ranks that wait for it.
 
-    The fields below have values only if a profile gives them. A call starts in `call_seconds`, and every row beyond
-    `free_rows` adds `row_seconds`. The collective has the start and rate of a hop unless it has its own. A ring of
-    several ranks adds `ring_seconds` a layer, tensor parallelism `sum_seconds` a step. `is_padded` follows arXiv
-    2411.01783, 4.3: every rank attends ceil(B / N) rows, and sampled tokens need no message of their own.
+    The fields below have values only if a profile gives them. A call takes `call_seconds`, its KV's reading, and
+    `row_seconds` for every row after the first `free_rows`. The collective has the latency and rate of a hop unless it
+    has its own. A ring of several ranks adds `ring_seconds` a layer, tensor parallelism `sum_seconds` a step.
+    `is_padded` follows arXiv 2411.01783, 4.3: every rank attends ceil(B / N) rows, and sampled tokens need no message
+    of their own.
     """
 
     ring: RingRates
@@ -85,8 +86,8 @@ class DecodeRates:
     def of_profile(cls, profile: HardwareProfile, model: ModelShape, tp: int) -> DecodeRates:
         """Return the rates of a process that a profile describes, one of `tp` that share each layer of `model`."""
         constants, links = profile.decode, profile.prefill
-        # Two small sums a layer: their bytes are negligible beside their starts.
-        start = constants.sum_seconds + (profile.num_hosts(tp) - 1) * constants.host_seconds
+        # Two small sums a layer: their bytes are negligible beside their latency.
+        latency = constants.sum_seconds + (profile.num_hosts(tp) - 1) * constants.host_seconds
         return cls(
             ring=RingRates(
                 gemm_flops=links.gemm_flops,
@@ -105,7 +106,7 @@ class DecodeRates:
             collective_seconds=constants.all_to_all_seconds,
             collective_bytes_per_second=links.all_to_all_bytes_per_second,
             ring_seconds=constants.ring_seconds,
-            sum_seconds=2 * model.num_layers * start if tp > 1 else 0.0,
+            sum_seconds=2 * model.num_layers * latency if tp > 1 else 0.0,
             is_padded=True,
         )
 
@@ -317,7 +318,7 @@ def fastest_step(
 
 
 MAX_DRAFTS = 7
-"""Most drafts of a sequence that one step checks, behind its newest token."""
+"""Maximum drafts of a sequence that one step checks, after its newest token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -347,8 +348,8 @@ def fastest_drafted_step(
 ) -> DraftedStep:
     """Return the step with the number of drafts that takes the least time per token.
 
-    A draft counts only if all before it are right: k drafts of which each is right with chance p give 1 + p + ... + p^k
-    tokens. If `accepted_share` is 0, no drafts are tried.
+    A draft counts only if all before it are right: k drafts that are each right with probability p, `accepted_share`,
+    give 1 + p + ... + p^k tokens. If p is 0, no drafts are tried.
     """
     steps = []
     for num_drafts in range((MAX_DRAFTS if accepted_share else 0) + 1):

@@ -112,7 +112,7 @@ class PrefillRates:
 
     def all_to_all_seconds(self, num_bytes: float) -> float:
         """Return the time of an all-to-all in which one rank sends `num_bytes`."""
-        rate, start = self.all_to_all_bytes_per_second, self.all_to_all_latency_seconds
+        rate, latency = self.all_to_all_bytes_per_second, self.all_to_all_latency_seconds
         rate = self.ring.link_bytes_per_second if rate is None else rate
-        start = self.ring.link_latency_seconds if start is None else start
-        return start + num_bytes / rate if num_bytes else 0.0
+        latency = self.ring.link_latency_seconds if latency is None else latency
+        return latency + num_bytes / rate if num_bytes else 0.0

@@ -64,7 +64,7 @@ class MeasuredLoss:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PredictedLoss:
-    """Sparsity with the loss predicted for one prompt: the larger one of the neighbouring lengths.
+    """Sparsity with the loss predicted for one prompt: the larger loss of the two measured lengths beside it.
 
     `nearest` is the measurement at the length nearest to the prompt's.
     """
@@ -157,7 +157,7 @@ def _measured(items: Iterable[dict[str, Any]]) -> Iterable[MeasuredLoss]:
         except InvalidRequest as error:
             raise ValueError(str(error)) from error
         if not (found.num_tokens >= 1 and found.num_ranks >= 1 and 0.0 <= found.loss < float("inf")):
-            raise ValueError(f"{item} has num_tokens or num_ranks below 1, or a loss that is not a number from 0")
+            raise ValueError(f"{item} has num_tokens or num_ranks below 1, or a loss that is negative or not finite")
         yield found
 
 

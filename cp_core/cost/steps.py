@@ -109,8 +109,8 @@ class StepPredictor:
         self._layers = model.num_layers
         ring = rates.ring
         self._message = ring.link_latency_seconds, ring.link_bytes_per_second
-        start, rate = rates.all_to_all_latency_seconds, rates.all_to_all_bytes_per_second
-        self._collective = self._message[0] if start is None else start, self._message[1] if rate is None else rate
+        latency, rate = rates.all_to_all_latency_seconds, rates.all_to_all_bytes_per_second
+        self._collective = self._message[0] if latency is None else latency, self._message[1] if rate is None else rate
         self.chain = ChainPredictor(model, rates, num_ranks)
         self._head_seconds = model.head_flops / rates.ring.gemm_flops
         self._token_seconds = model.linear_flops_per_token / rates.ring.gemm_flops
@@ -176,12 +176,12 @@ class StepPredictor:
         if num_ranks == 1:
             return dict.fromkeys(PREFILL_ALGORITHMS, same)
         hops, own_tokens = num_ranks - 1, -(-new_tokens // num_ranks)
-        start, rate = self._message
+        latency, rate = self._message
         local_bytes = -(-(new_tokens + cached_tokens) // num_ranks) * self._hop_bytes[PASS_KV]
-        message = start + local_bytes / rate
+        message = latency + local_bytes / rate
         exposed = message - overlap * (message if message < iteration else iteration)
         pass_kv = same + layers * (hops * exposed)
-        message = start + own_tokens * self._hop_bytes[PASS_Q] / rate
+        message = latency + own_tokens * self._hop_bytes[PASS_Q] / rate
         exposed = message - overlap * (message if message < iteration else iteration)
         all_to_all = self._collective[0] + own_tokens * self._return_bytes / self._collective[1]
         gathered = self._collective_seconds(hops * local_bytes)

@@ -1,8 +1,8 @@
 """Reshard plans: move KV from any ring layout to any other (N to M ranks, tp to tp') exactly once. No torch.
 
-Leaders plan KV transfers by it; pure functions. Ranks are numbered cp_rank * tp + tp_rank. Tensor parallelism
-divides the KV heads evenly: tp rank t of tp holds heads [t * K / tp, (t + 1) * K / tp) of the model's K heads. A plan
-serves every layer.
+Leaders plan KV transfers by it; pure functions. Ranks are numbered cp_rank * tp + tp_rank. Tensor parallelism divides
+the KV heads evenly: tp rank t of tp holds heads [t * K / tp, (t + 1) * K / tp) of the model's K heads. A plan serves
+every layer.
 
 A long decode leaves one-token ranges, since consecutive tokens lie on different ranks, so a plan may have as many
 pieces as tokens. Intervals are therefore cut, matched and proved as numpy columns. Objects are made once, at the end.

@@ -329,7 +329,7 @@ class DecodePlan:
         return len(self.owners)
 
     @cached_property
-    def holders(self) -> tuple[list[int], ...]:
+    def held_rows(self) -> tuple[list[int], ...]:
         """Rows with any token on a rank, by rank, ascending."""
         return tuple(self.held_by(rank, range(len(self))) for rank in range(self.num_ranks))
 

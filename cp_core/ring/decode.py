@@ -83,7 +83,7 @@ def sharded_decode(
     assert len(shards) == batch, f"{len(shards)} shards for a batch of {batch}"
     if not batch:
         return torch.empty_like(q)
-    held = [range(batch)] * transport.size if plan is None else plan.holders
+    held = [range(batch)] * transport.size if plan is None else plan.held_rows
     indices = RowIndices() if plan is None else plan.indices
     rows = held[transport.rank]
     mine = attend_rows(q, rows, rows, shards, backend, scale, indices)

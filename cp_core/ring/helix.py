@@ -103,10 +103,10 @@ def helix_decode(
     """
     batch = q.shape[0]
     assert len(shards) == batch == len(plan), f"{len(shards)} shards for {batch} queries of {len(plan)} rows"
-    rows = plan.holders[transport.rank]
+    rows = plan.held_rows[transport.rank]
     parts = attend_rows(q, rows, rows, shards, backend, scale, plan.indices)
     own = parts[0] if len(parts) == 1 else _stacked(q, parts)
-    return _merged_columns(q, own, plan.holders, columns, transport, plan.indices)
+    return _merged_columns(q, own, plan.held_rows, columns, transport, plan.indices)
 
 
 def helix_prefill(

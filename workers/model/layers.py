@@ -67,7 +67,7 @@ class PackedLinear(Linear):
 
 
 def _is_native(weight: Tensor) -> bool:
-    return native.serves(weight.dtype)
+    return native.multiplies(weight.dtype)
 
 
 def _stored_dtype(weight: Tensor) -> torch.dtype:

@@ -243,7 +243,7 @@ def test_an_mlp_of_bfloat16_rounds_where_the_module_does(num_rows: int) -> None:
     wanted = mlp(rows)
     pack(mlp)
     fused = GatedMlp.try_of(mlp)
-    assert (fused is not None) == native.serves(torch.bfloat16)
+    assert (fused is not None) == native.multiplies(torch.bfloat16)
     if fused is not None:
         assert (fused(rows) != wanted).float().mean() < 0.02
         torch.testing.assert_close(fused(rows), wanted, rtol=2**-6, atol=2**-9)
@@ -319,7 +319,7 @@ def test_a_layer_in_two_calls_computes_what_its_modules_do(
     kind: str, dtype: str, model_paths: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With biases (qwen2) and norms of heads (qwen3), for rows that one product takes and for more."""
-    if dtype == "bfloat16" and not native.serves(torch.bfloat16):
+    if dtype == "bfloat16" and not native.multiplies(torch.bfloat16):
         return  # its weights are oneDNN's then
     monkeypatch.setattr(layers, "LEAST_PRODUCT_ROWS", 30)
     monkeypatch.setattr(layers, "PRODUCT_NUMBERS", 30)
@@ -394,7 +394,7 @@ class OnPages:
 def test_a_layer_in_one_call_stores_and_attends_with_the_bits_of_two_calls(
     kind: str, dtype: str, model_paths: Mapping[str, Path]
 ) -> None:
-    if dtype == "bfloat16" and not native.serves(torch.bfloat16):
+    if dtype == "bfloat16" and not native.multiplies(torch.bfloat16):
         return  # its weights are oneDNN's then
     model = load_model(model_paths[kind], dtype, "cpu")
     model.pack_weights(with_head=False)

@@ -228,7 +228,7 @@ def test_a_lone_rank_of_packed_weights_takes_one_call_a_layer_with_the_bits_of_s
                 ring.prefill_logits([Turn(b, second[45:]), Turn(a, first[61:])]),
             ]
         answers.append([torch.cat([parts[0][0], parts[1][0], parts[2][1]]), torch.cat([parts[1][1], parts[2][0]])])
-        assert bool(rows) == (in_one_call and native.serves(DTYPES[dtype]))
+        assert bool(rows) == (in_one_call and native.multiplies(DTYPES[dtype]))
         assert all(isinstance(each, native.PromptRows) for each in rows)
         rows.clear()
     assert all(map(torch.equal, *answers))

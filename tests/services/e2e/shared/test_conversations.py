@@ -118,8 +118,8 @@ def test_the_command_shows_forks_and_deletes(cluster: Cluster, inference: Infere
     assert "40/45" in listed.stdout
     shown = run("conversations", "show", "cli", *target)
     # Which rank computes how much depends on the measured rates.
-    retained = r"KV retained \(change 1 of its places\): 40 on prefill-0 \((\d+)\+(\d+)\), 45 on decode-0 \((\d+)\+(\d+)\)"
-    match = re.fullmatch(rf"cli: 46 tokens, 1 turns; {retained}\n", shown.stdout)
+    kept = r"40 on prefill-0 \((\d+)\+(\d+)\), 45 on decode-0 \((\d+)\+(\d+)\)"
+    match = re.fullmatch(rf"cli: 46 tokens, 1 turns; KV retained \(change 1 of its places\): {kept}\n", shown.stdout)
     assert match is not None, shown.stdout
     held = [int(number) for number in match.groups()]
     assert (sum(held[:2]), sum(held[2:])) == (40, 45)
