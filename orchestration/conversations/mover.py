@@ -1,7 +1,8 @@
-"""Move of an idle conversation's retained KV from one ring of a role to another: copied, entered, then released.
+"""Move of an idle conversation's retained KV from one ring to another of the same role, for rebalancing.
 
-The store changes when the target holds all of the KV. Until then the conversation is where it was, whatever fails.
-Turns that arrive meanwhile wait for the move, which has a deadline.
+The target copies the KV, the store enters its new place, then the source releases its copy. The store is changed only
+after the target holds all of the KV. Until then it still names the source, whatever fails. Turns that arrive meanwhile
+wait for the move, which has a deadline.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class _Count:
 
 
 class MoveCounts:
-    """Counts of moves since the router started, by the role of the ring that is left and by reason."""
+    """Counts of moves since the router started, by the role of the two rings and by reason."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, MoveReason], _Count] = {}
@@ -67,9 +68,9 @@ class MoveCounts:
 
 
 class ConversationMover:
-    """Mover of retained KV. `counts` learns of every move.
+    """Mover of retained KV. It counts the moves that succeed in `counts`; its callers count those that fail.
 
-    Times in seconds; `transfer_timeout` is for the bytes of one move.
+    Timeouts are in seconds. `transfer_timeout` is the deadline for the transfer of one move's KV.
     """
 
     def __init__(
@@ -88,7 +89,10 @@ class ConversationMover:
         self._transfer_timeout = transfer_timeout
 
     async def retained_on(self, ring: RegisteredRing, conversations: list[Conversation]) -> list[int]:
-        """Return how many tokens of each conversation, as stored, a ring still retains. Raises Unavailable."""
+        """Return, for each conversation, how many tokens the ring still retains at the place that the store has.
+
+        That is 0 if the place is on another ring or of another incarnation. Raises Unavailable.
+        """
         port = self._port(ring)
         try:
             async with asyncio.timeout(self._control_timeout):
@@ -110,7 +114,10 @@ class ConversationMover:
         num_tokens: int,
         reason: MoveReason,
     ) -> TakenKv:
-        """Move a conversation that can be moved. Raises CapacityExceeded if the target is full, and ring errors."""
+        """Move a conversation for which `ConversationStore.can_move` is true.
+
+        Raises CapacityExceeded if the target is full, and the errors of calls to rings.
+        """
         self._store.begin_move(conversation)
         try:
             taken = await self._copy(conversation.conversation_id, source, target, num_tokens)
@@ -147,11 +154,12 @@ class ConversationMover:
         try:
             return await self._port(target).take_kv(request)
         except Unavailable:
-            # Perhaps only the answer was lost: asked again, the ring joins the move, or answers as before.
+            # Perhaps only the answer was lost. If the ring is asked again, it joins the move that is under way, or
+            # repeats its answer.
             return await self._port(target).take_kv(request)
 
     async def _free(self, kv_id: str, source: RegisteredRing) -> None:
-        """Release the source's copy. A copy that stays behind is evicted sooner or later."""
+        """Release the source's copy. If that fails, the ring evicts the copy sooner or later."""
         try:
             async with asyncio.timeout(self._control_timeout):
                 await self._port(source).settle(kv_id, "", retain_tokens=0)

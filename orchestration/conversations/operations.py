@@ -1,6 +1,7 @@
-"""Operations on conversations that clients ask for: show, list, fork and delete; and their expiry.
+"""Operations on conversations that clients ask for: show, list, fork and delete; and the expiry of conversations.
 
-The store says where KV was put; rings may have evicted it since. So whatever is shown is asked from the rings.
+The store says where KV was put; rings may have evicted it since. So before KV is shown, the rings are asked what they
+still retain. The router and its admission of turns call this.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from ringserve.views import ConversationInfo, ConversationPage, ConversationSumm
 log = logging.getLogger(__name__)
 
 EXPIRY_INTERVAL = 1.0
-"""Seconds by which a conversation may be forgotten too late."""
+"""Seconds between two looks for expired conversations, so a conversation may be forgotten this much too late."""
 MAX_PAGE = 1000
-"""Conversations that one page lists at most."""
+"""Most conversations on one page."""
 RingName = tuple[str, str]
 """(role, ring)."""
 Retained = Mapping[RingName, Mapping[str, tuple[str, int]]]
@@ -53,7 +54,7 @@ class ConversationOperations:
         return _with_last(self._view(conversation, await self._retained([conversation])), conversation)
 
     async def list(self, prefix: str, after: str, limit: int) -> ConversationPage:
-        """Return at most `limit` conversations by id, beginning behind `after`. Raises InvalidRequest."""
+        """Return at most `limit` conversations in order of id, from the first after `after`. Raises InvalidRequest."""
         self.expire()
         if not 1 <= limit <= MAX_PAGE:
             raise InvalidRequest(f"page_size: {limit} is out of range; allowed are 1 to {MAX_PAGE}")
@@ -75,9 +76,10 @@ class ConversationOperations:
     ) -> ConversationInfo:
         """Begin a conversation with the source's finished turns, or with its first `at_token` tokens.
 
-        On each ring both share the retained KV. A ring that cannot fork leaves the KV to be pulled or computed again.
-        Repeating the request for a fork that is still unused returns it again. The fork counts in `kv_quota`. Raises
-        NotFound, InvalidRequest, Busy, CapacityExceeded.
+        On each ring the fork shares the KV that the ring retains of the source. If a ring cannot fork, the fork has no
+        KV there: its next turn pulls the KV or computes it again. If the request is repeated before a turn uses the
+        fork, the same fork is returned. The fork's KV counts against `kv_quota`. Raises NotFound, InvalidRequest, Busy,
+        CapacityExceeded.
         """
         self.expire()
         await self._store.until_moved(source_id)
@@ -133,9 +135,9 @@ class ConversationOperations:
     # --- views -------------------------------------------------------------------------------------------------------
 
     def num_agreeing(self, conversation: Conversation) -> int:
-        """Return how many tokens of the finished turns agree with the KV on the rings.
+        """Return how many leading tokens of the finished turns agree with the KV on the rings.
 
-        A running turn may have replaced the KV of the others.
+        A running turn may have replaced the KV of the tokens after them.
         """
         if not conversation.running_request:
             return conversation.num_tokens
@@ -143,7 +145,7 @@ class ConversationOperations:
         return 0 if turn is None else turn.match_tokens
 
     def num_shareable(self, conversation: Conversation) -> int:
-        """Return as `num_agreeing` for other histories, which share no approximate KV."""
+        """Return how many tokens other histories may share: `num_agreeing`, but 0 if the KV is approximate."""
         return 0 if conversation.sparsity is not None else self.num_agreeing(conversation)
 
     async def _retained(self, conversations: Sequence[Conversation]) -> Retained:
@@ -171,7 +173,7 @@ class ConversationOperations:
             return None
 
     def _view(self, conversation: Conversation, retained: Retained) -> ConversationInfo:
-        """Show a conversation with the locations that are still true: none on a ring that does not answer."""
+        """Show a conversation with only the KV that the rings confirm; a ring that does not answer confirms none."""
         limit = self.num_agreeing(conversation)
 
         def still_there() -> Iterable[tuple[str, KvLocation]]:
@@ -192,8 +194,8 @@ class ConversationOperations:
             log.info("conversation %s has not been used for %.0f s", old.conversation_id, old.ttl_seconds)
             self._tasks.spawn(self._turns.free(old))
 
-    def watch_ages(self) -> None:
-        """Expire conversations regularly, from now until none has a time to live that ends."""
+    def start_expiry(self) -> None:
+        """Expire conversations regularly, unless that is under way, until no turn runs and none is due to expire."""
         if self._expiring is None or self._expiring.done():
             self._expiring = self._tasks.spawn(self._expire_regularly())
 

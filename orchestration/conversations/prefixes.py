@@ -1,18 +1,22 @@
 """Prompt prefixes whose KV is on rings: a history shares the KV of another that begins with the same tokens.
 
-Every history whose KV rings retain can be shared, by prompts of the same tenant alone: histories of conversations, and
-of *unnamed* ones, which the router makes of requests without a conversation. The sequence of the prompt shares blocks
-with the history's, as a fork does (`Reserve.shares`). The prompt of a running turn can be shared as soon as it has been
-computed. Before, prompts that begin alike may wait for it.
+Every exact history whose KV rings retain can be shared, but only by prompts of the same tenant, or of a tenant in the
+same community. A history belongs to a conversation. For requests that name none, the router makes *unnamed*
+conversations. The sequence of the prompt shares blocks with the history's, as a fork does (`Reserve.shares`). The
+prompt of a running turn can be shared as soon as it has been computed. Until then, other prompts that begin alike may
+wait for it.
 
-The index of histories is a radix tree. An edge has a run of tokens, a node the histories that end there:
+The index of histories is a radix tree. Each edge carries a run of tokens. Each node has the histories that end there:
 
     root ──"You are a helpful"──┬──" assistant. Summarize"── A
                                 └──" pirate."──┬── B
                                                └──" Sing"── C
 
-Tokens themselves are compared, so no history is ever taken for another. Edges are views of the histories' own arrays: a
-history costs the tree at most two nodes, however long it is. Pure Python and synchronous.
+Tokens themselves are compared, so no history is ever taken for another. Edges are views of the histories' own arrays,
+so no tokens are copied, and a history of any length adds at most two nodes.
+
+The router looks prompts up here when it admits turns. This owns the index; it also tells the store which histories are
+used, and what rings have evicted. Pure Python and synchronous.
 """
 
 from __future__ import annotations
@@ -33,15 +37,16 @@ from ringserve.orchestration.protocol.turns import tenant_of
 from ringserve.workers.protocol.steps import TokenIds
 
 MIN_SHARED = 16
-"""Fewest tokens worth sharing: a full block of the usual size, so that something is shared and not only copied."""
+"""Fewest tokens worth sharing: one block of the usual size. Only full blocks are shared; a part is copied."""
 MAX_LOOKED_AT = 32
-"""Histories that a prompt looks at, longest shared prefix first."""
+"""Most histories that are considered for one prompt, those with the longest shared prefix first."""
 
 
 class _Node:
     """Tree node: `edge` leads to it from `parent`, `end` tokens lie between the root and the node.
 
-    `children` by the first token of their edge, and `histories`, with their tokens, have the latest used last.
+    `children` has nodes by the first token of their edge. `histories` has the tokens of each history that ends here, by
+    id. In both, the latest used is last.
     """
 
     __slots__ = ("children", "edge", "end", "histories", "parent")
@@ -50,12 +55,16 @@ class _Node:
         self.parent = parent
         self.edge = edge
         self.end = end
-        # Plain dicts: the garbage collector need not look at a leaf's, and there are a hundred thousand leaves.
+        # Plain dicts, not OrderedDicts: Python's garbage collector does not track a leaf's dicts, and there may be
+        # 100,000 leaves.
         self.children: dict[int, _Node] = {}
         self.histories: dict[str, TokenIds] = {}
 
     def latest(self, skipped: _Node | None = None) -> Iterator[tuple[str, TokenIds]]:
-        """Yield the histories that end here or below, but not below `skipped`, the latest used branch first."""
+        """Yield the histories that end at this node or below it, except at or below its child `skipped`.
+
+        The branch used latest comes first.
+        """
         stack = [self]
         while stack:
             node = stack.pop()
@@ -63,7 +72,7 @@ class _Node:
             stack.extend(child for child in node.children.values() if child is not skipped)
 
     def borrow_edge(self) -> None:
-        """Take the edge from the tokens of a history that ends here or below, so that other histories may go."""
+        """Make the edge a view of a history that still ends here or below: a removed history's array can be freed."""
         _, tokens = next(self.latest())
         self.edge = tokens[self.end - len(self.edge) : self.end]
 
@@ -71,13 +80,13 @@ class _Node:
         """Put a node `length` tokens along the edge and return it."""
         assert self.parent is not None, "the root has no edge"
         middle = _Node(self.parent, self.edge[:length], self.end - len(self.edge) + length)
-        self.parent.children[int(self.edge[0])] = middle  # in its place of the order
+        self.parent.children[int(self.edge[0])] = middle  # the key keeps its place in the dict's order
         self.parent, self.edge = middle, self.edge[length:]
         middle.children[int(self.edge[0])] = self
         return middle
 
     def join(self) -> None:
-        """Make one edge of this node's and its only child's."""
+        """Take this node out of the tree: join its edge with the edge of its only child."""
         assert self.parent is not None, "the root stays"
         (child,) = self.children.values()
         _, tokens = next(child.latest())
@@ -109,7 +118,7 @@ class PrefixIndex:
         self.touch(key)
 
     def touch(self, key: str) -> None:
-        """Take notice that a history is used: `matches` tells it before others that share as much. Idempotent."""
+        """Note that a history is used: `matches` yields it before others that share as much. Idempotent."""
         node = self._nodes.get(key)
         if node is None:
             return
@@ -139,13 +148,13 @@ class PrefixIndex:
     def matches(self, tokens: TokenIds, limit: int) -> Iterator[tuple[str, int]]:
         """Yield at most `limit` histories that begin as `tokens` do, and how many tokens they share.
 
-        The longest shared prefix comes first; equal ones by latest use.
+        The longest shared prefix comes first; among equals, the latest used.
         """
         node, at, _ = self._walk(tokens)
         return islice(_around(node, node.end - len(node.edge) + at), limit)
 
     def _walk(self, tokens: TokenIds) -> tuple[_Node, int, TokenIds]:
-        """Return the node whose edge `tokens` reach last, how many of the edge's they share, and the tokens left."""
+        """Return the last node whose edge `tokens` enter, how many of the edge's they share, and those that remain."""
         node, rest = self._root, tokens
         while len(rest):
             child = node.children.get(int(rest[0]))
@@ -159,7 +168,10 @@ class PrefixIndex:
 
 
 def _around(node: _Node | None, shared: int) -> Iterator[tuple[str, int]]:
-    """Yield histories below `node`, which share `shared` tokens, then those beside it, which share less."""
+    """Yield histories with the number of tokens they share.
+
+    First come those at or below `node`, which share `shared`, then those at or below its ancestors, which share fewer.
+    """
     below: _Node | None = None
     while node is not None and shared:
         for key, _ in node.latest(skipped=below):
@@ -170,9 +182,9 @@ def _around(node: _Node | None, shared: int) -> Iterator[tuple[str, int]]:
 
 @dataclass(frozen=True, slots=True)
 class SharedKv:
-    """KV of other histories for the first `num_tokens` tokens of a prompt; on each role's ring for as many of them.
+    """KV of other histories that a prompt may share: at `prefill` and `decode`, as many tokens as each place has.
 
-    `kv_ids` are the sequences there, by role.
+    `num_tokens` is the larger of the two. `kv_ids` has the id of the sequence at each place, by role.
     """
 
     num_tokens: int = 0
@@ -186,10 +198,11 @@ NOTHING_SHARED = SharedKv()
 
 @dataclass(slots=True, eq=False)
 class PromptUnderWay:
-    """Prompt of a running turn, on the rings of `choice`; its KV is predicted to be there at `ready_at`.
+    """Prompt of a running turn, on the rings of `choice`. `ready_at` is when its KV is predicted to be there.
 
-    Then `places` say where, and until the turn ends others share it. It `is_settled` with that, or with the end of a
-    turn whose prompt was not computed; then `waiting` turns go on. `forget` takes it out of the prefixes.
+    Once it has been computed, `places` says where the KV is, and other turns may share it until this turn ends.
+    `is_settled` becomes true when the prompt has been computed or the turn has ended; then the `waiting` turns go on.
+    `forget` removes the prompt from `PromptPrefixes`.
     """
 
     request_id: str
@@ -203,12 +216,12 @@ class PromptUnderWay:
     waiting: list[asyncio.Future[None]] = field(default_factory=list)
 
     def computed(self, prefill: KvLocation | None, decode: KvLocation) -> None:
-        """Let others share the KV."""
+        """Let other turns share the KV."""
         self.places = KvLocations(prefill=prefill, decode=decode)
         self._settle()
 
     def end(self) -> None:
-        """Let no more others share or await it. Idempotent."""
+        """Let no other turn share or await it any more. Idempotent."""
         self.forget(self)
         self._settle()
 
@@ -220,10 +233,11 @@ class PromptUnderWay:
 
 
 class PromptPrefixes:
-    """Histories of a store and running prompts, by their tokens.
+    """Index, by tokens, of a store's histories and of the prompts of running turns.
 
-    `num_agreeing` says how many tokens of a history its rings have for certain. Fewer than `min_shared` tokens are not
-    worth sharing. `queried` and `hit` count the tokens of prompts that looked here, and the tokens they found.
+    `num_agreeing` says how many leading tokens of a history still agree with the KV at its places. Fewer than
+    `min_shared` tokens are not worth sharing. Tenants of one of the `communities` share with each other. `queried`
+    counts the tokens of all prompts that were looked up, `hit` those for which KV was found.
     """
 
     def __init__(
@@ -260,7 +274,10 @@ class PromptPrefixes:
                 del self._histories[scope]
 
     def _scope(self, scoped_id: str) -> str:
-        """Return the name of a tenant's sharing group, by an id of that tenant: no tenant's name has a comma."""
+        """Return the sharing group of the tenant in an id: its community's names joined by commas, or the tenant alone.
+
+        Tenant names have no comma, so no group is taken for a tenant.
+        """
         tenant = tenant_of(scoped_id)
         return self._scopes.get(tenant, tenant)
 
@@ -285,7 +302,7 @@ class PromptPrefixes:
                 del self._under_way[scope]
 
     def of_request(self, request_id: str) -> PromptUnderWay | None:
-        """Return the prompt of a running turn, while others may share or await it."""
+        """Return the prompt of a running turn, or None if other turns may not share or await it."""
         return next((each for each in self._running.values() if each.request_id == request_id), None)
 
     def coming(self, request_id: str, prompt: TokenIds) -> Iterator[tuple[PromptUnderWay, int]]:
@@ -295,9 +312,10 @@ class PromptPrefixes:
             yield self._running[kv_id], shared
 
     def name_for(self, request_id: str, prompt: TokenIds) -> str:
-        """Return the unnamed conversation for a request without one: one that the prompt continues, or a new one.
+        """Return the id of the unnamed conversation for a request that names none.
 
-        A new one shares more if another history does.
+        It is an idle one of the tenant that the prompt continues. It is a new id if there is none, or if another
+        history shares at least `min_shared` tokens more with the prompt.
         """
         tenant, most = tenant_of(request_id), 0
         for conversation, shared in self.matches(request_id, prompt):
@@ -313,7 +331,10 @@ class PromptPrefixes:
         return f"{tenant}/{name}" if tenant else name
 
     def find(self, request_id: str, prompt: TokenIds) -> SharedKv:
-        """Return the KV on rings that begins as the prompt does: the longest on a ring of each role."""
+        """Return, for each role, the longest KV on a ring that begins as the prompt does.
+
+        Count the look-up, and note that the KV is used.
+        """
         self.queried += len(prompt)
         shared, scope = self.look(request_id, prompt), self._scope(request_id)
         for kv_id in shared.kv_ids.values():
@@ -326,7 +347,7 @@ class PromptPrefixes:
         return shared
 
     def look(self, request_id: str, prompt: TokenIds) -> SharedKv:
-        """Return as `find`, without notice that it is used."""
+        """Return what `find` does, but count nothing and mark nothing as used."""
         found = dict[str, tuple[KvLocation, str]]()
         # The last token is always computed: its logits give the first new one.
         histories = (
@@ -390,7 +411,7 @@ class PromptPrefixes:
         return ring is not None and ring.is_ready and ring.registration.incarnation == place.incarnation
 
     def note_retained(self, kv_id: str, role: str, incarnation: str, num_tokens: int) -> None:
-        """Take notice that a ring has no more than `num_tokens` tokens of a history: it has evicted the others."""
+        """Note that a ring has no more than `num_tokens` tokens of a history: it has evicted the others."""
         conversation = self._store.known(kv_id)
         place = None if conversation is None else conversation.places.at(role)
         if conversation is None or place is None or place.incarnation != incarnation or not conversation.is_idle:

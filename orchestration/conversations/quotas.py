@@ -1,4 +1,4 @@
-"""Limit of the KV that a tenant holds. The router checks it when it admits a turn.
+"""Limit of the KV that a tenant holds. The router checks it when it admits a turn or a fork.
 
 A tenant's own idle conversations make room. `KvQuotas` chooses them; the caller releases their KV on the rings.
 """
@@ -13,13 +13,13 @@ from ringserve.orchestration.conversations.store import Conversation, Conversati
 from ringserve.orchestration.protocol.turns import KvQuota
 
 USUAL_ANSWER_TOKENS = 1024
-"""Tokens that few answers go beyond. An answer of no stated length gets as many, before there is more to share."""
+"""Few answers are longer. An answer of no stated length takes no more than this from idle conversations' KV."""
 BUSY_RETRY_SECONDS = 1.0
 """Seconds after which a refused client may retry. A guess: the end of the tenant's running turns is not known."""
 
 
 class RunningTurnPort(Protocol):
-    """Running turn, as far as conversations look at it; the router's `RunningTurn` has more.
+    """Part of the router's `RunningTurn` that this package reads.
 
     `max_kv_tokens` is the most KV that it may need. `match_tokens` is how many leading tokens its prompt shares with
     the conversation so far.
@@ -32,7 +32,7 @@ class RunningTurnPort(Protocol):
 
 
 class RunningTurnsPort(Protocol):
-    """Registry of the running turns, as far as conversations ask it; the router's `TurnRegistry`."""
+    """Part of the router's `TurnRegistry` that this package calls."""
 
     def __len__(self) -> int: ...
     def of_tenant(self, tenant: str) -> Iterable[RunningTurnPort]: ...
@@ -41,11 +41,12 @@ class RunningTurnsPort(Protocol):
 
 
 class KvQuotas:
-    """Tenant quotas, in tokens: the KV of their conversations on rings, and the KV that running turns may need.
+    """KV quotas of tenants, in tokens.
 
-    A running turn counts instead of its conversation, with its whole prompt and its longest answer, so the quota is
-    never exceeded. A token counts once in each conversation, however many rings store it, and even if a fork shares
-    it. KV that a ring has evicted counts until it is released or used again.
+    Against a tenant's quota count the KV on rings of its conversations, and the KV that its running turns may need.
+    While a turn runs, its whole prompt and longest possible answer count, and the KV of its conversation does not; so
+    the quota is never exceeded. A token counts once in each conversation, however many rings store it, and even if a
+    fork shares it. KV that a ring has evicted counts until it is released or used again.
     """
 
     def __init__(self, conversations: ConversationStore, turns: RunningTurnsPort) -> None:
@@ -53,7 +54,7 @@ class KvQuotas:
         self._turns = turns
 
     def admit(self, quota: KvQuota, conversation: Conversation, prompt: int, answer: int) -> list[Conversation]:
-        """Make room for a turn of `prompt` and at most `answer` tokens.
+        """Make room for a turn of `prompt` prompt tokens and at most `answer` answer tokens.
 
         Return the KV that the caller must release on the rings. Only idle conversations of the tenant lose their KV,
         the least recently used first; their history is computed again when they continue. Raises CapacityExceeded
@@ -70,8 +71,8 @@ class KvQuotas:
     def room_for_answer(self, quota: KvQuota, conversation: Conversation, prompt: int) -> int:
         """Return the most tokens of an answer of no stated length, perhaps none.
 
-        It is half of what the tenant has left, so that turns beside it find room too. Beyond `USUAL_ANSWER_TOKENS`,
-        idle conversations retain their KV.
+        It is half of what the tenant has left, so that the tenant's other turns find room too. For answers longer than
+        `USUAL_ANSWER_TOKENS`, no idle conversation loses its KV.
         """
         others = self._others(quota, conversation)
         left = quota.max_tokens - prompt - self._held(quota, others)
@@ -94,8 +95,8 @@ class KvQuotas:
         held = self._held(quota, others)
         if held + needed > limit:
             raise CapacityExceeded(
-                f"tenant {quota.tenant!r}: running turns may come to {held} KV tokens, this one to {needed}, and it "
-                f"may hold at most {limit}; retry when one has ended",
+                f"tenant {quota.tenant!r}: its running turns may need {held} KV tokens and this request {needed}, of "
+                f"{limit} allowed; retry when a turn has ended",
                 BUSY_RETRY_SECONDS,
             )
         surplus = held + needed + sum(each.kv_tokens for each in idle) - limit
@@ -111,6 +112,6 @@ class KvQuotas:
         return [each for each in self._conversations.of_tenant(quota.tenant) if each is not conversation]
 
     def _held(self, quota: KvQuota, others: Iterable[Conversation]) -> int:
-        """Return the tokens that running turns may come to, and the tokens that their forks share."""
+        """Return the KV tokens that running turns may need, plus those of other conversations that are being forked."""
         held = sum(turn.max_kv_tokens for turn in self._turns.of_tenant(quota.tenant))
         return held + sum(each.kv_tokens for each in others if each.num_forks and not each.running_request)

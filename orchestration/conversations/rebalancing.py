@@ -1,12 +1,14 @@
 """Rebalancing of retained KV between the rings of a role, for two causes: a ring drains, or a ring is full.
 
-A ring that drains announces itself repeatedly. Each time it is told how many conversations are still to be moved,
-those in use by turns included, and it stays until there are none or its own deadline ends. The last used go first. A
-conversation that fits nowhere else, or whose move fails, stays behind: its next turn computes it again.
+A ring that drains announces itself repeatedly. Each time it is told how many conversations are still to be moved, those
+in use by turns included, and it stays until there are none or its own deadline ends. The most recently used
+conversations are moved first. A conversation that fits nowhere else, or whose move fails, stays behind: its next turn
+computes its KV again.
 
-A decode ring that is about to evict gives the KV unused for longest to a ring with room, if computing it again would
-take much longer. Prefill rings evict instead: a decode ring retains the same KV. Few moves relieve a ring at a time,
-so that turns find the links free.
+If a decode ring is about to evict, the KV that was unused for longest is moved to a ring with room, if computing it
+again would take much longer than moving it. Prefill rings evict instead: a decode ring retains the same KV. Only a few
+moves are made per announcement of a ring, so that the links stay free for turns. The router calls this when a ring
+announces itself.
 """
 
 from __future__ import annotations
@@ -29,32 +31,33 @@ from ringserve.views import RingDrain
 log = logging.getLogger(__name__)
 
 MOVES_AT_ONCE = 2
-"""Moves at the same time from a ring that drains: a move waits for both rings' answers as long as for its bytes."""
+"""Moves that run at once from a ring that drains. A move waits as long for the rings' answers as for its bytes."""
 MAX_TARGETS = 3
-"""Rings that are asked to take one conversation."""
+"""Most rings that are asked to take one conversation."""
 FULL_SHARE = 0.1
-"""Share of spare room below which a ring is full."""
+"""A ring counts as full if less than this share of its capacity is spare."""
 TARGET_SHARE = 0.4
-"""Share of spare room above which a ring takes KV from full ones: far from full, so nothing moves back and forth."""
+"""A ring takes KV from full ones if more than this share is spare: far more, so that nothing moves back and forth."""
 MOVES_OF_FULL = 4
-"""Moves after each announcement of a full ring."""
+"""Most moves after one announcement of a full ring."""
 CONSIDERED = 64
-"""Conversations of a full ring, the least recently used ones, of which these are chosen."""
+"""How many of a full ring's least recently used conversations are considered for these moves."""
 WORTH = 2.0
-"""Least ratio of the time to compute KV again to the time to move it: the KV may never be asked for."""
+"""KV is moved if computing it again takes over this many times as long as moving it: it may never be used again."""
 
 
 @dataclass(slots=True)
 class _Drain:
     """Drain of one incarnation of a ring.
 
-    `given_up` are conversations, by id, that stay behind. `work` ends when all that were idle have been tried.
+    `given_up` are conversations, by id, that stay behind. `work` is the task that moves the conversations that were
+    idle at its start; it ends when each was tried.
     """
 
     ring: RegisteredRing
     incarnation: str
     num_moved: int = 0
-    num_left: int = 0
+    num_remaining: int = 0
     num_no_room: int = 0
     num_failed: int = 0
     moved_bytes: int = 0
@@ -66,8 +69,8 @@ class _Drain:
 class DrainRebalancing:
     """Rebalancing away from rings that drain.
 
-    `waits_for_rings` says of a request whether its turn begins only when a ring has returned: then its conversation
-    keeps no ring from leaving.
+    `waits_for_rings(request_id)` is true if the request's turn cannot begin before a ring returns. The conversation of
+    such a turn does not keep a ring from leaving.
     """
 
     def __init__(
@@ -87,30 +90,30 @@ class DrainRebalancing:
         self._waits_for_rings = waits_for_rings
         self._drains: dict[str, _Drain] = {}
 
-    def go_on(self, ring: RegisteredRing) -> int:
-        """Continue with a ring that drains. Return how many conversations are to be moved, or used by turns."""
+    def continue_drain(self, ring: RegisteredRing) -> int:
+        """Begin or continue to empty a ring that drains. Return how many conversations are to be moved, or in use."""
         drain = self._drains.get(ring.name)
         if drain is None or drain.incarnation != ring.registration.incarnation or drain.has_left:
             drain = self._drains[ring.name] = _Drain(ring, ring.registration.incarnation)
         here = self._store.placed_at(ring.role, ring.name, drain.incarnation)
-        left = [
+        remaining = [
             each
             for each in here
             if each.conversation_id not in drain.given_up and not self._waits_for_rings(each.running_request)
         ]
-        drain.num_left = len(left)
-        idle = [each for each in left if each.is_idle]
+        drain.num_remaining = len(remaining)
+        idle = [each for each in remaining if each.is_idle]
         if idle and (drain.work is None or drain.work.done()):
             drain.work = self._tasks.spawn(self._empty(drain, idle))
-        return drain.num_left
+        return drain.num_remaining
 
-    def left(self, name: str) -> None:
-        """Take notice that a ring has left."""
+    def ring_left(self, name: str) -> None:
+        """Note that a ring has left."""
         if name in self._drains:
             self._drains[name].has_left = True
 
-    def serves(self, name: str) -> None:
-        """Take notice that a ring takes turns, still or again."""
+    def forget_drain(self, name: str) -> None:
+        """Forget the drain of a ring, if any: the ring takes turns."""
         self._drains.pop(name, None)
 
     def views(self) -> tuple[RingDrain, ...]:
@@ -122,7 +125,7 @@ class DrainRebalancing:
                 has_left=drain.has_left,
                 running_turns=drain.ring.num_turns,
                 moved=drain.num_moved,
-                left=drain.num_left,
+                left=drain.num_remaining,
                 no_room=drain.num_no_room,
                 failed=drain.num_failed,
                 moved_bytes=drain.moved_bytes,
@@ -148,7 +151,7 @@ class DrainRebalancing:
             conversation, num_tokens = waiting.popleft()
             place = conversation.places.at(ring.role)
             if place is None or place.ring != ring.name or not self._store.can_move(conversation):
-                continue  # used meanwhile, and moved by its turn; or a later announcement tries it again
+                continue  # a turn has moved its KV meanwhile, or uses it now; then a later announcement tries it again
             if num_tokens:
                 await self._move(drain, conversation, num_tokens)
             else:
@@ -159,7 +162,7 @@ class DrainRebalancing:
         return self._rings.named(ring.role, ring.name) is ring and ring.registration.is_draining
 
     async def _move(self, drain: _Drain, conversation: Conversation, num_tokens: int) -> None:
-        name, failure = conversation.conversation_id, ""
+        conversation_id, failure = conversation.conversation_id, ""
         for target in self._targets(drain.ring, num_tokens):
             if not self._store.can_move(conversation):
                 return  # a turn has begun between two attempts
@@ -172,17 +175,19 @@ class DrainRebalancing:
             else:
                 drain.num_moved += 1
                 drain.moved_bytes += taken.payload_bytes
-                drain.num_left = max(0, drain.num_left - 1)
+                drain.num_remaining = max(0, drain.num_remaining - 1)
                 return
-        drain.given_up.add(name)
-        drain.num_left = max(0, drain.num_left - 1)
+        drain.given_up.add(conversation_id)
+        drain.num_remaining = max(0, drain.num_remaining - 1)
         if failure:
             drain.num_failed += 1
             self._counts.failed(drain.ring.role, MoveReason.DRAIN)
-            log.warning("%s cannot be moved from ring %s: %s", name, drain.ring.name, failure)
+            log.warning("%s cannot be moved from ring %s: %s", conversation_id, drain.ring.name, failure)
         else:
             drain.num_no_room += 1
-            log.info("%s stays behind on ring %s: %d tokens fit nowhere else", name, drain.ring.name, num_tokens)
+            log.info(
+                "%s stays behind on ring %s: %d tokens fit nowhere else", conversation_id, drain.ring.name, num_tokens
+            )
 
     def _targets(self, source: RegisteredRing, num_tokens: int) -> list[RegisteredRing]:
         """Return the rings that have room, the emptiest first."""
@@ -210,8 +215,8 @@ class FullRebalancing:
         self._counts = counts
         self._tasks = tasks
         self._work: dict[str, asyncio.Task[None]] = {}
-        # Rings with much room, by their latest announcement. If all rings are full, as they are in the long run, an
-        # announcement looks at none of the others.
+        # Rings with much room, by their latest announcement. In the long run all rings are full. Then this is empty, so
+        # that an announcement need not look at every other ring.
         self._roomy: dict[str, RegisteredRing] = {}
 
     def note(self, ring: RegisteredRing) -> None:
@@ -251,7 +256,7 @@ class FullRebalancing:
                 log.warning("%s cannot be moved from ring %s: %s", conversation.conversation_id, ring.name, error)
 
     def _target(self, ring: RegisteredRing, num_tokens: int) -> RegisteredRing | None:
-        """Return the emptiest other ring, if it has enough to spare after taking so many tokens."""
+        """Return the emptiest other ring, if so many tokens fit there and more than TARGET_SHARE of it is spare now."""
         here = [other for name, other in self._roomy.items() if self._rings.named(ring.role, name) is other]
         others = [other for other in here if other.takes_turns and other is not ring]
         emptiest = max(others, key=_spare_share, default=None)
@@ -260,7 +265,7 @@ class FullRebalancing:
         return emptiest if _spare_share(emptiest) > TARGET_SHARE else None
 
     def _is_worth_moving(self, conversation: Conversation, ring: RegisteredRing) -> bool:
-        """Return whether computing the KV that only this ring retains takes much longer than moving all of it."""
+        """Return whether computing the KV that only this ring retains takes much longer than moving all that it has."""
         place = conversation.decode
         total = 0 if place is None else place.num_tokens
         on_prefill = 0 if conversation.prefill is None else conversation.prefill.num_tokens

@@ -1,4 +1,7 @@
-"""Store of the conversations that a router knows: their tokens, where their KV is, and which turn uses them."""
+"""Store of the conversations that a router knows: their tokens, where their KV is, and which turn uses them.
+
+The router owns the store; admission, operations, prefixes, quotas and rebalancing use it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from ringserve.workers.protocol.steps import TokenIds
 UNNAMED = "\u00adprompt-"
 """Beginning of the ids of unnamed conversations. Clients cannot name one: its first character cannot be printed."""
 MAX_GONE = 10_000
-"""Forgotten conversations of which the reason is remembered; the oldest go."""
+"""Most forgotten conversations for which the reason is remembered; the oldest ones are dropped."""
 
 
 @dataclass(slots=True)
@@ -48,16 +51,17 @@ class Waiter:
 class Conversation:
     """Conversation with the `tokens` of all finished turns, and the `places` where their KV was put.
 
-    `placed` is the store's table of all places, which follows each change of them.
+    `index` is the store's index of all places; each change of `places` is entered there.
 
-    One turn at a time uses it (`running_request`). Turns in `waiting` follow in order of arrival. While `num_forks` are
-    under way no other turn begins, nor while the KV is moved to another ring; the end of the move sets `moved`. Times
-    are on the store's clock; `ttl_seconds` 0 means for ever. At `is_due_at` the store looks whether it has expired.
+    One turn at a time uses it (`running_request`). Turns in `waiting` follow in order of arrival. No turn begins while
+    `num_forks` forks of it are under way, or while its KV is moved to another ring. During a move, `moved` is an event,
+    which the end of the move sets. Times are on the store's clock; `ttl_seconds` 0 means for ever. At `due_at` the
+    store looks whether the conversation has expired.
 
-    If a journal remembers the tokens, `read` reads them at their first use. `last_turn` made the newest.
-    All KV of it was computed with `sparsity`; None: it is exact. Turns of another sparsity use none of it. `turn_ends`
-    are the numbers of tokens after each of its latest turns: those since the router began, of which each but the first
-    was appended to the one before.
+    If a journal remembers the tokens, `read` reads them at their first use. `last_turn` is the id of the turn that made
+    the newest tokens. All KV of it was computed with `sparsity`; None: it is exact. Turns of another sparsity use none
+    of it. `turn_ends` has the number of tokens after each of its latest turns. It begins anew when the router starts,
+    and with a turn that was not appended to the history.
     """
 
     conversation_id: str
@@ -69,7 +73,7 @@ class Conversation:
     num_turns: int = 0
     turn_ends: list[int] = field(default_factory=list)
     _places: KvLocations = field(default_factory=KvLocations)
-    placed: PlacedConversations | None = None
+    index: PlacedConversations | None = None
     running_request: str = ""
     num_forks: int = 0
     is_deleting: bool = False
@@ -78,7 +82,7 @@ class Conversation:
     waiting: dict[str, Waiter] = field(default_factory=dict)
     ttl_seconds: float = 0.0
     last_used: float = 0.0
-    is_due_at: float = math.inf
+    due_at: float = math.inf
 
     @property
     def tokens(self) -> TokenIds | None:
@@ -106,12 +110,12 @@ class Conversation:
     @places.setter
     def places(self, places: KvLocations) -> None:
         before, self._places = self._places, places
-        if self.placed is not None:
-            self.placed.move(self, before, places)
+        if self.index is not None:
+            self.index.update(self, before, places)
 
     @property
     def has_finished(self) -> bool:
-        """True if a turn of it has ended well, or it is a fork of one."""
+        """True if a turn of it has ended well, or if it is a fork, which has the tokens of its source."""
         return self.num_tokens > 0
 
     @property
@@ -126,7 +130,7 @@ class Conversation:
 
     @property
     def is_unnamed(self) -> bool:
-        """True if it is of requests without a conversation: no client sees it."""
+        """True if the router made it for requests that name no conversation. No client sees it."""
         return is_unnamed(self.conversation_id)
 
     @property
@@ -145,7 +149,7 @@ class Conversation:
         return max((place.num_tokens for _, place in self.places.items()), default=0)
 
     def release_kv(self) -> Conversation:
-        """Forget where the KV is. Return the locations, under the same id, for the caller to release on the rings."""
+        """Forget where the KV is. Return a conversation of the same id with these places, for the caller to release."""
         left = Conversation(self.conversation_id)
         left.places = self.places
         self.places = self.places.changed(prefill=None, decode=None)
@@ -153,7 +157,7 @@ class Conversation:
 
     @property
     def occupant(self) -> str:
-        """Its user, in words for errors."""
+        """What uses the conversation now, in words for errors."""
         if self.running_request:
             return f"request {self.running_request!r}"
         if self.is_deleting:
@@ -161,7 +165,7 @@ class Conversation:
         return "a fork of it" if self.num_forks else "a move of its KV"
 
     def view(self, now: float = 0.0, places: Iterable[tuple[str, KvLocation]] | None = None) -> ConversationInfo:
-        """Show the conversation at the store's time `now`, with its KV in `places` by role; None: in all it knows."""
+        """Show the conversation at the store's time `now`, with the KV `places` by role; None: all that it has."""
         return ConversationInfo(
             conversation_id=self.conversation_id,
             num_tokens=self.num_tokens,
@@ -193,8 +197,8 @@ class PlacedConversations:
     def __init__(self) -> None:
         self._at: dict[tuple[str, str, str], dict[str, Conversation]] = {}
 
-    def move(self, conversation: Conversation, before: KvLocations, after: KvLocations) -> None:
-        """Take notice that a conversation's KV is elsewhere."""
+    def update(self, conversation: Conversation, before: KvLocations, after: KvLocations) -> None:
+        """Note that a conversation's KV is elsewhere."""
         for role, place in before.items():
             key = role, place.ring, place.incarnation
             here = self._at[key]
@@ -222,11 +226,12 @@ def common_prefix(left: TokenIds, right: TokenIds) -> int:
 
 
 class ConversationStore:
-    """Store of at most `limit` conversations. The least recently used idle one makes room, unnamed ones before others.
+    """Store of at most `limit` conversations.
 
-    `on_finished` is called with each conversation that has new tokens, `on_left` with each that is forgotten.
-    `ttl_seconds` is for conversations that name none. `clock` tells seconds. `journal` outlives the store, which begins
-    with the conversations there.
+    An idle one makes room: of the tenant with the most conversations, an unnamed one first, then the least recently
+    used. `on_finished` is called with each conversation that has new tokens, `on_left` with each that is forgotten.
+    `ttl_seconds` is the time to live of conversations whose requests state none. `clock` tells seconds. `journal`
+    outlives the store; the store begins with the conversations in the journal.
     """
 
     def __init__(
@@ -247,15 +252,16 @@ class ConversationStore:
         self._known: OrderedDict[str, Conversation] = OrderedDict()
         self._gone: OrderedDict[str, str] = OrderedDict()  # why conversations were forgotten, the latest last
         self._num_unnamed = 0
-        self._placed = PlacedConversations()
+        self._index = PlacedConversations()
         self._of_tenant: dict[str, OrderedDict[str, Conversation]] = {}
         self._waiters: dict[str, Waiter] = {}
-        # (when to look, id), soonest first. Used since then, a conversation is entered again with a later moment.
+        # (when to look, id), soonest first. If the conversation was used before that time, it is entered again with a
+        # later one.
         self._expiries: list[tuple[float, str]] = []
         self._journal = journal or NoJournal()
-        now, age_of = self.clock(), time.time()
+        now, wall_now = self.clock(), time.time()
         for stored in self._journal.conversations():
-            self._restore(stored, now - max(0.0, age_of - stored.last_used))
+            self._restore(stored, now - max(0.0, wall_now - stored.last_used))
 
     def _restore(self, stored: StoredConversation, last_used: float) -> None:
         conversation = self._enter(stored.conversation_id)
@@ -286,7 +292,7 @@ class ConversationStore:
         return self._known.get(conversation_id)
 
     def use(self, conversation: Conversation) -> None:
-        """Take notice that its KV is used: others make room before it."""
+        """Note that its KV is used: others make room before it."""
         name = conversation.conversation_id
         self._known.move_to_end(name)
         self._of_tenant[tenant_of(name)].move_to_end(name)
@@ -297,14 +303,14 @@ class ConversationStore:
 
     def why_gone(self, conversation_id: str) -> str:
         """Return why a conversation is not here, in words."""
-        return self._gone.get(conversation_id, "it is not known here; it may never have been, or before a restart")
+        return self._gone.get(conversation_id, "it is not known here; it never existed, or only before a restart")
 
     def of_tenant(self, tenant: str) -> Collection[Conversation]:
         """Return the conversations whose id is `tenant/...`."""
         return self._of_tenant.get(tenant, {}).values()
 
     def page(self, prefix: str, after: str, limit: int) -> tuple[list[Conversation], str]:
-        """Return a page of conversations by id, and where the next one begins.
+        """Return a page of conversations in order of id, and `after` of the next page; empty if there is none.
 
         Their id begins with `prefix` and follows `after`. Unnamed ones are not shown.
         """
@@ -338,10 +344,10 @@ class ConversationStore:
     async def open_in_turn(
         self, conversation_id: str, request_id: str, ttl_seconds: float | None = None
     ) -> tuple[Conversation, list[Conversation]]:
-        """Begin a turn of a conversation, behind earlier arrivals. Return as `open` does.
+        """Begin a turn of a conversation, after the turns that arrived earlier. Return what `open` does.
 
-        The wait ends by cancellation too, or by `end_wait`. Raises CapacityExceeded if too many wait already, and
-        the error that `end_wait` was given.
+        Cancellation and `end_wait` also end the wait. Raises CapacityExceeded if too many wait already, and the error
+        that `end_wait` was given.
         """
         conversation = self._known.get(conversation_id)
         if conversation is None or conversation.is_idle:
@@ -370,7 +376,10 @@ class ConversationStore:
         return conversation, []
 
     def finish(self, conversation: Conversation, tokens: TokenIds, *, is_appended: bool = False) -> None:
-        """Enter the tokens of a turn that has finished, with those before them, to which it `is_appended` or not."""
+        """Enter `tokens`, all tokens of the conversation after a turn that has finished.
+
+        `is_appended`: the turn continued the whole history before it.
+        """
         conversation.tokens = tokens
         conversation.num_turns += 1
         conversation.turn_ends = [*(conversation.turn_ends if is_appended else ()), len(tokens)]
@@ -411,9 +420,10 @@ class ConversationStore:
     # --- forks -------------------------------------------------------------------------------------------------------
 
     def begin_fork(self, source: Conversation, new_id: str, num_tokens: int) -> tuple[Conversation, list[Conversation]]:
-        """Begin a conversation of the source's first `num_tokens` tokens. Return it, and those dropped to make room.
+        """Begin a conversation of the source's first `num_tokens` tokens.
 
-        Until `end_fork` neither takes a new turn. Raises InvalidRequest if `new_id` exists.
+        Return the fork, and the conversations dropped to make room. Until `end_fork` neither the source nor the fork
+        takes a new turn. Raises InvalidRequest if `new_id` exists.
         """
         assert source.tokens is not None, "a conversation without a finished turn has nothing to fork"
         if new_id in self._known:
@@ -427,7 +437,7 @@ class ConversationStore:
         return fork, self._make_place(fork)
 
     def fork_of(self, source_id: str, new_id: str, num_tokens: int) -> Conversation | None:
-        """Return the conversation `new_id`, if it is just such a fork and no turn has begun in it."""
+        """Return the conversation `new_id`, if it is such a fork of `num_tokens` tokens and no turn has begun in it."""
         fork = self._known.get(new_id)
         if fork is None or fork.forked_from != source_id or fork.num_turns or fork.running_request:
             return None
@@ -459,7 +469,7 @@ class ConversationStore:
 
     def placed_at(self, role: str, ring: str, incarnation: str) -> list[Conversation]:
         """Return the conversations whose KV was put on that incarnation of a ring."""
-        return self._placed.at(role, ring, incarnation)
+        return self._index.at(role, ring, incarnation)
 
     def can_move(self, conversation: Conversation) -> bool:
         """Return whether a conversation is idle and still in the store."""
@@ -479,7 +489,7 @@ class ConversationStore:
         self._note_expiry(conversation)
 
     def is_moving(self, conversation_id: str) -> bool:
-        """Return whether a new turn would wait for a move of the conversation's KV alone, and for no other turn."""
+        """Return whether a new turn would wait only for a move of the conversation's KV, and for no other turn."""
         conversation = self._known.get(conversation_id)
         return conversation is not None and conversation.moved is not None and not conversation.waiting
 
@@ -508,7 +518,8 @@ class ConversationStore:
     async def delete(self, conversation_id: str) -> Conversation:
         """Forget a conversation in the journal, then here, and return it. Turns that wait for it meanwhile fail.
 
-        A deletion that cannot be written has not happened. Raises NotFound, Unavailable; Busy while a turn runs.
+        If the deletion cannot be written to the journal, the conversation stays. Raises NotFound, Unavailable; Busy
+        while a turn runs.
         """
         conversation = self._require_idle(conversation_id)
         conversation.is_deleting = True
@@ -541,7 +552,7 @@ class ConversationStore:
             conversation = self._known.get(name)
             if conversation is None:
                 continue
-            conversation.is_due_at = math.inf
+            conversation.due_at = math.inf
             if not conversation.is_idle or conversation.expires_at > now:
                 self._note_expiry(conversation)
             else:
@@ -559,7 +570,7 @@ class ConversationStore:
     def _enter(self, conversation_id: str) -> Conversation:
         self._gone.pop(conversation_id, None)
         conversation = Conversation(conversation_id, ttl_seconds=self._ttl_seconds, last_used=self.clock())
-        conversation.placed = self._placed
+        conversation.index = self._index
         self._known[conversation_id] = conversation
         self._num_unnamed += conversation.is_unnamed
         self._of_tenant.setdefault(tenant_of(conversation_id), OrderedDict())[conversation_id] = conversation
@@ -570,8 +581,8 @@ class ConversationStore:
         conversation = self._known.pop(conversation_id, None)
         if conversation is None:
             return
-        conversation.placed = None
-        self._placed.move(conversation, conversation.places, KvLocations())
+        conversation.index = None
+        self._index.update(conversation, conversation.places, KvLocations())
         if why and not conversation.is_unnamed:
             self._gone[conversation_id] = why
             if len(self._gone) > MAX_GONE:
@@ -590,12 +601,15 @@ class ConversationStore:
         self._note_expiry(conversation)
 
     def _note_expiry(self, conversation: Conversation) -> None:
-        """Enter when to look, unless an earlier time is entered; a conversation in use is entered when it is idle."""
-        if conversation.is_idle and conversation.expires_at < conversation.is_due_at:
-            conversation.is_due_at = conversation.expires_at
+        """Enter the time of the conversation's next look, unless an earlier one is entered.
+
+        Nothing is entered while the conversation is in use; the end of its use does that.
+        """
+        if conversation.is_idle and conversation.expires_at < conversation.due_at:
+            conversation.due_at = conversation.expires_at
             heapq.heappush(self._expiries, (conversation.expires_at, conversation.conversation_id))
             if len(self._expiries) > 2 * len(self._known) + 64:  # most are of conversations that were deleted
-                due = ((known.is_due_at, name) for name, known in self._known.items())
+                due = ((known.due_at, name) for name, known in self._known.items())
                 self._expiries = sorted(entry for entry in due if entry[0] < math.inf)
 
     def _make_place(self, newest: Conversation) -> list[Conversation]:
@@ -606,14 +620,18 @@ class ConversationStore:
             oldest = self._least_needed()
             if oldest is None:
                 break
-            self._leave(oldest.conversation_id, f"it made room for others, of which {self._limit} are remembered")
+            self._leave(
+                oldest.conversation_id,
+                f"it was dropped to make room: at most {self._limit} conversations are remembered",
+            )
             dropped.append(oldest)
         return dropped
 
     def _least_needed(self) -> Conversation | None:
-        """Return the idle conversation that makes room first: the tenant with the most pays, so none erases others'.
+        """Return the idle conversation that makes room first.
 
-        Conversations of requests that named none go first, then the least recently used ones.
+        It is one of the tenant with the most conversations, so that no tenant displaces the conversations of others.
+        Unnamed ones go first, then the least recently used ones.
         """
         for mine in sorted(self._of_tenant.values(), key=len, reverse=True):
             unnamed = (item for item in mine.values() if item.is_unnamed) if self._num_unnamed else ()
@@ -625,4 +643,4 @@ class ConversationStore:
 
 
 def _ignore(conversation: Conversation) -> None:
-    """Take no notice of a conversation."""
+    """Do nothing with a conversation."""

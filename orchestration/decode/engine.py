@@ -1,16 +1,17 @@
-"""Execution on a decode ring: the feed and the room of its present incarnation, and the prompts that it computes.
+"""Execution on a decode ring: a *feed* of commands to its decode loop, a *room* with its blocks, prompts it computes.
 
-The *feed* belongs to the decode loop on the ring's first rank. The loop applies commands at its next step boundary.
-Tokens come by a long poll with a cursor: a lost answer is asked for again, and no token is seen twice.
+The decode leader runs it. The *feed* belongs to the decode loop on the ring's first rank. The loop applies commands at
+its next step boundary. Tokens come by a long poll with a cursor: a lost answer is asked for again, and no token is seen
+twice.
 
 The *room* decides about KV blocks, and the engine carries it out. A turn's tables begin with room for its prompt and a
 headroom, and get another headroom when half of it is used. If no block is free, the pool first evicts retained
-conversations. Then turns go through the states STARVED, PREEMPTED and RESUMING (`DecodeTurnState`).
+conversations. If that is not enough, turns become STARVED or PREEMPTED, and come back by RESUMING (`DecodeTurnState`).
 
-No turn waits for ever. A turn is preempted only for an older one, so the oldest in the batch never is, and ends after
-at most max_tokens steps. New turns are refused while a turn is held up, and preempted turns come back in order of
-arrival. So the number of turns falls until the oldest of all has the blocks that it needs. Alone it fits, because the
-router refuses turns that do not.
+No turn waits for ever. A turn is preempted only for an older one. So the oldest turn in the batch is never preempted,
+and ends after at most max_tokens steps. New turns are refused while a turn is held up, and preempted turns come back in
+order of arrival. So the number of turns falls until the oldest of all has the blocks that it needs. Alone it fits,
+because the router refuses turns that do not.
 """
 
 from __future__ import annotations
@@ -52,11 +53,12 @@ from ringserve.workers.protocol.steps import (
 from ringserve.workers.sampling.parameters import TokenHistory
 
 URGENT_TOKENS = 4
-"""Free slots at or below which a turn takes a younger turn's blocks; above, turns that end may free some in time."""
+"""A turn with at most this many free slots takes a younger turn's blocks. With more, turns may end in time."""
 
 OWNER_DRIFT = 2
-"""Tokens by which a rank may have more than a level share of an answer, so that rows find owners on all ranks."""
+"""Tokens beyond a level share of an answer that a rank may store, so that a step's new KV can go to all ranks."""
 POLL_SECONDS = 2.0
+"""Longest time that one poll waits for events."""
 log = logging.getLogger(__name__)
 RESUME_PAUSE_SECONDS = 0.5
 """Seconds between attempts to resume a turn that no prefill ring can take now; the turn's deadline bounds them."""
@@ -77,7 +79,10 @@ class RoomActions(Protocol):
         """Take the turn out of the batch, then call `DecodeRoom.preempted`."""
 
     def resume(self, turn: DecodeTurn) -> None:
-        """Have the KV of a turn with new, empty blocks made again, then call `enter` or `release`."""
+        """Have the KV of a turn made again in its new, empty blocks.
+
+        Then call `DecodeRoom.enter` if the KV is whole, `release` if that fails.
+        """
 
 
 class DecodeRoom:
@@ -90,7 +95,7 @@ class DecodeRoom:
         self._actions = actions
         self._active: list[DecodeTurn] = []  # in the batch, waiting for a place in it, or starved; by arrival
         self._preempted: list[DecodeTurn] = []  # by arrival
-        self._resuming: set[str] = set()  # ids of turns from RESUMING to SEALED
+        self._resuming: set[str] = set()  # ids of turns from RESUMING until `enter`, `release` or `end`
         self._leaving: set[str] = set()  # ids of turns whose blocks are about to be free
 
     @property
@@ -148,7 +153,7 @@ class DecodeRoom:
         self.balance()
 
     def end(self, turn: DecodeTurn) -> None:
-        """Drop the wishes of a turn that is ending. `freed` follows when its blocks are free."""
+        """Give a turn that is ending no more blocks. `freed` follows when its blocks are free."""
         for turns in (self._active, self._preempted):
             if turn in turns:
                 turns.remove(turn)
@@ -181,7 +186,7 @@ class DecodeRoom:
         return turn.room < turn.final_tokens and _free_slots(turn) <= self._headroom // 2
 
     def _extend(self, turn: DecodeTurn) -> bool:
-        """Add a headroom to the turn's tables, or a block on each rank if that is all there is."""
+        """Extend the turn's tables to a headroom beyond its KV, or to one block on each rank if the pool lacks more."""
         for step in (self._headroom, self._pool.block_tokens * self._pool.num_ranks):
             room = min(turn.kv_tokens + step, turn.final_tokens)
             if room <= turn.room:
@@ -214,9 +219,9 @@ class DecodeRoom:
         return True
 
     def _slots_for(self, held: Sequence[int], num_tokens: int) -> list[int]:
-        """Return the slots that each rank needs for its `held` tokens and its share of `num_tokens` decoded ones.
+        """Return the slots that each rank needs for its `held` tokens and for its share of `num_tokens` more.
 
-        The share has `OWNER_DRIFT` tokens more than a level one, as far as a rank has blocks.
+        A rank's share is a level one plus at most `OWNER_DRIFT` tokens, within the rank's capacity.
         """
         most = self._pool.capacity_tokens // self._pool.num_ranks
         return [
@@ -232,7 +237,7 @@ def _free_slots(turn: DecodeTurn) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """A turn whose prompt the loop computes, and the future of the event that answers."""
+    """Turn whose prompt the loop computes, and the future that gets the event of its first token or its removal."""
 
     turn: DecodeTurn
     answer: asyncio.Future[DecodeEvent]
@@ -241,8 +246,8 @@ class _Prompt:
 class DecodeFeed:
     """Turns in the loop's batch, at most `max_batch`, and turns that wait for a place, in order of arrival.
 
-    One object a ring incarnation. `on_event` gets every event of a turn in the batch. Turns join and leave at every
-    step. Admissions tell the places of `tail_tokens` tokens.
+    There is one feed per ring incarnation. `on_event` gets every event of a turn in the batch. Turns join and leave at
+    every step. The command that admits a turn says where its newest `tail_tokens` tokens are stored.
     """
 
     def __init__(
@@ -312,7 +317,7 @@ class DecodeFeed:
             await turn.left_batch.wait()
 
     def _fill(self) -> asyncio.Task[None] | None:
-        """Admit turns that wait to free places of the batch."""
+        """Admit waiting turns to the batch while it has free places."""
         admitted: list[DecodeCommand] = []
         while self._waiting and len(self._running) < self._max_batch:
             turn = self._waiting.pop(0)
@@ -321,9 +326,10 @@ class DecodeFeed:
         return self._submit(admitted) if admitted else None
 
     def _submit(self, commands: Sequence[DecodeCommand]) -> asyncio.Task[None]:
-        """Hand commands to the loop in the order of the calls, also when the caller is cancelled.
+        """Hand commands to the loop in the order of the calls, even if the caller is cancelled.
 
-        A removal that overtook its admission would remove nothing, and admissions may belong to other turns.
+        A removal that overtook an admission would remove nothing, and the commands may admit other turns than the
+        caller's.
         """
         submission = asyncio.create_task(self._submit_in_order(commands))
         self._submissions.add(submission)
@@ -342,7 +348,7 @@ class DecodeFeed:
     async def read(self) -> None:
         """Read events for as long as the ring lives; raise the error that ended it.
 
-        Lost commands end it too: the members of the loop's batch are then unknown.
+        A command that could not be submitted ends the ring too, because it is then unknown which turns the batch has.
         """
         cursor = 0
         while True:
@@ -388,8 +394,9 @@ class DecodeFeed:
 class DecodeEngine:
     """Feed and room of a ring. `start` makes both for a new incarnation, `stop` drops them when the ring is lost.
 
-    Tokens go to the turns' streams; `on_last_token` is called with a turn whose answer is complete, and the reason,
-    `on_lost` with a turn that cannot go on, and the error: the router no longer knows it, or its logits are not finite.
+    Tokens go to the turns' streams. `on_last_token(turn, reason)` is called if a turn's answer is complete;
+    `on_lost(turn, error)` if a turn cannot go on: the router no longer knows it, or it has no next token (its logits
+    are not finite, or nothing is allowed).
     """
 
     def __init__(
@@ -452,11 +459,11 @@ class DecodeEngine:
     async def compute_prompt(self, turn: DecodeTurn) -> Admit:
         """Compute the tokens of a reserved turn's prompt whose KV the ring lacks, and return the turn's first token.
 
-        All KV of the turn is on the ring then. The turn's blocks are written until this call or `leave` returns.
-        Raises TurnCancelled if the turn ended before, Unavailable.
+        All KV of the turn is on the ring then. The loop may write to the turn's blocks until this call or `leave`
+        returns. Raises TurnCancelled if the turn ends before its first token, and Unavailable.
         """
         ended = TurnCancelled(f"turn {turn.turn_id} ended before its prompt was computed")
-        if turn.is_ending:  # no await follows before the feed knows of the prompt, where `leave` finds it
+        if turn.is_ending:  # from here on there is no await before the feed has the prompt, so `leave` cannot miss it
             raise ended
         self.require_started()
         assert self._feed is not None, "started"
@@ -632,7 +639,7 @@ class _RoomActions:
                 return
             log.warning("turn %s could not be resumed, trying again: %s", turn.turn_id, error)
             turn.to(DecodeTurnState.PREEMPTED)
-            if is_arriving:  # no byte of that attempt is written after this
+            if is_arriving:  # after the drop no byte of that attempt is written
                 turn.tasks.stop_sealing()
                 await drop(self._ring, turn.attempt.key)
             await asyncio.sleep(RESUME_PAUSE_SECONDS)

@@ -1,4 +1,7 @@
-"""Decode ring leader: it reserves blocks, seals transfers, decodes turns, retains their KV."""
+"""Decode ring leader: it reserves blocks, receives KV, decodes turns, and retains their KV.
+
+A turn is *sealed* when its KV has arrived whole. The leader's process runs it; other processes call its verbs.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ from ringserve.workers.protocol.steps import FinishReason
 from ringserve.workers.protocol.transfers import TransferKey
 
 CAUSE_SECONDS = 1.0
-"""Seconds that a failed hand-off waits for the router, which may know and send its cause."""
+"""Seconds from a failed hand-off to the end of its turn. Within them the router may abort the turn with the cause."""
 
 
 class DecodeLeader(RingLeader):
@@ -73,7 +76,9 @@ class DecodeLeader(RingLeader):
             if request.attempt > known.request.attempt:
                 await self._reserve_again(known, request)
             return known.reservation
-        if request.attempt > 1:  # this ring preempted the turn, so it ended here meanwhile: nobody would end it again
+        # A later attempt means that this ring had the turn. It has ended since: if it were reserved anew, nobody would
+        # end it.
+        if request.attempt > 1:
             raise TurnCancelled(f"turn {request.turn_id} has ended on decode ring {self.settings.name}")
         self.ring.require_ready()
         self._engine.require_started()
@@ -92,8 +97,8 @@ class DecodeLeader(RingLeader):
             await asyncio.shield(turn.tasks.copying)
             if not request.is_direct:
                 await self._expect(turn)
-        except BaseException as error:  # also if the caller is cancelled: a router that is gone ends no turn
-            ended = turn.error  # it was aborted meanwhile, or its deadline passed: its end drops the transfer
+        except BaseException as error:  # cancellation too: if the router is gone, nobody else would end the turn
+            ended = turn.error  # if it was aborted or its deadline passed meanwhile; then its end drops the transfer
             await self._turns.refuse(turn)
             if ended is not None and isinstance(error, RingserveError):
                 raise ended from error
@@ -108,7 +113,7 @@ class DecodeLeader(RingLeader):
         return turn.reservation
 
     async def _until_released(self, kv_id: str) -> None:
-        """Wait for turns and moves of the sequence that are over and about to settle."""
+        """Wait until ending turns of the sequence have settled, and until no transfer between rings has it pinned."""
         await self._turns.until_settled(kv_id)
         await self.kv_moves.until_free(kv_id)
 
@@ -141,7 +146,7 @@ class DecodeLeader(RingLeader):
     def _check_direct(self, num_new: int) -> None:
         """Raise CapacityExceeded if a prompt has more new tokens than the ring computes between two decode steps.
 
-        The router knows the ring's KV at an earlier time; some of it may have been evicted since.
+        The router chose by what the ring retained earlier; some of that may have been evicted since.
         """
         limit = self.settings.max_direct_tokens
         if num_new > limit:
@@ -151,7 +156,7 @@ class DecodeLeader(RingLeader):
             )
 
     def _attempt(self, request: Reserve, retained_tokens: int, coming: ShardMap) -> Attempt:
-        """Return an attempt whose KV of `coming` follows the first `retained_tokens` tokens, which are here."""
+        """Return an attempt: the ring has the KV of its first `retained_tokens` tokens, the rest comes to `coming`."""
         ring = self.ring
         key = TransferKey(request.turn_id, request.attempt, request.source_incarnation, ring.incarnation)
         reservation = Reservation(
@@ -177,14 +182,14 @@ class DecodeLeader(RingLeader):
         await expect(self.ring, turn.sequence, turn.attempt.key, turn.reservation.shards)
 
     async def _seal(self, turn: DecodeTurn) -> None:
-        """Wait until every rank has its share whole, until the turn's deadline."""
+        """Wait, at most to the turn's deadline, until every rank has its share of the KV; then go on with the turn."""
         timeout, key = turn.request.deadline_seconds, turn.attempt.key
         grammar = turn.request.sampling.grammar
         preparing = self.preparing_grammar(grammar) if grammar else None
         try:
             reports = await gather_first_error(port.await_kv(key, timeout) for port in self.ring.ranks)
         except RingserveError as error:
-            # A sender mostly fails for a reason that the router learns now; the router's abort names that reason.
+            # If a sender failed, the router usually learns why by now, and its abort names that reason.
             await asyncio.sleep(CAUSE_SECONDS)
             self._turns.end_soon(turn, Unavailable(f"the KV hand-off to ring {self.settings.name} failed: {error}"))
             return
@@ -198,9 +203,9 @@ class DecodeLeader(RingLeader):
         await self._advance(turn)
 
     async def prefill(self, request: PrefillTurn) -> PrefillDone:
-        """Join the prompt of a turn whose reservation has begun it. The turn may have ended since.
+        """Wait for a prompt that the turn's reservation has begun to compute. The turn may have ended since.
 
-        A lost caller does not end it; the turn's own end does.
+        The computation goes on if the caller is gone; only the end of the turn stops it.
         """
         turn = self._turns.find(request.turn_id)
         if turn is None or turn.tasks.prefilling is None or request.attempt != turn.request.attempt:
@@ -218,9 +223,9 @@ class DecodeLeader(RingLeader):
         return PrefillDone(report=admit.report, shards=shards)
 
     async def admit(self, admit: Admit) -> None:
-        """Hand the prefill ring's first token to the client; decoding waits for the seal. Idempotent.
+        """Hand the first token of the prefill to the client. Decoding begins when the KV has arrived whole. Idempotent.
 
-        The client of an answer that goes on here has that token already.
+        If the answer began on another ring, the client already has that token.
         """
         turn = self._turns.under_way(admit.turn_id)
         if turn is None or admit.attempt != turn.request.attempt:
@@ -265,8 +270,8 @@ class DecodeLeader(RingLeader):
     async def finish_turn(self, turn_id: str, num_tokens: int) -> None:
         """End a turn well after its first `num_tokens` tokens; later tokens and their KV are discarded.
 
-        The stream brings the end. Idempotent: the first call counts, and a turn that is over stays as it ended. A
-        preempted turn ends when it is resumed.
+        The turn's stream ends with the last event, as for other turns. Idempotent: the first call counts, and a turn
+        that is over stays as it ended. A preempted turn ends when it is resumed.
         """
         turn = self._turns.under_way(turn_id)
         if turn is None:
@@ -275,11 +280,11 @@ class DecodeLeader(RingLeader):
         await self._advance(turn)
 
     async def stream_turn(self, turn_id: str, after: int = 0, interval: float = 0.0) -> AsyncGenerator[TurnEvent, None]:
-        """Yield the turn's events behind its first `after` tokens. Raises the error of a failed turn.
+        """Yield the turn's events after its first `after` tokens. Raises the error of a failed turn.
 
-        Tokens that come within `interval` seconds of the ones before are joined with later ones.
-        Another stream of the turn ends this one, with Busy. A turn whose stream is closed early runs on for the orphan
-        timeout, within which another may come.
+        Tokens that come within `interval` seconds after an event are held back, and come with later tokens in one
+        event. Another stream of the turn ends this one, with Busy. A turn whose stream is closed early runs on for the
+        orphan timeout, within which another may come.
         """
         reader = self._turns.read(turn_id, after, interval)
         try:
@@ -294,7 +299,7 @@ class DecodeLeader(RingLeader):
     async def send_kv(self, request: SendKv) -> SentKv:
         """Send retained tokens to another ring. Tokens of a running turn stay pinned until the ranks have sent them.
 
-        A lost caller does not end it. Raises NotFound, Busy, TransferError, Unavailable.
+        The transfer goes on if the caller is gone. Raises NotFound, Busy, TransferError, Unavailable.
         """
         if not request.turn_id:
             return await super().send_kv(request)
@@ -317,7 +322,7 @@ class DecodeLeader(RingLeader):
         self.ring.pool.settle(kv_id, turn_id, retain_tokens)
 
     async def measure(self, until_quiet: Callable[[], Awaitable[None]]) -> None:
-        """Measure the rates between two steps: plans need them if the ring could compute a prompt itself."""
+        """Measure the ring's rates between two steps. Plans need them, since the ring may compute prompts itself."""
         await until_quiet()
         await self.ring.measure_between_steps()
         await self.announce()
@@ -342,7 +347,7 @@ class DecodeLeader(RingLeader):
 
     @property
     def num_turns(self) -> int:
-        """Turns that are not over, or whose last event no stream has read yet."""
+        """Turns that are not over, and turns that are over and that no stream has begun to read."""
         return self._turns.num_unfinished
 
     async def get_status(self) -> RingInfo:

@@ -1,4 +1,4 @@
-"""Registry of a decode ring's turns, which ends each of them once, after every writer to its blocks has stopped."""
+"""Registry of a decode ring's turns for its leader. It ends each turn once, after all writers to its blocks stopped."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ from ringserve.workers.protocol.steps import FinishReason
 log = logging.getLogger(__name__)
 
 LEASE_SECONDS = 30.0
-"""Seconds past a turn's deadline after which the router has ended the turn itself, and need not be told."""
+"""A turn's lease ends this long after its deadline. Then the router has ended the turn itself, and need not be told."""
 TELL_SECONDS = 3.0
-"""Seconds that the end of a stream waits for the router. An end that it has not heard by then is told later."""
+"""Seconds that the end of a turn waits for the router's answer; after that, the router is told in the background."""
 
 
 class TurnReader:
-    """Reader of a turn's events behind its first `after` tokens. The next reader of the turn takes its place.
+    """Reader of a turn's events after its first `after` tokens. The next reader of the turn takes its place.
 
-    Tokens that wait come as one event; with an `interval`, those that come within so many seconds of the event before
-    wait. The events before the first token precede all tokens: a reader that has tokens has them too.
+    All tokens not read yet come as one event. With an `interval`, the next tokens are held back until so many seconds
+    after the previous tokens were given. Events that precede the first token are given only to a reader that has no
+    tokens: one that has tokens has had them.
     """
 
     def __init__(self, turn: DecodeTurn, after: int, interval: float = 0.0) -> None:
@@ -57,7 +58,7 @@ class TurnReader:
         while True:
             if turn.reader is not self:
                 raise Busy(f"turn {turn.turn_id} is read by another stream")
-            if self._interval and await self._rested():
+            if self._interval and await self._has_held_back():
                 continue
             event = self._take()
             if isinstance(event, RingserveError):
@@ -67,8 +68,8 @@ class TurnReader:
             turn.changed.clear()
             await turn.changed.wait()
 
-    async def _rested(self) -> bool:
-        """Wait until tokens that have come may be told. Return whether that took a while; a turn's end waits not."""
+    async def _has_held_back(self) -> bool:
+        """Wait until tokens that have come may be given; not after the turn's end. Return whether there was a wait."""
         has_tokens, clock = self._num_tokens < len(self.turn.answer.tokens), asyncio.get_running_loop().time
         left = self._due - clock()
         if has_tokens and left > 0.0 and self.turn.end is None:
@@ -91,7 +92,7 @@ class TurnReader:
         return turn.end
 
     def _take_tokens(self, answer: Answer) -> TokensEvent:
-        """Return the tokens that wait; those with log-probabilities apart from those without."""
+        """Return the tokens not read yet. Tokens with log-probabilities and tokens without come in separate events."""
         start, first_scored = self._num_tokens, len(answer.tokens) - len(answer.logprobs)
         stop = first_scored if start < first_scored else len(answer.tokens)
         self._num_tokens = stop
@@ -102,10 +103,10 @@ class TurnReader:
 class DecodeTurns:
     """Turns by id, from `add` until their blocks are settled: finished, failed, cancelled or expired.
 
-    An end that the router has not heard is repeated until the turn's lease ends, also after the turn has left.
-    A turn whose reader has gone runs on for the orphan timeout, within which its gateway may come back, or another. A
-    turn that has ended stays readable as long; one that nobody has read, for the attach timeout. `on_settled` is called
-    with each turn whose blocks are settled.
+    The router is told of an end until it answers or the turn's lease ends, even after the turn is no longer registered.
+    A turn whose reader has gone runs on for the orphan timeout; within it the same gateway or another may read it
+    again. A turn that has ended stays readable for the orphan timeout, or for the attach timeout if nobody has read it.
+    `on_settled` is called with each turn whose blocks are settled.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class DecodeTurns:
 
     @property
     def num_unfinished(self) -> int:
-        """Turns that are not over, or that no stream has read yet."""
+        """Turns that are not over, and turns that are over and that no stream has begun to read."""
         return len(self._turns) + sum(turn.reader is None for turn in self._ended.values())
 
     def inventory(self) -> tuple[TurnOnRing, ...]:
@@ -192,9 +193,10 @@ class DecodeTurns:
             self.end_soon(turn, error)
 
     async def until_settled(self, kv_id: str) -> None:
-        """Wait for turns of the sequence that are ending: the router may know of the end and begin the next turn.
+        """Wait for ending turns of the sequence: the router may already know of an end, and begin the next turn.
 
-        The wait ends after the control timeout; the pool then refuses the turn and names the holder.
+        The wait ends after the control timeout; the pool then refuses the new turn, and names the one that holds the
+        sequence.
         """
         turns = [turn for turn in self._turns.values() if turn.request.kv_id == kv_id]
         await self._until_over(turns, self._settings.control_timeout)
@@ -223,7 +225,7 @@ class DecodeTurns:
         await self._until_over(self._turns.values(), timeout)
 
     async def _until_over(self, turns: Iterable[DecodeTurn], timeout: float | None) -> None:
-        """Wait, without a timeout if it is None: every step of an end has a deadline of its own."""
+        """Wait at most `timeout` seconds. None is safe, because every step of an end has a deadline of its own."""
         endings = [turn.tasks.ending for turn in turns if turn.tasks.ending is not None]
         if endings:
             await asyncio.wait(endings, timeout=timeout)
@@ -283,7 +285,7 @@ class DecodeTurns:
         try:
             await self._engine.leave(turn)
         except RingserveError as error:
-            # The loop may still write to the turn's blocks, and so into blocks of others.
+            # The loop may still write to the turn's blocks, which other turns get next.
             self._ring.report_lost(error, turn.reservation.incarnation)
             return Unavailable(f"ring {self._settings.name} could not end turn {turn.turn_id}: {error}")
         turn.cut()
@@ -309,13 +311,13 @@ class DecodeTurns:
         try:
             await gather_all(rank.abandon_send(key, timeout) for key in keys for rank in self._ring.ranks)
         except RingserveError as error:
-            log.info("sends of turn %s end by themselves: %s", turn.turn_id, error)
+            log.info("sends of turn %s could not be given up, and end by themselves: %s", turn.turn_id, error)
 
     async def _tell_router(self, turn: DecodeTurn, outcome: TurnOutcome) -> int:
-        """Return how many tokens to retain.
+        """Tell the router of an end, and return how many tokens to retain.
 
-        If the router does not answer soon, the ring retains what the turn's conversation may use. The next turn of
-        the conversation says how much of it still counts.
+        If the router does not answer within TELL_SECONDS, the ring retains all KV of a turn that ended well in a
+        conversation; the next turn cuts it to what it matches.
         """
         told: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._spawn(self._tell(turn, outcome, told))

@@ -49,18 +49,19 @@ ARROWS = {
 class DecodeTurnState(Enum):
     """States of a turn on a decode ring, from the hand-off of its KV to its end.
 
-    RESERVED ──first token──> STREAMING ──all KV arrived once──> SEALED ──first token known──> ADMITTED ──> DONE
+    RESERVED ──first token──> STREAMING ────all KV arrived─────> SEALED ──first token known──> ADMITTED ──> DONE
         │                         │                                │                             │
         └─────────────────────────┴──────────────> ABORTED <───────┴─────────────────────────────┘
 
-    RESERVED ──the decode ring has computed the prompt itself──> SEALED ──the first token ends the answer──> DONE
+    RESERVED ──all KV arrived before the first token, or the ring computed the prompt itself──> SEALED
+    SEALED ──the first token ends the answer──> DONE
 
     ADMITTED ──block tables full──> STARVED ──new blocks──> ADMITTED                 the KV stays on the ring
     ADMITTED, STARVED ──an older turn needs the blocks──> PREEMPTED                  the KV is dropped
     PREEMPTED ──new blocks──> RESUMING ──the router begins a new attempt──> RESERVED
-    RESUMING, RESERVED, STREAMING ──the attempt could not begin──> PREEMPTED
+    RESUMING, RESERVED, STREAMING ──the attempt failed──> PREEMPTED
 
-    STARVED, PREEMPTED and RESUMING lead to ABORTED and DONE like ADMITTED.
+    STARVED, PREEMPTED and RESUMING may also go to ABORTED and DONE, as ADMITTED does.
 
     The decode leader owns the decode ring's blocks in every state. Until SEALED the ranks' receivers may write to them,
     or the decode loop if the ring computes the prompt itself. In ADMITTED the decode loop may write to them.
@@ -91,7 +92,7 @@ class DecodeTurnState(Enum):
 
     @property
     def is_decoding(self) -> bool:
-        """True if the turn is in the batch: its KV is on the ring, and the decode loop may have added to it."""
+        """True from admission to preemption or end: the KV is on the ring, and the decode loop may have added to it."""
         return self in (DecodeTurnState.ADMITTED, DecodeTurnState.STARVED)
 
 
@@ -112,8 +113,9 @@ class Answer:
     """Tokens of the answer, which the ring's events append, and its length, which the reader may set.
 
     `logprobs`, if requested, cover the tokens that this ring decoded. Earlier ones may have come from another ring.
-    `num_drafted` of the tokens followed right drafts. `num_finished` is the length; None until the reader sets it.
-    `own_end` is why the ring itself stopped decoding; None while it decodes.
+    `num_drafted` of the tokens followed drafts that proved right. `num_finished` is the length; None until the reader
+    sets it. If the reader decides on the end (`ends_by_text`), `own_end` is why the ring stopped decoding before that;
+    else None.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -124,7 +126,7 @@ class Answer:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Finish reason of an answer whose reader has set its length: STOP if that cuts it, else the ring's own."""
+        """Finish reason of an answer whose reader set its length: `own_end` if it kept all tokens, else STOP."""
         is_whole = self.own_end is not None and self.num_finished == len(self.tokens)
         return self.own_end if is_whole and self.own_end is not None else FinishReason.STOP
 
@@ -202,12 +204,12 @@ class DecodeTurn:
     The leader writes `attempt` and `state`. The room writes `room` and the states between ADMITTED and RESUMING. The
     feed writes `left_batch`.
 
-    `arrival` orders the ring's turns. `prompt_tokens` are those before the answer. `is_prefilled`: the hand-off's first
-    token is known. `room` is how many tokens of the sequence have a slot in its block tables.
-    `owners` are the ranks that store the decoded tokens after `sequence.shards`, in order. `error` has ended
-    the turn; None if it runs or ended well. `num_attempts` also counts the attempts that the router could not begin.
-    `opening` are the events before the first token, `end` is the last of all. `reader` is the latest stream that reads
-    the turn, which waits for `changed`.
+    `arrival` orders the ring's turns. `prompt_tokens` are those before the answer. `is_prefilled`: the prompt was
+    computed, and the first token of the answer has come. `room` is how many tokens of the sequence have a slot in its
+    block tables. `owners` are the ranks that store the decoded tokens after `sequence.shards`, in order. `error` is why
+    the turn failed; None if it runs or ended well. `num_attempts` also counts the attempts that the router could not
+    begin. `opening` are the events before the first token, `end` is the last of all. `reader` is the latest stream that
+    reads the turn; it waits for `changed`.
     """
 
     attempt: Attempt
@@ -275,7 +277,7 @@ class DecodeTurn:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens of the sequence without the newest, whose KV the next step computes."""
+        """Tokens of the sequence whose KV exists: all but the newest, whose KV the next step computes."""
         return self.prompt_tokens + len(self.answer.tokens) - 1
 
     @property
@@ -313,7 +315,7 @@ class DecodeTurn:
     def admission(self, tail_tokens: int = 0) -> AdmitSequence:
         """Return the command to join the batch with the newest token, whose own KV the next step computes.
 
-        It tells the places of the newest `tail_tokens` tokens.
+        It says where the newest `tail_tokens` tokens are stored.
         """
         shards, tokens = self.note_decoded(), self.answer.tokens
         return AdmitSequence(
@@ -349,7 +351,7 @@ class DecodeTurn:
 
         Each transfer of the whole KV has a `migration`, from the first byte to the seal. A ring that computed the
         prompt itself has `queue`, from the reservation, and `prefill` instead. `hand-off` lasts from the first token,
-        which belongs to the prompt, to the second. `decode` lasts from there to the end.
+        which the prefill computes, to the second. `decode` lasts from there to the end.
         """
         times, where = self.times, {"ringserve.ring": ring}
         if not times.handoff_seconds:

@@ -1,7 +1,8 @@
 """Journal of a router in a directory: a SQLite file in WAL mode. See `orchestration.protocol.journal` for the records.
 
 Transactions are not flushed to the disk one by one (`synchronous=NORMAL`): a record that is acknowledged survives the
-death of the router, and after a power cut the file is whole and lacks the last records (decision 0025).
+death of the router, and after a power cut the file is whole and lacks the last records (decision 0025). The router owns
+the journal.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ RECORDS, PLANS, SPARSITIES = Codec(BegunRecord), Codec(TurnPlan), Codec(Sparsity
 NO_TOKENS: TokenIds = np.empty(0, dtype=np.int64)
 
 MAX_ENDED = 4096
-"""Turns that ended well whose answer is remembered."""
+"""Most turns that ended well whose answers are remembered; the oldest are dropped."""
 VACUUM_PAGES = 256
-"""Pages that one transaction which deletes gives back to the file system."""
+"""Most pages of the file that one deletion gives back to the file system."""
 
 
 class SqliteJournal:
@@ -88,7 +89,8 @@ class SqliteJournal:
 
     def begun(self, record: BegunRecord) -> Awaitable[None]:
         request = record.request
-        # Of a gateway's reader nobody tells a later router: any may abort the turn there.
+        # `reader` is not stored: a later router does not know the gateway's present reader, so it lets any of them
+        # abort the turn.
         stored = replace(record, request=replace(request, token_ids=NO_TOKENS, reader="", resume=None))
         row = (record.turn_id, record.begun_at, _packed(request.token_ids), RECORDS.encode(stored))
         return self._writer.write(lambda db: _run(db, "INSERT OR REPLACE INTO turns VALUES (?,?,?,?,NULL)", row))
@@ -159,7 +161,7 @@ class SqliteJournal:
         segment, stop = _head(self._reader, conversation_id)
         tokens = np.empty(stop, dtype=np.int64)
         while stop:
-            # They were compared when the journal was opened; the disk may have changed since.
+            # Checksums were compared when the journal was opened; the disk may have changed since.
             row = self._reader.execute(
                 f"SELECT parent, start, tokens, sum IS {make_sum('segments')} FROM segments WHERE id = ?", (segment,)
             ).fetchone()
@@ -227,7 +229,7 @@ def _commit(database: sqlite3.Connection, record: CommittedRecord) -> None:
 
 
 def _append(database: sqlite3.Connection, begun: BegunRecord, tokens: bytes, ended_at: float) -> None:
-    """Let the turn's conversation continue its first `base_tokens` tokens with others."""
+    """Make the turn's conversation its first `base_tokens` tokens, followed by `tokens`."""
     conversation, base, sparse = begun.request.conversation_id, begun.base_tokens, begun.sparse
     row = database.execute("SELECT segment FROM conversations WHERE id = ?", (conversation,)).fetchone()
     before = None if row is None else int(row[0])
@@ -262,7 +264,7 @@ def _holder(database: sqlite3.Connection, segment: int | None, num_tokens: int) 
 
 
 def _release(database: sqlite3.Connection, segment: int | None) -> None:
-    """Take one reference from a segment; without any it is deleted, and its parent loses one."""
+    """Take one reference from a segment. If it has none left, delete it and take one from its parent, and so on."""
     while segment is not None:
         parent, refs = database.execute("SELECT parent, refs FROM segments WHERE id = ?", (segment,)).fetchone()
         if refs > 1:
@@ -273,7 +275,7 @@ def _release(database: sqlite3.Connection, segment: int | None) -> None:
 
 
 def _cut(database: sqlite3.Connection, segment: int, stop: int) -> None:
-    """Drop the tokens of a segment from `stop` on, if only one segment continues there."""
+    """Drop the tokens of a segment from `stop` on, if nothing refers to it but the segment that continues it there."""
     database.execute(
         "UPDATE segments SET stop = ?, tokens = substr(tokens, 1, (? - start) * ?) "
         "WHERE id = ? AND refs = 1 AND stop > ?",

@@ -2,11 +2,13 @@
 
 A history is a chain of segments: each turn that ended well adds one, which holds the tokens [start, stop) and continues
 the tokens before `start` of its parent. Forks share the chain. `refs` counts the conversations and segments that
-continue a segment; one without any is deleted, and so is a tail that nothing refers to any more. All segments of a
-chain have KV of one `sparsity` (NULL: exact), since a turn of another continues no token of its conversation.
+continue a segment. A segment that nothing continues is deleted, and so are tokens at the end of a segment that no
+history has any more. All segments of a chain have the same `sparsity` (NULL: exact): a turn of another sparsity begins
+a new chain.
 
-Each row has a checksum, which triggers write and `repair` compares when a journal is opened. SQLite drops the end of a
-damaged log in silence, so the number of transactions is also in a file of its own, the `Mark`.
+Each row has a checksum, which triggers write, and which `_repair` compares with the row when a journal is opened.
+SQLite drops the end of a damaged log in silence, so the number of transactions is also in a file of its own, the
+`Mark`. `SqliteJournal` opens its file here.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ LOCK_SECONDS = 5.0
 """Seconds to wait for a router that has just been killed to release the journal."""
 
 NEEDED_BYTES = 128 << 10
-"""Free space below which an error of SQLite is one of a full disk: its shared memory and log need about as much."""
+"""With less free space, an error of SQLite counts as a full disk: its shared memory and log need about as much."""
 
 VERSION = 5
 """Version of the tables and of the records in them; a journal of any other is refused."""
@@ -56,7 +58,7 @@ TABLES = """
         finish_reason TEXT NOT NULL, plan BLOB, sum INTEGER);
     CREATE INDEX ended_requests ON ended (request_id);
 """
-"""Tokens lie beside their record, so that a history is joined from them without decoding."""
+"""Tokens have a column of their own beside `record`, so that a history is joined from them without decoding records."""
 SUMMED: Final[Mapping[str, tuple[str, ...]]] = {
     "segments": ("id", "parent", "start", "stop", "tokens", "turn", "sparsity"),
     "conversations": ("id", "segment", "num_tokens", "num_turns", "forked_from", "ttl", "last_used"),
@@ -67,11 +69,11 @@ SUMMED: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Columns that the checksum of each table covers, the key first."""
 TEXTS: Final = frozenset({"id", "turn", "forked_from", "request_id", "seed", "finish_reason"})
-"""Columns that are read as bytes for a checksum: damaged text may be no UTF-8."""
+"""Columns that are read as bytes for a checksum: damaged text may not be valid UTF-8."""
 
 
 def make_sum(table: str) -> str:
-    """Return the checksum of a row in SQL."""
+    """Return the SQL expression that computes the checksum of a row of `table`."""
     return f"checksum({','.join(f'CAST({each} AS BLOB)' if each in TEXTS else each for each in SUMMED[table])})"
 
 
@@ -87,7 +89,7 @@ def make_triggers() -> str:
 
 
 def checksum(*values: object) -> int:
-    """Return the CRC-32 of a row: every single flipped bit changes it. SQL calls it."""
+    """Return the CRC-32 of a row: any single flipped bit changes it. SQL calls this function."""
     total = 0
     for value in values:
         data = value if isinstance(value, bytes) else repr(value).encode()
@@ -111,9 +113,10 @@ def take_lock(directory: Path) -> FileLock:
 
 
 def journal_path(directory: Path, fingerprint: str) -> Path:
-    """Return the journal of the model with this fingerprint. Each model has its own: its token ids mean other texts.
+    """Return the path of the journal of the model with this fingerprint.
 
-    Example: `journal-12a7db946949a525.sqlite`.
+    Each model has its own journal, because the same token ids mean other texts for another model. Example:
+    `journal-12a7db946949a525.sqlite`.
     """
     return directory / ("-".join(filter(None, ("journal", fingerprint))) + ".sqlite")
 
@@ -121,7 +124,7 @@ def journal_path(directory: Path, fingerprint: str) -> Path:
 def lacks_space(directory: Path, error: BaseException | None) -> bool:
     """Return whether an error, or its cause, means that the disk of a directory is full.
 
-    SQLite has several codes for it, one for each file that it extends.
+    SQLite has several error codes for a full disk, one for each of its files that it extends.
     """
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -137,7 +140,7 @@ class Mark:
     """Epoch and number of transactions of a journal, in a file beside it: they show how much a damaged journal lost.
 
     A transaction is counted after its commit and before its record is acknowledged, without a flush to the disk. So the
-    file never has more than was committed, and after the death of the router at most one transaction less.
+    file never counts more transactions than were committed, and at most one fewer after the death of the router.
     """
 
     FORM: Final = struct.Struct("<QQI")
@@ -173,8 +176,8 @@ def open_journal(path: Path, mark: Mark) -> sqlite3.Connection:
     others = sorted(other.name for other in path.parent.glob("journal*.sqlite") if other != path)
     if others and not path.exists():
         log.info(
-            "router.journal: the model is another one, so %s begins without conversations; %s stays for the model "
-            "before",
+            "router.journal: the model is not the one before, so a new journal %s begins without conversations; %s "
+            "stays for the earlier model",
             path,
             ", ".join(others),
         )
@@ -209,7 +212,7 @@ def _open(path: Path, mark: Mark) -> sqlite3.Connection:
         if count < mark.count:
             log.error(
                 "router.journal: %s lacks the last %d of its %d transactions: it was damaged, or is an older copy; "
-                "conversations are what they were before these",
+                "conversations are as they were before those transactions",
                 path,
                 mark.count - count,
                 mark.count,
@@ -240,7 +243,10 @@ def _set_aside(path: Path, mark: Mark, why: str) -> None:
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Return a connection that commits nothing by itself. Any one thread at a time may use it."""
+    """Return a connection that commits each statement outside BEGIN and COMMIT at once.
+
+    Threads may use it in turn, one at a time.
+    """
     database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     database.create_function("checksum", -1, checksum, deterministic=True)
     return database
@@ -270,7 +276,7 @@ def _schema_of(database: sqlite3.Connection) -> list[tuple[str, str]]:
 
 
 def _repair(database: sqlite3.Connection, path: Path) -> None:
-    """Drop every damaged row, and each conversation with a damaged segment, by name."""
+    """Drop every damaged row, and each conversation with a damaged segment; log their names."""
     damaged = {
         table: {
             key
@@ -313,7 +319,7 @@ def _repair(database: sqlite3.Connection, path: Path) -> None:
 
 
 def _find_sound_segments(database: sqlite3.Connection, damaged: set[bytes]) -> dict[int, int]:
-    """Return the end of each segment whose whole chain is undamaged: its tokens are [0, end)."""
+    """Return the end of each segment whose whole chain is undamaged; the chain has the tokens [0, end)."""
     rows = database.execute("SELECT id, parent, start, stop, length(tokens) FROM segments ORDER BY start").fetchall()
     sound = dict[int, int]()
     # A parent begins before its children, so it has been seen.

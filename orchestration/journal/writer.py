@@ -1,4 +1,4 @@
-"""Journal writer: one thread that puts the records which have come meanwhile into one transaction."""
+"""Journal's writer: a thread that writes in one transaction all records that came while it wrote the last one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ringserve.orchestration.journal.schema import Mark
 log = logging.getLogger(__name__)
 
 MAX_BATCH = 512
-"""Records of one transaction at most."""
+"""Most records of one transaction."""
 
 Write = Callable[[sqlite3.Connection], None]
 Entry = tuple[Write, "asyncio.Future[None]"]
@@ -24,7 +24,8 @@ Entry = tuple[Write, "asyncio.Future[None]"]
 class GroupCommit:
     """Thread that writes records in order of arrival. The futures of a transaction resolve when it is committed.
 
-    A record that fails alone fails alone: its transaction is repeated without it.
+    If a transaction fails, each of its records is written again in a transaction of its own, so that a bad record fails
+    alone.
     """
 
     def __init__(self, database: sqlite3.Connection, mark: Mark) -> None:
@@ -35,7 +36,7 @@ class GroupCommit:
         self._thread.start()
 
     def write(self, write: Write) -> asyncio.Future[None]:
-        """Write a record. The future raises Unavailable if that failed; an error that nothing awaits is logged."""
+        """Write a record. The future raises Unavailable if that failed; the error is logged, too."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         done.add_done_callback(_log_failure)
         self._waiting.put((write, done))
@@ -83,19 +84,19 @@ class GroupCommit:
             return error
         try:
             self._mark.advance(self._mark.epoch, count)
-        except OSError as error:  # the record is written; only a later damage would be counted wrong
+        except OSError as error:  # the records are written; only the losses of a later damage would be miscounted
             log.warning("router.journal: the number of transactions could not be noted: %s", error)
         return None
 
 
 def _resolve(batch: Sequence[Entry], error: Exception | None) -> None:
-    """Tell the event loops of the callers."""
+    """Resolve the futures of a batch, each in its caller's event loop."""
     for loop in {done.get_loop() for _, done in batch}:
         own = [done for _, done in batch if done.get_loop() is loop]
         try:
             loop.call_soon_threadsafe(_set, own, error)
         except RuntimeError:
-            return  # the loop has closed: the router has ended
+            continue  # the loop has closed: the router has ended
 
 
 def _set(futures: Sequence[asyncio.Future[None]], error: Exception | None) -> None:

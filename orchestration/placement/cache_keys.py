@@ -1,4 +1,7 @@
-"""Rings of cache keys: clients tell by a key that the prompts of requests probably begin alike."""
+"""The rings that each cache key's latest turn went to, for the placer.
+
+Clients give requests the same key if their prompts probably begin alike.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ MAX_KEYS = 100_000
 
 
 class KeyedRings:
-    """Names of the rings that the latest turn of each key went to, for at most `max_keys` keys used latest."""
+    """Names of the rings that the latest turn of each key went to, for the `max_keys` keys used most recently."""
 
     def __init__(self, rings: RingRegistry, max_keys: int = MAX_KEYS) -> None:
         self._rings = rings
@@ -22,7 +25,7 @@ class KeyedRings:
         return len(self._names)
 
     def note(self, key: str, choice: Choice) -> None:
-        """Take notice of the rings of a turn."""
+        """Note the rings of a turn."""
         self._names[key] = {"prefill": choice.prefill.name, "decode": choice.decode.name}
         self._names.move_to_end(key)
         if len(self._names) > self._max_keys:

@@ -1,8 +1,9 @@
 """Predicted times of prefills on a ring, by a hardware profile or the ring's own rates, and their corrections.
 
-Corrections compare measured turns with predictions. What the model leaves out, such as the start of a step, weighs more
-the shorter a turn is. So a turn is compared with turns of like work only: short turns on a small ring say nothing about
-long ones, nor about a ring that gets long ones only.
+Corrections compare measured turns with predictions. What the cost model leaves out, such as the start of a step, weighs
+more in short turns. So a turn is compared with turns of like work only: short turns on a small ring say nothing about
+long turns, on that ring or another. The planner and the simulator keep these objects; nothing here calls another
+process.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ MAX_KNOWN = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Kind:
+class _RingKind:
     """Rings that are alike in everything that a step's time depends on.
 
-    For the sums over a rank's tensor parallel processes it has the seconds of each of the rank's tokens, and the
-    seconds in which a step's messages start.
+    `sum_seconds_a_token` is the time per token of a rank that its sums over tensor parallel processes take,
+    `sum_start_seconds` the time per step in which their messages start.
     """
 
     rates: PrefillRates
@@ -47,23 +48,23 @@ class _Kind:
 
 
 class StepSeconds(NamedTuple):
-    """Seconds of a step by algorithm, and of its sums over tensor parallel processes, which are the same in all."""
+    """Seconds of a step by algorithm, `without_sums` over tensor parallel processes; `sums` are the same for all."""
 
-    of: Mapping[str, float]
+    without_sums: Mapping[str, float]
     sums: float
 
-    def by(self, algorithm: Algorithm) -> float:
+    def total(self, algorithm: Algorithm) -> float:
         """Return the seconds of the whole step. A decode ring computes a prompt by pass-Q."""
-        return self.of[Algorithm.PASS_Q if algorithm is Algorithm.DECODE_RING else algorithm] + self.sums
+        return self.without_sums[Algorithm.PASS_Q if algorithm is Algorithm.DECODE_RING else algorithm] + self.sums
 
     @property
     def fastest(self) -> Algorithm:
         """Algorithm that takes least."""
-        return Algorithm(min(self.of, key=self.of.__getitem__))
+        return Algorithm(min(self.without_sums, key=self.without_sums.__getitem__))
 
 
 _OfRanks = RingRates | tuple[tuple[float, ...], tuple[float, ...]]
-"""Part of a kind's key: a ring's own rates, or beside a profile the speeds and the lateness of its ranks."""
+"""Part of a kind's key: the ring's own rates, or, if there is a profile, its ranks' speeds and lateness."""
 
 
 class RingCosts:
@@ -74,8 +75,8 @@ class RingCosts:
         self._shape = model.shape
         self._profile = profile
         self._shapes: dict[int, ModelShape] = {}
-        self._kinds: dict[tuple[_OfRanks, int, int, bool], _Kind] = {}
-        self._of_ring: dict[str, tuple[RingRates, int, int, _Kind]] = {}  # by name: rates hash slowly
+        self._kinds: dict[tuple[_OfRanks, int, int, bool], _RingKind] = {}
+        self._of_ring: dict[str, tuple[RingRates, int, int, _RingKind]] = {}  # by name: rates hash slowly
 
     def rates(self, ring: RingRegistration, *, is_cached: bool) -> PrefillRates:
         """Return the rates of one rank in a step, after cached tokens or without."""
@@ -106,53 +107,55 @@ class RingCosts:
         return sums + sparse_seconds(self.shape(ring), kind.rates, ring.num_ranks, sparsity, new_tokens, cached_tokens)
 
     def pull_seconds(self, ring: RingRegistration, num_bytes: float) -> float:
-        """Return the seconds in which KV comes from a decode ring, `num_bytes` over each link."""
+        """Return the seconds in which KV moves between `ring` and another ring, with `num_bytes` over each link."""
         if self._profile is not None and num_bytes:
             return ring.rates.link_latency_seconds + num_bytes / self._profile.kv_link_bytes_per_second
         return self.rates(ring, is_cached=False).message_seconds(num_bytes)
 
-    def _kind(self, ring: RingRegistration, is_cached: bool) -> _Kind:
-        # A profile stands for all rings of a size whose ranks are alike. Without one, cached tokens change nothing.
+    def _kind(self, ring: RingRegistration, is_cached: bool) -> _RingKind:
+        # With a profile, rings of the same size are of one kind if their ranks' speeds and lateness are equal. Without
+        # one, rates do not depend on cached tokens.
         if self._profile is not None:
             ranks = ring.rates.speeds, ring.rates.lateness
-            return self._known((ranks, ring.num_ranks, ring.tp, is_cached), ring)
+            return self._kind_for((ranks, ring.num_ranks, ring.tp, is_cached), ring)
         known = self._of_ring.get(ring.name)
         if known is not None and known[0] is ring.rates and known[1] == ring.num_ranks and known[2] == ring.tp:
             return known[3]
         if len(self._of_ring) >= MAX_KNOWN:
             self._of_ring.clear()
-        kind = self._known((ring.rates, ring.num_ranks, ring.tp, False), ring)
+        kind = self._kind_for((ring.rates, ring.num_ranks, ring.tp, False), ring)
         self._of_ring[ring.name] = ring.rates, ring.num_ranks, ring.tp, kind
         return kind
 
-    def _known(self, key: tuple[_OfRanks, int, int, bool], ring: RingRegistration) -> _Kind:
+    def _kind_for(self, key: tuple[_OfRanks, int, int, bool], ring: RingRegistration) -> _RingKind:
         kind = self._kinds.get(key)
         if kind is None:
             if len(self._kinds) >= MAX_KNOWN:
                 self._kinds.clear()
-            kind = self._kinds[key] = self._made(ring, is_cached=key[3])
+            kind = self._kinds[key] = self._make_kind(ring, is_cached=key[3])
         return kind
 
-    def _made(self, ring: RingRegistration, is_cached: bool) -> _Kind:
-        rates = self._given(ring, is_cached)
+    def _make_kind(self, ring: RingRegistration, is_cached: bool) -> _RingKind:
+        rates = self._rates_for(ring, is_cached)
         seconds_a_token = start = 0.0
         if ring.tp > 1 and self._profile is not None:
             seconds_a_token = sum_seconds(self._shape, self._profile, ring.tp, 1)
         elif ring.tp > 1:
-            # Of the embedding, and after each attention and MLP; taken to pass links like the ring's.
+            # One sum after the embedding, and one after each attention and each MLP. The processes' links are taken to
+            # be as fast as the ring's.
             num_sums = 1 + 2 * self._model.num_layers
             num_bytes = 2 * (ring.tp - 1) / ring.tp * self._model.hidden_size * self._model.element_bytes
             seconds_a_token = num_sums * num_bytes / rates.ring.link_bytes_per_second
-            # A step that was measured has its sums' messages in it.
+            # If the ring measured `step_seconds`, these include the start of the sums' messages.
             start = 0.0 if rates.ring.step_seconds else num_sums * rates.ring.link_latency_seconds
-        return _Kind(
+        return _RingKind(
             rates=rates,
             predictor=StepPredictor(self.shape(ring), rates, ring.num_ranks),
             sum_seconds_a_token=seconds_a_token,
             sum_start_seconds=start,
         )
 
-    def _given(self, ring: RingRegistration, is_cached: bool) -> PrefillRates:
+    def _rates_for(self, ring: RingRegistration, is_cached: bool) -> PrefillRates:
         """Return the rates of the profile, or without one of the ring itself."""
         if self._profile is None:
             return PrefillRates(ring=ring.rates)
@@ -161,31 +164,31 @@ class RingCosts:
 
 
 WINDOW = 32
-"""Turns of a kind that a factor is computed from."""
+"""Number of latest turns of a kind from which its factor is computed."""
 LEAST = 5
-"""Turns from which a kind has a factor of its own: the median of five ignores two outliers."""
+"""Fewest turns of a kind for which it has a factor of its own: the median of five ignores two outliers."""
 LIKE = 4
 """Base of the classes of like work: 1 to 4 work units, 4 to 16, and so on."""
 NEIGHBOUR = 0.9
-"""Correlation of factors, as logarithms, between a class of work and the next one."""
+"""Correlation between the logarithms of the factors of two neighbouring classes of work."""
 SPREAD, NOISE = 0.5, 0.2
-"""Standard deviations, as logarithms, of factors of services, and of the ratio of one turn to the factor of its kind.
-Services that measured their rates beside other starting processes had factors of 0.55 to 1.2 (docs/decisions/0038)."""
+"""Standard deviations of logarithms: SPREAD of factors from one service to another, NOISE of one turn's ratio about the
+factor of its kind. Services that measured their rates beside other starting processes had factors of 0.55 to 1.2
+(docs/decisions/0038)."""
 FARTHEST = 4.0
-"""Factor from which a class says nothing of others: something else is wrong than the rates, such as a first turn that
-compiles, or a step's seconds that the rates leave out."""
+"""If a class's factor is at least this, or at most its inverse, it says nothing about other classes: then the cause is
+not the rates but, for example, a first turn that compiles, or time per step that the rates leave out."""
 
-Kind = tuple[Algorithm, int, bool | None]
-"""Key of a factor: an algorithm, the power of LIKE next below the turn's work, and whether cached tokens precede it.
-
-None stands for turns of both kinds."""
+TurnKind = tuple[Algorithm, int, bool | None]
+"""Key of a factor: an algorithm, the exponent of the largest power of LIKE that is not above the turn's work, and
+whether cached tokens precede the turn (None: with and without them)."""
 
 
 @dataclass(slots=True)
 class _Ratios:
     """Measured over predicted seconds of the latest turns, each with the name of its ring.
 
-    `factor` is cached: it is read more often than they change.
+    `factor` is kept, because it is read more often than the ratios change.
     """
 
     latest: deque[tuple[str, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -212,32 +215,34 @@ class _Ring:
 
     incarnation: str
     rates: RingRates
-    ratios: dict[Kind, _Ratios] = field(default_factory=dict)
+    ratios: dict[TurnKind, _Ratios] = field(default_factory=dict)
 
     def is_same(self, ring: RingRegistration) -> bool:
         return (self.incarnation, self.rates) == (ring.incarnation, ring.rates)
 
 
 class RingCorrections:
-    """Factors of measured over predicted seconds, by ring, algorithm and like work; predictions are uncorrected ones.
+    """Factors of measured over predicted seconds, by ring, algorithm and class of work.
 
-    A factor is the median of a kind's turns, which changes only when half of them agree: one slow turn, or a third of
-    them, do not count. Ratios from before a ring was rebuilt, or measured itself again, are forgotten. A ring with too
-    few turns of a kind takes the factor of all rings together, since the model leaves out the same for each of them.
+    `note` takes predictions without a correction. A factor is the median of a kind's turns, which changes only when
+    half of them agree: one slow turn does not change it, nor do slow turns that are a third of them. Ratios from before
+    a ring was rebuilt, or measured itself again, are forgotten. A ring with too few turns of a kind takes the factor of
+    all rings together, since the cost model leaves out the same for each of them.
 
-    If all rings together have had too few turns of a kind, turns of other work stand for it, and count less the more
-    their work differs: wrong rates are wrong for all. One prompt of 2,048 tokens says most of what can be known of one
-    of 6,000. That is the mean of a Gaussian process over the classes of work, whose covariance is SPREAD^2 *
-    NEIGHBOUR^distance. It is the same for all rings, so that one slow turn keeps no later one from its ring.
+    If even all rings together have had too few turns of a kind, the factor is estimated from turns of other classes of
+    work, because wrong rates affect all classes. A class counts less the more its work differs. One prompt of 2,048
+    tokens says most of what can be known of one of 6,000. The estimate is the mean of a Gaussian process over the
+    classes of work, whose covariance is SPREAD^2 * NEIGHBOUR^distance. It is the same for all rings, so that one slow
+    turn does not keep later turns away from its ring.
 
-    Turns after cached tokens also have factors of their own, and so have turns without any: a plan predicts with them
-    how long a ring is busy. Rings are compared by the factor of both: else what a step after cached tokens takes in
-    addition would speak against every cache (docs/decisions/0026).
+    There are also separate factors for turns with and without cached tokens. A plan predicts with these how long a ring
+    is busy. Rings are compared by the joint factor: otherwise the extra time of a step after cached tokens would count
+    against every ring that retains KV (docs/decisions/0026).
     """
 
     def __init__(self) -> None:
         self._rings: dict[str, _Ring] = {}
-        self._all: dict[Kind, _Ratios] = {}
+        self._all: dict[TurnKind, _Ratios] = {}
         self._by_others: dict[tuple[Algorithm, int], float] = {}
 
     def note(
@@ -282,7 +287,10 @@ class RingCorrections:
         return self._factor_by_others(*kind[:2]) if is_cached is None else self.factor(ring, algorithm, work)
 
     def _known(self, ring: RingRegistration) -> _Ring | None:
-        """Return the ratios of a ring as it is now. All rings together forget a ring that measured other rates."""
+        """Return the ratios of a ring as it is now.
+
+        If the ring has measured other rates, its ratios are removed from those of all rings together, too.
+        """
         known = self._rings.get(ring.name)
         if known is None or known.is_same(ring):
             return known
@@ -294,7 +302,7 @@ class RingCorrections:
         return None
 
     def _factor_by_others(self, algorithm: Algorithm, power: int) -> float:
-        """Return the factor of a class of work by that and other classes, of all rings; 1 if no turn is known."""
+        """Return the factor of a class of work, estimated from all rings' turns; 1 if no turn is known."""
         if not self._all:
             return 1.0
         if (algorithm, power) not in self._by_others:
@@ -342,6 +350,7 @@ class RingCorrections:
         )
 
 
-def _kind_of(algorithm: Algorithm, work: float, is_cached: bool | None = None) -> Kind:
-    # A power of two a time, as the exponent tells them: 4 ** power <= work < 4 ** (power + 1).
+def _kind_of(algorithm: Algorithm, work: float, is_cached: bool | None = None) -> TurnKind:
+    # `frexp` gives the exponent of two, and half of it is the power of LIKE = 4: 4 ** power <= work < 4 ** (power + 1),
+    # and 0 for less work.
     return algorithm, max(0, math.frexp(work)[1] - 1) // 2, is_cached

@@ -1,4 +1,4 @@
-"""Log of the latest events of rings and turns, for operators; the newest is last."""
+"""Log of the latest events of rings and turns, which the router shows to operators; the newest is last."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ringserve.views import ServerEvent
 
 MAX_EVENTS = 100
 COUNTED = (EventKind.FAILOVER, EventKind.REFUSAL, EventKind.EVICTION)
-"""Kinds of which many may come at once."""
+"""Kinds of which many events may come at once: repetitions are counted in one event."""
 MAX_TEXT = 300
-"""Characters of an event's sentence."""
+"""Most characters of an event's text."""
 
 
 class EventLog:
     """Log of at most MAX_EVENTS events. `clock` tells seconds since the epoch.
 
-    A failover or refusal that repeats the latest one of its kind is counted with it, and all evictions of a ring are
-    one event: a flood leaves room for others.
+    A failover or refusal that repeats the latest event of its kind is counted in that event, and all evictions of a
+    ring are one event. So a flood of events leaves room for others.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:

@@ -1,9 +1,11 @@
-"""Locations of a conversation's KV, one frozen map for each state, numbered by epochs; and a turn's use of them.
+"""Locations of a conversation's KV. Also the turn to be placed, and the rings chosen for it.
+
+The locations are a frozen map, replaced by a new one with the next epoch at each change:
 
     epoch 0: nowhere  --a turn, a fork, a move, a turn that failed-->  epoch 1  -->  epoch 2  --> ...
 
-A change makes the next map from the one before, so that readers see all of a change or nothing of it. The map says
-where KV was put. Rings may have evicted it since; a ring that was rebuilt has another incarnation and no KV at all.
+So readers see all of a change or nothing of it. The store and the router keep these maps. The map says where KV was
+put. Rings may have evicted it since; a ring that was rebuilt has another incarnation and no KV at all.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from ringserve.workers.protocol.steps import Algorithm
 class KvLocation:
     """Location of the KV of tokens [0, num_tokens): one incarnation of one ring, since `epoch` of the map.
 
-    `shards` lay the tokens over the ring's ranks, however many it has.
+    `shards` says which of the ring's ranks has which tokens, for any number of ranks.
     """
 
     ring: str
@@ -53,7 +55,7 @@ class KvLocations:
         return self.prefill if role == "prefill" else self.decode
 
     def items(self) -> Iterator[tuple[str, KvLocation]]:
-        """Return role and location of each that exists."""
+        """Yield the role and location of each location that is not None."""
         for role in ("prefill", "decode"):
             if (place := self.at(role)) is not None:
                 yield role, place
@@ -77,7 +79,10 @@ def _since(epoch: int, before: KvLocation | None, place: KvLocation | None) -> K
 
 
 def spare_role(kv_id: str) -> str:
-    """Return the role whose rings evict a sequence first that rings of both roles retain: half of them for each."""
+    """Return the role whose rings should evict a sequence first, if rings of both roles retain it.
+
+    Each role gets half of the sequences.
+    """
     return ("prefill", "decode")[zlib.crc32(kv_id.encode()) % 2]
 
 
@@ -85,9 +90,10 @@ def spare_role(kv_id: str) -> str:
 class WantedTurn:
     """Turn to be placed. The first `match_tokens` tokens of its prompt agree with KV at the conversation's locations.
 
-    If the conversation retains nothing, it shares KV that other histories retain: `shared` has their ids by role.
-    `algorithm` is the wanted one. `refused_direct` names the decode ring that could not compute it after all.
-    Turns of one `cache_key` prefer the same rings.
+    If the conversation has no KV, `prefill` and `decode` may be places of other histories' KV, which the turn shares;
+    then `shared` has the ids of these histories, by role. `algorithm` is the one asked for, if any. `refused_direct` is
+    the name of a decode ring that was to compute the prompt itself and then could not. Turns of one `cache_key` prefer
+    the same rings.
     """
 
     num_tokens: int
@@ -116,16 +122,16 @@ class WantedTurn:
         return min(self.match_tokens, place.num_tokens)
 
     def known_on(self, ring: RegisteredRing) -> int:
-        """Return as `retained_on`, whether or not the ring was rebuilt since."""
+        """Return what `retained_on` does, but also if the ring was rebuilt since."""
         place = self._place(ring)
         return 0 if place is None or place.ring != ring.name else min(self.match_tokens, place.num_tokens)
 
     def shares_on(self, ring: RegisteredRing) -> str:
         """Return the id of the sequence whose KV it would share on a ring; empty if it shares none."""
-        return self.shared.get(ring.role, "") if self.is_at(ring) else ""
+        return self.shared.get(ring.role, "") if self.has_kv_on(ring) else ""
 
-    def is_at(self, ring: RegisteredRing) -> bool:
-        """Return whether a ring is the conversation's own."""
+    def has_kv_on(self, ring: RegisteredRing) -> bool:
+        """Return whether a ring has KV that the turn would use, of its conversation or shared, by the map."""
         place = self._place(ring)
         return place is not None and place.ring == ring.name
 
@@ -139,8 +145,9 @@ class Choice:
 
     `remarks` says why the choice is an exception, in a sentence each.
 
-    The prompt is computed in `prefill_seconds`, after `wait_seconds`. `is_direct`: the decode ring computes it itself,
-    and `prefill` is the ring that would have. `direct` is the prediction for that way, None if it was not possible.
+    The prompt is computed in `prefill_seconds`, after `wait_seconds`. `is_direct`: the decode ring computes the prompt
+    itself, and `prefill` is the ring that would compute it otherwise. `direct` is the prediction for the decode ring,
+    None if it could not compute the prompt.
     """
 
     prefill: RegisteredRing

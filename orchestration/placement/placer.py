@@ -1,20 +1,25 @@
-"""Choice of the rings of a turn: those where its first token is predicted to come first.
+"""Choice of the rings of a turn: those on which its first token is predicted to come soonest.
 
     seconds = queue + move + prefill        on a prefill ring
     seconds = load + move                   on a decode ring
     seconds = queue + stall + prefill       on a decode ring that retains the KV and computes the rest itself
 
-Affinity is no rule of its own. A ring that retains a conversation's KV needs neither to pull it nor to compute it, and
-the conversation leaves it when that costs less than the ring's queue. A prefill ring that lacks KV pulls it from the
-ring that retains most of it, or computes it again; that is the turn's decode ring or one that the conversation leaves.
-A decode ring gets from the prefill ring what it lacks. So a conversation that goes to another decode ring takes along,
-by way of the prefill ring, what only the old one retained. If the conversation's decode ring could compute a few new
-tokens itself (`DirectPlacer`), that is compared with the way over a prefill ring, hand-off included.
+The stall is the time that the prompt delays the turns of the ring's batch, summed over them.
 
-If rings are about equal, a turn prefers the rings that served its cache key last. Pure Python and synchronous.
+Affinity is no rule of its own. A ring that retains a conversation's KV need neither pull it nor compute it. The
+conversation leaves such a ring if pulling or computing the KV elsewhere takes less time than the ring's queue. A
+prefill ring that lacks KV pulls it or computes it again. It pulls from the ring that retains most of it: the turn's
+decode ring, or a ring that the conversation leaves. A decode ring gets from the prefill ring what it lacks. So if a
+conversation goes to another decode ring, KV that only the old decode ring retained goes there by way of the prefill
+ring. If the conversation's decode ring could compute a few new tokens itself (`DirectPlacer`), that is compared with
+the way over a prefill ring, hand-off included.
 
-A turn with a bound may be sparse (`SparseChooser`): the least time that a loss allows, or the least loss for a time. An
-exact turn has no loss, and is one of the choices. Without a bound every turn is exact.
+If rings are about equal, a turn prefers the rings that served its cache key last. The router's admission and the
+simulator call this. Pure Python and synchronous.
+
+A turn with a bound may be sparse (`SparseChooser`): it is chosen for the least time within a bound on the loss, or for
+the least loss within a bound on the time. An exact turn has no loss, and is one of the choices. Without a bound every
+turn is exact.
 """
 
 from __future__ import annotations
@@ -37,19 +42,20 @@ from ringserve.orchestration.protocol.turns import RingRegistration, TurnRequest
 from ringserve.workers.protocol.steps import Algorithm
 
 TIE = 0.1
-"""Relative difference of predictions below which they count as equal: they are not more exact."""
+"""Predictions that differ by less than this share count as equal: predictions are no more exact than that."""
 LEAVE_SECONDS = 0.02
 """Seconds that a conversation must save to leave its KV: the saving is only predicted, and the KV is there."""
 IDLE_DELAY = 4.0
-"""Times `max_direct_seconds` that a prompt may take on a decode ring without turns: it delays only later turns."""
+"""On a decode ring without turns a prompt may take this many times `max_direct_seconds`: it delays only later turns."""
 MAX_ALTERNATIVES = 8
-"""Prefill rings that a plan lists."""
+"""Most prefill rings that a plan lists."""
 
 
 class DirectOffer(NamedTuple):
     """Predicted times of a turn whose decode ring computes the prompt.
 
-    `is_too_long`: it would delay the ring's batch for longer than is allowed; then it is only for turns that ask.
+    `is_too_long`: the prompt would delay the ring's batch longer than allowed. Then the offer is only for turns that
+    ask for it.
     """
 
     alternative: RingAlternative
@@ -98,9 +104,9 @@ class DirectPlacer:
 
 
 def refuse_direct(turn: WantedTurn, max_tokens: int) -> NoReturn:
-    """Refuse a turn that asks for its decode ring to compute more than any can, at most `max_tokens`.
+    """Refuse a turn that asks for its decode ring to compute the prompt, though no ring can.
 
-    Raises InvalidRequest.
+    `max_tokens` is the most new tokens that any decode ring computes. Raises InvalidRequest.
     """
     retained = 0 if turn.decode is None else min(turn.match_tokens, turn.decode.num_tokens)
     raise InvalidRequest(
@@ -135,7 +141,7 @@ class _Cost(NamedTuple):
 class _Option(NamedTuple):
     """Decode ring with the best prefill ring for it, and the offer to do without a prefill ring.
 
-    `handoff` is 0 if there is no `direct` way: all others have it alike.
+    `handoff` is 0 if there is no `direct` offer: then all prefill rings would have the same hand-off.
     """
 
     decode: RegisteredRing
@@ -146,7 +152,7 @@ class _Option(NamedTuple):
     handoff: float
 
     def is_direct(self, turn: WantedTurn) -> bool:
-        """Return whether the decode ring computes the prompt: asked for, or sooner."""
+        """Return whether the decode ring computes the prompt: because the turn asks for it, or because it is sooner."""
         if self.direct is None:
             return False
         # A tie goes to the decode ring, which has the KV: predictions leave out the cost of a second process.
@@ -155,7 +161,8 @@ class _Option(NamedTuple):
 
     def total(self, turn: WantedTurn) -> float:
         """Return the seconds by which decode rings compare."""
-        # The pull that a decode ring without the KV makes impossible is in the prefill's cost.
+        # If the decode ring lacks the KV, the prefill ring cannot pull from it; `cost.prefill` is then the longer
+        # prefill.
         if self.direct is not None and self.is_direct(turn):
             return self.direct.alternative.total_seconds + self.decode_seconds
         return self.cost.total + self.decode_seconds
@@ -173,8 +180,8 @@ class RingPlacer:
     def choose(self, turn: WantedTurn, refused: Collection[RegisteredRing] = ()) -> Choice:
         """Choose the rings that are predicted to answer first; none of `refused`, which had no room for the turn.
 
-        Raises Unavailable if a kind of ring is missing, InvalidRequest if the turn asks for its decode ring to
-        compute it and that cannot be. If no ring could ever hold the turn it is a largest one: the caller refuses
+        Raises Unavailable if a kind of ring is missing, InvalidRequest if the turn asks for its decode ring to compute
+        the prompt and no ring can. If no ring could ever hold the turn, the largest ring is chosen; the caller refuses
         turns that are too long.
         """
         prefills = self._prefill_options(turn, refused)
@@ -206,7 +213,10 @@ class RingPlacer:
         return Choice(prefill=cost.ring, decode=decode, prefill_seconds=cost.prefill)
 
     def place(self, turn: WantedTurn, choice: Choice) -> LoadShare:
-        """Count the turn to its rings' load, until the share that is returned ends. Later turns of its key follow."""
+        """Add the turn to the load of its rings, until the returned share ends.
+
+        Later turns with its cache key prefer these rings.
+        """
         if turn.cache_key:
             self._keyed.note(turn.cache_key, choice)
         return self._rings.place(
@@ -219,7 +229,10 @@ class RingPlacer:
     # --- which rings are compared ------------------------------------------------------------------------------------
 
     def _prefill_options(self, turn: WantedTurn, refused: Collection[RegisteredRing]) -> list[RegisteredRing]:
-        """Return the least busy ring of each kind, the key's, and the conversation's own, however busy they are."""
+        """Return the least busy ring of each kind.
+
+        Add the cache key's ring and the conversation's own, however busy these are.
+        """
         own, keyed = self._own("prefill", turn.prefill, refused), self._keyed_ring("prefill", turn)
         for accepts in _by_room(turn):
             others = self._rings.least_busy(lambda ring: ring is not own and _may_take(ring, refused, accepts))  # noqa: B023
@@ -259,8 +272,8 @@ class RingPlacer:
     def _largest(self, role: str, refused: Collection[RegisteredRing]) -> RegisteredRing:
         """Return the ring of the largest capacity. Raises Unavailable if there is none."""
         ready = self._rings.ready(role)
-        left = [ring for ring in ready if ring not in refused]
-        if not left:
+        remaining = [ring for ring in ready if ring not in refused]
+        if not remaining:
             drained = self._rings.drained(role)  # none comes back by itself
             if drained:
                 raise Unavailable(
@@ -268,7 +281,7 @@ class RingPlacer:
                 )
             why = "".join(f"; ring {name} cannot be rebuilt: {failure}" for name, failure in self._rings.failures(role))
             raise Unavailable(f"no {'other ' if ready else ''}{role} ring is ready{why}; retry in a few seconds")
-        return max(left, key=lambda ring: ring.registration.capacity_tokens)
+        return max(remaining, key=lambda ring: ring.registration.capacity_tokens)
 
     # --- costs -------------------------------------------------------------------------------------------------------
 
@@ -282,7 +295,10 @@ class RingPlacer:
         return _Option(decode, self._decode_seconds(turn, decode), cost, costs, direct, handoff)
 
     def _decode_seconds(self, turn: WantedTurn, decode: RegisteredRing) -> float:
-        """Return the load and the move of the history that the ring lacks: new tokens come to every ring alike."""
+        """Return the seconds of the ring's load, and of the move of the history that it lacks.
+
+        New tokens' KV must come to every decode ring, so it is left out.
+        """
         lacking = turn.match_tokens - turn.retained_on(decode)
         ring = decode.registration
         return decode.load_seconds + self._planner.predict_move(lacking, ring, ring)
@@ -291,7 +307,7 @@ class RingPlacer:
         self, turn: WantedTurn, prefills: Sequence[RegisteredRing], decode: RegisteredRing, now: float
     ) -> list[_Cost]:
         on_decode = RetainedPrefix(decode.registration, turn.retained_on(decode))
-        left = [
+        retaining = [
             RetainedPrefix(ring.registration, turn.retained_on(ring))
             for ring in self.own_rings(turn)
             if ring is not decode
@@ -299,7 +315,7 @@ class RingPlacer:
         costs = []
         for ring in prefills:
             registration = ring.registration
-            most = retaining_most(on_decode, (other for other in left if other.ring is not registration))
+            most = retaining_most(on_decode, (other for other in retaining if other.ring is not registration))
             move, prefill = self._planner.predict_turn(turn.num_tokens, turn.retained_on(ring), registration, most)
             queue = ring.queue_seconds(now)
             costs.append(_Cost(ring, queue, move, prefill, queue + move + prefill))
@@ -308,8 +324,8 @@ class RingPlacer:
     def _first_of_the_quickest(self, turn: WantedTurn, costs: Sequence[_Cost]) -> _Cost:
         """Choose among tied costs: the conversation's own ring, the key's, the smallest, the one idle for longest."""
         least = (quickest := min(costs, key=lambda cost: cost.total)).total
-        for cost in costs:  # the KV of others stays where it is
-            if not turn.shared and turn.is_at(cost.ring) and cost.total <= _worth_leaving(least):
+        for cost in costs:  # shared KV is another history's, so its ring is not the conversation's own
+            if not turn.shared and turn.has_kv_on(cost.ring) and cost.total <= _worth_leaving(least):
                 return cost
         tied = [cost for cost in costs if cost.total <= least * (1 + TIE)]
         keyed = self._keyed_ring("prefill", turn)
@@ -387,7 +403,10 @@ def _num_processes(ring: RingRegistration) -> int:
 
 
 class _SparseOption(NamedTuple):
-    """Way to compute a turn: its loss, the seconds to its first token, and its sparsity; None: exact."""
+    """Way to compute a turn: its loss, the seconds to its first token, and its sparsity with its loss.
+
+    `predicted` is None for the exact way.
+    """
 
     loss: float
     seconds: float
@@ -395,7 +414,7 @@ class _SparseOption(NamedTuple):
 
 
 class SparseChooser:
-    """Chooser by measured losses and predicted times. `bound` is for turns that name none.
+    """Chooser of a turn's sparsity, by measured losses and predicted times. `bound` holds for turns that name none.
 
     `losses` is None if the operator measured none; turns that name a bound are then refused.
     """
@@ -415,7 +434,7 @@ class SparseChooser:
         self._bound = bound
 
     def bound_of(self, request: TurnRequest) -> Bound | None:
-        """Return the bound of a turn: its own, or the configured bound if it asks for no exact algorithm.
+        """Return the bound of a turn: its own, or, if it asks for no algorithm or for pass-KV, the configured one.
 
         None: the turn is exact.
         """
@@ -424,10 +443,11 @@ class SparseChooser:
         return None if bound is None or (bound.name == MAX_LOSS and not bound.limit) else bound
 
     def choose(self, request: TurnRequest, wanted: Callable[[Sparsity | None], WantedTurn]) -> SparsePlan | None:
-        """Return how sparse a turn is; None if it is exact, or nothing is predicted to be sooner.
+        """Return the turn's sparse plan; None if it has no bound, or if the exact way is the best within it.
 
-        `wanted` tells the turn with what it may use of its conversation's KV at a sparsity. Raises InvalidRequest,
-        which names the bound, if nothing meets it or nothing was measured for such a turn; Unavailable.
+        `wanted(sparsity)` returns the turn with the KV of its conversation that it may use at that sparsity (None:
+        exact). Raises InvalidRequest, which names the bound, if nothing meets it or nothing was measured for such a
+        turn; Unavailable.
         """
         bound = self.bound_of(request)
         if bound is None:
@@ -478,7 +498,7 @@ def _least_loss(bound: Bound, options: list[_SparseOption]) -> PredictedLoss | N
     if not in_time:
         soonest = min(each.seconds for each in options)
         raise InvalidRequest(
-            f"{bound.name}: {bound.limit:g} s is met by no measured share of keys; the least that is predicted now is "
+            f"{bound.name}: no measured share of keys meets {bound.limit:g} s; the shortest time predicted now is "
             f"{duration(soonest)}"
         )
     return min(in_time, key=lambda each: (each.loss, each.seconds)).predicted

@@ -1,4 +1,7 @@
-"""Planner: makes a turn's plan and its reason from the prompt's KV on both rings."""
+"""Planner: makes a turn's plan, and the sentence that gives its reason, from the KV of the prompt that rings retain.
+
+The router and the simulator have one each. It owns the corrections, and calls no other process.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +35,10 @@ class RetainedPrefix:
     num_tokens: int
 
 
-def retaining_most(decode: RetainedPrefix, left: Iterable[RetainedPrefix]) -> RetainedPrefix:
+def retaining_most(decode: RetainedPrefix, leaving: Iterable[RetainedPrefix]) -> RetainedPrefix:
     """Return the turn's decode ring, unless a ring that its conversation leaves retains more."""
     most = decode
-    for other in left:
+    for other in leaving:
         if other.num_tokens > most.num_tokens:
             most = other
     return most
@@ -62,7 +65,7 @@ def choose_source(
     policy: str,
     *,
     retained_on_prefill: int,
-    retained_on_decode: int,
+    retained_elsewhere: int,
     pull_seconds: float,
     recompute_seconds: float,
     other_ring: str = "",
@@ -70,13 +73,13 @@ def choose_source(
     """Choose between pulling KV that the prefill ring lacks and computing it again.
 
     `policy` is one of MISSING_KV. The seconds are predicted for pull and prefill together, and for the longer prefill
-    alone. With `other_ring` that ring retains `retained_on_decode` tokens, and not the turn's decode ring. KV that the
-    prefill ring retains is always used.
+    alone. If `other_ring` is given, it is that ring, and not the turn's decode ring, that retains the
+    `retained_elsewhere` tokens. KV that the prefill ring retains is always used.
     """
     retained = CachedSource(source=RETAINED, tokens=TokenRange(0, retained_on_prefill))
-    if retained_on_decode <= retained_on_prefill:
+    if retained_elsewhere <= retained_on_prefill:
         return CachedKv(cached_tokens=retained_on_prefill, sources=(retained,) if retained_on_prefill else ())
-    missing = TokenRange(retained_on_prefill, retained_on_decode)
+    missing = TokenRange(retained_on_prefill, retained_elsewhere)
     is_pulled = is_worth_pulling(policy, pull_seconds=pull_seconds, recompute_seconds=recompute_seconds)
     name = PULLED_FROM_OTHER if other_ring else PULLED
     sources = (retained, CachedSource(source=name, tokens=missing, ring=other_ring)) if is_pulled else (retained,)
@@ -89,10 +92,11 @@ def choose_source(
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerSettings:
-    """Planner settings. `missing_kv` is one of `cached_kv.MISSING_KV`.
+    """Planner settings. `missing_kv` is one of `MISSING_KV`.
 
-    `profile` predicts for every ring; without one, the rates that each ring measured at its start do. Set
-    `has_exact_rates` if these rates predict every algorithm exactly: steps of simulated rings are computed from them.
+    `profile` predicts for every ring; without one, predictions come from the rates that each ring measured at its
+    start. Set `has_exact_rates` if these rates predict every algorithm exactly, as in simulations, which compute steps
+    from them.
     """
 
     selector: str = "auto"
@@ -102,10 +106,10 @@ class PlannerSettings:
 
 
 class PromptOnRings(NamedTuple):
-    """Prompt of `num_tokens` tokens on a pair of rings, and how many of its first tokens each retains the KV of.
+    """Prompt of `num_tokens` tokens on a pair of rings, and for how many of its first tokens each ring retains the KV.
 
-    `left` are rings that the prompt's conversation leaves, with what they retain of it. It is a tuple, since a router
-    makes several for every turn.
+    `leaving` are rings that the prompt's conversation leaves, with what they retain of it. This class is a NamedTuple,
+    which is fast to make: a router makes several for every turn.
     """
 
     num_tokens: int
@@ -113,20 +117,20 @@ class PromptOnRings(NamedTuple):
     retained_on_decode: int
     prefill: RingRegistration
     decode: RingRegistration
-    left: Sequence[RetainedPrefix] = ()
+    leaving: Sequence[RetainedPrefix] = ()
 
     @property
     def most(self) -> RetainedPrefix:
         """Ring from which the prefill ring would pull the KV that it lacks."""
-        return retaining_most(RetainedPrefix(self.decode, self.retained_on_decode), self.left)
+        return retaining_most(RetainedPrefix(self.decode, self.retained_on_decode), self.leaving)
 
 
 class Planner:
     """Planner for one model. `selector` may change between turns; allowed are `cp_core.cost.selector.POLICIES`.
 
-    `corrections` are learned from measured turns (`note_prefill`) and applied to later predictions. They do not change
-    which algorithm a turn takes: the factor of an algorithm comes from turns that it was chosen for, and says little
-    about a turn for which both are weighed.
+    `corrections` are learned from measured turns (`note_prefill`) and applied to later predictions. They do not
+    influence the choice of algorithm: an algorithm's factor comes only from turns for which it was chosen, and says
+    little about turns for which another might be.
     """
 
     def __init__(self, model: ModelInfo, settings: PlannerSettings) -> None:
@@ -139,10 +143,10 @@ class Planner:
         self.corrections = RingCorrections()
 
     def plan(self, prompt: PromptOnRings, *, mode: PromptMode, algorithm: Algorithm | None = None) -> TurnPlan:
-        """Plan a turn over a prefill ring.
+        """Plan a turn whose prompt a prefill ring computes.
 
-        Long prompts are cut as an idle ring would. Each chunk chooses its own algorithm, since the cached prefix grows
-        from one to the next, unless the turn asked for one.
+        Long prompts are cut into chunks as an idle ring would cut them. Unless the turn asks for an algorithm, each
+        chunk gets its own, because the cached prefix grows from chunk to chunk.
         """
         ring, source = prompt.prefill, self._choose_source(prompt)
         cached = source.cached_tokens
@@ -152,7 +156,7 @@ class Planner:
         taken = _of_most_tokens(pieces, names)
         work = self._work.work(prompt.num_tokens - cached, cached)
         factors = {name: self.corrections.factor(ring, name, work, is_cached=cached > 0) for name in RING_ALGORITHMS}
-        predicted = sum(each.by(name) * factors[name] for each, name in zip(seconds, names, strict=True))
+        predicted = sum(each.total(name) * factors[name] for each, name in zip(seconds, names, strict=True))
         return TurnPlan(
             algorithm=taken,
             reason=f"{_name_mix(taken, names)}, predicted {duration(predicted)}: "
@@ -166,9 +170,9 @@ class Planner:
             cached_sources=source.sources,
             chunks=tuple(PlannedChunk(tokens=piece, algorithm=name) for piece, name in zip(pieces, names, strict=True)),
             predicted_prefill_seconds=predicted,
-            # By one factor, so that they compare as they did when one of them was chosen.
+            # All are multiplied by the same factor, so that their order is that of the choice, which uses no factors.
             alternatives=tuple(
-                (name, factors[taken] * sum(each.by(name) for each in seconds)) for name in RING_ALGORITHMS
+                (name, factors[taken] * sum(each.total(name) for each in seconds)) for name in RING_ALGORITHMS
             )
             + source.alternatives,
             prompt_mode=mode,
@@ -194,11 +198,11 @@ class Planner:
         if len(set(names)) > 1:
             return "fastest for each chunk"
         return why_fastest(
-            {name: sum(each.by(name) for each in seconds) for name in RING_ALGORITHMS}, taken, num_tokens, self._tie
+            {name: sum(each.total(name) for each in seconds) for name in RING_ALGORITHMS}, taken, num_tokens, self._tie
         )
 
     def plan_direct(self, prompt: PromptOnRings, *, mode: PromptMode, algorithm: Algorithm | None = None) -> TurnPlan:
-        """Plan a turn whose decode ring computes the prompt; `prompt.prefill` is the ring that would have."""
+        """Plan a turn whose decode ring computes the prompt; `prompt.prefill` is the ring that would otherwise."""
         other = self.plan(prompt, mode=mode)
         num_tokens, retained_on_decode, decode = prompt.num_tokens, prompt.retained_on_decode, prompt.decode
         new = TokenRange(retained_on_decode, num_tokens)
@@ -221,7 +225,7 @@ class Planner:
         )
 
     def plan_sparse(self, prompt: PromptOnRings, sparse: SparsePlan, *, mode: PromptMode) -> TurnPlan:
-        """Plan a turn that is computed by a part of its keys, over a prefill ring."""
+        """Plan a turn that a prefill ring computes with only a part of the keys."""
         exact = self.plan(prompt, mode=mode, algorithm=Algorithm.PASS_KV)
         cached, ring = exact.cached_tokens, prompt.prefill
         seconds = self.predict_sparse(prompt.num_tokens, cached, ring, sparse.sparsity)
@@ -237,17 +241,17 @@ class Planner:
     def predict_exact(
         self, num_tokens: int, cached_tokens: int, ring: RingRegistration, asked: Algorithm | None
     ) -> float:
-        """Return the seconds of a prompt with a cached prefix, cut and computed on an idle ring as `plan` has it."""
+        """Return the seconds of a prompt with a cached prefix, cut and computed on an idle ring as `plan` assumes."""
         work = self._work.work(num_tokens - cached_tokens, cached_tokens)
         total = 0.0
         for piece in self._cut(ring, TokenRange(cached_tokens, num_tokens)):
             seconds = self._costs.seconds(ring, len(piece), piece.start)
             name = self._choose(ring, piece, seconds, asked)
-            total += seconds.by(name) * self.corrections.factor(ring, name, work, is_cached=cached_tokens > 0)
+            total += seconds.total(name) * self.corrections.factor(ring, name, work, is_cached=cached_tokens > 0)
         return total
 
     def predict_sparse(self, num_tokens: int, cached_tokens: int, ring: RingRegistration, sparsity: Sparsity) -> float:
-        """Return the seconds of a prompt with a cached prefix, computed by a part of its keys on an idle ring."""
+        """Return the seconds of a prompt with a cached prefix, computed with part of the keys on an idle ring."""
         pieces = self._cut(ring, TokenRange(cached_tokens, num_tokens))
         work = self._work.work(num_tokens - cached_tokens, cached_tokens)
         seconds = sum(self._costs.sparse_seconds(ring, sparsity, len(piece), piece.start) for piece in pieces)
@@ -266,10 +270,10 @@ class Planner:
     def compare_direct(
         self, num_tokens: int, retained_on_decode: int, decode: RingRegistration, prefill: RingRegistration
     ) -> float:
-        """Predict as `predict_direct` does, but by the factor of the prefill ring's turns of like work.
+        """Predict as `predict_direct` does, but correct by the factor of the prefill ring's turns of like work.
 
-        The model leaves out the same in both ways. By its own factor, a way with many turns would be compared with one
-        of which too little is known.
+        The cost model leaves out the same for both rings. If each had its own factor, a ring with many measured turns
+        would be compared with one of which too little is known.
         """
         name = self._costs.seconds(prefill, num_tokens - retained_on_decode, retained_on_decode).fastest
         factor = self._direct_factor(num_tokens, retained_on_decode, prefill, name)
@@ -283,13 +287,16 @@ class Planner:
         return self._costs.direct_seconds(decode, new_tokens, retained_on_decode)
 
     def note_prefill(self, ring: RingRegistration, report: PrefillReport) -> None:
-        """Learn from a measured turn. A turn that shared a step, or took both algorithms, measures neither."""
+        """Learn from a measured turn.
+
+        A turn that shared a step with others, or used several algorithms, is ignored: its time measures none of them.
+        """
         names = {chunk.algorithm for chunk in report.chunks}
         if len(names) != 1 or any(chunk.num_turns != 1 for chunk in report.chunks):
             return
         (name,) = names
         predicted = sum(
-            self._costs.seconds(ring, len(chunk.tokens), chunk.tokens.start).by(name) for chunk in report.chunks
+            self._costs.seconds(ring, len(chunk.tokens), chunk.tokens.start).total(name) for chunk in report.chunks
         )
         work = sum(self._work.work(len(chunk.tokens), chunk.tokens.start) for chunk in report.chunks)
         is_cached, seconds = report.chunks[0].tokens.start > 0, report.prefill_seconds
@@ -315,14 +322,14 @@ class Planner:
         return self._costs.pull_seconds(ring, num_tokens * self._kv_bytes_a_token / links)
 
     def predict_prefill(self, num_tokens: int, cached_tokens: int, ring: RingRegistration) -> float:
-        """Return the seconds of a prompt with a cached prefix, computed whole by its faster algorithm.
+        """Return the seconds of a prompt with a cached prefix, computed uncut by its fastest algorithm.
 
         The ring is idle.
         """
         new_tokens = num_tokens - cached_tokens
         seconds = self._costs.seconds(ring, new_tokens, cached_tokens)
         name, work = seconds.fastest, self._work.work(new_tokens, cached_tokens)
-        return seconds.by(name) * self.corrections.factor(ring, name, work)
+        return seconds.total(name) * self.corrections.factor(ring, name, work)
 
     def _predict_pulled(
         self, num_tokens: int, retained: int, ring: RingRegistration, most: RetainedPrefix
@@ -334,7 +341,10 @@ class Planner:
         )
 
     def _choose_source(self, prompt: PromptOnRings) -> CachedKv:
-        """Compare the prefill after a pull with a longer one. Each is taken whole, by its faster algorithm."""
+        """Compare a pull and the prefill after it with the longer prefill without a pull.
+
+        Each prefill is predicted uncut, with its fastest algorithm.
+        """
         pull = recompute = 0.0
         num_tokens, retained, ring, most = prompt.num_tokens, prompt.retained_on_prefill, prompt.prefill, prompt.most
         if most.num_tokens > retained:
@@ -343,7 +353,7 @@ class Planner:
         return choose_source(
             self._settings.missing_kv,
             retained_on_prefill=retained,
-            retained_on_decode=most.num_tokens,
+            retained_elsewhere=most.num_tokens,
             pull_seconds=pull,
             recompute_seconds=recompute,
             other_ring="" if most.ring is prompt.decode else most.ring.name,
@@ -359,7 +369,7 @@ class Planner:
             return Algorithm(forced(self.selector).algorithm)
         if ring.num_ranks == 1:
             return Algorithm.PASS_KV
-        return Algorithm(least(seconds.of, tokens.stop, self._tie))
+        return Algorithm(least(seconds.without_sums, tokens.stop, self._tie))
 
     def _cut(self, ring: RingRegistration, tokens: TokenRange) -> list[TokenRange]:
         limits = StepLimits.of(
@@ -379,7 +389,7 @@ def _of_most_tokens(pieces: Sequence[TokenRange], names: Sequence[Algorithm]) ->
 
 
 def _name_mix(taken: Algorithm, names: Sequence[Algorithm]) -> str:
-    """Name the chunks' algorithm, or their most frequent one with its share: "pass-KV for 3 of 4 chunks"."""
+    """Name the chunks' algorithm, or the one of most tokens with its share: "pass-KV for 3 of 4 chunks"."""
     if len(set(names)) == 1:
         return NAMES[taken]
     return f"{NAMES[taken]} for {names.count(taken)} of {len(names)} chunks"

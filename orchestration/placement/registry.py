@@ -1,4 +1,7 @@
-"""Registry of the rings that a router can use, as they announced themselves, with an estimate of their load."""
+"""Registry of the rings that a router can use, as they announced themselves, with an estimate of their load.
+
+The router owns it; placement, drains and rebalancing read it. Only `status_of` and `withdraw_if_lost` call rings.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,10 @@ from ringserve.views import RingInfo
 T = TypeVar("T")
 Item = TypeVar("Item")
 RingKind = tuple[int, int, int, int]
-"""Ranks, processes a rank, and powers of two near the measured rates of matrix products and links."""
+"""Number of ranks, processes per rank, and the base-2 logarithms of the rates of matrix products and links, rounded."""
 
 LEASE_TICKS = 8
-"""Lease ticks. A router that stands still itself counts one tick for all that time, so no ring looks lost."""
+"""Ticks that a ring's lease lasts, not seconds: a router that stands still counts one tick, so no ring looks lost."""
 STATUS_SECONDS = 2.0
 """Seconds for a ring's leader to tell its status."""
 
@@ -35,17 +38,18 @@ WAIT_SECONDS = 1.0
 """Seconds that each turn beyond a full decode batch waits for a place in it: answers take seconds."""
 
 SLACK = 64
-"""Entries of a heap beyond twice its items, above which outdated entries are removed."""
+"""Outdated entries are removed from a heap if it has more entries than twice its items and this many."""
 
 
 class RegisteredRing:
-    """Ring in the registry. `is_ready` falls when a call finds it gone and rises with its next announcement.
+    """Ring in the registry.
 
-    An announcement is seconds old when the next turn comes, so the router adds the load that it has placed there since.
-    `busy_until` is on the registry's clock; a decode ring is busy with prompts that it computes itself. `free_tokens`
-    falls with every turn, and `spare_tokens` with KV that is moved there, until the ring announces them anew.
-    `last_placed` counts the router's choices. `number` is the ring's place in order of arrival. A ring enters itself in
-    `changed` when its rank among others may change.
+    `is_ready` becomes False if a call finds the ring gone, and True with the ring's next announcement. An announcement
+    is seconds old when the next turn comes, so the router adds the load that it has placed there since. `busy_until` is
+    on the registry's clock; a decode ring is busy with prompts that it computes itself. `free_tokens` falls with every
+    turn, and `spare_tokens` with KV that is moved there, until the ring announces them anew. `last_placed` is the
+    number of the router's choice that placed the latest turn there. `number` is the ring's place in order of arrival. A
+    ring enters itself in `changed` when its place in the order of rings may change.
 
     Each announcement renews the ring's lease, of which `silent_ticks` have passed. `lost` is the error of a ring whose
     lease has ended or whose incarnation is gone, until it is announced again.
@@ -127,15 +131,15 @@ class RegisteredRing:
         self._changed.add(self)
 
     def announce(self, registration: RingRegistration, now: float) -> None:
-        """Take over an announcement. A ring that tells no rate keeps the router's own estimate."""
+        """Take over an announcement. If it has no work rate, the router keeps its own estimate of the ring's queue."""
         self.registration, self.is_ready, self.silent_ticks = registration, not registration.is_rebuilding, 0
         if self.is_ready:
             self.lost = None
         self.kind = _kind_of(registration)
         self.spare_tokens = registration.spare_tokens
-        self.tell(registration.waiting_work, registration.work_rate, registration.free_tokens, now)
+        self.take_figures(registration.waiting_work, registration.work_rate, registration.free_tokens, now)
 
-    def tell(self, waiting_work: float, work_rate: float, free_tokens: int | None, now: float) -> None:
+    def take_figures(self, waiting_work: float, work_rate: float, free_tokens: int | None, now: float) -> None:
         """Take over the figures that change from one announcement to the next; see `RingRegistration`."""
         if work_rate > 0.0:
             self._busy_until = now + waiting_work / work_rate
@@ -150,8 +154,9 @@ class RegisteredRing:
                 call.set_exception(error)
 
     def guarded(self, call: Awaitable[T]) -> asyncio.Future[T]:
-        """Make a call to the ring's leader, which is cancelled when the ring is lost, and raises Unavailable then."""
-        # No task of its own waits for both ends: a turn makes several calls, and a task costs more than a callback.
+        """Make a call to the ring's leader. If the ring is lost, it is cancelled and the future raises Unavailable."""
+        # Callbacks, not a task, join the call with the loss of the ring: a turn makes several calls, and a task costs
+        # more than a callback.
         answer: asyncio.Future[T] = asyncio.ensure_future(call)
         guarded: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         if self.lost is not None:
@@ -168,7 +173,7 @@ class RegisteredRing:
         return guarded
 
     def leave(self) -> None:
-        """Leave the registry's order."""
+        """Stop entering changes in the registry's order: the ring has left."""
         self._changed = set()
 
     def queue_seconds(self, now: float) -> float:
@@ -193,7 +198,7 @@ class LoadShare:
         self._is_over = False
 
     def correct(self, seconds: float) -> None:
-        """Take notice that the prompt takes so long: the plan knows which KV the rings have evicted."""
+        """Replace the prompt's predicted seconds by those of the plan, which knows what KV the rings have evicted."""
         if not self._is_over:
             self._computing.busy_until += seconds - self._seconds
             self._seconds = seconds
@@ -237,7 +242,7 @@ class Ordered(Generic[Item]):
         self._latest.pop(item, None)
 
     def first(self, accepts: Callable[[Item], bool]) -> Item | None:
-        """Return the accepted item of the least key. Takes as long as there are items of lesser keys."""
+        """Return the accepted item of the least key. It takes time in proportion to the items of lesser keys."""
         refused = []
         found = None
         while self._heap:
@@ -281,7 +286,7 @@ class RingOrder:
     def least_busy(self, now: float, accepts: Accepts) -> list[RegisteredRing]:
         """Return the prefill ring of each kind that will be idle first, among those accepted, in order of arrival.
 
-        Of idle ones it is the one without a turn for longest.
+        Among idle rings it is the one whose latest turn was placed longest ago.
         """
         self._enter_changed()
         found = (queues.first(now, accepts) for queues in self._prefill.values())
@@ -290,7 +295,7 @@ class RingOrder:
     def least_loaded(self, accepts: Accepts) -> RegisteredRing | None:
         """Return the decode ring of the least load among those accepted.
 
-        Of equals it is the one without a turn for longest.
+        Among rings of equal load it is the one whose latest turn was placed longest ago.
         """
         self._enter_changed()
         return self._decode.first(accepts)
@@ -364,7 +369,7 @@ class RingRegistry:
         known = rings.get(name)
         left = self._left.get(name)
         if left is not None and left.incarnation == registration.incarnation:
-            return False  # told before it left, and late
+            return False  # sent before the ring left, and arrived late
         if registration.is_leaving:
             self._left[name] = registration
             gone = rings.pop(name, None)
@@ -431,7 +436,7 @@ class RingRegistry:
         return self._left.get(name)
 
     def drained(self, role: str) -> list[str]:
-        """Return the names of a role's rings if all of them drain, or have drained and left; else none."""
+        """Return the names of a role's rings if every ring drains or has left; otherwise an empty list."""
         present = [ring.registration for ring in self._rings[role].values()]
         left = [registration for registration in self._left.values() if registration.role == role]
         drains = all(registration.is_draining for registration in present)
@@ -443,7 +448,10 @@ class RingRegistry:
         return sorted((each.name, each.failure) for each in present if each.is_rebuilding and each.failure)
 
     def state_of(self, name: str) -> RingStanding:
-        """Return how a ring stands with the router. After a router's restart, a ring that left before is starting."""
+        """Return how a ring stands with the router.
+
+        A ring that left before the router's restart counts as STARTING, because the router has no record of it.
+        """
         ring = self.find(name)
         if ring is None:
             return RingStanding.AWAY if name in self._left else RingStanding.STARTING
@@ -462,21 +470,21 @@ class RingRegistry:
     def least_busy(self, accepts: Callable[[RegisteredRing], bool]) -> list[RegisteredRing]:
         """Return the prefill ring of each kind that will be idle first, among those accepted, in order of arrival.
 
-        Of idle ones it is the one without a turn for longest.
+        Among idle rings it is the one whose latest turn was placed longest ago.
         """
         return self._order.least_busy(self.clock(), accepts)
 
     def least_loaded(self, accepts: Callable[[RegisteredRing], bool]) -> RegisteredRing | None:
         """Return the decode ring of the least load among those accepted.
 
-        Of equals it is the one without a turn for longest.
+        Among rings of equal load it is the one whose latest turn was placed longest ago.
         """
         return self._order.least_loaded(accepts)
 
     def place(
         self, prefill: RegisteredRing | None, decode: RegisteredRing, *, prefill_seconds: float, num_tokens: int
     ) -> LoadShare:
-        """Count a turn of `num_tokens` tokens to its rings, until they announce their own figures.
+        """Add a turn of `num_tokens` tokens to the load of its rings, until they announce their own figures.
 
         `prefill` None: the decode ring computes the prompt, in `prefill_seconds` all the same.
         """
@@ -493,8 +501,8 @@ class RingRegistry:
 
 
 def _pass_on(answer: asyncio.Future[T], waiting: asyncio.Future[T]) -> None:
-    """End a future as another has ended, unless it has ended before."""
-    error = None if answer.cancelled() else answer.exception()  # seen, though nobody waits for it any more
+    """Give `waiting` the result, error or cancellation of `answer`, unless it has ended already."""
+    error = None if answer.cancelled() else answer.exception()  # retrieved in any case, so that asyncio does not log it
     if waiting.done():
         return
     if answer.cancelled():
@@ -513,7 +521,7 @@ def _kind_of(registration: RingRegistration) -> RingKind:
 
 
 async def status_of(ring: RegisteredRing, peers: Peers) -> RingInfo:
-    """Ask a ring's leader for its status. A ring that cannot be reached is "lost"; this never raises for it.
+    """Ask a ring's leader for its status. The state of a ring that cannot be reached is "lost"; no error is raised.
 
     A ring that is being rebuilt is asked why that fails, but stays "rebuilding" until it is announced again.
     """
@@ -543,6 +551,6 @@ def status_without(registration: RingRegistration, state: str, *, is_draining: b
 
 
 async def withdraw_if_lost(ring: RegisteredRing, peers: Peers) -> None:
-    """Take no more turns to a ring that does not serve; it announces itself when it does again."""
+    """Place no more turns on a ring if it does not serve. It announces itself when it serves again."""
     if (await status_of(ring, peers)).state != RingState.READY:
         ring.is_ready = False

@@ -1,7 +1,9 @@
-"""Numbers of rings by demand: arriving work and the wait for prefill, turns and KV for decode.
+"""Wanted numbers of rings, by demand.
 
-A number of rings is wanted at which they are busy for a share of their time only, and that clears a backlog while
-another ring would start. More rings are wanted at once; fewer only if fewer would have done for a while.
+For prefill rings it is the work that arrives and the wait of a new turn; for decode rings it is the turns and their KV.
+So many rings are wanted that each is busy for only a share of its time, and that a backlog is cleared in about the time
+in which another ring would start. More rings are wanted at once; fewer only after a while in which fewer would have
+been enough at every look. The router and the simulator ask it; it reads the registry and changes nothing there.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ class ScalingSettings:
     """Goals of the numbers of rings. Times in seconds.
 
     `busy_share` is the part of its time that a prefill ring is to compute, and the part of a decode ring's places and
-    KV that turns are to take. A backlog is to be computed within `clear_seconds`, about a ring's start. Fewer rings
-    must have been enough for `shrink_seconds`. Work is averaged over `window_seconds`.
+    KV that turns are to take. A backlog is to be computed within `clear_seconds`, about as long as a ring takes to
+    start. A ring is given up only after fewer would have been enough for `shrink_seconds`. Work is averaged over
+    `window_seconds`.
     """
 
     busy_share: float = 0.6
@@ -32,7 +35,10 @@ class ScalingSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoleLoad:
-    """Load of a role's rings: `demand` in rings that work all the time, `wait` of a new turn in seconds."""
+    """Load of a role's rings: `serving` ones take turns, `coming` ones are starting.
+
+    `demand` is the number of rings that would be busy all the time; `wait` is how many seconds a new turn would wait.
+    """
 
     serving: int
     coming: int
@@ -46,7 +52,8 @@ class RoleScaler:
     def __init__(self, settings: ScalingSettings, least: int) -> None:
         self._settings = settings
         self._least = least
-        self._wanted: deque[tuple[float, int]] = deque()  # (time, rings that the load wanted) of the last while
+        # (time, rings that the load needed), for the last `shrink_seconds`
+        self._wanted: deque[tuple[float, int]] = deque()
         self._began: float | None = None
 
     def wanted(self, load: RoleLoad, most: int, now: float) -> int:
@@ -102,7 +109,10 @@ class LoadMeter:
 
 
 def emptiest(rings: Iterable[RegisteredRing], now: float) -> RegisteredRing:
-    """Return the ring whose end costs least: of the fewest turns, then of the least work, then of the least KV."""
+    """Return the ring that costs least to give up.
+
+    That is the one with the fewest turns; among equals, the one with the least waiting work, then with the least KV.
+    """
     return min(
         rings,
         key=lambda ring: (

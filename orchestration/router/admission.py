@@ -210,7 +210,7 @@ class TurnAdmission:
         for old in dropped:
             self._tasks.spawn(self._turns.free(old))
         if conversation.ttl_seconds:
-            self._operations.watch_ages()
+            self._operations.start_expiry()
         return conversation
 
     def _admit(self, request: TurnRequest, conversation: Conversation) -> RunningTurn:

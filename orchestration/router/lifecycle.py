@@ -270,7 +270,7 @@ class TurnLifecycle:
             retained_on_decode=turn.attempt.on_decode.retained_tokens,
             prefill=prefill.registration,
             decode=turn.decode.registration,
-            left=turn.attempt.left,
+            leaving=turn.attempt.left,
         )
         if turn.admitted.sparse is not None:
             return self._planner.plan_sparse(prompt, turn.admitted.sparse, mode=turn.admitted.mode)

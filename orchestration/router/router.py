@@ -337,11 +337,11 @@ class Router:
         if known is not None and inventory is not None:
             self._recovery.note(known, inventory)
         if known is None:
-            self._drain_rebalancing.left(ring.name)
+            self._drain_rebalancing.ring_left(ring.name)
             return 0
         if known.registration.is_draining:
-            return known.num_turns + self._drain_rebalancing.go_on(known)
-        self._drain_rebalancing.serves(ring.name)
+            return known.num_turns + self._drain_rebalancing.continue_drain(known)
+        self._drain_rebalancing.forget_drain(ring.name)
         self._full_rebalancing.note(known)
         return known.num_turns
 

@@ -175,7 +175,7 @@ def _calibrate(
 def _check(options: CalibrateOptions) -> None:
     """Check options that would otherwise fail only after measuring. Raises ConfigError."""
     if not options.timeout > 0:
-        raise ConfigError(f"--timeout: {options.timeout} is no duration; allowed are numbers above 0")
+        raise ConfigError(f"--timeout: {options.timeout} is not a duration; give a number above 0")
     for key in ("write", "plot"):
         path = getattr(options, key)
         if path is not None and not path.absolute().parent.is_dir():

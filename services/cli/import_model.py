@@ -1,4 +1,7 @@
-"""`ringserve import`: make a Hugging Face directory of a GGUF file, or fetch the built-in one with trained weights."""
+"""`ringserve import`: make a Hugging Face directory of a GGUF file, or fetch the built-in one with trained weights.
+
+`ringserve up` and `ringserve demo` call `prepare`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Groups of options that several commands share, and the cluster or gateway that they name."""
+"""Groups of options that several commands share, and the cluster or gateway that they name.
+
+`ServingOptions` may start a cluster; the others start nothing.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +83,7 @@ class TargetOptions:
     def client(self, target: str = "") -> Client:
         """Return a client of the target; its token comes from the environment, since command lines are public.
 
-        Raises NotFound without a target and a local cluster, ConfigError for files that cannot be read.
+        Raises NotFound if there is neither a target nor a local cluster, ConfigError for files that cannot be read.
         """
         tls = None
         if self.tls_ca or self.tls_cert or self.tls_key:
@@ -88,7 +91,7 @@ class TargetOptions:
         return Client(target or self.address(), token=os.environ.get(TOKEN_VARIABLE, ""), tls=tls, retry=AT_ONCE)
 
     def address(self) -> str:
-        """Return the address of the gateway. Raises NotFound without a target and a local cluster."""
+        """Return the address of the gateway. Raises NotFound if there is neither a target nor a local cluster."""
         target = self.target or require_ready(self.name).gateway
         if not target:
             raise NotFound(f"the cluster {self.name!r} runs no gateway of its own; give --target HOST:PORT")

@@ -18,14 +18,14 @@ class FrozenSurvivors:
     An object that is no longer needed is freed all the same, unless it is part of a cycle. So once there are `growth`
     times as many frozen objects as after the last whole collection, the next full collection is whole: it looks at all
     objects. The time of every other depends only on new objects, and cycles hold no more memory than all other objects.
-    Routers and gateways have one.
+    The router has one.
     """
 
     def __init__(self, growth: float = 2.0) -> None:
         self.num_whole = 0
         self._growth = growth
         self._num_frozen = 0
-        gc.callbacks.append(self._note)
+        gc.callbacks.append(self._on_collection)
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -40,11 +40,11 @@ class FrozenSurvivors:
 
     def close(self) -> None:
         """Let the collector look at all objects again. Idempotent."""
-        if self._note in gc.callbacks:
-            gc.callbacks.remove(self._note)
+        if self._on_collection in gc.callbacks:
+            gc.callbacks.remove(self._on_collection)
             gc.unfreeze()
 
-    def _note(self, phase: str, info: dict[str, int]) -> None:
+    def _on_collection(self, phase: str, info: dict[str, int]) -> None:
         if info["generation"] < 2:
             return
         if phase == "stop":

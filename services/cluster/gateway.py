@@ -1,6 +1,6 @@
 """Gateway that `ringserve up` runs as a process: its start, its heartbeats, its successor, its end.
 
-The local cluster keeps it.
+The local cluster calls `GatewayKeeper`, which owns the gateway's process and its spare.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ringserve.services.gateway.settings import GatewaySettings
 log = logging.getLogger(__name__)
 
 STOP_SECONDS = 30.0
-"""Seconds for the gateway to end: its turns have 2 s, the rings 3, its last responses 2, twice that on a busy machine.
-"""
+"""Maximum seconds for the gateway to end. Its turns take up to 2 s, the rings 3 s and its last responses 2 s; on a busy
+machine all take twice as long."""
 RESTART_WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds between attempts to restart a gateway: a connection of another program may hold its port for a while."""
 MAX_TICK_SECONDS = 1.0

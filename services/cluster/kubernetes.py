@@ -3,7 +3,7 @@
 KubeRay makes new pods from the template of the RayCluster, and leaves those that run as they are. So an upgrade is done
 by deleting pods: each drains its ring first, by its own hook. The head goes last. All pods are replaced together in two
 cases: if the head's end stops all rings because Ray does not store its state, or if the release changes, because pods
-of different releases do not serve each other. `ringserve rings` calls it.
+of different releases do not serve each other. `ringserve restart --kubernetes` calls it.
 """
 
 from __future__ import annotations
@@ -285,11 +285,12 @@ class Rollout:
 
     def _replace_together(self, release: Release) -> None:
         """Replace all pods: a head's end stops all rings, and another release's pods serve only among themselves."""
-        why = next((each.why for each in release.replicas if each.group == HEAD_GROUP and each.why), "release")
-        self.progress(
-            f"all pods are replaced together, because the head's {why} differs; running turns end first, and no other "
-            "begins"
-        )
+        if any(replica.is_other_release for replica in release.replicas):
+            why = "the release differs"
+        else:
+            differs = next(replica.why for replica in release.replicas if replica.group == HEAD_GROUP)
+            why = f"the head's {differs} differs" if differs else "the head is replaced"
+        self.progress(f"all pods are replaced together, because {why}; running turns end first, and no other begins")
         pods = [pod for replica in release.replicas for pod in replica.pods]
         self.kubectl.delete_pods(pods, max(replica.grace for replica in release.replicas) + GRACE_SECONDS)
         self._await([*release.wanted], _count_of(release))

@@ -1,4 +1,7 @@
-"""Commands of an operator to the router: drain rings, bring them back, restart them. `ringserve rings` calls them."""
+"""Commands of an operator to the router: drain rings, bring them back, restart them.
+
+`ringserve drain`, `undrain`, `restart` and `status` call them, and the local cluster.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Start and end of our own Ray, guarded by a token: Ray's calls are pickles, so what reaches it can run code in it.
 
-The local cluster uses it. Ray's control listens on the machine's own address, even for a node at 127.0.0.1.
+The local cluster uses it. It changes the environment of this process, and methods of Ray. Ray's control listens on the
+machine's own address, even for a node at 127.0.0.1.
 """
 
 from __future__ import annotations

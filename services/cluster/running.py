@@ -1,4 +1,7 @@
-"""What runs in an actor: the router or a leader with its gRPC server, built by `cluster.hosts`."""
+"""What runs in an actor: the router or a leader with its gRPC server, built by `cluster.hosts`.
+
+Each owns its servers; the router also owns its journal.
+"""
 
 from __future__ import annotations
 

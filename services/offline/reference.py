@@ -1,6 +1,6 @@
 """Stock transformers in one process: the reference that every answer must equal, token for token.
 
-The demo, `bench` and tests use it.
+The demo, `bench` and tests use it; it loads the model into their process.
 """
 
 from __future__ import annotations

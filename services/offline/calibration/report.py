@@ -46,14 +46,14 @@ def closing_lines(calibration: Calibration) -> list[str]:
     """Return the errors of the fit, the losses of each selection, and the decode steps."""
     lines = [f"fitted to all: {_errors(calibration.fitted)}"]
     if calibration.held_out is not None:
-        lines.append(f"each half of the cells by constants of the other: {_errors(calibration.held_out)}")
+        lines.append(f"each half of the cells, by constants fitted to the other half: {_errors(calibration.held_out)}")
     lines += [f"time beyond every cell's fastest algorithm, {name}: {loss:.1%}" for name, loss in calibration.losses]
     constants = calibration.profile.prefill
     if constants.chain_overlap is not None:
         lines.append(
-            f"chain: overlap {constants.chain_overlap:.2f}, of the ring {constants.overlap:.2f}; "
-            f"{constants.chain_overhead:.2f} of the ring's overhead a layer; "
-            f"a rank alone computes {constants.lone_speed:.2f} times as fast as all together"
+            f"chain: overlap {constants.chain_overlap:.2f} (ring: {constants.overlap:.2f}); "
+            f"its overhead per layer is {constants.chain_overhead:.2f} of the ring's; "
+            f"a rank computes {constants.lone_speed:.2f} times as fast alone as when all compute at once"
         )
     lines += [
         f"decode step after {sample.context_tokens} tokens on {sample.cp} ranks: measured {sample.seconds * 1e3:.2f} "

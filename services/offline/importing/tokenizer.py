@@ -27,7 +27,7 @@ LLAMA3_SPLIT: Final = (
 QWEN2_SPLIT: Final = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 LLAMA3: Final = frozenset({"llama-bpe", "llama3", "llama-v3"})
 QWEN2: Final = frozenset({"qwen2", "deepseek-r1-qwen"})
-SPLITS: Final = (*sorted(LLAMA3 | QWEN2), "gpt-2", "smollm")
+SUPPORTED: Final = (*sorted(LLAMA3 | QWEN2), "gpt-2", "smollm")
 
 CONTROL, USER_DEFINED = 3, 4
 """Types of tokens in GGUF that are matched whole in a text; a control token is left out of decoded text."""
@@ -71,8 +71,8 @@ def write_tokenizer(file: GgufFile, directory: Path) -> None:
 
 def _byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
     pre = file.metadata.get("tokenizer.ggml.pre")
-    if pre not in SPLITS:
-        raise file.refuse(f"tokenizer.ggml.pre is {pre!r}; supported are {', '.join(SPLITS)}")
+    if pre not in SUPPORTED:
+        raise file.refuse(f"tokenizer.ggml.pre is {pre!r}; supported are {', '.join(SUPPORTED)}")
     merges = [_pair(file, merge) for merge in _strings(file, "tokenizer.ggml.merges", may_be_empty=True)]
     vocab = {token: index for index, token in enumerate(tokens)}
     try:
@@ -101,14 +101,14 @@ def _strings(file: GgufFile, key: str, *, may_be_empty: bool = False) -> list[st
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise file.refuse(f"metadata {key} is missing or is not a list of strings")
     if key.endswith("tokens") and len(value) != file.config["vocab_size"]:
-        raise file.refuse(f"{key} has {len(value)} tokens where the embedding has {file.config['vocab_size']}")
+        raise file.refuse(f"{key} has {len(value)} tokens, but the embedding has {file.config['vocab_size']}")
     return value
 
 
 def _pair(file: GgufFile, merge: str) -> tuple[str, str]:
     first, space, second = merge.partition(" ")
     if not (first and space and second):
-        raise file.refuse(f"merge {merge!r} of its tokenizer is no pair")
+        raise file.refuse(f"merge {merge!r} of its tokenizer is not a pair")
     return first, second
 
 

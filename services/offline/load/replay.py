@@ -190,7 +190,7 @@ def _request(
     ends = set(model.eos_token_ids)
     tokens = [token for token in range(min(model.vocab_size, 4096)) if token not in ends]
     drawn = [np.random.default_rng(block).choice(tokens, arrival.block_tokens) for block in arrival.block_ids]
-    # If the trace's blocks have fewer tokens than its prompt, the rest is drawn at random.
+    # If the blocks have fewer tokens than the prompt, the rest is drawn at random; if they have more, it is cut.
     missing = max(0, arrival.prompt_tokens - len(drawn) * arrival.block_tokens)
     prompt = np.concatenate([*drawn, generator.choice(tokens, missing)])[: arrival.prompt_tokens]
     return inference_pb2.GenerateRequest(

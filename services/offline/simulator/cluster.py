@@ -90,7 +90,7 @@ class StepTimes:
         for piece in step.pieces:
             start = piece.tokens.start
             overhead = self._overheads[start > 0]
-            seconds += self._costs.seconds(self._ring, len(piece.tokens), start).by(step.algorithm) - overhead
+            seconds += self._costs.seconds(self._ring, len(piece.tokens), start).total(step.algorithm) - overhead
             largest = max(largest, overhead)
         return seconds + largest
 
@@ -98,7 +98,7 @@ class StepTimes:
         """Return the seconds of a prompt on an idle ring, each step by the faster algorithm."""
         steps = cut(self.work, self.limits, tokens)
         costs = (self._costs.seconds(self._ring, len(step), step.start) for step in steps)
-        return sum(cost.by(cost.fastest) for cost in costs)
+        return sum(cost.total(cost.fastest) for cost in costs)
 
 
 class Cluster:

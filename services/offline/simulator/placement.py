@@ -53,7 +53,7 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """Policy that takes the ring with the shortest queue or the fewest turns, wherever KV is."""
+    """Policy that takes the prefill ring with the shortest queue and the decode ring with the fewest turns."""
 
     def __init__(self, cluster: Cluster, planner: Planner) -> None:
         self._registry = cluster.registry
@@ -63,11 +63,11 @@ class LeastLoaded:
         def accepts(ring: RegisteredRing) -> bool:
             return ring not in refused and ring.free_tokens >= turn.num_tokens
 
-        def is_other(ring: RegisteredRing) -> bool:
+        def has_not_refused(ring: RegisteredRing) -> bool:
             return ring not in refused
 
-        prefills = self._registry.least_busy(accepts) or self._registry.least_busy(is_other)
-        decode = self._registry.least_loaded(accepts) or self._registry.least_loaded(is_other)
+        prefills = self._registry.least_busy(accepts) or self._registry.least_busy(has_not_refused)
+        decode = self._registry.least_loaded(accepts) or self._registry.least_loaded(has_not_refused)
         if not prefills or decode is None:
             raise Unavailable("every ring of a pool has refused the turn")
         return _choice(self._planner, turn, min(prefills, key=lambda ring: ring.busy_until), decode)
@@ -101,7 +101,7 @@ class KvAware:
 
 
 def _own(turn: WantedTurn, rings: Sequence[RegisteredRing]) -> list[RegisteredRing]:
-    return [ring for ring in rings if turn.is_at(ring)]
+    return [ring for ring in rings if turn.has_kv_on(ring)]
 
 
 def _choice(planner: Planner, turn: WantedTurn, prefill: RegisteredRing, decode: RegisteredRing) -> Choice:

@@ -212,7 +212,7 @@ class SimulatedPrefillRing:
         """Report to the router as a real ring does every few seconds."""
         scheduler = self._scheduler
         free = self.kv.capacity - self.kv.num_pinned_tokens
-        self.entry.tell(scheduler.load, scheduler.rate, free, self._clock.now)
+        self.entry.take_figures(scheduler.load, scheduler.rate, free, self._clock.now)
 
     def _start_step(self) -> None:
         step = self._scheduler.next_step()
@@ -335,5 +335,5 @@ class SimulatedDecodeRing:
         if self._clock.now >= self._announces_at:
             self._announces_at = self._clock.now + ANNOUNCE_SECONDS
             free = self.kv.capacity - self.kv.num_pinned_tokens
-            self.entry.tell(0.0, 0.0, free, self._clock.now)
+            self.entry.take_figures(0.0, 0.0, free, self._clock.now)
         self._update_batch()

@@ -222,7 +222,7 @@ class Simulation:
             roll_back()
             return None
         on_prefill, on_decode = (
-            min(wanted.match_tokens, held) if wanted.is_at(ring.entry) else 0
+            min(wanted.match_tokens, held) if wanted.has_kv_on(ring.entry) else 0
             for ring, held in zip(rings, before, strict=True)
         )
         plan = self._plan(conversation, wanted, choice, on_prefill, on_decode)
@@ -250,7 +250,7 @@ class Simulation:
                 retained_on_decode=on_decode,
                 prefill=choice.prefill.registration,
                 decode=choice.decode.registration,
-                left=self._on_previous_rings(conversation.kv_id, wanted, choice),
+                leaving=self._on_previous_rings(conversation.kv_id, wanted, choice),
             ),
             mode=PromptMode.APPEND if conversation.tokens else PromptMode.NEW,
         )

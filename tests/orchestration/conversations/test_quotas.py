@@ -75,7 +75,7 @@ async def test_a_running_turn_retains_its_kv_and_counts_with_its_longest_answer(
             with pytest.raises(CapacityExceeded) as caught:
                 await service.router.begin_turn(of(service, "acme", "", 500, random_tokens(90), max_tokens=11))
             assert str(caught.value).startswith(
-                "tenant 'acme': running turns may come to 400 KV tokens, this one to 101, and it may hold at most 500"
+                "tenant 'acme': its running turns may need 400 KV tokens and this request 101, of 500 allowed"
             )
             assert caught.value.retry_after_seconds == 1.0
             await service.answer(of(service, "acme", "", 500, random_tokens(90), max_tokens=10))

@@ -393,7 +393,7 @@ def test_the_reasons_of_forgotten_conversations_are_remembered_for_some() -> Non
     store = ConversationStore(1)
     for number in range(MAX_GONE + 2):
         finish(store, f"c{number}")
-    assert store.why_gone(f"c{MAX_GONE}") == "it made room for others, of which 1 are remembered"
+    assert store.why_gone(f"c{MAX_GONE}") == "it was dropped to make room: at most 1 conversations are remembered"
     assert store.why_gone("c0").startswith("it is not known here")
     finish(store, f"c{MAX_GONE}")
     assert store.why_gone(f"c{MAX_GONE}").startswith("it is not known here"), "it is there again"

@@ -47,16 +47,16 @@ class ExhaustivePlacer:
 
     def _compared(self, turn: WantedTurn, prefills: Sequence[RegisteredRing]) -> list[RegisteredRing]:
         now = self._rings.clock()
-        compared = [each for each in prefills if turn.is_at(each)]
-        others = [each for each in prefills if not turn.is_at(each)]
+        compared = [each for each in prefills if turn.has_kv_on(each)]
+        others = [each for each in prefills if not turn.has_kv_on(each)]
         for kind in {each.kind for each in others}:
             same = [each for each in others if each.kind == kind]
             compared.append(min(same, key=lambda each: (max(each.busy_until, now), each.last_placed)))
         return compared
 
     def _decode_options(self, turn: WantedTurn, decodes: Sequence[RegisteredRing]) -> list[RegisteredRing]:
-        own = [each for each in decodes if turn.is_at(each)]
-        others = [each for each in decodes if not turn.is_at(each)]
+        own = [each for each in decodes if turn.has_kv_on(each)]
+        others = [each for each in decodes if not turn.has_kv_on(each)]
         if others:
             other = min(others, key=lambda each: (self._load(each), each.last_placed))
             if not own or self._load(other) + LEAVE_SECONDS < self._load(own[0]):
@@ -68,7 +68,7 @@ class ExhaustivePlacer:
     ) -> tuple[float, RegisteredRing]:
         least = min(total for total, _ in totals)
         for total, ring in totals:
-            if turn.is_at(ring) and total <= least * (1 + TIE) + LEAVE_SECONDS:
+            if turn.has_kv_on(ring) and total <= least * (1 + TIE) + LEAVE_SECONDS:
                 return total, ring
         tied = [each for each in totals if each[0] <= least * (1 + TIE)]
         return min(tied, key=lambda each: (each[1].registration.num_ranks, each[1].last_placed, each[1].number))
@@ -88,7 +88,7 @@ class ExhaustivePlacer:
             each
             for role in ("prefill", "decode")
             for each in self._rings.all()
-            if each.role == role and each.is_ready and turn.is_at(each) and each not in (ring, decode)
+            if each.role == role and each.is_ready and turn.has_kv_on(each) and each not in (ring, decode)
         ]
         return max((decode, *left), key=turn.retained_on)
 

@@ -33,7 +33,7 @@ def chosen(policy: str, pull: float, recompute: float, on_prefill: int = 60, on_
     return choose_source(
         policy,
         retained_on_prefill=on_prefill,
-        retained_on_decode=on_decode,
+        retained_elsewhere=on_decode,
         pull_seconds=pull,
         recompute_seconds=recompute,
     )
@@ -72,7 +72,7 @@ def test_a_ring_that_the_conversation_leaves_is_named() -> None:
     choice = choose_source(
         PULL,
         retained_on_prefill=60,
-        retained_on_decode=90,
+        retained_elsewhere=90,
         pull_seconds=1.0,
         recompute_seconds=2.0,
         other_ring="decode-3",

@@ -288,9 +288,9 @@ def test_no_ring_is_chosen_that_is_clearly_slower_than_another(
     assert 1 <= len(totals) <= MAX_ALTERNATIVES
     assert all(min(each.queue_seconds, each.move_seconds, each.prefill_seconds) >= 0.0 for each in choice.alternatives)
     assert chosen.total_seconds <= min(totals) * (1 + TIE) + LEAVE_SECONDS + 1e-9
-    others = [ring for ring in made.rings.ready("prefill") if not turn.is_at(ring)]
+    others = [ring for ring in made.rings.ready("prefill") if not turn.has_kv_on(ring)]
     if choice.prefill in others:
         alike = [ring.queue_seconds(100.0) for ring in others if ring.kind == choice.prefill.kind]
         assert chosen.queue_seconds == min(alike), "of its kind it is the least busy"
-    if not turn.is_at(choice.decode):
+    if not turn.has_kv_on(choice.decode):
         assert choice.decode.num_turns == min(running for n, running in enumerate(turns) if n != own % len(turns))

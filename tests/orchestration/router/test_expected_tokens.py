@@ -40,7 +40,7 @@ async def test_a_turn_runs_where_as_many_tokens_are_remembered_as_expected(model
 async def test_the_error_says_why_a_conversation_is_gone(model_paths: Models) -> None:
     now = [0.0]
     async with Service(model_paths["llama_gqa"], 1, 1, clock=lambda: now[0], conversation_ttl=60.0) as service:
-        with pytest.raises(ConversationLost, match="and it has 0: it is not known here; it may never have been, or be"):
+        with pytest.raises(ConversationLost, match="and it has 0: it is not known here; it never existed, or only be"):
             await service.answer(expecting(service, 17))
         await service.answer(expecting(service, None))
         await service.router.delete_conversation("c")

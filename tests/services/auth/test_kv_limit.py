@@ -42,7 +42,7 @@ async def test_what_does_not_fit_beside_running_turns_is_refused_with_limit_and_
     async with client_of(limited, "s-token") as small, client_of(limited, "f-token") as free:
         async with small.stream(prompt, sampling=LONG) as stream:
             await anext(stream)
-            said = "'small': running turns may come to 2550 KV tokens, this one to 550, and it may hold at most 3000"
+            said = "'small': its running turns may need 2550 KV tokens and this request 550, of 3000 allowed"
             with pytest.raises(CapacityExceeded, match=said) as caught:
                 await small.ask(prompt, sampling=Sampling(max_tokens=500))
             assert caught.value.retry_after_seconds == 1.0

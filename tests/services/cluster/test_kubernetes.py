@@ -160,8 +160,9 @@ def test_rings_of_a_changed_pool_are_replaced_one_after_the_other_as_whole_repli
 
 def test_all_of_a_release_are_replaced_in_the_order_of_their_rings_if_that_is_asked_for() -> None:
     kubernetes = FakeKubernetes(JOURNAL)
-    made, _ = rollout(kubernetes, everything=True)
+    made, told = rollout(kubernetes, everything=True)
     made.run()
+    assert told[0].startswith("all pods are replaced together, because the head is replaced;")
     (together,) = groups_of(kubernetes.deleted)
     assert together[0] == "head-0-0"
     assert len(together) == 1 + 2 * 2 + 2, "the head's end stops all rings"
@@ -208,8 +209,9 @@ def test_another_release_replaces_all_pods_together() -> None:
     kubernetes = FakeKubernetes(JOURNAL)
     for template in ("head", "prefill", "decode"):
         kubernetes.template(template)["metadata"]["labels"]["app.kubernetes.io/version"] = "9.9.9"
-    made, _ = rollout(kubernetes)
+    made, told = rollout(kubernetes)
     assert len(made.run()) == 5
+    assert told[0].startswith("all pods are replaced together, because the release differs;")
     assert len(kubernetes.deleted) == 1
 
 

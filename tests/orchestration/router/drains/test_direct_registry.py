@@ -43,7 +43,7 @@ async def test_a_turn_that_the_decode_ring_computes_counts_while_it_runs_and_aft
             turn = asyncio.create_task(service.answer(replace(follow, algorithm=DIRECT)))
             await asyncio.to_thread(begun.wait, 60.0)
             # Its 65 + 3 tokens and the 80 that it may answer.
-            with pytest.raises(CapacityExceeded, match="running turns may come to 148 KV tokens, this one to 60"):
+            with pytest.raises(CapacityExceeded, match="its running turns may need 148 KV tokens and this request 60"):
                 await service.router.begin_turn(of(service, "acme", "", 200, random_tokens(50), max_tokens=10))
             may_go_on.set()
             assert (await turn).begun.plan.algorithm is DIRECT

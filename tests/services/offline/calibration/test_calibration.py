@@ -170,7 +170,7 @@ def test_the_report_has_every_prefill_beside_its_prediction(exact: Calibration, 
     assert len(report["prefills"]) == 3 * len(CELLS)
     assert {"seconds", "predicted", "predicted_by_rates", "predicted_held_out", "runs"} <= report["prefills"][0].keys()
     assert report["profile"]["prefill"]["gemm_flops"] == calibration.profile.prefill.gemm_flops
-    assert any("chain: " in line and "a rank alone computes" in line for line in closing_lines(calibration))
+    assert any("chain: " in line and "times as fast alone" in line for line in closing_lines(calibration))
     write_calibration_plot(calibration, tmp_path / "calibration.png")
     assert (tmp_path / "calibration.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match="--plot: cannot write"):
